@@ -1,0 +1,86 @@
+"""Executor: the base class of every station, and the group of ranks that runs it.
+
+    class Echo(Executor):
+        def step(self):
+            for group in self.inputs["scored"].take():
+                self.outputs["echoed"].put(group)
+            ...
+
+Life: __init__(plain settings; every rank builds every executor, so nothing heavy) -> setup (on its ranks only: models,
+pools) -> step* -> teardown. A `step` is one bounded piece of work (a decode chunk, a batch of scores, an optimizer
+step). It never blocks on a channel: it returns False when there was nothing to do, and says in `waiting_for` what it
+needs, so that the controller can serve stop and checkpoint requests and hold every wait to its deadline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from llamarl.channel import Receiver, Sender
+    from llamarl.control import Control
+    from llamarl.observe.metrics import Metrics
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorGroup:
+    """The ranks that run one executor, and this process's place among them."""
+
+    name: str
+    ranks: tuple[int, ...]  # global ranks, in executor order
+    rank: int  # this process's global rank
+    device: torch.device
+    process_group: "ProcessGroup | None" = None  # over `ranks`; for collectives among them
+
+    @property
+    def index(self) -> int:
+        """This process's place in `ranks` (its data-parallel index). ValueError elsewhere."""
+        return self.ranks.index(self.rank)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Executor:
+    """One station of the graph. Subclasses give `name` and `step`, and what else they need."""
+
+    name: str = "executor"
+
+    def attach(
+        self,
+        group: ExecutorGroup,
+        inputs: "dict[str, Receiver]",
+        outputs: "dict[str, Sender]",
+        control: "Control",
+        metrics: "Metrics",
+    ) -> None:
+        """Called once by the controller, on the executor's own ranks, before `setup`."""
+        self.group, self.inputs, self.outputs, self.control, self.metrics = group, inputs, outputs, control, metrics
+
+    def setup(self) -> None:
+        """Build what is heavy. Collective over the executor's ranks."""
+
+    def step(self) -> bool:
+        """Do one bounded piece of work. Returns False if there was none; then `waiting_for` says why."""
+        raise NotImplementedError
+
+    def waiting_for(self) -> str | None:
+        """What the next step needs and from whom, or None when idleness is no fault (nothing is owed to this station)."""
+        return None
+
+    def state_dict(self) -> dict[str, torch.Tensor | int | float | str | list]:
+        """What a checkpoint must hold to go on after this station's last step. Tensors and JSON values."""
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        """The inverse, after `setup`."""
+        if state:
+            raise ValueError(f"{self.name} has no state to load, but the checkpoint holds {sorted(state)}")
+
+    def teardown(self) -> None:
+        """Release processes, files and threads. Must not fail when `setup` did not finish."""

@@ -1,0 +1,186 @@
+"""Hugging Face directories in and out: parameter names, safetensors, tokenizer.
+
+Weights are the same numbers under other names on both sides (no permutation), so a round trip is bit-exact.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Iterable, Iterator
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+_NAMES = (  # decoder name -> Hugging Face name
+    ("tok_embeddings.weight", "model.embed_tokens.weight"),
+    ("norm.scale", "model.norm.weight"),
+    ("output.weight", "lm_head.weight"),
+    ("layers.{}.sa_norm.scale", "model.layers.{}.input_layernorm.weight"),
+    ("layers.{}.mlp_norm.scale", "model.layers.{}.post_attention_layernorm.weight"),
+    ("layers.{}.attn.q_proj.", "model.layers.{}.self_attn.q_proj."),
+    ("layers.{}.attn.k_proj.", "model.layers.{}.self_attn.k_proj."),
+    ("layers.{}.attn.v_proj.", "model.layers.{}.self_attn.v_proj."),
+    ("layers.{}.attn.output_proj.", "model.layers.{}.self_attn.o_proj."),
+    ("layers.{}.mlp.w1.", "model.layers.{}.mlp.gate_proj."),
+    ("layers.{}.mlp.w2.", "model.layers.{}.mlp.down_proj."),
+    ("layers.{}.mlp.w3.", "model.layers.{}.mlp.up_proj."),
+)
+_LAYER = re.compile(r"(?<=layers\.)\d+")
+_COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+           "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json", "chat_template.jinja", "NOTICE")
+SHARD_BYTES = 4 << 30  # of exported files; also the most that export holds in memory
+
+
+def hf_name(name: str) -> str:
+    """The Hugging Face name of a decoder's parameter. KeyError if it has none."""
+    match = _LAYER.search(name)
+    pattern = _LAYER.sub("{}", name)
+    for ours, theirs in _NAMES:
+        if pattern.startswith(ours):
+            renamed = theirs + pattern[len(ours):]
+            return renamed.replace("{}", match.group()) if match else renamed
+    raise KeyError(f"{name} has no Hugging Face name; add it to llamarl/models/hf.py")
+
+
+def named_parameters_hf(decoder: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(Hugging Face name, parameter), in the decoder's order. Wrapper prefixes of checkpointing are dropped."""
+    for name, parameter in decoder.named_parameters():
+        yield hf_name(name.replace("_checkpoint_wrapped_module.", "")), parameter
+
+
+class SafetensorsDir:
+    """The tensors of a model directory, read one at a time or by slice; sharded (index.json) or single.
+
+    FileNotFoundError or ValueError naming the file when one is missing, truncated or not safetensors.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        elif single.is_file():
+            files = [single.name]
+        else:
+            raise FileNotFoundError(f"{single}: no such file; weights are loaded from safetensors only")
+        self._handles, self._where = [], {}
+        for name in files:
+            handle = self._open(self.path / name)
+            self._handles.append(handle)
+            self._where.update((key, handle) for key in handle.keys())
+
+    @staticmethod
+    def _open(file: Path):
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: no such file, but the index names it")
+        try:
+            return safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file}: not a whole safetensors file ({error}); fetch it again") from error
+
+    def keys(self) -> set[str]:
+        return set(self._where)
+
+    def get(self, name: str) -> Tensor:
+        return self.get_slice(name)[...]
+
+    def get_slice(self, name: str):
+        """A lazily sliced tensor. KeyError naming the directory if it is absent."""
+        if name not in self._where:
+            raise KeyError(f"{self.path}: no tensor {name}")
+        return self._where[name].get_slice(name)
+
+
+@torch.no_grad()
+def load_weights(decoder: nn.Module, path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> nn.Module:
+    """Fill a decoder (on the meta device or not) from a model directory, one tensor at a time. Returns it.
+
+    Sharded parameters (DTensor) read their own rows only. ValueError naming tensors that are absent, unknown, or of
+    another shape; nothing is loaded by halves then.
+    """
+    from torch.distributed.tensor import DTensor
+
+    source = SafetensorsDir(path)
+    wanted = dict(named_parameters_hf(decoder))
+    unused = {k for k in source.keys() if not k.endswith("rotary_emb.inv_freq")} - set(wanted) - {"lm_head.weight"}
+    problems = [f"{name}: absent" for name in wanted if name not in source.keys()]
+    problems += [f"{name}: not in this architecture" for name in unused]
+    for name in wanted.keys() & source.keys():
+        shape = tuple(source.get_slice(name).get_shape())
+        if shape != tuple(wanted[name].shape):
+            problems.append(f"{name}: shape {shape}, the config says {tuple(wanted[name].shape)}")
+    if problems:
+        raise ValueError(f"{source.path}: weights do not fit config.json:\n  " + "\n  ".join(sorted(problems)[:20]))
+
+    if any(p.is_meta for p in wanted.values()):
+        decoder.to_empty(device=device)
+        wanted = dict(named_parameters_hf(decoder))
+    for name, parameter in wanted.items():
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local()
+            offset, rows = local_rows(parameter)
+            local.copy_(source.get_slice(name)[offset:offset + rows])
+        else:
+            parameter.copy_(source.get(name))
+    return decoder.to(dtype) if dtype else decoder
+
+
+def local_rows(parameter) -> tuple[int, int]:
+    """(first row, number of rows) that this rank holds of an FSDP2 parameter sharded on dim 0."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offset[0] if offset else 0, shape[0]
+
+
+def export(named_tensors: Iterable[tuple[str, Tensor]], like: str | Path, out: str | Path, *, dtype: torch.dtype) -> None:
+    """Write a directory that `transformers` loads: tensors as they come (at most SHARD_BYTES held), the rest from `like`."""
+    out, like = Path(out), Path(like)
+    out.mkdir(parents=True, exist_ok=True)
+    shards: list[tuple[str, list[str]]] = []
+    pending: dict[str, Tensor] = {}
+    total = 0
+
+    def flush():
+        name = f"shard-{len(shards)}.safetensors"
+        save_file(pending, out / name, metadata={"format": "pt"})
+        shards.append((name, list(pending)))
+        pending.clear()
+
+    for name, tensor in named_tensors:
+        tensor = tensor.detach().to("cpu", dtype).contiguous()
+        size = tensor.numel() * tensor.element_size()
+        if pending and sum(t.numel() * t.element_size() for t in pending.values()) + size > SHARD_BYTES:
+            flush()
+        # A copy, so that the parameter may change while later ones are gathered.
+        pending[name], total = tensor.clone(), total + size
+    flush()
+    if len(shards) == 1:
+        (out / shards[0][0]).rename(out / "model.safetensors")
+    else:
+        weight_map = {}
+        for i, (name, keys) in enumerate(shards):
+            final = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+            (out / name).rename(out / final)
+            weight_map.update(dict.fromkeys(keys, final))
+        (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    for name in _COPIED:
+        if (like / name).is_file():
+            shutil.copyfile(like / name, out / name)
+    config = json.loads((like / "config.json").read_text())
+    config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def load_tokenizer(path: str | Path):
+    """The directory's own tokenizer, from its files alone (no hub is asked)."""
+    from transformers import AutoTokenizer
+
+    if not (Path(path) / "tokenizer_config.json").is_file():
+        raise FileNotFoundError(f"{path}: no tokenizer_config.json; a model directory needs its tokenizer")
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)

@@ -1,0 +1,146 @@
+"""The records, in the order in which data flows; one per hop. Each is frozen and checks its own lengths at birth.
+
+    PromptStream --Ticket--> Generator --Completion--> Reward --Group--> (Reference --Group-->) Trainer --PackedBatch--> loss
+
+Worked example. Ticket 7 is the prompt "3+4=" (ids [1, 7, 14, 8, 18]) with group_size 2. The generator samples "7<eos>"
+and "6<eos>" from it:
+
+    Completion(7, 0, [1,7,14,8,18], [11, 2], [-0.1, -0.2], [3, 3], "stop")   # sampled under policy version 3
+    Completion(7, 1, [1,7,14,8,18], [10, 2], [-2.3, -0.1], [3, 4], "stop")   # new weights came before its second token
+
+The reward scores each (1.0 and 0.0) and, once the group is whole, sends one Group whose per-token fields are the two
+completions end to end: token_ids [11,2,10,2], lengths [2,2], rewards [1,0].
+
+Token ids are the truth: text is decoded from them for rewards and never tokenised again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "aborted"]
+OutcomeKind = Literal["score", "abstain", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One unit of work: "make a group for prompt `index`". Made by the ledger, consumed by a generator."""
+
+    index: int  # dense from 0, in prompt order; PromptStream(task, seed)[index] is its prompt
+    deadline: int  # the last optimizer step that may train on it: version when started + max_lag
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a ticket (or an evaluation question) asks. Made by a task; the same on every rank."""
+
+    prompt_ids: Tensor  # [P] int64
+    text: str  # the prompt as the reward function sees it
+    meta: dict[str, object]  # JSON values that the reward needs, such as {"answer": "7"}
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled output. Made by a generator as soon as it finishes, consumed by the reward."""
+
+    ticket: int
+    sample_index: int  # 0 .. group_size-1
+    prompt_ids: Tensor  # [P] int64
+    token_ids: Tensor  # [L] int64; ends with the stop token when finish_reason is "stop"
+    generator_logprobs: Tensor  # [L] float32 nats, of the processed distribution that was sampled from
+    policy_versions: Tensor  # [L] int64, the weights that sampled each token
+    finish_reason: FinishReason
+
+    def __post_init__(self):
+        n = self.token_ids.numel()
+        if not (self.generator_logprobs.numel() == self.policy_versions.numel() == n):
+            raise ValueError(
+                f"Completion {self.ticket}/{self.sample_index}: {n} tokens but {self.generator_logprobs.numel()} "
+                f"logprobs and {self.policy_versions.numel()} versions"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredCompletion:
+    """A completion and the reward's verdict on it. Lives inside the reward executor until its group is whole."""
+
+    completion: Completion
+    outcome: OutcomeKind
+    reward: float  # NaN unless outcome is "score"
+    reason: str  # why, for "abstain" and "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All G scored completions of one ticket, end to end, T = sum(lengths). Made by the reward; consumed by the trainer."""
+
+    ticket: int
+    prompt_ids: Tensor  # [P] int64
+    lengths: Tensor  # [G] int64
+    token_ids: Tensor  # [T] int64
+    generator_logprobs: Tensor  # [T] float32
+    policy_versions: Tensor  # [T] int64
+    ref_logprobs: Tensor  # [T] float32, or [0] when no reference executor runs
+    rewards: Tensor  # [G] float32, NaN where the completion must not be trained on
+    finish_reasons: tuple[str, ...]  # G
+    outcomes: tuple[str, ...]  # G
+
+    def __post_init__(self):
+        tokens, size = int(self.lengths.sum()), self.lengths.numel()
+        for field in ("token_ids", "generator_logprobs", "policy_versions"):
+            if getattr(self, field).numel() != tokens:
+                raise ValueError(f"Group {self.ticket}: {field} has {getattr(self, field).numel()} elements, lengths sum to {tokens}")
+        if self.ref_logprobs.numel() not in (0, tokens):
+            raise ValueError(f"Group {self.ticket}: ref_logprobs has {self.ref_logprobs.numel()} elements, need 0 or {tokens}")
+        if not (self.rewards.numel() == len(self.finish_reasons) == len(self.outcomes) == size):
+            raise ValueError(f"Group {self.ticket}: {size} lengths but {self.rewards.numel()} rewards")
+
+    @classmethod
+    def of(cls, scored: list[ScoredCompletion]) -> "Group":
+        """Join the scored completions of one ticket, in sample order. ValueError if they are of several tickets."""
+        scored = sorted(scored, key=lambda s: s.completion.sample_index)
+        parts = [s.completion for s in scored]
+        if len({c.ticket for c in parts}) != 1:
+            raise ValueError(f"completions of several tickets in one group: {sorted({c.ticket for c in parts})}")
+        return cls(
+            ticket=parts[0].ticket,
+            prompt_ids=parts[0].prompt_ids,
+            lengths=torch.tensor([c.token_ids.numel() for c in parts]),
+            token_ids=torch.cat([c.token_ids for c in parts]),
+            generator_logprobs=torch.cat([c.generator_logprobs for c in parts]),
+            policy_versions=torch.cat([c.policy_versions for c in parts]),
+            ref_logprobs=torch.empty(0),
+            rewards=torch.tensor([s.reward for s in scored], dtype=torch.float32),
+            finish_reasons=tuple(c.finish_reason for c in parts),
+            outcomes=tuple(s.outcome for s in scored),
+        )
+
+    @property
+    def oldest_version(self) -> int:
+        """The smallest policy version in it: lag is the trainer's version minus this."""
+        return int(self.policy_versions.min()) if self.policy_versions.numel() else 0
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """One microbatch of whole sequences end to end, shifted once, here:
+
+        [10,11,12] (prompt 10,11) and [20,21] (prompt 20), T=3:
+        input_ids 10 11 20   labels 11 12 21   positions 0 1 0   cu_seqlens 0 2 3   loss_mask 0 1 1
+
+    The last token of a sequence is only ever a label. Per-token fields belong to the label at that place.
+    """
+
+    input_ids: Tensor  # [T] int64
+    labels: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, from 0 in each sequence
+    cu_seqlens: Tensor  # [N+1] int64
+    loss_mask: Tensor  # [T] bool: the label is a completion token that is trained
+    generator_logprobs: Tensor  # [T] float32, 0 outside completions
+    ref_logprobs: Tensor  # [T] float32, 0 outside completions or without a reference
+    advantages: Tensor  # [T] float32
+    policy_versions: Tensor  # [T] int64, -1 outside completions
