@@ -1,0 +1,220 @@
+"""Channels: typed, named, bounded, in-order, one-way. In one process a queue; across ranks p2p over a group of its own.
+
+A recipe declares them (Gather, Scatter, Broadcast, Weights) between executors; the controller connects this rank's ends.
+
+    thread              consumes        waits for                 unblocked by            produces
+    sender (a peer)     outbox          a record in the outbox    put(); close()          one message of all that waits
+    receiver (a peer)   the wire        the peer's next message   the peer; its close     records in the inbox
+                                        room in the inbox         take()
+
+Bounded means backpressure: a station asks `has_room()` before a step and rests when there is none. One step may go over
+the bound by what it emits; nothing is ever dropped, and `put` never blocks, so a rank that hosts both ends cannot
+deadlock with itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Callable
+
+import torch.distributed as dist
+
+from llamarl import wire
+from llamarl.control import Control, PeerDied
+from llamarl.executor import Executor
+from llamarl.p2p import recv_message, send_closed, send_message
+from llamarl.tickets import lane_of
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One arrow of the graph."""
+
+    name: str
+    source: Executor
+    destination: Executor
+    capacity: int = field(default=4096, kw_only=True)  # records an end holds before it pushes back
+
+    def route(self, record, num_destinations: int) -> list[int]:
+        """Indices of the destination ranks that get the record."""
+        raise NotImplementedError
+
+
+class Gather(Channel):
+    """Many producers, few consumers: a ticket's records all go to one of them."""
+
+    def route(self, record, num_destinations):
+        return [record.ticket % num_destinations]
+
+
+class Scatter(Channel):
+    """A group goes to one data-parallel rank, by the pre-set permutation of its ticket (the ledger's own)."""
+
+    def route(self, record, num_destinations):
+        return [lane_of(record.ticket, num_destinations)]
+
+
+class Broadcast(Channel):
+    """Every destination rank gets every record (tensor-parallel peers)."""
+
+    def route(self, record, num_destinations):
+        return list(range(num_destinations))
+
+
+@dataclass(frozen=True)
+class Weights(Channel):
+    """Policy weights, shard to shard (llamarl.ddma)."""
+
+    transport: str = field(default="auto", kw_only=True)
+
+
+class Receiver:
+    """The end that reads: one inbox, fed by local puts and by one thread a remote producer."""
+
+    def __init__(self, name: str, capacity: int, control: Control):
+        self.name, self.capacity, self._control = name, capacity, control
+        self._inbox: deque = deque()
+        self._room = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+
+    def __len__(self) -> int:
+        return len(self._inbox)
+
+    def take(self, limit: int | None = None) -> list:
+        """Up to `limit` records that have come, oldest first. Does not wait."""
+        with self._room:
+            count = len(self._inbox) if limit is None else min(limit, len(self._inbox))
+            out = [self._inbox.popleft() for _ in range(count)]
+            self._room.notify_all()
+        return out
+
+    def has_room(self) -> bool:
+        return len(self._inbox) < self.capacity
+
+    def deliver(self, records: list) -> None:
+        with self._room:
+            self._inbox.extend(records)
+        self._control.wake()
+
+    def listen(self, rank: int, group: dist.ProcessGroup) -> None:
+        thread = threading.Thread(target=self._receive, args=(rank, group), name=f"recv-{self.name}-{rank}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _receive(self, rank: int, group: dist.ProcessGroup) -> None:
+        while True:
+            try:
+                message = recv_message(rank, group)
+            except RuntimeError as error:
+                if not self._closing:
+                    self._control.fail(PeerDied(_link_error(self.name, "from", rank, self._control, error)))
+                return
+            if message is None:
+                return
+            with self._room:
+                self._room.wait_for(lambda: self._closing or self.has_room())
+            self.deliver(wire.decode(message))
+
+    def close(self) -> None:
+        with self._room:
+            self._closing = True
+            self._room.notify_all()
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+
+class Sender:
+    """The end that writes: routes a record to its consumer's inbox or to the outbox of the link there."""
+
+    def __init__(self, name: str, capacity: int, control: Control, route: Callable[[object], list[int]]):
+        self.name, self.capacity, self._control, self._route = name, capacity, control, route
+        self._ends: list[Receiver | _Link] = []
+
+    def add(self, end: "Receiver | _Link") -> None:
+        """Destination ranks in executor order: the local inbox, or a link."""
+        self._ends.append(end)
+
+    def put(self, record) -> None:
+        """Send one record; never blocks. Ask `has_room` before the work that makes it."""
+        for index in self._route(record):
+            self._ends[index].deliver([record])
+
+    def has_room(self) -> bool:
+        return all(end.has_room() for end in self._ends)
+
+    def close(self) -> None:
+        """Send what waits, then say that no more comes."""
+        for end in self._ends:
+            if isinstance(end, _Link):
+                end.close()
+
+
+class _Link:
+    """Records for one remote rank, sent by a thread: all that waits goes as one message."""
+
+    def __init__(self, name: str, rank: int, group: dist.ProcessGroup, capacity: int, control: Control):
+        self.name, self.rank, self.capacity = name, rank, capacity
+        self._group, self._control = group, control
+        self._outbox: deque = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._send, name=f"send-{name}-{rank}", daemon=True)
+        self._thread.start()
+
+    def deliver(self, records: list) -> None:
+        with self._changed:
+            self._outbox.extend(records)
+            self._changed.notify_all()
+
+    def has_room(self) -> bool:
+        return len(self._outbox) < self.capacity
+
+    def _send(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._outbox or self._closing)
+                records = list(self._outbox)
+                self._outbox.clear()
+            try:
+                if not records:
+                    send_closed(self.rank, self._group)
+                    return
+                send_message(wire.encode(records), self.rank, self._group)
+            except RuntimeError as error:
+                if not self._closing:
+                    self._control.fail(PeerDied(_link_error(self.name, "to", self.rank, self._control, error)))
+                return
+            self._control.wake()  # room again
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout=5)
+
+
+def _link_error(name: str, way: str, rank: int, control: Control, error: Exception) -> str:
+    return (
+        f"channel {name!r} {way} rank {rank} ({control.names[rank]}) broke: {str(error).splitlines()[0]}. "
+        "That rank has ended; its own output says why. Start again with resume=auto"
+    )
+
+
+def connect(channel: Channel, sources: tuple[int, ...], destinations: tuple[int, ...], group: dist.ProcessGroup | None, control: Control):
+    """This rank's (Sender | None, Receiver | None) of a channel. `group` spans both sides, None if they are one rank."""
+    rank = control.rank
+    receiver = Receiver(channel.name, channel.capacity, control) if rank in destinations else None
+    sender = None
+    if rank in sources:
+        sender = Sender(channel.name, channel.capacity, control, lambda record: channel.route(record, len(destinations)))
+        for peer in destinations:
+            local = peer == rank
+            sender.add(receiver if local else _Link(channel.name, peer, group, channel.capacity, control))
+    if receiver:
+        for peer in sources:
+            if peer != rank:
+                receiver.listen(peer, group)
+    return sender, receiver

@@ -1,0 +1,1 @@
+"""DDMA: weights from the trainer's shards straight into the generators' memory. layout -> plan -> transfer."""

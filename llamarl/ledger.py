@@ -1,0 +1,130 @@
+"""The ledger at its desk: one rank keeps the TicketLedger and answers while its executors compute; the others ask by mail.
+
+    message     from -> to            handled on                   meaning
+    ask         generator -> leader   leader's listener thread     "I hold version g and have room for n groups"
+    grant       leader -> generator   taken by the generator       tickets that it may start
+    finish      trainer -> leader     leader's listener thread     these groups have reached a trainer rank
+    taken       leader -> trainer     taken by the trainer rank    the batch of a step, for every lane
+
+A generator's ask stays on the desk until something can be granted or it asks anew (with newer weights), so nobody polls.
+With max_lag 0 an ask is answered at once, with nothing if need be: the generator waits for it, which keeps what is
+batched with what independent of timing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from llamarl.control import Control, DeadlineExceeded
+from llamarl.tickets import TicketLedger, lane_of
+from llamarl.types import Ticket
+
+
+class TicketDesk:
+    """A rank's access to the ledger. `ledger` is used on the leader only; each rank builds one, which costs nothing."""
+
+    def __init__(self, ledger: TicketLedger, control: Control, *, trainer_ranks: tuple[int, ...], deadline_s: float):
+        self.max_lag = ledger.max_lag
+        self._ledger, self._control, self._trainer_ranks, self._deadline_s = ledger, control, trainer_ranks, deadline_s
+        self._asks: dict[int, tuple[int, int, int]] = {}  # generator -> (rank, count, version)
+        self._desk = threading.Lock()  # asks come on the listener's thread, takes on the trainer's
+        self._offer: dict[int, list[int]] = {}  # step -> tickets, as mailed
+        if control.is_leader:
+            control.on("ask", self._on_ask)
+            control.on("finish", self._on_finish)
+
+    @property
+    def synchronous(self) -> bool:
+        return self.max_lag == 0
+
+    # -- generators -----------------------------------------------------------------------------------------------
+
+    def ask(self, generator: int, count: int, version: int) -> list[Ticket]:
+        """Ask for up to `count` groups to start. Returns what has been granted meanwhile, to this ask or an earlier one.
+
+        Synchronous runs wait for the answer (DeadlineExceeded after deadline_s); others never do.
+        """
+        payload = {"generator": generator, "count": count, "version": version, "at_once": self.synchronous}
+        self._control.post(self._control.leader, "ask", payload)
+        return self._await_grant(generator) if self.synchronous else self.granted()
+
+    def granted(self) -> list[Ticket]:
+        """Tickets granted since the last call."""
+        return [Ticket(*pair) for _, payload in self._control.take("grant") for pair in payload["tickets"]]
+
+    def _await_grant(self, generator: int) -> list[Ticket]:
+        until = time.monotonic() + self._deadline_s
+        while time.monotonic() < until:
+            answers = self._control.take("grant")
+            if answers:
+                return [Ticket(*pair) for _, payload in answers for pair in payload["tickets"]]
+            self._control.check()
+            self._control.wait(0.05)
+        raise DeadlineExceeded(
+            f"generator {generator} on rank {self._control.rank} waited {self._deadline_s:.0f} s for the ledger on rank "
+            f"{self._control.leader}; is that rank stopped? Raise deadline_s if the machine is overloaded"
+        )
+
+    # -- trainers -------------------------------------------------------------------------------------------------
+
+    def finish(self, tickets: list[int]) -> None:
+        """These groups have reached this trainer rank."""
+        self._control.post(self._control.leader, "finish", {"tickets": tickets})
+
+    def take(self, step: int, waited: bool = False) -> list[int] | None:
+        """This lane's batch of step `step`, or None if it must still wait. The leader's call decides for all lanes."""
+        if self._control.is_leader and step not in self._offer:
+            tickets = self._ledger.take(step, waited)
+            if tickets is None:
+                return None
+            for rank in self._trainer_ranks:
+                self._control.post(rank, "taken", {"step": step, "tickets": tickets})
+            self._answer_asks()
+        for _, payload in self._control.take("taken"):
+            self._offer[payload["step"]] = payload["tickets"]
+        tickets = self._offer.pop(step, None)
+        if tickets is None:
+            return None
+        lanes = len(self._trainer_ranks)
+        mine = self._trainer_ranks.index(self._control.rank)
+        return [t for t in tickets if lane_of(t, lanes) == mine]
+
+    def untake(self, step: int) -> None:
+        """Give up the step just taken (leader only; others need do nothing)."""
+        if self._control.is_leader:
+            self._ledger.untake(step)
+
+    def waits_for(self) -> str:
+        """Which tickets hold up the next step, for messages."""
+        if not self._control.is_leader:
+            return f"the ledger on rank {self._control.leader}"
+        tickets = self._ledger.waits_for()
+        return f"tickets {tickets[:4]}{'...' if len(tickets) > 4 else ''} in work" if tickets else "new tickets to start"
+
+    # -- the leader's side ----------------------------------------------------------------------------------------
+
+    def _on_ask(self, sender: int, payload: dict) -> None:
+        with self._desk:
+            self._asks[payload["generator"]] = (sender, payload["count"], payload["version"])
+        self._answer_asks(at_once=payload["at_once"])
+
+    def _on_finish(self, sender: int, payload: dict) -> None:
+        self._ledger.finish(payload["tickets"])
+
+    def _answer_asks(self, at_once: bool = False) -> None:
+        with self._desk:
+            for generator, (rank, count, version) in list(self._asks.items()):
+                tickets = self._ledger.start(count, version, generator)
+                if tickets or at_once:
+                    del self._asks[generator]
+                    self._control.post(rank, "grant", {"tickets": [[t.index, t.deadline] for t in tickets]})
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict:
+        return self._ledger.state_dict() if self._control.is_leader else {}
+
+    def load_state_dict(self, state: dict, *, restart_finished: bool) -> None:
+        if self._control.is_leader:
+            self._ledger.load_state_dict(state, restart_finished=restart_finished)

@@ -1,0 +1,9 @@
+"""What a run says about itself: metrics rows, the console, traces and the report. Importing it imports no torch."""
+
+from llamarl.observe.console import Console
+from llamarl.observe.metrics import Metrics
+from llamarl.observe.rows import RowWriter, is_timing
+from llamarl.observe.sinks import Jsonl, Sink, build_sinks
+from llamarl.observe.trace import Trace
+
+__all__ = ["Console", "Jsonl", "Metrics", "RowWriter", "Sink", "Trace", "build_sinks", "is_timing"]

@@ -1,0 +1,97 @@
+"""Console: one line a step. On a terminal an aligned table with colour (rich); in a pipe or file plain `name value` words."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+HEADER_EVERY = 25
+IDLE_HIGH = 0.25  # an idle share above this is worth a colour
+
+# header on a terminal, width, word in plain lines
+CELLS = (
+    ("step", 9, "step"),
+    ("reward", 7, "reward"),
+    ("acc", 6, "accuracy"),
+    ("lag", 7, "lag"),
+    ("loss", 9, "loss"),
+    ("grad", 7, "grad"),
+    ("tok/s", 6, "tok/s"),
+    ("idle g/t", 9, "idle g/t"),
+    ("s/step", 7, "s/step"),
+)
+
+
+class Console:
+    """A sink that prints. `max_steps` is only shown; `stream` is standard output unless given."""
+
+    def __init__(self, *, max_steps: int | None = None, stream: TextIO | None = None):
+        self.max_steps, self.stream = max_steps, stream or sys.stdout
+        self._num_lines = 0
+        self._rich = None
+        if self.stream.isatty():
+            from rich.console import Console as RichConsole
+
+            self._rich = RichConsole(file=self.stream, highlight=False)
+
+    def write(self, row: dict[str, float | None]) -> None:
+        cells = format_cells(row, self.max_steps)
+        if self._rich is None:
+            words = [f"{word} {cell}" for (_, _, word), cell in zip(CELLS, cells, strict=True) if cell]
+            print("  ".join(words), file=self.stream, flush=True)
+            return
+        if self._num_lines % HEADER_EVERY == 0:
+            self._rich.print(" ".join(f"{header:>{width}}" for header, width, _ in CELLS), style="dim", no_wrap=True)
+        self._num_lines += 1
+        self._rich.print(_styled(row, cells), no_wrap=True)
+
+    def close(self) -> None:
+        self.stream.flush()
+
+
+def format_cells(row: dict[str, float | None], max_steps: int | None) -> list[str]:
+    """The cells of CELLS for one row, unpadded; an empty string where the row has no value."""
+
+    def cell(name: str, spec: str) -> str:
+        value = row.get(name)
+        return "" if value is None else format(value, spec)
+
+    def pair(first: str, second: str) -> str:
+        return f"{first or '-'}/{second or '-'}" if first or second else ""
+
+    rate = row.get("generator/tokens_per_s")
+    return [
+        f"{row['step']}" + (f"/{max_steps}" if max_steps else ""),
+        cell("reward/mean", ".3f"),
+        cell("eval/accuracy", ".1%"),
+        pair(cell("lag/mean", ".1f"), cell("lag/max", ".0f")),
+        cell("loss/value", ".4f"),
+        cell("grad_norm", ".3g"),
+        "" if rate is None else short_count(rate),
+        pair(cell("generator/idle_fraction", ".0%"), cell("trainer/idle_fraction", ".0%")),
+        cell("time/step_s", ".3g"),
+    ]
+
+
+def short_count(value: float) -> str:
+    """Three digits and a letter: 812, 5.21k, 18.2k, 1.3M."""
+    for limit, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.0f}"
+
+
+def _styled(row: dict[str, float | None], cells: list[str]) -> "Text":
+    from rich.text import Text
+
+    idle = max(row.get("generator/idle_fraction") or 0, row.get("trainer/idle_fraction") or 0)
+    styles = {"reward": "bold", "acc": "bold green", "idle g/t": "yellow" if idle > IDLE_HIGH else ""}
+    line = Text()
+    for (header, width, _), cell in zip(CELLS, cells, strict=True):
+        line.append(f"{cell:>{width}}", style=styles.get(header, ""))
+        line.append(" ")
+    line.rstrip()
+    return line

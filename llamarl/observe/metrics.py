@@ -1,0 +1,110 @@
+"""Metrics: the one door through which every executor reports.
+
+    executor --report(step, {...})--> Metrics --"metrics" messages--> the leader's Metrics --> RowWriter --> sinks
+             --add(counter, amount)-->    |
+             --span(lane, name, ...)-->   +--> Trace (stays on its rank)
+
+A report belongs to a step and is sent on at the next `pump`. A counter only grows (tokens, busy and idle seconds,
+stalls); each rank sends its *totals* at most every POST_INTERVAL_S, so a repeated message changes nothing, and the
+leader turns the sum over ranks into the rates of a row (rates.py).
+
+One thread a rank calls it: the controller's loop, from which all executors are stepped.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from numbers import Integral
+from typing import TYPE_CHECKING, SupportsFloat
+
+from llamarl.observe.rows import RowWriter
+from llamarl.observe.trace import Trace
+
+if TYPE_CHECKING:
+    from llamarl.control import Control
+
+TOPIC = "metrics"
+POST_INTERVAL_S = 0.1
+
+log = logging.getLogger(__name__)
+
+
+class Metrics:
+    """One per process. `writer` is given on the leader and nowhere else (ValueError)."""
+
+    def __init__(self, *, rank: int, leader: int, control: "Control", writer: RowWriter | None, trace: Trace):
+        if (writer is not None) != (rank == leader):
+            raise ValueError(f"rank {rank}: the leader (rank {leader}) needs the RowWriter, and only the leader")
+        self.rank, self.leader, self.control, self.writer, self.trace = rank, leader, control, writer, trace
+        self.counters: dict[str, float] = {}
+        self._reports: list[tuple[int, dict[str, float | None]]] = []
+        self._posted: dict[str, float] = {}
+        self._posted_at = -math.inf
+        self._warned: set[str] = set()
+
+    def report(self, step: int, values: dict[str, SupportsFloat | None]) -> None:
+        """Give the row of `step` these values (numbers or 0-dim tensors; NaN and infinity become null, warned of once a name)."""
+        self._reports.append((step, {name: self._number(step, name, value) for name, value in values.items()}))
+
+    def add(self, counter: str, amount: float) -> None:
+        """Let a counter grow by `amount`. Cheap: a dict update."""
+        self.counters[counter] = self.counters.get(counter, 0) + amount
+
+    def span(self, lane: str, name: str, start_s: float, end_s: float) -> None:
+        """Put a bar into the trace; times are `time.monotonic()`."""
+        self.trace.add(lane, name, start_s, end_s)
+
+    def pump(self) -> None:
+        """Send what is new to the leader; on the leader, take what came and write the rows that are whole. Never blocks."""
+        if self.writer is None:
+            self._post(now=time.monotonic())
+            return
+        for sender, message in self.control.take(TOPIC):
+            self._ingest(sender, message["reports"], message["counters"])
+        # The own reports come last: a row's rates then use the newest counters of the other ranks.
+        reports, self._reports = self._reports, []
+        self._ingest(self.rank, reports, self.counters)
+        self.writer.flush()
+
+    def state_dict(self, step: int | None = None) -> dict:
+        """JSON values for the checkpoint of `step` (default: the last step trained on); {} except on the leader."""
+        return {} if self.writer is None else self.writer.state_dict(step)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on after a checkpoint, on the leader. Cuts metrics.jsonl back to it; no row may have been written before."""
+        if self.writer is not None and state:
+            self.writer.load_state_dict(state)
+
+    def close(self) -> None:
+        """Send or write what is left. On the leader call it after the others' last messages have arrived."""
+        self._posted_at = -math.inf
+        self.pump()
+        if self.writer is not None:
+            self.writer.close()
+
+    def _ingest(self, sender: int, reports: list, counters: dict[str, float]) -> None:
+        # Counters first: the rates of a row that completes with these reports must include them.
+        self.writer.set_counters(sender, counters)
+        for step, values in reports:
+            self.writer.ingest(step, values)
+
+    def _post(self, now: float) -> None:
+        counters_due = now - self._posted_at >= POST_INTERVAL_S and self.counters != self._posted
+        if not (self._reports or counters_due):
+            return
+        reports, self._reports = self._reports, []
+        self._posted, self._posted_at = dict(self.counters), now
+        self.control.post(self.leader, TOPIC, {"reports": reports, "counters": self._posted})
+
+    def _number(self, step: int, name: str, value: SupportsFloat | None) -> float | None:
+        if value is None or isinstance(value, Integral):
+            return None if value is None else int(value)
+        number = float(value)
+        if math.isfinite(number):
+            return number
+        if name not in self._warned:
+            self._warned.add(name)
+            log.warning("%s is %s at step %d; rows hold null for it (said once)", name, number, step)
+        return None

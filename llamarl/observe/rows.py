@@ -1,0 +1,219 @@
+"""RowWriter: the leader's book of metrics, one row an optimizer step, written in step order to RUN_DIR/metrics.jsonl.
+
+Reports for one step come from several ranks and at different times; the evaluation of a step may come many steps later.
+A row is *whole*, and is written once all rows before it are, when it has
+
+    loss/value       the trainer's part (step 0, the untrained policy, has none), and
+    eval/accuracy    if an evaluation of this step is due.
+
+The trainer's report is also the moment at which the row's rates are taken from the counters of all ranks. Rows are
+never rewritten, except that a resumed run first cuts the file back to its checkpoint: with that, the file of a killed
+and resumed run equals an uninterrupted one's but for what depends on the clock (`is_timing`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+from llamarl.observe.rates import Idle, RateMeter, idle_shares
+from llamarl.observe.sinks import Jsonl, Sink
+
+TRAINED = "loss/value"
+EVALUATED = "eval/accuracy"
+FILE_NAME = "metrics.jsonl"
+
+# The order of columns in a row; names that are not here follow in alphabetical order.
+COLUMNS = (
+    "step policy_version reward/mean reward/std reward/error_rate eval/accuracy loss/value grad_norm entropy kl/ref "
+    "ratio/mean ratio/max ratio/capped_fraction lag/mean lag/max tokens/trained tokens/generated "
+    "completion/length_mean completion/truncated_fraction packing/padding_fraction parity/logprob_diff_max "
+    "time/wall_s time/step_s time/wait_for_data_s generator/tokens_per_s generator/idle_fraction trainer/idle_fraction "
+    "weights/publish_stall_s weights/swap_stall_s weights/bytes"
+).split()
+ORDER = {name: place for place, name in enumerate(COLUMNS)}
+TIMING = re.compile(r"^time/|_per_s$|/idle_fraction|_stall_s$")
+
+log = logging.getLogger(__name__)
+
+Row = dict[str, float | None]
+
+
+def is_timing(name: str) -> bool:
+    """Whether a column depends on the clock, and so differs between two runs of one seed."""
+    return TIMING.search(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run came to; `str()` is what is printed at its end."""
+
+    run_dir: Path
+    num_steps: int
+    accuracy_before: float | None
+    accuracy_after: float | None
+    tokens_per_s: float | None  # sampled, over the whole wall time
+    wall_s: float
+    idle: tuple[Idle, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.num_steps} steps in {self.wall_s:.1f} s"]
+        if self.accuracy_after is not None:
+            lines.append(f"accuracy   {self.accuracy_before:.1%} -> {self.accuracy_after:.1%}")
+        if self.tokens_per_s is not None:
+            lines.append(f"generated  {self.tokens_per_s:,.0f} tokens/s")
+        for idle in self.idle:
+            causes = ", ".join(f"{cause} {share:.0%}" for cause, share in idle.causes if share >= 0.005)
+            lines.append(f"idle       {idle.executor} {idle.share:.0%}" + (f" ({causes})" if causes else ""))
+        lines.append(f"written    {self.run_dir / FILE_NAME}")
+        lines.append(f"report     python -m llamarl.observe.report {self.run_dir}")
+        return "\n".join(lines)
+
+
+class RowWriter:
+    """Collects reports into rows and writes each whole row once, to metrics.jsonl and then to every sink.
+
+    `eval_due(step)` says whether step's row waits for an evaluation; `first_step` is the first row to write (0 for a run
+    that has a baseline). A fresh run in a directory that has a metrics.jsonl keeps the old file under another name.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        sinks: list[Sink],
+        *,
+        eval_due: Callable[[int], bool],
+        first_step: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.run_dir = Path(run_dir)
+        self.sinks, self.eval_due, self.next_row, self.clock = sinks, eval_due, first_step, clock
+        self.file = Jsonl(self.run_dir / FILE_NAME)
+        self.last_trained = first_step - 1  # newest step that the trainer has reported
+        self._pending: dict[int, Row] = {}
+        self._abandoned: set[int] = set()
+        self._warned: set[str] = set()
+        self._counters: dict[int, dict[str, float]] = {}  # rank -> totals since this process group started
+        self._earlier: dict[str, float] = {}  # totals of the runs that this one resumes
+        self._start_s = clock()
+        self._meter = RateMeter(wall_s=0.0, counters={})
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the start; goes on over a resume, without the time in between."""
+        return self.clock() - self._start_s
+
+    def set_counters(self, rank: int, totals: dict[str, float]) -> None:
+        """Replace a rank's counter totals."""
+        self._counters[rank] = totals
+
+    def counters(self) -> dict[str, float]:
+        """Totals over all ranks and over the runs that this one resumes."""
+        total = Counter(self._earlier)
+        for counters in self._counters.values():
+            total.update(counters)
+        return dict(total)
+
+    def ingest(self, step: int, values: Row) -> None:
+        """Merge one report into the row of `step`. A null never replaces a number; too late a report is dropped, warned of."""
+        if step < self.next_row:
+            self._warn_once(f"late {sorted(values)}", f"report of {', '.join(sorted(values))} for step {step} dropped: row already written")
+            return
+        row = self._pending.setdefault(step, {})
+        row.update({name: value for name, value in values.items() if value is not None or row.get(name) is None})
+        if TRAINED in values:
+            self.last_trained = max(self.last_trained, step)
+            wall_s = self.wall_s
+            row.update(self._meter.read(wall_s, self.counters()))
+            row["time/wall_s"] = wall_s
+        elif step == 0 and EVALUATED in values:
+            row["time/wall_s"] = self.wall_s
+
+    def flush(self) -> None:
+        """Write every row that is whole and whose predecessors are written."""
+        while self._whole(self.next_row):
+            step, self.next_row = self.next_row, self.next_row + 1
+            row = self._pending.pop(step, {})
+            if step > 0 and TRAINED not in row:
+                log.warning("the trainer's report of step %d was lost (a restart?); its row is incomplete", step)
+            if row:
+                self._write({"step": step, "policy_version": step} | row)
+
+    def abandon_eval(self, step: int) -> None:
+        """Let the row of `step` go without its evaluation (it failed, or the run ends before it)."""
+        if step >= self.next_row and self.eval_due(step) and EVALUATED not in self._pending.get(step, {}):
+            log.warning("the evaluation of step %d was given up; its row has no %s", step, EVALUATED)
+            self._abandoned.add(step)
+
+    def state_dict(self, step: int | None = None) -> dict:
+        """What a checkpoint of `step` needs: JSON values. Reports for later steps are left out."""
+        step = self.last_trained if step is None else step
+        return {
+            "step": step,
+            "next_row": min(self.next_row, step + 1),
+            "pending": [[s, dict(row)] for s, row in sorted(self._pending.items()) if s <= step],
+            "counters": self.counters(),
+            "wall_s": self.wall_s,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue after the checkpoint that `state` belongs to: later rows leave the file, and are trained again.
+
+        Rows that waited for an evaluation at the checkpoint wait for it again; what the file knows of them is kept.
+        """
+        first, step = state["next_row"], state["step"]
+        removed = self.file.truncate(first)
+        self._pending = {row["step"]: row for row in removed if row["step"] <= step}
+        for pending_step, row in state["pending"]:
+            self._pending[pending_step] = self._pending.get(pending_step, {}) | row
+        self.next_row, self.last_trained = first, step
+        self._earlier, self._counters = dict(state["counters"]), {}
+        self._start_s = self.clock() - state["wall_s"]
+        self._meter = RateMeter(wall_s=state["wall_s"], counters=self._earlier)
+
+    def close(self) -> None:
+        """Write the rows that lack only their evaluation, and close every sink."""
+        for step in range(self.next_row, self.last_trained + 1):
+            self.abandon_eval(step)
+        self.flush()
+        for sink in (self.file, *self.sinks):
+            sink.close()
+
+    def summary(self) -> Summary:
+        """Before and after, speed and idleness of the whole run, resumed parts included."""
+        rows = self.file.read()
+        accuracies = [row[EVALUATED] for row in rows if row.get(EVALUATED) is not None] or [None]
+        counters, wall_s = self.counters(), self.wall_s
+        tokens = counters.get("generator/tokens")
+        return Summary(
+            run_dir=self.run_dir,
+            num_steps=rows[-1]["step"] if rows else 0,
+            accuracy_before=accuracies[0],
+            accuracy_after=accuracies[-1],
+            tokens_per_s=tokens / wall_s if tokens is not None and wall_s > 0 else None,
+            wall_s=wall_s,
+            idle=tuple(idle_shares(counters)),
+        )
+
+    def _whole(self, step: int) -> bool:
+        row = self._pending.get(step, {})
+        if self.eval_due(step) and EVALUATED not in row and step not in self._abandoned:
+            return False
+        # The trainer reports in order: once a later step is in, nothing more comes for this one. Step 0 without an
+        # evaluation ends the same way.
+        return TRAINED in row or step < self.last_trained or (step == 0 and EVALUATED in row)
+
+    def _write(self, row: Row) -> None:
+        row = {name: row[name] for name in sorted(row, key=lambda name: (ORDER.get(name, len(ORDER)), name))}
+        for sink in (self.file, *self.sinks):
+            sink.write(row)
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            log.warning("%s (said once)", message)

@@ -1,0 +1,80 @@
+"""Which ranks run which executor, and the process groups between them. All ranks create all groups, in one order."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_LINK_TIMEOUT = timedelta(days=7)  # a channel may be silent for long; deadlines are its users'
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among all that the launcher started."""
+
+    rank: int
+    size: int
+    local_size: int
+    device: torch.device
+
+    def store(self) -> dist.Store | None:
+        """The control plane's own corner of the c10d Store; None in a world of one."""
+        if self.size == 1:
+            return None
+        return dist.PrefixStore("llamarl", dist.distributed_c10d._get_default_store())
+
+
+def init_world(*, threads: int | None, deadline_s: float) -> World:
+    """Join the processes that torchrun started, or be alone. Devices: a GPU a local rank where there are any, else the CPU.
+
+    deadline_s bounds every collective. gloo carries everything on CPUs and all that is not a device collective.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if threads:
+        torch.set_num_threads(threads)
+    # oneDNN's path is the fast one on AMD, and its result is float32's to the last bits; GPUs may use TF32.
+    torch.set_float32_matmul_precision("medium" if not torch.cuda.is_available() else "high")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=deadline_s)
+    if size == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        if local_size == size:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", timeout=timeout)
+    return World(rank, size, local_size, device)
+
+
+def backend_of(device: torch.device, ranks: tuple[int, ...]) -> str:
+    """NCCL between GPUs; gloo on CPUs, and where ranks share one GPU, which NCCL refuses."""
+    shared = device.type == "cuda" and len(ranks) > torch.cuda.device_count() == 1
+    return "nccl" if device.type == "cuda" and not shared else "gloo"
+
+
+def executor_group(ranks: tuple[int, ...], device: torch.device, deadline_s: float) -> dist.ProcessGroup:
+    """Collective over the world: a group for one executor's own collectives."""
+    return dist.new_group(ranks, backend=backend_of(device, ranks), timeout=timedelta(seconds=deadline_s))
+
+
+def link_group(sources: tuple[int, ...], destinations: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """Collective over the world: a gloo group for one channel's p2p, or None when both sides are one and the same rank."""
+    ranks = sorted({*sources, *destinations})
+    return dist.new_group(ranks, backend="gloo", timeout=_LINK_TIMEOUT) if len(ranks) > 1 else None
+
+
+def threads_per_rank(threads: int | None, *, synchronous: bool) -> int | None:
+    """Threads a rank should use. Synchronous runs use one on CPU unless told: results depend on the count, and should
+    not depend on how many ranks share the machine."""
+    if threads or torch.cuda.is_available():
+        return threads
+    if synchronous:
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))

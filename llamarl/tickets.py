@@ -1,0 +1,294 @@
+"""Tickets: which prompt is next, and how stale what is trained on may be. Pure; no processes, no clocks.
+
+Two numbers bound asynchrony. `max_lag` is hard: no token older than that many optimizer steps is trained on.
+`overcommit` is how many groups beyond one batch may be started and not yet trained on.
+
+The rules. B is groups_per_step, v the next step to be taken, g the version of the generator that starts a ticket. A ticket
+started at g has deadline g + max_lag: the last step that may train on it. R(d) counts started, untrained tickets with
+deadline <= d. Always
+
+    R(d) <= (d - v + 1) * B   for every d >= v,   and   R(v - 1) = 0,                                          (1)
+
+that is: everything started can still be trained on in time, B a step. Two rules keep (1):
+  admission   a ticket may start if (1) still holds with it, and started-and-untrained <= B + overcommit;
+  take        step v trains on B finished groups, earliest deadline first, if (1) holds for v + 1 without them.
+Taking moves v to v + 1 at once, before training on it ends, so generation goes on meanwhile. (1) at v says that at most B
+started tickets are due at v, so the earliest-deadline batch always holds all that are due: a step waits for a straggler
+only when that straggler's own deadline has come. No deadlock: by (1) the tickets due at v fit into step v, and when fewer
+than B are started, one more may always start (its deadline g + max_lag >= v once the generator holds recent weights).
+
+With n data-parallel trainer ranks ("lanes"), ticket t belongs to lane perm[t mod n], and the rules hold for each lane with
+B/n and its share of overcommit. All lanes take together.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from functools import lru_cache
+from typing import Protocol
+
+from llamarl.types import Prompt, Ticket
+
+LANE_SEED = 20  # of the pre-set permutation
+
+
+class TrainPrompts(Protocol):
+    """The part of a task that a prompt stream needs."""
+
+    num_train: int
+
+    def train_prompt(self, i: int) -> Prompt: ...
+
+
+class PromptStream:
+    """stream[ticket] is a pure function of (task, seed): epochs of the training prompts, each in an order of its own."""
+
+    def __init__(self, task: TrainPrompts, seed: int):
+        if task.num_train < 1:
+            raise ValueError("the task has no training prompts")
+        self._task, self._seed = task, seed
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        order = list(range(self._task.num_train))
+        random.Random(f"prompts {self._seed} {epoch}").shuffle(order)
+        return order
+
+    def __getitem__(self, ticket: int) -> Prompt:
+        epoch, place = divmod(ticket, self._task.num_train)
+        return self._task.train_prompt(self._order(epoch)[place])
+
+
+@lru_cache(maxsize=64)
+def _permutation(num_lanes: int) -> tuple[int, ...]:
+    lanes = list(range(num_lanes))
+    random.Random(LANE_SEED).shuffle(lanes)
+    return tuple(lanes)
+
+
+def lane_of(ticket: int, num_lanes: int) -> int:
+    """The data-parallel trainer rank that trains on a ticket."""
+    return _permutation(num_lanes)[ticket % num_lanes]
+
+
+def in_time(deadlines: list[int], step: int, groups_per_step: int) -> bool:
+    """Inequality (1): can all these started tickets still be trained on, groups_per_step a step from `step` on?
+
+    The i-th earliest deadline d must leave room for i + 1 tickets in steps step..d.
+    """
+    return all(i < (d - step + 1) * groups_per_step for i, d in enumerate(sorted(deadlines)))
+
+
+class Lane:
+    """The rules of this module for one data-parallel rank. Not thread-safe; TicketLedger is."""
+
+    def __init__(self, first: int, stride: int, groups_per_step: int):
+        self.groups_per_step = groups_per_step
+        self.deadlines: dict[int, int] = {}  # started and untrained
+        self.finished: set[int] = set()
+        self.again: list[int] = []  # to start once more, before new ones
+        self._next, self._stride = first, stride
+
+    @property
+    def next_ticket(self) -> int:
+        return self.again[0] if self.again else self._next
+
+    def may_start(self, deadline: int, step: int, overcommit: int) -> bool:
+        return (
+            deadline >= step
+            and len(self.deadlines) < self.groups_per_step + overcommit
+            and in_time([*self.deadlines.values(), deadline], step, self.groups_per_step)
+        )
+
+    def start(self, deadline: int) -> Ticket:
+        ticket = self.next_ticket
+        if self.again:
+            self.again.pop(0)
+        else:
+            self._next += self._stride
+        self.deadlines[ticket] = deadline
+        return Ticket(ticket, deadline)
+
+    def choose(self, step: int) -> list[int] | None:
+        """The batch of step `step`, earliest deadline first, or None if it must wait."""
+        due = sorted(self.finished, key=lambda t: (self.deadlines[t], t))[: self.groups_per_step]
+        if len(due) < self.groups_per_step:
+            return None
+        chosen = set(due)
+        rest = [d for t, d in self.deadlines.items() if t not in chosen]
+        return due if in_time(rest, step + 1, self.groups_per_step) else None
+
+    def consume(self, tickets: list[int]) -> dict[int, int]:
+        self.finished.difference_update(tickets)
+        return {t: self.deadlines.pop(t) for t in tickets}
+
+    def restart(self, tickets: list[int]) -> None:
+        """Forget that these were started: they start again, first."""
+        for ticket in tickets:
+            del self.deadlines[ticket]
+            self.finished.discard(ticket)
+        self.again = sorted(self.again + list(tickets))
+
+
+class OvercommitGovernor:
+    """`overcommit=auto`: add while the trainer waits for data, take away while finished groups queue up.
+
+    Looks at each take: one that had to wait adds an eighth of a batch; one that leaves half a batch finished takes as much away.
+    """
+
+    def __init__(self, groups_per_step: int, max_lag: int):
+        self.step = max(1, groups_per_step // 8)
+        self.most = max_lag * groups_per_step
+        self.value = min(self.most, max(1, groups_per_step // 2))
+        self._queue_full = max(1, groups_per_step // 2)
+
+    def observe(self, waited: bool, num_finished: int) -> None:
+        if num_finished >= self._queue_full:
+            self.value = max(0, self.value - self.step)
+        elif waited:
+            self.value = min(self.most, self.value + self.step)
+
+
+class TicketLedger:
+    """Starts and takes tickets under the rules above, for all lanes; each ticket is consumed once. Thread-safe.
+
+    overcommit: groups, or "auto". num_generators: with max_lag 0, ticket t goes to generator t mod that, so that
+    what is sampled does not depend on who asks first; otherwise to whoever asks.
+    """
+
+    def __init__(self, *, groups_per_step: int, max_lag: int, overcommit: int | str, num_lanes: int = 1, num_generators: int = 1):
+        if groups_per_step % num_lanes:
+            raise ValueError(f"groups_per_step={groups_per_step} does not split over {num_lanes} trainer ranks")
+        if max_lag < 0 or (max_lag == 0 and overcommit not in (0, "auto")):
+            raise ValueError(f"max_lag={max_lag} with overcommit={overcommit}: synchronous training starts nothing ahead; set overcommit=0")
+        self.groups_per_step, self.max_lag = groups_per_step, max_lag
+        self.step = 0  # v, the next step to be taken
+        self.governor = OvercommitGovernor(groups_per_step, max_lag) if overcommit == "auto" else None
+        self._overcommit = 0 if self.governor else int(overcommit)
+        self._num_generators = num_generators
+        self._lanes = [Lane(i, num_lanes, groups_per_step // num_lanes) for i in range(num_lanes)]
+        self._taken: tuple[int, dict[int, int]] | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def overcommit(self) -> int:
+        return self.governor.value if self.governor else self._overcommit
+
+    @property
+    def num_untrained(self) -> int:
+        with self._lock:
+            return sum(len(lane.deadlines) for lane in self._lanes)
+
+    def _lane(self, ticket: int) -> Lane:
+        # Lane i of the ledger holds tickets i mod n; lane_of names the rank that trains on them.
+        return self._lanes[ticket % len(self._lanes)]
+
+    def start(self, count: int, version: int, generator: int = 0) -> list[Ticket]:
+        """Up to `count` tickets for a generator that holds weights `version`; fewer, or none, if the rules forbid more."""
+        granted: list[Ticket] = []
+        with self._lock:
+            deadline, extra, n = version + self.max_lag, self.overcommit, len(self._lanes)
+            while len(granted) < count:
+                able = [
+                    lane
+                    for i, lane in enumerate(self._lanes)
+                    if lane.may_start(deadline, self.step, extra // n + (i < extra % n)) and self._is_for(lane.next_ticket, generator)
+                ]
+                if not able:
+                    break
+                granted.append(min(able, key=lambda lane: lane.next_ticket).start(deadline))
+        return granted
+
+    def _is_for(self, ticket: int, generator: int) -> bool:
+        return self.max_lag > 0 or ticket % self._num_generators == generator
+
+    def finish(self, tickets: list[int]) -> None:
+        """Groups that have reached the trainer, scored. ValueError for one that was never started, or twice."""
+        with self._lock:
+            for ticket in tickets:
+                lane = self._lane(ticket)
+                if ticket not in lane.deadlines or ticket in lane.finished:
+                    raise ValueError(f"ticket {ticket} finished, but it is not in work: started twice, or trained on already")
+                lane.finished.add(ticket)
+
+    def take(self, step: int, waited: bool = False) -> list[int] | None:
+        """All lanes' batches of step `step`, lane after lane, earliest deadline first; None while a lane must wait.
+
+        Taking is final unless `untake` follows. ValueError if `step` is not the next one.
+        """
+        with self._lock:
+            if step != self.step:
+                raise ValueError(f"step {step} taken, but the next is {self.step}")
+            chosen = [lane.choose(step) for lane in self._lanes]
+            if any(batch is None for batch in chosen):
+                return None
+            consumed: dict[int, int] = {}
+            for lane, batch in zip(self._lanes, chosen):
+                consumed.update(lane.consume(batch))
+            self.step += 1
+            self._taken = (step, consumed)
+            if self.governor and self.max_lag:
+                self.governor.observe(waited, sum(len(lane.finished) for lane in self._lanes))
+            return list(consumed)
+
+    def untake(self, step: int) -> None:
+        """Step `step` was given up before it changed the weights: its groups are finished and untrained again."""
+        with self._lock:
+            if self._taken is None or self._taken[0] != step:
+                raise ValueError(f"step {step} was not the last to be taken")
+            for ticket, deadline in self._taken[1].items():
+                self._lane(ticket).deadlines[ticket] = deadline
+                self._lane(ticket).finished.add(ticket)
+            self.step, self._taken = step, None
+
+    def waits_for(self) -> list[int]:
+        """Tickets in work that hold up the next step: the unfinished ones with the earliest deadlines."""
+        with self._lock:
+            open_ = [(d, t) for lane in self._lanes for t, d in lane.deadlines.items() if t not in lane.finished]
+            return [t for _, t in sorted(open_)[: self.groups_per_step]]
+
+    def state_dict(self) -> dict:
+        """JSON. Tickets in work count as not started: on resume they start again. Finished groups are kept with their deadlines."""
+        with self._lock:
+            return {
+                "step": self.step,
+                "overcommit": self.overcommit,
+                "num_lanes": len(self._lanes),
+                "lanes": [
+                    {
+                        "next": lane._next,
+                        "again": sorted(lane.again + [t for t in lane.deadlines if t not in lane.finished]),
+                        "finished": [[t, lane.deadlines[t]] for t in sorted(lane.finished)],
+                    }
+                    for lane in self._lanes
+                ],
+            }
+
+    def load_state_dict(self, state: dict, *, restart_finished: bool = False) -> None:
+        """Go on from a checkpoint; another number of lanes is fine.
+
+        restart_finished: finished groups were not kept (the trainer's ranks changed), so their tickets start again.
+        """
+        n, m = len(self._lanes), state["num_lanes"]
+        frontier = [lane["next"] for lane in state["lanes"]]
+        waiting = {t for lane in state["lanes"] for t in lane["again"]}
+        finished = {t: d for lane in state["lanes"] for t, d in lane["finished"]}
+        if restart_finished:
+            waiting |= set(finished)
+            finished = {}
+        with self._lock:
+            self.step = state["step"]
+            if self.governor:
+                self.governor.value = min(self.governor.most, state["overcommit"])
+            for i, lane in enumerate(self._lanes):
+                lane.deadlines = {t: d for t, d in finished.items() if t % n == i}
+                lane.finished = set(lane.deadlines)
+                lane.again = sorted(t for t in waiting if t % n == i)
+                if n == m:
+                    lane._next = frontier[i]
+                else:
+                    # Tickets below the highest frontier that no old lane had reached start before new ones.
+                    top = max(frontier)
+                    lane._next = top + (i - top) % n
+                    lane.again = sorted({*lane.again, *(t for t in range(min(frontier), top) if t % n == i and t >= frontier[t % m])})
