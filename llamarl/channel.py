@@ -67,6 +67,7 @@ class Broadcast(Channel):
 class Weights(Channel):
     """Policy weights, shard to shard (llamarl.ddma)."""
 
+    dtype: str = field(default="float32", kw_only=True)  # that travels: the destination's
     transport: str = field(default="auto", kw_only=True)
 
 

@@ -198,11 +198,7 @@ class Publisher:
     def __init__(self, name: str, size_bytes: int, links: list[tuple[Link, tuple[Range, ...]]], control: Control, deadline_s: float):
         self.name, self._links, self._control, self._deadline_s = name, links, control, deadline_s
         shared = any(link.transport == "shm" for link, _ in links)
-        self._slots, paths = shared_slots(size_bytes) if shared else private_slots(size_bytes)
-        for link, _ in links:
-            link.offer_slots(self._slots, paths)
-        for path in paths:
-            os.unlink(path)
+        self._slots, self._paths = shared_slots(size_bytes) if shared else private_slots(size_bytes)
         self._free: queue.Queue[int] = queue.Queue()
         for slot in range(NUM_SLOTS):
             self._free.put(slot)
@@ -239,15 +235,26 @@ class Publisher:
         )
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
+        version = -1
+        try:
+            self._introduce()
+            while (job := self._jobs.get()) is not None:
+                version = job[0]
                 self._deliver(*job)
-            except (WeightsError, RuntimeError) as error:
-                if not isinstance(error, WeightsError):
-                    error = PeerDied(f"weights {self.name!r} from rank {self._control.rank}, version {job[0]}: a generator's link broke: {error}")
-                self._control.fail(error)
-                return
-            self._control.wake()
+                self._control.wake()
+        except WeightsError as error:
+            self._control.fail(error)
+        except RuntimeError as error:
+            text = f"weights {self.name!r} from rank {self._control.rank}, version {version}: a generator's link broke: {error}"
+            self._control.fail(PeerDied(text))
+
+    def _introduce(self) -> None:
+        try:
+            for link, _ in self._links:
+                link.offer_slots(self._slots, self._paths)
+        finally:
+            for path in self._paths:
+                os.unlink(path)
 
     def _deliver(self, version: int, slot: int, evaluate: bool, must_differ: bool) -> None:
         data = self._slots[slot]
@@ -294,8 +301,7 @@ class Subscriber:
         self._state = threading.Condition()
         self._staged: tuple[int, bool] | None = None  # version, evaluate
         self._closing = False
-        for (link, _), size in zip(links, source_bytes):
-            link.accept_slots(size)
+        self._source_bytes = source_bytes
         self._thread = threading.Thread(target=self._run, name=f"subscribe-{name}", daemon=True)
         self._thread.start()
 
@@ -320,6 +326,8 @@ class Subscriber:
 
     def _run(self) -> None:
         try:
+            for (link, _), size in zip(self._links, self._source_bytes):
+                link.accept_slots(size)
             while self._receive_version():
                 self._control.wake()
         except RuntimeError as error:

@@ -16,6 +16,7 @@ from typing import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchtune.modules import FeedForward, RMSNorm, TransformerDecoder, TransformerSelfAttentionLayer
 
 from llamarl.models.attention import Attention, AttentionContext, Rotary
@@ -111,6 +112,8 @@ class Decoder(TransformerDecoder):
     runs inside forward, where FSDP has the weight whole.
     """
 
+    activation_checkpointing = False  # recompute each layer in backward
+
     def __init__(self, config: ModelConfig, **parts):
         super().__init__(**parts)
         self.config = config
@@ -133,7 +136,10 @@ class Decoder(TransformerDecoder):
         h = self.tok_embeddings(tokens_T)
         rotary = self.rotary(positions_T, longest)
         for layer in self.layers:
-            h = layer(h, mask=attention, input_pos=rotary)
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                h = checkpoint(layer, h, mask=attention, input_pos=rotary, use_reentrant=False)
+            else:
+                h = layer(h, mask=attention, input_pos=rotary)
         return head(self.norm(h), self.output_weight)
 
 

@@ -44,9 +44,9 @@ class Console:
             print("  ".join(words), file=self.stream, flush=True)
             return
         if self._num_lines % HEADER_EVERY == 0:
-            self._rich.print(" ".join(f"{header:>{width}}" for header, width, _ in CELLS), style="dim", no_wrap=True)
+            self._rich.print(" ".join(f"{header:>{width}}" for header, width, _ in CELLS), style="dim", no_wrap=True, crop=False)
         self._num_lines += 1
-        self._rich.print(_styled(row, cells), no_wrap=True)
+        self._rich.print(_styled(row, cells), no_wrap=True, crop=False)
 
     def close(self) -> None:
         self.stream.flush()

@@ -61,11 +61,15 @@ class Metrics:
         if self.writer is None:
             self._post(now=time.monotonic())
             return
-        for sender, message in self.control.take(TOPIC):
-            self._ingest(sender, message["reports"], message["counters"])
-        # The own reports come last: a row's rates then use the newest counters of the other ranks.
-        reports, self._reports = self._reports, []
-        self._ingest(self.rank, reports, self.counters)
+        messages = self.control.take(TOPIC)
+        # All counters first: the rates of a row that becomes whole now must include them.
+        self.writer.set_counters(self.rank, self.counters)
+        for sender, message in messages:
+            self.writer.set_counters(sender, message["counters"])
+        own, self._reports = self._reports, []
+        for reports in (*(message["reports"] for _, message in messages), own):
+            for step, values in reports:
+                self.writer.ingest(step, values)
         self.writer.flush()
 
     def state_dict(self, step: int | None = None) -> dict:
@@ -83,12 +87,6 @@ class Metrics:
         self.pump()
         if self.writer is not None:
             self.writer.close()
-
-    def _ingest(self, sender: int, reports: list, counters: dict[str, float]) -> None:
-        # Counters first: the rates of a row that completes with these reports must include them.
-        self.writer.set_counters(sender, counters)
-        for step, values in reports:
-            self.writer.ingest(step, values)
 
     def _post(self, now: float) -> None:
         counters_due = now - self._posted_at >= POST_INTERVAL_S and self.counters != self._posted

@@ -1,0 +1,280 @@
+"""One self-contained HTML page about a run:  python -m llamarl.observe.report RUN_DIR [-o FILE]
+
+Reads RUN_DIR/metrics.jsonl (and config.yaml, if there), also while the run goes on. Curves are embedded SVG images; the
+page loads nothing. To add a curve, add a Panel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+import io
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llamarl.observe.rates import Idle
+from llamarl.observe.rows import EVALUATED, FILE_NAME, Row
+from llamarl.observe.sinks import read_rows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SMOOTH_FROM = 80  # rows; shorter runs are shown as they are
+COLOURS = ("#3366cc", "#dd7711", "#339955", "#aa4499", "#888888", "#bb3333", "#117777")
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One plot over steps: columns with their labels, smoothed if noisy; `note` says how to read it."""
+
+    title: str
+    series: tuple[tuple[str, str], ...]  # (column, label)
+    note: str = ""
+    log: bool = False
+    percent: bool = False
+    smooth: bool = True
+
+
+PANELS = (
+    Panel("Reward", (("reward/mean", "mean of the batch"), ("reward/std", "std")), "Over all completions of a step's groups."),
+    Panel("Evaluation accuracy", ((EVALUATED, "accuracy"),), "On the held-out prompts.", percent=True, smooth=False),
+    Panel("Loss", (("loss/value", "loss"),), "A policy-gradient loss need not fall."),
+    Panel("Gradient norm", (("grad_norm", "before clipping"),)),
+    Panel("KL to the reference", (("kl/ref", "nats a token"),)),
+    Panel("Entropy", (("entropy", "nats a token"),), "A fall to 0 early in the run means lost exploration."),
+    Panel("Ratio, raw", (("ratio/max", "max"), ("ratio/mean", "mean")), "Before capping. A mean far from 1: too much lag, or the "
+          "trainer and the generator disagree on logprobs.", log=True, smooth=False),
+    Panel("Ratio, capped share", (("ratio/capped_fraction", "of tokens"),), percent=True),
+    Panel("Lag", (("lag/max", "max"), ("lag/mean", "mean")), "Optimizer steps between sampling and training.", smooth=False),
+    Panel("Completion length", (("completion/length_mean", "mean tokens"),)),
+    Panel("Truncated completions", (("completion/truncated_fraction", "share"),), percent=True),
+    Panel("Generated tokens/s", (("generator/tokens_per_s", "tokens/s"),)),
+    Panel("Step time", (("time/step_s", "s a step"), ("time/wait_for_data_s", "of it, waiting for data"))),
+    Panel("Reward errors", (("reward/error_rate", "share"),), percent=True, smooth=False),
+)
+
+STYLE = """
+body{font:15px/1.45 system-ui,sans-serif;color:#222;max-width:1240px;margin:2em auto;padding:0 1em}
+h1{font-size:1.5em;margin-bottom:.2em} h2{font-size:1.15em;margin:1.6em 0 .5em}
+table{border-collapse:collapse} td,th{padding:.25em 1.2em .25em 0;text-align:left;vertical-align:top;font-weight:normal}
+th{color:#777} td.number{text-align:right;font-variant-numeric:tabular-nums}
+.panels{display:grid;grid-template-columns:repeat(auto-fit,minmax(430px,1fr));gap:1em 1.4em}
+figure{margin:0} figure img{width:100%} figcaption,.quiet{color:#777;font-size:.87em}
+pre{background:#f6f6f6;padding:1em;overflow:auto;font-size:.87em}
+"""
+
+
+def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
+    """Write the page (default RUN_DIR/report.html) and return its path.
+
+    FileNotFoundError or ValueError, saying what to do, if there are no rows or matplotlib is missing.
+    """
+    run_dir = Path(run_dir)
+    file = run_dir / FILE_NAME
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file; RUN_DIR is the run_dir that the training run printed")
+    rows = read_rows(file)
+    if not rows:
+        raise ValueError(f"{file} holds no rows yet; wait for the first step")
+    out = Path(out) if out is not None else run_dir / "report.html"
+    out.write_text(page(run_dir, rows), encoding="utf-8")
+    return out
+
+
+def page(run_dir: Path, rows: list[Row]) -> str:
+    """The HTML of a run."""
+    measured = [panel for panel in PANELS if any(has_values(rows, column) for column, _ in panel.series)]
+    absent = [panel.title for panel in PANELS if panel not in measured]
+    idle = idle_over_run(rows)
+    figures = [figure_html(draw(rows, panel), panel.title, panel.note) for panel in measured]
+    idle_figures = [figure_html(draw_idle(rows, one), f"Idle: {one.executor}", one.knob) for one in idle]
+    config = run_dir / "config.yaml"
+    parts = [
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(run_dir.name)}</title><style>{STYLE}</style>",
+        f"<h1>{html.escape(run_dir.resolve().name)}</h1>",
+        table_html([(name, value) for name, value in facts(rows)]),
+        "<h2>Where the time went</h2>" + idle_html(idle),
+        "<h2>Curves</h2><div class='panels'>" + "".join(figures) + "</div>",
+        f"<p class='quiet'>Not measured in this run: {html.escape(', '.join(absent))}.</p>" if absent else "",
+        "<h2>Idle share by cause</h2><div class='panels'>" + "".join(idle_figures) + "</div>" if idle else "",
+        f"<h2>Config</h2><details><summary>config.yaml</summary><pre>{html.escape(config.read_text())}</pre></details>"
+        if config.is_file()
+        else "",
+    ]
+    return "\n".join(part for part in parts if part) + "\n"
+
+
+def facts(rows: list[Row]) -> list[tuple[str, str]]:
+    """The run in a few lines: (name, formatted value), only what was measured."""
+    columns = {name: [row[name] for row in rows if row.get(name) is not None] for row in rows for name in row}
+
+    def fact(name: str, column: str, reduce, spec: str) -> list[tuple[str, str]]:
+        return [(name, format(reduce(columns[column]), spec))] if columns.get(column) else []
+
+    accuracy = columns.get(EVALUATED)
+    return [
+        ("steps", str(rows[-1]["step"])),
+        *fact("wall time, s", "time/wall_s", max, ".1f"),
+        *([("accuracy", f"{accuracy[0]:.1%} → {accuracy[-1]:.1%}")] if accuracy else []),
+        *fact("s a step, median", "time/step_s", statistics.median, ".3g"),
+        *fact("generated tokens/s, median", "generator/tokens_per_s", statistics.median, ",.0f"),
+        *fact("lag, mean", "lag/mean", statistics.fmean, ".2f"),
+        *fact("lag, max", "lag/max", max, ".0f"),
+        *fact("raw ratio, max", "ratio/max", max, ".3g"),
+        *fact("capped tokens", "ratio/capped_fraction", statistics.fmean, ".2%"),
+        *fact("padding", "packing/padding_fraction", statistics.fmean, ".1%"),
+        *fact("reward errors, worst step", "reward/error_rate", max, ".1%"),
+        *fact("weights a publish, MB", "weights/bytes", lambda values: statistics.median(values) / 1e6, ".1f"),
+        *fact("trainer − generator logprobs, max", "parity/logprob_diff_max", max, ".2g"),
+    ]
+
+
+def idle_over_run(rows: list[Row]) -> list[Idle]:
+    """Idle shares by cause of the whole run: the rows' shares, weighted with the time each row stands for."""
+    suffix = "/idle_fraction"
+    names = {name for row in rows for name in row}
+    wall_s = column_of(rows, "time/wall_s")
+    result = []
+    for executor in sorted(name.removesuffix(suffix) for name in names if name.endswith(suffix)):
+        share = column_of(rows, executor + suffix)
+        # An evaluation-only row and a row without a count carry no idle share, and so no weight.
+        weight = np.where(np.isnan(share), 0, np.diff(np.nan_to_num(wall_s), prepend=0).clip(min=1e-9))
+        if not weight.any():
+            continue
+        prefix = f"{executor}{suffix}/"
+        causes = [(name.removeprefix(prefix), column_of(rows, name)) for name in names if name.startswith(prefix)]
+        means = [(cause, float(np.average(np.nan_to_num(values), weights=weight))) for cause, values in causes]
+        means.sort(key=lambda cause: (-cause[1], cause[0]))
+        result.append(Idle(executor, float(np.average(np.nan_to_num(share), weights=weight)), tuple(means)))
+    return result
+
+
+def has_values(rows: list[Row], column: str) -> bool:
+    return any(row.get(column) is not None for row in rows)
+
+
+def column_of(rows: list[Row], column: str) -> np.ndarray:
+    """[rows] float64, NaN where a row has no value."""
+    return np.array([np.nan if row.get(column) is None else row[column] for row in rows], dtype=np.float64)
+
+
+def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
+    """Centred mean over `width` (odd) values, over fewer at the ends; NaNs count for nothing."""
+    known = ~np.isnan(values)
+    window = np.ones(width)
+    half = width // 2
+    total = np.convolve(np.where(known, values, 0), window)[half : half + len(values)]
+    count = np.convolve(known.astype(float), window)[half : half + len(values)]
+    return np.where(count > 0.5, total / np.maximum(count, 1), np.nan)
+
+
+def draw(rows: list[Row], panel: Panel) -> "Figure":
+    """The plot of one panel."""
+    figure, axes = _figure(panel.percent)
+    steps = column_of(rows, "step")
+    shown = [(column, label) for column, label in panel.series if has_values(rows, column)]
+    for (column, label), colour in zip(shown, COLOURS):
+        values = column_of(rows, column)
+        known = ~np.isnan(values)
+        if panel.smooth and known.sum() >= SMOOTH_FROM:
+            axes.plot(steps[known], values[known], color=colour, linewidth=0.6, alpha=0.3)
+            values = moving_mean(values, width=int(known.sum()) // 40 * 2 + 1)
+        marker = "o" if known.sum() <= 40 else ""
+        axes.plot(steps[known], values[known], color=colour, linewidth=1.5, marker=marker, markersize=3, label=label)
+    if panel.log:
+        axes.set_yscale("log")
+    if len(shown) > 1 or shown[0][1] not in panel.title.lower():
+        axes.legend(frameon=False, loc="best")
+    return figure
+
+
+def draw_idle(rows: list[Row], idle: Idle) -> "Figure":
+    """An executor's idle share over steps, its causes stacked."""
+    figure, axes = _figure(percent=True)
+    share = column_of(rows, f"{idle.executor}/idle_fraction")
+    known = ~np.isnan(share)
+    steps = column_of(rows, "step")[known]
+    causes = [(cause, np.nan_to_num(column_of(rows, f"{idle.executor}/idle_fraction/{cause}")[known])) for cause, _ in idle.causes]
+    causes = [(cause, values) for cause, values in causes if values.any()]
+    if causes:
+        axes.stackplot(steps, *(values for _, values in causes), labels=[c for c, _ in causes], colors=COLOURS, alpha=0.75)
+    axes.plot(steps, share[known], color="#222", linewidth=1, label="idle")
+    axes.set_ylim(0, 1)
+    axes.legend(frameon=False, loc="best")
+    return figure
+
+
+def _figure(percent: bool) -> "tuple[Figure, Axes]":
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    figure = Figure(figsize=(5.4, 2.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#eeeeee", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    return figure, axes
+
+
+def figure_html(figure: "Figure", title: str, note: str) -> str:
+    """The plot as an SVG image inside the page, under its title."""
+    import matplotlib
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "llamarl"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    data = base64.b64encode(buffer.getvalue()).decode("ascii")
+    caption = f"<figcaption>{html.escape(note)}</figcaption>" if note else ""
+    title = html.escape(title)
+    return f"<figure><strong>{title}</strong><img alt='{title}' src='data:image/svg+xml;base64,{data}'>{caption}</figure>"
+
+
+def table_html(rows: list[tuple[str, str]]) -> str:
+    cells = "".join(f"<tr><th>{html.escape(name)}</th><td class='number'>{html.escape(value)}</td></tr>" for name, value in rows)
+    return f"<table>{cells}</table>"
+
+
+def idle_html(idle: list[Idle]) -> str:
+    """A line an executor: idle share, causes, and the knob to turn for the largest."""
+    if not idle:
+        return "<p class='quiet'>No busy or idle time was counted.</p>"
+    lines = []
+    for one in idle:
+        causes = ", ".join(f"{cause} {share:.0%}" for cause, share in one.causes if share >= 0.005)
+        cells = (one.executor, f"{one.share:.0%}", causes or "-", one.knob or "-")
+        lines.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
+    head = "<tr><th>executor</th><th>idle</th><th>waiting for</th><th>to shorten the longest wait</th></tr>"
+    return f"<table>{head}{''.join(lines)}</table>"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m llamarl.observe.report", description="Write one HTML page about a run.")
+    parser.add_argument("run_dir")
+    parser.add_argument("-o", "--out", help="default: RUN_DIR/report.html")
+    arguments = parser.parse_args(argv)
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print("the report needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 2
+    try:
+        print(f"wrote {write_report(arguments.run_dir, arguments.out)}")
+    except (FileNotFoundError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
