@@ -15,14 +15,16 @@ needs, so that the controller can serve stop and checkpoint requests and hold ev
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Iterable
 
 import torch
 
 if TYPE_CHECKING:
     from llamarl.channel import Receiver, Sender
     from llamarl.control import Control
+    from llamarl.ledger import TicketDesk
     from llamarl.observe.metrics import Metrics
+    from llamarl.snapshots import Snapshots
     from torch.distributed import ProcessGroup
 
 
@@ -58,9 +60,12 @@ class Executor:
         outputs: "dict[str, Sender]",
         control: "Control",
         metrics: "Metrics",
+        tickets: "TicketDesk | None" = None,
+        snapshots: "Snapshots | None" = None,
     ) -> None:
         """Called once by the controller, on the executor's own ranks, before `setup`."""
         self.group, self.inputs, self.outputs, self.control, self.metrics = group, inputs, outputs, control, metrics
+        self.tickets, self.snapshots = tickets, snapshots
 
     def setup(self) -> None:
         """Build what is heavy. Collective over the executor's ranks."""
@@ -70,17 +75,18 @@ class Executor:
         raise NotImplementedError
 
     def waiting_for(self) -> str | None:
-        """What the next step needs and from whom, or None when idleness is no fault (nothing is owed to this station)."""
+        """"CAUSE: what, from whom" that the next step needs, or None when idleness is no fault (nothing is owed here).
+
+        The cause (data, weights, tickets, room, ...) names the idle time in metrics; a wait past deadline_s ends the run.
+        """
         return None
 
     def state_dict(self) -> dict[str, torch.Tensor | int | float | str | list]:
         """What a checkpoint must hold to go on after this station's last step. Tensors and JSON values."""
         return {}
 
-    def load_state_dict(self, state: dict) -> None:
-        """The inverse, after `setup`."""
-        if state:
-            raise ValueError(f"{self.name} has no state to load, but the checkpoint holds {sorted(state)}")
+    def load_state_dict(self, parts: "Iterable[dict]") -> None:
+        """The inverse, after `setup`: what every rank of this station had saved, in rank order, read one at a time."""
 
     def teardown(self) -> None:
         """Release processes, files and threads. Must not fail when `setup` did not finish."""

@@ -123,8 +123,12 @@ class TicketDesk:
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        return self._ledger.state_dict() if self._control.is_leader else {}
+        return self._ledger.state_dict()
 
-    def load_state_dict(self, state: dict, *, restart_finished: bool) -> None:
-        if self._control.is_leader:
-            self._ledger.load_state_dict(state, restart_finished=restart_finished)
+    def load_state_dict(self, state: dict) -> None:
+        """On every rank, before the stations load theirs: each can then tell which groups are still wanted."""
+        self._ledger.load_state_dict(state)
+
+    def reconcile(self, buffered: list[int]) -> set[int]:
+        """Of the groups that a checkpoint holds, those that the ledger counts as finished."""
+        return self._ledger.reconcile(buffered)

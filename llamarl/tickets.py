@@ -81,32 +81,41 @@ def in_time(deadlines: list[int], step: int, groups_per_step: int) -> bool:
 
 
 class Lane:
-    """The rules of this module for one data-parallel rank. Not thread-safe; TicketLedger is."""
+    """The rules of this module for one data-parallel rank: tickets `first`, `first + stride`, ... Not thread-safe; TicketLedger is.
 
-    def __init__(self, first: int, stride: int, groups_per_step: int):
+    num_shares > 1: the lane's tickets are dealt to that many generators in turn, each with a cursor of its own.
+    """
+
+    def __init__(self, first: int, stride: int, groups_per_step: int, num_shares: int = 1):
         self.groups_per_step = groups_per_step
         self.deadlines: dict[int, int] = {}  # started and untrained
         self.finished: set[int] = set()
         self.again: list[int] = []  # to start once more, before new ones
-        self._next, self._stride = first, stride
+        self._first, self._stride = first, stride
+        self._cursors = list(range(num_shares))  # places in the lane, one a share
 
-    @property
-    def next_ticket(self) -> int:
-        return self.again[0] if self.again else self._next
+    def next_ticket(self, share: int) -> int:
+        mine = [t for t in self.again if self._place(t) % len(self._cursors) == share]
+        return mine[0] if mine else self._first + self._stride * self._cursors[share]
 
-    def may_start(self, deadline: int, step: int, overcommit: int) -> bool:
+    def _place(self, ticket: int) -> int:
+        return (ticket - self._first) // self._stride
+
+    def may_start(self, share: int, deadline: int, step: int, overcommit: int) -> bool:
+        if len(self._cursors) > 1 and self._place(self.next_ticket(share)) >= (step + 1) * self.groups_per_step:
+            return False  # its share of this batch is started
         return (
             deadline >= step
             and len(self.deadlines) < self.groups_per_step + overcommit
             and in_time([*self.deadlines.values(), deadline], step, self.groups_per_step)
         )
 
-    def start(self, deadline: int) -> Ticket:
-        ticket = self.next_ticket
-        if self.again:
-            self.again.pop(0)
+    def start(self, share: int, deadline: int) -> Ticket:
+        ticket = self.next_ticket(share)
+        if ticket in self.again:
+            self.again.remove(ticket)
         else:
-            self._next += self._stride
+            self._cursors[share] += len(self._cursors)
         self.deadlines[ticket] = deadline
         return Ticket(ticket, deadline)
 
@@ -129,6 +138,18 @@ class Lane:
             del self.deadlines[ticket]
             self.finished.discard(ticket)
         self.again = sorted(self.again + list(tickets))
+
+    def never_started(self) -> tuple[list[int], int]:
+        """(tickets below the frontier that are not started, the frontier: nothing from there on is started)."""
+        top = max(self._cursors)
+        holes = [j for c in self._cursors for j in range(c, top, len(self._cursors))]
+        return sorted(self._first + self._stride * j for j in holes), self._first + self._stride * top
+
+    def resume_at(self, frontier: int) -> None:
+        """Nothing from ticket `frontier` on is started."""
+        place = max(0, -(-(frontier - self._first) // self._stride))
+        shares = len(self._cursors)
+        self._cursors = [place + (share - place) % shares for share in range(shares)]
 
 
 class OvercommitGovernor:
@@ -153,8 +174,8 @@ class OvercommitGovernor:
 class TicketLedger:
     """Starts and takes tickets under the rules above, for all lanes; each ticket is consumed once. Thread-safe.
 
-    overcommit: groups, or "auto". num_generators: with max_lag 0, ticket t goes to generator t mod that, so that
-    what is sampled does not depend on who asks first; otherwise to whoever asks.
+    overcommit: groups, or "auto". num_generators: with max_lag 0 a lane's tickets are dealt to them in turn, so that what
+    is sampled does not depend on who asks first; otherwise a ticket goes to whoever asks.
     """
 
     def __init__(self, *, groups_per_step: int, max_lag: int, overcommit: int | str, num_lanes: int = 1, num_generators: int = 1):
@@ -166,8 +187,8 @@ class TicketLedger:
         self.step = 0  # v, the next step to be taken
         self.governor = OvercommitGovernor(groups_per_step, max_lag) if overcommit == "auto" else None
         self._overcommit = 0 if self.governor else int(overcommit)
-        self._num_generators = num_generators
-        self._lanes = [Lane(i, num_lanes, groups_per_step // num_lanes) for i in range(num_lanes)]
+        self._num_shares = num_generators if max_lag == 0 else 1
+        self._lanes = [Lane(i, num_lanes, groups_per_step // num_lanes, self._num_shares) for i in range(num_lanes)]
         self._taken: tuple[int, dict[int, int]] | None = None
         self._lock = threading.RLock()
 
@@ -189,19 +210,17 @@ class TicketLedger:
         granted: list[Ticket] = []
         with self._lock:
             deadline, extra, n = version + self.max_lag, self.overcommit, len(self._lanes)
+            share = generator % self._num_shares
             while len(granted) < count:
                 able = [
                     lane
                     for i, lane in enumerate(self._lanes)
-                    if lane.may_start(deadline, self.step, extra // n + (i < extra % n)) and self._is_for(lane.next_ticket, generator)
+                    if lane.may_start(share, deadline, self.step, extra // n + (i < extra % n))
                 ]
                 if not able:
                     break
-                granted.append(min(able, key=lambda lane: lane.next_ticket).start(deadline))
+                granted.append(min(able, key=lambda lane: lane.next_ticket(share)).start(share, deadline))
         return granted
-
-    def _is_for(self, ticket: int, generator: int) -> bool:
-        return self.max_lag > 0 or ticket % self._num_generators == generator
 
     def finish(self, tickets: list[int]) -> None:
         """Groups that have reached the trainer, scored. ValueError for one that was never started, or twice."""
@@ -248,47 +267,38 @@ class TicketLedger:
             open_ = [(d, t) for lane in self._lanes for t, d in lane.deadlines.items() if t not in lane.finished]
             return [t for _, t in sorted(open_)[: self.groups_per_step]]
 
-    def state_dict(self) -> dict:
-        """JSON. Tickets in work count as not started: on resume they start again. Finished groups are kept with their deadlines."""
+    def reconcile(self, buffered: list[int]) -> set[int]:
+        """After a resume: finished groups whose data was not saved start again. Returns the finished ones that were."""
         with self._lock:
-            return {
-                "step": self.step,
-                "overcommit": self.overcommit,
-                "num_lanes": len(self._lanes),
-                "lanes": [
-                    {
-                        "next": lane._next,
-                        "again": sorted(lane.again + [t for t in lane.deadlines if t not in lane.finished]),
-                        "finished": [[t, lane.deadlines[t]] for t in sorted(lane.finished)],
-                    }
-                    for lane in self._lanes
-                ],
-            }
+            kept = set()
+            for lane in self._lanes:
+                lane.restart(sorted(lane.finished - set(buffered)))
+                kept |= lane.finished
+        return kept
 
-    def load_state_dict(self, state: dict, *, restart_finished: bool = False) -> None:
-        """Go on from a checkpoint; another number of lanes is fine.
+    def state_dict(self) -> dict:
+        """JSON. Tickets in work count as not started: on resume they start again. Finished groups keep their deadlines."""
+        with self._lock:
+            again, finished, frontiers = [], [], []
+            for lane in self._lanes:
+                holes, frontier = lane.never_started()
+                again += holes + lane.again + [t for t in lane.deadlines if t not in lane.finished]
+                finished += [[t, lane.deadlines[t]] for t in sorted(lane.finished)]
+                frontiers.append(frontier)
+            # One frontier for all lanes: what lies between is listed, so that another number of lanes can go on.
+            top, n = max(frontiers), len(self._lanes)
+            again += [t for f in frontiers for t in range(f, top, n)]
+            return {"step": self.step, "overcommit": self.overcommit, "frontier": top, "again": sorted(again), "finished": finished}
 
-        restart_finished: finished groups were not kept (the trainer's ranks changed), so their tickets start again.
-        """
-        n, m = len(self._lanes), state["num_lanes"]
-        frontier = [lane["next"] for lane in state["lanes"]]
-        waiting = {t for lane in state["lanes"] for t in lane["again"]}
-        finished = {t: d for lane in state["lanes"] for t, d in lane["finished"]}
-        if restart_finished:
-            waiting |= set(finished)
-            finished = {}
+    def load_state_dict(self, state: dict) -> None:
+        """Go on from a checkpoint; another number of lanes or generators is fine."""
+        n = len(self._lanes)
         with self._lock:
             self.step = state["step"]
             if self.governor:
                 self.governor.value = min(self.governor.most, state["overcommit"])
             for i, lane in enumerate(self._lanes):
-                lane.deadlines = {t: d for t, d in finished.items() if t % n == i}
+                lane.deadlines = {t: d for t, d in state["finished"] if t % n == i}
                 lane.finished = set(lane.deadlines)
-                lane.again = sorted(t for t in waiting if t % n == i)
-                if n == m:
-                    lane._next = frontier[i]
-                else:
-                    # Tickets below the highest frontier that no old lane had reached start before new ones.
-                    top = max(frontier)
-                    lane._next = top + (i - top) % n
-                    lane.again = sorted({*lane.again, *(t for t in range(min(frontier), top) if t % n == i and t >= frontier[t % m])})
+                lane.again = sorted(t for t in state["again"] if t % n == i)
+                lane.resume_at(state["frontier"])

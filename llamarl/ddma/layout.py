@@ -42,12 +42,17 @@ class RankLayout:
     size_bytes: int
 
 
+def padded(size_bytes: int) -> int:
+    """Bytes that a slice takes up in a buffer."""
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
 def pack(boxes: list[tuple[str, tuple[int, ...], tuple[int, ...]]], itemsize: int) -> RankLayout:
     """Lay (name, offsets, lengths) boxes end to end, each aligned."""
     slices, at = [], 0
     for name, offsets, lengths in boxes:
         slices.append(Slice(name, offsets, lengths, at))
-        at += -(-math.prod(lengths) * itemsize // ALIGN_BYTES) * ALIGN_BYTES
+        at += padded(math.prod(lengths) * itemsize)
     return RankLayout(tuple(slices), at)
 
 

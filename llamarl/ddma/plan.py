@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from llamarl.ddma.layout import ALIGN_BYTES, RankLayout, Slice
+from llamarl.ddma.layout import RankLayout, Slice, padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,9 @@ def make_plan(sources: list[RankLayout], destinations: list[RankLayout], itemsiz
 
 def _intersect(held: Slice, wanted: Slice, itemsize: int) -> tuple[list[Range], int]:
     """Byte ranges of the common box, one a run that is contiguous on both sides, and its element count."""
+    if held.offsets == wanted.offsets and held.lengths == wanted.lengths:
+        # The padding behind a whole slice travels too, so that it joins with the next one.
+        return [Range(held.start_bytes, wanted.start_bytes, padded(held.numel * itemsize))], held.numel
     low = [max(a, b) for a, b in zip(held.offsets, wanted.offsets)]
     high = [min(a + n, b + m) for a, n, b, m in zip(held.offsets, held.lengths, wanted.offsets, wanted.lengths)]
     box = [h - l for l, h in zip(low, high)]
@@ -95,14 +98,12 @@ def _flat(index: list[int], lengths: tuple[int, ...]) -> int:
 
 
 def _merge(ranges: list[Range]) -> list[Range]:
-    """Join ranges that follow each other on both sides; the alignment gap between two slices travels along."""
+    """Join ranges that follow each other on both sides."""
     out: list[Range] = []
     for r in ranges:
-        if out:
-            last = out[-1]
-            gap = r.source_start - last.source_start - last.size
-            if 0 <= gap < ALIGN_BYTES and gap == r.destination_start - last.destination_start - last.size:
-                out[-1] = Range(last.source_start, last.destination_start, last.size + gap + r.size)
-                continue
-        out.append(r)
+        last = out[-1] if out else None
+        if last and last.source_start + last.size == r.source_start and last.destination_start + last.size == r.destination_start:
+            out[-1] = Range(last.source_start, last.destination_start, last.size + r.size)
+        else:
+            out.append(r)
     return out

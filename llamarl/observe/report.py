@@ -32,7 +32,7 @@ COLOURS = ("#3366cc", "#dd7711", "#339955", "#aa4499", "#888888", "#bb3333", "#1
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One plot over steps: columns with their labels, smoothed if noisy; `note` says how to read it."""
+    """One plot over steps: (column, label) pairs, smoothed if noisy, on an axis from 0; `note` says how to read it."""
 
     title: str
     series: tuple[tuple[str, str], ...]  # (column, label)
@@ -40,24 +40,31 @@ class Panel:
     log: bool = False
     percent: bool = False
     smooth: bool = True
+    from_zero: bool = True
 
 
 PANELS = (
-    Panel("Reward", (("reward/mean", "mean of the batch"), ("reward/std", "std")), "Over all completions of a step's groups."),
-    Panel("Evaluation accuracy", ((EVALUATED, "accuracy"),), "On the held-out prompts.", percent=True, smooth=False),
-    Panel("Loss", (("loss/value", "loss"),), "A policy-gradient loss need not fall."),
+    Panel("Reward", (("reward/mean", "mean"), ("reward/std", "std")), "Over a step's completions.", from_zero=False),
+    Panel("Evaluation accuracy", ((EVALUATED, ""),), "Of held-out prompts.", percent=True, smooth=False, from_zero=False),
+    Panel("Loss", (("loss/value", ""),), "A policy-gradient loss need not fall.", from_zero=False),
     Panel("Gradient norm", (("grad_norm", "before clipping"),)),
     Panel("KL to the reference", (("kl/ref", "nats a token"),)),
+    Panel("KL to the generator", (("kl/generator", "nats a token"),), "The price of asynchrony: rises with lag."),
     Panel("Entropy", (("entropy", "nats a token"),), "A fall to 0 early in the run means lost exploration."),
-    Panel("Ratio, raw", (("ratio/max", "max"), ("ratio/mean", "mean")), "Before capping. A mean far from 1: too much lag, or the "
-          "trainer and the generator disagree on logprobs.", log=True, smooth=False),
-    Panel("Ratio, capped share", (("ratio/capped_fraction", "of tokens"),), percent=True),
+    Panel(
+        "Ratio, raw",
+        (("ratio/max", "max"), ("ratio/mean", "mean")),
+        "Before capping. A mean far from 1: too much lag, or the trainer and the generator disagree on logprobs.",
+        log=True,
+        smooth=False,
+    ),
+    Panel("Ratio, capped share", (("ratio/capped_fraction", "of trained tokens"),), percent=True),
     Panel("Lag", (("lag/max", "max"), ("lag/mean", "mean")), "Optimizer steps between sampling and training.", smooth=False),
-    Panel("Completion length", (("completion/length_mean", "mean tokens"),)),
-    Panel("Truncated completions", (("completion/truncated_fraction", "share"),), percent=True),
-    Panel("Generated tokens/s", (("generator/tokens_per_s", "tokens/s"),)),
-    Panel("Step time", (("time/step_s", "s a step"), ("time/wait_for_data_s", "of it, waiting for data"))),
-    Panel("Reward errors", (("reward/error_rate", "share"),), percent=True, smooth=False),
+    Panel("Completion length", (("completion/length_mean", "tokens, mean"),)),
+    Panel("Truncated completions", (("completion/truncated_fraction", ""),), percent=True),
+    Panel("Generated tokens/s", (("generator/tokens_per_s", ""),)),
+    Panel("Step time", (("time/step_s", "seconds"), ("time/wait_for_data_s", "waiting for data"))),
+    Panel("Reward errors", (("reward/error_rate", ""),), percent=True, smooth=False),
 )
 
 STYLE = """
@@ -99,7 +106,7 @@ def page(run_dir: Path, rows: list[Row]) -> str:
     parts = [
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(run_dir.name)}</title><style>{STYLE}</style>",
         f"<h1>{html.escape(run_dir.resolve().name)}</h1>",
-        table_html([(name, value) for name, value in facts(rows)]),
+        table_html(facts(rows)),
         "<h2>Where the time went</h2>" + idle_html(idle),
         "<h2>Curves</h2><div class='panels'>" + "".join(figures) + "</div>",
         f"<p class='quiet'>Not measured in this run: {html.escape(', '.join(absent))}.</p>" if absent else "",
@@ -113,7 +120,8 @@ def page(run_dir: Path, rows: list[Row]) -> str:
 
 def facts(rows: list[Row]) -> list[tuple[str, str]]:
     """The run in a few lines: (name, formatted value), only what was measured."""
-    columns = {name: [row[name] for row in rows if row.get(name) is not None] for row in rows for name in row}
+    names = {name for row in rows for name in row}
+    columns = {name: [row[name] for row in rows if row.get(name) is not None] for name in names}
 
     def fact(name: str, column: str, reduce, spec: str) -> list[tuple[str, str]]:
         return [(name, format(reduce(columns[column]), spec))] if columns.get(column) else []
@@ -185,13 +193,18 @@ def draw(rows: list[Row], panel: Panel) -> "Figure":
         known = ~np.isnan(values)
         if panel.smooth and known.sum() >= SMOOTH_FROM:
             axes.plot(steps[known], values[known], color=colour, linewidth=0.6, alpha=0.3)
-            values = moving_mean(values, width=int(known.sum()) // 40 * 2 + 1)
+            values = moving_mean(values, width=min(101, int(known.sum()) // 40 * 2 + 1))
         marker = "o" if known.sum() <= 40 else ""
         axes.plot(steps[known], values[known], color=colour, linewidth=1.5, marker=marker, markersize=3, label=label)
     if panel.log:
         axes.set_yscale("log")
-    if len(shown) > 1 or shown[0][1] not in panel.title.lower():
+    elif panel.from_zero:
+        low, high = axes.dataLim.intervaly
+        axes.set_ylim(min(0, low * 1.05), high * 1.05 if high > 0 else 1)
+    if len(shown) > 1:
         axes.legend(frameon=False, loc="best")
+    else:
+        axes.set_ylabel(shown[0][1])
     return figure
 
 
@@ -201,10 +214,10 @@ def draw_idle(rows: list[Row], idle: Idle) -> "Figure":
     share = column_of(rows, f"{idle.executor}/idle_fraction")
     known = ~np.isnan(share)
     steps = column_of(rows, "step")[known]
-    causes = [(cause, np.nan_to_num(column_of(rows, f"{idle.executor}/idle_fraction/{cause}")[known])) for cause, _ in idle.causes]
-    causes = [(cause, values) for cause, values in causes if values.any()]
+    causes = [cause for cause, mean in idle.causes if mean > 0]
     if causes:
-        axes.stackplot(steps, *(values for _, values in causes), labels=[c for c, _ in causes], colors=COLOURS, alpha=0.75)
+        shares = [np.nan_to_num(column_of(rows, f"{idle.executor}/idle_fraction/{cause}")[known]) for cause in causes]
+        axes.stackplot(steps, *shares, labels=causes, colors=COLOURS, alpha=0.75)
     axes.plot(steps, share[known], color="#222", linewidth=1, label="idle")
     axes.set_ylim(0, 1)
     axes.legend(frameon=False, loc="best")

@@ -122,7 +122,8 @@ class RowWriter:
     def ingest(self, step: int, values: Row) -> None:
         """Merge one report into the row of `step`. A null never replaces a number; too late a report is dropped, warned of."""
         if step < self.next_row:
-            self._warn_once(f"late {sorted(values)}", f"report of {', '.join(sorted(values))} for step {step} dropped: row already written")
+            names = ", ".join(sorted(values))
+            self._warn_once(names, f"report of {names} for step {step} dropped: its row is written already")
             return
         row = self._pending.setdefault(step, {})
         row.update({name: value for name, value in values.items() if value is not None or row.get(name) is None})
@@ -144,9 +145,13 @@ class RowWriter:
             if row:
                 self._write({"step": step, "policy_version": step} | row)
 
+    def is_complete(self, step: int) -> bool:
+        """Whether nothing more is awaited for the rows up to `step`: all are trained and evaluated, or given up."""
+        return max(0, self.last_trained) >= step and all(self._evaluated(s) for s in range(self.next_row, step + 1))
+
     def abandon_eval(self, step: int) -> None:
         """Let the row of `step` go without its evaluation (it failed, or the run ends before it)."""
-        if step >= self.next_row and self.eval_due(step) and EVALUATED not in self._pending.get(step, {}):
+        if step >= self.next_row and not self._evaluated(step):
             log.warning("the evaluation of step %d was given up; its row has no %s", step, EVALUATED)
             self._abandoned.add(step)
 
@@ -202,11 +207,13 @@ class RowWriter:
 
     def _whole(self, step: int) -> bool:
         row = self._pending.get(step, {})
-        if self.eval_due(step) and EVALUATED not in row and step not in self._abandoned:
-            return False
         # The trainer reports in order: once a later step is in, nothing more comes for this one. Step 0 without an
         # evaluation ends the same way.
-        return TRAINED in row or step < self.last_trained or (step == 0 and EVALUATED in row)
+        trained = TRAINED in row or step < self.last_trained or (step == 0 and EVALUATED in row)
+        return trained and self._evaluated(step)
+
+    def _evaluated(self, step: int) -> bool:
+        return not self.eval_due(step) or EVALUATED in self._pending.get(step, {}) or step in self._abandoned
 
     def _write(self, row: Row) -> None:
         row = {name: row[name] for name in sorted(row, key=lambda name: (ORDER.get(name, len(ORDER)), name))}

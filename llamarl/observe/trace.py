@@ -17,7 +17,7 @@ from pathlib import Path
 class Trace:
     """A ring buffer of spans; one process (`rank`) with a lane per executor in the viewer."""
 
-    def __init__(self, *, rank: int, capacity: int = 20_000):
+    def __init__(self, rank: int, *, capacity: int = 20_000):
         self.rank = rank
         self.num_spans = 0
         self._spans: deque[tuple[str, str, float, float]] = deque(maxlen=capacity)

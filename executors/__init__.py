@@ -1,0 +1,1 @@
+"""The stations: generator, reward, reference, trainer. Each can be built and stepped alone."""

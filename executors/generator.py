@@ -1,0 +1,133 @@
+"""Generator: tickets in, completions out, new weights between decode chunks.
+
+    loop step    consumes                 waits for                           unblocked by
+    weights      the staged version       -                                   the trainer's publish
+    tickets      grants                   room under max_lag and overcommit   the trainer's takes
+    decode       one chunk of tokens      room in the completions channel     the reward
+
+A version marked for evaluation is pinned: the held-out prompts run beside the tickets, and no newer version is taken in
+until they are done.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from llamarl.executor import Executor
+from llamarl.inference import Engine, SamplingParams
+from llamarl.models.build import build_decoder, read_config
+from llamarl.models.hf import named_parameters_hf
+from llamarl.tickets import PromptStream
+from llamarl.types import Prompt
+
+TRAIN, EVALUATE = 0, 1  # streams of the engine
+
+
+class Generator(Executor):
+    """One engine a rank. Sampling is a function of (seed, ticket, sample_index, position), not of the rank or the batch.
+
+    prompts[ticket] is the ticket's prompt; eval_prompts the held-out ones. chunk_tokens: tokens a row between two looks
+    at weights, tickets and stop requests.
+    """
+
+    name = "generator"
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        model_dtype: str,
+        prompts: PromptStream,
+        eval_prompts: list[Prompt],
+        sampling: SamplingParams,
+        stop_token_ids: tuple[int, ...],
+        max_slots: int,
+        max_len: int,
+        chunk_tokens: int,
+        in_flight_updates: bool,
+    ):
+        self.model_path, self.model_dtype = model_path, model_dtype
+        self.prompts, self.eval_prompts = prompts, eval_prompts
+        self.sampling, self.stop_token_ids = sampling, stop_token_ids
+        self.max_slots, self.max_len, self.chunk_tokens = max_slots, max_len, chunk_tokens
+        self.in_flight_updates = in_flight_updates
+        self.version = -1
+        self._evaluating = 0  # held-out prompts still to finish
+        self._asked_in_vain = False
+
+    def setup(self) -> None:
+        dtype = getattr(torch, self.model_dtype)
+        decoder = build_decoder(read_config(self.model_path), device=self.group.device, dtype=dtype).eval().requires_grad_(False)
+        self.weights = self.inputs["policy"]
+        self.weights.bind(list(named_parameters_hf(decoder)))
+        self.engine = Engine(decoder, max_slots=self.max_slots, max_len=self.max_len, device=self.group.device)
+
+    def step(self) -> bool:
+        swapped = self._swap_weights()
+        if self.version < 0 or not (self.outputs["completions"].has_room() and self.outputs["evaluations"].has_room()):
+            return swapped
+        self._start_tickets()
+        sampled = self.engine.step(self.chunk_tokens)
+        self.metrics.add("generator/tokens", sampled)
+        for stream, completion in self.engine.pop_finished():
+            if stream == EVALUATE:
+                self._evaluating -= 1
+            self.outputs["evaluations" if stream == EVALUATE else "completions"].put(completion)
+        return swapped or sampled > 0
+
+    def waiting_for(self) -> str | None:
+        if self.version < 0:
+            return "weights: the first version from the trainer"
+        if not self.outputs["completions"].has_room():
+            return "room: in channel completions, which the reward empties"
+        if self.engine.num_live == 0 and self.control.stop_reason is None:
+            return None if self._finished() else f"tickets: the ledger grants none at version {self.version} until the trainer takes a batch"
+        return None
+
+    def _finished(self) -> bool:
+        """Nothing is owed once the run ends; the controller tells."""
+        return getattr(self, "idle_is_fine", False)
+
+    def _swap_weights(self) -> bool:
+        if self._evaluating or self.weights.staged is None:
+            return False
+        if not self.in_flight_updates and self.engine.num_live:
+            return False
+        began = time.monotonic()
+        taken = self.weights.swap()
+        if taken is None:
+            return False
+        self.version, evaluate = taken
+        self.engine.weights_changed(self.version)
+        self.metrics.add("weights/swap_stall_s", time.monotonic() - began)
+        self._asked_in_vain = False
+        if evaluate:
+            self._start_evaluation()
+        return True
+
+    def _start_evaluation(self) -> None:
+        """Greedy completions of this replica's share of the held-out prompts."""
+        params = SamplingParams(max_new_tokens=self.sampling.max_new_tokens, temperature=0.0, stop_token_ids=self.stop_token_ids)
+        for j in range(self.group.index, len(self.eval_prompts), self.group.size):
+            self.engine.submit(j, self.eval_prompts[j].prompt_ids.tolist(), params, stream=EVALUATE)
+            self._evaluating += 1
+
+    def _start_tickets(self) -> None:
+        """Submit what was granted; ask for as many groups as there is room for, one chunk ahead of need."""
+        granted = self.tickets.granted()
+        synchronous = self.tickets.synchronous
+        # In step with the trainer, evaluation runs alone: what is batched together must not depend on timing.
+        blocked = synchronous and (self._evaluating or self._asked_in_vain)
+        room = (self.engine.free_slots - self.engine.num_waiting) // self.sampling.n - len(granted)
+        if room > 0 and not blocked:
+            answer = self.tickets.ask(self.group.index, room, self.version)
+            self._asked_in_vain = synchronous and not answer
+            granted += answer
+        for ticket in granted:
+            self.engine.submit(ticket.index, self.prompts[ticket.index].prompt_ids.tolist(), self.sampling, stream=TRAIN)
+
+    def teardown(self) -> None:
+        if hasattr(self, "weights"):
+            self.weights.close()

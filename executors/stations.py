@@ -1,0 +1,102 @@
+"""Stations from a config: where its keys become the plain values that executors take."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from executors.generator import Generator
+from executors.reference import FrozenReference
+from executors.reward import RuleReward
+from executors.trainer import AdamSettings, FSDPTrainer
+from llamarl.config import Config
+from llamarl.inference import SamplingParams
+from llamarl.launch import Job
+from llamarl.learning.losses import check_options, resolve_loss
+from llamarl.learning.update import UpdateSettings
+
+
+def build_generator(config: Config, job: Job) -> Generator:
+    g = config.generator
+    sampling = SamplingParams(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_k=g.top_k,
+        top_p=g.top_p,
+        min_new_tokens=g.min_new_tokens,
+        stop_token_ids=job.stop_token_ids,
+        n=config.group_size,
+        seed=config.seed,
+    )
+    return Generator(
+        model_path=str(job.model_path),
+        model_dtype=config.model.dtype,
+        prompts=job.prompts,
+        eval_prompts=job.eval_prompts,
+        sampling=sampling,
+        stop_token_ids=job.stop_token_ids,
+        max_slots=g.max_slots,
+        max_len=config.task.max_prompt_tokens + config.max_new_tokens,
+        chunk_tokens=g.chunk_tokens,
+        in_flight_updates=config.max_lag > 0 if g.in_flight_updates is None else g.in_flight_updates,
+    )
+
+
+def build_reward(config: Config, job: Job) -> RuleReward:
+    r = config.reward
+    return RuleReward(
+        prompts=job.prompts,
+        eval_prompts=job.task.eval_prompt,
+        decode=job.decode,
+        fn=r.fn or job.task.default_reward,
+        group_size=config.group_size,
+        num_eval_prompts=len(job.eval_prompts),
+        num_workers=r.num_workers,
+        timeout_s=r.timeout_s,
+        memory_mb=r.memory_mb,
+        max_error_rate=r.max_error_rate,
+    )
+
+
+def build_references(config: Config, job: Job) -> list[FrozenReference]:
+    """None, or one."""
+    if not config.reference.enabled:
+        return []
+    return [
+        FrozenReference(
+            model_path=str(job.model_path),
+            model_dtype=config.model.dtype,
+            temperature=config.temperature,
+            microbatch_tokens=config.trainer.microbatch_tokens,
+        )
+    ]
+
+
+def build_trainer(config: Config, job: Job) -> FSDPTrainer:
+    t, options = config.trainer, config.loss.keywords
+    loss_fn = resolve_loss(config.loss.fn)
+    check_options(loss_fn, options)
+    truncated = config.generator.top_k > 0 or config.generator.top_p < 1
+    update = UpdateSettings(
+        lr=config.lr,
+        schedule=t.schedule,
+        warmup_steps=t.warmup_steps,
+        max_steps=config.max_steps,
+        microbatch_tokens=t.microbatch_tokens,
+        max_grad_norm=t.max_grad_norm,
+        temperature=config.temperature,
+        advantages=t.advantages,
+        # Exact where the loss is the policy gradient alone: such completions add nothing to it.
+        skip_zero_advantage=t.skip_zero_advantage and not options.get("kl_coef"),
+        parity_tolerance=None if truncated else t.parity_tolerance,
+    )
+    return FSDPTrainer(
+        model_path=str(job.model_path),
+        model_dtype=config.model.dtype,
+        compute_dtype=t.compute_dtype,
+        activation_checkpointing=t.activation_checkpointing,
+        loss_fn=partial(loss_fn, **options),
+        update=update,
+        adam=AdamSettings(beta1=t.beta1, beta2=t.beta2, eps=t.eps, weight_decay=t.weight_decay),
+        evaluate_at=job.eval_due,
+        snapshot_at=job.snapshot_due,
+    )

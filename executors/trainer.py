@@ -1,0 +1,239 @@
+"""FSDPTrainer: takes the groups of a step, makes one optimizer step, publishes the new weights, snapshots when due.
+
+    loop step    consumes                     waits for                          unblocked by
+    take         groups in the buffer         a finished set for step v          groups from the reward; the ledger
+    train        that batch                   -                                  -
+    publish      -                            a free staging slot                the generators' receipt of older weights
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Callable, Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from llamarl.executor import Executor
+from llamarl.learning.buffer import GroupBuffer
+from llamarl.learning.optim import build_optimizer
+from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
+from llamarl.models.fsdp import training_decoder
+from llamarl.models.hf import export, local_rows, named_parameters_hf
+from llamarl.tickets import lane_of
+
+_OPTIMIZER_STATE = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class AdamSettings:
+    """AdamW's own knobs."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+class FSDPTrainer(Executor):
+    """Policy version v is the number of optimizer steps in the weights; step v makes v + 1.
+
+    evaluate_at(version): whether that version must be evaluated; snapshot_at(version): whether to checkpoint it.
+    """
+
+    name = "trainer"
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        model_dtype: str,
+        compute_dtype: str,
+        activation_checkpointing: bool,
+        loss_fn: Callable,
+        update: UpdateSettings,
+        adam: AdamSettings,
+        evaluate_at: Callable[[int], bool],
+        snapshot_at: Callable[[int], bool],
+    ):
+        self.model_path, self.model_dtype, self.compute_dtype = model_path, model_dtype, compute_dtype
+        self.activation_checkpointing, self.loss_fn, self.settings, self.adam = activation_checkpointing, loss_fn, update, adam
+        self.evaluate_at, self.snapshot_at = evaluate_at, snapshot_at
+        self.version = 0
+        self.buffer = GroupBuffer()
+        self.done = False
+        self._published = -1
+        self._wait_since = time.monotonic()
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        self.decoder = training_decoder(
+            self.model_path,
+            group=self.group.process_group,
+            device=self.group.device,
+            compute_dtype=getattr(torch, self.compute_dtype),
+            activation_checkpointing=self.activation_checkpointing,
+        )
+        self._parameters = list(named_parameters_hf(self.decoder))
+        a = self.adam
+        self.optimizer = build_optimizer(
+            [p for _, p in self._parameters], lr=self.settings.lr, betas=(a.beta1, a.beta2), eps=a.eps, weight_decay=a.weight_decay
+        )
+        self._update = PolicyUpdate(
+            self.decoder,
+            self.optimizer,
+            self.loss_fn,
+            self.settings,
+            group=self.group.process_group if self.group.size > 1 else None,
+            device=self.group.device,
+        )
+        self.weights = self.outputs["policy"]
+        self.weights.bind(self._parameters)
+
+    def step(self) -> bool:
+        arrived = self._receive()
+        if self._published < self.version:
+            self._publish(must_differ=False)
+            return True
+        if self.done:
+            return arrived
+        tickets = None
+        if self.version < self.settings.max_steps:
+            tickets = self.tickets.take(self.version, waited=time.monotonic() - self._wait_since > 0.02)
+        if tickets is not None:
+            self._train(tickets)
+            return True
+        if self.control.stopping or self.version >= self.settings.max_steps:
+            self._finish()
+            return True
+        return arrived
+
+    def waiting_for(self) -> str | None:
+        if self.done:
+            return None
+        return f"data: the groups of step {self.version} ({len(self.buffer)} here) from the reward; {self.tickets.waits_for()}"
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> bool:
+        groups = [g for name in self.inputs for g in self.inputs[name].take()]
+        if groups:
+            self.buffer.put(groups)
+            self.tickets.finish([g.ticket for g in groups])
+        return bool(groups)
+
+    def _train(self, tickets: list[int]) -> None:
+        began = time.monotonic()
+        waited_s = began - self._wait_since
+        groups = self.buffer.take(tickets)
+        try:
+            metrics = self._update.run(groups, self.version, lambda: self.control.stopping)
+        except StepAborted:
+            self.buffer.put(groups)
+            self.tickets.untake(self.version)
+            self._finish()
+            return
+        self.version += 1
+        stall_s = self._publish(must_differ=metrics["grad_norm"] > 0)
+        if self.group.index == 0:
+            self.metrics.report(
+                self.version,
+                {
+                    **metrics,
+                    "policy_version": self.version,
+                    "time/wait_for_data_s": waited_s,
+                    "time/step_s": time.monotonic() - began + waited_s,
+                    "weights/publish_stall_s": stall_s,
+                    "weights/bytes": self.weights.bytes_per_sync * self.group.size,
+                },
+            )
+        if self.snapshot_at(self.version) and self.version < self.settings.max_steps:
+            self.snapshots.save(self.version, self)
+        self._wait_since = time.monotonic()
+
+    def _publish(self, *, must_differ: bool) -> float:
+        stall_s = self.weights.publish(self.version, evaluate=self.evaluate_at(self.version), must_differ=must_differ)
+        self._published = self.version
+        return stall_s
+
+    def _finish(self) -> None:
+        """The last snapshot: at a stop request, or after the last step."""
+        self.snapshots.save(self.version, self)
+        self.done = True
+
+    # -- snapshots ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict:
+        """This rank's shard: weights (float32), Adam's moments, the buffer; and which rows they are."""
+        tensors: dict[str, torch.Tensor] = {}
+        rows: dict[str, list[int]] = {}
+        for name, p in self._parameters:
+            rows[name] = list(local_rows(p)) if isinstance(p, DTensor) else [0, p.shape[0]]
+            tensors[f"model/{name}"] = _local(p)
+            state = self.optimizer.state.get(p, {})
+            for key in _OPTIMIZER_STATE:
+                if key in state:
+                    tensors[f"{key}/{name}"] = _local(state[key])
+        steps = [float(s["step"]) for s in self.optimizer.state.values()]
+        buffered = self.buffer.to_bytes()
+        if buffered:
+            tensors["buffer"] = torch.frombuffer(bytearray(buffered), dtype=torch.uint8)
+        return {**tensors, "rows": rows, "version": self.version, "adam_step": steps[0] if steps else 0.0, "buffered": self.buffer.tickets()}
+
+    @torch.no_grad()
+    def load_state_dict(self, parts: Iterable[dict]) -> None:
+        """From all ranks' parts, whatever their number was: each rank takes the rows and the groups that are its own now."""
+        groups, buffered, adam_step = GroupBuffer(), [], 0.0
+        for part in parts:
+            self.version, adam_step = int(part["version"]), float(part["adam_step"])
+            for name, p in self._parameters:
+                self._load_rows(p, name, part)
+            buffered += part["buffered"]
+            if "buffer" in part:
+                kept = GroupBuffer()
+                kept.load_bytes(part["buffer"].numpy().tobytes())
+                groups.put(kept.take(kept.tickets()))
+        if adam_step:
+            for p, state in self.optimizer.state.items():
+                state["step"] = torch.tensor(adam_step)
+        finished = self.tickets.reconcile(buffered)
+        self.buffer.put([g for g in groups.take(groups.tickets()) if g.ticket in finished and self._is_mine(g.ticket)])
+        self._published = -1
+
+    def _is_mine(self, ticket: int) -> bool:
+        return lane_of(ticket, self.group.size) == self.group.index
+
+    def _load_rows(self, parameter: torch.nn.Parameter, name: str, part: dict) -> None:
+        first, count = local_rows(parameter) if isinstance(parameter, DTensor) else (0, parameter.shape[0])
+        theirs, their_count = part["rows"][name]
+        low, high = max(first, theirs), min(first + count, theirs + their_count)
+        if low >= high:
+            return
+        _local(parameter)[low - first : high - first].copy_(part[f"model/{name}"][low - theirs : high - theirs])
+        for key in _OPTIMIZER_STATE:
+            if f"{key}/{name}" in part:
+                state = self.optimizer.state[parameter]
+                if key not in state:
+                    state[key] = torch.zeros_like(parameter)
+                _local(state[key])[low - first : high - first].copy_(part[f"{key}/{name}"][low - theirs : high - theirs])
+
+    def export(self, out: str) -> None:
+        """Collective over the trainer: write the policy as a Hugging Face directory (rank 0 writes, one tensor whole at a time)."""
+        whole = ((name, p.full_tensor() if isinstance(p, DTensor) else p) for name, p in self._parameters)
+        if self.group.index == 0:
+            export(whole, self.model_path, out, dtype=getattr(torch, self.model_dtype))
+        else:
+            for _ in whole:
+                pass
+
+    def teardown(self) -> None:
+        if hasattr(self, "weights"):
+            self.weights.close()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,457 @@
+"""The configuration of a run: its schema, its checks, and `main`, which runs a recipe with it. Imports no torch.
+
+    @main
+    def run(config: Config) -> None: ...
+
+Values live in conf/ (Hydra groups), types and ranges in llamarl/settings.py. Everything wrong with a command line is found before
+anything heavy starts and is printed at once:
+
+    bad config, nothing started:
+      groups_per_step=0   need a whole number of at least 1
+      loss.ratio_kap      unknown key; did you mean loss.ratio_cap?
+
+Classes elsewhere take plain values; only recipes and the controller see a Config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import itertools
+import math
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from llamarl.settings import Config, LossSettings, PlacementSettings
+
+CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    where: str  # a key, or key=value
+    what: str
+    keys: tuple[str, ...] = ()  # the keys that it is about
+
+
+class ConfigError(ValueError):
+    """All problems of a config, one aligned line each."""
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = problems
+        width = min(max(len(p.where) for p in problems), 50)
+        super().__init__("\n".join(["bad config, nothing started:"] + [f"  {p.where:<{width}}   {p.what}" for p in problems]))
+
+
+@functools.cache
+def _hints(schema: type) -> dict[str, object]:
+    return get_type_hints(schema, include_extras=True)
+
+
+@functools.cache
+def known_keys() -> tuple[str, ...]:
+    """Every key of the schema, sections included: ("max_steps", ..., "loss", "loss.fn", ...)."""
+    keys = []
+    for key, hint in _hints(Config).items():
+        keys.append(key)
+        if is_dataclass(hint):
+            keys += [f"{key}.{field.name}" for field in fields(hint) if field.name != "options"]
+    return tuple(keys)
+
+
+def did_you_mean(key: str, names: tuple[str, ...] | list[str]) -> str:
+    """"; did you mean NAME?" for the nearest name, by whole name or by last part; "" when none is near."""
+    near = difflib.get_close_matches(key, names, 1, 0.75)
+    if not near:
+        tails = {name.rpartition(".")[2]: name for name in reversed(names)}
+        near = [tails[tail] for tail in difflib.get_close_matches(key.rpartition(".")[2], tails, 1, 0.7)]
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _describe(hint: object) -> str:
+    """What a value must be, in words."""
+    if get_origin(hint) is Annotated:
+        base, bounds = get_args(hint)
+        return f"{_describe(base)} {bounds}"
+    if get_origin(hint) is Literal:
+        return " or ".join(get_args(hint))
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_describe(arm) for arm in get_args(hint))
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null",
+             list[int]: "a list of ranks such as [0,1]"}
+    return words[hint]
+
+
+def _convert(value: object, hint: object) -> object:
+    """The value in the hint's type. ValueError, without words, if it does not fit."""
+    origin = get_origin(hint)
+    if origin is Annotated:
+        base, bounds = get_args(hint)
+        converted = _convert(value, base)
+        if converted not in bounds:
+            raise ValueError
+        return converted
+    if origin in (Union, types.UnionType):
+        for arm in get_args(hint):
+            try:
+                return _convert(value, arm)
+            except ValueError:
+                continue
+        raise ValueError
+    if origin is Literal and value in get_args(hint):
+        return value
+    if hint is list[int] and isinstance(value, list):
+        return [_convert(item, int) for item in value]
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if hint is int and number and value == int(value):
+        return int(value)
+    if hint is float and number:
+        return float(value)
+    if hint is str and (isinstance(value, str) or number):
+        return str(value)
+    if (hint is bool and isinstance(value, bool)) or (hint is type(None) and value is None):
+        return value
+    raise ValueError
+
+
+def _read(values: object, schema: type, prefix: str, problems: list[Problem]):
+    """Build a schema from a mapping; what does not fit is added to problems (and left None)."""
+    if not isinstance(values, Mapping):
+        problems.append(Problem(f"{prefix[:-1]}={values}", "is a section; set its keys, such as "
+                                f"{prefix}{fields(schema)[0].name}", (prefix[:-1],)))
+        return None
+    values, read = dict(values), {}
+    for name, hint in _hints(schema).items():
+        key = prefix + name
+        if schema is LossSettings and name == "options":
+            read[name], values = values, {}
+        elif name not in values:
+            problems.append(Problem(key, f"missing; need {'a section' if is_dataclass(hint) else _describe(hint)}", (key,)))
+        elif is_dataclass(hint):
+            read[name] = _read(values.pop(name), hint, f"{key}.", problems)
+        elif (value := values.pop(name)) == "???":
+            problems.append(Problem(key, f"required: set {key}={name.upper()}", (key,)))
+        else:
+            try:
+                read[name] = _convert(value, hint)
+            except ValueError:
+                problems.append(Problem(f"{key}={_show(value)}", f"need {_describe(hint)}", (key,)))
+    for name in values:
+        problems.append(Problem(prefix + str(name), "unknown key" + did_you_mean(prefix + str(name), known_keys())))
+    return schema(**read) if len(read) == len(fields(schema)) else None
+
+
+def _show(value: object) -> str:
+    """As it is written on a command line."""
+    if isinstance(value, list):
+        return "[" + ",".join(map(_show, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value)
+
+
+def to_config(composed: DictConfig | Mapping[str, object]) -> Config:
+    """The typed config. ConfigError names every unknown key, wrong type and value out of range at once."""
+    try:
+        values = OmegaConf.to_container(composed, resolve=True) if isinstance(composed, DictConfig) else composed
+    except OmegaConfBaseException as error:
+        raise ConfigError([Problem(str(error.full_key or "config"), str(error).splitlines()[0])]) from error
+    problems: list[Problem] = []
+    config = _read(values, Config, "", problems)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def to_values(config: Config) -> dict[str, object]:
+    """The inverse of to_config: nested plain values under the keys of the command line."""
+    values = dataclasses.asdict(config)
+    values["loss"].update(values["loss"].pop("options"))
+    return values
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Write config.yaml: resolved, and read back by `load_config`."""
+    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.create(to_values(config))))
+
+
+def load_config(path: str | Path) -> Config:
+    """Read what save_config wrote. ConfigError if it does not fit this version's schema."""
+    return to_config(OmegaConf.load(path))
+
+
+def config_differences(old: Config, new: Config) -> dict[str, tuple[object, object]]:
+    """key -> (old value, new value), for every key whose value is not the same."""
+
+    def flat(config: Config) -> dict[str, object]:
+        pairs = {}
+        for key, value in to_values(config).items():
+            pairs.update({f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value})
+        return pairs
+
+    before, after = flat(old), flat(new)
+    return {key: (before.get(key), after.get(key)) for key in {**before, **after} if before.get(key) != after.get(key)}
+
+
+# --- Combinations: what no single value shows ---
+
+
+def resolve_placement(placement: PlacementSettings, world_size: int, *, groups_per_step: int = 0) -> dict[str, tuple[int, ...]]:
+    """Executor name -> its ranks, with every null filled in.
+
+    Trainers take the first half of the ranks (as many as divide groups_per_step), generators the rest, and reward and
+    reference a rank that hosts nothing yet or else the generators' last. One rank hosts everything.
+    """
+    everyone = tuple(range(world_size))
+    trainer = tuple(placement.trainer or ())
+    if not trainer:
+        free = [rank for rank in everyone if rank not in (placement.generator or ())] or everyone
+        size = max(1, min(world_size // 2, len(free)))
+        trainer = tuple(free[:next(n for n in range(size, 0, -1) if groups_per_step % n == 0)])
+    rest = tuple(rank for rank in everyone if rank not in trainer)
+    generator = tuple(placement.generator or rest or everyone)
+    spare = tuple(rank for rank in rest if rank not in generator) or generator
+    return {
+        "trainer": trainer,
+        "generator": generator,
+        "reward": tuple(placement.reward or spare[-1:]),
+        "reference": tuple(placement.reference or spare[-1:]),
+    }
+
+
+def idle_ranks(config: Config, world_size: int) -> tuple[int, ...]:
+    """The ranks that would host nothing."""
+    placed = resolve_placement(config.placement, world_size, groups_per_step=config.groups_per_step)
+    hosts = {rank for name, ranks in placed.items() if name != "reference" or config.reference.enabled for rank in ranks}
+    return tuple(rank for rank in range(world_size) if rank not in hosts)
+
+
+def check(config: Config, world_size: int, local_world_size: int | None = None) -> list[Problem]:
+    """What cannot work together, or with this many ranks and these files."""
+    values = to_values(config)
+
+    def problem(what: str, *keys: str) -> Problem:
+        shown = ((key, functools.reduce(lambda section, part: section[part], key.split("."), values)) for key in keys)
+        return Problem(" ".join(f"{key}={_show(value)}" for key, value in shown), what, keys)
+
+    c, problems = config, _placement_problems(config, world_size, problem)
+    impossible = [
+        (c.max_lag == 0 and c.overcommit not in ("auto", 0), "without lag nothing can start ahead; overcommit=0, or max_lag=1",
+         "overcommit", "max_lag"),
+        (c.group_size < 2, "a group of one has no baseline: its advantage is always 0; need at least 2", "group_size", "trainer.advantages"),
+        (c.group_size > c.generator.max_slots, "a group does not fit the slots of a generator", "group_size", "generator.max_slots"),
+        (c.generator.min_new_tokens > c.max_new_tokens, "more than max_new_tokens", "generator.min_new_tokens", "max_new_tokens"),
+        (bool(c.loss.kl_coef) and not c.reference.enabled, "needs a reference: reference=frozen, or loss.kl_coef=0", "loss.kl_coef",
+         "reference.enabled"),
+        (c.trainer.warmup_steps > c.max_steps > 0, "warm-up would not end", "trainer.warmup_steps", "max_steps"),
+        (c.task.kind in ("jsonl", "gsm8k", "hf_dataset") and not c.task.path, "needs its data: task.path=PATH", "task.kind", "task.path"),
+        (c.task.kind == "reasoning_gym" and not c.task.name, "needs a problem's name, such as task.name=chain_sum", "task.kind", "task.name"),
+        (c.resume == "auto" and not c.run_dir, "needs the run to go on with: run_dir=DIR", "resume", "run_dir"),
+        (c.weights.transport == "shm" and (local_world_size or world_size) < world_size,
+         "ranks on several hosts share no memory; weights.transport=gloo, or auto", "weights.transport"),
+    ]
+    problems += [problem(what, *keys) for wrong, what, *keys in impossible if wrong]
+    for key, path in (("task.path", c.task.path), ("task.eval_path", c.task.eval_path), ("model.path", c.model.path)):
+        needed = Path(path or ".") / ("config.json" if path and key == "model.path" else "")
+        if not needed.exists():
+            problems.append(problem(f"no such file: {needed}", key))
+    if c.resume not in ("auto", "never") and not Path(c.resume).is_dir():
+        problems.append(problem("no such directory; need auto, never or a checkpoint's directory", "resume"))
+    return problems + _loss_problems(c.loss)
+
+
+def _placement_problems(c: Config, world_size: int, problem: Callable[..., Problem]) -> list[Problem]:
+    found = []
+    for name, ranks in dataclasses.asdict(c.placement).items():
+        if ranks is None:
+            continue
+        if not ranks or len(set(ranks)) < len(ranks):
+            found.append(problem("need at least one rank, each once; or null", f"placement.{name}"))
+        if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
+            ranks_are = f"ranks are 0 to {world_size - 1}" if world_size > 1 else "there is one rank, 0"
+            found.append(problem(f"no rank {_show(outside)}: {ranks_are} (torchrun --nproc-per-node)", f"placement.{name}"))
+    if found:
+        return found
+    trainers = len(resolve_placement(c.placement, world_size, groups_per_step=c.groups_per_step)["trainer"])
+    for key, amount in (("groups_per_step", c.groups_per_step), ("overcommit", c.overcommit)):
+        if amount != "auto" and amount % trainers:
+            found.append(problem(f"{trainers} trainer ranks cannot share it evenly; need a multiple of {trainers}", key))
+    return found
+
+
+def _loss_problems(loss: LossSettings) -> list[Problem]:
+    """A loss that does not exist, or options that it does not take."""
+    names = sorted(file.stem for file in (CONF_DIR / "loss").glob("*.yaml"))
+    if loss.fn in names:
+        options = [key for key in OmegaConf.load(CONF_DIR / "loss" / f"{loss.fn}.yaml") if key != "fn"]
+        return [Problem(f"loss.{key}", "unknown key" + did_you_mean(f"loss.{key}", [f"loss.{name}" for name in ("fn", *options)]))
+                for key in loss.options if key not in options]
+    if ":" not in loss.fn:
+        return [Problem(f"loss.fn={loss.fn}", f"need {' or '.join(names)} or module:function{did_you_mean(loss.fn, names)}", ("loss.fn",))]
+    from llamarl.learning.losses import check_options, resolve_loss  # imports torch, so only for a loss of the user's own
+
+    try:
+        check_options(resolve_loss(loss.fn), loss.keywords)
+    except ValueError as error:
+        return [Problem(f"loss.fn={loss.fn}", str(error), ("loss.fn",))]
+    return []
+
+
+# --- The command line ---
+
+
+def check_command_line(
+    overrides: list[str], *, config_name: str = "config", config_dir: str | None = None, multirun: bool = False,
+    world_size: int = 1, local_world_size: int | None = None,
+) -> list[str]:
+    """The overrides as Hydra wants them (a needless `+` dropped). ConfigError with all that is wrong with them."""
+    from hydra import initialize_config_dir
+
+    dirs = [CONF_DIR] + ([Path(config_dir).resolve()] if config_dir else [])
+    search = [f"hydra.searchpath=[file://{dirs[1]}]"] if config_dir else []
+    problems, accepted, choices = [], [], []
+    for text in overrides:
+        key, values, what = _read_override(text, dirs, multirun)
+        if what:
+            problems.append(Problem(text.lstrip("+") if what.startswith("need") else key, what, (key,)))
+            continue
+        # Options of a loss are no part of the schema: Hydra must be told to add them.
+        own = key.startswith("loss.") and key not in known_keys()
+        accepted.append("++" * own + text.lstrip("+"))
+        choices.append([(key, "++" * own + value.lstrip("+")) for value in values])
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        for combination in itertools.product(*choices):
+            problems += _problems_of(config_name, dict(combination), search, world_size, local_world_size)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return accepted
+
+
+def _read_override(text: str, dirs: list[Path], multirun: bool) -> tuple[str, list[str], str]:
+    """(key, its `key=value` texts: several for a sweep, what is wrong or "")."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException:
+        return text, [text], "cannot be read; write key=value, and quote text with signs in it: 'key=\"a, b\"'"
+    key = override.get_key_element().lstrip("+")
+    if override.is_hydra_override():
+        return key, [text], ""
+    if override.is_delete():
+        return key, [text], "nothing can be removed; null switches off what is optional"
+    groups = {folder.name for path in dirs for folder in path.iterdir() if folder.is_dir()}
+    keys = known_keys()
+    if key not in keys and key not in groups and not (key.startswith("loss.") and key.count(".") == 1):
+        return key, [text], "unknown key" + did_you_mean(key, keys)
+    values = [text]
+    if override.is_sweep_override():
+        if not multirun:
+            return key, [text], "several values need --multirun; quote a text that holds a comma: 'key=\"a, b\"'"
+        if not override.is_discrete_sweep() or "glob(" in text:
+            return key, [text], "cannot be swept like this; list the values: key=a,b,c"
+        values = [f"{key}={value}" for value in override.sweep_string_iterator()]
+    if key in groups:
+        options = sorted({file.stem for path in dirs for file in (path / key).glob("*.yaml")})
+        for value in values:
+            name = value.partition("=")[2]
+            if name not in options:
+                return key, values, f"need {' or '.join(options)}{did_you_mean(name, options)}"
+    return key, values, ""
+
+
+def _problems_of(config_name: str, chosen: dict[str, str], search: list[str], world_size: int, local: int | None) -> list[Problem]:
+    """Everything wrong with one composed config; needs Hydra to be initialised."""
+    from hydra import compose
+    from hydra.errors import HydraException
+
+    def composed(texts) -> DictConfig:
+        return compose(config_name, [*search, *texts])
+
+    try:
+        config = to_config(composed(chosen.values()))
+    except ConfigError as error:
+        problems = error.problems
+    except (HydraException, OmegaConfBaseException) as error:
+        return [Problem(text, str(error).splitlines()[0]) for text in chosen.values() if _fails(composed, text)] or [
+            Problem(config_name, str(error).splitlines()[0])
+        ]
+    else:
+        return check(config, world_size, local)
+    # Combinations of the other values are still worth telling: leave out what was wrong and look again.
+    wrong = {key for problem in problems for key in problem.keys}
+    kept = [text for key, text in chosen.items() if key not in wrong]
+    kept += [f"{p.where}=_" for p in problems if p.what.startswith("required")]
+    try:
+        rest = check(to_config(composed(kept)), world_size, local)
+    except (ConfigError, HydraException, OmegaConfBaseException):
+        return problems
+    return problems + [problem for problem in rest if not wrong & set(problem.keys)]
+
+
+def _fails(composed: Callable[[list[str]], DictConfig], text: str) -> bool:
+    from hydra.errors import HydraException
+
+    try:
+        composed([text])
+    except (HydraException, OmegaConfBaseException):
+        return True
+    return False
+
+
+def main(recipe: Callable[[Config], None] | None = None, *, config_name: str = "config"):
+    """Decorator: run a recipe with the checked Config of its command line, under Hydra (--help, --cfg job, --multirun).
+
+    A bad command line ends the process with exit code 2, on every rank, with one message, before anything is started.
+    """
+    if recipe is None:
+        return functools.partial(main, config_name=config_name)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    leader = os.environ.get("RANK", "0") == "0"
+
+    def refuse(error: ConfigError):
+        if leader:
+            print(error, file=sys.stderr)
+        sys.exit(2)
+
+    @functools.wraps(recipe)
+    def job(composed: DictConfig) -> None:
+        try:
+            config = to_config(composed)
+            if problems := check(config, world_size, local_world_size):
+                raise ConfigError(problems)
+        except ConfigError as error:
+            refuse(error)
+        if leader and (idle := idle_ranks(config, world_size)):
+            print(f"warning: ranks {_show(list(idle))} host nothing; see placement, or start fewer", file=sys.stderr)
+        recipe(config)
+
+    @functools.wraps(recipe)
+    def run() -> None:
+        import hydra
+        from hydra._internal.utils import get_args_parser
+
+        args = get_args_parser().parse_args()
+        if not (args.help or args.hydra_help or args.shell_completion or args.info):
+            try:
+                accepted = check_command_line(
+                    args.overrides, config_name=args.config_name or config_name, config_dir=args.config_dir,
+                    multirun=args.multirun, world_size=world_size, local_world_size=local_world_size)
+            except ConfigError as error:
+                refuse(error)
+            rewritten = dict(zip(args.overrides, accepted))
+            sys.argv = [rewritten.get(argument, argument) for argument in sys.argv]
+        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)(job)()
+
+    return run

@@ -1,0 +1,263 @@
+"""ExecutorController: places executors, connects channels, runs this rank's loop, holds every wait to its deadline, ends the run.
+
+Every rank that the launcher started runs this same code on the same graph:
+
+                tickets                completions              scored
+    ledger ───────────────▶ Generator ─────────────▶ Reward ─────────────▶ (Reference ──▶) Trainer
+      ▲                         ▲                                                             │
+      │ finished, taken         └───────────────── policy weights (DDMA) ◀────────────────────┤
+      └───────────────────────────────────────────────────────────────────────────────────────┘
+
+    loop (each rank)   turns over its executors: serve requests, step each once, send metrics
+      waits for        news (a record, a grant, new weights, a message), at most POLL_S at a time
+      unblocked by     Control.wake(), called by every channel's and the control's thread
+    ledger             answers on the leader's listener thread while executors compute (llamarl.ledger)
+    channels           one sender or receiver thread a link (llamarl.channel)
+    weights            one thread an end (llamarl.ddma.transfer)
+    control            a listener and a heartbeat thread (llamarl.control)
+
+The leader is the first trainer rank. A run ends when the trainer has made its last snapshot and the last row is written;
+the leader then tells all ranks to close. In one process the same loop steps the executors in turn.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+
+from llamarl.channel import Channel, Weights, connect
+from llamarl.checkpoint import Checkpointer
+from llamarl.control import Control, DeadlineExceeded
+from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
+from llamarl.ddma.transfer import host_id
+from llamarl.executor import Executor, ExecutorGroup
+from llamarl.ledger import TicketDesk
+from llamarl.observe import Metrics, RowWriter, Trace
+from llamarl.placement import World, executor_group, link_group
+from llamarl.snapshots import CONTROLLER, Snapshots, has_state
+from llamarl.tickets import TicketLedger
+
+POLL_S = 0.05
+STOP_S = 18.0  # from a stop request to the last sealed snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """Where a run writes and how patient it is."""
+
+    run_dir: Path
+    resume_from: Path | None
+    keep_checkpoints: int
+    deadline_s: float
+    heartbeat_timeout_s: float
+
+
+class _Clock:
+    """An executor's busy and idle time, and since when it waits for what."""
+
+    def __init__(self, now: float):
+        self.idle_since = now
+        self.reason: str | None = None
+        self.reason_since = now
+
+
+class ExecutorController:
+    """Runs a graph of executors.
+
+    executors in flow order; channels between them; placement: executor name -> ranks. `writer` is used on the leader.
+    """
+
+    def __init__(
+        self,
+        *,
+        executors: list[Executor],
+        channels: list[Channel],
+        placement: dict[str, tuple[int, ...]],
+        ledger: TicketLedger,
+        world: World,
+        settings: RunSettings,
+        make_writer,
+    ):
+        names = [e.name for e in executors]
+        if len(set(names)) != len(names):
+            raise ValueError(f"executors need distinct names, got {names}")
+        unplaced = [n for n in names if not placement.get(n)]
+        if unplaced:
+            raise ValueError(f"placement names no rank for {unplaced}")
+        self.executors, self.channels, self.placement, self.settings, self.world = executors, channels, placement, settings, world
+        self.leader = placement["trainer"][0]
+        hosted = [", ".join(n for n in names if r in placement[n]) or "idle" for r in range(world.size)]
+        self.control = Control(
+            world.store(), rank=world.rank, world_size=world.size, leader=self.leader, names=hosted,
+            heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        )  # fmt: skip
+        self.local = [e for e in executors if world.rank in placement[e.name]]
+        self.tickets = TicketDesk(ledger, self.control, trainer_ranks=placement["trainer"], deadline_s=settings.deadline_s)
+        writer: RowWriter | None = make_writer() if self.control.is_leader else None
+        self.metrics = Metrics(rank=world.rank, leader=self.leader, control=self.control, writer=writer, trace=Trace(world.rank))
+        expected = [(e.name, i) for e in executors if has_state(e) for i in range(len(placement[e.name]))]
+        checkpointer = Checkpointer(
+            settings.run_dir, keep=settings.keep_checkpoints, control=self.control,
+            expected=[*expected, (CONTROLLER, self.leader)], extra_parts=("hf",),
+        )  # fmt: skip
+        self.snapshots = Snapshots(checkpointer, self.local, self.control, self.metrics, self.tickets)
+        self._signal: int | None = None
+        self._ends: list = []
+
+    # -- connecting -----------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Collective over the world: groups and channel ends, in the order of the recipe, then attach and set up."""
+        hosts = self._exchange_hosts()
+        inputs: dict[str, dict] = {e.name: {} for e in self.executors}
+        outputs: dict[str, dict] = {e.name: {} for e in self.executors}
+        for channel in self.channels:
+            sender, receiver = self._connect(channel, hosts)
+            self._ends += [end for end in (sender, receiver) if end is not None]
+            outputs[channel.source.name][channel.name] = sender
+            inputs[channel.destination.name][channel.name] = receiver
+        for executor in self.executors:
+            ranks = self.placement[executor.name]
+            process_group = executor_group(ranks, self.world.device, self.settings.deadline_s)
+            if executor not in self.local:
+                continue
+            executor.attach(
+                ExecutorGroup(executor.name, ranks, self.world.rank, self.world.device, process_group),
+                inputs[executor.name],
+                outputs[executor.name],
+                self.control,
+                self.metrics,
+                self.tickets,
+                self.snapshots,
+            )
+        self.control.start()
+        for executor in self.local:
+            executor.setup()
+        if self.settings.resume_from:
+            self.snapshots.restore(self.settings.resume_from)
+
+    def _connect(self, channel: Channel, hosts: list[str]):
+        sources, destinations = self.placement[channel.source.name], self.placement[channel.destination.name]
+        group = link_group(sources, destinations)
+        if not isinstance(channel, Weights):
+            return connect(channel, sources, destinations, group, self.control)
+        import torch
+
+        route = WeightsRoute(
+            channel.name, sources=sources, destinations=destinations, dtype=getattr(torch, channel.dtype), transport=channel.transport,
+            hosts=hosts, group=group, control=self.control, deadline_s=self.settings.deadline_s,
+        )  # fmt: skip
+        rank = self.world.rank
+        return (WeightsSender(route) if rank in sources else None), (WeightsReceiver(route) if rank in destinations else None)
+
+    def _exchange_hosts(self) -> list[str]:
+        store = self.world.store()
+        if store is None:
+            return [host_id()]
+        store.set(f"host/{self.world.rank}", host_id())
+        return [store.get(f"host/{rank}").decode() for rank in range(self.world.size)]
+
+    # -- running --------------------------------------------------------------------------------------------------
+
+    def run(self) -> RowWriter | None:
+        """Until the trainer is done, a stop request, or an error. Returns the leader's writer, None elsewhere."""
+        handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            self.connect()
+            self._loop()
+        except BaseException as error:
+            self._report(error)
+            raise
+        finally:
+            self._close()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        return self.metrics.writer
+
+    def _loop(self) -> None:
+        clocks = {e.name: _Clock(time.monotonic()) for e in self.local}
+        stop_at: float | None = None
+        while True:
+            self.control.check()
+            if self._signal is not None and not self.control.stopping:
+                self._ask_to_stop()
+            for _, message in self.control.take("stop?"):
+                self.control.request_stop(message["reason"])
+            worked = self.snapshots.serve()
+            # A stop ends all work but the trainer's, which has its last snapshot to make.
+            for executor in self.local:
+                if not self.control.stopping or executor.name == "trainer":
+                    worked |= self._step(executor, clocks[executor.name])
+            self.metrics.pump()
+            if self.control.take("end"):
+                return
+            if self.control.is_leader and self._is_over():
+                self.snapshots.wait_sealed(STOP_S if self.control.stopping else self.settings.deadline_s)
+                self.control.post_all("end", {})
+            if self.control.stopping:
+                stop_at = stop_at or time.monotonic() + STOP_S
+                if time.monotonic() > stop_at:
+                    raise DeadlineExceeded(f"rank {self.world.rank} ({self.control.names[self.world.rank]}) could not end within {STOP_S:.0f} s of the stop request")
+            if not worked:
+                self.control.wait(POLL_S)
+
+    def _step(self, executor: Executor, clock: _Clock) -> bool:
+        began = time.monotonic()
+        worked = executor.step()
+        now = time.monotonic()
+        if worked:
+            cause = (clock.reason or "other: ").split(":")[0]
+            self.metrics.add(f"{executor.name}/idle_s", began - clock.idle_since)
+            self.metrics.add(f"{executor.name}/idle_s/{cause}", began - clock.idle_since)
+            self.metrics.add(f"{executor.name}/busy_s", now - began)
+            self.metrics.span(executor.name, "step", began, now)
+            clock.idle_since, clock.reason = now, None
+            return True
+        reason = executor.waiting_for()
+        if reason is None or clock.reason is None:
+            clock.reason_since = now
+        clock.reason = reason
+        if reason and now - clock.reason_since > self.settings.deadline_s:
+            raise DeadlineExceeded(
+                f"{executor.name} on rank {self.world.rank} waited {now - clock.reason_since:.0f} s for {reason}. "
+                "Raise deadline_s if that is slow rather than stuck; each rank's output says what it last did"
+            )
+        return False
+
+    def _is_over(self) -> bool:
+        """On the leader: the trainer has made its last snapshot, and no row is awaited that can still come."""
+        trainer = next(e for e in self.local if e.name == "trainer")
+        return trainer.done and (self.control.stopping or self.metrics.writer.is_complete(trainer.version))
+
+    # -- ending ---------------------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+
+    def _ask_to_stop(self) -> None:
+        """The leader decides where between two steps the run ends, so that all trainer ranks end at the same one."""
+        name = signal.Signals(self._signal).name
+        self._signal = None
+        self.control.post(self.leader, "stop?", {"reason": f"{name} on rank {self.world.rank}"})
+
+    def _report(self, error: BaseException) -> None:
+        try:
+            self.control.report_failure(error)
+        except dist.DistError:
+            pass  # the launcher is gone; there is nobody to tell
+
+    def _close(self) -> None:
+        for executor in reversed(self.local):
+            executor.teardown()
+        for end in self._ends:
+            if not isinstance(end, (WeightsSender, WeightsReceiver)):
+                end.close()
+        self.metrics.close()
+        if self.world.size > 0 and self.metrics.trace is not None:
+            self.metrics.trace.dump(self.settings.run_dir / f"trace.rank{self.world.rank}.json")
+        self.control.close()

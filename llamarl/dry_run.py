@@ -1,0 +1,52 @@
+"""`+dry_run=true`: what a run would be, without running it. Checks the data and the reward on three samples."""
+
+from __future__ import annotations
+
+from omegaconf import OmegaConf
+
+from llamarl.config import to_values
+from llamarl.ddma import layout
+from llamarl.ddma.plan import make_plan
+from llamarl.launch import Job
+from llamarl.models.build import build_decoder, read_config
+from llamarl.models.hf import named_parameters_hf
+from llamarl.tasks.pool import check_reward
+
+_FP32, _MOMENTS, _GRADIENT = 4, 8, 4  # bytes a parameter that the trainer holds
+
+
+def dry_run(job: Job) -> None:
+    """Print config, rank map, memory and bytes a sync, and score three samples. Rank 0 prints; errors are the run's own."""
+    samples = [job.task.train_prompt(i) for i in range(min(3, job.task.num_train))]
+    fn = job.config.reward.fn or job.task.default_reward
+    problems = check_reward(fn, [(p.text, str(p.meta.get("answer", "")), p.meta) for p in samples])
+    if job.world.rank == 0:
+        print(OmegaConf.to_yaml(OmegaConf.create(to_values(job.config))))
+        _print_ranks(job)
+        _print_sizes(job)
+        for prompt in samples:
+            print(f"sample   {prompt.prompt_ids.numel()} tokens  {prompt.text[:70]!r}  answer {prompt.meta.get('answer')!r}")
+        print(f"reward   {fn}: {problems}")
+        print("dry run: nothing was started and nothing written")
+
+
+def _print_ranks(job: Job) -> None:
+    for rank in range(job.world.size):
+        hosted = [name for name, ranks in job.placement.items() if rank in ranks]
+        print(f"rank {rank:<4}{', '.join(hosted) or '(nothing)'}")
+
+
+def _print_sizes(job: Job) -> None:
+    model = read_config(job.model_path)
+    trainers, generators = len(job.placement["trainer"]), len(job.placement["generator"])
+    itemsize = 4 if job.config.model.dtype == "float32" else 2
+    specs = [layout.Parameter(name, tuple(p.shape)) for name, p in named_parameters_hf(build_decoder(model))]
+    plan = make_plan(layout.fsdp(specs, trainers, itemsize), layout.replicated(specs, generators, itemsize), itemsize)
+    gib = 1 << 30
+    staging = 2 * model.num_parameters * itemsize
+    trainer = (model.num_parameters * (_FP32 + _MOMENTS + _GRADIENT) + staging) / trainers / gib
+    rows = job.config.generator.max_slots * (job.config.task.max_prompt_tokens + job.config.max_new_tokens)
+    cache = 2 * rows * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * itemsize
+    print(f"model    {model.num_parameters:,} parameters ({job.config.model.dtype} in the generator, float32 in the trainer)")
+    print(f"memory   {trainer:.2f} GiB a trainer rank and activations; {(staging + cache) / gib:.2f} GiB a generator rank")
+    print(plan)

@@ -1,0 +1,169 @@
+"""Sampling: a counter-based uniform a token, the processed distribution, its inverse CDF.
+
+A token is a pure function of (seed, stream, ticket, sample_index, position) and the logits: not of the slot, the batch or
+the worker. Shapes: N rows, V vocabulary, S stop tokens, B blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_BLOCK = 256  # of the vocabulary; the CDF is summed by blocks, then inside one
+_GOLDEN, _MIX1, _MIX2, _MASK = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample the n completions of a prompt. ValueError for a value out of range."""
+
+    max_new_tokens: int
+    temperature: float = 1.0  # 0: greedy, whose logprobs are those of temperature 1
+    top_k: int = 0  # keep the k likeliest (and what ties with the last of them); 0: all
+    top_p: float = 1.0  # then the fewest likeliest that hold this mass; 1: all
+    min_new_tokens: int = 0  # no stop token before
+    stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
+    seed: int = 0
+
+    def __post_init__(self):
+        problems = [
+            problem
+            for wrong, problem in (
+                (self.max_new_tokens < 1, f"max_new_tokens={self.max_new_tokens}: need at least 1"),
+                (not 0 <= self.temperature < math.inf, f"temperature={self.temperature}: need 0 (greedy) or more"),
+                (self.top_k < 0, f"top_k={self.top_k}: need 0 (all) or more"),
+                (not 0 < self.top_p <= 1, f"top_p={self.top_p}: need more than 0, at most 1 (all)"),
+                (not 0 <= self.min_new_tokens <= self.max_new_tokens,
+                 f"min_new_tokens={self.min_new_tokens}: need 0 to max_new_tokens={self.max_new_tokens}"),
+                (any(t < 0 for t in self.stop_token_ids), f"stop_token_ids={self.stop_token_ids}: token ids are not negative"),
+                (self.n < 1, f"n={self.n}: need at least 1"),
+            )
+            if wrong
+        ]
+        if problems:
+            raise ValueError("bad sampling parameters: " + "; ".join(problems))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+
+def stream_key(seed: int, stream: int, ticket: int) -> int:
+    """The 64-bit key (as a signed int64) that the samples of one ticket derive theirs from."""
+    key = 0
+    for word in (seed, stream, ticket):
+        key = _splitmix64((key ^ word) & _MASK)
+    return _signed(key)
+
+
+def uniforms(keys_N: Tensor, counters_N: Tensor) -> Tensor:
+    """[N] float64 in [0, 1): output `counter` (from 0) of the splitmix64 generator that starts at `key`. Both int64."""
+    return _scramble(keys_N + (counters_N + 1) * _signed(_GOLDEN)).bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1).double().mul_(2.0**-53)
+
+
+def sample_keys(stream_keys_N: Tensor, sample_indices_N: Tensor) -> Tensor:
+    """[N] int64: the key of each sample of a ticket."""
+    return _scramble(stream_keys_N + (sample_indices_N + 1) * _signed(_GOLDEN))
+
+
+def process(
+    logits_NV: Tensor,
+    *,
+    temperature_N: Tensor | None = None,
+    top_k_N: Tensor | None = None,
+    top_p_N: Tensor | None = None,
+    banned_NS: Tensor | None = None,
+) -> Tensor:
+    """Float32 logits of the distribution to sample from; None means that no row asks for it.
+
+    In this order: banned_NS (token ids, -1 for none) out; divided by the temperature (0 counts as 1); top-k (0 for all);
+    top-p of what top-k left. What ties with the last kept token is kept, so the result depends on no sorting order.
+    """
+    logits = logits_NV.float()
+    if banned_NS is not None:
+        # Adding, because a padding entry may name the same token as a real one.
+        penalty = torch.zeros_like(banned_NS, dtype=torch.float32).masked_fill_(banned_NS >= 0, -math.inf)
+        logits = logits.scatter_add(1, banned_NS.clamp(min=0), penalty)
+    if temperature_N is not None:
+        logits = logits / temperature_N.masked_fill(temperature_N == 0, 1.0)[:, None]
+    if top_k_N is not None or top_p_N is not None:
+        logits = logits.masked_fill(logits < _cut(logits, top_k_N, top_p_N), -math.inf)
+    return logits
+
+
+def _cut(logits_NV: Tensor, top_k_N: Tensor | None, top_p_N: Tensor | None) -> Tensor:
+    """[N, 1]: the smallest logit that top-k and then top-p keep."""
+    sorted_NV = logits_NV.sort(dim=1, descending=True).values
+    if top_k_N is None:
+        last = torch.full_like(sorted_NV[:, :1], -math.inf)
+    else:
+        kept = top_k_N.masked_fill(top_k_N == 0, logits_NV.shape[1]).clamp(max=logits_NV.shape[1])
+        last = sorted_NV.gather(1, kept[:, None] - 1)
+    if top_p_N is None:
+        return last
+    mass_NV = sorted_NV.masked_fill(sorted_NV < last, -math.inf).softmax(dim=1, dtype=torch.float64)
+    # A token is needed while the likelier ones hold less than p; the first always is.
+    needed = (mass_NV.cumsum(1) - mass_NV < top_p_N[:, None]).sum(1, keepdim=True)
+    by_mass = sorted_NV.gather(1, needed.clamp(min=1) - 1)
+    return torch.where((top_p_N < 1)[:, None], torch.maximum(by_mass, last), last)
+
+
+def sample(logits_NV: Tensor, uniforms_N: Tensor, greedy_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(tokens [N] int64, their logprobs [N] float32) by the inverse CDF of float32 logits; the argmax where greedy_N."""
+    top_N1 = logits_NV.amax(1, keepdim=True)
+    weights_NV = (logits_NV - top_N1).exp_()
+    if logits_NV.shape[1] <= 2 * _BLOCK:
+        cdf_NV = weights_NV.cumsum(1, dtype=torch.float64)
+        total = cdf_NV[:, -1:]
+        tokens = _first_above(cdf_NV, uniforms_N[:, None] * total)
+    else:
+        tokens, total = _sample_by_blocks(weights_NV, uniforms_N[:, None])
+    if greedy_N is not None:
+        tokens = torch.where(greedy_N[:, None], logits_NV.argmax(1, keepdim=True), tokens)
+    logprobs = logits_NV.gather(1, tokens) - top_N1 - total.log().float()
+    return tokens.squeeze(1), logprobs.squeeze(1)
+
+
+def _sample_by_blocks(weights_NV: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:
+    """The CDF of block sums finds the block, the CDF inside it the token: V adds a row, but no CDF over V."""
+    rows, vocab = weights_NV.shape
+    if vocab % _BLOCK:
+        weights_NV = torch.nn.functional.pad(weights_NV, (0, -vocab % _BLOCK))
+    weights_NBW = weights_NV.view(rows, -1, _BLOCK)
+    cdf_NB = weights_NBW.sum(2).cumsum(1, dtype=torch.float64)
+    total = cdf_NB[:, -1:]
+    target = uniforms_N1 * total
+    block = _first_above(cdf_NB, target)
+    before = torch.where(block > 0, cdf_NB.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside_NW = weights_NBW.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
+    return block * _BLOCK + _first_above(inside_NW.cumsum(1, dtype=torch.float64), target - before), total
+
+
+def _first_above(cdf_NV: Tensor, target_N1: Tensor) -> Tensor:
+    """[N, 1]: the first entry whose cumulative weight exceeds the target, so never one of weight zero."""
+    # Rounding (of block sums in float32) may carry a target to the very end, where only zero weights follow.
+    target = torch.minimum(target_N1, cdf_NV[:, -1:] * (1 - 2.0**-52))
+    return torch.searchsorted(cdf_NV, target, right=True)
+
+
+def _scramble(z: Tensor) -> Tensor:
+    """Splitmix64's output function on int64 (wrapping) tensors, in place."""
+    for shift, factor in ((30, _MIX1), (27, _MIX2)):
+        z = (z ^ _logical_shift(z, shift)).mul_(_signed(factor))
+    return z ^ _logical_shift(z, 31)
+
+
+def _logical_shift(z: Tensor, shift: int) -> Tensor:
+    return (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+
+
+def _splitmix64(state: int) -> int:
+    z = (state + _GOLDEN) & _MASK
+    z = ((z ^ (z >> 30)) * _MIX1) & _MASK
+    z = ((z ^ (z >> 27)) * _MIX2) & _MASK
+    return z ^ (z >> 31)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word

@@ -1,0 +1,187 @@
+"""From a config to a job that can run: world, run directory, data, tokenizer, and what is said at start and end.
+
+    with launch(config) as job:
+        ...                     # build executors from job, run the controller
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Iterator
+
+import torch
+import torch.distributed as dist
+
+from llamarl.config import Config, resolve_placement
+from llamarl.control import DeadlineExceeded, PeerDied
+from llamarl.controller import RunSettings
+from llamarl.models.hf import load_tokenizer
+from llamarl.observe import Console, RowWriter, build_sinks
+from llamarl.placement import World, init_world, threads_per_rank
+from llamarl.run import RunDirectory, RunDirectoryError, open_run
+from llamarl.tasks.base import Task
+from llamarl.tasks.build import build_task
+from llamarl.tickets import PromptStream, TicketLedger
+from llamarl.types import Prompt
+
+TINY_MODEL = Path(__file__).parent / "models" / "tiny"
+EXIT_BAD_INPUT = 2
+EXIT_FAILED = 1
+
+log = logging.getLogger("llamarl")
+
+
+class Job:
+    """What the stations of one run share. Everything is the same on every rank but `world.rank`."""
+
+    def __init__(self, config: Config, world: World, run: RunDirectory):
+        self.config, self.world, self.run = config, world, run
+        self.placement = resolve_placement(config.placement, world.size, groups_per_step=config.groups_per_step)
+        if not config.reference.enabled:
+            self.placement.pop("reference", None)
+        self.model_path = Path(config.model.path) if config.model.path else TINY_MODEL
+        self._writer: RowWriter | None = None
+
+    @cached_property
+    def tokenizer(self):
+        return load_tokenizer(self.model_path)
+
+    @cached_property
+    def task(self) -> Task:
+        t = self.config.task
+        return build_task(
+            t.kind, self.tokenizer, path=t.path, eval_path=t.eval_path, prompt_key=t.prompt_key, answer_key=t.answer_key, name=t.name,
+            chat=t.chat, system_prompt=t.system_prompt, max_prompt_tokens=t.max_prompt_tokens, num_eval=self.config.eval.num_prompts or 1,
+            seed=self.config.seed,
+        )  # fmt: skip
+
+    @cached_property
+    def prompts(self) -> PromptStream:
+        return PromptStream(self.task, self.config.seed)
+
+    @cached_property
+    def eval_prompts(self) -> list[Prompt]:
+        count = min(self.config.eval.num_prompts, self.task.num_eval) if self.config.eval.every else 0
+        return [self.task.eval_prompt(j) for j in range(count)]
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Every token that ends a completion: the tokenizer's eos and those of generation_config.json."""
+        ids = {self.tokenizer.eos_token_id}
+        file = self.model_path / "generation_config.json"
+        if file.is_file():
+            more = json.loads(file.read_text()).get("eos_token_id")
+            ids |= set(more if isinstance(more, list) else [more])
+        return tuple(sorted(i for i in ids if i is not None))
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def eval_due(self, version: int) -> bool:
+        every = self.config.eval.every
+        return bool(every and self.eval_prompts) and (version % every == 0 or version == self.config.max_steps)
+
+    def snapshot_due(self, version: int) -> bool:
+        every = self.config.checkpoint.every
+        return bool(every) and version % every == 0
+
+    @property
+    def settings(self) -> RunSettings:
+        c = self.config
+        return RunSettings(self.run.path, self.run.resume_from, c.checkpoint.keep, c.deadline_s, c.heartbeat_timeout_s)
+
+    def ledger(self) -> TicketLedger:
+        c = self.config
+        return TicketLedger(
+            groups_per_step=c.groups_per_step, max_lag=c.max_lag, overcommit=c.overcommit,
+            num_lanes=len(self.placement["trainer"]), num_generators=len(self.placement["generator"]),
+        )  # fmt: skip
+
+    def writer(self) -> RowWriter:
+        """The leader's book of metrics, with the console and what else the config asks for."""
+        m = self.config.metrics
+        sinks = [*build_sinks(self.run.path, tensorboard=m.tensorboard, wandb=m.wandb), Console(max_steps=self.config.max_steps)]
+        self._writer = RowWriter(self.run.path, sinks, eval_due=self.eval_due, first_step=0)
+        return self._writer
+
+    def announce(self) -> None:
+        c = self.config
+        hosts = "  ".join(f"{name} {','.join(map(str, ranks))}" for name, ranks in self.placement.items())
+        overcommit = f"overcommit {c.overcommit}" if c.max_lag else "synchronous"
+        print(f"llamarl  {self.model_path.name} on {c.task.kind}, {c.groups_per_step} x {c.group_size} completions a step, {c.loss.fn}")
+        print(f"ranks    {hosts}  ({self.world.device.type}, {torch.get_num_threads()} thread(s) each)")
+        print(f"async    max_lag {c.max_lag}, {overcommit}")
+        resumed = f", resumed from {self.run.resume_from.name}" if self.run.resume_from else ""
+        print(f"run      {self.run.path}{resumed}", flush=True)
+
+    def conclude(self) -> None:
+        if self._writer is not None:
+            print(f"\n{self._writer.summary()}")
+            print(f"model      {self.run.path / 'checkpoints' / 'latest'} names the newest; its hf/ is a Hugging Face directory", flush=True)
+
+
+@contextmanager
+def launch(config: Config) -> Iterator[Job]:
+    """Join the world, open the run directory, and yield the job; say how it ended.
+
+    Bad input (data, model, run directory) is one clear message and exit code 2; a failure of the run is exit code 1.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s", force=True)
+    threads = threads_per_rank(config.threads, synchronous=config.max_lag == 0)
+    world = init_world(threads=threads, deadline_s=config.deadline_s)
+    torch.manual_seed(config.seed)
+    code = 0
+    try:
+        if config.dry_run:
+            from llamarl.dry_run import dry_run
+
+            dry_run(Job(config, world, RunDirectory(Path(config.run_dir or "runs/(new)"), None)))
+            raise SystemExit(0)
+        job = Job(config, world, open_run(config, world))
+        _check_inputs(job)
+        if world.rank == 0:
+            job.announce()
+        yield job
+        job.conclude()
+    except (RunDirectoryError, BadInput) as error:
+        if world.rank == 0:
+            print(f"llamarl: {error}", file=sys.stderr, flush=True)
+        code = EXIT_BAD_INPUT
+    except (PeerDied, DeadlineExceeded) as error:
+        print(f"llamarl: rank {world.rank}: {error}", file=sys.stderr, flush=True)
+        code = EXIT_FAILED
+    finally:
+        # A failed peer cannot take part in an orderly end; the process ends with its sockets.
+        if code == 0:
+            dist.destroy_process_group()
+    if code:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+class BadInput(ValueError):
+    """Something that the user gave cannot be used."""
+
+
+def _check_inputs(job: Job) -> None:
+    """Model directory, tokenizer and data, on every rank, before any weight is read. BadInput."""
+    from llamarl.models.build import read_config
+    from llamarl.models.hf import SafetensorsDir
+
+    try:
+        model = read_config(job.model_path)
+        SafetensorsDir(job.model_path)
+        job.task, job.stop_token_ids
+        longest = job.config.task.max_prompt_tokens + job.config.max_new_tokens
+        if longest > model.max_position_embeddings:
+            raise ValueError(
+                f"task.max_prompt_tokens + max_new_tokens = {longest}, but the model's context is {model.max_position_embeddings}; lower one of them"
+            )
+    except (FileNotFoundError, ValueError, KeyError) as error:
+        raise BadInput(str(error)) from error

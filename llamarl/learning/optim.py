@@ -1,0 +1,96 @@
+"""The optimizer, its learning rate by step, and gradient clipping that knows about shards."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from typing import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+SCHEDULES: dict[str, Callable[[float], float]] = {  # progress 0..1 after the warm-up -> factor 0..1
+    "constant": lambda x: 1.0,
+    "linear": lambda x: 1.0 - x,
+    "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)),
+    "wsd": lambda x: min(1.0, (1.0 - x) / 0.2),  # warm-up, stable, decay over the last fifth
+}
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.AdamW:
+    """AdamW, fused, over plain or sharded (DTensor) parameters. Norm scales and biases (one dim) are not decayed.
+
+    Parameters that do not require gradients are left out; ValueError if none do.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        raise ValueError("no parameter requires a gradient: nothing to optimize")
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    # A tensor learning rate would need its own device copy; fused takes the float that lr_at gives.
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Use `lr` from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def lr_at(step: int, *, lr: float, schedule: str = "constant", warmup_steps: int = 0, max_steps: int) -> float:
+    """The learning rate of optimizer step `step`, from 0: up a line to `lr` in warmup_steps, then by `schedule` until max_steps.
+
+    constant | linear (to 0) | cosine (to 0) | wsd (lr, then a line to 0 over the last fifth). No step below max_steps has
+    rate 0. ValueError for an unknown schedule or a warm-up that leaves no steps.
+    """
+    if schedule not in SCHEDULES:
+        close = difflib.get_close_matches(schedule, SCHEDULES, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"no schedule {schedule!r}{hint}; there is {', '.join(SCHEDULES)}")
+    if not 0 <= warmup_steps < max_steps:
+        raise ValueError(f"warmup_steps={warmup_steps} must be at least 0 and below max_steps={max_steps}")
+    if step < warmup_steps:
+        return lr * (step + 1) / (warmup_steps + 1)
+    progress = min((step - warmup_steps) / (max_steps - warmup_steps), 1.0)
+    return lr * SCHEDULES[schedule](progress)
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Collective over the parameters' meshes: the 2-norm of all gradients [] before they are scaled to at most max_norm.
+
+    Each shard of a DTensor counts once, a replica not again, whatever meshes they are on (FSDP2, HSDP, FSDP2 with TP); plain
+    tensors count as they are. float32 at least, also for bfloat16 gradients. max_norm None measures only. A norm that is
+    not finite makes the gradients so: check it before the step.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    dtype = torch.promote_types(torch.float32, local[0].dtype)
+    squares = torch.stack(torch._foreach_norm(local, 2, dtype=dtype)).square()
+    # One reduction a kind of sharding, in parameter order, which is the same on all ranks.
+    kinds: dict[tuple, list[int]] = {}
+    for i, gradient in enumerate(gradients):
+        kind = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else ()
+        kinds.setdefault(kind, []).append(i)
+    total = squares.new_zeros(())
+    for kind, places in kinds.items():
+        total = total + _sum_over_shards(squares[places].sum(), *kind)
+    norm = total.sqrt()
+    if max_norm is not None:
+        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def _sum_over_shards(value: Tensor, mesh=None, placements=()) -> Tensor:
+    for axis, placement in enumerate(placements):
+        assert not placement.is_partial(), "a gradient that is not reduced yet; clip after backward"
+        if placement.is_shard():
+            torch.distributed.all_reduce(value, group=mesh.get_group(axis))
+    return value

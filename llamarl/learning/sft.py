@@ -1,0 +1,154 @@
+"""Supervised pairs: packed, their loss, and how many a greedy decoder gets right. Used by recipes/sft.py.
+
+Shapes: T packed tokens, N pairs, R trained rows (places whose label is a completion token), D model, V vocab.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llamarl.learning.logprobs import chunked_logprobs
+from llamarl.models.attention import PackedAttention
+from llamarl.models.build import Decoder
+from llamarl.models.hf import export, named_parameters_hf
+from llamarl.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prompt and the completion to learn."""
+
+    token_ids: Tensor  # [P + L] int64; the completion ends with the end-of-text token
+    prompt_length: int  # P
+
+
+@dataclass(frozen=True, slots=True)
+class PairBatch:
+    """Whole pairs end to end, shifted once, here: [10,11,12] with prompt 10,11 and [20,21] with prompt 20 become
+
+        input_ids 10 11 20   labels 11 12 21   positions 0 1 0   cu_seqlens 0 2 3   rows 1 2   rows_per_pair 1 1
+    """
+
+    input_ids: Tensor  # [T] int64
+    labels: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    cu_seqlens: Tensor  # [N+1] int64
+    rows: Tensor  # [R] int64, in order
+    rows_per_pair: Tensor  # [N] int64
+
+
+def make_pair(prompt: Prompt, tokenizer) -> Pair:
+    """The pair of a task's prompt: meta["solution"] if the task has worked solutions, else meta["answer"], then the end token.
+
+    tokenizer: transformers'. ValueError if the task gives no answer or the tokenizer names no end token.
+    """
+    text = prompt.meta.get("solution", prompt.meta.get("answer"))
+    if text is None:
+        raise ValueError("the task gives prompts without answers; choose one with answers, or name the key with --completion-key")
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer names no eos_token; set it in tokenizer_config.json")
+    completion = tokenizer(str(text), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    return Pair(torch.cat([prompt.prompt_ids, torch.tensor(completion)]), prompt.prompt_ids.numel())
+
+
+def pack_pairs(pairs: list[Pair], device: str | torch.device = "cpu") -> PairBatch:
+    """One batch of at least one pair, each with a prompt of at least one token."""
+    lengths = torch.tensor([p.token_ids.numel() for p in pairs])
+    prompts = torch.tensor([p.prompt_length for p in pairs])
+    tokens, ends = torch.cat([p.token_ids for p in pairs]), lengths.cumsum(0)
+    keep = torch.ones(tokens.numel(), dtype=torch.bool)
+    keep[ends - 1] = False  # the last token of a pair is only ever a label
+    inputs = lengths - 1
+    cu_seqlens = F.pad(inputs.cumsum(0), (1, 0))
+    positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].repeat_interleave(inputs)
+    rows = (positions >= (prompts - 1).repeat_interleave(inputs)).nonzero().squeeze(1)
+    parts = (tokens[keep], tokens.roll(-1)[keep], positions, cu_seqlens, rows, lengths - prompts)
+    return PairBatch(*(part.to(device) for part in parts))
+
+
+def split_pairs(pairs: list[Pair], budget_tokens: int) -> list[list[Pair]]:
+    """Longest first, cut where a microbatch, padded to its longest, would pass the budget. A longer pair goes alone."""
+    parts: list[list[Pair]] = []
+    for pair in sorted(pairs, key=lambda p: -p.token_ids.numel()):
+        if not parts or (len(parts[-1]) + 1) * parts[-1][0].token_ids.numel() > budget_tokens:
+            parts.append([])
+        parts[-1].append(pair)
+    return parts
+
+
+def pair_loss(decoder: Decoder, batch: PairBatch, *, num_loss_tokens: int) -> Tensor:
+    """-sum of log p(label) over the trained rows / num_loss_tokens, nats. num_loss_tokens: the R of the whole global batch."""
+
+    def head(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
+        return chunked_logprobs(hidden_TD[batch.rows], weight_VD, batch.labels[batch.rows])[0]
+
+    return -decoder(batch.input_ids, batch.positions, PackedAttention(batch.cu_seqlens), head).sum() / num_loss_tokens
+
+
+@torch.no_grad()
+def greedy_matches(decoder: Decoder, batch: PairBatch) -> Tensor:
+    """[N] bool: does greedy decoding give exactly the pair's completion, end token and all?
+
+    One forward pass tells: it does if and only if each token of the completion is the most likely after those before it.
+    """
+
+    def head(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
+        return F.linear(hidden_TD[batch.rows], weight_VD).argmax(-1)
+
+    best = decoder(batch.input_ids, batch.positions, PackedAttention(batch.cu_seqlens), head)
+    wrong = (best != batch.labels[batch.rows]).long()
+    owner = torch.arange(batch.rows_per_pair.numel(), device=best.device).repeat_interleave(batch.rows_per_pair)
+    return torch.zeros_like(batch.rows_per_pair).index_add_(0, owner, wrong) == 0
+
+
+@contextmanager
+@torch.no_grad()
+def rounded(decoder: Decoder, dtype: torch.dtype):
+    """Within it the weights are what a directory saved in `dtype` will hold; holds a second copy of them meanwhile."""
+    exact = [parameter.clone() for parameter in decoder.parameters()]
+    for parameter in decoder.parameters():
+        parameter.copy_(parameter.to(dtype))
+    try:
+        yield
+    finally:
+        for parameter, value in zip(decoder.parameters(), exact):
+            parameter.copy_(value)
+
+
+def save_directory(decoder: Decoder, like: Path, out: Path, dtype: torch.dtype) -> None:
+    """Write the model directory `out` (the rest of it from `like`), replacing an older one only once the new one is whole."""
+    check_replaceable(out)
+    fresh, old = (out.with_name(f".{out.name}.{suffix}") for suffix in ("new", "old"))
+    for leftover in (fresh, old):
+        _remove(leftover)
+    export(named_parameters_hf(decoder), like, fresh, dtype=dtype)
+    if out.exists():
+        out.rename(old)
+    fresh.rename(out)
+    _remove(old)
+
+
+def check_replaceable(out: Path) -> None:
+    """FileExistsError if `out` is something else than a model directory or an empty one."""
+    if out.exists() and not (out.is_dir() and ((out / "config.json").is_file() or not any(out.iterdir()))):
+        raise FileExistsError(f"{out}: exists and is no model directory; choose another --out or remove it")
+
+
+def _remove(directory: Path) -> None:
+    if directory.is_dir():
+        for file in directory.iterdir():
+            file.unlink()
+        directory.rmdir()
+
+
+def sample_batch(num_examples: int, size: int, *, seed: int, step: int) -> list[int]:
+    """The examples of a step, drawn with replacement: a function of (seed, step) alone, whatever the number of ranks."""
+    draw = random.Random(f"{seed} {step}")
+    return [draw.randrange(num_examples) for _ in range(size)]

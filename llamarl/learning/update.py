@@ -1,0 +1,248 @@
+"""One optimizer step on taken groups: pack, forward and backward over microbatches, check, step.
+
+Nothing changes before the check: a step that is aborted (a stop request) or not finite leaves weights and optimizer as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llamarl.learning.advantages import ADVANTAGES
+from llamarl.learning.logprobs import make_head
+from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr
+from llamarl.learning.packing import filler, pack, to_device
+from llamarl.models.attention import PackedAttention
+from llamarl.models.build import Decoder
+from llamarl.types import Group, PackedBatch
+
+
+class StepAborted(Exception):
+    """A stop request ended the step before it changed anything."""
+
+
+class NotFinite(RuntimeError):
+    """The loss or the gradient is NaN or infinite; the weights were not touched."""
+
+
+class ParityError(RuntimeError):
+    """Trainer and generator disagree on fresh tokens: the generator does not sample from the weights it should have."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """Plain values of an optimizer step. lr per step, tokens per microbatch."""
+
+    lr: float
+    schedule: str
+    warmup_steps: int
+    max_steps: int
+    microbatch_tokens: int
+    max_grad_norm: float
+    temperature: float
+    advantages: str
+    skip_zero_advantage: bool
+    parity_tolerance: float | None  # None: do not compare (the generator truncates its distribution)
+
+
+class PolicyUpdate:
+    """Runs optimizer steps. Collective over `group` (the trainer's data-parallel ranks), None for a single rank."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable,
+        settings: UpdateSettings,
+        *,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ):
+        self.decoder, self.optimizer, self.loss_fn, self.settings = decoder, optimizer, loss_fn, settings
+        self._group, self._device = group, device
+        self._num_ranks = group.size() if group is not None else 1
+        self._advantages = ADVANTAGES[settings.advantages]
+
+    def run(self, groups: list[Group], version: int, stop: Callable[[], bool]) -> dict[str, float]:
+        """Step `version` -> version + 1 on this rank's groups. Returns the step's metrics, the same on every rank.
+
+        StepAborted if any rank's stop() is true at a microbatch boundary; NotFinite; ParityError.
+        """
+        s = self.settings
+        packing = pack(
+            groups,
+            [self._advantages(g.rewards) for g in groups],
+            budget_tokens=s.microbatch_tokens,
+            drop_zero_advantage=s.skip_zero_advantage,
+        )
+        sums = {**_batch_sums(groups, version), "tokens/trained": float(packing.num_loss_tokens)}
+        budget = len(packing.microbatches) * s.microbatch_tokens
+        sums |= {"_budget": float(budget), "_unused": packing.padding_fraction * budget}
+        maxima = {"lag/max": float(max((version - g.oldest_version for g in groups), default=0))}
+        totals, maxima = self._reduce(sums, {**maxima, "_microbatches": float(len(packing.microbatches))})
+        num_loss_tokens = totals["tokens/trained"]
+
+        self.optimizer.zero_grad(set_to_none=True)
+        step_sums: dict[str, Tensor] = {}
+        step_maxima: dict[str, Tensor] = {}
+        for i in range(int(maxima.pop("_microbatches"))):
+            self._agree_to_go_on(stop)
+            # A rank with fewer microbatches than its peers takes part in their collectives with an empty one.
+            batch = packing.microbatches[i] if i < len(packing.microbatches) else None
+            self._forward_backward(batch, version, num_loss_tokens, step_sums, step_maxima)
+        self._agree_to_go_on(stop)
+        norm = self._checked_norm(step_sums, version, groups)
+        local_sums = {name: float(v) for name, v in step_sums.items()}
+        step_totals, step_max = self._reduce(local_sums, {name: float(v) for name, v in step_maxima.items()})
+        self._check_parity(step_max, version)
+        set_lr(self.optimizer, lr_at(version, lr=s.lr, schedule=s.schedule, warmup_steps=s.warmup_steps, max_steps=s.max_steps))
+        self.optimizer.step()
+        return _metrics({**totals, **step_totals}, {**maxima, **step_max}, norm)
+
+    def _forward_backward(self, batch: PackedBatch | None, version: int, num_loss_tokens: float, sums: dict, maxima: dict) -> None:
+        batch = to_device(batch or filler(), self._device)
+        rows = batch.loss_mask.nonzero().squeeze(1)
+        head = make_head(batch.labels, rows, temperature=self.settings.temperature)
+        logprobs, entropy = self.decoder(batch.input_ids, batch.positions, PackedAttention(batch.cu_seqlens), head)
+        generator_logprobs = batch.generator_logprobs[rows]
+        loss, stats = self.loss_fn(
+            logprobs,
+            generator_logprobs,
+            batch.ref_logprobs[rows],
+            batch.advantages[rows],
+            batch.loss_mask[rows],
+            num_loss_tokens=num_loss_tokens,
+        )
+        # FSDP averages gradients over ranks; the denominator is global already.
+        (loss * self._num_ranks).backward()
+        stats = {**stats, "loss/value": loss.detach(), "entropy": entropy.detach().sum(), "_rows": torch.tensor(float(rows.numel()))}
+        fresh = batch.policy_versions[rows] == version
+        difference = (logprobs.detach() - generator_logprobs).abs().masked_fill(~fresh, -1.0)
+        stats["parity/max"] = difference.max() if rows.numel() else torch.tensor(-1.0)
+        for name, value in stats.items():
+            if name.endswith("/max"):
+                maxima[name] = torch.maximum(maxima.get(name, value), value)
+            else:
+                sums[name] = sums.get(name, 0) + value
+
+    def _agree_to_go_on(self, stop: Callable[[], bool]) -> None:
+        """Collective. StepAborted on all ranks if one wants to stop."""
+        wanted = stop()
+        if self._num_ranks > 1:
+            flag = torch.tensor([float(wanted)], device=self._device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+            wanted = bool(flag)
+        if wanted:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise StepAborted
+
+    def _checked_norm(self, sums: dict[str, Tensor], version: int, groups: list[Group]) -> float:
+        norm = float(clip_grad_norm(list(self.decoder.parameters()), self.settings.max_grad_norm))
+        loss, _ = self._reduce({"loss": float(sums.get("loss/value", 0.0))}, {})
+        if not (math.isfinite(norm) and math.isfinite(loss["loss"])):
+            self.optimizer.zero_grad(set_to_none=True)
+            tickets = [g.ticket for g in groups]
+            raise NotFinite(
+                f"trainer, step {version}: loss {loss['loss']}, gradient norm {norm}; the weights are those of version {version}. "
+                f"Tickets on this rank: {tickets[:8]}. Lower lr, or loss.ratio_cap, or look at these groups' logprobs"
+            )
+        return norm
+
+    def _check_parity(self, maxima: dict[str, float], version: int) -> None:
+        worst, allowed = maxima.get("parity/max", -1.0), self.settings.parity_tolerance
+        if allowed is not None and worst > allowed:
+            raise ParityError(
+                f"trainer, step {version}: on tokens sampled from version {version} itself, trainer and generator logprobs differ by "
+                f"{worst:.4g}, more than {allowed:g}. The generator's weights or its sampling (temperature, top-k, top-p) are not the "
+                "trainer's; raise trainer.parity_tolerance only if the dtype explains it"
+            )
+
+    def _reduce(self, sums: dict[str, float], maxima: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+        """Collective over the trainer's ranks, which may know different keys when a rank had no microbatch."""
+        if self._num_ranks == 1:
+            return dict(sums), dict(maxima)
+        out = []
+        for values, op, neutral in ((sums, dist.ReduceOp.SUM, 0.0), (maxima, dist.ReduceOp.MAX, -math.inf)):
+            names = self._all_names(sorted(values))
+            packed = torch.tensor([values.get(n, neutral) for n in names], dtype=torch.float64, device=self._device)
+            if names:
+                dist.all_reduce(packed, op, group=self._group)
+            out.append(dict(zip(names, packed.tolist())))
+        return out[0], out[1]
+
+    def _all_names(self, names: list[str]) -> list[str]:
+        """Collective: the union of every rank's metric names."""
+        text = ",".join(names).encode()
+        longest = torch.tensor([len(text)], device=self._device)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._group)
+        mine = torch.zeros(int(longest), dtype=torch.uint8, device=self._device)
+        if text:
+            mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        parts = [torch.empty_like(mine) for _ in range(self._num_ranks)]
+        dist.all_gather(parts, mine, group=self._group)
+        joined = [bytes(p.tolist()).rstrip(b"\0").decode() for p in parts]
+        return sorted({n for part in joined for n in part.split(",") if n})
+
+
+def _batch_sums(groups: list[Group], version: int) -> dict[str, float]:
+    """Sums over this rank's groups, from which the batch's means are made."""
+    rewards = torch.cat([g.rewards for g in groups]) if groups else torch.empty(0)
+    lengths = torch.cat([g.lengths for g in groups]).double() if groups else torch.empty(0)
+    outcomes = [o for g in groups for o in g.outcomes]
+    reasons = [r for g in groups for r in g.finish_reasons]
+    valid = rewards[~rewards.isnan()].double()
+    oldest = [v for g in groups for v in _oldest_per_completion(g)]
+    return {
+        "_completions": float(len(outcomes)),
+        "_valid": float(valid.numel()),
+        "_reward": float(valid.sum()),
+        "_reward_squared": float(valid.square().sum()),
+        "_errors": float(outcomes.count("error")),
+        "_truncated": float(reasons.count("length")),
+        "_length": float(lengths.sum()),
+        "_lag": float(sum(version - v for v in oldest)),
+    }
+
+
+def _oldest_per_completion(group: Group) -> list[int]:
+    ends = group.lengths.cumsum(0)
+    if (group.lengths == 0).any() or group.policy_versions.numel() == 0:
+        return [group.oldest_version] * group.lengths.numel()
+    # Versions never fall within a completion, so its first token is its oldest.
+    return group.policy_versions[ends - group.lengths].tolist()
+
+
+def _metrics(totals: dict[str, float], maxima: dict[str, float], norm: float) -> dict[str, float]:
+    """The row's names from sums and maxima over all ranks."""
+    n, valid, rows = totals["_completions"], max(1.0, totals["_valid"]), max(1.0, totals.get("_rows", 0.0))
+    mean = totals["_reward"] / valid
+    fresh = maxima.get("parity/max", -1.0)
+    out = {
+        "loss/value": totals.get("loss/value", 0.0),
+        "grad_norm": norm,
+        "reward/mean": mean,
+        "reward/std": math.sqrt(max(0.0, totals["_reward_squared"] / valid - mean * mean)),
+        "reward/error_rate": totals["_errors"] / n,
+        "entropy": totals.get("entropy", 0.0) / rows,
+        "kl/ref": totals.get("kl/ref", 0.0) / rows,
+        "ratio/mean": totals.get("ratio/sum", rows) / rows,
+        "ratio/max": maxima.get("ratio/max", 1.0),
+        "ratio/capped_fraction": totals.get("ratio/capped", 0.0) / rows,
+        "lag/mean": totals["_lag"] / n,
+        "lag/max": maxima["lag/max"],
+        "tokens/trained": totals["tokens/trained"],
+        "tokens/generated": totals["_length"],
+        "completion/length_mean": totals["_length"] / n,
+        "completion/truncated_fraction": totals["_truncated"] / n,
+        "packing/padding_fraction": totals["_unused"] / max(1.0, totals["_budget"]),
+        "parity/logprob_diff_max": fresh if fresh >= 0 else math.nan,
+    }
+    known = {"loss/value", "entropy", "kl/ref", "ratio/sum", "ratio/capped", "tokens/trained"}
+    extra = {k: v / rows for k, v in totals.items() if k not in known and not k.startswith("_")}
+    extra |= {k: v for k, v in maxima.items() if k not in {"parity/max", "ratio/max", "lag/max"}}
+    return {**extra, **out}

@@ -1,0 +1,18 @@
+"""Two-digit addition: "12+34=" with the answer "46". All 8,100 pairs of 10..99, 500 of them held out."""
+
+from __future__ import annotations
+
+import random
+
+from llamarl.tasks.base import Example
+
+NUM_EVAL = 500
+_SHUFFLE_SEED = 0  # the split never changes, so that figures of different runs and programs compare
+
+
+def addition_examples() -> tuple[list[Example], list[Example]]:
+    """(training, held out): 7,600 and 500."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(_SHUFFLE_SEED).shuffle(pairs)
+    examples = [Example(f"{a}+{b}=", {"answer": str(a + b)}) for a, b in pairs]
+    return examples[NUM_EVAL:], examples[:NUM_EVAL]

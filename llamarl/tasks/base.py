@@ -1,0 +1,142 @@
+"""What a task is: numbered training and evaluation prompts, and the reward that goes with them.
+
+    tokenizer --PromptMaker--> prompt ids
+    examples  --ListTask-----> train_prompt(i), eval_prompt(j)
+
+To add a task, read its data into Examples and hand them to ListTask (see addition.py), or write a class of your own
+with Task's members (see procedural.py), and give it a name in build.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+
+from llamarl.types import Prompt
+
+log = logging.getLogger(__name__)
+
+CACHED_PROMPTS = 65_536  # per task and split; a prompt is asked for group_size times, soon after one another
+BOUNDARY_TOKENS = 8  # that text may add where it meets the template, by breaking merges there
+
+
+class Task(Protocol):
+    """Prompts by number. Each is a pure function of its number, the same in every process."""
+
+    name: str
+    default_reward: str  # "module:function", used where the config names none
+    num_train: int
+    num_eval: int
+
+    def train_prompt(self, i: int) -> Prompt:
+        """0 <= i < num_train. `meta["answer"]` holds the reference answer where the task has one."""
+
+    def eval_prompt(self, j: int) -> Prompt:
+        """0 <= j < num_eval; held out from training."""
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that tasks need."""
+
+    chat_template: str | None
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One question before tokenisation."""
+
+    text: str  # as the reward function sees it
+    meta: dict[str, object]  # JSON values that the reward needs
+
+
+class PromptMaker:
+    """Text to prompt ids: as a user turn of the tokenizer's chat template if `chat` and it has one, else encoded as it is.
+
+    instruction: appended to what the model reads, and to nothing else.
+    ValueError if a system prompt is given that no template could carry.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, chat: bool, system_prompt: str | None, max_prompt_tokens: int, instruction: str = ""):
+        if max_prompt_tokens < 1:
+            raise ValueError(f"max_prompt_tokens={max_prompt_tokens}: need at least 1")
+        self._chat = bool(chat and getattr(tokenizer, "chat_template", None))
+        if system_prompt and not self._chat:
+            why = "the tokenizer has no chat template" if chat else "task.chat is false"
+            raise ValueError(f"task.system_prompt is set, but {why}; unset it, or put the text into the prompts")
+        self._tokenizer, self._instruction = tokenizer, instruction
+        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self.max_prompt_tokens = max_prompt_tokens
+        self._overhead = len(self.ids("")) + BOUNDARY_TOKENS
+
+    def ids(self, text: str) -> list[int]:
+        """Prompt ids [P] of a question."""
+        text += self._instruction
+        if not self._chat:
+            return list(self._tokenizer.encode(text))
+        messages = [*self._system, {"role": "user", "content": text}]
+        return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+
+    def fits(self, text: str) -> bool:
+        """Is the prompt at most max_prompt_tokens long? Tokenises only what its size in bytes leaves in doubt."""
+        # A token stands for a byte at least, of the text or of what normalisation makes of it.
+        size = len(text) if text.isascii() else max(len(t.encode("utf-8", "replace")) for t in (text, unicodedata.normalize("NFKD", text)))
+        return self._overhead + size <= self.max_prompt_tokens or len(self.ids(text)) <= self.max_prompt_tokens
+
+    def prompt(self, example: Example) -> Prompt:
+        return Prompt(torch.tensor(self.ids(example.text), dtype=torch.int64), example.text, example.meta)
+
+
+class ListTask:
+    """A task over two sequences of examples. Tokenises on demand; prompts over the limit are dropped with one warning.
+
+    train_texts, eval_texts: the same questions, where reading texts alone is cheaper than reading whole examples.
+    ValueError if no training prompt is left.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        train: Sequence[Example],
+        held_out: Sequence[Example],
+        maker: PromptMaker,
+        default_reward: str,
+        *,
+        train_texts: Iterable[str] | None = None,
+        eval_texts: Iterable[str] | None = None,
+    ):
+        self.name, self.default_reward = name, default_reward
+        train_kept = _fitting(maker, train, train_texts)
+        eval_kept = _fitting(maker, held_out, eval_texts)
+        self.num_train, self.num_eval = len(train_kept), len(eval_kept)
+        self.num_dropped = len(train) + len(held_out) - self.num_train - self.num_eval
+        if self.num_dropped:
+            log.warning(
+                "task %s: dropped %d of %d training and %d of %d evaluation prompts, longer than max_prompt_tokens=%d",
+                name, len(train) - self.num_train, len(train), len(held_out) - self.num_eval, len(held_out), maker.max_prompt_tokens,
+            )  # fmt: skip
+        if not self.num_train:
+            raise ValueError(f"task {name}: none of {len(train)} training prompts fits max_prompt_tokens={maker.max_prompt_tokens}; raise it")
+        self._train = lru_cache(CACHED_PROMPTS)(lambda i: maker.prompt(train[train_kept[i]]))
+        self._eval = lru_cache(CACHED_PROMPTS)(lambda j: maker.prompt(held_out[eval_kept[j]]))
+
+    def train_prompt(self, i: int) -> Prompt:
+        return self._train(i)
+
+    def eval_prompt(self, j: int) -> Prompt:
+        return self._eval(j)
+
+
+def _fitting(maker: PromptMaker, examples: Sequence[Example], texts: Iterable[str] | None) -> Sequence[int]:
+    """The places of the examples whose prompts are short enough."""
+    kept = [i for i, text in enumerate(texts if texts is not None else (e.text for e in examples)) if maker.fits(text)]
+    return kept if len(kept) < len(examples) else range(len(examples))

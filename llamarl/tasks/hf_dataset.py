@@ -1,0 +1,67 @@
+"""Hugging Face datasets on disk: what `save_to_disk` wrote, or a directory of parquet, JSON or arrow files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from llamarl.tasks.base import Example
+from llamarl.tasks.jsonl import missing_key, row_to_example
+
+EVAL_SPLITS = ("test", "validation", "valid", "eval", "dev")
+
+
+class HFExamples(Sequence):
+    """Rows of a `datasets.Dataset` as examples, read from disk when asked for."""
+
+    def __init__(self, dataset, prompt_key: str, answer_key: str | None, where: str):
+        for key in filter(None, (prompt_key, answer_key)):
+            if key not in dataset.column_names:
+                raise ValueError(f"{where}: {missing_key(key, dataset.column_names)}")
+        if not len(dataset):
+            raise ValueError(f"{where}: empty; need at least one row")
+        self._dataset, self._keys, self._where = dataset, (prompt_key, answer_key), where
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, i: int) -> Example:
+        return row_to_example(self._dataset[i], *self._keys)
+
+    def texts(self) -> Iterator[str]:
+        """The prompts alone, in order. ValueError naming the row of one that is not text."""
+        column = self._dataset.select_columns([self._keys[0]])
+        for i, row in enumerate(column):
+            try:
+                yield row_to_example(row, self._keys[0], None).text
+            except ValueError as error:
+                raise ValueError(f"{self._where}: row {i}: {error}") from error
+
+    def select(self, rows: Sequence[int]) -> "HFExamples":
+        return HFExamples(self._dataset.select(rows), *self._keys, self._where)
+
+
+def read_hf_dataset(path: str | Path, prompt_key: str, answer_key: str | None) -> tuple[HFExamples, HFExamples | None]:
+    """(training split, test split or None). A directory with one split of any name has it for training."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError("task.kind=hf_dataset needs the package `datasets`: pip install datasets") from error
+    path = Path(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: no such directory; task.path must be a dataset directory on this machine")
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        loaded = datasets.load_from_disk(str(path))
+    else:
+        try:
+            loaded = datasets.load_dataset(str(path))
+        except (FileNotFoundError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+            raise ValueError(f"{path}: not a dataset: {error}; need parquet, JSON or arrow files, or what save_to_disk wrote") from error
+    splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+    train = "train" if "train" in splits else next(iter(splits))
+    held_out = next((s for s in EVAL_SPLITS if s in splits and s != train), None)
+
+    def examples(split: str) -> HFExamples:
+        return HFExamples(splits[split], prompt_key, answer_key, f"{path} ({split})")
+
+    return examples(train), examples(held_out) if held_out else None

@@ -1,0 +1,283 @@
+"""A pool of reward workers: a hard timeout, and an error that is never a score.
+
+    submit(key, prompt, completion, meta) --> queue --> up to BATCH items in a worker's pipe --> poll() --> [(key, Outcome)]
+
+A worker (worker.py) is a subprocess in a process group of its own, with limits on memory and CPU time. It scores its items
+in order and answers each as it completes. When one overruns `timeout_s`, its whole process group is killed and another
+worker starts; that item alone is an error, those behind it go back to the head of the queue. The clock of an item starts
+when the item before it finished, by the worker's own time stamps, so that a pool that is polled rarely kills nobody early.
+
+What this protects from: exceptions, hangs (also in C code), NaN, prints, exit, crashes, runaway memory, forked children.
+What it does not: it is no sandbox. A reward function, and code it runs, has this user's rights: files, network, signals.
+A child that leaves the process group (setsid) survives a kill. A function that looks for the worker's pipes can forge
+scores. Run completions that are programs in a sandbox of your own. Memory is bounded per process, not per group.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from llamarl.tasks import worker as worker_script
+
+BATCH = 64  # items in flight a worker
+START_S = 120.0  # for a worker to import the user's module
+MAX_FAILED_STARTS = 3  # in a row
+_READ_BYTES = 1 << 16
+
+log = logging.getLogger(__name__)
+
+
+class RewardError(RuntimeError):
+    """Rewards cannot go on: workers do not start, or too large a share of scores are errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one item."""
+
+    kind: Literal["score", "abstain", "error"]
+    value: float  # NaN unless kind is "score"
+    reason: str  # why, for "abstain" and "error"
+
+
+@dataclass(slots=True)
+class _Item:
+    key: int
+    line: bytes
+    end: int = 0  # where its line ends in what its worker is sent
+    sent_at: float = math.inf  # when the last byte of it was in the worker's pipe
+
+
+def _error(item: _Item, reason: str) -> tuple[int, Outcome]:
+    return item.key, Outcome("error", math.nan, reason)
+
+
+class _Worker:
+    """One subprocess and its pipes. Nothing here blocks, save the reaping of a killed process."""
+
+    def __init__(self, fn: str, setup: bytes):
+        env = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", **os.environ}  # threads reserve address space, which is limited
+        self._process = subprocess.Popen(
+            # -P keeps the script's own directory off sys.path; the worker takes over this process's path.
+            [sys.executable, "-P", worker_script.__file__, fn],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0, env=env,
+        )  # fmt: skip
+        self.stdout = self._process.stdout.fileno()
+        self._stdin = self._process.stdin.fileno()
+        os.set_blocking(self.stdout, False)
+        os.set_blocking(self._stdin, False)
+        self._unsent, self._sent_bytes, self._received = bytearray(setup), 0, b""
+        self._end = len(setup)
+        self._entering: deque[_Item] = deque()  # those whose bytes are not all in the pipe
+        self.in_flight: deque[_Item] = deque()  # oldest first; the first is the one being scored
+        self.ready = self.ended = False
+        self.free_at = time.monotonic()  # when it started, was ready, or finished its last item
+
+    def send(self, items: Sequence[_Item]) -> None:
+        for item in items:
+            self._unsent += item.line
+            self._end += len(item.line)
+            item.end, item.sent_at = self._end, math.inf
+        self.in_flight.extend(items)
+        self._entering.extend(items)
+
+    def flush(self) -> None:
+        """Write what the pipe takes."""
+        try:
+            while self._unsent:
+                written = os.write(self._stdin, self._unsent)
+                del self._unsent[:written]
+                self._sent_bytes += written
+        except BlockingIOError:
+            pass  # the pipe is full
+        except BrokenPipeError:
+            return  # it died; its closed output says so to the reader
+        now = time.monotonic()
+        while self._entering and self._entering[0].end <= self._sent_bytes:
+            self._entering.popleft().sent_at = now
+
+    def read(self) -> Iterator[list]:
+        """The messages that have come. Sets `ended` at the end of its output."""
+        while not self.ended:
+            try:
+                chunk = os.read(self.stdout, _READ_BYTES)
+            except BlockingIOError:
+                return
+            self.ended = not chunk
+            *lines, self._received = (self._received + chunk).split(b"\n")
+            for line in lines:
+                yield json.loads(line)
+
+    def current(self) -> _Item | None:
+        """The item that is being scored, if it has all of it."""
+        return self.in_flight[0] if self.in_flight and self.in_flight[0].sent_at < math.inf else None
+
+    def deadline(self, timeout_s: float) -> float:
+        """When it must have said something: time.monotonic(), infinite while nothing is owed."""
+        if not self.ready:
+            return self.free_at + START_S
+        item = self.current()
+        return max(item.sent_at, self.free_at) + timeout_s if item else math.inf
+
+    def kill(self) -> str:
+        """End its process group; how the worker itself ended, in words."""
+        # Before it is reaped: until then its id, and so its group's, cannot be anybody else's.
+        os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.wait()
+        self._process.stdin.close()
+        if code >= 0:
+            return f"exited with code {code}"
+        if code == -signal.SIGXCPU:
+            return "was ended for its CPU time"
+        return f"died of signal {-code} ({signal.strsignal(-code)})"
+
+    def close(self) -> None:
+        if self._process.returncode is None:
+            self.kill()
+        self._process.stdout.close()
+
+
+class RewardPool:
+    """Scores completions with `fn`, an import path "module:function", in worker processes. See the module's docstring.
+
+    timeout_s: wall clock, an item. memory_mb: address space, a worker. The function sees this process's sys.path and its
+    current directory. Workers end with the thread that made the pool: make it in a thread that lives as long.
+    """
+
+    def __init__(self, fn: str, *, num_workers: int = 1, timeout_s: float = 5.0, memory_mb: int = 1024):
+        for name, value in (("num_workers", num_workers), ("timeout_s", timeout_s), ("memory_mb", memory_mb)):
+            if not value > 0:
+                raise ValueError(f"reward.{name}={value}: must be above 0")
+        self.fn, self._timeout_s = fn, timeout_s
+        path = list(dict.fromkeys([os.getcwd(), *(p or os.getcwd() for p in sys.path)]))
+        setup = {"path": path, "memory_mb": memory_mb, "timeout_s": timeout_s, "parent": os.getpid()}
+        self._setup = json.dumps(setup).encode() + b"\n"
+        self._queue: deque[_Item] = deque()
+        self._failed_starts = 0
+        self._workers = [_Worker(fn, self._setup) for _ in range(num_workers)]
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    @property
+    def pending(self) -> int:
+        """Items submitted and not yet returned by poll."""
+        return len(self._queue) + sum(len(w.in_flight) for w in self._workers)
+
+    def submit(self, key: int, prompt: str, completion: str, meta: dict) -> None:
+        """Queue an item; `poll` starts it. Keys name items for the caller alone. TypeError if meta is not JSON."""
+        assert self._workers, "submit on a closed pool"
+        self._queue.append(_Item(key, json.dumps([key, prompt, completion, meta]).encode() + b"\n"))
+
+    def poll(self) -> list[tuple[int, Outcome]]:
+        """What has become known since the last call; hands out queued work. Does not block.
+
+        ValueError if the function cannot be used, RewardError if workers do not start.
+        """
+        outcomes: list[tuple[int, Outcome]] = []
+        for place, worker in enumerate(self._workers):
+            self._collect(worker, outcomes)
+            if worker.ended or time.monotonic() > worker.deadline(self._timeout_s):
+                self._workers[place] = self._replace(worker, outcomes)
+        self._hand_out()
+        return outcomes
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until `poll` has something to do, at most timeout_s; False if it has not."""
+        now = time.monotonic()
+        until = min([now + timeout_s, *(w.deadline(self._timeout_s) for w in self._workers)])
+        readable, _, _ = select.select([w.stdout for w in self._workers], [], [], max(0.0, until - now))
+        return bool(readable) or time.monotonic() < now + timeout_s
+
+    def start(self) -> None:
+        """Block until a worker has imported the function. ValueError saying what is wrong with it if none can."""
+        assert not self.pending, "start comes before the first submit"
+        self.poll()
+        while not any(w.ready for w in self._workers):
+            self.wait(1.0)
+            self.poll()
+
+    def close(self) -> None:
+        """Kill all workers. What is pending is dropped."""
+        workers, self._workers = self._workers, []
+        self._queue.clear()
+        for worker in workers:
+            worker.close()
+
+    def _collect(self, worker: _Worker, outcomes: list[tuple[int, Outcome]]) -> None:
+        for message in worker.read():
+            if message[0] == "failed":
+                raise ValueError(f"reward.fn={self.fn}: {message[1]}")
+            if message[0] == "ready":
+                worker.ready, worker.free_at = True, time.monotonic()
+                continue
+            key, kind, value, reason, worker.free_at = message
+            item = worker.in_flight.popleft()
+            assert item.key == key, f"a reward worker answered item {key}, not {item.key}"
+            self._failed_starts = 0
+            outcomes.append((key, Outcome(kind, math.nan if value is None else value, reason)))
+
+    def _replace(self, worker: _Worker, outcomes: list[tuple[int, Outcome]]) -> _Worker:
+        """Start another worker in the place of one that died or overran, and put its other items back into the queue."""
+        suspect, died = worker.current(), worker.ended
+        end = worker.kill()
+        self._collect(worker, outcomes)  # its last words: the suspect may have finished meanwhile
+        if suspect is None:
+            self._failed_starts += 1
+            if self._failed_starts >= MAX_FAILED_STARTS:
+                what = f"the worker {end}" if died else f"importing it took longer than {START_S:.0f} s"
+                remedy = "call it by hand, or raise reward.memory_mb if it imports much"
+                raise RewardError(f"reward.fn={self.fn}: {what} before it scored anything, {MAX_FAILED_STARTS} times in a row; {remedy}")
+        elif worker.in_flight and worker.in_flight[0] is suspect:
+            reason = f"the worker {end}" if died else f"took longer than reward.timeout_s={self._timeout_s:g}"
+            outcomes.append(_error(worker.in_flight.popleft(), reason))
+        self._queue.extendleft(reversed(worker.in_flight))
+        worker.in_flight.clear()
+        worker.close()
+        return _Worker(self.fn, self._setup)
+
+    def _hand_out(self) -> None:
+        share = min(BATCH, math.ceil(self.pending / len(self._workers)))
+        for worker in self._workers:
+            count = min(len(self._queue), share - len(worker.in_flight))
+            if worker.ready and count > 0:
+                worker.send([self._queue.popleft() for _ in range(count)])
+            worker.flush()
+
+
+def check_reward(
+    fn: str, samples: Sequence[tuple[str, str, dict]], *, timeout_s: float = 5.0, memory_mb: int = 1024
+) -> list[Outcome]:  # fmt: skip
+    """Resolve `fn` in a worker and score (prompt, completion, meta) samples with it, in order. Blocks.
+
+    ValueError naming what is wrong: no module, no function (and the nearest name), parameters that do not fit, or an error
+    on every sample.
+    """
+    outcomes: dict[int, Outcome] = {}
+    with RewardPool(fn, timeout_s=timeout_s, memory_mb=memory_mb) as pool:
+        pool.start()
+        for i, sample in enumerate(samples):
+            pool.submit(i, *sample)
+        outcomes.update(pool.poll())
+        while pool.pending:
+            pool.wait(1.0)
+            outcomes.update(pool.poll())
+    checked = [outcomes[i] for i in range(len(samples))]
+    if checked and all(o.kind == "error" for o in checked):
+        raise ValueError(f"reward.fn={fn}: failed on all {len(checked)} samples: {checked[0].reason}")
+    return checked

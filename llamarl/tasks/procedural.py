@@ -1,0 +1,81 @@
+"""reasoning_gym: questions made on demand, by number, from a seed.
+
+Item i of a reasoning_gym dataset is made from seed + i, so datasets of neighbouring seeds share nearly all questions.
+The seeds here are a whole window apart: evaluation always comes from the first, training with seed s from the
+(s + 1)-th, and a training question that is also an evaluation question is replaced.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from functools import lru_cache
+
+from llamarl.tasks.base import CACHED_PROMPTS, Example, PromptMaker
+from llamarl.types import Prompt
+
+NUM_TRAIN = 20_000  # questions before they repeat; some datasets are slow or refuse to be larger
+SEED_WINDOW = 1 << 20
+_DRAWS = 100  # questions tried in the place of one that does not do
+_STRIDE = 7_919  # prime, so that the tries for neighbouring items differ
+
+
+class ReasoningGymTask:
+    """The dataset `name`. Questions over max_prompt_tokens are replaced by others that fit.
+
+    ValueError for an unknown name, one that reasoning_gym refuses, or a limit that next to no question meets.
+    """
+
+    default_reward = "llamarl.tasks.rewards:reasoning_gym_score"
+
+    def __init__(self, name: str | None, maker: PromptMaker, *, num_eval: int, seed: int):
+        self.name, self._maker = str(name), maker
+        self.num_train, self.num_eval = NUM_TRAIN, num_eval
+        self._train_seed = SEED_WINDOW * (seed % 1000 + 1)
+        self._train_questions = open_dataset(name, NUM_TRAIN, self._train_seed)
+        self._eval_questions = open_dataset(name, max(1, num_eval), 0)
+        self._held_out: frozenset[str] | None = None
+        self._train = lru_cache(CACHED_PROMPTS)(self._make_train)
+        self._eval = lru_cache(CACHED_PROMPTS)(self._make_eval)
+
+    def train_prompt(self, i: int) -> Prompt:
+        return self._train(i)
+
+    def eval_prompt(self, j: int) -> Prompt:
+        return self._eval(j)
+
+    def _make_eval(self, j: int) -> Prompt:
+        return self._draw(self._eval_questions, 0, j, self.num_eval, frozenset())
+
+    def _make_train(self, i: int) -> Prompt:
+        if self._held_out is None:
+            self._held_out = frozenset(self._eval_questions[j]["question"] for j in range(self.num_eval))
+        return self._draw(self._train_questions, self._train_seed, i, NUM_TRAIN, self._held_out)
+
+    def _draw(self, questions, seed: int, i: int, size: int, forbidden: frozenset[str]) -> Prompt:
+        for attempt in range(_DRAWS):
+            index = (i + attempt * _STRIDE) % size
+            entry = questions[index]
+            text = entry["question"]
+            if text not in forbidden and self._maker.fits(text):
+                # The scorer makes the entry again from these: its metadata need not survive JSON.
+                meta = {"answer": str(entry["answer"]), "dataset": self.name, "size": size, "seed": seed, "index": index}
+                return self._maker.prompt(Example(text, meta))
+        raise ValueError(
+            f"task {self.name}: {_DRAWS} questions in a row were over max_prompt_tokens={self._maker.max_prompt_tokens} "
+            "or held out for evaluation; raise it, or evaluate on fewer"
+        )
+
+
+@lru_cache(maxsize=8)
+def open_dataset(name: str | None, size: int, seed: int):
+    """A reasoning_gym dataset. ValueError with the nearest name if there is none such."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if name not in DATASETS:
+        near = get_close_matches(str(name), DATASETS, n=1, cutoff=0.4)
+        raise ValueError(f"task.name={name}: not a reasoning_gym dataset; did you mean {near[0] if near else 'chain_sum'}?")
+    try:
+        return reasoning_gym.create_dataset(name, size=size, seed=seed)
+    except (AssertionError, ValueError) as error:
+        raise ValueError(f"task.name={name}: reasoning_gym refuses {size} questions of it: {error}; choose another dataset") from error

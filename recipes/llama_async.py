@@ -1,0 +1,47 @@
+"""Asynchronous RL post-training: the main job.
+
+    python recipes/llama_async.py                                          one process, stations stepped in turn
+    torchrun --standalone --nproc-per-node=2 recipes/llama_async.py        trainer | generator and reward
+    torchrun ... recipes/llama_async.py max_lag=0                          synchronous, on-policy
+
+    prompts -> Generator -> Reward -> (Reference ->) Trainer
+                   ^------- policy weights -------------'
+"""
+
+from itertools import pairwise
+
+from executors.stations import build_generator, build_references, build_reward, build_trainer
+from llamarl.channel import Gather, Scatter, Weights
+from llamarl.config import Config, main
+from llamarl.controller import ExecutorController
+from llamarl.launch import launch
+
+
+@main
+def run(config: Config) -> None:
+    with launch(config) as job:
+        generator = build_generator(config, job)
+        reward = build_reward(config, job)
+        references = build_references(config, job)  # none, or one
+        trainer = build_trainer(config, job)
+        scorers = [reward, *references]
+
+        ExecutorController(
+            executors=[generator, *scorers, trainer],
+            channels=[
+                Gather("completions", generator, reward),
+                Gather("evaluations", generator, reward),
+                *(Gather("scored", a, b) for a, b in pairwise(scorers)),
+                Scatter("groups", scorers[-1], trainer),
+                Weights("policy", trainer, generator, dtype=config.model.dtype, transport=config.weights.transport),
+            ],
+            placement=job.placement,
+            ledger=job.ledger(),
+            world=job.world,
+            settings=job.settings,
+            make_writer=job.writer,
+        ).run()
+
+
+if __name__ == "__main__":
+    run()

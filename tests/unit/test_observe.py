@@ -1,0 +1,633 @@
+"""Observation: reports from many ranks become rows in step order; resume rewrites nothing; the pages can be read."""
+
+import base64
+import html.parser
+import io
+import json
+import logging
+import re
+import subprocess
+import sys
+import types
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.observe import Console, Metrics, RowWriter, Trace, build_sinks, is_timing
+from llamarl.observe.rates import RateMeter, idle_shares
+from llamarl.observe.report import main as report_main
+from llamarl.observe.report import moving_mean, write_report
+from llamarl.observe.rows import COLUMNS
+from llamarl.observe.sinks import Jsonl, TensorBoard, WandB, read_rows
+from llamarl.observe.trace import merge
+
+
+class Mail:
+    """Control of one rank in a fake world; messages pass through JSON as in the real one."""
+
+    def __init__(self, rank, world):
+        self.rank, self.world = rank, world
+
+    def post(self, rank, topic, payload):
+        self.world[rank, topic].append(json.dumps([self.rank, payload], allow_nan=False))
+
+    def take(self, topic):
+        letters, self.world[self.rank, topic] = self.world[self.rank, topic], []
+        return [tuple(json.loads(letter)) for letter in letters]
+
+
+class Kept:
+    """A sink that remembers."""
+
+    def __init__(self):
+        self.rows, self.closed = [], False
+
+    def write(self, row):
+        self.rows.append(row)
+
+    def close(self):
+        self.closed = True
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def writer_in(tmp_path, *, every=1000, sinks=(), first_step=0, clock=None):
+    due = lambda step: step % every == 0  # noqa: E731
+    return RowWriter(tmp_path, list(sinks), eval_due=due, first_step=first_step, clock=clock or Clock())
+
+
+def metrics_of(writer, *, world=None, rank=0, leader=0):
+    world = defaultdict(list) if world is None else world
+    return Metrics(rank=rank, leader=leader, control=Mail(rank, world), writer=writer, trace=Trace(rank=rank))
+
+
+def steps_in(tmp_path):
+    return [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")]
+
+
+# -- rows ---------------------------------------------------------------------------------------------------------
+
+
+def test_reports_of_several_ranks_and_executors_merge_into_one_row(tmp_path):
+    world = defaultdict(list)
+    leader = metrics_of(writer_in(tmp_path), world=world, rank=1, leader=1)
+    trainer, generator = (metrics_of(None, world=world, rank=rank, leader=1) for rank in (0, 2))
+    leader.report(0, {"eval/accuracy": 0.25})
+    generator.report(1, {"parity/logprob_diff_max": 1e-6})
+    generator.pump()
+    trainer.report(1, {"loss/value": 0.5, "lag/max": 2})
+    trainer.pump()
+    leader.pump()
+    baseline, row = read_rows(tmp_path / "metrics.jsonl")
+    assert baseline["step"] == baseline["policy_version"] == 0 and baseline["eval/accuracy"] == 0.25
+    assert (row["step"], row["loss/value"], row["lag/max"], row["parity/logprob_diff_max"]) == (1, 0.5, 2, 1e-6)
+
+
+def test_a_row_waits_for_its_evaluation_and_holds_back_later_rows(tmp_path):
+    kept = Kept()
+    writer = writer_in(tmp_path, every=2, sinks=[kept])
+    writer.ingest(0, {"eval/accuracy": 0.1})
+    for step in (1, 2, 3):
+        writer.ingest(step, {"loss/value": 0.0})
+    writer.flush()
+    assert [row["step"] for row in kept.rows] == [0, 1]
+    assert writer.is_complete(1) and not writer.is_complete(3), "the evaluation of step 2 is still to come"
+    writer.ingest(2, {"eval/accuracy": 0.2})
+    assert writer.is_complete(3) and not writer.is_complete(4), "step 4 is not trained yet"
+    writer.flush()
+    assert [row["step"] for row in kept.rows] == [0, 1, 2, 3]
+    assert kept.rows[2]["eval/accuracy"] == 0.2 and "eval/accuracy" not in kept.rows[3]
+
+
+def test_a_row_reaches_the_file_at_once(tmp_path):
+    writer = writer_in(tmp_path)
+    writer.ingest(0, {"eval/accuracy": 0.1})
+    writer.flush()
+    assert steps_in(tmp_path) == [0], "not flushed: a kill would lose the row"
+
+
+def test_an_abandoned_evaluation_frees_its_row_and_is_warned_of(tmp_path, caplog):
+    writer = writer_in(tmp_path, every=2)
+    writer.ingest(0, {"eval/accuracy": 0.1})
+    for step in (1, 2, 3):
+        writer.ingest(step, {"loss/value": 0.0})
+    writer.abandon_eval(2)
+    writer.flush()
+    assert steps_in(tmp_path) == [0, 1, 2, 3]
+    assert "evaluation of step 2" in caplog.text
+
+
+def test_without_a_baseline_evaluation_there_is_no_row_0(tmp_path):
+    writer = RowWriter(tmp_path, [], eval_due=lambda step: False, first_step=0)
+    writer.flush()
+    writer.ingest(1, {"loss/value": 0.0})
+    writer.flush()
+    assert steps_in(tmp_path) == [1]
+
+
+def test_close_writes_rows_that_lack_only_an_evaluation_and_closes_the_sinks(tmp_path, caplog):
+    kept = Kept()
+    writer = writer_in(tmp_path, every=2, sinks=[kept])
+    writer.ingest(0, {"eval/accuracy": 0.1})
+    for step in (1, 2):
+        writer.ingest(step, {"loss/value": 0.0})
+    writer.ingest(3, {"reward/mean": 0.0})
+    writer.close()
+    assert steps_in(tmp_path) == [0, 1, 2] and kept.closed
+
+
+def test_a_row_whose_trainer_report_was_lost_does_not_block_the_run(tmp_path, caplog):
+    writer = writer_in(tmp_path)
+    writer.ingest(0, {"eval/accuracy": 0.1})
+    writer.ingest(1, {"reward/mean": 0.5})
+    writer.ingest(2, {"loss/value": 0.0})
+    writer.flush()
+    assert steps_in(tmp_path) == [0, 1, 2] and "step 1 was lost" in caplog.text
+
+
+def test_a_report_for_a_written_row_is_dropped_with_a_warning(tmp_path, caplog):
+    writer = writer_in(tmp_path)
+    writer.ingest(0, {"eval/accuracy": 0.1})
+    writer.flush()
+    writer.ingest(0, {"eval/accuracy": 0.9})
+    writer.flush()
+    assert steps_in(tmp_path) == [0] and "eval/accuracy for step 0 dropped" in caplog.text
+
+
+def test_columns_come_in_reading_order(tmp_path):
+    writer = writer_in(tmp_path)
+    writer.ingest(0, {"zebra": 1, "eval/accuracy": 0.1, "apple": 2, "reward/mean": 0.3})
+    writer.flush()
+    names = list(read_rows(tmp_path / "metrics.jsonl")[0])
+    assert names == ["step", "policy_version", "reward/mean", "eval/accuracy", "time/wall_s", "apple", "zebra"]
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_arrival_order_of_evaluations_gives_every_row_once_in_order(tmp_path_factory, data):
+    last, every = 12, 3
+    evals = data.draw(st.permutations(range(0, last + 1, every)))
+    trained = [("loss/value", step) for step in range(1, last + 1)]  # the trainer reports in order
+    places = sorted(data.draw(st.lists(st.integers(0, last), min_size=len(evals), max_size=len(evals))), reverse=True)
+    for place, step in zip(places, evals, strict=True):
+        trained.insert(place, ("eval/accuracy", step))
+    kept = Kept()
+    writer = writer_in(tmp_path_factory.mktemp("run"), every=every, sinks=[kept])
+    for name, step in trained:
+        writer.ingest(step, {name: float(step)})
+        writer.flush()
+    assert [row["step"] for row in kept.rows] == list(range(last + 1))
+    assert all(row["eval/accuracy"] == row["step"] for row in kept.rows[::every])
+    assert all(row["loss/value"] == row["step"] for row in kept.rows[1:])
+
+
+# -- values -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_values_become_null_with_one_warning(tmp_path, caplog, bad):
+    metrics = metrics_of(writer_in(tmp_path))
+    metrics.report(0, {"eval/accuracy": 0.0})
+    for step in (1, 2):
+        metrics.report(step, {"loss/value": bad})
+    metrics.pump()
+    assert [row["loss/value"] for row in read_rows(tmp_path / "metrics.jsonl")[1:]] == [None, None]
+    assert len([record for record in caplog.records if "loss/value is" in record.message]) == 1
+
+
+def test_a_null_never_replaces_a_number(tmp_path):
+    writer = writer_in(tmp_path)
+    for accuracy in (None, 0.5, None):
+        writer.ingest(0, {"eval/accuracy": accuracy})
+    writer.flush()
+    assert read_rows(tmp_path / "metrics.jsonl")[0]["eval/accuracy"] == 0.5
+
+
+def test_tensors_and_integers_are_taken_as_numbers(tmp_path):
+    torch = pytest.importorskip("torch")
+    metrics = metrics_of(writer_in(tmp_path))
+    metrics.report(0, {"eval/accuracy": torch.tensor(0.5), "lag/max": 2})
+    metrics.pump()
+    assert '"lag/max": 2' in (tmp_path / "metrics.jsonl").read_text()
+    assert read_rows(tmp_path / "metrics.jsonl")[0]["eval/accuracy"] == 0.5
+
+
+def test_the_writer_belongs_to_the_leader_alone(tmp_path):
+    with pytest.raises(ValueError, match="leader"):
+        metrics_of(None, rank=0, leader=0)
+    with pytest.raises(ValueError, match="leader"):
+        metrics_of(writer_in(tmp_path), rank=1, leader=0)
+
+
+# -- counters and rates -------------------------------------------------------------------------------------------
+
+
+def test_rates_of_a_row_are_counter_differences_summed_over_ranks(tmp_path):
+    clock, world = Clock(), defaultdict(list)
+    leader = metrics_of(writer_in(tmp_path, clock=clock), world=world)
+    others = [metrics_of(None, world=world, rank=rank) for rank in (1, 2)]
+    leader.report(0, {"eval/accuracy": 0.0})
+    leader.pump()
+    for step, tokens in ((1, 100), (2, 300)):
+        clock.now += 2.0
+        for other in others:
+            other.add("generator/tokens", tokens)
+            other.add("generator/busy_s", 1.5)
+            other.add("generator/idle_s", 0.5)
+            other.add("generator/idle_s/room", 0.25)
+            other.add("weights/swap_stall_s", 0.125)
+            other.report(step + 50, {})  # a report takes the counters along at once
+            other.pump()
+        leader.report(step, {"loss/value": 0.0})
+        leader.pump()
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert rows[1]["generator/tokens_per_s"] == 100 * 2 / 2.0
+    assert rows[2]["generator/tokens_per_s"] == 300 * 2 / 2.0
+    assert rows[2]["generator/idle_fraction"] == 0.25 and rows[2]["generator/idle_fraction/room"] == 0.125
+    assert rows[2]["weights/swap_stall_s"] == 0.25
+    assert rows[2]["trainer/idle_fraction"] is None, "nothing was counted for the trainer"
+    assert [row["time/wall_s"] for row in rows] == [0.0, 2.0, 4.0]
+
+
+def test_counter_messages_are_totals_so_a_repeated_one_changes_nothing(tmp_path):
+    writer = writer_in(tmp_path)
+    for _ in range(2):
+        writer.set_counters(1, {"generator/tokens": 10})
+    writer.set_counters(2, {"generator/tokens": 5})
+    assert writer.counters() == {"generator/tokens": 15}
+
+
+def test_counters_travel_at_most_once_an_interval_but_reports_at_once():
+    world = defaultdict(list)
+    metrics = metrics_of(None, world=world, rank=1)
+    for _ in range(5):
+        metrics.add("x", 1)
+        metrics.pump()
+    assert len(world[0, "metrics"]) == 1, "five pumps within an interval sent more than the first"
+    metrics.report(1, {"loss/value": 0.0})
+    metrics.pump()
+    assert len(world[0, "metrics"]) == 2
+    assert json.loads(world[0, "metrics"][1])[1]["counters"] == {"x": 5}
+    metrics.pump()
+    assert len(world[0, "metrics"]) == 2, "nothing new, yet something was sent"
+
+
+def test_rates_of_fast_rows_are_over_a_window_but_stalls_are_exact():
+    meter = RateMeter(wall_s=0.0, counters={})
+    # Rows every 0.25 s; the generator's counters arrive only with every second row.
+    totals = [{"generator/tokens": 50 * (row // 2), "weights/swap_stall_s": 1.0 * row} for row in range(1, 13)]
+    rows = [meter.read(0.25 * row, counters) for row, counters in enumerate(totals, start=1)]
+    assert {row["generator/tokens_per_s"] for row in rows[6:]} == {100.0}
+    assert [row["weights/swap_stall_s"] for row in rows] == [1.0] * 12
+
+
+def test_idle_shares_name_the_largest_cause_and_its_knob():
+    counters = {"trainer/busy_s": 6.0, "trainer/idle_s": 4.0, "trainer/idle_s/weights": 1.0, "trainer/idle_s/data": 3.0, "x/y": 1}
+    (idle,) = idle_shares(counters)
+    assert (idle.executor, idle.share, idle.causes) == ("trainer", 0.4, (("data", 0.3), ("weights", 0.1)))
+    assert "overcommit" in idle.knob
+
+
+# -- resume -------------------------------------------------------------------------------------------------------
+
+
+def play(metrics, steps, *, every, eval_delay=2):
+    """Train `steps`; the evaluation of step s is reported eval_delay steps later, as by a busy generator."""
+    for step in steps:
+        metrics.add("generator/tokens", 10)
+        if step:
+            metrics.report(step, {"loss/value": step / 7, "reward/mean": step / 3})
+        done = step - eval_delay
+        if done >= 0 and done % every == 0:
+            metrics.report(done, {"eval/accuracy": done / 11})
+        metrics.pump()
+
+
+def without_timing(path):
+    return [{name: value for name, value in row.items() if not is_timing(name)} for row in read_rows(path)]
+
+
+@pytest.mark.parametrize("killed_at", [5, 6, 8, 9])
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_killed_and_resumed_file_equals_an_uninterrupted_one(tmp_path, killed_at, torn):
+    whole = metrics_of(writer_in(tmp_path / "whole", every=4))
+    play(whole, range(13), every=4)
+    whole.close()
+
+    first = metrics_of(writer_in(tmp_path / "cut", every=4))
+    play(first, range(6), every=4)  # row 4 still waits for its evaluation, which comes with step 6
+    state = json.loads(json.dumps(first.state_dict(5)))
+    play(first, range(6, killed_at + 1), every=4)
+    if torn:
+        with open(tmp_path / "cut" / "metrics.jsonl", "a") as file:
+            file.write('{"step": 99, "loss/va')  # killed in the middle of a write
+
+    second = metrics_of(writer_in(tmp_path / "cut", every=4))
+    second.load_state_dict(state)
+    play(second, range(6, 13), every=4)
+    second.close()
+    assert without_timing(tmp_path / "cut" / "metrics.jsonl") == without_timing(tmp_path / "whole" / "metrics.jsonl")
+
+
+def test_a_row_that_the_checkpoint_missed_is_taken_from_the_file(tmp_path):
+    first = writer_in(tmp_path)
+    first.ingest(0, {"eval/accuracy": 0.5})
+    first.ingest(1, {"loss/value": 1.0})
+    state = first.state_dict(2)  # the trainer's report of step 2 was still on its way
+    first.ingest(2, {"loss/value": 2.0})
+    first.ingest(3, {"loss/value": 3.0})
+    first.flush()
+    second = writer_in(tmp_path)
+    second.load_state_dict(state)
+    second.ingest(3, {"loss/value": 3.5})
+    second.flush()
+    assert [row.get("loss/value") for row in read_rows(tmp_path / "metrics.jsonl")] == [None, 1.0, 2.0, 3.5]
+
+
+def test_a_checkpoint_older_than_the_rows_leaves_the_later_ones_out(tmp_path):
+    first = writer_in(tmp_path)
+    first.ingest(0, {"eval/accuracy": 0.5})
+    for step in (1, 2):
+        first.ingest(step, {"loss/value": float(step)})
+    first.ingest(3, {"parity/logprob_diff_max": 0.25})
+    first.flush()
+    state = first.state_dict(1)
+    second = writer_in(tmp_path)
+    second.load_state_dict(state)
+    assert steps_in(tmp_path) == [0, 1]
+    for step in (2, 3):
+        second.ingest(step, {"loss/value": step / 2})
+    second.flush()
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row.get("loss/value") for row in rows] == [None, 1.0, 1.0, 1.5]
+    assert "parity/logprob_diff_max" not in rows[3], "a value of the abandoned future survived"
+
+
+def test_wall_time_and_counters_go_on_over_a_resume(tmp_path):
+    clock = Clock()
+    first = writer_in(tmp_path, clock=clock)
+    first.ingest(0, {"eval/accuracy": 0.5})
+    first.set_counters(0, {"generator/tokens": 70})
+    clock.now = 10.0
+    state = first.state_dict(0)
+    clock.now = 500.0  # the time that it lay killed does not count
+    second = writer_in(tmp_path, clock=clock)
+    second.load_state_dict(state)
+    second.set_counters(0, {"generator/tokens": 30})
+    clock.now = 510.0
+    second.ingest(1, {"loss/value": 1.0})
+    second.flush()
+    row = read_rows(tmp_path / "metrics.jsonl")[-1]
+    assert row["time/wall_s"] == 20.0 and row["generator/tokens_per_s"] == 3.0
+    assert second.summary().tokens_per_s == 100 / 20.0
+
+
+def test_only_the_leader_has_state():
+    assert metrics_of(None, rank=1).state_dict() == {}
+
+
+def test_a_fresh_start_keeps_an_earlier_runs_file_under_another_name(tmp_path):
+    for accuracy in (0.1, 0.2, 0.3):
+        writer = writer_in(tmp_path)
+        writer.ingest(0, {"eval/accuracy": accuracy})
+        writer.close()
+    kept = {path.name: read_rows(path)[0]["eval/accuracy"] for path in tmp_path.glob("metrics*.jsonl")}
+    assert kept == {"metrics.1.jsonl": 0.1, "metrics.2.jsonl": 0.2, "metrics.jsonl": 0.3}
+
+
+# -- sinks and console --------------------------------------------------------------------------------------------
+
+
+def test_a_bad_line_is_named_by_file_and_number(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{oops\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not JSON"):
+        read_rows(file)
+    file.write_text('{"step": 1}\n[1]\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a metrics row"):
+        read_rows(file)
+
+
+def test_truncate_keeps_earlier_rows_byte_for_byte(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 0,   "a": 1}\n{"step": 1}\n{"step": 2}\n{"ste')
+    sink = Jsonl(file)
+    assert sink.truncate(1) == [{"step": 1}, {"step": 2}]
+    assert file.read_text() == '{"step": 0,   "a": 1}\n'
+    sink.write({"step": 1, "b": 2})
+    assert read_rows(file) == [{"step": 0, "a": 1}, {"step": 1, "b": 2}]
+
+
+ROW = {
+    "step": 12,
+    "reward/mean": 0.4531,
+    "eval/accuracy": 0.412,
+    "lag/mean": 1.24,
+    "lag/max": 2,
+    "loss/value": 0.0123,
+    "grad_norm": 0.8125,
+    "generator/tokens_per_s": 18230.0,
+    "generator/idle_fraction": 0.03,
+    "trainer/idle_fraction": None,
+    "time/step_s": 0.31,
+}
+
+
+def test_a_plain_console_line_names_what_it_shows():
+    out = io.StringIO()
+    console = Console(max_steps=200, stream=out)
+    console.write(ROW)
+    console.write({"step": 13})
+    first, second = out.getvalue().splitlines()
+    assert first == (
+        "step 12/200  reward 0.453  accuracy 41.2%  lag 1.2/2  loss 0.0123  grad 0.812  tok/s 18.2k  idle g/t 3%/-  s/step 0.31"
+    )
+    assert second == "step 13/200"
+
+
+def test_a_terminal_gets_an_aligned_table_within_80_columns():
+    out = Terminal()
+    console = Console(max_steps=200, stream=out)
+    console.write(ROW)
+    console.write(ROW | {"eval/accuracy": None})
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in out.getvalue().splitlines()]
+    header, first, second = lines
+    assert len(header) == len(first) == len(second) < 80
+    assert header.index("reward") + len("reward") == first.index("0.453") + len("0.453") == second.index("0.453") + len("0.453")
+
+
+def test_tensorboard_gets_every_number_at_its_step_and_a_resume_replaces_later_ones(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for rows in (((1, 0.5), (2, 7.0), (3, 7.0)), ((2, 0.25),)):
+        sink = TensorBoard(tmp_path)
+        for step, loss in rows:
+            sink.write({"step": step, "loss/value": loss, "kl/ref": None})
+        sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss/value")] == [(1, 0.5), (2, 0.25)]
+    assert events.Tags()["scalars"] == ["loss/value"]
+
+
+@pytest.mark.parametrize("option, module", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_a_missing_package_is_named_with_its_pip_command(tmp_path, monkeypatch, option, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=f"pip install {option}"):
+        build_sinks(tmp_path, max_steps=1, **{option: True})
+
+
+def test_a_resumed_run_continues_its_wandb_run(tmp_path, monkeypatch):
+    logged, ids = [], []
+
+    class Run:
+        id = "abc123"
+
+        def log(self, values, step):
+            logged.append((step, values))
+
+        def finish(self):
+            logged.append("finished")
+
+    def init(*, id, **_):
+        ids.append(id)
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    sink = WandB(tmp_path)
+    sink.write({"step": 3, "loss/value": 0.5, "kl/ref": None})
+    sink.close()
+    WandB(tmp_path)
+    assert logged == [(3, {"loss/value": 0.5}), "finished"]
+    assert ids == [None, "abc123"]
+
+
+def test_importing_observe_imports_no_torch_and_nothing_heavy():
+    code = "import sys, llamarl.observe; print(sorted({'torch', 'matplotlib', 'rich', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# -- summary, trace, report ---------------------------------------------------------------------------------------
+
+
+def small_run(tmp_path, num_steps=20):
+    clock = Clock()
+    metrics = metrics_of(writer_in(tmp_path, every=10, clock=clock))
+    for step in range(num_steps + 1):
+        clock.now += 2.0
+        for executor, cause, idle_s in (("generator", "room", 0.5), ("trainer", "data", 1.5)):
+            metrics.add(f"{executor}/busy_s", 2.0 - idle_s)
+            metrics.add(f"{executor}/idle_s", idle_s)
+            metrics.add(f"{executor}/idle_s/{cause}", idle_s)
+        metrics.add("generator/tokens", 100)
+        if step:
+            values = {name: (step + 1) / 100 for name in COLUMNS[1:] if "eval" not in name and not is_timing(name)}
+            metrics.report(step, values | {"kl/ref": None, "time/step_s": 2.0})
+        if step % 10 == 0:
+            metrics.report(step, {"eval/accuracy": 0.4 + step / 100})
+        metrics.pump()
+    return metrics
+
+
+def test_the_summary_says_before_after_speed_idleness_and_where(tmp_path):
+    metrics = small_run(tmp_path)
+    metrics.close()
+    text = str(metrics.writer.summary())
+    assert "accuracy   40.0% -> 60.0%" in text
+    assert "20 steps in 42.0 s" in text and "generated  50 tokens/s" in text
+    assert "trainer 75% (data 75%)" in text and "generator 25% (room 25%)" in text
+    assert str(tmp_path / "metrics.jsonl") in text
+
+
+def test_a_summary_of_nothing_is_still_a_summary(tmp_path):
+    assert str(writer_in(tmp_path).summary()).startswith("0 steps")
+
+
+def test_traces_hold_the_newest_spans_and_merge_with_a_lane_per_executor_and_rank(tmp_path):
+    files = []
+    for rank in (0, 1):
+        trace = Trace(rank, capacity=3)
+        for number in range(5):
+            trace.add("trainer" if number % 2 else "generator", f"step {number}", 10.0 + number, 10.5 + number)
+        files.append(tmp_path / f"trace.rank{rank}.json")
+        trace.dump(files[-1])
+    merge(files, tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert trace["otherData"]["dropped_spans"] == 4
+    assert [span["name"] for span in spans if span["pid"] == 0] == ["step 2", "step 3", "step 4"]
+    assert {(span["pid"], span["tid"]) for span in spans} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert all(span["dur"] == 500_000 for span in spans) and min(span["ts"] for span in spans) == 0
+    assert spans[1]["ts"] - spans[0]["ts"] == pytest.approx(1e6, abs=2)  # rounded to microseconds
+
+
+def test_merging_something_else_names_the_file(tmp_path):
+    (tmp_path / "x.json").write_text("[]")
+    with pytest.raises(ValueError, match="x.json: not a trace"):
+        merge([tmp_path / "x.json"], tmp_path / "out.json")
+
+
+class Page(html.parser.HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.images, self.links, self.words = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if tag == "img":
+            self.images.append((attrs["alt"], attrs["src"]))
+        self.links += [value for name, value in attrs.items() if name in ("href", "src") and not value.startswith("data:")]
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_the_report_is_self_contained_and_shows_curves_causes_and_knobs(tmp_path):
+    small_run(tmp_path).close()
+    (tmp_path / "config.yaml").write_text("task: <script>alert(1)</script>\n")
+    text = write_report(tmp_path).read_text()
+    page = Page(text)
+    assert page.links == [] and "<script" not in text
+    titles = [alt for alt, _ in page.images]
+    assert {"Reward", "Evaluation accuracy", "Entropy", "Ratio, raw", "Lag", "Idle: trainer"} <= set(titles)
+    assert "KL to the reference" not in titles and "Not measured in this run: KL to the reference, KL to the generator" in text
+    for _, source in page.images:
+        assert b"</svg>" in base64.b64decode(source.removeprefix("data:image/svg+xml;base64,"))
+    assert "40.0% → 60.0%" in page.words and "data 75%" in page.words
+    assert any("overcommit" in word for word in page.words)
+
+
+def test_a_report_can_be_written_from_one_row(tmp_path):
+    writer = writer_in(tmp_path)
+    writer.ingest(0, {"eval/accuracy": 0.5})
+    writer.close()
+    assert [alt for alt, _ in Page(write_report(tmp_path, tmp_path / "out.html").read_text()).images] == ["Evaluation accuracy"]
+
+
+def test_the_report_command_says_what_is_wrong(tmp_path, capsys):
+    assert report_main([str(tmp_path)]) == 2
+    assert "metrics.jsonl: no such file" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert report_main([str(tmp_path)]) == 2
+    assert "no rows yet" in capsys.readouterr().err
+
+
+def test_the_moving_mean_ignores_gaps_and_is_shorter_at_the_ends():
+    numpy = pytest.importorskip("numpy")
+    got = moving_mean(numpy.array([1.0, numpy.nan, 3.0, 5.0]), width=3)
+    assert got.tolist() == [1.0, 2.0, 4.0, 4.0]

@@ -1,0 +1,209 @@
+"""The ticket rules, against a naive model of them (DESIGN's inequality written out) under random schedules."""
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from llamarl.tickets import OvercommitGovernor, PromptStream, TicketLedger, in_time, lane_of
+
+
+def holds(deadlines: list[int], step: int, B: int) -> bool:
+    """R(d) <= (d - step + 1) B for every d >= step, and R(step - 1) = 0: by counting."""
+    if any(d < step for d in deadlines):
+        return False
+    return all(sum(x <= d for x in deadlines) <= (d - step + 1) * B for d in range(step, max(deadlines, default=step) + 1))
+
+
+class NaiveLane:
+    """One lane, by the letter of the rules: recomputed from scratch at every question."""
+
+    def __init__(self, B, max_lag, overcommit):
+        self.B, self.max_lag, self.overcommit, self.step = B, max_lag, overcommit, 0
+        self.deadline, self.finished = {}, set()
+
+    def may_start(self, version):
+        d = version + self.max_lag
+        return len(self.deadline) < self.B + self.overcommit and holds([*self.deadline.values(), d], self.step, self.B)
+
+    def batch(self):
+        first = sorted(self.finished, key=lambda t: (self.deadline[t], t))[: self.B]
+        rest = [d for t, d in self.deadline.items() if t not in first]
+        return first if len(first) == self.B and holds(rest, self.step + 1, self.B) else None
+
+
+@given(st.lists(st.integers(0, 12), max_size=12), st.integers(0, 6), st.integers(1, 4))
+def test_in_time_is_the_inequality(deadlines, step, B):
+    assert in_time(deadlines, step, B) == holds(deadlines, step, B)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    B=st.integers(1, 4), max_lag=st.integers(0, 5), overcommit=st.integers(0, 12), lanes=st.integers(1, 3),
+    rolls=st.lists(st.integers(0, 10**6), min_size=20, max_size=150),
+)  # fmt: skip
+def test_random_schedules_obey_the_rules_never_exceed_max_lag_and_never_deadlock(B, max_lag, overcommit, lanes, rolls):
+    overcommit = overcommit if max_lag else 0
+    ledger = TicketLedger(groups_per_step=B * lanes, max_lag=max_lag, overcommit=overcommit, num_lanes=lanes)
+    share = [overcommit // lanes + (i < overcommit % lanes) for i in range(lanes)]
+    naive = [NaiveLane(B, max_lag, share[i]) for i in range(lanes)]
+    version, working, consumed, started_at = 0, [], [], {}
+    for roll in rolls:
+        action = roll % 4
+        if action == 0:  # some generator, perhaps with older weights, asks
+            held = max(0, version - (roll // 4) % 2)
+            granted = ledger.start(1, held)
+            able = [i for i in range(lanes) if naive[i].may_start(held)]
+            assert bool(granted) == bool(able)
+            for t in granted:
+                assert t.deadline == held + max_lag
+                naive[t.index % lanes].deadline[t.index] = t.deadline
+                started_at[t.index] = held
+                working.append(t.index)
+        elif action == 1 and working:  # completions finish in any order
+            ticket = working.pop(roll // 4 % len(working))
+            ledger.finish([ticket])
+            naive[ticket % lanes].finished.add(ticket)
+        elif action == 2:
+            batches = [lane.batch() for lane in naive]
+            taken = ledger.take(naive[0].step)
+            assert (taken is None) == any(b is None for b in batches)
+            if taken is not None:
+                assert sorted(taken) == sorted(t for b in batches for t in b)
+                for lane, batch in zip(naive, batches):
+                    for t in batch:
+                        assert lane.step - started_at[t] <= max_lag
+                        lane.finished.discard(t), lane.deadline.pop(t)
+                    lane.step += 1
+                consumed += taken
+        else:  # the generators receive the newest weights
+            version = naive[0].step
+        for lane in naive:
+            assert holds(list(lane.deadline.values()), lane.step, B)
+    # From here, finishing all work and starting with fresh weights must always lead to a next step.
+    target = naive[0].step + max_lag + 2
+    for _ in range(4 * (B * lanes + overcommit) * (target + 1)):
+        ledger.finish(working)
+        working = [t.index for t in ledger.start(100, ledger.step)]
+        if (taken := ledger.take(ledger.step)) is not None:
+            consumed += taken
+        if ledger.step >= target:
+            break
+    assert ledger.step >= target
+    assert len(consumed) == len(set(consumed))
+
+
+def test_synchronous_starts_one_batch_a_version_and_nothing_ahead():
+    ledger = TicketLedger(groups_per_step=3, max_lag=0, overcommit=0)
+    assert [t.index for t in ledger.start(10, 0)] == [0, 1, 2]
+    assert ledger.start(10, 0) == []
+    ledger.finish([2, 0])
+    assert ledger.take(0) is None
+    ledger.finish([1])
+    assert ledger.take(0) == [0, 1, 2]
+    assert ledger.start(10, 0) == []  # version 0 is too old for step 1
+    assert [t.index for t in ledger.start(10, 1)] == [3, 4, 5]
+
+
+def test_synchronous_tickets_are_dealt_to_generators_whoever_asks_first():
+    def deal(order):
+        ledger = TicketLedger(groups_per_step=4, max_lag=0, overcommit=0, num_generators=2)
+        return {g: [t.index for t in ledger.start(10, 0, g)] for g in order}
+
+    assert deal([0, 1]) == deal([1, 0]) == {0: [0, 2], 1: [1, 3]}
+
+
+def test_a_straggler_holds_up_only_the_step_of_its_own_deadline():
+    ledger = TicketLedger(groups_per_step=1, max_lag=2, overcommit=2)
+    assert [t.index for t in ledger.start(10, 0)] == [0, 1, 2]
+    ledger.finish([1])
+    assert ledger.take(0) == [1]
+    ledger.finish([2])
+    assert ledger.take(1) == [2]
+    ledger.start(10, 2)
+    ledger.finish([3])
+    assert ledger.take(2) is None  # ticket 0 was started at version 0: step 2 is its last
+    ledger.finish([0])
+    assert ledger.take(2) == [0]
+
+
+def test_untaken_groups_are_taken_again():
+    ledger = TicketLedger(groups_per_step=2, max_lag=1, overcommit=1)
+    ledger.start(2, 0)
+    ledger.finish([0, 1])
+    assert ledger.take(0) == [0, 1]
+    ledger.untake(0)
+    assert ledger.take(0) == [0, 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=st.integers(0, 4), lanes=st.sampled_from([1, 2, 4]), new_lanes=st.sampled_from([1, 2, 4]), in_work=st.integers(0, 8), done=st.integers(0, 8))
+def test_a_resumed_ledger_consumes_every_ticket_once_on_any_number_of_lanes(steps, lanes, new_lanes, in_work, done):
+    def make(n):
+        return TicketLedger(groups_per_step=4, max_lag=2, overcommit=8, num_lanes=n)
+
+    ledger, consumed = make(lanes), []
+    for _ in range(steps):
+        ledger.finish([t.index for t in ledger.start(4, ledger.step)])
+        consumed += ledger.take(ledger.step) or []
+    started = [t.index for t in ledger.start(in_work, ledger.step)]
+    ledger.finish(started[:done])
+    resumed = make(new_lanes)
+    resumed.load_state_dict(ledger.state_dict())
+    assert resumed.reconcile(started[:done]) == set(started[:done])
+    for _ in range(6):
+        resumed.finish([t.index for t in resumed.start(100, resumed.step)])
+        while (taken := resumed.take(resumed.step)) is not None:
+            consumed += taken
+    assert len(consumed) == len(set(consumed))
+    assert set(range(max(consumed, default=-1) - 12)) <= set(consumed)
+
+
+def test_finished_groups_whose_data_is_lost_start_again():
+    ledger = TicketLedger(groups_per_step=2, max_lag=1, overcommit=2)
+    ledger.start(4, 0)
+    ledger.finish([0, 1, 2])
+    state = ledger.state_dict()
+    resumed = TicketLedger(groups_per_step=2, max_lag=1, overcommit=2)
+    resumed.load_state_dict(state)
+    assert resumed.reconcile([1]) == {1}
+    assert [t.index for t in resumed.start(10, 0)][:3] == [0, 2, 3]
+
+
+def test_a_ticket_cannot_finish_twice_or_unstarted():
+    ledger = TicketLedger(groups_per_step=1, max_lag=0, overcommit=0)
+    with pytest.raises(ValueError, match="not in work"):
+        ledger.finish([0])
+    ledger.start(1, 0)
+    ledger.finish([0])
+    with pytest.raises(ValueError, match="not in work"):
+        ledger.finish([0])
+
+
+def test_auto_overcommit_grows_while_the_trainer_waits_and_shrinks_while_groups_queue():
+    governor = OvercommitGovernor(groups_per_step=16, max_lag=4)
+    start = governor.value
+    for _ in range(100):
+        governor.observe(waited=True, num_finished=0)
+    assert governor.value == 64
+    for _ in range(100):
+        governor.observe(waited=False, num_finished=16)
+    assert governor.value == 0 < start
+
+
+class Numbers:
+    num_train = 7
+
+    def train_prompt(self, i):
+        return i
+
+
+@given(st.integers(0, 5), st.integers(0, 4))
+def test_a_prompt_stream_is_a_permutation_an_epoch_and_a_pure_function(seed, epoch):
+    stream = PromptStream(Numbers(), seed)
+    tickets = range(epoch * 7, epoch * 7 + 7)
+    assert sorted(stream[t] for t in tickets) == list(range(7))
+    assert [stream[t] for t in tickets] == [PromptStream(Numbers(), seed)[t] for t in tickets]
+
+
+@given(st.integers(1, 8))
+def test_every_rank_gets_one_ticket_in_n(n):
+    assert sorted(lane_of(t, n) for t in range(n)) == list(range(n))
