@@ -74,7 +74,10 @@ class RuleReward(Executor):
 
     def setup(self) -> None:
         """Start the workers. ValueError if `fn` cannot be imported or called."""
-        self._pool = RewardPool(self._fn, num_workers=self._num_workers, timeout_s=self._timeout_s, memory_mb=self._memory_mb)
+        self._pool = RewardPool(
+            self._fn, num_workers=self._num_workers, timeout_s=self._timeout_s, memory_mb=self._memory_mb,
+            on_result=self.control.wake,
+        )  # fmt: skip
         self._pool.start()
 
     def step(self) -> bool:
@@ -92,13 +95,13 @@ class RuleReward(Executor):
 
     def waiting_for(self) -> str | None:
         if self._whole:
-            return "room in scored, from the trainer"
+            return f"room: in channel {self.outputs['scored'].name}, which the trainer empties"
         if self._pool.pending:
-            return f"{self._pool.pending} scores by {self._fn}, from the reward workers"
+            return f"scores: {self._pool.pending} by {self._fn}, from the reward workers"
         if self._begun:
             ticket = min(self._begun)
             missing = self._group_size - len(self._begun[ticket])
-            return f"completions of {len(self._begun)} groups, such as {missing} of ticket {ticket}, from the generator"
+            return f"data: {len(self._begun)} groups are begun; ticket {ticket} lacks {missing} completions from the generator"
         return self._evaluations.missing()
 
     def teardown(self) -> None:
@@ -206,4 +209,4 @@ class Evaluations:
         if not self._scores:
             return None
         version, scores = min(self._scores.items())
-        return f"{self._num_prompts - len(scores)} evaluation completions of policy version {version}, from the generator"
+        return f"data: {self._num_prompts - len(scores)} evaluation completions of policy version {version}, from the generator"

@@ -101,9 +101,7 @@ class Receiver:
         self._control.wake()
 
     def listen(self, rank: int, group: dist.ProcessGroup) -> None:
-        thread = threading.Thread(target=self._receive, args=(rank, group), name=f"recv-{self.name}-{rank}", daemon=True)
-        thread.start()
-        self._threads.append(thread)
+        self._threads.append(self._control.thread(f"recv-{self.name}-{rank}", self._receive, rank, group))
 
     def _receive(self, rank: int, group: dist.ProcessGroup) -> None:
         while True:
@@ -162,8 +160,7 @@ class _Link:
         self._outbox: deque = deque()
         self._changed = threading.Condition()
         self._closing = False
-        self._thread = threading.Thread(target=self._send, name=f"send-{name}-{rank}", daemon=True)
-        self._thread.start()
+        self._thread = control.thread(f"send-{name}-{rank}", self._send)
 
     def deliver(self, records: list) -> None:
         with self._changed:
@@ -214,7 +211,7 @@ def connect(channel: Channel, sources: tuple[int, ...], destinations: tuple[int,
         for peer in destinations:
             local = peer == rank
             sender.add(receiver if local else _Link(channel.name, peer, group, channel.capacity, control))
-    if receiver:
+    if receiver is not None:
         for peer in sources:
             if peer != rank:
                 receiver.listen(peer, group)

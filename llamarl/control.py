@@ -75,10 +75,7 @@ class Control:
     def start(self) -> None:
         """Begin to listen and beat; after all handlers are in place."""
         if self._store is not None and not self._threads:
-            for target in (self._listen, self._beat):
-                thread = threading.Thread(target=target, name=f"control-{target.__name__}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+            self._threads = [self.thread("control-listen", self._listen), self.thread("control-beat", self._beat)]
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -141,6 +138,19 @@ class Control:
         self.failure = self.failure or error
         self.wake()
 
+    def thread(self, name: str, target: Callable[..., None], *args) -> threading.Thread:
+        """Start a daemon thread whose failure ends this rank's loop: a thread must not die unheard."""
+
+        def run() -> None:
+            try:
+                target(*args)
+            except Exception as error:
+                self.fail(error)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        return thread
+
     def check(self) -> None:
         """Raise what went wrong elsewhere, if anything did."""
         if self.failure is not None:
@@ -175,10 +185,7 @@ class Control:
                 return
             if topic == "close":
                 return
-            try:
-                self._deliver(sender, topic, payload)
-            except Exception as error:  # a handler's fault must end the run, not this thread alone
-                self.fail(error)
+            self._deliver(sender, topic, payload)
 
     def _beat(self) -> None:
         store = self._store.clone()

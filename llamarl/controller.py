@@ -35,14 +35,13 @@ from llamarl.checkpoint import Checkpointer
 from llamarl.control import Control, DeadlineExceeded
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.transfer import host_id
-from llamarl.executor import Executor, ExecutorGroup
+from llamarl.executor import POLL_S, Executor, ExecutorGroup
 from llamarl.ledger import TicketDesk
 from llamarl.observe import Metrics, RowWriter, Trace
 from llamarl.placement import World, executor_group, link_group
 from llamarl.snapshots import CONTROLLER, Snapshots, has_state
 from llamarl.tickets import TicketLedger
 
-POLL_S = 0.05
 STOP_S = 18.0  # from a stop request to the last sealed snapshot
 
 
@@ -202,9 +201,10 @@ class ExecutorController:
             if self.control.stopping:
                 stop_at = stop_at or time.monotonic() + STOP_S
                 if time.monotonic() > stop_at:
-                    raise DeadlineExceeded(f"rank {self.world.rank} ({self.control.names[self.world.rank]}) could not end within {STOP_S:.0f} s of the stop request")
+                    where = f"rank {self.world.rank} ({self.control.names[self.world.rank]})"
+                    raise DeadlineExceeded(f"{where} could not end within {STOP_S:.0f} s of the stop request")
             if not worked:
-                self.control.wait(POLL_S)
+                self.control.wait(min(e.poll_s for e in self.local) if self.local else POLL_S)
 
     def _step(self, executor: Executor, clock: _Clock) -> bool:
         began = time.monotonic()

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+POLL_S = 0.05
+
+
 @dataclass(frozen=True, slots=True)
 class ExecutorGroup:
     """The ranks that run one executor, and this process's place among them."""
@@ -52,6 +55,7 @@ class Executor:
     """One station of the graph. Subclasses give `name` and `step`, and what else they need."""
 
     name: str = "executor"
+    poll_s: float = POLL_S  # how long the loop may rest when no station of a rank has work; less where none wakes it
 
     def attach(
         self,

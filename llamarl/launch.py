@@ -18,11 +18,11 @@ from typing import Iterator
 import torch
 import torch.distributed as dist
 
-from llamarl.config import Config, resolve_placement
+from llamarl.config import Config, resolve_placement, to_values
 from llamarl.control import DeadlineExceeded, PeerDied
 from llamarl.controller import RunSettings
 from llamarl.models.hf import load_tokenizer
-from llamarl.observe import Console, RowWriter, build_sinks
+from llamarl.observe import RowWriter, build_sinks
 from llamarl.placement import World, init_world, threads_per_rank
 from llamarl.run import RunDirectory, RunDirectoryError, open_run
 from llamarl.tasks.base import Task
@@ -106,7 +106,9 @@ class Job:
     def writer(self) -> RowWriter:
         """The leader's book of metrics, with the console and what else the config asks for."""
         m = self.config.metrics
-        sinks = [*build_sinks(self.run.path, tensorboard=m.tensorboard, wandb=m.wandb), Console(max_steps=self.config.max_steps)]
+        sinks = build_sinks(
+            self.run.path, max_steps=self.config.max_steps, tensorboard=m.tensorboard, wandb=m.wandb, config=to_values(self.config)
+        )  # fmt: skip
         self._writer = RowWriter(self.run.path, sinks, eval_due=self.eval_due, first_step=0)
         return self._writer
 

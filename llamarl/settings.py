@@ -97,6 +97,7 @@ class TrainerSettings:
     compute_dtype: Literal["float32", "bfloat16"]
     activation_checkpointing: bool
     parity_tolerance: Positive
+    skip_zero_advantage: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,6 @@ class PlacementSettings:
 @dataclass(frozen=True, slots=True)
 class WeightsSettings:
     transport: Literal["auto", "shm", "gloo"]
-    checksum: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +162,7 @@ class Config:
     lr: Positive
     threads: Count | None
     deadline_s: Positive
+    heartbeat_timeout_s: Positive
     eval: EvalSettings
     checkpoint: CheckpointSettings
     weights: WeightsSettings

@@ -1,13 +1,14 @@
 """Supervised warm start: a model learns a task's own answers until it is right often enough for RL to begin.
 
-    python recipes/sft.py --out runs/warm --task addition --target-accuracy 0.4         # the embedded model, further
-    python recipes/sft.py --out DIR --model HF_DIR --task jsonl --path pairs.jsonl --completion-key completion
-    torchrun --nproc-per-node=2 recipes/sft.py ...                                       # data parallel: the same numbers
-    python recipes/sft.py --make-tiny                                                    # how llamarl/models/tiny was made
+    python recipes/sft.py --out DIR --task addition --target-accuracy 0.6               # from the embedded tiny model
+    python recipes/sft.py --out DIR --model HF_DIR --lr 1e-5 --task jsonl --path pairs.jsonl --answer-key completion
+    torchrun --nproc-per-node=2 recipes/sft.py ...                                      # data parallel, same batches
+    python recipes/sft.py --make-tiny                                                   # how llamarl/models/tiny was made
 
 Accuracy is the share of held-out prompts whose greedy completion is the answer, token for token, measured on the weights
-as they will be saved. Ctrl-C or SIGTERM saves what there is and ends. Whole float32 weights on every rank: for models of
-up to a few billion parameters. Left out: schedules beyond warm-up, mixed precision, resuming.
+as they will be saved. Ctrl-C or SIGTERM ends it after the step at hand and saves. Exit status: 0, 1 if the target was not
+reached, 128 + signal. Every rank holds float32 weights and optimizer whole (16 bytes a parameter); for models that do not
+fit so, and for resuming, this script is too small.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from llamarl.learning import sft
+from llamarl.learning.optim import build_optimizer, clip_grad_norm, lr_at, set_lr
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_tokenizer, load_weights
 from llamarl.models.scratch import TINY_CONFIG, random_weights, tiny_directory, write_directory
@@ -35,24 +37,24 @@ from llamarl.tasks.build import KINDS, build_task
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--out", type=Path, help="the model directory to write")
+    add("--out", type=Path, help="the model directory to write; one that is there is replaced when the new one is whole")
     add("--model", type=Path, default=tiny_directory(), help="the model directory to start from")
-    add("--random-init", action="store_true", help="take only config and tokenizer from --model")
-    add("--make-tiny", action="store_true", help="make the embedded model from nothing; --out defaults to its place")
+    add("--random-init", action="store_true", help="take config and tokenizer from --model, but no weights")
+    add("--make-tiny", action="store_true", help="make the embedded model anew, at --out or at its own place")
     add("--task", choices=KINDS, default="addition")
     add("--path", type=Path, help="the task's file or directory")
     add("--prompt-key", default="prompt")
-    add("--completion-key", default="answer", help="the key of the text to learn")
-    add("--name", help="the reasoning_gym task")
-    add("--plain", action="store_true", help="ignore the tokenizer's chat template")
-    add("--target-accuracy", type=float, help="stop when greedy accuracy on held-out prompts reaches it, 0 to 1")
+    add("--answer-key", default="answer", help="names the text to learn")
+    add("--name", help="which reasoning_gym task")
+    add("--no-chat", action="store_true", help="ignore the tokenizer's chat template")
+    add("--target-accuracy", type=float, help="0 to 1; stop once it is reached")
     add("--max-steps", type=int, default=2000)
     add("--batch-size", type=int, default=256, help="pairs a step, over all ranks")
     add("--microbatch-tokens", type=int, default=8192)
-    add("--lr", type=float, default=1e-3)
+    add("--lr", type=float, default=5e-4)
     add("--warmup-steps", type=int, default=50)
-    add("--eval-every", type=int, default=10)
-    add("--num-eval", type=int, default=500)
+    add("--eval-every", type=int, default=5, help="steps")
+    add("--num-eval", type=int, default=500, help="held-out prompts")
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the saved weights")
     add("--threads", type=int)
     add("--seed", type=int, default=0)
@@ -60,84 +62,51 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.make_tiny:
         args.random_init, args.out, args.threads = True, args.out or tiny_directory(), 1
         args.target_accuracy = 0.4 if args.target_accuracy is None else args.target_accuracy
-    problems = [f"--{n.replace('_', '-')} {getattr(args, n)}: need at least 1"
-                for n in ("max_steps", "batch_size", "microbatch_tokens", "warmup_steps", "eval_every", "num_eval") if getattr(args, n) < 1]
-    problems += ["--out: say where to write the model directory"] if args.out is None else []
-    problems += [f"--target-accuracy {args.target_accuracy}: need 0 to 1"] if not 0 <= (args.target_accuracy or 0) <= 1 else []
-    if problems:
-        parser.error("\n  ".join(problems))
+    counts = ("max_steps", "batch_size", "microbatch_tokens", "eval_every", "num_eval")
+    checks = [(f"--{name.replace('_', '-')}", getattr(args, name) >= 1, "need at least 1") for name in counts]
+    checks += [
+        ("--out", args.out is not None, "say where to write the model directory"),
+        ("--warmup-steps", 0 <= args.warmup_steps < args.max_steps, "need 0 or more, and fewer than --max-steps"),
+        ("--target-accuracy", 0 <= (args.target_accuracy or 0) <= 1, "need 0 to 1"),
+    ]
+    if any(not right for _, right, _ in checks):
+        parser.error("".join(f"\n  {flag}: {remedy}" for flag, right, remedy in checks if not right))
     return args
 
 
 class StopRequest:
-    """The first SIGTERM or Ctrl-C is remembered, the second one kills."""
-
-    signum = 0
+    """Remembers the first SIGTERM or Ctrl-C; the second one kills."""
 
     def __init__(self):
+        self.signum = 0
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self._remember)
 
-    def _remember(self, signum, _frame) -> None:
+    def _remember(self, signum: int, _frame) -> None:
         self.signum = signum
         signal.signal(signum, signal.SIG_DFL)
 
 
-def agree(world: World, *numbers: float) -> list[float]:
-    """Collective over the world: the sums of the numbers."""
-    total = torch.tensor(numbers, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.tolist()
-
-
-def accuracy(decoder, pairs: list[sft.Pair], world: World, args) -> float:
-    """Collective over the world: the share of all pairs that greedy decoding gets right."""
-    with sft.rounded(decoder, getattr(torch, args.dtype)):
-        mine = sft.split_pairs(pairs[world.rank::world.size], args.microbatch_tokens)
-        right = sum(int(sft.greedy_matches(decoder, sft.pack_pairs(part, world.device)).sum()) for part in mine)
-    return agree(world, right)[0] / len(pairs)
-
-
-def train_step(decoder, optimizer, pairs: list[sft.Pair], world: World, args) -> float:
-    """Collective over the world: one optimizer step on this rank's pairs and the others'. Returns the loss, nats a token."""
-    parts = [sft.pack_pairs(part, world.device) for part in sft.split_pairs(pairs, args.microbatch_tokens)]
-    # Divide by the global count: a per-rank mean would up-weight short ranks.
-    num_loss_tokens = int(agree(world, sum(part.rows.numel() for part in parts))[0])
-    optimizer.zero_grad()
-    loss = 0.0
-    for part in parts:
-        part_loss = sft.pair_loss(decoder, part, num_loss_tokens=num_loss_tokens)
-        part_loss.backward()
-        loss += part_loss.item()
-    if world.size > 1:
-        for parameter in decoder.parameters():
-            dist.all_reduce(parameter.grad)
-    torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0, error_if_nonfinite=True)
-    optimizer.step()
-    return agree(world, loss)[0]
-
-
-def train(decoder, args, world: World, tokenizer, stop: StopRequest, progress: Progress) -> tuple[int, float]:
-    """Collective over the world: train until the target, the last step or a stop request. Returns (steps, last accuracy)."""
-    limit = decoder.config.max_position_embeddings
-    task = build_task(args.task, tokenizer, path=args.path, prompt_key=args.prompt_key, answer_key=args.completion_key, name=args.name,
-                      chat=not args.plain, max_prompt_tokens=limit - 1, num_eval=args.num_eval, seed=args.seed)
-    train_pair = lru_cache(65_536)(lambda i: sft.make_pair(task.train_prompt(i), tokenizer))
-    held_out = [sft.make_pair(task.eval_prompt(j), tokenizer) for j in range(min(task.num_eval, args.num_eval))]
-    optimizer = torch.optim.AdamW(decoder.parameters(), lr=args.lr, weight_decay=0.01)
+def train(decoder, task, tokenizer, world: World, args: argparse.Namespace, stop: StopRequest, progress: Progress) -> tuple[int, float]:
+    """Collective over the world: until the target, the last step or a stop request. Returns (steps done, last accuracy)."""
+    longest = decoder.config.max_position_embeddings
+    train_pair = lru_cache(65_536)(lambda i: sft.make_pair(task.train_prompt(i), tokenizer, longest))
+    held_out = [sft.make_pair(task.eval_prompt(j), tokenizer, longest) for j in range(min(task.num_eval, args.num_eval))]
+    limits = {"budget_tokens": args.microbatch_tokens, "device": world.device}
+    optimizer = build_optimizer(decoder.parameters(), lr=args.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
     bar, last, loss = progress.add_task("sft", total=args.max_steps), float("nan"), float("nan")
     for step in range(args.max_steps + 1):
-        if step % args.eval_every == 0 or step == args.max_steps:
-            last = accuracy(decoder, held_out, world, args)
-            progress.console.print(f"step {step:5d}  loss {loss:7.4f}  greedy accuracy {last:6.1%} of {len(held_out)} held out")
-            if args.target_accuracy is not None and last >= args.target_accuracy:
-                return step, last
-        if agree(world, bool(stop.signum))[0] or step == args.max_steps:
+        if sft.total(stop.signum):
             return step, last
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * min(1, (step + 1) / args.warmup_steps)
+        if step % args.eval_every == 0 or step == args.max_steps:
+            with sft.rounded(decoder, getattr(torch, args.dtype)):
+                last = sft.accuracy(decoder, held_out[world.rank :: world.size], **limits)
+            progress.console.print(f"step {step:5d}  loss {loss:7.4f}  greedy accuracy {last:6.1%} of {len(held_out)} held out")
+            if args.target_accuracy is not None and last >= args.target_accuracy or step == args.max_steps:
+                return step, last
+        set_lr(optimizer, lr_at(step, lr=args.lr, warmup_steps=args.warmup_steps, max_steps=args.max_steps))
         batch = sft.sample_batch(task.num_train, args.batch_size, seed=args.seed, step=step)
-        loss = train_step(decoder, optimizer, [train_pair(i) for i in batch[world.rank::world.size]], world, args)
+        loss = sft.train_step(decoder, optimizer, [train_pair(i) for i in batch[world.rank :: world.size]], **limits)
         progress.update(bar, advance=1, description=f"sft  loss {loss:.3f}  accuracy {last:.1%}")
 
 
@@ -146,20 +115,21 @@ def main(argv: list[str] | None = None) -> int:
     sft.check_replaceable(args.out)
     world = init_world(threads=args.threads, deadline_s=600)
     with tempfile.TemporaryDirectory() as scratch:
-        like = args.model
+        like = Path(scratch) if args.make_tiny else args.model
         if args.make_tiny:
-            like = Path(scratch)
             write_directory(like, TINY_CONFIG)
-        decoder = build_decoder(read_config(like))
+        tokenizer, decoder = load_tokenizer(like), build_decoder(read_config(like))
+        task = build_task(args.task, tokenizer, path=args.path, prompt_key=args.prompt_key, answer_key=args.answer_key, name=args.name,
+                          chat=not args.no_chat, max_prompt_tokens=decoder.config.max_position_embeddings, num_eval=args.num_eval)  # fmt: skip
         decoder = random_weights(decoder, seed=args.seed) if args.random_init else load_weights(decoder, like, dtype=torch.float32)
         console = Console(quiet=world.rank > 0, highlight=False)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            steps, last = train(decoder.to(world.device), args, world, load_tokenizer(like), stop, progress)
+            steps, last = train(decoder.to(world.device), task, tokenizer, world, args, stop, progress)
         if world.rank == 0:
             sft.save_directory(decoder, like, args.out, getattr(torch, args.dtype))
     missed = args.target_accuracy is not None and not last >= args.target_accuracy
     why = f"stopped by {signal.Signals(stop.signum).name}" if stop.signum else "target not reached" if missed else "done"
-    console.print(f"{why} after {steps} steps: {args.out}, greedy accuracy {last:.1%} when last measured")
+    console.print(f"{why}: {args.out} after {steps} steps, greedy accuracy {last:.1%} when last measured", soft_wrap=True)
     dist.destroy_process_group()
     return 128 + stop.signum if stop.signum else int(missed)
 

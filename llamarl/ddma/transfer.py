@@ -206,8 +206,7 @@ class Publisher:
         self._last: list[list[int]] | None = None
         self.committed_version = -1
         self.bytes_per_sync = sum(r.size for _, ranges in links for r in ranges)
-        self._thread = threading.Thread(target=self._run, name=f"publish-{name}", daemon=True)
-        self._thread.start()
+        self._thread = control.thread(f"publish-{name}", self._run)
 
     def publish(self, version: int, stage: Callable[[Tensor], None], *, evaluate: bool, must_differ: bool) -> float:
         """Stage version `version` and return; delivery goes on behind. Returns the seconds that the caller was held.
@@ -242,11 +241,11 @@ class Publisher:
                 version = job[0]
                 self._deliver(*job)
                 self._control.wake()
-        except WeightsError as error:
-            self._control.fail(error)
+        except WeightsError:
+            raise
         except RuntimeError as error:
             text = f"weights {self.name!r} from rank {self._control.rank}, version {version}: a generator's link broke: {error}"
-            self._control.fail(PeerDied(text))
+            raise PeerDied(text) from error
 
     def _introduce(self) -> None:
         try:
@@ -302,8 +301,7 @@ class Subscriber:
         self._staged: tuple[int, bool] | None = None  # version, evaluate
         self._closing = False
         self._source_bytes = source_bytes
-        self._thread = threading.Thread(target=self._run, name=f"subscribe-{name}", daemon=True)
-        self._thread.start()
+        self._thread = control.thread(f"subscribe-{name}", self._run)
 
     @property
     def staged(self) -> tuple[int, bool] | None:
@@ -330,9 +328,11 @@ class Subscriber:
                 link.accept_slots(size)
             while self._receive_version():
                 self._control.wake()
+        except WeightsError:
+            raise
         except RuntimeError as error:
             if not self._closing:
-                self._control.fail(PeerDied(f"weights {self.name!r} on rank {self._control.rank}: the trainer's link broke: {error}"))
+                raise PeerDied(f"weights {self.name!r} on rank {self._control.rank}: the trainer's link broke: {error}") from error
 
     def _receive_version(self) -> bool:
         version, evaluate = -1, False

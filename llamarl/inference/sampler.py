@@ -144,7 +144,8 @@ def _first_above(cdf_NV: Tensor, target_N1: Tensor) -> Tensor:
     """[N, 1]: the first entry whose cumulative weight exceeds the target, so never one of weight zero."""
     # Rounding (of block sums in float32) may carry a target to the very end, where only zero weights follow.
     target = torch.minimum(target_N1, cdf_NV[:, -1:] * (1 - 2.0**-52))
-    return torch.searchsorted(cdf_NV, target, right=True)
+    # NaN logits would be past the end; the caller sees them in the logprobs.
+    return torch.searchsorted(cdf_NV, target, right=True).clamp_(max=cdf_NV.shape[1] - 1)
 
 
 def _scramble(z: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Supervised pairs: packed, their loss, and how many a greedy decoder gets right. Used by recipes/sft.py.
+"""Supervised pairs: packed, their loss, a step on it, and how many pairs greedy decoding gets right. Used by recipes/sft.py.
 
 Shapes: T packed tokens, N pairs, R trained rows (places whose label is a completion token), D model, V vocab.
 """
@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.learning.logprobs import chunked_logprobs
+from llamarl.learning.optim import clip_grad_norm
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.hf import export, named_parameters_hf
@@ -44,17 +46,20 @@ class PairBatch:
     rows_per_pair: Tensor  # [N] int64
 
 
-def make_pair(prompt: Prompt, tokenizer) -> Pair:
+def make_pair(prompt: Prompt, tokenizer, max_tokens: int) -> Pair:
     """The pair of a task's prompt: meta["solution"] if the task has worked solutions, else meta["answer"], then the end token.
 
-    tokenizer: transformers'. ValueError if the task gives no answer or the tokenizer names no end token.
+    tokenizer: transformers'. ValueError if there is no answer or no end token, or for a pair of more than max_tokens.
     """
     text = prompt.meta.get("solution", prompt.meta.get("answer"))
     if text is None:
-        raise ValueError("the task gives prompts without answers; choose one with answers, or name the key with --completion-key")
+        raise ValueError("the task gives prompts without answers; choose one with answers, or name their key")
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer names no eos_token; set it in tokenizer_config.json")
     completion = tokenizer(str(text), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    length = prompt.prompt_ids.numel() + len(completion)
+    if length > max_tokens:
+        raise ValueError(f"prompt and answer are {length} tokens, the model takes {max_tokens}; drop the pair that begins {prompt.text[:60]!r}")
     return Pair(torch.cat([prompt.prompt_ids, torch.tensor(completion)]), prompt.prompt_ids.numel())
 
 
@@ -106,6 +111,48 @@ def greedy_matches(decoder: Decoder, batch: PairBatch) -> Tensor:
     wrong = (best != batch.labels[batch.rows]).long()
     owner = torch.arange(batch.rows_per_pair.numel(), device=best.device).repeat_interleave(batch.rows_per_pair)
     return torch.zeros_like(batch.rows_per_pair).index_add_(0, owner, wrong) == 0
+
+
+def total(number: float) -> float:
+    """Collective over the world: the sum of the ranks' numbers."""
+    tensor = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def accuracy(decoder: Decoder, pairs: list[Pair], *, budget_tokens: int, device: str | torch.device) -> float:
+    """Collective over the world: the share of all ranks' pairs that greedy decoding gets right. ValueError if there are none."""
+    right = sum(int(greedy_matches(decoder, pack_pairs(part, device)).sum()) for part in split_pairs(pairs, budget_tokens))
+    num_pairs = total(len(pairs))
+    if not num_pairs:
+        raise ValueError("no held-out prompts to measure accuracy on; give the task more data")
+    return total(right) / num_pairs
+
+
+def train_step(
+    decoder: Decoder, optimizer: torch.optim.Optimizer, pairs: list[Pair], *, budget_tokens: int, device: str | torch.device
+) -> float:
+    """Collective over the world: one optimizer step on all ranks' pairs; a rank may have none. Returns the loss, nats a token.
+
+    FloatingPointError, before the step, for a gradient norm that is not finite. Gradients are clipped to norm 1.
+    """
+    parts = [pack_pairs(part, device) for part in split_pairs(pairs, budget_tokens)]
+    # Divide by the global count: a per-rank mean would up-weight short ranks.
+    num_loss_tokens, loss = int(total(sum(part.rows.numel() for part in parts))), 0.0
+    optimizer.zero_grad()
+    for part in parts:
+        part_loss = pair_loss(decoder, part, num_loss_tokens=num_loss_tokens)
+        part_loss.backward()
+        loss += part_loss.item()
+    if dist.get_world_size() > 1:
+        for parameter in decoder.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(parameter.grad)
+    norm = clip_grad_norm(decoder.parameters(), 1.0)
+    if not norm.isfinite():
+        raise FloatingPointError(f"gradient norm {norm.item()}: no step was taken; lower the learning rate or look for broken data")
+    optimizer.step()
+    return total(loss)
 
 
 @contextmanager

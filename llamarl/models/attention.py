@@ -59,14 +59,15 @@ class PackedAttention:
 
 
 def causal_products(q_NHLK: Tensor, k_NGLK: Tensor, v_NGLK: Tensor) -> Tensor:
-    """Causal attention [N, H, L, K] by plain batched products, in float32; holds all N H L^2 weights."""
+    """Causal attention [N, H, L, K] by plain batched products, in float32 or wider; holds all N H L^2 weights."""
     n, heads, longest, head_dim = q_NHLK.shape
     groups = k_NGLK.shape[1]
-    q = q_NHLK.float().reshape(n, groups, -1, head_dim) * head_dim**-0.5  # the query heads of one key head as more rows
-    scores = (q @ k_NGLK.float().transpose(-1, -2)).view(n, heads, longest, longest)
+    wide = torch.promote_types(q_NHLK.dtype, torch.float32)
+    q = q_NHLK.to(wide).reshape(n, groups, -1, head_dim) * head_dim**-0.5  # the query heads of one key head as more rows
+    scores = (q @ k_NGLK.to(wide).transpose(-1, -2)).view(n, heads, longest, longest)
     future = torch.ones(longest, longest, dtype=torch.bool, device=q.device).triu(1)
     weights = scores.masked_fill(future, -torch.inf).softmax(-1).view(n, groups, -1, longest)
-    return (weights @ v_NGLK.float()).view(n, heads, longest, head_dim).to(q_NHLK.dtype)
+    return (weights @ v_NGLK.to(wide)).view(n, heads, longest, head_dim).to(q_NHLK.dtype)
 
 
 class Rotary:

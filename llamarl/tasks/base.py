@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -66,7 +66,9 @@ class PromptMaker:
     ValueError if a system prompt is given that no template could carry.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, chat: bool, system_prompt: str | None, max_prompt_tokens: int, instruction: str = ""):
+    def __init__(
+        self, tokenizer: Tokenizer, *, chat: bool, system_prompt: str | None, max_prompt_tokens: int, instruction: str = ""
+    ):  # fmt: skip
         if max_prompt_tokens < 1:
             raise ValueError(f"max_prompt_tokens={max_prompt_tokens}: need at least 1")
         self._chat = bool(chat and getattr(tokenizer, "chat_template", None))
@@ -89,7 +91,8 @@ class PromptMaker:
     def fits(self, text: str) -> bool:
         """Is the prompt at most max_prompt_tokens long? Tokenises only what its size in bytes leaves in doubt."""
         # A token stands for a byte at least, of the text or of what normalisation makes of it.
-        size = len(text) if text.isascii() else max(len(t.encode("utf-8", "replace")) for t in (text, unicodedata.normalize("NFKD", text)))
+        forms = (text,) if text.isascii() else (text, unicodedata.normalize("NFKD", text))
+        size = max(len(form.encode("utf-8", "replace")) for form in forms)
         return self._overhead + size <= self.max_prompt_tokens or len(self.ids(text)) <= self.max_prompt_tokens
 
     def prompt(self, example: Example) -> Prompt:
@@ -99,33 +102,24 @@ class PromptMaker:
 class ListTask:
     """A task over two sequences of examples. Tokenises on demand; prompts over the limit are dropped with one warning.
 
-    train_texts, eval_texts: the same questions, where reading texts alone is cheaper than reading whole examples.
     ValueError if no training prompt is left.
     """
 
     def __init__(
-        self,
-        name: str,
-        train: Sequence[Example],
-        held_out: Sequence[Example],
-        maker: PromptMaker,
-        default_reward: str,
-        *,
-        train_texts: Iterable[str] | None = None,
-        eval_texts: Iterable[str] | None = None,
-    ):
+        self, name: str, train: Sequence[Example], held_out: Sequence[Example], maker: PromptMaker, *, default_reward: str
+    ):  # fmt: skip
         self.name, self.default_reward = name, default_reward
-        train_kept = _fitting(maker, train, train_texts)
-        eval_kept = _fitting(maker, held_out, eval_texts)
+        limit = maker.max_prompt_tokens
+        train_kept, eval_kept = _fitting(maker, train), _fitting(maker, held_out)
         self.num_train, self.num_eval = len(train_kept), len(eval_kept)
-        self.num_dropped = len(train) + len(held_out) - self.num_train - self.num_eval
-        if self.num_dropped:
+        dropped_train, dropped_eval = len(train) - self.num_train, len(held_out) - self.num_eval
+        if dropped_train or dropped_eval:
             log.warning(
                 "task %s: dropped %d of %d training and %d of %d evaluation prompts, longer than max_prompt_tokens=%d",
-                name, len(train) - self.num_train, len(train), len(held_out) - self.num_eval, len(held_out), maker.max_prompt_tokens,
+                name, dropped_train, len(train), dropped_eval, len(held_out), limit,
             )  # fmt: skip
         if not self.num_train:
-            raise ValueError(f"task {name}: none of {len(train)} training prompts fits max_prompt_tokens={maker.max_prompt_tokens}; raise it")
+            raise ValueError(f"task {name}: none of {len(train)} training prompts fits task.max_prompt_tokens={limit}; raise it")
         self._train = lru_cache(CACHED_PROMPTS)(lambda i: maker.prompt(train[train_kept[i]]))
         self._eval = lru_cache(CACHED_PROMPTS)(lambda j: maker.prompt(held_out[eval_kept[j]]))
 
@@ -136,7 +130,7 @@ class ListTask:
         return self._eval(j)
 
 
-def _fitting(maker: PromptMaker, examples: Sequence[Example], texts: Iterable[str] | None) -> Sequence[int]:
+def _fitting(maker: PromptMaker, examples: Sequence[Example]) -> Sequence[int]:
     """The places of the examples whose prompts are short enough."""
-    kept = [i for i, text in enumerate(texts if texts is not None else (e.text for e in examples)) if maker.fits(text)]
+    kept = [i for i, example in enumerate(examples) if maker.fits(example.text)]
     return kept if len(kept) < len(examples) else range(len(examples))

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -52,52 +52,36 @@ def build_task(
     if path is None and kind in ("jsonl", "gsm8k", "hf_dataset"):
         raise ValueError(f"task.kind={kind} needs task.path")
     instruction = GSM8K_INSTRUCTION if kind == "gsm8k" else ""
-    maker = PromptMaker(tokenizer, chat=chat, system_prompt=system_prompt, max_prompt_tokens=max_prompt_tokens, instruction=instruction)
-    match kind:
-        case "addition":
-            return ListTask(kind, *addition_examples(), maker, EXACT_MATCH)
-        case "jsonl":
-            return _file_task(kind, path, eval_path, lambda row: row_to_example(row, prompt_key, answer_key), num_eval, maker, EXACT_MATCH)
-        case "gsm8k":
-            return _file_task(kind, path, eval_path, gsm8k_row, num_eval, maker, NUMERIC_MATCH)
-        case "hf_dataset":
-            return _hf_task(path, eval_path, prompt_key, answer_key, num_eval, maker)
-        case _:
-            from llamarl.tasks.procedural import ReasoningGymTask
+    maker = PromptMaker(
+        tokenizer, chat=chat, system_prompt=system_prompt, max_prompt_tokens=max_prompt_tokens, instruction=instruction
+    )  # fmt: skip
+    if kind == "reasoning_gym":
+        from llamarl.tasks.procedural import ReasoningGymTask
 
-            return ReasoningGymTask(name, maker, num_eval=num_eval, seed=seed)
+        return ReasoningGymTask(name, maker, num_eval=num_eval, seed=seed)
+
+    def read_rows(file: str | Path) -> tuple[Sequence[Example], Sequence[Example] | None]:
+        if kind == "hf_dataset":
+            from llamarl.tasks.hf_dataset import read_hf_dataset
+
+            return read_hf_dataset(file, prompt_key, answer_key)
+        return read_jsonl(file, gsm8k_row if kind == "gsm8k" else lambda row: row_to_example(row, prompt_key, answer_key)), None
+
+    if kind == "addition":
+        train, held_out = addition_examples()
+    else:
+        train, held_out = read_rows(path)
+        if eval_path is not None:
+            first, evaluation_split = read_rows(eval_path)
+            held_out = first if evaluation_split is None else evaluation_split
+        elif held_out is None:
+            select = train.select if kind == "hf_dataset" else lambda places: [train[i] for i in places]
+            train, held_out = map(select, hold_out(len(train), num_eval))
+    return ListTask(kind, train, held_out, maker, default_reward=NUMERIC_MATCH if kind == "gsm8k" else EXACT_MATCH)
 
 
 def hold_out(num_rows: int, num_eval: int) -> tuple[list[int], list[int]]:
-    """(training rows, evaluation rows), each in file order: min(num_eval, a tenth) of them, the same for every seed."""
+    """(training rows, evaluation rows), each in file order: min(num_eval, a tenth) are held out, the same for every seed."""
     size = min(num_eval, max(1, num_rows // 10)) if num_rows > 1 else 0
     held = set(random.Random(0).sample(range(num_rows), size))
     return [i for i in range(num_rows) if i not in held], sorted(held)
-
-
-def _file_task(
-    kind: str, path: str | Path, eval_path: str | Path | None, to_example: Callable[[dict], Example], num_eval: int, maker: PromptMaker, reward: str
-) -> ListTask:  # fmt: skip
-    train: Sequence[Example] = read_jsonl(path, to_example)
-    if eval_path is not None:
-        held_out = read_jsonl(eval_path, to_example)
-    else:
-        train_rows, eval_rows = hold_out(len(train), num_eval)
-        train, held_out = [train[i] for i in train_rows], [train[i] for i in eval_rows]
-    return ListTask(kind, train, held_out, maker, reward)
-
-
-def _hf_task(
-    path: str | Path, eval_path: str | Path | None, prompt_key: str, answer_key: str | None, num_eval: int, maker: PromptMaker
-) -> ListTask:  # fmt: skip
-    from llamarl.tasks.hf_dataset import read_hf_dataset
-
-    train, held_out = read_hf_dataset(path, prompt_key, answer_key)
-    if eval_path is not None:
-        own, other = read_hf_dataset(eval_path, prompt_key, answer_key)
-        held_out = other or own
-    if held_out is None:
-        train_rows, eval_rows = hold_out(len(train), num_eval)
-        train, held_out = train.select(train_rows), train.select(eval_rows) if eval_rows else []
-    eval_texts = held_out.texts() if held_out else ()
-    return ListTask("hf_dataset", train, held_out, maker, EXACT_MATCH, train_texts=train.texts(), eval_texts=eval_texts)

@@ -18,8 +18,6 @@ class HFExamples(Sequence):
         for key in filter(None, (prompt_key, answer_key)):
             if key not in dataset.column_names:
                 raise ValueError(f"{where}: {missing_key(key, dataset.column_names)}")
-        if not len(dataset):
-            raise ValueError(f"{where}: empty; need at least one row")
         self._dataset, self._keys, self._where = dataset, (prompt_key, answer_key), where
 
     def __len__(self) -> int:
@@ -28,21 +26,20 @@ class HFExamples(Sequence):
     def __getitem__(self, i: int) -> Example:
         return row_to_example(self._dataset[i], *self._keys)
 
-    def texts(self) -> Iterator[str]:
-        """The prompts alone, in order. ValueError naming the row of one that is not text."""
-        column = self._dataset.select_columns([self._keys[0]])
-        for i, row in enumerate(column):
+    def __iter__(self) -> Iterator[Example]:
+        """All rows in order, read in batches. ValueError naming the row of a prompt that is not text."""
+        for i, row in enumerate(self._dataset):
             try:
-                yield row_to_example(row, self._keys[0], None).text
+                yield row_to_example(row, *self._keys)
             except ValueError as error:
                 raise ValueError(f"{self._where}: row {i}: {error}") from error
 
-    def select(self, rows: Sequence[int]) -> "HFExamples":
+    def select(self, rows: Sequence[int]) -> HFExamples:
         return HFExamples(self._dataset.select(rows), *self._keys, self._where)
 
 
 def read_hf_dataset(path: str | Path, prompt_key: str, answer_key: str | None) -> tuple[HFExamples, HFExamples | None]:
-    """(training split, test split or None). A directory with one split of any name has it for training."""
+    """(training split, evaluation split or None). A directory with one split of any name has it for training."""
     try:
         import datasets
     except ImportError as error:
@@ -56,12 +53,15 @@ def read_hf_dataset(path: str | Path, prompt_key: str, answer_key: str | None) -
         try:
             loaded = datasets.load_dataset(str(path))
         except (FileNotFoundError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
-            raise ValueError(f"{path}: not a dataset: {error}; need parquet, JSON or arrow files, or what save_to_disk wrote") from error
+            need = "need parquet, JSON or arrow files, or what save_to_disk wrote"
+            raise ValueError(f"{path}: not a dataset, {need}: {error}") from error
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     train = "train" if "train" in splits else next(iter(splits))
     held_out = next((s for s in EVAL_SPLITS if s in splits and s != train), None)
 
     def examples(split: str) -> HFExamples:
+        if not len(splits[split]):
+            raise ValueError(f"{path} ({split}): empty; need at least one row")
         return HFExamples(splits[split], prompt_key, answer_key, f"{path} ({split})")
 
     return examples(train), examples(held_out) if held_out else None

@@ -23,9 +23,10 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +36,7 @@ BATCH = 64  # items in flight a worker
 START_S = 120.0  # for a worker to import the user's module
 MAX_FAILED_STARTS = 3  # in a row
 _READ_BYTES = 1 << 16
+_BELL_REST_S = 0.001  # between two rings heard: one call of on_result serves all results of that time
 
 log = logging.getLogger(__name__)
 
@@ -67,12 +69,12 @@ def _error(item: _Item, reason: str) -> tuple[int, Outcome]:
 class _Worker:
     """One subprocess and its pipes. Nothing here blocks, save the reaping of a killed process."""
 
-    def __init__(self, fn: str, setup: bytes):
+    def __init__(self, fn: str, setup: bytes, inherited: Sequence[int] = ()):
         env = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", **os.environ}  # threads reserve address space, which is limited
         self._process = subprocess.Popen(
             # -P keeps the script's own directory off sys.path; the worker takes over this process's path.
             [sys.executable, "-P", worker_script.__file__, fn],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0, env=env,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0, env=env, pass_fds=inherited,
         )  # fmt: skip
         self.stdout = self._process.stdout.fileno()
         self._stdin = self._process.stdin.fileno()
@@ -149,26 +151,69 @@ class _Worker:
         self._process.stdout.close()
 
 
+class _Bell:
+    """A pipe that workers ring after each result, and the thread that hears it."""
+
+    def __init__(self, on_result: Callable[[], None]):
+        self._hears, self.rings = os.pipe()
+        os.set_blocking(self.rings, False)  # of the workers' end too: they share it
+        self._on_result, self._closing = on_result, False
+        self._thread = threading.Thread(target=self._listen, name="reward-bell", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while True:
+            os.read(self._hears, _READ_BYTES)
+            if self._closing:
+                return
+            self._on_result()
+            time.sleep(_BELL_REST_S)
+
+    def close(self) -> None:
+        self._closing = True
+        try:
+            os.write(self.rings, b".")
+        except BlockingIOError:
+            pass  # full, so the thread has something to read
+        self._thread.join()
+        os.close(self._hears)
+        os.close(self.rings)
+
+
 class RewardPool:
     """Scores completions with `fn`, an import path "module:function", in worker processes. See the module's docstring.
 
     timeout_s: wall clock, an item. memory_mb: address space, a worker. The function sees this process's sys.path and its
     current directory. Workers end with the thread that made the pool: make it in a thread that lives as long.
+    on_result: called in a thread of the pool's when there is something to poll, so that a waiting loop need not ask.
     """
 
-    def __init__(self, fn: str, *, num_workers: int = 1, timeout_s: float = 5.0, memory_mb: int = 1024):
+    def __init__(
+        self,
+        fn: str,
+        *,
+        num_workers: int = 1,
+        timeout_s: float = 5.0,
+        memory_mb: int = 1024,
+        on_result: Callable[[], None] | None = None,
+    ):
         for name, value in (("num_workers", num_workers), ("timeout_s", timeout_s), ("memory_mb", memory_mb)):
             if not value > 0:
                 raise ValueError(f"reward.{name}={value}: must be above 0")
         self.fn, self._timeout_s = fn, timeout_s
         path = list(dict.fromkeys([os.getcwd(), *(p or os.getcwd() for p in sys.path)]))
-        setup = {"path": path, "memory_mb": memory_mb, "timeout_s": timeout_s, "parent": os.getpid()}
+        self._bell = _Bell(on_result) if on_result else None
+        bell = self._bell.rings if self._bell else None
+        setup = {"path": path, "memory_mb": memory_mb, "timeout_s": timeout_s, "parent": os.getpid(), "bell": bell}
         self._setup = json.dumps(setup).encode() + b"\n"
         self._queue: deque[_Item] = deque()
         self._failed_starts = 0
-        self._workers = [_Worker(fn, self._setup) for _ in range(num_workers)]
+        self._workers = [self._new_worker() for _ in range(num_workers)]
 
-    def __enter__(self) -> "RewardPool":
+    def _new_worker(self) -> _Worker:
+        return _Worker(self.fn, self._setup, inherited=[self._bell.rings] if self._bell else [])
+
+    def __enter__(self) -> RewardPool:
         return self
 
     def __exit__(self, *_) -> None:
@@ -218,6 +263,9 @@ class RewardPool:
         self._queue.clear()
         for worker in workers:
             worker.close()
+        if self._bell:
+            self._bell.close()
+            self._bell = None
 
     def _collect(self, worker: _Worker, outcomes: list[tuple[int, Outcome]]) -> None:
         for message in worker.read():
@@ -242,14 +290,16 @@ class RewardPool:
             if self._failed_starts >= MAX_FAILED_STARTS:
                 what = f"the worker {end}" if died else f"importing it took longer than {START_S:.0f} s"
                 remedy = "call it by hand, or raise reward.memory_mb if it imports much"
-                raise RewardError(f"reward.fn={self.fn}: {what} before it scored anything, {MAX_FAILED_STARTS} times in a row; {remedy}")
+                raise RewardError(
+                    f"reward.fn={self.fn}: {what} before it scored anything, {MAX_FAILED_STARTS} times in a row; {remedy}"
+                )
         elif worker.in_flight and worker.in_flight[0] is suspect:
             reason = f"the worker {end}" if died else f"took longer than reward.timeout_s={self._timeout_s:g}"
             outcomes.append(_error(worker.in_flight.popleft(), reason))
         self._queue.extendleft(reversed(worker.in_flight))
         worker.in_flight.clear()
         worker.close()
-        return _Worker(self.fn, self._setup)
+        return self._new_worker()
 
     def _hand_out(self) -> None:
         share = min(BATCH, math.ceil(self.pending / len(self._workers)))

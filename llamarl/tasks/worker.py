@@ -1,7 +1,8 @@
 """The reward worker: a subprocess that scores completions with the user's function. pool.py starts it as a script.
 
-    stdin   one object {"path", "memory_mb", "timeout_s", "parent"}, then items   [key, prompt, completion, meta]
+    stdin   one object {"path", "memory_mb", "timeout_s", "parent", "bell"}, then items   [key, prompt, completion, meta]
     stdout  ["ready"] or ["failed", why], then, in item order,                    [key, kind, value or null, reason, finished_at]
+    bell    one byte after each line of stdout, if the pool gave a descriptor for it
 
 One JSON value a line; finished_at is time.monotonic(), which all processes of a machine share. Both pipes are moved to
 descriptors of their own before the user's code is imported, so that its prints go to stderr and its reads find an
@@ -39,6 +40,8 @@ class BadFunction(Exception):
 def main(path: str) -> None:
     commands, results = _private_pipes()
     setup = json.loads(commands.readline())
+    if setup["bell"] is not None:
+        os.set_inheritable(setup["bell"], False)
     _die_with_parent(setup["parent"])
     _limit_resources(setup["memory_mb"])
     sys.path[:] = setup["path"]
@@ -46,6 +49,7 @@ def main(path: str) -> None:
     def send(message: list) -> None:
         results.write(json.dumps(message, ensure_ascii=False).encode() + b"\n")
         results.flush()
+        _ring(setup["bell"])
 
     try:
         function = resolve(path)
@@ -83,7 +87,7 @@ def resolve(path: str) -> RewardFunction:
     """Import "module:function". BadFunction says what is wrong with the path, the module or the function's parameters."""
     module_name, colon, name = path.partition(":")
     if not (colon and module_name and name):
-        raise BadFunction('need an import path "module:function"' + (f", such as {'{}:{}'.format(*path.rsplit('.', 1))}" if "." in path else ""))
+        raise BadFunction('need an import path "module:function"')
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -147,6 +151,14 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # a killed worker's prints would otherwise be lost
     return commands, results
+
+
+def _ring(bell: int | None) -> None:
+    if bell is not None:
+        try:
+            os.write(bell, b".")
+        except BlockingIOError:
+            pass  # it is full of rings that were not heard yet; one more says nothing new
 
 
 def _die_with_parent(parent: int) -> None:

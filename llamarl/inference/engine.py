@@ -1,0 +1,195 @@
+"""Continuous batching over KV-cache slots.
+
+    submit -> waiting --admit--> prefill, first token -> rows --decode--> ... --retire--> pop_finished
+
+    engine = Engine.from_hf(DIR)
+    engine.submit(ticket=7, prompt_ids=[1, 7, 14], params=SamplingParams(max_new_tokens=64, stop_token_ids=(2,), n=8))
+    while engine.num_live or engine.num_waiting:
+        engine.step(chunk=16)                     # between two steps: new weights, new work, aborts
+        finished += engine.pop_finished()
+
+A prompt is prefilled once for all its samples that start together. The same submissions in the same order give the same bits;
+the slot, the batch and the chunk size change a sample only through the rounding of its logits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llamarl.inference.cache import SlotCache
+from llamarl.inference.rows import Request, Rows
+from llamarl.inference.sampler import SamplingParams, process
+from llamarl.models.build import Decoder, build_decoder, read_config
+from llamarl.models.hf import load_weights
+from llamarl.types import Completion, FinishReason
+
+_PREFILL_TOKENS = 4096  # of one prefill, padding included
+_CHUNK = 32  # of `generate`
+
+
+class Engine:
+    """Samples completions from a decoder whose parameters others may exchange between steps.
+
+    decoder: on `device` (moved there if it is not), in `dtype` (None: as it is).  max_slots: rows decoded at once.
+    max_len: most tokens of prompt and completion together.
+    """
+
+    def __init__(self, decoder: Decoder, *, max_slots: int, max_len: int, dtype: torch.dtype | None = None,
+                 device: str | torch.device = "cpu"):
+        if max_slots < 1 or max_len < 2:
+            raise ValueError(f"max_slots={max_slots}, max_len={max_len}: need at least 1 slot and 2 tokens")
+        config, self.device = decoder.config, torch.device(device)
+        self.decoder = decoder.to(device=self.device, dtype=dtype)
+        self.max_slots, self.max_len = max_slots, max_len
+        self.policy_version = 0
+        self._cache = SlotCache(
+            num_layers=config.num_hidden_layers, max_slots=max_slots, max_len=max_len, num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim, dtype=decoder.output_weight.dtype, device=self.device,
+        )
+        self._rows = Rows.empty(max_slots, max_len, self.device)
+        self._running: list[tuple[Request, int]] = []  # row -> its request and sample index
+        self._waiting: deque[Request] = deque()
+        self._finished: list[tuple[int, Completion]] = []
+        # Built here, so that the tables are no inference tensors: a trainer may share the decoder.
+        decoder.rotary(torch.zeros(1, dtype=torch.int64, device=self.device), max_len)
+
+    @classmethod
+    def from_hf(cls, path: str | Path, *, dtype: str | torch.dtype = "bfloat16", max_slots: int = 32, max_len: int = 1024,
+                device: str | torch.device | None = None) -> "Engine":
+        """The engine of a Hugging Face directory. device None: the GPU if there is one. Errors: read_config's, load_weights'."""
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        decoder = load_weights(build_decoder(read_config(path), dtype=dtype), path, device=device)
+        return cls(decoder, max_slots=max_slots, max_len=max_len, device=device)
+
+    @property
+    def num_live(self) -> int:
+        """Samples that hold a slot."""
+        return len(self._running)
+
+    @property
+    def free_slots(self) -> int:
+        return self.max_slots - len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that were submitted and hold no slot yet."""
+        return sum(request.num_waiting for request in self._waiting)
+
+    def submit(self, ticket: int, prompt_ids: Tensor | Sequence[int], params: SamplingParams, *, stream: int = 0) -> None:
+        """Queue params.n samples of a prompt. stream tells kinds of work (training, evaluation) with equal tickets apart.
+
+        ValueError for an empty prompt, one that does not fit max_len with max_new_tokens, or ids outside the vocabulary.
+        """
+        prompt = torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu")
+        vocab = self.decoder.config.vocab_size
+        if prompt.dim() != 1 or prompt.numel() == 0:
+            raise ValueError(f"ticket {ticket}: prompt_ids of shape {list(prompt.shape)}; need [P] with at least one token")
+        if prompt.numel() + params.max_new_tokens > self.max_len:
+            raise ValueError(
+                f"ticket {ticket}: {prompt.numel()} prompt tokens + max_new_tokens={params.max_new_tokens} exceed max_len={self.max_len}; "
+                "give the engine a larger max_len, or shorten either"
+            )
+        low, high = torch.aminmax(prompt)
+        if low < 0 or high >= vocab or any(t >= vocab for t in params.stop_token_ids):
+            raise ValueError(
+                f"ticket {ticket}: prompt ids {int(low)}..{int(high)} or stop tokens {params.stop_token_ids} lie outside the model's "
+                f"vocabulary of {vocab}; is the tokenizer another model's?"
+            )
+        self._waiting.append(Request(stream, ticket, prompt, params))
+
+    @torch.inference_mode()
+    def step(self, chunk: int) -> int:
+        """Admit what fits, then decode up to `chunk` tokens for every row. Returns the number of tokens sampled.
+
+        RuntimeError if the logits were not finite.
+        """
+        if chunk < 1:
+            raise ValueError(f"chunk={chunk}: need at least 1 token")
+        before = self._num_sampled()
+        first, jobs = self._admit()
+        if not self._running:
+            return 0
+        demands = self._rows.demands(self.num_live)
+        for batch in _prefill_batches(jobs):
+            logits_RV = self._prefill(first, batch)
+            rows = slice(first, first + logits_RV.shape[0])
+            self._rows.append(rows, logits_RV, self.policy_version, demands)
+            first = rows.stop
+        longest = self._longest()
+        for _ in range(chunk):
+            # Counting the ended rows waits for the device: between tokens that is free on a CPU alone.
+            if self.device.type == "cpu" and self._num_ended() * _WORTH_MOVING >= self.num_live:
+                self._retire()
+                if not self._running:
+                    break
+                longest = self._longest()
+            rows = slice(0, self.num_live)
+            logits_RV = self._decode(rows, self._rows.token[rows], longest)
+            self._rows.append(rows, logits_RV, self.policy_version, demands)
+            longest = min(longest + 1, self.max_len)
+        self._retire()
+        return self._num_sampled() - before
+
+    def pop_finished(self) -> list[tuple[int, Completion]]:
+        """(stream, completion) of every sample that ended since the last call, in the order in which they were found ended."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def weights_changed(self, version: int) -> None:
+        """The decoder's parameters are now those of `version`: tokens sampled from here on carry it. Cached K/V stay."""
+        self.policy_version = version
+
+    def abort(self, ticket: int | None = None, *, stream: int | None = None) -> int:
+        """End every unfinished sample of a ticket and a stream (None: of all), with the tokens it has. Returns how many.
+
+        Each still yields a completion, with finish_reason "aborted", so that its group becomes whole.
+        """
+
+        def meant(request: Request) -> bool:
+            return ticket in (None, request.ticket) and stream in (None, request.stream)
+
+        rows = [row for row, (request, _) in enumerate(self._running) if meant(request)]
+        if rows:
+            self._rows.live[torch.tensor(rows, device=self.device)] = False
+            self._retire(aborted=True)
+        stopped = [request for request in self._waiting if meant(request)]
+        self._waiting = deque(request for request in self._waiting if not meant(request))
+        nothing = torch.empty(0, dtype=torch.int64)
+        for request in stopped:
+            for index in range(request.num_started, request.params.n):
+                self._finish(request, index, nothing, torch.empty(0), nothing, "aborted")
+        return len(rows) + sum(request.num_waiting for request in stopped)
+
+    def generate(self, prompts: Sequence[Tensor | Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
+        """params.n completions of each prompt, in order (prompt i samples as ticket i). RuntimeError if other work is under way."""
+        if self._running or self._waiting or self._finished:
+            raise RuntimeError("generate needs the engine to itself: finish, pop or abort what was submitted before")
+        for ticket, prompt in enumerate(prompts):
+            self.submit(ticket, prompt, params)
+        while self._running or self._waiting:
+            self.step(_CHUNK)
+        found = sorted((c for _, c in self.pop_finished()), key=lambda c: (c.ticket, c.sample_index))
+        return [found[i:i + params.n] for i in range(0, len(found), params.n)]
+
+    @torch.inference_mode()
+    def score(self, prompt_ids: Tensor | Sequence[int], token_ids: Tensor | Sequence[int], temperature: float = 1.0) -> Tensor:
+        """[L] float32: logprobs of given tokens by the path that samples them (prefill, then one cached token at a time).
+
+        For parity checks; running samples are not disturbed. RuntimeError if no slot is free.
+        """
+        if not self.free_slots:
+            raise RuntimeError("score needs a free slot; call it before submitting work, or between groups")
+        slot = self.num_live
+        tokens = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
+        params = SamplingParams(max_new_tokens=max(1, tokens.numel()), temperature=temperature)
+        request = self._request(0, 0, prompt_ids, params)
+        logits = [self._prefill(slot, [(request, 0, 1)])]
+        prompt_tokens = request.prompt_ids.numel()
+        ...

@@ -1,0 +1,135 @@
+"""What the engine knows of each running sample, row by row and dense: row i is slot i of the cache.
+
+Shapes: R rows, L places, S stop tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from llamarl.inference.sampler import SamplingParams, process, sample, sample_keys, stream_key, uniforms
+
+
+@dataclass(slots=True)
+class Request:
+    """A submitted prompt; its n samples take slots as they come free, in order."""
+
+    stream: int
+    ticket: int
+    prompt_ids: Tensor  # [P] int64, on the CPU
+    params: SamplingParams
+    num_started: int = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return self.params.n - self.num_started
+
+
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """What any running row asks of the sampler. What none asks for is not computed."""
+
+    temperature: bool
+    greedy: bool
+    top_k: bool
+    top_p: bool
+    min_new_tokens: bool
+
+
+@dataclass(slots=True)
+class Rows:
+    """One entry (or row) a slot. Rows that have ended but are not yet taken out go on computing and record nothing."""
+
+    token: Tensor  # [R] int64, the newest token; the decoder reads it next
+    position: Tensor  # [R] int64, its place
+    count: Tensor  # [R] int64, tokens sampled
+    live: Tensor  # [R] bool
+    key: Tensor  # [R] int64, of the row's uniforms
+    max_new_tokens: Tensor  # [R] int64
+    min_new_tokens: Tensor  # [R] int64
+    temperature: Tensor  # [R] float32
+    top_k: Tensor  # [R] int64
+    top_p: Tensor  # [R] float64
+    stops: Tensor  # [R, S] int64, -1 for none
+    tokens: Tensor  # [R, L] int64, what was sampled, and its
+    logprobs: Tensor  # [R, L] float32
+    versions: Tensor  # [R, L] int64
+
+    @classmethod
+    def empty(cls, max_slots: int, max_len: int, device: torch.device) -> "Rows":
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(max_slots, *shape, dtype=dtype, device=device)
+
+        return cls(
+            token=zeros(), position=zeros(), count=zeros(), live=zeros(dtype=torch.bool), key=zeros(),
+            max_new_tokens=zeros(), min_new_tokens=zeros(), temperature=zeros(dtype=torch.float32), top_k=zeros(),
+            top_p=zeros(dtype=torch.float64), stops=zeros(1), tokens=zeros(max_len),
+            logprobs=zeros(max_len, dtype=torch.float32), versions=zeros(max_len),
+        )
+
+    def start(self, first: int, jobs: list[tuple[Request, int, int]]) -> None:
+        """Rows from `first` on become samples begin..end-1 of each (request, begin, end)."""
+        sizes = torch.tensor([end - begin for _, begin, end in jobs])
+        rows = slice(first, first + int(sizes.sum()))
+
+        def spread(values: list, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype).repeat_interleave(sizes, dim=0).to(self.token.device)
+
+        params = [request.params for request, _, _ in jobs]
+        self.position[rows] = spread([request.prompt_ids.numel() - 1 for request, _, _ in jobs])
+        self.count[rows] = 0
+        self.live[rows] = True
+        index = torch.cat([torch.arange(begin, end) for _, begin, end in jobs]).to(self.token.device)
+        self.key[rows] = sample_keys(spread([stream_key(r.params.seed, r.stream, r.ticket) for r, _, _ in jobs]), index)
+        self.max_new_tokens[rows] = spread([p.max_new_tokens for p in params])
+        self.min_new_tokens[rows] = spread([p.min_new_tokens for p in params])
+        self.temperature[rows] = spread([p.temperature for p in params], torch.float32)
+        self.top_k[rows] = spread([p.top_k for p in params])
+        self.top_p[rows] = spread([p.top_p for p in params], torch.float64)
+        width = max(self.stops.shape[1], *(len(p.stop_token_ids) for p in params))
+        if width > self.stops.shape[1]:
+            self.stops = torch.nn.functional.pad(self.stops, (0, width - self.stops.shape[1]), value=-1)
+        self.stops[rows] = spread([list(p.stop_token_ids) + [-1] * (width - len(p.stop_token_ids)) for p in params])
+
+    def demands(self, num_rows: int) -> Demands:
+        """One synchronisation with the device."""
+        temperature = self.temperature[:num_rows]
+        asked = (
+            ((temperature != 0) & (temperature != 1)).any(), (temperature == 0).any(), (self.top_k[:num_rows] > 0).any(),
+            (self.top_p[:num_rows] < 1).any(), (self.min_new_tokens[:num_rows] > self.count[:num_rows]).any(),
+        )
+        return Demands(*torch.stack(asked).tolist())
+
+    def append(self, rows: slice, logits_RV: Tensor, version: int, demands: Demands) -> None:
+        """Sample one token for each of `rows`, record it where the row is live, and end the rows that it ends."""
+        count, live, stops = self.count[rows], self.live[rows], self.stops[rows]
+        temperature = self.temperature[rows]
+        banned = stops.masked_fill((count >= self.min_new_tokens[rows])[:, None], -1) if demands.min_new_tokens else None
+        logits = process(
+            logits_RV,
+            temperature_N=temperature if demands.temperature else None,
+            top_k_N=self.top_k[rows] if demands.top_k else None,
+            top_p_N=self.top_p[rows] if demands.top_p else None,
+            banned_NS=banned,
+        )
+        token, logprob = sample(logits, uniforms(self.key[rows], count), temperature == 0 if demands.greedy else None)
+        # A dead row writes just behind its end, where nobody reads.
+        place = count[:, None]
+        self.token[rows] = token
+        self.tokens[rows].scatter_(1, place, token[:, None])
+        self.logprobs[rows].scatter_(1, place, logprob[:, None])
+        self.versions[rows].scatter_(1, place, version)
+        count += live
+        live &= (token[:, None] != stops).all(1)
+        live &= count < self.max_new_tokens[rows]
+        # A row that just ended stays where it is: its next place may lie beyond its slot.
+        self.position[rows] += live
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy rows `source` to rows `target`."""
+        for field in fields(self):
+            table = getattr(self, field.name)
+            table.index_copy_(0, target, table.index_select(0, source))

@@ -1,0 +1,292 @@
+"""The decoder against transformers, and model directories in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
+
+from llamarl.models import attention, hf
+from llamarl.models.attention import PackedAttention, Rotary
+from llamarl.models.build import build_decoder, read_config
+
+LOGITS = 2e-5  # float32, logits of size 1 to 10
+GRADIENTS = 1e-6  # float32, of a mean over tokens
+LENGTH = 60  # tokens; beyond the original context of the llama3 scaling below
+
+SIZES = {"vocab_size": 53, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+         "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0}  # fmt: skip
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 32}  # fmt: skip
+CONFIGS = {
+    "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama_untied": LlamaConfig(**SIZES, tie_word_embeddings=False, rms_norm_eps=1e-3),
+    "llama_llama3_rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
+    "llama_linear_rope": LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}),
+    "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=16),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def exact_float32():
+    """Another test may have let matrix products use fewer bits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def make_directory(config, path, seed=0):
+    """A random model that transformers saved; weights so large that every one of them shows in the logits."""
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {name: make_directory(config, root / name) for name, config in CONFIGS.items()}
+
+
+@pytest.fixture
+def copied(directories, tmp_path):
+    """A model directory that a test may damage."""
+    return shutil.copytree(directories["llama_untied"], tmp_path / "copied")
+
+
+def ours(path):
+    return hf.load_weights(build_decoder(read_config(path)), path)
+
+
+def theirs(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def random_tokens(length=LENGTH, seed=1):
+    return torch.randint(SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def whole(decoder, tokens):
+    return decoder(tokens, torch.arange(tokens.numel()), PackedAttention(torch.tensor([0, tokens.numel()])))
+
+
+def file_tensors(path):
+    return {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_logits_equal_transformers(directories, name):
+    tokens = random_tokens()
+    want = theirs(directories[name])(tokens[None]).logits[0]
+    got = whole(ours(directories[name]), tokens)
+    assert want.std() > 0.3
+    assert (got - want).abs().max() <= LOGITS
+
+
+@pytest.mark.parametrize("name", ["llama_llama3_rope", "llama_linear_rope"])
+@torch.no_grad()
+def test_rope_scaling_changes_the_logits(directories, name):
+    """Otherwise the parity above would not show a scaling that is ignored."""
+    decoder, tokens = ours(directories[name]), random_tokens()
+    scaled = whole(decoder, tokens)
+    decoder.rotary = Rotary(decoder.config.head_dim, decoder.config.rope_theta, None)
+    assert (whole(decoder, tokens) - scaled).abs().max() > 100 * LOGITS
+
+
+@torch.no_grad()
+def test_an_older_transformers_config_reads_the_same(directories, tmp_path):
+    path = shutil.copytree(directories["llama_linear_rope"], tmp_path / "older")
+    raw = json.loads((path / "config.json").read_text())
+    del raw["rope_parameters"]
+    (path / "config.json").write_text(json.dumps(raw | {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}}))
+    tokens = random_tokens()
+    assert torch.equal(whole(ours(path), tokens), whole(ours(directories["llama_linear_rope"]), tokens))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_num_parameters_counts_the_parameters(directories, name):
+    decoder = ours(directories[name])
+    assert decoder.config.num_parameters == sum(p.numel() for p in decoder.parameters())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_load_then_export_is_bit_exact(directories, tmp_path, name):
+    hf.export(hf.named_parameters_hf(ours(directories[name])), directories[name], tmp_path / "out", dtype=torch.float32)
+    want, got = file_tensors(directories[name]), file_tensors(tmp_path / "out")
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+    assert read_config(tmp_path / "out") == read_config(directories[name])
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "llama_untied", "qwen2"])
+@torch.no_grad()
+def test_sharded_export_loads_in_transformers_and_here(directories, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(hf, "SHARD_BYTES", 60_000)
+    out, tokens = tmp_path / "out", random_tokens()
+    hf.export(hf.named_parameters_hf(ours(directories[name])), directories[name], out, dtype=torch.float32)
+    shards = sorted(out.glob("model-*.safetensors"))
+    assert len(shards) > 2 and not (out / "model.safetensors").exists()
+    assert all(shard.stat().st_size < 70_000 for shard in shards)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {shard.name for shard in shards}
+    assert torch.equal(theirs(out)(tokens[None]).logits, theirs(directories[name])(tokens[None]).logits)
+    assert torch.equal(whole(ours(out), tokens), whole(ours(directories[name]), tokens))
+
+
+def test_export_rounds_to_the_dtype_and_says_so(directories, tmp_path):
+    source, out = directories["qwen2"], tmp_path / "out"
+    hf.export(hf.named_parameters_hf(ours(source)), source, out, dtype=torch.bfloat16)
+    want = {key: value.bfloat16() for key, value in file_tensors(source).items()}
+    assert all(torch.equal(value, want[key]) for key, value in file_tensors(out).items())
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("bytes_left", [4, 400, 0.5, -1])
+def test_truncated_safetensors_is_named(copied, bytes_left):
+    file = copied / "model.safetensors"
+    data = file.read_bytes()
+    cut = int(len(data) * bytes_left) if bytes_left == 0.5 else bytes_left
+    file.write_bytes(data[:cut])
+    with pytest.raises(ValueError, match=r"copied/model.safetensors: not a whole safetensors file"):
+        ours(copied)
+
+
+def rewrite(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_all_misfitting_tensors_are_named_at_once(copied):
+    def damage(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.norm.weight"] = torch.ones(3)
+        tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(8)
+
+    rewrite(copied, damage)
+    decoder = build_decoder(read_config(copied), device="cpu")
+    before = {name: p.clone() for name, p in decoder.named_parameters()}
+    with pytest.raises(ValueError) as caught:
+        hf.load_weights(decoder, copied)
+    for line in ("model.layers.1.mlp.up_proj.weight: absent", "model.norm.weight: shape (3,), the config says (48,)",
+                 "model.layers.0.self_attn.q_norm.weight: not in this architecture"):  # fmt: skip
+        assert line in str(caught.value)
+    assert all(p.equal(before[name]) or p.isnan().any() for name, p in decoder.named_parameters()), "loaded by halves"
+
+
+def test_a_shard_that_the_index_names_but_is_absent_is_named(directories, tmp_path, monkeypatch):
+    monkeypatch.setattr(hf, "SHARD_BYTES", 60_000)
+    source = directories["llama_untied"]
+    hf.export(hf.named_parameters_hf(ours(source)), source, tmp_path / "out", dtype=torch.float32)
+    lost = sorted((tmp_path / "out").glob("model-*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(FileNotFoundError, match=lost.name):
+        ours(tmp_path / "out")
+
+
+def test_a_pickled_model_is_refused(copied):
+    (copied / "model.safetensors").rename(copied / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="safetensors only"):
+        ours(copied)
+
+
+CONFIG_ERRORS = {
+    "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM"),
+    "missing": ({"hidden_size": None}, "missing field hidden_size"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act gelu"),
+    "window": ({"architectures": ["MistralForCausalLM"], "sliding_window": 32}, "sliding-window attention is not supported"),
+    "rope": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn' is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIG_ERRORS)
+def test_unsupported_configs_say_what_is_wrong(copied, name):
+    changes, message = CONFIG_ERRORS[name]
+    raw = json.loads((copied / "config.json").read_text()) | changes
+    (copied / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
+    with pytest.raises(ValueError, match=message):
+        build_decoder(read_config(copied))
+
+
+def test_a_config_that_is_absent_or_broken_is_named(copied, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        read_config(tmp_path / "nowhere")
+    (copied / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="copied/config.json: not JSON"):
+        read_config(copied)
+
+
+def pack(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0), torch.cat([torch.arange(n) for n in lengths])
+
+
+@pytest.mark.parametrize("short", [0, 256], ids=["fused_kernel", "plain_products"])
+@pytest.mark.parametrize("lengths", [[7, 1, 12, 3], [9, 9, 9], [1], [40, 2]], ids=str)
+@pytest.mark.parametrize("name", ["llama_untied", "qwen2"])
+def test_packed_sequences_give_their_separate_logits_and_gradients(directories, monkeypatch, name, lengths, short):
+    monkeypatch.setattr(attention, "SHORT", short)
+    decoder, total = ours(directories[name]), sum(lengths)
+    cu_seqlens, positions = pack(lengths)
+    tokens, labels = random_tokens(total), random_tokens(total, seed=2)
+
+    def backward(logits, labels):
+        (torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / total).backward()
+
+    packed = decoder(tokens, positions, PackedAttention(cu_seqlens))
+    backward(packed, labels)
+    packed_gradients = [p.grad.clone() for p in decoder.parameters()]
+    decoder.zero_grad()
+    separate = [whole(decoder, part) for part in tokens.split(lengths)]
+    for logits, part in zip(separate, labels.split(lengths)):
+        backward(logits, part)
+
+    assert (packed - torch.cat(separate)).abs().max() <= LOGITS
+    scale = max(g.abs().max() for g in packed_gradients)
+    for got, parameter in zip(packed_gradients, decoder.parameters()):
+        assert (got - parameter.grad).abs().max() <= GRADIENTS * max(1, scale)
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 2e-6), (torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
+def test_plain_products_equal_the_fused_kernel(dtype, tolerance):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(5, heads, 17, 8, generator=generator).to(dtype) for heads in (6, 2, 2))
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    got = attention.causal_products(q, k, v)
+    assert got.dtype == dtype
+    assert (got.double() - want.double()).abs().max() <= tolerance
+
+
+def test_the_head_gets_normed_hidden_states_and_the_output_weight(directories):
+    decoder, tokens = ours(directories["llama_tied"]), random_tokens()
+    context = PackedAttention(torch.tensor([0, LENGTH]))
+    hidden, weight = decoder(tokens, torch.arange(LENGTH), context, lambda hidden, weight: (hidden, weight))
+    assert weight is decoder.tok_embeddings.weight
+    assert torch.equal(torch.nn.functional.linear(hidden, weight), whole(decoder, tokens))
+
+
+def test_every_parameter_has_a_name_that_transformers_knows(directories):
+    for path in directories.values():
+        names = [name for name, _ in hf.named_parameters_hf(build_decoder(read_config(path)))]
+        with safe_open(path / "model.safetensors", "pt") as file:
+            assert sorted(names) == sorted(file.keys())
+
+
+def test_model_config_has_no_field_that_is_not_read(copied):
+    """Each field follows config.json when that changes."""
+    raw = json.loads((copied / "config.json").read_text())
+    for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                  "head_dim", "rms_norm_eps", "max_position_embeddings"):  # fmt: skip
+        (copied / "config.json").write_text(json.dumps(raw | {field: 77}))
+        assert dataclasses.asdict(read_config(copied))[field] == 77

@@ -1,0 +1,307 @@
+"""The reward pool: typed outcomes whatever the user's function does, hard timeouts, no orphans."""
+
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from llamarl.tasks.pool import BATCH, RewardError, RewardPool, check_reward
+
+DEADLINE_S = 30.0  # for waits that must end; never reached unless something is broken
+
+USER_MODULE = '''
+import asyncio, os, resource, signal, subprocess, sys, time
+
+
+def score(prompt, completion, meta):
+    """Does what the completion says."""
+    print("noise on stdout", completion)
+    what, _, argument = completion.partition(" ")
+    if what == "value":
+        return float(argument)
+    if what == "sleep":
+        time.sleep(float(argument))
+        return 1.0
+    if what == "hang":
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        while True:
+            pass
+    if what == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "os_exit":
+        os._exit(3)
+    if what == "sys_exit":
+        sys.exit("bye")
+    if what == "raise":
+        raise KeyError(argument)
+    if what == "fork_and_hang":
+        child = subprocess.Popen(["sleep", "1000"])
+        open(argument, "w").write(str(child.pid))
+        time.sleep(1000)
+    if what == "memory":
+        return len(bytearray(1 << 32))
+    if what == "stdin":
+        return float(len(sys.stdin.read()))
+    if what == "garbage":
+        os.write(1, b"[0, score]\\n")
+        return 1.0
+    if what == "limit":
+        return float(resource.getrlimit(getattr(resource, argument))[0])
+    return {"none": None, "text": "1.0", "true": True, "int": 2, "nan": float("nan"), "inf": -float("inf"), "huge": 10**400, "prompt": meta}[what]
+
+
+def length(prompt, completion, meta):
+    return len(prompt) + len(completion) + meta["extra"]
+
+
+def two_arguments(prompt, completion):
+    return 0.0
+
+
+async def later(prompt, completion, meta):
+    return 0.0
+
+
+def always_fails(prompt, completion, meta):
+    return meta["absent"]
+
+
+not_callable = 5
+'''
+
+
+@pytest.fixture(autouse=True)
+def user_directory(tmp_path, monkeypatch):
+    """The user's own directory, which is the current one and not on sys.path."""
+    (tmp_path / "my_rewards.py").write_text(USER_MODULE)
+    (tmp_path / "broken.py").write_text("import a_package_that_is_not_there\n")
+    (tmp_path / "dies.py").write_text("import os\nos._exit(1)\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def drain(pool):
+    """All outcomes by key; each key once."""
+    outcomes, give_up = {}, time.monotonic() + DEADLINE_S
+    while pool.pending:
+        assert time.monotonic() < give_up, f"{pool.pending} outcomes never came"
+        for key, outcome in pool.poll():
+            assert key not in outcomes
+            outcomes[key] = outcome
+        pool.wait(0.2)
+    return outcomes
+
+
+def run(completions, **options):
+    with RewardPool("my_rewards:score", **options) as pool:
+        for key, completion in enumerate(completions):
+            pool.submit(key, "prompt", completion, {})
+        outcomes = drain(pool)
+    return [outcomes[key] for key in range(len(completions))]
+
+
+def test_a_finite_number_is_a_score_and_nothing_else_is():
+    scores = run(["value 0.25", "true", "int", "garbage", "value -3"])
+    assert [(o.kind, o.value) for o in scores] == [("score", v) for v in (0.25, 1.0, 2.0, 1.0, -3.0)]
+    others = run(["none", "text", "nan", "inf", "huge", "prompt", "raise answer", "sys_exit", "unheard of"])
+    assert [o.kind for o in others] == ["abstain"] + ["error"] * 8
+    assert all(math.isnan(o.value) for o in others)
+    for outcome, what in zip(others[1:], ("returned str '1.0'", "returned nan", "-inf", "inf", "returned dict", "KeyError: 'answer' (my_", "SystemExit: bye"), strict=False):  # fmt: skip
+        assert what in outcome.reason
+
+
+def test_prompt_completion_and_meta_arrive_whole():
+    completion = 'line\n"quoted" \u2028 ünïcode \ud800 \x00' + "x" * 300_000  # longer than a pipe
+    with RewardPool("my_rewards:length") as pool:
+        pool.submit(9, "prompt", completion, {"extra": 1000})
+        assert drain(pool)[9].value == 6 + len(completion) + 1000
+
+
+def test_a_worker_that_dies_costs_one_item():
+    outcomes = run(["value 1", "die", "value 2", "os_exit", "value 3"])
+    assert [o.value for o in outcomes if o.kind == "score"] == [1, 2, 3]
+    assert "died of signal 9" in outcomes[1].reason and "exited with code 3" in outcomes[3].reason
+
+
+def test_a_hang_is_killed_and_costs_one_item():
+    outcomes = run(["value 1", "hang", "value 2", "hang", "value 3"], timeout_s=0.3)
+    assert [o.kind for o in outcomes] == ["score", "error", "score", "error", "score"]
+    assert "took longer than reward.timeout_s=0.3" in outcomes[1].reason
+
+
+def test_a_kill_takes_the_children_of_the_function_with_it(user_directory):
+    run([f"fork_and_hang {user_directory / 'pid'}"], timeout_s=1.0)
+    await_death(int((user_directory / "pid").read_text()))
+
+
+def test_memory_cpu_time_and_core_dumps_are_limited():
+    outcomes = run(["memory", "limit RLIMIT_AS", "limit RLIMIT_CORE", "limit RLIMIT_CPU"], memory_mb=256, timeout_s=4)
+    assert outcomes[0].kind == "error" and "MemoryError" in outcomes[0].reason and "reward.memory_mb" in outcomes[0].reason
+    assert [o.value for o in outcomes[1:3]] == [256 << 20, 0]
+    least = 4 * os.cpu_count()
+    assert least < outcomes[3].value <= least + 5  # CPU time so far, rounded up, and a second
+
+
+def test_the_function_finds_an_empty_stdin():
+    assert run(["stdin", "value 1"])[0].value == 0.0
+
+
+def test_a_pool_that_is_polled_late_kills_nobody_early():
+    """Eight items of 0.1 s under a limit of 0.4 s, and nobody looks for longer than all of them take."""
+    with RewardPool("my_rewards:score", timeout_s=0.4) as pool:
+        pool.start()
+        for key in range(8):
+            pool.submit(key, "", "sleep 0.1", {})
+        pool.poll()
+        time.sleep(1.3)
+        assert [o.kind for o in drain(pool).values()] == ["score"] * 8
+
+
+def test_the_clock_of_an_item_stands_while_the_item_is_not_in_the_pipe():
+    with RewardPool("my_rewards:score", timeout_s=0.2) as pool:
+        pool.start()
+        for key in range(BATCH):
+            pool.submit(key, "x" * 20_000, "value 1", {})
+        pool.poll()
+        time.sleep(0.5)  # the worker has run dry; what is left of the batch waits here
+        assert [o.kind for o in drain(pool).values()] == ["score"] * BATCH
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_item_has_one_outcome_of_its_own_kind(seed):
+    rng = random.Random(seed)
+    expected = {"value 1": "score", "none": "abstain", "nan": "error", "die": "error", "os_exit": "error", "sleep 0.01": "score"}
+    completions = rng.choices(list(expected), weights=[60, 10, 10, 2, 2, 4], k=150)
+    outcomes = run(completions, num_workers=2)
+    assert [o.kind for o in outcomes] == [expected[c] for c in completions]
+
+
+def test_work_is_spread_over_the_workers():
+    """Two items that wait for each other's file can only both succeed when two workers have one each."""
+    code = """
+    import os, time
+    def score(prompt, completion, meta):
+        open(completion, "w").close()
+        while not os.path.exists(prompt):
+            time.sleep(0.01)
+        return 1.0
+    """
+    with open("meet.py", "w") as file:
+        file.write(textwrap.dedent(code))
+    with RewardPool("meet:score", num_workers=2, timeout_s=DEADLINE_S) as pool:
+        pool.submit(0, "b", "a", {})
+        pool.submit(1, "a", "b", {})
+        assert [o.kind for o in drain(pool).values()] == ["score"] * 2
+
+
+def test_on_result_is_called_when_there_is_something_to_poll():
+    heard = threading.Event()
+    with RewardPool("my_rewards:score", on_result=heard.set) as pool:
+        assert heard.wait(DEADLINE_S)  # a worker is ready
+        pool.start()
+        time.sleep(0.02)
+        heard.clear()
+        pool.submit(0, "", "sleep 0.1", {})
+        assert pool.poll() == [] and heard.wait(DEADLINE_S)
+        assert [key for key, _ in pool.poll()] == [0]
+
+
+def test_close_leaves_no_process_and_may_be_repeated():
+    pool = RewardPool("my_rewards:score", num_workers=2)
+    pids = [w._process.pid for w in pool._workers]
+    pool.submit(0, "", "hang", {})
+    pool.poll()
+    pool.close()
+    pool.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills the children of a killed process")
+def test_a_hanging_worker_dies_with_its_parent():
+    code = """
+    import time
+    from llamarl.tasks.pool import RewardPool
+    pool = RewardPool("my_rewards:score", timeout_s=1000)
+    pool.start()
+    pool.submit(0, "", "hang", {})
+    pool.poll()
+    print(pool._workers[0]._process.pid, flush=True)
+    time.sleep(1000)
+    """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    await_death(worker)
+
+
+def await_death(pid):
+    give_up = time.monotonic() + DEADLINE_S
+    while time.monotonic() < give_up:
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                if stat.read().rpartition(")")[2].split()[0] == "Z":
+                    return
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail(f"process {pid} lives on")
+
+
+# -- what is wrong with a function is said at start-up ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fn", "what"),
+    [
+        ("my_rewards.score", 'need an import path "module:function"'),
+        ("my_reward:score", "no module my_reward in .* did you mean my_rewards?"),
+        ("no.such.thing:score", "no module no in"),
+        ("my_rewards:scor", "my_rewards has no function scor; did you mean score?"),
+        ("my_rewards:zzz", "it has score, length, two_arguments"),
+        ("my_rewards:not_callable", "has int, not a function, under the name not_callable"),
+        ("my_rewards:two_arguments", r"two_arguments\(prompt, completion\) cannot be called as .*too many positional"),
+        ("my_rewards:later", "later is async"),
+        ("broken:score", r"importing broken failed: ModuleNotFoundError: No module named 'a_package_.*\(broken.py:1\); install it"),
+    ],
+)  # fmt: skip
+def test_a_wrong_import_path_is_explained(fn, what):
+    with pytest.raises(ValueError, match=f"reward.fn={fn}: (.|\n)*{what}"):
+        check_reward(fn, [("", "", {})])
+
+
+def test_a_module_that_kills_its_worker_ends_the_start():
+    with pytest.raises(RewardError, match="reward.fn=dies:score: the worker exited with code 1 before it scored anything, 3 times"):
+        check_reward("dies:score", [])
+
+
+def test_check_reward_scores_samples_in_order():
+    outcomes = check_reward("my_rewards:score", [("", "value 1", {}), ("", "raise x", {}), ("", "value 2", {})])
+    assert [o.kind for o in outcomes] == ["score", "error", "score"]
+    with pytest.raises(ValueError, match="failed on all 2 samples: KeyError: 'absent'"):
+        check_reward("my_rewards:always_fails", [("", "", {})] * 2)
+
+
+def test_what_the_parent_can_import_a_worker_can(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "far_rewards.py").write_text("def score(prompt, completion, meta):\n    return 4\n")
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    assert check_reward("far_rewards:score", [("", "", {})])[0].value == 4.0
+
+
+def test_settings_out_of_range_are_refused():
+    with pytest.raises(ValueError, match="reward.num_workers=0"):
+        RewardPool("my_rewards:score", num_workers=0)
+    with pytest.raises(TypeError, match="JSON"), RewardPool("my_rewards:score") as pool:
+        pool.submit(0, "", "", {"answer": {1, 2}})

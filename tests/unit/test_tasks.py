@@ -1,0 +1,371 @@
+"""Tasks and the rewards that come with them."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from decimal import Decimal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.tasks import procedural
+from llamarl.tasks.base import PromptMaker
+from llamarl.tasks.build import KINDS, build_task, hold_out
+from llamarl.tasks.rewards import exact_match, final_number, numeric_match, reasoning_gym_score
+
+TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+
+
+class CharTokenizer:
+    """One token a character, after a bos; a chat template is a role letter before each turn and "<a>" at the end."""
+
+    def __init__(self, chat_template=None):
+        self.chat_template, self.num_encoded = chat_template, 0
+
+    def encode(self, text):
+        self.num_encoded += 1
+        return [1, *map(ord, text)]
+
+    def apply_chat_template(self, messages, *, add_generation_prompt, tokenize, return_dict):
+        assert add_generation_prompt and tokenize and not return_dict
+        return self.encode("".join(f"<{m['role'][0]}>{m['content']}" for m in messages) + "<a>")
+
+
+def read(prompt):
+    assert prompt.prompt_ids.tolist()[0] == 1
+    return "".join(map(chr, prompt.prompt_ids.tolist()[1:]))
+
+
+def write_jsonl(path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def rows(n):
+    return [{"prompt": f"q{i}", "answer": f"a{i}"} for i in range(n)]
+
+
+# -- addition ---------------------------------------------------------------------------------------------------------
+
+
+def test_addition_is_the_fixed_split_that_figures_are_compared_on():
+    task = build_task("addition", CharTokenizer(), chat=False, max_prompt_tokens=16)
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(0).shuffle(pairs)
+    asked = [task.eval_prompt(j).text for j in range(task.num_eval)] + [task.train_prompt(i).text for i in range(task.num_train)]
+    assert asked == [f"{a}+{b}=" for a, b in pairs]
+    assert (task.num_train, task.num_eval) == (7600, 500)
+    prompt = task.train_prompt(0)
+    assert read(prompt) == prompt.text and prompt.meta["answer"] == str(sum(map(int, re.findall(r"\d+", prompt.text))))
+
+
+# -- JSONL and GSM8K --------------------------------------------------------------------------------------------------
+
+
+def test_jsonl_meta_is_the_rest_of_the_row_with_the_answer_under_answer(tmp_path):
+    file = write_jsonl(tmp_path / "t.jsonl", [{"q": f"q{i}", "gold": i, "level": "hard"} for i in range(2)])
+    task = build_task("jsonl", CharTokenizer(), path=file, eval_path=file, prompt_key="q", answer_key="gold")
+    assert (task.train_prompt(1).text, task.train_prompt(1).meta) == ("q1", {"gold": 1, "level": "hard", "answer": 1})
+    assert (task.num_train, task.num_eval) == (2, 2)
+
+
+def test_every_bad_line_is_named_with_file_and_line(tmp_path):
+    file = tmp_path / "t.jsonl"
+    good = b'{"prompt": "q", "answer": "a"}\n'
+    file.write_bytes(good + b'{"prompt": \n\n[1]\n{"promt": "q", "answer": "a"}\n{"prompt": 3, "answer": 4}\n\xff\n' + good)
+    with pytest.raises(ValueError) as error:
+        build_task("jsonl", CharTokenizer(), path=file)
+    message = str(error.value)
+    assert message.startswith("5 bad lines:")
+    for line, what in ((2, "not JSON"), (4, "need a JSON object, this is list"), (5, 'no key "prompt"; did you mean "promt"?')):
+        assert f"{file}:{line}: {what}" in message
+    assert f'{file}:6: "prompt" must be text' in message and f"{file}:7: 'utf-8' codec" in message
+
+
+def test_many_bad_lines_are_cut_and_counted(tmp_path):
+    file = tmp_path / "t.jsonl"
+    file.write_text("x\n" * 13)
+    with pytest.raises(ValueError, match="13 bad lines(.|\n)*:10: (.|\n)*and 3 more$"):
+        build_task("jsonl", CharTokenizer(), path=file)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_an_empty_file_is_an_error(tmp_path, text):
+    (tmp_path / "t.jsonl").write_text(text)
+    with pytest.raises(ValueError, match="t.jsonl: empty"):
+        build_task("jsonl", CharTokenizer(), path=tmp_path / "t.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gsm8k", "hf_dataset"])
+def test_a_missing_path_says_which_setting_names_it(kind, tmp_path):
+    with pytest.raises(ValueError, match="needs task.path"):
+        build_task(kind, CharTokenizer())
+    with pytest.raises(FileNotFoundError, match="task.path"):
+        build_task(kind, CharTokenizer(), path=tmp_path / "absent")
+
+
+def test_an_unknown_kind_gets_the_nearest_name():
+    with pytest.raises(ValueError, match="task.kind=gsm8: unknown; did you mean gsm8k"):
+        build_task("gsm8", CharTokenizer())
+
+
+def test_gsm8k_keeps_the_question_raw_and_tells_the_model_how_to_finish(tmp_path):
+    row = {"question": "How many?", "answer": "2*3=<<2*3=6>>6\n#### 1,006"}
+    task = build_task("gsm8k", CharTokenizer(), path=write_jsonl(tmp_path / "t.jsonl", [row] * 2))
+    prompt = task.train_prompt(0)
+    assert prompt.text == "How many?" and prompt.meta == {"answer": "1,006", "solution": row["answer"]}
+    assert read(prompt).startswith("How many?\n\n") and read(prompt).endswith("#### number")
+    assert task.default_reward.endswith(":numeric_match")
+
+
+def test_gsm8k_without_a_final_answer_is_a_bad_line(tmp_path):
+    file = write_jsonl(tmp_path / "t.jsonl", [{"question": "q", "answer": "6"}])
+    with pytest.raises(ValueError, match=r't.jsonl:1: "answer" must be a worked solution'):
+        build_task("gsm8k", CharTokenizer(), path=file)
+
+
+# -- held-out rows, lengths, templates --------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 300), st.integers(0, 50))
+def test_held_out_rows_are_few_and_never_trained_on(num_rows, num_eval):
+    train, held = hold_out(num_rows, num_eval)
+    assert sorted(train + held) == list(range(num_rows))
+    assert train and len(held) <= min(num_eval, max(1, num_rows // 10))
+    assert hold_out(num_rows, num_eval) == (train, held)
+
+
+def test_without_eval_path_a_tenth_is_held_out_whatever_the_seed(tmp_path):
+    file = write_jsonl(tmp_path / "t.jsonl", rows(100))
+    tasks = [build_task("jsonl", CharTokenizer(), path=file, seed=seed) for seed in (0, 1)]
+    held = [[t.eval_prompt(j).text for j in range(t.num_eval)] for t in tasks]
+    assert held[0] == held[1] and len(held[0]) == 10
+    assert not set(held[0]) & {tasks[0].train_prompt(i).text for i in range(90)}
+
+
+def test_long_prompts_are_dropped_counted_and_warned_of_once(tmp_path, caplog):
+    texts = ["x" * n for n in (3, 9, 10, 4, 50)]  # with the bos: 4, 10, 11, 5, 51 tokens
+    file = write_jsonl(tmp_path / "t.jsonl", [{"prompt": t, "answer": ""} for t in texts])
+    task = build_task("jsonl", CharTokenizer(), path=file, eval_path=file, max_prompt_tokens=10)
+    assert [task.train_prompt(i).text for i in range(task.num_train)] == [texts[0], texts[1], texts[3]]
+    assert [r.getMessage() for r in caplog.records] == [
+        "task jsonl: dropped 2 of 5 training and 2 of 5 evaluation prompts, longer than max_prompt_tokens=10"
+    ]
+
+
+def test_no_prompt_that_fits_is_an_error(tmp_path):
+    file = write_jsonl(tmp_path / "t.jsonl", rows(3))
+    with pytest.raises(ValueError, match="none of 2 training prompts fits task.max_prompt_tokens=2; raise it"):
+        build_task("jsonl", CharTokenizer(), path=file, max_prompt_tokens=2)
+
+
+def test_prompts_are_tokenised_once_and_only_when_asked_for(tmp_path):
+    tokenizer = CharTokenizer()
+    task = build_task("jsonl", tokenizer, path=write_jsonl(tmp_path / "t.jsonl", rows(1000)))
+    assert tokenizer.num_encoded == 1  # the empty prompt, for the template's own length
+    assert task.train_prompt(5) is task.train_prompt(5)
+    assert tokenizer.num_encoded == 2
+
+
+@given(st.text(max_size=30), st.integers(1, 40))
+@settings(deadline=None)
+def test_the_shortcut_by_size_never_lets_a_long_prompt_through(text, limit):
+    class Worst(CharTokenizer):
+        """A byte a token, after the normalisation that lengthens text most."""
+
+        def encode(self, text):
+            import unicodedata
+
+            return [1, *unicodedata.normalize("NFKD", text).encode("utf-8", "replace")]
+
+    maker = PromptMaker(Worst(), chat=False, system_prompt=None, max_prompt_tokens=limit)
+    assert maker.fits(text) == (len(maker.ids(text)) <= limit)
+
+
+def test_the_chat_template_is_used_where_the_tokenizer_has_one(tmp_path):
+    file = write_jsonl(tmp_path / "t.jsonl", rows(2))
+
+    def first(template, **options):
+        return read(build_task("jsonl", CharTokenizer(template), path=file, eval_path=file, **options).train_prompt(0))
+
+    assert first(TEMPLATE, system_prompt="be brief") == "<s>be brief<u>q0<a>"
+    assert first(TEMPLATE) == "<u>q0<a>"
+    assert first(TEMPLATE, chat=False) == first(None) == "q0"
+
+
+@pytest.mark.parametrize(("template", "chat", "why"), [(None, True, "no chat template"), (TEMPLATE, False, "task.chat is false")])
+def test_a_system_prompt_that_cannot_be_sent_is_an_error(template, chat, why):
+    with pytest.raises(ValueError, match=f"task.system_prompt is set, but .*{why}"):
+        build_task("addition", CharTokenizer(template), chat=chat, system_prompt="be brief")
+
+
+def test_a_transformers_tokenizer_is_called_as_transformers_wants():
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    vocab = {c: i for i, c in enumerate(["<unk>", *"<>ua0123456789+="])}
+    fast = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>", chat_template=TEMPLATE)
+    for chat, text in ((True, "<u>{}<a>"), (False, "{}")):
+        prompt = build_task("addition", tokenizer, chat=chat, max_prompt_tokens=32).eval_prompt(3)
+        assert prompt.prompt_ids.tolist() == [vocab[c] for c in text.format(prompt.text)]
+
+
+# -- Hugging Face datasets on disk ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def datasets(tmp_path, monkeypatch):
+    module = pytest.importorskip("datasets")
+    monkeypatch.setattr(module.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    module.disable_progress_bars()
+    return module
+
+
+def texts(task):
+    return [task.train_prompt(i).text for i in range(task.num_train)], [task.eval_prompt(j).text for j in range(task.num_eval)]
+
+
+def test_a_saved_dataset_reads_its_train_and_test_splits(tmp_path, datasets):
+    splits = {"test": datasets.Dataset.from_list(rows(3)[2:]), "train": datasets.Dataset.from_list(rows(2))}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    task = build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved")
+    assert texts(task) == (["q0", "q1"], ["q2"])
+    assert task.train_prompt(1).meta == {"answer": "a1"}
+
+
+def test_a_directory_of_parquet_without_a_test_split_has_a_tenth_held_out(tmp_path, datasets):
+    (tmp_path / "files").mkdir()
+    datasets.Dataset.from_list(rows(20)).to_parquet(tmp_path / "files" / "train-00000.parquet")
+    train, held = texts(build_task("hf_dataset", CharTokenizer(), path=tmp_path / "files"))
+    assert len(held) == 2 and sorted(train + held) == sorted(r["prompt"] for r in rows(20))
+
+
+def test_bad_hf_data_says_where_and_what(tmp_path, datasets):
+    datasets.Dataset.from_list([{"prompt": "q", "gold": "a"}, {"prompt": None, "gold": "a"}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r'saved \(train\): no key "answer"; there is "prompt", "gold"'):
+        build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved")
+    with pytest.raises(ValueError, match=r'saved \(train\): row \d: "prompt" must be text'):
+        build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved", answer_key="gold")
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ValueError, match="nothing: not a dataset, need parquet"):
+        build_task("hf_dataset", CharTokenizer(), path=tmp_path / "nothing")
+
+
+def test_without_the_datasets_package_the_error_names_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="pip install datasets"):
+        build_task("hf_dataset", CharTokenizer(), path=tmp_path)
+
+
+# -- reasoning_gym ----------------------------------------------------------------------------------------------------
+
+
+def chain_sum(seed=0, **options):
+    return build_task("reasoning_gym", CharTokenizer(), name="chain_sum", seed=seed, num_eval=40, **options)
+
+
+def questions(task, n=200):
+    return [task.train_prompt(i).text for i in range(n)]
+
+
+def texts_of_eval(task):
+    return [task.eval_prompt(j).text for j in range(task.num_eval)]
+
+
+def test_reasoning_gym_is_a_function_of_the_seed_and_evaluates_on_the_same_questions_always():
+    assert questions(chain_sum()) == questions(chain_sum())
+    shared = set(questions(chain_sum())) & set(questions(chain_sum(seed=1)))
+    assert len(shared) < 50  # by chance; windows one seed apart would share 199 of 200
+    assert texts_of_eval(chain_sum()) == texts_of_eval(chain_sum(seed=1))
+
+
+def test_a_training_question_that_is_held_out_is_replaced(monkeypatch):
+    monkeypatch.setattr(procedural, "SEED_WINDOW", 0)  # training would begin with the evaluation questions
+    task = chain_sum()
+    held = set(texts_of_eval(task))
+    assert not held & set(questions(task))
+    assert procedural.open_dataset("chain_sum", 40, 0)[0]["question"] in held
+
+
+def test_a_question_that_is_too_long_is_replaced_by_one_that_fits():
+    lengths = [p.prompt_ids.numel() for p in map(chain_sum().train_prompt, range(100))]
+    limit = sorted(lengths)[50]
+    task = chain_sum(max_prompt_tokens=limit)
+    assert max(lengths) > limit >= max(task.train_prompt(i).prompt_ids.numel() for i in range(100))
+    with pytest.raises(ValueError, match="100 questions in a row were over max_prompt_tokens=5"):
+        chain_sum(max_prompt_tokens=5).train_prompt(0)
+
+
+def test_reasoning_gym_scores_the_tagged_answer_or_the_last_line():
+    prompt = chain_sum().train_prompt(7)
+    meta = json.loads(json.dumps(prompt.meta))  # as the worker gets it
+    right = meta["answer"]
+    for text, score in (
+        (right, 1), (f"so it is\n{right}\n", 1), (f"<answer>5</answer><answer> {right} </answer> bye", 1),
+        (str(int(right) + 1), 0), ("", 0), (f"{right}\nno idea", 0),
+    ):  # fmt: skip
+        assert reasoning_gym_score(prompt.text, text, meta) == score, text
+    with pytest.raises(ValueError, match="another question"):
+        reasoning_gym_score(prompt.text + "?", right, meta)
+
+
+def test_reasoning_gym_names_are_checked(monkeypatch):
+    with pytest.raises(ValueError, match="task.name=chain_sums: .*did you mean chain_sum"):
+        build_task("reasoning_gym", CharTokenizer(), name="chain_sums")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ValueError, match="PYTHONHASHSEED=0"):
+        build_task("reasoning_gym", CharTokenizer(), name="ransom_note")
+
+
+# -- rewards ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1,000", "1000.0"), ("$5", "5"), ("-3", "-3"), ("it is 7.", "7"), ("3 and then 4.50 dollars", "4.5"), (".5", "0.5"),
+        ("$1,234,567.80", "1234567.8"), ("-$2", "-2"), ("$-2", "-2"), ("10-3", "3"), ("x = -3", "-3"), ("(2)-5", "5"),
+        ("\u22124", "-4"), ("- 6 apples", "6"), ("1,2,3", "3"), ("12,34", "34"), ("50%", "50"), ("**42**", "42"),
+        ("#### 8 (or 9)", "8"), ("4 #### 5 #### 6", "6"), ("so 12 \n####7", "7"), ("\\times3", "3"),
+    ],
+)  # fmt: skip
+def test_the_final_number_of_a_text(text, number):
+    assert final_number(text) == Decimal(number)
+
+
+@pytest.mark.parametrize("text", ["", "none", "####", "12 is it #### none", "-", "$", "٣"])
+def test_a_text_without_a_final_number_has_none(text):
+    assert final_number(text) is None
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-(10**12), max_value=10**12))
+def test_a_number_is_equal_however_it_is_written(number):
+    meta = {"answer": str(number)}
+    for text in (f"{number:f}", f"{number:,f}", f"It is {number:f}.", f"#### ${number:,f}", f"{number:f}000"):
+        assert numeric_match("", text, meta) == 1.0, text
+    assert numeric_match("", f"{number + Decimal('0.001'):f}", meta) == 0.0
+
+
+def test_exact_match_forgives_only_the_space_around():
+    assert [exact_match("", t, {"answer": 46}) for t in ("46", " 46\n", "046", "46.", "4 6", "")] == [1, 1, 0, 0, 0, 0]
+
+
+def test_an_answer_that_cannot_be_compared_is_an_error_and_no_score():
+    with pytest.raises(ValueError, match="answer_key"):
+        exact_match("", "4", {})
+    with pytest.raises(ValueError, match="holds no number"):
+        numeric_match("", "4", {"answer": "four"})
+
+
+def test_what_a_reward_worker_and_its_pool_import_has_no_torch():
+    code = "import sys, llamarl.tasks.pool, llamarl.tasks.rewards, llamarl.tasks.worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_table_of_kinds_is_whole():
+    from llamarl.tasks import build
+
+    assert all(f"\n    {kind} " in build.__doc__ for kind in KINDS)
