@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from llamarl.executor import Executor
+from llamarl.executor import POLL_S, Executor
 from llamarl.inference import Engine, SamplingParams
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import named_parameters_hf
@@ -57,6 +57,11 @@ class Generator(Executor):
         self._evaluating = 0  # held-out prompts still to finish
         self._asked_in_vain = False
 
+    @property
+    def poll_s(self) -> float:
+        """Room under the staleness bound wakes nobody: without work, ask again soon."""
+        return 0.005 if self.version >= 0 and self.engine.num_live == 0 else POLL_S
+
     def setup(self) -> None:
         dtype = getattr(torch, self.model_dtype)
         decoder = build_decoder(read_config(self.model_path), device=self.group.device, dtype=dtype).eval().requires_grad_(False)
@@ -82,13 +87,9 @@ class Generator(Executor):
             return "weights: the first version from the trainer"
         if not self.outputs["completions"].has_room():
             return "room: in channel completions, which the reward empties"
-        if self.engine.num_live == 0 and self.control.stop_reason is None:
-            return None if self._finished() else f"tickets: the ledger grants none at version {self.version} until the trainer takes a batch"
+        if self.engine.num_live == 0:
+            return f"tickets: the ledger grants none at version {self.version} until the trainer takes a batch"
         return None
-
-    def _finished(self) -> bool:
-        """Nothing is owed once the run ends; the controller tells."""
-        return getattr(self, "idle_is_fine", False)
 
     def _swap_weights(self) -> bool:
         if self._evaluating or self.weights.staged is None:

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from llamarl.executor import Executor
+from llamarl.executor import POLL_S, Executor
 from llamarl.tasks.pool import Outcome, RewardError, RewardPool
 from llamarl.types import Completion, Group, Prompt, ScoredCompletion
 
@@ -71,6 +71,11 @@ class RuleReward(Executor):
         self._next_key = 0
         self._begun: dict[int, list[ScoredCompletion]] = {}  # ticket -> those scored so far, while it is not whole
         self._whole: deque[Group] = deque()  # waiting for room
+
+    @property
+    def poll_s(self) -> float:
+        """Workers' answers wake nobody: look again soon while some are awaited."""
+        return 0.002 if self._pool is not None and self._pool.pending else POLL_S
 
     def setup(self) -> None:
         """Start the workers. ValueError if `fn` cannot be imported or called."""
@@ -141,8 +146,9 @@ class RuleReward(Executor):
 
     def _send(self) -> bool:
         sent = False
-        while self._whole and self.outputs["scored"].has_room():
-            self.outputs["scored"].put(self._whole.popleft())
+        (sink,) = self.outputs.values()  # to the trainer, or to a reference before it
+        while self._whole and sink.has_room():
+            sink.put(self._whole.popleft())
             sent = True
         return sent
 

@@ -1,10 +1,10 @@
-"""The configuration of a run: its schema, its checks, and `main`, which runs a recipe with it. Imports no torch.
+"""The configuration of a run: what must hold between its values, and `main`, which runs a recipe with it. Imports no torch.
 
     @main
     def run(config: Config) -> None: ...
 
-Values live in conf/ (Hydra groups), types and ranges in llamarl/settings.py. Everything wrong with a command line is found before
-anything heavy starts and is printed at once:
+Values live in conf/ (Hydra groups), types and ranges in llamarl/settings.py. Everything wrong with a command line is
+found before anything heavy starts and is printed at once:
 
     bad config, nothing started:
       groups_per_step=0   need a whole number of at least 1
@@ -16,190 +16,27 @@ Classes elsewhere take plain values; only recipes and the controller see a Confi
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import itertools
-import math
 import os
 import sys
-import types
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from llamarl.settings import Config, LossSettings, PlacementSettings
+from llamarl.settings import (
+    Config, ConfigError, LossSettings, PlacementSettings, Problem, config_differences, did_you_mean, known_keys, load_config,
+    save_config, show, to_config, to_values,
+)  # fmt: skip
+
+__all__ = [
+    "Config", "ConfigError", "Problem", "check", "check_command_line", "config_differences", "idle_ranks", "load_config", "main",
+    "resolve_placement", "save_config", "to_config", "to_values",
+]  # fmt: skip
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    where: str  # a key, or key=value
-    what: str
-    keys: tuple[str, ...] = ()  # the keys that it is about
-
-
-class ConfigError(ValueError):
-    """All problems of a config, one aligned line each."""
-
-    def __init__(self, problems: list[Problem]):
-        self.problems = problems
-        width = min(max(len(p.where) for p in problems), 50)
-        super().__init__("\n".join(["bad config, nothing started:"] + [f"  {p.where:<{width}}   {p.what}" for p in problems]))
-
-
-@functools.cache
-def _hints(schema: type) -> dict[str, object]:
-    return get_type_hints(schema, include_extras=True)
-
-
-@functools.cache
-def known_keys() -> tuple[str, ...]:
-    """Every key of the schema, sections included: ("max_steps", ..., "loss", "loss.fn", ...)."""
-    keys = []
-    for key, hint in _hints(Config).items():
-        keys.append(key)
-        if is_dataclass(hint):
-            keys += [f"{key}.{field.name}" for field in fields(hint) if field.name != "options"]
-    return tuple(keys)
-
-
-def did_you_mean(key: str, names: tuple[str, ...] | list[str]) -> str:
-    """"; did you mean NAME?" for the nearest name, by whole name or by last part; "" when none is near."""
-    near = difflib.get_close_matches(key, names, 1, 0.75)
-    if not near:
-        tails = {name.rpartition(".")[2]: name for name in reversed(names)}
-        near = [tails[tail] for tail in difflib.get_close_matches(key.rpartition(".")[2], tails, 1, 0.7)]
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def _describe(hint: object) -> str:
-    """What a value must be, in words."""
-    if get_origin(hint) is Annotated:
-        base, bounds = get_args(hint)
-        return f"{_describe(base)} {bounds}"
-    if get_origin(hint) is Literal:
-        return " or ".join(get_args(hint))
-    if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_describe(arm) for arm in get_args(hint))
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null",
-             list[int]: "a list of ranks such as [0,1]"}
-    return words[hint]
-
-
-def _convert(value: object, hint: object) -> object:
-    """The value in the hint's type. ValueError, without words, if it does not fit."""
-    origin = get_origin(hint)
-    if origin is Annotated:
-        base, bounds = get_args(hint)
-        converted = _convert(value, base)
-        if converted not in bounds:
-            raise ValueError
-        return converted
-    if origin in (Union, types.UnionType):
-        for arm in get_args(hint):
-            try:
-                return _convert(value, arm)
-            except ValueError:
-                continue
-        raise ValueError
-    if origin is Literal and value in get_args(hint):
-        return value
-    if hint is list[int] and isinstance(value, list):
-        return [_convert(item, int) for item in value]
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if hint is int and number and value == int(value):
-        return int(value)
-    if hint is float and number:
-        return float(value)
-    if hint is str and (isinstance(value, str) or number):
-        return str(value)
-    if (hint is bool and isinstance(value, bool)) or (hint is type(None) and value is None):
-        return value
-    raise ValueError
-
-
-def _read(values: object, schema: type, prefix: str, problems: list[Problem]):
-    """Build a schema from a mapping; what does not fit is added to problems (and left None)."""
-    if not isinstance(values, Mapping):
-        problems.append(Problem(f"{prefix[:-1]}={values}", "is a section; set its keys, such as "
-                                f"{prefix}{fields(schema)[0].name}", (prefix[:-1],)))
-        return None
-    values, read = dict(values), {}
-    for name, hint in _hints(schema).items():
-        key = prefix + name
-        if schema is LossSettings and name == "options":
-            read[name], values = values, {}
-        elif name not in values:
-            problems.append(Problem(key, f"missing; need {'a section' if is_dataclass(hint) else _describe(hint)}", (key,)))
-        elif is_dataclass(hint):
-            read[name] = _read(values.pop(name), hint, f"{key}.", problems)
-        elif (value := values.pop(name)) == "???":
-            problems.append(Problem(key, f"required: set {key}={name.upper()}", (key,)))
-        else:
-            try:
-                read[name] = _convert(value, hint)
-            except ValueError:
-                problems.append(Problem(f"{key}={_show(value)}", f"need {_describe(hint)}", (key,)))
-    for name in values:
-        problems.append(Problem(prefix + str(name), "unknown key" + did_you_mean(prefix + str(name), known_keys())))
-    return schema(**read) if len(read) == len(fields(schema)) else None
-
-
-def _show(value: object) -> str:
-    """As it is written on a command line."""
-    if isinstance(value, list):
-        return "[" + ",".join(map(_show, value)) + "]"
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(value)
-
-
-def to_config(composed: DictConfig | Mapping[str, object]) -> Config:
-    """The typed config. ConfigError names every unknown key, wrong type and value out of range at once."""
-    try:
-        values = OmegaConf.to_container(composed, resolve=True) if isinstance(composed, DictConfig) else composed
-    except OmegaConfBaseException as error:
-        raise ConfigError([Problem(str(error.full_key or "config"), str(error).splitlines()[0])]) from error
-    problems: list[Problem] = []
-    config = _read(values, Config, "", problems)
-    if problems:
-        raise ConfigError(problems)
-    return config
-
-
-def to_values(config: Config) -> dict[str, object]:
-    """The inverse of to_config: nested plain values under the keys of the command line."""
-    values = dataclasses.asdict(config)
-    values["loss"].update(values["loss"].pop("options"))
-    return values
-
-
-def save_config(config: Config, path: str | Path) -> None:
-    """Write config.yaml: resolved, and read back by `load_config`."""
-    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.create(to_values(config))))
-
-
-def load_config(path: str | Path) -> Config:
-    """Read what save_config wrote. ConfigError if it does not fit this version's schema."""
-    return to_config(OmegaConf.load(path))
-
-
-def config_differences(old: Config, new: Config) -> dict[str, tuple[object, object]]:
-    """key -> (old value, new value), for every key whose value is not the same."""
-
-    def flat(config: Config) -> dict[str, object]:
-        pairs = {}
-        for key, value in to_values(config).items():
-            pairs.update({f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value})
-        return pairs
-
-    before, after = flat(old), flat(new)
-    return {key: (before.get(key), after.get(key)) for key in {**before, **after} if before.get(key) != after.get(key)}
 
 
 # --- Combinations: what no single value shows ---
@@ -241,7 +78,7 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
 
     def problem(what: str, *keys: str) -> Problem:
         shown = ((key, functools.reduce(lambda section, part: section[part], key.split("."), values)) for key in keys)
-        return Problem(" ".join(f"{key}={_show(value)}" for key, value in shown), what, keys)
+        return Problem(" ".join(f"{key}={show(value)}" for key, value in shown), what, keys)
 
     c, problems = config, _placement_problems(config, world_size, problem)
     impossible = [
@@ -278,7 +115,7 @@ def _placement_problems(c: Config, world_size: int, problem: Callable[..., Probl
             found.append(problem("need at least one rank, each once; or null", f"placement.{name}"))
         if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
             ranks_are = f"ranks are 0 to {world_size - 1}" if world_size > 1 else "there is one rank, 0"
-            found.append(problem(f"no rank {_show(outside)}: {ranks_are} (torchrun --nproc-per-node)", f"placement.{name}"))
+            found.append(problem(f"no rank {show(outside)}: {ranks_are} (torchrun --nproc-per-node)", f"placement.{name}"))
     if found:
         return found
     trainers = len(resolve_placement(c.placement, world_size, groups_per_step=c.groups_per_step)["trainer"])
@@ -434,7 +271,7 @@ def main(recipe: Callable[[Config], None] | None = None, *, config_name: str = "
         except ConfigError as error:
             refuse(error)
         if leader and (idle := idle_ranks(config, world_size)):
-            print(f"warning: ranks {_show(list(idle))} host nothing; see placement, or start fewer", file=sys.stderr)
+            print(f"warning: ranks {show(list(idle))} host nothing; see placement, or start fewer", file=sys.stderr)
         recipe(config)
 
     @functools.wraps(recipe)

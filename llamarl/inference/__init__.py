@@ -1,1 +1,6 @@
-"""Inference: continuous batching over the same decoder that is trained. `from llamarl.inference.engine import Engine`."""
+"""Inference: continuous batching over the same decoder that is trained."""
+
+from llamarl.inference.engine import Engine
+from llamarl.inference.sampler import SamplingParams
+
+__all__ = ["Engine", "SamplingParams"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from pathlib import Path
-from typing import Sequence
+from typing import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from llamarl.types import Completion, FinishReason
 
 _PREFILL_TOKENS = 4096  # of one prefill, padding included
 _CHUNK = 32  # of `generate`
+_WORTH_MOVING = 8  # rows are made dense again once one in this many has ended
 
 
 class Engine:
@@ -48,14 +49,16 @@ class Engine:
         self.decoder = decoder.to(device=self.device, dtype=dtype)
         self.max_slots, self.max_len = max_slots, max_len
         self.policy_version = 0
+        self.dtype = decoder.output_weight.dtype
         self._cache = SlotCache(
             num_layers=config.num_hidden_layers, max_slots=max_slots, max_len=max_len, num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim, dtype=decoder.output_weight.dtype, device=self.device,
+            head_dim=config.head_dim, dtype=self.dtype, device=self.device,
         )
         self._rows = Rows.empty(max_slots, max_len, self.device)
         self._running: list[tuple[Request, int]] = []  # row -> its request and sample index
         self._waiting: deque[Request] = deque()
         self._finished: list[tuple[int, Completion]] = []
+        self._retired_tokens = 0
         # Built here, so that the tables are no inference tensors: a trainer may share the decoder.
         decoder.rotary(torch.zeros(1, dtype=torch.int64, device=self.device), max_len)
 
@@ -87,22 +90,7 @@ class Engine:
 
         ValueError for an empty prompt, one that does not fit max_len with max_new_tokens, or ids outside the vocabulary.
         """
-        prompt = torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu")
-        vocab = self.decoder.config.vocab_size
-        if prompt.dim() != 1 or prompt.numel() == 0:
-            raise ValueError(f"ticket {ticket}: prompt_ids of shape {list(prompt.shape)}; need [P] with at least one token")
-        if prompt.numel() + params.max_new_tokens > self.max_len:
-            raise ValueError(
-                f"ticket {ticket}: {prompt.numel()} prompt tokens + max_new_tokens={params.max_new_tokens} exceed max_len={self.max_len}; "
-                "give the engine a larger max_len, or shorten either"
-            )
-        low, high = torch.aminmax(prompt)
-        if low < 0 or high >= vocab or any(t >= vocab for t in params.stop_token_ids):
-            raise ValueError(
-                f"ticket {ticket}: prompt ids {int(low)}..{int(high)} or stop tokens {params.stop_token_ids} lie outside the model's "
-                f"vocabulary of {vocab}; is the tokenizer another model's?"
-            )
-        self._waiting.append(Request(stream, ticket, prompt, params))
+        self._waiting.append(self._request(stream, ticket, prompt_ids, params))
 
     @torch.inference_mode()
     def step(self, chunk: int) -> int:
@@ -131,7 +119,7 @@ class Engine:
                     break
                 longest = self._longest()
             rows = slice(0, self.num_live)
-            logits_RV = self._decode(rows, self._rows.token[rows], longest)
+            logits_RV = self._decode(0, self._rows.token[rows], self._rows.position[rows], longest)
             self._rows.append(rows, logits_RV, self.policy_version, demands)
             longest = min(longest + 1, self.max_len)
         self._retire()
@@ -191,5 +179,141 @@ class Engine:
         params = SamplingParams(max_new_tokens=max(1, tokens.numel()), temperature=temperature)
         request = self._request(0, 0, prompt_ids, params)
         logits = [self._prefill(slot, [(request, 0, 1)])]
-        prompt_tokens = request.prompt_ids.numel()
-        ...
+        for i in range(tokens.numel() - 1):
+            position = request.prompt_ids.numel() + i
+            at = torch.tensor([position], device=self.device)
+            logits.append(self._decode(slot, tokens[i:i + 1], at, position + 1))
+        processed = process(torch.cat(logits), temperature_N=torch.tensor([temperature], device=self.device))
+        return processed.log_softmax(1)[:tokens.numel()].gather(1, tokens[:, None]).squeeze(1)
+
+    def _request(self, stream: int, ticket: int, prompt_ids: Tensor | Sequence[int], params: SamplingParams) -> Request:
+        prompt = torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu")
+        vocab = self.decoder.config.vocab_size
+        if prompt.dim() != 1 or prompt.numel() == 0:
+            raise ValueError(f"ticket {ticket}: prompt_ids of shape {list(prompt.shape)}; need [P] with at least one token")
+        if prompt.numel() + params.max_new_tokens > self.max_len:
+            raise ValueError(
+                f"ticket {ticket}: {prompt.numel()} prompt tokens + max_new_tokens={params.max_new_tokens} exceed max_len={self.max_len}; "
+                "give the engine a larger max_len, or shorten either"
+            )
+        low, high = torch.aminmax(prompt)
+        if low < 0 or high >= vocab or any(t >= vocab for t in params.stop_token_ids):
+            raise ValueError(
+                f"ticket {ticket}: prompt ids {int(low)}..{int(high)} or stop tokens {params.stop_token_ids} lie outside the model's "
+                f"vocabulary of {vocab}; is the tokenizer another model's?"
+            )
+        return Request(stream, ticket, prompt, params)
+
+    def _admit(self) -> tuple[int, list[tuple[Request, int, int]]]:
+        """Give free slots to waiting samples. Returns the first new row, and (request, first sample, end) for the new rows."""
+        first, jobs = self.num_live, []
+        while self._waiting and self.free_slots:
+            request = self._waiting[0]
+            begin = request.num_started
+            end = request.num_started = min(request.params.n, begin + self.free_slots)
+            jobs.append((request, begin, end))
+            self._running.extend((request, index) for index in range(begin, end))
+            if not request.num_waiting:
+                self._waiting.popleft()
+        if jobs:
+            self._rows.start(first, jobs)
+        return first, jobs
+
+    def _prefill(self, first_slot: int, jobs: list[tuple[Request, int, int]]) -> Tensor:
+        """Run prompts once and keep their K/V in a slot for each sample, from first_slot on. Logits [rows, V] of the next token."""
+        tokens_T = torch.cat([request.prompt_ids for request, _, _ in jobs])
+        lengths_N = torch.tensor([request.prompt_ids.numel() for request, _, _ in jobs])
+        copies_N = torch.tensor([end - begin for _, begin, end in jobs])
+        ends_N = lengths_N.cumsum(0)
+        starts_N = ends_N - lengths_N
+        positions_T = torch.arange(tokens_T.numel()) - starts_N.repeat_interleave(lengths_N)
+        # The same for the copies, as if every sample had its own prompt: S = sum(lengths * copies) places.
+        prompt_R = torch.arange(len(jobs)).repeat_interleave(copies_N)
+        lengths_R = lengths_N[prompt_R]
+        row_S = torch.arange(lengths_R.numel()).repeat_interleave(lengths_R)
+        position_S = torch.arange(row_S.numel()) - (lengths_R.cumsum(0) - lengths_R)[row_S]
+        source_S = starts_N[prompt_R][row_S] + position_S
+        places_S = (first_slot + row_S) * self._cache.max_len + position_S
+        cu_seqlens = F.pad(ends_N, (1, 0))
+        tokens_T, positions_T, source_S, places_S, cu_seqlens, last_N, prompt_R = (
+            x.to(self.device) for x in (tokens_T, positions_T, source_S, places_S, cu_seqlens, ends_N - 1, prompt_R)
+        )
+        context = self._cache.prefill(cu_seqlens, source_S, places_S)
+        logits_NV = self.decoder(tokens_T, positions_T, context, lambda h_TD, w_VD: F.linear(h_TD[last_N], w_VD))
+        return logits_NV[prompt_R]
+
+    def _decode(self, first_slot: int, tokens_N: Tensor, positions_N: Tensor, longest: int) -> Tensor:
+        """One token a row, in slots first_slot onwards. Logits [N, V] of the next."""
+        return self.decoder(tokens_N, positions_N, self._cache.decode(positions_N, longest, first_slot))
+
+    def _retire(self, aborted: bool = False) -> None:
+        """Turn ended rows into completions, and move the last rows into the holes, so that rows stay dense."""
+        rows, num_rows = self._rows, self.num_live
+        live = rows.live[:num_rows].tolist()
+        num_live = sum(live)
+        if num_live == num_rows:
+            return
+        self._emit([row for row in range(num_rows) if not live[row]], aborted)
+        holes = [row for row in range(num_live) if not live[row]]
+        if holes:
+            movers = [row for row in range(num_live, num_rows) if live[row]]
+            source, target = (torch.tensor(x, device=self.device) for x in (movers, holes))
+            self._cache.move(source, target, self._longest())
+            rows.move(source, target)
+            for mover, hole in zip(movers, holes):
+                self._running[hole] = self._running[mover]
+        del self._running[num_live:]
+
+    # Not in inference mode: a completion's tensors take part in training.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _emit(self, ended: list[int], aborted: bool) -> None:
+        index = torch.tensor(ended, device=self.device)
+        lengths_N = self._rows.count[index]
+        lengths = lengths_N.tolist()
+        recorded_NL = torch.arange(max(lengths), device=self.device) < lengths_N[:, None]
+        tokens, logprobs, versions = (
+            table[index, :max(lengths)][recorded_NL].cpu() for table in (self._rows.tokens, self._rows.logprobs, self._rows.versions)
+        )
+        if not logprobs.isfinite().all():
+            raise RuntimeError(
+                f"logits are not finite under policy version {self.policy_version}: its weights hold NaN or infinity, or overflow {self.dtype}"
+            )
+        last = tokens[lengths_N.cpu().cumsum(0) - 1].tolist()
+        parts = zip(ended, last, tokens.split(lengths), logprobs.split(lengths), versions.split(lengths))
+        for row, last_token, token_ids, generator_logprobs, policy_versions in parts:
+            request, sample_index = self._running[row]
+            reason = "aborted" if aborted else "stop" if last_token in request.params.stop_token_ids else "length"
+            self._finish(request, sample_index, token_ids, generator_logprobs, policy_versions, reason)
+        self._retired_tokens += sum(lengths)
+
+    def _finish(self, request: Request, sample_index: int, token_ids: Tensor, generator_logprobs: Tensor, policy_versions: Tensor,
+                reason: FinishReason) -> None:
+        completion = Completion(
+            request.ticket, sample_index, request.prompt_ids, token_ids, generator_logprobs, policy_versions, reason
+        )
+        self._finished.append((request.stream, completion))
+
+    def _num_ended(self) -> int:
+        return self.num_live - int(self._rows.live[:self.num_live].sum())
+
+    def _longest(self) -> int:
+        """Places that the next token of any row attends to."""
+        return int(self._rows.position[:self.num_live].max()) + 1
+
+    def _num_sampled(self) -> int:
+        """Tokens sampled so far, ever."""
+        return self._retired_tokens + int(self._rows.count[:self.num_live].sum())
+
+
+def _prefill_batches(jobs: list[tuple[Request, int, int]]) -> Iterator[list[tuple[Request, int, int]]]:
+    """Consecutive prompts that together, padded to the longest, have at most _PREFILL_TOKENS tokens (or one longer prompt)."""
+    batch, longest = [], 0
+    for job in jobs:
+        longest = max(longest, job[0].prompt_ids.numel())
+        if batch and longest * (len(batch) + 1) > _PREFILL_TOKENS:
+            yield batch
+            batch, longest = [], job[0].prompt_ids.numel()
+        batch.append(job)
+    if batch:
+        yield batch

@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # Up to this many logits (16 MiB of float32) are one chunk, kept for backward: recomputing them would cost more than it saves.
@@ -82,17 +81,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def forward(ctx, hidden_TD, weight_VD, labels_T, temperature, chunk_tokens, entropy_grad):
         tokens, vocab = hidden_TD.shape[0], weight_VD.shape[0]
         keep = tokens * vocab <= KEEP_LOGITS
-        chunk = max(tokens, 1) if keep else chunk_tokens
-        logprobs = hidden_TD.new_empty(tokens, dtype=_wide(hidden_TD))
+        chunk = _Chunk(tokens if keep else min(tokens, chunk_tokens), weight_VD, temperature)
+        logprobs = hidden_TD.new_empty(tokens, dtype=chunk.wide_CV.dtype)
         entropy = torch.empty_like(logprobs)
-        logp_CV = None
-        for part in _parts(tokens, chunk):
-            logp_CV = _log_softmax(hidden_TD[part], weight_VD, temperature)
+        for part in chunk.parts(tokens):
+            logp_CV = chunk.log_softmax(hidden_TD[part])
             torch.gather(logp_CV, 1, labels_T[part, None], out=logprobs[part, None])
-            torch.sum(logp_CV.exp().mul_(logp_CV), dim=1, out=entropy[part])
+            torch.sum(chunk.exp(logp_CV).mul_(logp_CV), dim=1, out=entropy[part])
         entropy.neg_()
-        ctx.save_for_backward(hidden_TD, weight_VD, labels_T, entropy, logp_CV if keep else None)
-        ctx.temperature, ctx.chunk, ctx.entropy_grad = temperature, chunk, entropy_grad
+        ctx.save_for_backward(hidden_TD, weight_VD, labels_T, entropy, chunk.logp_CV if keep else None)
+        ctx.temperature, ctx.chunk_tokens, ctx.entropy_grad = temperature, chunk.size, entropy_grad
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)
@@ -102,48 +100,66 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden_TD, weight_VD, labels_T, entropy, kept = ctx.saved_tensors
-        if not ctx.entropy_grad:
-            grad_entropy = None
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(entropy)
+        a = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs / ctx.temperature
+        b = grad_entropy / ctx.temperature if ctx.entropy_grad and grad_entropy is not None else None
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        parts = _parts(hidden_TD.shape[0], ctx.chunk)
         grad_hidden = torch.empty_like(hidden_TD) if wants_hidden else None
-        # Chunks add up in float32: hundreds of bfloat16 additions would lose the small ones.
-        accumulator = _wide(weight_VD) if len(parts) > 1 else weight_VD.dtype
-        grad_weight = torch.zeros_like(weight_VD, dtype=accumulator) if wants_weight and len(parts) != 1 else None
+        grad_weight = None
+        chunk = _Chunk(ctx.chunk_tokens, weight_VD, ctx.temperature)
+        parts = chunk.parts(hidden_TD.shape[0])
         for part in parts:
-            logp_CV = kept if kept is not None else _log_softmax(hidden_TD[part], weight_VD, ctx.temperature)
-            a = grad_logprobs[part, None] / ctx.temperature
-            b = None if grad_entropy is None else grad_entropy[part, None] / ctx.temperature
-            grad_CV = _grad_logits(logp_CV, labels_T[part, None], entropy[part, None], a, b).to(weight_VD.dtype)
+            logp_CV = chunk.log_softmax(hidden_TD[part]) if kept is None else kept
+            scale = -a[part, None] if b is None else (logp_CV + entropy[part, None]).mul_(-b[part, None]).sub_(a[part, None])
+            grad_CV = chunk.exp(logp_CV).mul_(scale).scatter_add_(1, labels_T[part, None], a[part, None])
+            grad_CV = chunk.narrow(grad_CV)
             if wants_hidden:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden[part])
             if wants_weight:
                 product = grad_CV.T @ hidden_TD[part]
-                grad_weight = product if grad_weight is None else grad_weight.add_(product)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None, None
+                if grad_weight is None:
+                    # Chunks add up in float32: hundreds of bfloat16 additions would lose the small ones.
+                    grad_weight = product.to(_wide(product)) if len(parts) > 1 else product
+                else:
+                    grad_weight += product
+        if wants_weight:
+            grad_weight = torch.zeros_like(weight_VD) if grad_weight is None else grad_weight.to(weight_VD.dtype)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+class _Chunk:
+    """The [C, V] buffers that all chunks of a call share: fresh ones cost as much in page faults as in arithmetic."""
+
+    def __init__(self, size: int, weight_VD: Tensor, temperature: float):
+        self.size, self._weight_DV, self._temperature = size, weight_VD.T, temperature
+        self._logits_CV = weight_VD.new_empty(size, weight_VD.shape[0])
+        same = weight_VD.dtype == _wide(weight_VD)
+        self.wide_CV = self._logits_CV if same else torch.empty_like(self._logits_CV, dtype=_wide(weight_VD))
+        self.logp_CV = torch.empty_like(self.wide_CV)
+
+    def parts(self, tokens: int) -> list[slice]:
+        return [slice(i, min(i + self.size, tokens)) for i in range(0, tokens, max(self.size, 1))]
+
+    def log_softmax(self, hidden_CD: Tensor) -> Tensor:
+        """[C, V] in float32 or wider, from logits in the model's dtype. The next call overwrites it."""
+        rows = hidden_CD.shape[0]
+        wide = self._widen(torch.mm(hidden_CD, self._weight_DV, out=self._logits_CV[:rows]))
+        if self._temperature != 1.0:
+            wide.div_(self._temperature)
+        return torch.log_softmax(wide, dim=1, out=self.logp_CV[:rows])
+
+    def exp(self, logp_CV: Tensor) -> Tensor:
+        """exp(logp_CV), in the buffer of the logits."""
+        return torch.exp(logp_CV, out=self.wide_CV[: logp_CV.shape[0]])
+
+    def narrow(self, wide_CV: Tensor) -> Tensor:
+        """A result of `exp` in the model's dtype, for a GEMM."""
+        logits = self._logits_CV[: wide_CV.shape[0]]
+        return wide_CV if wide_CV.dtype == logits.dtype else logits.copy_(wide_CV)
+
+    def _widen(self, logits_CV: Tensor) -> Tensor:
+        wide = self.wide_CV[: logits_CV.shape[0]]
+        return logits_CV if logits_CV.dtype == wide.dtype else wide.copy_(logits_CV)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _parts(tokens: int, chunk: int) -> list[slice]:
-    return [slice(i, min(i + chunk, tokens)) for i in range(0, tokens, chunk)]
-
-
-def _log_softmax(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
-    """[C, V] in float32 or wider, from logits in the model's dtype."""
-    logits_CV = F.linear(hidden_CD, weight_VD)
-    wide = _wide(logits_CV)
-    if temperature != 1.0:
-        logits_CV = logits_CV.to(wide) / temperature
-    return torch.log_softmax(logits_CV, dim=1, dtype=wide)
-
-
-def _grad_logits(logp_CV: Tensor, labels_C1: Tensor, entropy_C1: Tensor, a_C1: Tensor, b_C1: Tensor | None) -> Tensor:
-    """a (onehot - p) - b p (l + H), the gradient with respect to the logits; it may not touch logp_CV, which may be kept."""
-    p_CV = logp_CV.exp()
-    scale = -a_C1 if b_C1 is None else (logp_CV + entropy_C1).mul_(-b_C1).sub_(a_C1)
-    return p_CV.mul_(scale).scatter_add_(1, labels_C1, a_C1)

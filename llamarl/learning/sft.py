@@ -59,7 +59,7 @@ def make_pair(prompt: Prompt, tokenizer, max_tokens: int) -> Pair:
     completion = tokenizer(str(text), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     length = prompt.prompt_ids.numel() + len(completion)
     if length > max_tokens:
-        raise ValueError(f"prompt and answer are {length} tokens, the model takes {max_tokens}; drop the pair that begins {prompt.text[:60]!r}")
+        raise ValueError(f"a pair has {length} tokens, the model takes {max_tokens}; drop the one that begins {prompt.text[:60]!r}")
     return Pair(torch.cat([prompt.prompt_ids, torch.tensor(completion)]), prompt.prompt_ids.numel())
 
 
@@ -150,7 +150,7 @@ def train_step(
             dist.all_reduce(parameter.grad)
     norm = clip_grad_norm(decoder.parameters(), 1.0)
     if not norm.isfinite():
-        raise FloatingPointError(f"gradient norm {norm.item()}: no step was taken; lower the learning rate or look for broken data")
+        raise FloatingPointError(f"gradient norm {norm.item()}: no step was taken; lower the learning rate or check the data")
     optimizer.step()
     return total(loss)
 

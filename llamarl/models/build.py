@@ -80,6 +80,8 @@ def read_config(path: str | Path) -> ModelConfig:
     if raw.get("sliding_window") and raw.get("use_sliding_window", architecture == "MistralForCausalLM"):
         if raw["sliding_window"] < raw.get("max_position_embeddings", 0):
             raise ValueError(f"{file}: sliding-window attention is not supported; set sliding_window to null to attend to everything")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{file}: hidden_act {raw['hidden_act']} is not supported; supported: silu")
     # transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling.
     rope = raw.get("rope_parameters") or {}
     scaling = raw.get("rope_scaling") or ({k: v for k, v in rope.items() if k != "rope_theta"} or None)

@@ -19,7 +19,7 @@ import json
 import logging
 import math
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -76,16 +76,20 @@ class _Worker:
             [sys.executable, "-P", worker_script.__file__, fn],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0, env=env, pass_fds=inherited,
         )  # fmt: skip
-        self.stdout = self._process.stdout.fileno()
-        self._stdin = self._process.stdin.fileno()
+        self.stdout, self.stdin = self._process.stdout.fileno(), self._process.stdin.fileno()
         os.set_blocking(self.stdout, False)
-        os.set_blocking(self._stdin, False)
+        os.set_blocking(self.stdin, False)
         self._unsent, self._sent_bytes, self._received = bytearray(setup), 0, b""
         self._end = len(setup)
         self._entering: deque[_Item] = deque()  # those whose bytes are not all in the pipe
         self.in_flight: deque[_Item] = deque()  # oldest first; the first is the one being scored
         self.ready = self.ended = False
         self.free_at = time.monotonic()  # when it started, was ready, or finished its last item
+        self.flush()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
 
     def send(self, items: Sequence[_Item]) -> None:
         for item in items:
@@ -99,7 +103,7 @@ class _Worker:
         """Write what the pipe takes."""
         try:
             while self._unsent:
-                written = os.write(self._stdin, self._unsent)
+                written = os.write(self.stdin, self._unsent)
                 del self._unsent[:written]
                 self._sent_bytes += written
         except BlockingIOError:
@@ -246,8 +250,12 @@ class RewardPool:
         """Block until `poll` has something to do, at most timeout_s; False if it has not."""
         now = time.monotonic()
         until = min([now + timeout_s, *(w.deadline(self._timeout_s) for w in self._workers)])
-        readable, _, _ = select.select([w.stdout for w in self._workers], [], [], max(0.0, until - now))
-        return bool(readable) or time.monotonic() < now + timeout_s
+        with selectors.DefaultSelector() as pipes:
+            for worker in self._workers:
+                pipes.register(worker.stdout, selectors.EVENT_READ)
+                if worker.has_unsent:
+                    pipes.register(worker.stdin, selectors.EVENT_WRITE)
+            return bool(pipes.select(max(0.0, until - now))) or time.monotonic() < now + timeout_s
 
     def start(self) -> None:
         """Block until a worker has imported the function. ValueError saying what is wrong with it if none can."""

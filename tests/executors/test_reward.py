@@ -1,0 +1,224 @@
+"""RuleReward alone, with fakes on both sides and a real pool of one worker."""
+
+import time
+from collections import Counter, deque
+
+import pytest
+import torch
+
+from executors import reward as reward_module
+from executors.reward import RuleReward
+from llamarl.executor import ExecutorGroup
+from llamarl.tasks.pool import RewardError
+from llamarl.types import Completion, Prompt
+
+DEADLINE_S = 30.0
+FN = "scoring:score"
+USER_MODULE = '''
+def score(prompt, completion, meta):
+    """1 for the answer; what the prompt asks for by name otherwise."""
+    if completion == "error":
+        raise RuntimeError("cannot score " + prompt)
+    if completion == "abstain":
+        return None
+    return float(completion == meta["answer"])
+'''
+WORDS = ["error", "abstain", "right", "wrong"]  # token id -> text; prompt i has the answer "right"
+
+
+class FakeReceiver:
+    def __init__(self):
+        self.records = deque()
+
+    def take(self, limit=None):
+        count = len(self.records) if limit is None else min(limit, len(self.records))
+        return [self.records.popleft() for _ in range(count)]
+
+
+class FakeSender:
+    name, room = "scored", 10**6
+
+    def __init__(self):
+        self.records = []
+
+    def has_room(self):
+        return len(self.records) < self.room
+
+    def put(self, record):
+        assert self.has_room()
+        self.records.append(record)
+
+
+class FakeMetrics:
+    def __init__(self):
+        self.counters, self.reports = Counter(), []
+
+    def add(self, counter, amount):
+        self.counters[counter] += amount
+
+    def report(self, step, values):
+        self.reports.append((step, values))
+
+
+class FakeControl:
+    num_wakes = 0
+
+    def wake(self):
+        self.num_wakes += 1
+
+
+class FakeStream:
+    """Ticket 7 asks "train 7"."""
+
+    def __getitem__(self, ticket):
+        return make_prompt(f"train {ticket}")
+
+
+def make_prompt(text):
+    return Prompt(torch.tensor([1, 2]), text, {"answer": "right"})
+
+
+def completion(ticket, sample_index, word, *, finish_reason="stop", version=3):
+    ids = torch.tensor([WORDS.index(word)] if word else [], dtype=torch.int64)
+    versions = torch.full_like(ids, version)
+    return Completion(ticket, sample_index, torch.tensor([1, 2]), ids, torch.zeros(len(ids)), versions, finish_reason)
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    (tmp_path / "scoring.py").write_text(USER_MODULE)
+    monkeypatch.chdir(tmp_path)
+    built = []
+
+    def build(**options):
+        settings = {"group_size": 2, "num_eval_prompts": 3, "fn": FN} | options
+        executor = RuleReward(
+            prompts=FakeStream(),
+            eval_prompts=lambda j: make_prompt(f"eval {j}"),
+            decode=lambda ids: WORDS[ids[0]],
+            **settings,
+        )
+        group = ExecutorGroup("reward", (0,), 0, torch.device("cpu"))
+        inputs = {"completions": FakeReceiver(), "evaluations": FakeReceiver()}
+        executor.attach(group, inputs, {"scored": FakeSender()}, FakeControl(), FakeMetrics())
+        built.append(executor)
+        executor.setup()
+        return executor
+
+    yield build
+    for executor in built:
+        executor.teardown()
+
+
+def settle(executor):
+    """Step until there is nothing to do and no score is awaited."""
+    give_up = time.monotonic() + DEADLINE_S
+    while executor.step() or executor._pool.pending:
+        assert time.monotonic() < give_up, executor.waiting_for()
+    return executor.outputs["scored"].records
+
+
+def test_a_group_is_sent_when_its_last_completion_is_scored(build):
+    executor = build()
+    feed = executor.inputs["completions"].records
+    feed.extend([completion(7, 1, "wrong"), completion(8, 0, "right")])
+    assert settle(executor) == []
+    assert executor.waiting_for() == "data: 2 groups are begun; ticket 7 lacks 1 completions from the generator"
+    feed.extend([completion(7, 0, "right"), completion(8, 1, "right")])
+    groups = {g.ticket: g for g in settle(executor)}
+    assert groups[7].rewards.tolist() == [1.0, 0.0] and groups[8].rewards.tolist() == [1.0, 1.0]
+    assert groups[7].token_ids.tolist() == [WORDS.index("right"), WORDS.index("wrong")]
+    assert groups[7].outcomes == ("score", "score")
+    assert executor.waiting_for() is None
+    assert executor.control.num_wakes > 0  # a loop that waits hears of scores
+
+
+def test_an_error_or_an_abstention_is_nan_and_never_zero(build):
+    executor = build(group_size=3)
+    executor.inputs["completions"].records.extend(completion(0, i, w) for i, w in enumerate(("error", "abstain", "wrong")))
+    (group,) = settle(executor)
+    assert group.outcomes == ("error", "abstain", "score")
+    assert group.rewards.isnan().tolist() == [True, True, False] and group.rewards[2] == 0.0
+    assert executor.metrics.counters == {"reward/scored": 1, "reward/errors": 1}
+
+
+def test_an_aborted_completion_abstains_without_being_scored(build):
+    executor = build()
+    for i, word in enumerate(("right", "")):
+        executor.inputs["completions"].records.append(completion(0, i, word, finish_reason="aborted"))
+    (group,) = settle(executor)
+    assert group.outcomes == ("abstain", "abstain") and group.rewards.isnan().all()
+    assert group.finish_reasons == ("aborted", "aborted") and group.lengths.tolist() == [1, 0]
+    assert executor.metrics.counters["reward/scored"] == 0
+
+
+def test_accuracy_is_reported_once_a_version_and_counts_what_is_no_score_as_wrong(build):
+    executor = build()
+    feed = executor.inputs["evaluations"].records
+    feed.extend([completion(0, 0, "right", version=4), completion(0, 0, "right", version=5)])
+    feed.append(completion(2, 0, "error", version=4))
+    settle(executor)
+    assert executor.metrics.reports == []
+    assert executor.waiting_for() == "data: 1 evaluation completions of policy version 4, from the generator"
+    feed.append(completion(1, 0, "right", version=4))
+    assert settle(executor) == []
+    (step, values), = executor.metrics.reports  # fmt: skip
+    assert step == 4 and values == {"eval/accuracy": pytest.approx(2 / 3), "eval/errors": 1, "eval/length_mean": 1.0}
+    feed.extend([completion(1, 0, "right", version=5), completion(2, 0, "right", version=5)])
+    settle(executor)
+    assert executor.metrics.reports[1:] == [(5, {"eval/accuracy": 1.0, "eval/errors": 0, "eval/length_mean": 1.0})]
+
+
+def test_groups_wait_for_room_and_completions_then_stay_in_their_channel(build):
+    executor = build()
+    executor.outputs["scored"].room = 1
+    feed = executor.inputs["completions"].records
+    feed.extend(completion(t, i, "right") for t in range(2) for i in range(2))
+    assert len(settle(executor)) == 1
+    assert executor.waiting_for() == "room: in channel scored, which the trainer empties"
+    feed.append(completion(9, 0, "right"))
+    executor.inputs["evaluations"].records.extend(completion(j, 0, "right") for j in range(3))
+    settle(executor)
+    assert len(feed) == 1 and len(executor.metrics.reports) == 1  # evaluations need no room
+    executor.outputs["scored"].room = 2
+    assert [g.ticket for g in settle(executor)] == [0, 1] and not feed
+
+
+def test_no_more_is_taken_than_the_pool_may_hold(build, monkeypatch):
+    monkeypatch.setattr(reward_module, "MAX_PENDING", 5)
+    executor = build()
+    feed = executor.inputs["completions"].records
+    feed.extend(completion(t, i, "right") for t in range(10) for i in range(2))
+    executor.step()
+    assert len(feed) == 15
+    assert sorted(g.ticket for g in settle(executor)) == list(range(10))
+
+
+def test_too_many_errors_end_the_run_and_say_why(build):
+    executor = build(max_error_rate=0.4)
+    words = ["error"] * 30 + ["right"] * 33
+    executor.inputs["completions"].records.extend(completion(i, 0, w) for i, w in enumerate(words))
+    settle(executor)  # 30 of 63 are more than 40 %, but too few to tell
+    executor.inputs["completions"].records.append(completion(63, 0, "error"))
+    with pytest.raises(RewardError, match=rf"reward {FN}: 48% of the last 64 scores are errors, above .*=0.4") as error:
+        settle(executor)
+    assert str(error.value).count("RuntimeError: cannot score train") == 3
+
+
+def test_some_errors_do_not(build, caplog):
+    executor = build(max_error_rate=0.6)
+    words = ["error", "right"] * 40
+    executor.inputs["completions"].records.extend(completion(i, 0, w) for i, w in enumerate(words))
+    settle(executor)
+    assert executor.metrics.counters["reward/errors"] == 40
+    assert len(caplog.records) == reward_module._LOGGED_REASONS
+    assert "its completion is masked: RuntimeError: cannot score train 0" in caplog.text
+
+
+def test_a_wrong_function_is_an_error_of_setup(build):
+    with pytest.raises(ValueError, match="reward.fn=scoring:scored: scoring has no function scored; did you mean score"):
+        build(fn="scoring:scored")
+
+
+def test_teardown_is_harmless_before_setup():
+    RuleReward(prompts=FakeStream(), eval_prompts=make_prompt, decode=str, fn=FN, group_size=2, num_eval_prompts=0).teardown()

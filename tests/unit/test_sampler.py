@@ -1,0 +1,123 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from llamarl.inference.sampler import SamplingParams, process, sample, sample_keys, stream_key, uniforms
+
+TOLERANCE = 1e-5  # float32 logprobs against float64
+CHI2_STDEVS = 5  # chi-square of d degrees of freedom: mean d, variance 2d
+LARGE = 1500  # a vocabulary beyond the one-pass CDF, and no multiple of a block
+
+
+def draws(count, seed=0, ticket=0):
+    return uniforms(sample_keys(torch.full((count,), stream_key(seed, 0, ticket)), torch.arange(count)), torch.zeros(count, dtype=torch.int64))
+
+
+def naive(logits, temperature, top_k, top_p):
+    """Float64 logprobs of one row, one token at a time."""
+    scaled = [x / (temperature or 1.0) for x in logits.double().tolist()]
+    likeliest = sorted(scaled, reverse=True)
+    if top_k:
+        scaled = [x if x >= likeliest[min(top_k, len(scaled)) - 1] else -math.inf for x in scaled]
+    weights = [math.exp(x - likeliest[0]) for x in scaled]
+    total = sum(weights)
+    if top_p < 1:
+        mass, cut = 0.0, None
+        for x, w in sorted(zip(scaled, weights), reverse=True):
+            if mass / total >= top_p:
+                break
+            mass, cut = mass + w, x
+        scaled = [x if x >= cut else -math.inf for x in scaled]
+        total = sum(w for x, w in zip(scaled, weights) if x > -math.inf)
+    return torch.tensor([x - likeliest[0] - math.log(total) for x in scaled], dtype=torch.float64)
+
+
+def test_uniforms_are_splitmix64():
+    # The first outputs of the reference splitmix64 from state 0, shifted to 53 bits.
+    words = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    got = uniforms(torch.zeros(3, dtype=torch.int64), torch.arange(3))
+    assert got.tolist() == [(word >> 11) * 2.0**-53 for word in words]
+
+
+def test_uniforms_are_uniform_and_unlike_between_keys_and_counters():
+    u = draws(20_000)
+    assert 0 <= u.min() and u.max() < 1
+    counts = torch.histc(u.float(), 50, 0, 1)
+    assert ((counts - 400) ** 2 / 400).sum() < 49 + CHI2_STDEVS * math.sqrt(98)
+    for other in (draws(20_000, seed=1), draws(20_000, ticket=1)):
+        assert abs(torch.corrcoef(torch.stack([u, other]))[0, 1]) < CHI2_STDEVS / math.sqrt(20_000)
+    assert len({stream_key(a, b, c) for a in range(8) for b in range(8) for c in range(8)}) == 512
+
+
+@pytest.mark.parametrize("vocab", [52, LARGE])
+def test_frequencies_follow_the_softmax(vocab):
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0)) * 1.5
+    count = 400 * vocab
+    tokens, logprobs = [], []
+    for part in draws(count).split(50_000):
+        token, logprob = sample(logits.expand(part.numel(), -1), part)
+        tokens.append(token), logprobs.append(logprob)
+    expected = logits.double().softmax(0) * count
+    seen = torch.bincount(torch.cat(tokens), minlength=vocab).double()
+    rare = expected < 10  # merged into one cell, as chi-square wants
+    expected, seen = (torch.cat([x[~rare], x[rare].sum(0, keepdim=True)]) for x in (expected, seen))
+    chi2 = ((seen - expected) ** 2 / expected)[expected > 0].sum()
+    freedom = expected.numel() - 1
+    assert abs(chi2 - freedom) < CHI2_STDEVS * math.sqrt(2 * freedom)
+    torch.testing.assert_close(torch.cat(logprobs), logits.log_softmax(0)[torch.cat(tokens)], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("vocab", [52, LARGE])
+@pytest.mark.parametrize("u", [0.0, 1 - 2.0**-53])
+def test_a_token_of_probability_zero_is_never_sampled(vocab, u):
+    logits = torch.full((vocab - 2, vocab), -math.inf)
+    possible = torch.arange(1, vocab - 1)  # row i may only sample token i+1
+    logits[possible - 1, possible] = 0.0
+    tokens, logprobs = sample(logits, torch.full((vocab - 2,), u, dtype=torch.float64))
+    assert torch.equal(tokens, possible) and not logprobs.any()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 2**31), st.sampled_from([3, 52, LARGE]), st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.sampled_from([0, 1, 3, 40, 9999]),
+    st.sampled_from([1e-6, 0.3, 0.9, 0.999, 1.0]),
+)
+def test_processed_logprobs_equal_a_naive_float64_reference(seed, vocab, temperature, top_k, top_p):
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    # Beside a row that asks for nothing, which must stay untouched.
+    both = torch.stack([logits, logits])
+    processed = process(both, temperature_N=torch.tensor([temperature, 1.0]), top_k_N=torch.tensor([top_k, 0]),
+                        top_p_N=torch.tensor([top_p, 1.0], dtype=torch.float64))
+    expected = naive(logits, temperature, top_k, top_p)
+    torch.testing.assert_close(processed[0].log_softmax(0).double(), expected, atol=TOLERANCE, rtol=TOLERANCE)
+    assert torch.equal(processed[1], logits)
+    tokens, logprobs = sample(processed, torch.tensor([0.6, 0.6], dtype=torch.float64), torch.tensor([temperature == 0, False]))
+    assert expected[tokens[0]] > -math.inf
+    assert logprobs[0].item() == pytest.approx(expected[tokens[0]].item(), abs=TOLERANCE)
+    if temperature == 0:
+        assert tokens[0] == logits.argmax()
+
+
+def test_ties_with_the_last_kept_token_are_kept():
+    logits = torch.tensor([[1.0, 2.0, 2.0, 3.0, 0.0]])
+    assert process(logits, top_k_N=torch.tensor([2])).isfinite().tolist() == [[False, True, True, True, False]]
+    # Masses .58 .21 .21 .08 .03 (rounded): .6 needs the first two, and the second ties with the third.
+    kept = process(logits, top_p_N=torch.tensor([0.6], dtype=torch.float64)).isfinite()
+    assert kept.tolist() == [[False, True, True, True, False]]
+
+
+def test_a_banned_token_has_probability_zero_and_padding_bans_nothing():
+    logits = torch.zeros(2, 4)
+    processed = process(logits, banned_NS=torch.tensor([[0, -1, 2], [-1, -1, -1]]))
+    assert processed.softmax(1).tolist() == [[0.0, 0.5, 0.0, 0.5], [0.25] * 4]
+    assert not logits.any()
+
+
+def test_all_bad_sampling_parameters_are_named_at_once():
+    with pytest.raises(ValueError, match="max_new_tokens.*temperature.*top_k.*top_p.*min_new_tokens.*stop_token_ids.*n=0"):
+        SamplingParams(max_new_tokens=0, temperature=-1.0, top_k=-1, top_p=0.0, min_new_tokens=2, stop_token_ids=(-1,), n=0)
+    with pytest.raises(ValueError, match="temperature=nan"):
+        SamplingParams(max_new_tokens=1, temperature=float("nan"))
+    assert SamplingParams(max_new_tokens=1, stop_token_ids=[2]).stop_token_ids == (2,)
