@@ -50,7 +50,7 @@ class CheckpointError(ValueError):
 
 
 def find(resume: str, run_dir: str | Path) -> Path | None:
-    """The checkpoint to go on from: for "auto" the newest valid one of run_dir (None if it has none at all), else `resume` itself.
+    """The checkpoint to go on from: for "auto" the newest valid one of run_dir (None if it has none at all), else `resume`.
 
     Damaged ones are named in a warning and passed over. CheckpointError if all are damaged, or the one asked for is;
     FileNotFoundError if that does not exist.
@@ -224,7 +224,8 @@ class Checkpointer:
         files = {name: entry for part in self._arrived[step].values() for name, entry in part.items()}
         absent = [name for name in files if not (writing / name).is_file()]
         if absent:
-            raise CheckpointError(f"{writing}: the leader does not see {', '.join(absent)}; run_dir must be on a file system that all hosts share")
+            unseen = ", ".join(absent)
+            raise CheckpointError(f"{writing}: the leader does not see {unseen}; put run_dir where all hosts see the same files")
         parts: dict[str, list[int]] = {}
         for name, rank in self._expected:
             parts.setdefault(name, []).append(rank)
@@ -249,7 +250,8 @@ class Checkpointer:
             if kept < self._keep and not abandoned and not verify(path, hashes=False):
                 kept += 1
             else:
-                shutil.rmtree(path)
+                # Renamed first: a kill while it is being deleted must not leave what looks like a damaged checkpoint.
+                shutil.rmtree(path.rename(f"{path}.old"))
 
 
 # --- Files ---
@@ -289,7 +291,7 @@ def _read_manifest(path: Path) -> dict:
     try:
         body = json.loads(file.read_text())
         digest = body.pop("sha256", None)
-    except (ValueError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST}: not readable: {error}") from error
     if digest != _digest(body):
         raise CheckpointError(f"{MANIFEST}: its contents have changed (SHA-256)")

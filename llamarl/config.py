@@ -80,23 +80,31 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
         shown = ((key, functools.reduce(lambda section, part: section[part], key.split("."), values)) for key in keys)
         return Problem(" ".join(f"{key}={show(value)}" for key, value in shown), what, keys)
 
-    c, problems = config, _placement_problems(config, world_size, problem)
+    c, hosts = config, -(-world_size // (local_world_size or world_size))
     impossible = [
-        (c.max_lag == 0 and c.overcommit not in ("auto", 0), "without lag nothing can start ahead; overcommit=0, or max_lag=1",
-         "overcommit", "max_lag"),
-        (c.group_size < 2, "a group of one has no baseline: its advantage is always 0; need at least 2", "group_size", "trainer.advantages"),
-        (c.group_size > c.generator.max_slots, "a group does not fit the slots of a generator", "group_size", "generator.max_slots"),
-        (c.generator.min_new_tokens > c.max_new_tokens, "more than max_new_tokens", "generator.min_new_tokens", "max_new_tokens"),
-        (bool(c.loss.kl_coef) and not c.reference.enabled, "needs a reference: reference=frozen, or loss.kl_coef=0", "loss.kl_coef",
-         "reference.enabled"),
-        (c.trainer.warmup_steps > c.max_steps > 0, "warm-up would not end", "trainer.warmup_steps", "max_steps"),
-        (c.task.kind in ("jsonl", "gsm8k", "hf_dataset") and not c.task.path, "needs its data: task.path=PATH", "task.kind", "task.path"),
-        (c.task.kind == "reasoning_gym" and not c.task.name, "needs a problem's name, such as task.name=chain_sum", "task.kind", "task.name"),
-        (c.resume == "auto" and not c.run_dir, "needs the run to go on with: run_dir=DIR", "resume", "run_dir"),
-        (c.weights.transport == "shm" and (local_world_size or world_size) < world_size,
-         "ranks on several hosts share no memory; weights.transport=gloo, or auto", "weights.transport"),
-    ]
-    problems += [problem(what, *keys) for wrong, what, *keys in impossible if wrong]
+        ("overcommit max_lag", c.max_lag == 0 and c.overcommit not in ("auto", 0),
+         "without lag nothing can start ahead; overcommit=0, or max_lag=1"),
+        ("group_size trainer.advantages", c.group_size < 2,
+         "a group of one has no baseline: its advantage is always 0; need at least 2"),
+        ("group_size generator.max_slots", c.group_size > c.generator.max_slots,
+         "a group does not fit the slots of a generator; raise generator.max_slots"),
+        ("generator.min_new_tokens max_new_tokens", c.generator.min_new_tokens > c.max_new_tokens,
+         "the least is more than the most"),
+        ("loss.kl_coef reference.enabled", bool(c.loss.kl_coef) and not c.reference.enabled,
+         "needs a reference: reference=frozen, or loss.kl_coef=0"),
+        ("trainer.warmup_steps max_steps", c.trainer.warmup_steps > c.max_steps > 0,
+         "the warm-up would not end"),
+        ("task.path task.kind", c.task.kind in ("jsonl", "gsm8k", "hf_dataset") and not c.task.path,
+         "needs its data: task.path=PATH"),
+        ("task.name task.kind", c.task.kind == "reasoning_gym" and not c.task.name,
+         "needs the name of a problem, such as task.name=chain_sum"),
+        ("resume run_dir", c.resume == "auto" and not c.run_dir,
+         "needs the run to go on with: run_dir=DIR"),
+        ("weights.transport", c.weights.transport == "shm" and hosts > 1,
+         f"ranks on {hosts} hosts share no memory; weights.transport=gloo, or auto"),
+    ]  # fmt: skip
+    problems = _placement_problems(config, world_size, problem)
+    problems += [problem(what, *keys.split()) for keys, wrong, what in impossible if wrong]
     for key, path in (("task.path", c.task.path), ("task.eval_path", c.task.eval_path), ("model.path", c.model.path)):
         needed = Path(path or ".") / ("config.json" if path and key == "model.path" else "")
         if not needed.exists():
@@ -130,10 +138,12 @@ def _loss_problems(loss: LossSettings) -> list[Problem]:
     names = sorted(file.stem for file in (CONF_DIR / "loss").glob("*.yaml"))
     if loss.fn in names:
         options = [key for key in OmegaConf.load(CONF_DIR / "loss" / f"{loss.fn}.yaml") if key != "fn"]
-        return [Problem(f"loss.{key}", "unknown key" + did_you_mean(f"loss.{key}", [f"loss.{name}" for name in ("fn", *options)]))
-                for key in loss.options if key not in options]
+        keys = [f"loss.{name}" for name in options]
+        unknown = {f"loss.{name}" for name in loss.options} - set(keys)
+        return [Problem(key, "unknown key" + did_you_mean(key, keys)) for key in sorted(unknown)]
     if ":" not in loss.fn:
-        return [Problem(f"loss.fn={loss.fn}", f"need {' or '.join(names)} or module:function{did_you_mean(loss.fn, names)}", ("loss.fn",))]
+        what = f"need {' or '.join(names)} or module:function{did_you_mean(loss.fn, names)}"
+        return [Problem(f"loss.fn={loss.fn}", what, ("loss.fn",))]
     from llamarl.learning.losses import check_options, resolve_loss  # imports torch, so only for a loss of the user's own
 
     try:
@@ -189,8 +199,10 @@ def _read_override(text: str, dirs: list[Path], multirun: bool) -> tuple[str, li
         return key, [text], "nothing can be removed; null switches off what is optional"
     groups = {folder.name for path in dirs for folder in path.iterdir() if folder.is_dir()}
     keys = known_keys()
-    if key not in keys and key not in groups and not (key.startswith("loss.") and key.count(".") == 1):
-        return key, [text], "unknown key" + did_you_mean(key, keys)
+    inner = [f"{key}.{name}" for name in override.value()] if isinstance(override.value(), dict) else [key]
+    for name in inner:
+        if name not in keys and name not in groups and not (name.startswith("loss.") and name.count(".") == 1):
+            return name, [text], "unknown key" + did_you_mean(name, keys)
     values = [text]
     if override.is_sweep_override():
         if not multirun:
@@ -198,52 +210,56 @@ def _read_override(text: str, dirs: list[Path], multirun: bool) -> tuple[str, li
         if not override.is_discrete_sweep() or "glob(" in text:
             return key, [text], "cannot be swept like this; list the values: key=a,b,c"
         values = [f"{key}={value}" for value in override.sweep_string_iterator()]
-    if key in groups:
+    if key in groups and inner == [key]:
         options = sorted({file.stem for path in dirs for file in (path / key).glob("*.yaml")})
         for value in values:
             name = value.partition("=")[2]
             if name not in options:
-                return key, values, f"need {' or '.join(options)}{did_you_mean(name, options)}"
+                nearest = did_you_mean(name, options) if len(options) > 1 else ""
+                return key, values, f"need {' or '.join(options)}{nearest}"
     return key, values, ""
 
 
-def _problems_of(config_name: str, chosen: dict[str, str], search: list[str], world_size: int, local: int | None) -> list[Problem]:
-    """Everything wrong with one composed config; needs Hydra to be initialised."""
+def _problems_of(
+    config_name: str, chosen: dict[str, str], search: list[str], world_size: int, local_world_size: int | None
+) -> list[Problem]:
+    """Everything wrong with the config that `chosen` (key -> override) makes; needs Hydra to be initialised."""
     from hydra import compose
     from hydra.errors import HydraException
 
     def composed(texts) -> DictConfig:
         return compose(config_name, [*search, *texts])
 
-    try:
-        config = to_config(composed(chosen.values()))
-    except ConfigError as error:
-        problems = error.problems
-    except (HydraException, OmegaConfBaseException) as error:
-        return [Problem(text, str(error).splitlines()[0]) for text in chosen.values() if _fails(composed, text)] or [
-            Problem(config_name, str(error).splitlines()[0])
-        ]
-    else:
-        return check(config, world_size, local)
-    # Combinations of the other values are still worth telling: leave out what was wrong and look again.
-    wrong = {key for problem in problems for key in problem.keys}
-    kept = [text for key, text in chosen.items() if key not in wrong]
-    kept += [f"{p.where}=_" for p in problems if p.what.startswith("required")]
-    try:
-        rest = check(to_config(composed(kept)), world_size, local)
-    except (ConfigError, HydraException, OmegaConfBaseException):
-        return problems
-    return problems + [problem for problem in rest if not wrong & set(problem.keys)]
+    problems: list[Problem] = []
+    # Up to three times: what is wrong by itself is left out of the next, since combinations of the rest are worth telling too.
+    for _ in range(3):
+        wrong = {key for problem in problems for key in problem.keys}
+        kept = {key: text for key, text in chosen.items() if key not in wrong}
+        missing = [f"{problem.where}=_" for problem in problems if problem.what.startswith("required")]
+        try:
+            config = to_config(composed([*kept.values(), *missing]))
+        except ConfigError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+        except (HydraException, OmegaConfBaseException) as error:
+            refused = [Problem(text, why, (key,)) for key, text in kept.items() if (why := _refusal(composed, text))]
+            problems += refused
+            if not refused:
+                return [*problems, Problem(config_name, " ".join(str(error).split()))]
+        else:
+            impossible = check(config, world_size, local_world_size)
+            return problems + [problem for problem in impossible if not wrong & set(problem.keys)]
+    return problems
 
 
-def _fails(composed: Callable[[list[str]], DictConfig], text: str) -> bool:
+def _refusal(composed: Callable[[list[str]], DictConfig], text: str) -> str:
+    """Why Hydra does not take an override by itself; "" if it does."""
     from hydra.errors import HydraException
 
     try:
         composed([text])
-    except (HydraException, OmegaConfBaseException):
-        return True
-    return False
+    except (HydraException, OmegaConfBaseException) as error:
+        return " ".join(str(error).split())
+    return ""
 
 
 def main(recipe: Callable[[Config], None] | None = None, *, config_name: str = "config"):
@@ -284,7 +300,8 @@ def main(recipe: Callable[[Config], None] | None = None, *, config_name: str = "
             try:
                 accepted = check_command_line(
                     args.overrides, config_name=args.config_name or config_name, config_dir=args.config_dir,
-                    multirun=args.multirun, world_size=world_size, local_world_size=local_world_size)
+                    multirun=args.multirun, world_size=world_size, local_world_size=local_world_size,
+                )  # fmt: skip
             except ConfigError as error:
                 refuse(error)
             rewritten = dict(zip(args.overrides, accepted))

@@ -11,7 +11,7 @@ import difflib
 import functools
 import math
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
@@ -222,12 +222,12 @@ def known_keys() -> tuple[str, ...]:
     return tuple(keys)
 
 
-def did_you_mean(key: str, names: Iterable[str]) -> str:
-    """"; did you mean NAME?" for the nearest name, by whole name or by last part; "" when none is near."""
-    near = difflib.get_close_matches(key, names, 1, 0.75)
-    if not near:
-        tails = {name.rpartition(".")[2]: name for name in reversed(names)}
-        near = [tails[tail] for tail in difflib.get_close_matches(key.rpartition(".")[2], tails, 1, 0.7)]
+def did_you_mean(key: str, names: Sequence[str]) -> str:
+    """"; did you mean NAME?" for the nearest name, by its last part or as a whole; "" when none is near."""
+    last = {name.rpartition(".")[2]: name for name in reversed(names)}
+    tail = key.rpartition(".")[2]
+    near = [last[tail]] if tail in last else difflib.get_close_matches(key, names, 1, 0.75)
+    near = near or [last[close] for close in difflib.get_close_matches(tail, last, 1, 0.7)]
     return f"; did you mean {near[0]}?" if near else ""
 
 
@@ -263,7 +263,7 @@ def _convert(value: object, hint: object) -> object:
         raise ValueError
     if origin is Literal and value in get_args(hint):
         return value
-    if hint is list[int] and isinstance(value, list):
+    if origin is list and isinstance(value, list):
         return [_convert(item, int) for item in value]
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int and number and value == int(value):
@@ -280,8 +280,9 @@ def _convert(value: object, hint: object) -> object:
 def _read(values: object, schema: type, prefix: str, problems: list[Problem]):
     """Build a schema from a mapping; what does not fit is added to problems (and left None)."""
     if not isinstance(values, Mapping):
-        problems.append(Problem(f"{prefix[:-1]}={values}", "is a section; set its keys, such as "
-                                f"{prefix}{fields(schema)[0].name}", (prefix[:-1],)))
+        section = prefix[:-1]
+        what = f"a section; set its keys, such as {prefix}{fields(schema)[0].name}"
+        problems.append(Problem(f"{section}={show(values)}", what, (section,)))
         return None
     values, read = dict(values), {}
     for name, hint in _hints(schema).items():
@@ -307,7 +308,7 @@ def _read(values: object, schema: type, prefix: str, problems: list[Problem]):
 def show(value: object) -> str:
     """As it is written on a command line."""
     if isinstance(value, list):
-        return "[" + ",".join(map(_show, value)) + "]"
+        return "[" + ",".join(map(show, value)) + "]"
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return str(value)
@@ -315,15 +316,29 @@ def show(value: object) -> str:
 
 def to_config(composed: DictConfig | Mapping[str, object]) -> Config:
     """The typed config. ConfigError names every unknown key, wrong type and value out of range at once."""
-    try:
-        values = OmegaConf.to_container(composed, resolve=True) if isinstance(composed, DictConfig) else composed
-    except OmegaConfBaseException as error:
-        raise ConfigError([Problem(str(error.full_key or "config"), str(error).splitlines()[0])]) from error
     problems: list[Problem] = []
+    values = composed
+    if isinstance(composed, DictConfig):
+        try:
+            values = OmegaConf.to_container(composed, resolve=True)
+        except OmegaConfBaseException as error:
+            problems.append(Problem(str(error.full_key), str(error).splitlines()[0]))
+            values = OmegaConf.to_container(composed, resolve=False)
     config = _read(values, Config, "", problems)
     if problems:
-        raise ConfigError(problems)
+        wrong = {key for problem in problems for key in problem.keys}
+        # A value that is another's by reference is wrong with it; one line says so.
+        raise ConfigError([p for p in problems if not (p.keys and _source(composed, p.keys[0]) in wrong)])
     return config
+
+
+def _source(composed: DictConfig | Mapping[str, object], key: str) -> str | None:
+    """The key that a value refers to ("${model.dtype}"), None for a plain one."""
+    section, _, name = key.rpartition(".")
+    node = OmegaConf.select(composed, section) if section and isinstance(composed, DictConfig) else composed
+    if not isinstance(node, DictConfig) or name not in node or not OmegaConf.is_interpolation(node, name):
+        return None
+    return OmegaConf.to_container(node, resolve=False)[name][2:-1]
 
 
 def to_values(config: Config) -> dict[str, object]:

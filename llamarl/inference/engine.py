@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.inference.cache import SlotCache
+from llamarl.allocator import keep_freed_memory
+from llamarl.inference.cache import Decode, Prefill, SlotCache
 from llamarl.inference.rows import Request, Rows
 from llamarl.inference.sampler import SamplingParams, process
 from llamarl.models.build import Decoder, build_decoder, read_config
@@ -46,6 +47,8 @@ class Engine:
         if max_slots < 1 or max_len < 2:
             raise ValueError(f"max_slots={max_slots}, max_len={max_len}: need at least 1 slot and 2 tokens")
         config, self.device = decoder.config, torch.device(device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.decoder = decoder.to(device=self.device, dtype=dtype)
         self.max_slots, self.max_len = max_slots, max_len
         self.policy_version = 0
@@ -227,24 +230,23 @@ class Engine:
         ends_N = lengths_N.cumsum(0)
         starts_N = ends_N - lengths_N
         positions_T = torch.arange(tokens_T.numel()) - starts_N.repeat_interleave(lengths_N)
-        # The same for the copies, as if every sample had its own prompt: S = sum(lengths * copies) places.
+        # And of the copies, as if every sample had its own prompt: P = sum(lengths * copies) tokens are kept.
         prompt_R = torch.arange(len(jobs)).repeat_interleave(copies_N)
         lengths_R = lengths_N[prompt_R]
-        row_S = torch.arange(lengths_R.numel()).repeat_interleave(lengths_R)
-        position_S = torch.arange(row_S.numel()) - (lengths_R.cumsum(0) - lengths_R)[row_S]
-        source_S = starts_N[prompt_R][row_S] + position_S
-        places_S = (first_slot + row_S) * self._cache.max_len + position_S
-        cu_seqlens = F.pad(ends_N, (1, 0))
-        tokens_T, positions_T, source_S, places_S, cu_seqlens, last_N, prompt_R = (
-            x.to(self.device) for x in (tokens_T, positions_T, source_S, places_S, cu_seqlens, ends_N - 1, prompt_R)
+        row_P = torch.arange(lengths_R.numel()).repeat_interleave(lengths_R)
+        position_P = torch.arange(row_P.numel()) - (lengths_R.cumsum(0) - lengths_R)[row_P]
+        source_P = starts_N[prompt_R][row_P] + position_P
+        cu_seqlens, slot_P = F.pad(ends_N, (1, 0)), first_slot + row_P
+        tokens_T, positions_T, cu_seqlens, source_P, slot_P, position_P, last_N, prompt_R = (
+            x.to(self.device) for x in (tokens_T, positions_T, cu_seqlens, source_P, slot_P, position_P, ends_N - 1, prompt_R)
         )
-        context = self._cache.prefill(cu_seqlens, source_S, places_S)
+        context = Prefill(self._cache, cu_seqlens, source_P, slot_P, position_P)
         logits_NV = self.decoder(tokens_T, positions_T, context, lambda h_TD, w_VD: F.linear(h_TD[last_N], w_VD))
         return logits_NV[prompt_R]
 
     def _decode(self, first_slot: int, tokens_N: Tensor, positions_N: Tensor, longest: int) -> Tensor:
         """One token a row, in slots first_slot onwards. Logits [N, V] of the next."""
-        return self.decoder(tokens_N, positions_N, self._cache.decode(positions_N, longest, first_slot))
+        return self.decoder(tokens_N, positions_N, Decode(self._cache, positions_N, longest, first_slot))
 
     def _retire(self, aborted: bool = False) -> None:
         """Turn ended rows into completions, and move the last rows into the holes, so that rows stay dense."""

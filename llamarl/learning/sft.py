@@ -59,7 +59,7 @@ def make_pair(prompt: Prompt, tokenizer, max_tokens: int) -> Pair:
     completion = tokenizer(str(text), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     length = prompt.prompt_ids.numel() + len(completion)
     if length > max_tokens:
-        raise ValueError(f"a pair has {length} tokens, the model takes {max_tokens}; drop the one that begins {prompt.text[:60]!r}")
+        raise ValueError(f"a pair has {length} tokens, the model takes {max_tokens}: drop the one beginning {prompt.text[:50]!r}")
     return Pair(torch.cat([prompt.prompt_ids, torch.tensor(completion)]), prompt.prompt_ids.numel())
 
 

@@ -97,6 +97,7 @@ class RowWriter:
         self.last_trained = first_step - 1  # newest step that the trainer has reported
         self._pending: dict[int, Row] = {}
         self._abandoned: set[int] = set()
+        self._resumed_at = -1
         self._warned: set[str] = set()
         self._counters: dict[int, dict[str, float]] = {}  # rank -> totals since this process group started
         self._earlier: dict[str, float] = {}  # totals of the runs that this one resumes
@@ -176,7 +177,7 @@ class RowWriter:
         self._pending = {row["step"]: row for row in removed if row["step"] <= step}
         for pending_step, row in state["pending"]:
             self._pending[pending_step] = self._pending.get(pending_step, {}) | row
-        self.next_row, self.last_trained = first, step
+        self.next_row, self.last_trained, self._resumed_at = first, step, step
         self._earlier, self._counters = dict(state["counters"]), {}
         self._start_s = self.clock() - state["wall_s"]
         self._meter = RateMeter(wall_s=state["wall_s"], counters=self._earlier)

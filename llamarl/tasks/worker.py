@@ -164,7 +164,7 @@ def _ring(bell: int | None) -> None:
 def _die_with_parent(parent: int) -> None:
     """On Linux the kernel kills this process when the thread that started it ends; elsewhere the end of stdin must do."""
     if sys.platform == "linux":
-        pass
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the call
             sys.exit(1)
 

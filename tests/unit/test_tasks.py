@@ -8,7 +8,7 @@ import sys
 from decimal import Decimal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llamarl.tasks import procedural
@@ -171,6 +171,7 @@ def test_prompts_are_tokenised_once_and_only_when_asked_for(tmp_path):
 
 
 @given(st.text(max_size=30), st.integers(1, 40))
+@example("\ufdfa", 15)  # 3 bytes that normalisation makes 33
 @settings(deadline=None)
 def test_the_shortcut_by_size_never_lets_a_long_prompt_through(text, limit):
     class Worst(CharTokenizer):
@@ -310,6 +311,15 @@ def test_reasoning_gym_scores_the_tagged_answer_or_the_last_line():
         assert reasoning_gym_score(prompt.text, text, meta) == score, text
     with pytest.raises(ValueError, match="another question"):
         reasoning_gym_score(prompt.text + "?", right, meta)
+
+
+def test_the_consolation_for_a_wrong_answer_is_no_reward():
+    prompt = build_task("reasoning_gym", CharTokenizer(), name="countdown", num_eval=0).train_prompt(0)
+    meta = prompt.meta
+    entry = procedural.open_dataset(meta["dataset"], meta["size"], meta["seed"])[meta["index"]]
+    assert procedural.open_dataset("countdown", 1, 0).score_answer("no idea", entry) == 0.01
+    assert reasoning_gym_score(prompt.text, "no idea", meta) == 0.0
+    assert reasoning_gym_score(prompt.text, meta["answer"], meta) == 1.0
 
 
 def test_reasoning_gym_names_are_checked(monkeypatch):

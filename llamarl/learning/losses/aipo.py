@@ -15,7 +15,7 @@ def aipo(
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    num_loss_tokens: int,
+    num_loss_tokens: float,
     ratio_cap: float = 4.0,
     kl_coef: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
@@ -26,7 +26,7 @@ def aipo(
     has its (zero) gradient. ValueError for rho <= 0, beta < 0, or beta > 0 without ref_logprobs.
 
     metrics: ratio/sum, ratio/max (before the cap), ratio/capped (tokens above it), kl/generator (k3 estimate of
-    KL(mu || pi): how far off-policy the batch is), kl/ref with a reference, tokens.
+    KL(mu || pi): how far off-policy the batch is), kl/ref (k3 estimate of KL(pi || ref)) with a reference.
     """
     if not ratio_cap > 0 or not kl_coef >= 0:
         raise ValueError(f"need ratio_cap > 0 and kl_coef >= 0, got {ratio_cap} and {kl_coef}")
@@ -42,7 +42,6 @@ def aipo(
         "ratio/max": maximum(weight),
         "ratio/capped": (weight > ratio_cap).sum().to(weight.dtype),
         "kl/generator": k3(off_policy).sum(),
-        "tokens": loss_mask.sum().to(weight.dtype),
     }
     if ref_logprobs is not None:
         with torch.set_grad_enabled(kl_coef > 0 and torch.is_grad_enabled()):

@@ -10,7 +10,7 @@ microbatches and ranks add up to the loss of the whole batch, because `num_loss_
 mean would up-weight short ranks). A masked token adds nothing and gets a gradient of exactly zero, whatever its values are.
 
 metrics: 0-dim float tensors without gradient, on the device. A name that ends in "/max" is a maximum; all others are sums
-over trained tokens, "tokens" their number.
+over trained tokens, so that microbatches and ranks add up (the trainer divides by the number of tokens).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def k3(log_ratio: Tensor) -> Tensor:
     Past x = 20 it goes on along the tangent, so that it neither overflows nor loses its pull.
     """
     x = log_ratio.clamp(max=MAX_LOG_RATIO)
-    beyond = (log_ratio - MAX_LOG_RATIO).clamp(min=0)
+    beyond = torch.relu(log_ratio - MAX_LOG_RATIO)  # its slope at 0 is 0, where the clamp's is still 1
     return x.expm1() - x + math.expm1(MAX_LOG_RATIO) * beyond
 
 
-def per_token(total: Tensor, num_loss_tokens: int) -> Tensor:
+def per_token(total: Tensor, num_loss_tokens: float) -> Tensor:
     """total / num_loss_tokens, the trained tokens of the whole batch over all ranks; a batch without any has loss 0."""
     if num_loss_tokens < 0:
         raise ValueError(f"num_loss_tokens={num_loss_tokens}: count the trained tokens of the whole batch")
@@ -61,11 +61,3 @@ def per_token(total: Tensor, num_loss_tokens: int) -> Tensor:
 def maximum(values: Tensor) -> Tensor:
     """The largest, or 0 of none."""
     return values.amax() if values.numel() else values.new_zeros(())
-
-
-def merge_metrics(parts: list[Metrics]) -> Metrics:
-    """The metrics of microbatches (or ranks) as if they had been one. ValueError if their names differ."""
-    if any(part.keys() != parts[0].keys() for part in parts):
-        raise ValueError(f"metrics of one step under different names: {sorted({n for p in parts for n in p})}")
-    stacked = {name: torch.stack([part[name] for part in parts]) for name in (parts[0] if parts else ())}
-    return {name: values.amax() if name.endswith("/max") else values.sum() for name, values in stacked.items()}

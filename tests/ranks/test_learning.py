@@ -1,0 +1,178 @@
+"""Two ranks under FSDP2 learn what one process learns from the same groups: gradients, norm, clipping, weights after a step.
+
+Each rank is this file run as a script; it leaves what it computed in a safetensors file.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from llamarl.learning.advantages import group_mean
+from llamarl.learning.logprobs import make_head
+from llamarl.learning.losses.aipo import aipo
+from llamarl.learning.optim import build_optimizer, clip_grad_norm
+from llamarl.learning.packing import filler, pack
+from llamarl.models.attention import PackedAttention
+from llamarl.models.build import ModelConfig, build_decoder
+from llamarl.types import Group
+
+RANKS = 2
+MAX_NORM = 0.01  # well below the norm, so that clipping shows
+FLOAT32 = 2e-6  # float32 rounding of sums in another order, as a share of the largest value
+DEADLINE_S = 120
+
+
+def decoder_of(tied: bool):
+    # 23 rows of embeddings and 15 of the feed-forward's: no even split over two ranks
+    config = ModelConfig("LlamaForCausalLM", 23, 12, 15, 2, 4, 2, 4, 1e-6, 1e4, None, 64, tied, False)
+    decoder = build_decoder(config, device="cpu")
+    random = torch.Generator().manual_seed(0)
+    for parameter in decoder.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=random) * 0.4
+    return decoder
+
+
+def groups_of(rank: int, ranks: int) -> list[Group]:
+    """Four groups: three for rank 0, one for rank 1, so that the ranks have unlike numbers of microbatches and tokens."""
+    random = torch.Generator().manual_seed(1)
+    out = []
+    for ticket in range(4):
+        lengths = torch.randint(1, 9, (4,), generator=random)
+        tokens = torch.randint(0, 23, (int(lengths.sum()),), generator=random)
+        out.append(
+            Group(
+                ticket=ticket,
+                prompt_ids=torch.randint(0, 23, (3,), generator=random),
+                lengths=lengths,
+                token_ids=tokens,
+                generator_logprobs=torch.full(tokens.shape, -3.0),
+                policy_versions=torch.zeros_like(tokens),
+                ref_logprobs=torch.empty(0),
+                rewards=torch.tensor([1.0, 0.0, 0.0, float("nan")]),
+                finish_reasons=("stop",) * 4,
+                outcomes=("score", "score", "score", "error"),
+            )
+        )
+    return out if ranks == 1 else [out[:3], out[3:]][rank]
+
+
+def learn(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """One optimizer step; every tensor of interest, whole."""
+    groups = groups_of(rank, ranks)
+    packing = pack(groups, [group_mean(g.rewards) for g in groups], budget_tokens=25, drop_zero_advantage=False)
+    counts = torch.tensor([packing.num_loss_tokens, len(packing.microbatches)])
+    longest = counts[1:].clone()
+    if ranks > 1:
+        dist.all_reduce(counts), dist.all_reduce(longest, dist.ReduceOp.MAX)
+        assert counts[1] < ranks * longest, "the test needs a rank that runs out of microbatches"
+    for i in range(int(longest)):
+        b = packing.microbatches[i] if i < len(packing.microbatches) else filler()
+        rows = b.loss_mask.nonzero().squeeze(1)
+        head = make_head(b.labels, rows, chunk_tokens=4)
+        logprobs, _ = decoder(b.input_ids, b.positions, PackedAttention(b.cu_seqlens), head)
+        loss, _ = aipo(
+            logprobs, b.generator_logprobs[rows], None, b.advantages[rows], b.loss_mask[rows], num_loss_tokens=int(counts[0])
+        )
+        (loss * ranks).backward()  # FSDP averages over ranks
+    named = dict(decoder.named_parameters())
+    out = {f"grad/{name}": whole(p.grad).clone() for name, p in named.items()}
+    optimizer = build_optimizer(named.values(), lr=0.01, betas=(0.9, 0.99), eps=1e-4, weight_decay=0.1)
+    out["norm"] = clip_grad_norm(named.values(), MAX_NORM)
+    out |= {f"clipped/{name}": whole(p.grad).clone() for name, p in named.items()}
+    optimizer.step()
+    return out | {f"stepped/{name}": whole(p.detach()).clone() for name, p in named.items()}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def norm_over_mixed_placements() -> torch.Tensor:
+    """Collective: gradients sharded, replicated and plain, of norm sqrt(9 + 16 + 144) when each number counts once."""
+    line, grid = init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (RANKS, 1))
+    sharded, replicated, both = torch.zeros(3, 1), torch.tensor([4.0]), torch.tensor([[0.0], [0.0], [3.0]])
+    sharded[2] = 12.0  # on the last rank alone
+    gradients = [
+        distribute_tensor(sharded, line, [Shard(0)]),
+        distribute_tensor(replicated, line, [Replicate()]),
+        distribute_tensor(both, grid, [Replicate(), Shard(0)]),
+    ]
+    parameters = []
+    for gradient in gradients:
+        parameters.append(torch.nn.Parameter(torch.zeros_like(gradient)))
+        parameters[-1].grad = gradient
+    return clip_grad_norm(parameters, None)
+
+
+def main(rank: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), RANKS), rank=rank, world_size=RANKS)
+    out = {"mixed": norm_over_mixed_placements()}
+    for kind in ("tied", "untied"):
+        decoder = decoder_of(kind == "tied")
+        for layer in decoder.layers:
+            fully_shard(layer)
+        # The root would keep its weights whole until backward; giving them back makes the head's saved weight come again.
+        fully_shard(decoder, reshard_after_forward=True)
+        out |= {f"{kind}/{name}": tensor.contiguous() for name, tensor in learn(decoder, rank, RANKS).items()}
+    save_file(out, directory / f"rank{rank}.safetensors")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict[str, torch.Tensor]]:
+    """What each rank computed."""
+    directory = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen([sys.executable, __file__, str(rank), str(directory)], env=environment) for rank in range(RANKS)]
+    try:
+        assert [process.wait(DEADLINE_S) for process in processes] == [0] * RANKS
+    finally:
+        for process in processes:
+            process.kill()
+    return [load_file(directory / f"rank{rank}.safetensors") for rank in range(RANKS)]
+
+
+@pytest.fixture(params=["tied", "untied"])
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def one(kind) -> dict[str, torch.Tensor]:
+    """What one process computes, by the names that the ranks give it."""
+    return {f"{kind}/{name}": tensor for name, tensor in learn(decoder_of(kind == "tied"), 0, 1).items()}
+
+
+@pytest.mark.parametrize("what", ["grad/", "clipped/", "stepped/", "norm"])
+def test_two_ranks_equal_one_process(ranks, one, kind, what):
+    names = [name for name in one if name.startswith(f"{kind}/{what}")]
+    assert names
+    largest = max(one[name].abs().max().item() for name in names)
+    for rank in ranks:
+        for name in names:
+            torch.testing.assert_close(rank[name], one[name], atol=FLOAT32 * largest, rtol=0, msg=lambda m: f"{name}: {m}")
+
+
+def test_clipping_brings_the_norm_over_all_shards_down(ranks, one, kind):
+    assert one[f"{kind}/norm"] > 2 * MAX_NORM
+    for rank in ranks:
+        squares = sum(tensor.double().square().sum() for name, tensor in rank.items() if name.startswith(f"{kind}/clipped/"))
+        assert squares.sqrt().item() == pytest.approx(MAX_NORM, rel=1e-4)
+
+
+def test_shards_count_once_and_replicas_not_again(ranks):
+    assert [rank["mixed"].item() for rank in ranks] == [13.0] * RANKS
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,372 @@
+"""Checkpoints are on disk as a whole or not at all, and any damage is found and named."""
+
+import json
+import logging
+import os
+import shutil
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from llamarl import checkpoint
+from llamarl.checkpoint import Checkpointer, CheckpointError, find, load_part, ranks_of, step_of, verify
+
+
+class Mail:
+    """The mailboxes that the controls of one test share."""
+
+    def __init__(self):
+        self.boxes = {}
+
+
+class FakeControl:
+    def __init__(self, mail, rank=0, leader=0):
+        self.mail, self.rank, self.leader = mail, rank, leader
+
+    def post(self, rank, topic, payload):
+        self.mail.boxes.setdefault((rank, topic), []).append((self.rank, json.loads(json.dumps(payload))))
+
+    def take(self, topic):
+        return self.mail.boxes.pop((self.rank, topic), [])
+
+
+STATE = {
+    "model/w": torch.arange(6, dtype=torch.float32).view(2, 3),
+    "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    "adam_step": torch.tensor(3.0),
+    "rows": {"w": [0, 2]},
+    "version": 7,
+    "best": None,
+}
+EXPECTED = [("trainer", 0), ("trainer", 1), ("controller", 0)]
+
+
+def checkpointers(run_dir, keep=2):
+    """Those of a leader and another rank, as one run has them."""
+    mail = Mail()
+    controls = [FakeControl(mail, rank) for rank in (0, 1)]
+    return [Checkpointer(run_dir, keep=keep, control=control, expected=EXPECTED, extra_parts=("hf",)) for control in controls]
+
+
+def write(leader, other, step):
+    """All parts of one step, in the order in which a run writes them; a generator, to be left at any point."""
+    folder = leader.begin(step)
+    yield
+    leader.save_part(step, "controller", 0, {"ledger": {"step": step}})
+    yield
+    other.begin(step)
+    other.save_part(step, "trainer", 1, STATE)
+    yield
+    leader.save_part(step, "trainer", 0, {**STATE, "version": step})
+    yield
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text("{}")
+    (folder / "hf" / "model.safetensors").write_bytes(bytes(range(64)))
+    yield
+    leader.register_files(step, "hf", sorted((folder / "hf").iterdir()))
+    leader.pump()
+
+
+def save(leader, other, *steps):
+    for step in steps:
+        for _ in write(leader, other, step):
+            leader.pump()
+    return leader.folder / f"step_{steps[-1]}"
+
+
+def files_of(path):
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+# --- what is saved comes back ---
+
+
+def test_parts_come_back_bit_for_bit_in_their_types(tmp_path):
+    path = save(*checkpointers(tmp_path), 20)
+    loaded = load_part(path, "trainer", 1)
+    assert loaded.keys() == STATE.keys()
+    for key, value in STATE.items():
+        if isinstance(value, torch.Tensor):
+            assert loaded[key].dtype == value.dtype and torch.equal(loaded[key], value)
+        else:
+            assert loaded[key] == value
+    assert load_part(path, "trainer", 0)["version"] == 20
+    assert (ranks_of(path, "trainer"), ranks_of(path, "controller"), step_of(path)) == ([0, 1], [0], 20)
+
+
+def test_tied_views_and_empty_tensors_can_be_saved(tmp_path):
+    weight = torch.arange(12.0).view(3, 4)
+    leader = Checkpointer(tmp_path, keep=1, control=FakeControl(Mail()), expected=[("trainer", 0)])
+    views = {"w": weight, "tied": weight, "transposed": weight.T, "row": weight[1]}
+    state = {**views, "none": torch.empty(0), "also_none": torch.empty(0)}
+    leader.save_part(1, "trainer", 0, state)
+    leader.pump()
+    loaded = load_part(leader.folder / "step_1", "trainer", 0)
+    assert all(torch.equal(loaded[key], value) for key, value in state.items())
+
+
+@pytest.mark.parametrize("value", [{1: "a"}, {"a": [object()]}, [torch.zeros(1)], {1, 2}], ids=str)
+def test_state_that_would_not_come_back_the_same_is_refused(tmp_path, value):
+    leader, _ = checkpointers(tmp_path)
+    with pytest.raises(TypeError, match="trainer.rank0: odd|trainer: odd"):
+        leader.save_part(1, "trainer", 0, {"odd": value})
+
+
+def test_a_station_that_the_checkpoint_does_not_know_is_an_error(tmp_path):
+    path = save(*checkpointers(tmp_path), 20)
+    with pytest.raises(CheckpointError, match="no state of critic, only of controller, trainer"):
+        ranks_of(path, "critic")
+
+
+# --- sealing ---
+
+
+def test_a_checkpoint_is_sealed_by_its_last_part_and_not_before(tmp_path):
+    leader, other = checkpointers(tmp_path)
+    left = []
+    for _ in write(leader, other, 20):
+        leader.pump()
+        left.append(leader.missing(20))
+        assert not leader.sealed(20) and find("auto", tmp_path) is None
+    everything = ["controller.rank0", "trainer.rank0", "trainer.rank1", "hf"]
+    assert left == [everything, everything[1:], ["trainer.rank0", "hf"], ["hf"], ["hf"]]
+    assert leader.sealed(20) and other.sealed(20)
+    assert find("auto", tmp_path) == tmp_path / "checkpoints" / "step_20"
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_20\n"
+
+
+def test_only_the_leader_seals(tmp_path):
+    leader, other = checkpointers(tmp_path)
+    for _ in write(other, other, 20):
+        other.pump()
+    assert not other.sealed(20)
+    leader.pump()
+    assert leader.sealed(20)
+
+
+def test_parts_of_two_steps_may_come_interleaved(tmp_path):
+    leader, other = checkpointers(tmp_path)
+    first, second = write(leader, other, 20), write(leader, other, 40)
+    for _ in zip(first, second):
+        pass
+    for _ in second:
+        pass
+    assert leader.sealed(20) and leader.sealed(40)
+    assert verify(leader.folder / "step_20") == verify(leader.folder / "step_40") == []
+
+
+def test_files_that_the_leader_does_not_see_are_an_error_that_says_what_to_share(tmp_path):
+    leader, other = checkpointers(tmp_path)
+    writing = write(leader, other, 20)
+    for _ in range(5):
+        next(writing)
+    (leader.begin(20) / "trainer.rank1.json").unlink()
+    with pytest.raises(CheckpointError, match="does not see trainer.rank1.json; put run_dir where all hosts see the same files"):
+        list(writing)
+
+
+def test_extra_files_must_have_been_announced(tmp_path):
+    leader, _ = checkpointers(tmp_path)
+    with pytest.raises(ValueError, match="not among extra_parts"):
+        leader.register_files(1, "logs", [])
+
+
+# --- kill at every point ---
+
+
+@pytest.mark.parametrize("point", range(5))
+def test_a_kill_between_two_parts_leaves_the_one_before_and_no_rubbish_after_a_restart(tmp_path, point):
+    save(*checkpointers(tmp_path), 20)
+    writing = write(*checkpointers(tmp_path), 40)
+    for _ in range(point + 1):
+        next(writing)
+    assert find("auto", tmp_path).name == "step_20"
+    leader, other = checkpointers(tmp_path)  # the restarted run
+    assert {path.name for path in leader.folder.iterdir()} == {"step_20", "latest"}
+    assert save(leader, other, 40) == find("auto", tmp_path)
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_at_call(monkeypatch, name, at):
+    """From the at-th use of a primitive of the file system on, everything ends with Killed."""
+    module, _, function = name.rpartition(".")
+    target = {"os": os, "checkpoint": checkpoint, "shutil": shutil, "Path": checkpoint.Path}[module]
+    real, calls = getattr(target, function), iter(range(10**6))
+
+    def dying(*args, **kwargs):
+        if next(calls) >= at:
+            raise Killed
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(target, function, dying)
+
+
+PRIMITIVES = ["os.fsync", "os.replace", "Path.rename", "shutil.rmtree", "checkpoint._sha256", "checkpoint._write"]
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES)
+def test_a_kill_at_any_call_to_the_disk_leaves_a_valid_newest_checkpoint(tmp_path, monkeypatch, primitive):
+    outcomes = set()
+    for at in range(40):
+        run_dir = tmp_path / str(at)
+        save(*checkpointers(run_dir, keep=1), 20)
+        leader, other = checkpointers(run_dir, keep=1)
+        with monkeypatch.context() as patch:
+            kill_at_call(patch, primitive, at)
+            try:
+                save(leader, other, 40)
+                survived = True
+            except Killed:
+                survived = False
+        found = find("auto", run_dir)
+        assert verify(found) == []
+        outcomes.add((survived, found.name))
+        leader, other = checkpointers(run_dir, keep=1)
+        after = save(leader, other, 60)
+        assert find("auto", run_dir) == after
+        assert {path.name for path in leader.folder.iterdir()} == {"step_60", "latest"}
+        if survived:
+            break
+    assert (True, "step_40") in outcomes and any(not survived for survived, _ in outcomes)
+
+
+# --- damage ---
+
+
+def damaged_in_every_way(path):
+    """(file, what is done to it, the doing)."""
+    for file in files_of(path):
+        yield file.relative_to(path), "truncated", lambda f: f.write_bytes(f.read_bytes()[:-1])
+        yield file.relative_to(path), "absent", lambda f: f.unlink()
+        yield file.relative_to(path), "empty", lambda f: f.write_bytes(b"")
+        yield file.relative_to(path), "flipped", lambda f: f.write_bytes(bytes([f.read_bytes()[0] ^ 1]) + f.read_bytes()[1:])
+
+
+def test_every_damage_to_every_file_is_found_named_and_passed_over(tmp_path, caplog):
+    path = save(*checkpointers(tmp_path), 20, 40)
+    whole = tmp_path / "whole"
+    shutil.copytree(path, whole)
+    cases = list(damaged_in_every_way(whole))
+    assert len(cases) == 4 * 8  # two of each trainer, one of the controller, two of hf, the manifest
+    for name, how, damage in cases:
+        shutil.rmtree(path)
+        shutil.copytree(whole, path)
+        assert verify(path) == []
+        damage(path / name)
+        assert any(problem.startswith(name.as_posix()) for problem in verify(path)), (name, how)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert find("auto", tmp_path).name == "step_20", (name, how)
+        assert str(path) in caplog.text and name.as_posix() in caplog.text
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_changed_byte_of_a_checkpoint_goes_unseen(tmp_path_factory, data):
+    run_dir = tmp_path_factory.mktemp("run")
+    path = save(*checkpointers(run_dir), 20)
+    file = data.draw(st.sampled_from(files_of(path)), label="file")
+    content = bytearray(file.read_bytes())
+    place = data.draw(st.integers(0, len(content) - 1), label="place")
+    changed = data.draw(st.integers(0, 255).filter(lambda byte: byte != content[place]), label="byte")
+    before = json.loads((path / "manifest.json").read_text())
+    content[place] = changed
+    file.write_bytes(content)
+    if file.name == "manifest.json":
+        # White space between JSON values carries nothing.
+        try:
+            unchanged = json.loads(bytes(content)) == before
+        except ValueError:
+            unchanged = False
+        assert unchanged == (verify(path) == [])
+    else:
+        assert verify(path)
+    shutil.rmtree(run_dir)
+
+
+def test_when_all_are_damaged_a_resume_does_not_start_over_in_silence(tmp_path):
+    path = save(*checkpointers(tmp_path), 20)
+    (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+        find("auto", tmp_path)
+
+
+def test_a_renamed_checkpoint_is_damaged(tmp_path):
+    path = save(*checkpointers(tmp_path), 20)
+    moved = path.rename(path.with_name("step_99"))
+    assert verify(moved) == ["manifest.json: is of step 20"]
+
+
+def test_a_checkpoint_copied_elsewhere_can_be_used(tmp_path):
+    path = save(*checkpointers(tmp_path / "run"), 20)
+    shutil.copytree(path, tmp_path / "kept")
+    assert find(str(tmp_path / "kept"), tmp_path / "new") == tmp_path / "kept"
+
+
+def test_the_one_asked_for_is_used_or_refused_and_never_another(tmp_path):
+    path = save(*checkpointers(tmp_path), 20, 40)
+    older = path.with_name("step_20")
+    assert find(str(older), tmp_path) == older
+    (older / "hf" / "config.json").write_text("{ }")
+    with pytest.raises(CheckpointError, match="hf/config.json: 3 bytes, 2 were written"):
+        find(str(older), tmp_path)
+    with pytest.raises(FileNotFoundError, match="no such checkpoint"):
+        find(str(tmp_path / "step_1"), tmp_path)
+    with pytest.raises(CheckpointError, match="was never finished, or is no checkpoint"):
+        find(str(tmp_path), tmp_path)
+
+
+def test_another_format_is_named(tmp_path, monkeypatch):
+    path = save(*checkpointers(tmp_path), 20)
+    monkeypatch.setattr(checkpoint, "FORMAT", 2)
+    assert verify(path) == ["manifest.json: format 1, this version reads 2"]
+
+
+def test_a_part_that_cannot_be_read_is_named(tmp_path):
+    path = save(*checkpointers(tmp_path), 20)
+    (path / "trainer.rank1.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match="trainer.rank1: cannot be read"):
+        load_part(path, "trainer", 1)
+
+
+# --- keeping ---
+
+
+def test_the_newest_valid_ones_are_kept(tmp_path):
+    leader, other = checkpointers(tmp_path, keep=2)
+    save(leader, other, 20, 40, 60)
+    assert {path.name for path in leader.folder.iterdir()} == {"step_40", "step_60", "latest"}
+    (leader.folder / "step_60" / "manifest.json").unlink()
+    save(leader, other, 80)  # a damaged one does not count among those kept
+    assert {path.name for path in leader.folder.iterdir()} == {"step_40", "step_80", "latest"}
+
+
+def test_a_run_resumed_from_before_forgets_the_steps_after(tmp_path):
+    save(*checkpointers(tmp_path, keep=3), 20, 40, 60)
+    leader, other = checkpointers(tmp_path, keep=3)  # resumed from step_20, saving at another rhythm
+    save(leader, other, 30)
+    assert {path.name for path in leader.folder.iterdir()} == {"step_20", "step_30", "latest"}
+    assert find("auto", tmp_path).name == "step_30"
+
+
+def test_a_step_written_again_replaces_the_old_one(tmp_path):
+    leader, other = checkpointers(tmp_path)
+    path = save(leader, other, 20)
+    (path / "hf" / "config.json").unlink()
+    again, other = checkpointers(tmp_path)
+    assert again.sealed(20)
+    again.begin(20)
+    assert not again.sealed(20)
+    shutil.rmtree(again.begin(20))
+    save(again, other, 20)
+    assert verify(path) == [] and {p.name for p in path.parent.iterdir()} == {"step_20", "latest"}
+
+
+def test_keeping_none_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="at least the newest"):
+        Checkpointer(tmp_path, keep=0, control=FakeControl(Mail()), expected=EXPECTED)

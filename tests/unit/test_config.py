@@ -1,0 +1,328 @@
+"""What llamarl.config says of a command line, and when."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from llamarl.config import (
+    CONF_DIR,
+    ConfigError,
+    check_command_line,
+    config_differences,
+    idle_ranks,
+    load_config,
+    resolve_placement,
+    save_config,
+    to_config,
+    to_values,
+)
+from llamarl.settings import PlacementSettings, known_keys
+
+RECIPE = """
+from llamarl.config import main
+
+@main
+def run(config):
+    assert "torch" not in __import__("sys").modules
+    print("ran", config.lr, config.dry_run, config.loss.keywords)
+
+run()
+"""
+
+
+def config_of(*overrides):
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return to_config(compose("config", list(overrides)))
+
+
+def complaints(*overrides, world_size=1, **options):
+    """{where: what} of a refused command line; {} if it is accepted."""
+    try:
+        check_command_line(list(overrides), world_size=world_size, **options)
+    except ConfigError as error:
+        return {problem.where: problem.what for problem in error.problems}
+    return {}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "recipe.py").write_text(RECIPE)
+
+    def run(*arguments, **env):
+        return subprocess.run(
+            [sys.executable, "recipe.py", *arguments], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, **env}
+        )
+
+    return run
+
+
+# --- values ---
+
+
+def test_the_defaults_are_a_synchronous_or_asynchronous_addition_run_that_nothing_is_wrong_with():
+    assert complaints() == {}
+    assert complaints("max_lag=0", "overcommit=0") == {}
+    config = config_of()
+    assert (config.task.kind, config.model.path, config.overcommit) == ("addition", None, "auto")
+
+
+@pytest.mark.parametrize("group", sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir()))
+def test_every_choice_of_every_group_fits_the_schema(group, tmp_path):
+    (tmp_path / "config.json").touch()
+    given_paths = [f"task.path={tmp_path}", f"model.path={tmp_path}"]
+    for file in (CONF_DIR / group).glob("*.yaml"):
+        assert complaints(f"{group}={file.stem}", *given_paths) == {}, file
+
+
+def test_conf_has_no_key_that_the_schema_lacks_and_the_other_way_round():
+    assert set(to_values(config_of())) == {key for key in known_keys() if "." not in key}
+
+
+def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
+    config = config_of("task=gsm8k", "task.path=train.jsonl", "model=hf", "model.path=DIR")
+    assert (config.max_new_tokens, config.groups_per_step, config.lr) == (256, 8, 1e-6)
+    assert config.trainer.compute_dtype == config.model.dtype == "bfloat16"
+    assert config_of("task=gsm8k", "task.path=x", "max_new_tokens=9").max_new_tokens == 9  # the command line wins
+
+
+@pytest.mark.parametrize(
+    "override, need",
+    [
+        ("groups_per_step=0", "need a whole number of at least 1"),
+        ("group_size=2.5", "need a whole number of at least 1"),
+        ("max_steps=many", "need a whole number of at least 0"),
+        ("max_steps=true", "need a whole number of at least 0"),
+        ("lr=0", "need a number above 0"),
+        ("lr=nan", "need a number above 0"),
+        ("overcommit=some", "need a whole number of at least 0 or auto"),
+        ("threads=0", "need a whole number of at least 1 or null"),
+        ("generator.top_p=1.5", "need a number between 0 and 1, 0 excluded"),
+        ("reward.max_error_rate=-0.1", "need a number between 0 and 1"),
+        ("model.dtype=float16", "need float32 or bfloat16"),
+        ("dry_run=1", "need true or false"),
+        ("placement.trainer=[a]", "need a list of ranks such as [0,1] or null"),
+        ("placement.trainer=0", "need a list of ranks such as [0,1] or null"),
+        ("task.prompt_key=[q]", "need a text"),
+        ("eval=3", "a section; set its keys, such as eval.every"),
+    ],
+)
+def test_a_value_of_the_wrong_type_or_out_of_range_is_refused(override, need):
+    assert complaints(override) == {override: need}
+
+
+@pytest.mark.parametrize("override, value", [("max_steps=1e3", 1000), ("run_dir=5", "5"), ("lr=1", 1.0), ("overcommit=16", 16)])
+def test_a_value_that_means_the_right_type_is_taken(override, value):
+    key = override.partition("=")[0]
+    taken = getattr(config_of(override), key)
+    assert taken == value and type(taken) is type(value)
+
+
+# --- names ---
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+@pytest.mark.parametrize(
+    "override, key, suggestion",
+    [
+        ("loss.ratio_kap=4", "loss.ratio_kap", "loss.ratio_cap"),
+        ("ratio_cap=4", "ratio_cap", "loss.ratio_cap"),
+        ("trainer.lr=1", "trainer.lr", "lr"),
+        ("group_sise=4", "group_sise", "group_size"),
+        ("eval={evry: 4}", "eval.evry", "eval.every"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_one_whatever_its_prefix(prefix, override, key, suggestion):
+    assert complaints(prefix + override) == {key: f"unknown key; did you mean {suggestion}?"}
+
+
+def test_an_unknown_key_like_no_other_gets_no_suggestion():
+    assert complaints("+typo=1") == {"typo": "unknown key"}
+
+
+def test_an_unknown_choice_of_a_group_is_refused_with_the_choices():
+    assert complaints("model=tny") == {"model=tny": "need hf or tiny; did you mean tiny?"}
+
+
+def test_a_known_key_may_be_written_with_a_plus():
+    assert check_command_line(["+dry_run=true", "++max_lag=1"]) == ["dry_run=true", "max_lag=1"]
+
+
+def test_nothing_can_be_removed_and_several_values_need_multirun():
+    found = complaints("~lr", "max_lag=1,2", "seed=")
+    assert found["~lr"].startswith("nothing can be removed")
+    assert found["max_lag"].startswith("several values need --multirun")
+    assert complaints("max_lag=1,2", multirun=True) == {}
+
+
+def test_every_point_of_a_sweep_is_checked():
+    assert list(complaints("max_lag=0,1", "overcommit=0,8", multirun=True)) == ["overcommit=8 max_lag=0"]
+
+
+def test_what_cannot_be_parsed_is_one_problem_among_the_others():
+    assert set(complaints("task.name=[1", "lr=x")) == {"task.name=[1", "lr=x"}
+
+
+def test_keys_of_a_users_own_config_directory_are_checked_too(tmp_path):
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "mine.yaml").write_text("kind: addition\npromt_key: q\n")
+    found = complaints("task=mine", config_dir=str(tmp_path))
+    assert found["task.promt_key"] == "unknown key; did you mean task.prompt_key?"
+    assert found["task.path"] == "missing; need a text or null"
+
+
+def test_all_problems_are_told_at_once_wrong_values_hide_no_combination():
+    found = complaints("typo=1", "lr=x", "model=tny", "overcommit=4", "max_lag=0", "eval.every=-1", "task=jsonl")
+    assert set(found) == {"typo", "lr=x", "model=tny", "overcommit=4 max_lag=0", "eval.every=-1", "task.path"}
+
+
+# --- combinations ---
+
+
+@pytest.mark.parametrize(
+    "overrides, where",
+    [
+        (["overcommit=8", "max_lag=0"], "overcommit=8 max_lag=0"),
+        (["group_size=1"], "group_size=1 trainer.advantages=group_mean"),
+        (["group_size=8", "generator.max_slots=4"], "group_size=8 generator.max_slots=4"),
+        (["generator.min_new_tokens=7"], "generator.min_new_tokens=7 max_new_tokens=6"),
+        (["loss.kl_coef=0.1"], "loss.kl_coef=0.1 reference.enabled=false"),
+        (["trainer.warmup_steps=300"], "trainer.warmup_steps=300 max_steps=200"),
+        (["task=jsonl"], "task.path"),
+        (["task.kind=gsm8k"], "task.path=null task.kind=gsm8k"),
+        (["task=reasoning_gym", "task.name=null"], "task.name=null task.kind=reasoning_gym"),
+        (["model=hf"], "model.path"),
+        (["model.path=nowhere"], "model.path=nowhere"),
+        (["task.path=nowhere"], "task.path=nowhere"),
+        (["resume=auto"], "resume=auto run_dir=null"),
+        (["resume=nowhere"], "resume=nowhere"),
+        (["loss.fn=apio"], "loss.fn=apio"),
+    ],
+)
+def test_what_cannot_work_together_is_refused(overrides, where):
+    assert list(complaints(*overrides)) == [where]
+
+
+@pytest.mark.parametrize(
+    "overrides, where",
+    [
+        (["placement.trainer=[0,1,2]"], "groups_per_step=64"),
+        (["overcommit=3"], "overcommit=3"),
+        (["placement.generator=[4]"], "placement.generator=[4]"),
+        (["placement.reward=[]"], "placement.reward=[]"),
+        (["placement.reward=[1,1]"], "placement.reward=[1,1]"),
+    ],
+)
+def test_what_four_ranks_cannot_host_is_refused(overrides, where):
+    assert list(complaints(*overrides, world_size=4)) == [where]
+
+
+def test_ranks_on_several_hosts_share_no_memory():
+    assert complaints("weights.transport=shm", world_size=4, local_world_size=4) == {}
+    assert list(complaints("weights.transport=shm", world_size=4, local_world_size=2)) == ["weights.transport=shm"]
+
+
+def test_options_of_a_loss_of_ones_own_are_those_that_it_takes(tmp_path, monkeypatch):
+    source = "def mine(t, g, r, a, m, *, num_loss_tokens, kl_coef=0.0, tau=1.0): ..."
+    (tmp_path / "my_loss.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert complaints("loss.fn=my_loss:mine", "loss.ratio_cap=null", "loss.tau=0.5") == {}
+    config = config_of("loss.fn=my_loss:mine", "loss.ratio_cap=null", "++loss.tau=0.5")
+    assert config.loss.keywords == {"kl_coef": 0.0, "tau": 0.5}
+    refused = complaints("loss.fn=my_loss:mine", "loss.tua=0.5")
+    assert "tua" in refused["loss.fn=my_loss:mine"] and "ratio_cap" in refused["loss.fn=my_loss:mine"]
+
+
+# --- placement ---
+
+AUTO = PlacementSettings(None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    "world_size, trainer, generator, reward",
+    [
+        (1, (0,), (0,), (0,)),
+        (2, (0,), (1,), (1,)),
+        (3, (0,), (1, 2), (2,)),
+        (4, (0, 1), (2, 3), (3,)),
+        (6, (0, 1), (2, 3, 4, 5), (5,)),  # three trainers cannot share 64 groups
+    ],
+)
+def test_ranks_are_halved_between_trainers_and_generators(world_size, trainer, generator, reward):
+    placed = resolve_placement(AUTO, world_size, groups_per_step=64)
+    assert (placed["trainer"], placed["generator"], placed["reward"]) == (trainer, generator, reward)
+
+
+def test_what_is_given_stays_and_the_rest_is_filled_in_around_it():
+    placed = resolve_placement(dataclasses.replace(AUTO, generator=[0]), 4, groups_per_step=64)
+    assert placed == {"trainer": (1, 2), "generator": (0,), "reward": (3,), "reference": (3,)}
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_automatic_placement_leaves_no_rank_idle_and_splits_the_batch(world_size, groups_per_step):
+    placed = resolve_placement(AUTO, world_size, groups_per_step=groups_per_step)
+    assert groups_per_step % len(placed["trainer"]) == 0
+    assert set(placed["trainer"]) | set(placed["generator"]) == set(range(world_size))
+    assert world_size == 1 or not set(placed["trainer"]) & set(placed["generator"])
+
+
+def test_a_rank_that_hosts_nothing_is_known():
+    config = config_of("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1]")
+    assert idle_ranks(config, 4) == (2, 3)
+
+
+# --- files ---
+
+
+def test_a_saved_config_is_the_config_that_is_loaded(tmp_path):
+    config = config_of("++loss.tau=0.5", "placement.trainer=[0,1]", "lr=1e-7", 'task.system_prompt="a: b, c"', "run_dir=5")
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+    assert OmegaConf.load(tmp_path / "config.yaml").trainer.compute_dtype == "float32"  # resolved
+
+
+def test_differences_name_exactly_the_keys_that_changed():
+    old, new = config_of("++loss.tau=1"), config_of("lr=1e-3", "eval.every=7")
+    assert config_differences(old, new) == {"lr": (5e-5, 1e-3), "eval.every": (old.eval.every, 7), "loss.tau": (1, None)}
+    assert config_differences(old, old) == {}
+
+
+# --- the process ---
+
+
+def test_a_bad_command_line_ends_with_2_and_one_aligned_message(recipe):
+    ended = recipe("groups_per_step=0", "loss.ratio_kap=3")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.splitlines() == [
+        "bad config, nothing started:",
+        "  groups_per_step=0   need a whole number of at least 1",
+        "  loss.ratio_kap      unknown key; did you mean loss.ratio_cap?",
+    ]
+
+
+def test_other_ranks_refuse_in_silence(recipe):
+    ended = recipe("lr=x", RANK="1", WORLD_SIZE="2")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "")
+
+
+def test_a_recipe_runs_typed_without_torch_and_without_files_left_behind(recipe, tmp_path):
+    ended = recipe("+dry_run=true", "lr=3")
+    assert (ended.returncode, ended.stdout) == (0, "ran 3.0 True {'ratio_cap': 4.0, 'kl_coef': 0.0}\n"), ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.py"]
+
+
+def test_help_and_the_composed_config_are_hydras(recipe):
+    helped, shown = recipe("--help"), recipe("--cfg", "job", "max_lag=7")
+    assert "model: hf, tiny" in helped.stdout and helped.returncode == 0
+    assert OmegaConf.create(shown.stdout).max_lag == 7
+    assert recipe("--cfg", "job", "max_lug=7").returncode == 2
+
+
+def test_multirun_runs_every_point(recipe):
+    assert [line.split()[1] for line in recipe("--multirun", "lr=1,2").stdout.splitlines()] == ["1.0", "2.0"]

@@ -1,0 +1,322 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llamarl.inference.engine import Engine
+from llamarl.inference.sampler import SamplingParams
+from llamarl.models.attention import PackedAttention
+from llamarl.models.build import ModelConfig, build_decoder, read_config
+from llamarl.models.hf import load_weights
+
+TOLERANCE = 1e-5  # fp32 logprobs by two routes
+MAX_LEN = 40
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM", vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-6, rope_theta=10000.0, rope_scaling=None,
+    max_position_embeddings=64, tie_word_embeddings=True, attention_bias=False,
+)
+
+
+def random_decoder(seed=0, config=CONFIG, scale=0.3):
+    decoder = build_decoder(config, device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(torch.ones_like(parameter) if "norm" in name else torch.randn(parameter.shape, generator=generator) * scale)
+    return decoder
+
+
+def engine(max_slots=8, max_len=MAX_LEN, **kwargs):
+    return Engine(random_decoder(**kwargs), max_slots=max_slots, max_len=max_len)
+
+
+def drain(engine, chunk=4):
+    finished = []
+    while engine.num_live or engine.num_waiting:
+        engine.step(chunk)
+        finished += engine.pop_finished()
+    return {(stream, c.ticket, c.sample_index): c for stream, c in finished}
+
+
+def full_forward_logprobs(decoder, completion, temperature=1.0):
+    """[L] logprobs of the completion's tokens by one forward over the whole sequence."""
+    ids = torch.cat([completion.prompt_ids, completion.token_ids])
+    with torch.no_grad():
+        logits = decoder(ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()])))
+    start = completion.prompt_ids.numel() - 1
+    return (logits[start:-1] / temperature).log_softmax(1).gather(1, completion.token_ids[:, None]).squeeze(1)
+
+
+PROMPTS = [[1, 5, 9], [1, 7], [3], [2, 4, 6, 8, 10, 12, 14], [1, 5, 9, 11]]
+
+
+def test_greedy_equals_transformers_generate(tmp_path):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=61, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+        head_dim=8, max_position_embeddings=128, initializer_range=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )).eval()
+    model.save_pretrained(tmp_path)
+    decoder = load_weights(build_decoder(read_config(tmp_path)), tmp_path)
+    ours = Engine(decoder, max_slots=3, max_len=64).generate(PROMPTS, SamplingParams(40, temperature=0.0, stop_token_ids=(2,)))
+    for prompt, (completion,) in zip(PROMPTS, ours):
+        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt):]
+        assert torch.equal(completion.token_ids, theirs)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_generator_logprobs_equal_a_fresh_full_forward(temperature):
+    e = engine(max_slots=5)
+    params = SamplingParams(24, temperature=temperature, stop_token_ids=(2, 3), n=3)
+    completions = [c for group in e.generate(PROMPTS, params) for c in group]
+    assert len({c.token_ids.numel() for c in completions}) > 3  # ragged, so that rows were moved
+    for c in completions:
+        expected = full_forward_logprobs(e.decoder, c, temperature)
+        torch.testing.assert_close(c.generator_logprobs, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_score_is_the_logprobs_of_the_sampling_path():
+    e = engine()
+    (completion,), = e.generate([PROMPTS[3]], SamplingParams(12, temperature=0.7))
+    e.submit(9, [1, 2], SamplingParams(20))
+    e.step(2)
+    got = e.score(completion.prompt_ids, completion.token_ids, temperature=0.7)
+    torch.testing.assert_close(got, completion.generator_logprobs, atol=TOLERANCE, rtol=0)
+    running = drain(e)[0, 9, 0]
+    torch.testing.assert_close(running.generator_logprobs, full_forward_logprobs(e.decoder, running), atol=TOLERANCE, rtol=0)
+    assert e.score([1], []).shape == (0,)
+
+
+def test_a_sample_depends_on_its_seed_and_ticket_alone_and_not_on_slots_batch_or_chunk():
+    params = SamplingParams(16, stop_token_ids=(2,), n=4, seed=5)
+
+    def samples(max_slots, chunk, order, extra=False):
+        e = engine(max_slots=max_slots)
+        for ticket in order:
+            if extra:
+                e.submit(100 + ticket, [9, 9, 9], SamplingParams(7, top_k=3, temperature=0.5, n=2, seed=1))
+            e.submit(ticket, PROMPTS[ticket], params)
+        return {key: c.token_ids.tolist() for key, c in drain(e, chunk).items() if key[1] < 100}
+
+    alone = samples(1, 3, [0, 1, 2, 3, 4])
+    assert len({tuple(ids) for ids in alone.values()}) > 15  # samples differ among themselves
+    assert samples(20, 16, [4, 2, 0, 1, 3]) == alone
+    assert samples(6, 1, [3, 1, 4, 0, 2], extra=True) == alone
+    other = engine(max_slots=20)
+    for ticket, prompt in enumerate(PROMPTS):
+        other.submit(ticket, prompt, params, stream=1)
+    assert all(other_c.token_ids.tolist() != alone[0, t, i] for (_, t, i), other_c in drain(other).items())
+
+
+def test_the_same_submissions_give_the_same_bits():
+    def run():
+        e = engine(max_slots=6)
+        for ticket, prompt in enumerate(PROMPTS):
+            e.submit(ticket, prompt, SamplingParams(12, n=3, stop_token_ids=(2,)))
+        return drain(e)
+
+    first, second = run(), run()
+    assert list(first) == list(second)
+    for key, c in first.items():
+        assert torch.equal(c.token_ids, second[key].token_ids)
+        assert torch.equal(c.generator_logprobs, second[key].generator_logprobs)
+
+
+def test_samples_of_one_prompt_follow_the_softmax():
+    e = engine(max_slots=500)
+    group, = e.generate([PROMPTS[0]], SamplingParams(1, n=4000))
+    with torch.no_grad():
+        logits = e.decoder(torch.tensor(PROMPTS[0]), torch.arange(3), PackedAttention(torch.tensor([0, 3])))[-1]
+    expected = logits.double().softmax(0) * 4000
+    seen = torch.bincount(torch.cat([c.token_ids for c in group]), minlength=31)
+    often = expected >= 5
+    chi2 = ((seen - expected) ** 2 / expected)[often].sum()
+    freedom = int(often.sum())
+    assert chi2 < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_new_weights_stamp_later_tokens_and_keep_the_cache():
+    e, old, new = engine(max_slots=4), random_decoder(0), random_decoder(1)
+    e.weights_changed(3)
+    e.submit(0, PROMPTS[0], SamplingParams(12))
+    assert e.step(4) == 5
+    with torch.no_grad():
+        for parameter, value in zip(e.decoder.parameters(), new.parameters()):
+            parameter.copy_(value)
+    e.weights_changed(4)
+    completion = drain(e)[0, 0, 0]
+    assert completion.policy_versions.tolist() == [3] * 5 + [4] * 7
+    torch.testing.assert_close(completion.generator_logprobs[:5], full_forward_logprobs(old, completion)[:5], atol=TOLERANCE, rtol=0)
+
+    # The reference: the new weights over the keys and values that the old ones left (token 4 was sampled, but not yet read).
+    kept = 3 + 4
+    ids = torch.cat([completion.prompt_ids, completion.token_ids])
+
+    class Mixed:
+        longest = ids.numel()
+        cached: dict = {}
+
+        def attend(self, layer, q, k, v):
+            if layer in self.cached:
+                k, v = (torch.cat([before[:kept], now[kept:]]) for before, now in zip(self.cached[layer], (k, v)))
+            self.cached[layer] = (k, v)
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+    context = Mixed()
+    with torch.no_grad():
+        for decoder in (old, new):
+            logits = decoder(ids, torch.arange(ids.numel()), context)
+    expected = logits[2:-1].log_softmax(1).gather(1, completion.token_ids[:, None]).squeeze(1)
+    torch.testing.assert_close(completion.generator_logprobs[5:], expected[5:], atol=TOLERANCE, rtol=0)
+    assert (full_forward_logprobs(new, completion)[5:] - expected[5:]).abs().max() > 100 * TOLERANCE
+
+
+def test_stop_tokens_end_a_completion_and_are_its_last_token():
+    e = engine()
+    params = SamplingParams(20, stop_token_ids=(2, 7, 11, 19), n=8)
+    completions = [c for group in e.generate(PROMPTS, params) for c in group]
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    for c in completions:
+        inside = torch.isin(c.token_ids, torch.tensor(params.stop_token_ids))
+        assert not inside[:-1].any()
+        assert bool(inside[-1]) == (c.finish_reason == "stop")
+        assert c.finish_reason == "stop" or c.token_ids.numel() == 20
+
+
+def test_min_new_tokens_keeps_stop_tokens_out_of_the_distribution():
+    e = engine(max_slots=64)
+    params = SamplingParams(10, min_new_tokens=4, stop_token_ids=tuple(range(15)), n=50)
+    completions, = e.generate([PROMPTS[0]], params)
+    lengths = [c.token_ids.numel() for c in completions]
+    assert min(lengths) == 5  # four without a stop token, then one
+    for c in completions[:5]:
+        ids = torch.cat([c.prompt_ids, c.token_ids])
+        with torch.no_grad():
+            logits = e.decoder(ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()])))[2:-1]
+        logits[:4, :15] = -math.inf
+        expected = logits.log_softmax(1).gather(1, c.token_ids[:, None]).squeeze(1)
+        torch.testing.assert_close(c.generator_logprobs, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_greedy_and_sampling_rows_share_a_batch():
+    e = engine(max_slots=8)
+    expected = engine(max_slots=1).generate([PROMPTS[0]], SamplingParams(9, temperature=0.0))[0][0]
+    e.submit(0, PROMPTS[1], SamplingParams(9, n=4, top_p=0.5, temperature=1.3))
+    e.submit(0, PROMPTS[0], SamplingParams(9, temperature=0.0, stop_token_ids=()), stream=1)
+    greedy = drain(e)[1, 0, 0]
+    assert torch.equal(greedy.token_ids, expected.token_ids)
+    torch.testing.assert_close(greedy.generator_logprobs, full_forward_logprobs(e.decoder, greedy), atol=TOLERANCE, rtol=0)
+
+
+def test_a_group_larger_than_the_slots_is_split_over_time():
+    e = engine(max_slots=3)
+    e.submit(0, PROMPTS[0], SamplingParams(5, n=7))
+    assert (e.num_live, e.num_waiting, e.free_slots) == (0, 7, 3)
+    e.step(1)
+    assert (e.num_live, e.num_waiting, e.free_slots) == (3, 4, 0)
+    assert sorted(index for _, _, index in drain(e)) == list(range(7))
+    assert (e.num_live, e.num_waiting, e.free_slots) == (0, 0, 3)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_step_returns_the_number_of_tokens_sampled(chunk):
+    e = engine(max_slots=4)
+    for ticket, prompt in enumerate(PROMPTS):
+        e.submit(ticket, prompt, SamplingParams(9, n=2, stop_token_ids=(2, 5, 6)))
+    sampled, finished = 0, []
+    while e.num_live or e.num_waiting:
+        sampled += e.step(chunk)
+        finished += e.pop_finished()
+    assert sampled == sum(c.token_ids.numel() for _, c in finished)
+    assert e.step(chunk) == 0
+
+
+def test_the_longest_completion_fills_its_slot_and_no_other():
+    e = engine(max_slots=2, max_len=16)  # a whole number of blocks: the place behind it is the next slot's first
+    e.submit(0, [1, 2, 3, 4], SamplingParams(12))
+    e.submit(1, [5], SamplingParams(15))
+    for c in drain(e, chunk=20).values():
+        torch.testing.assert_close(c.generator_logprobs, full_forward_logprobs(e.decoder, c), atol=TOLERANCE, rtol=0)
+
+
+def test_aborted_samples_keep_their_tokens_and_the_rest_go_on():
+    e = engine(max_slots=3)
+    e.submit(0, PROMPTS[0], SamplingParams(10, n=2))
+    e.submit(1, PROMPTS[1], SamplingParams(10, n=3))
+    e.submit(0, PROMPTS[2], SamplingParams(10), stream=1)
+    e.step(3)
+    assert e.abort(0, stream=0) == 2
+    assert e.abort(0, stream=0) == 0
+    aborted = [c for _, c in e.pop_finished()]
+    assert [(c.ticket, c.finish_reason, c.token_ids.numel()) for c in aborted] == [(0, "aborted", 4)] * 2
+    rest = drain(e)
+    assert {key: c.token_ids.numel() for key, c in rest.items()} == {(0, 1, 0): 10, (0, 1, 1): 10, (0, 1, 2): 10, (1, 0, 0): 10}
+    for c in rest.values():
+        torch.testing.assert_close(c.generator_logprobs, full_forward_logprobs(e.decoder, c), atol=TOLERANCE, rtol=0)
+    e.submit(5, PROMPTS[0], SamplingParams(10, n=5))
+    e.step(1)
+    assert e.abort() == 5 and (e.num_live, e.num_waiting) == (0, 0)
+    assert sorted((c.sample_index, c.token_ids.numel()) for _, c in e.pop_finished()) == [(0, 2), (1, 2), (2, 2), (3, 0), (4, 0)]
+
+
+def test_prompts_beyond_one_prefill_are_prefilled_in_parts(monkeypatch):
+    params = SamplingParams(4, n=2)
+    whole = engine(max_slots=10).generate(PROMPTS, params)
+    monkeypatch.setattr("llamarl.inference.engine._PREFILL_TOKENS", 6)
+    parts = engine(max_slots=10).generate(PROMPTS, params)
+    assert [[c.token_ids.tolist() for c in group] for group in parts] == [[c.token_ids.tolist() for c in group] for group in whole]
+
+
+def test_a_completion_can_be_trained_on():
+    e = engine()
+    (completion,), = e.generate([PROMPTS[0]], SamplingParams(4))
+    ids = torch.cat([completion.prompt_ids, completion.token_ids])
+    logits = e.decoder(ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()])))
+    loss = (logits[2:-1].log_softmax(1).gather(1, completion.token_ids[:, None]).squeeze(1) * completion.generator_logprobs).sum()
+    loss.backward()
+    assert all(p.grad is not None for p in e.decoder.parameters())
+
+
+def test_what_does_not_fit_is_refused_at_submit():
+    e = engine(max_len=16)
+    e.submit(0, [1] * 6, SamplingParams(10))
+    for prompt, params, problem in (
+        ([1] * 7, SamplingParams(10), "7 prompt tokens.*max_new_tokens=10 exceed max_len=16"),
+        ([], SamplingParams(1), "at least one token"),
+        ([1, 31], SamplingParams(1), "vocabulary of 31"),
+        ([1, -1], SamplingParams(1), "vocabulary of 31"),
+        ([1], SamplingParams(1, stop_token_ids=(31,)), "vocabulary of 31"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            e.submit(1, prompt, params)
+    assert e.num_waiting == 1
+    with pytest.raises(RuntimeError, match="to itself"):
+        e.generate([[1]], SamplingParams(1))
+    with pytest.raises(ValueError, match="chunk=0"):
+        e.step(0)
+    full = engine(max_slots=1)
+    full.submit(0, [1], SamplingParams(9))
+    full.step(1)
+    with pytest.raises(RuntimeError, match="free slot"):
+        full.score([1], [2])
+
+
+def test_weights_that_are_not_finite_are_an_error_and_not_a_completion():
+    e = engine()
+    with torch.no_grad():
+        e.decoder.norm.scale[0] = math.nan
+    e.submit(0, [1, 2], SamplingParams(3))
+    with pytest.raises(RuntimeError, match="not finite under policy version 0"):
+        e.step(8)
+
+
+def test_bfloat16_agrees_with_its_own_full_forward():
+    e = Engine(random_decoder(), max_slots=4, max_len=MAX_LEN, dtype=torch.bfloat16)
+    group, = e.generate([PROMPTS[3]], SamplingParams(16, n=4))
+    for c in group:
+        expected = full_forward_logprobs(e.decoder, c).float()
+        assert (c.generator_logprobs - expected).abs().mean() < 0.05  # bf16 logits of size ~4 are 2^-6 apart

@@ -1,0 +1,179 @@
+"""Chunked logprobs against float64, their gradients, and the memory they promise."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import llamarl.learning.logprobs as module
+from llamarl.learning.logprobs import chunked_logprobs, make_head
+
+FP32_TOLERANCE = 3e-6  # nats; logits of order 10 carry float32 rounding of 1e-6
+
+
+@pytest.fixture(params=["kept", "recomputed"])
+def path(request, monkeypatch):
+    """Both ways to backward: logits kept, and multiplied again chunk by chunk."""
+    if request.param == "recomputed":
+        monkeypatch.setattr(module, "KEEP_LOGITS", 0)
+
+
+def problem(tokens, dim, vocab, dtype=torch.float64, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, dim, generator=random, dtype=torch.float64)
+    weight = torch.randn(vocab, dim, generator=random, dtype=torch.float64)
+    labels = torch.randint(0, vocab, (tokens,), generator=random)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
+
+
+def oracle(hidden, weight, labels, temperature):
+    logp = torch.log_softmax(hidden.double() @ weight.double().T / temperature, dim=-1)
+    return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+@settings(deadline=None, max_examples=25)
+@given(tokens=st.integers(1, 33), vocab=st.integers(1, 70), chunk=st.integers(1, 40), temperature=st.sampled_from([0.3, 1.0, 2.5]))
+def test_float32_values_are_those_of_float64_for_every_shape_and_chunk(tokens, vocab, chunk, temperature):
+    hidden, weight, labels = problem(tokens, 6, vocab, torch.float32)
+    want = oracle(hidden, weight, labels, temperature)
+    for keep in (1 << 22, 0):
+        module.KEEP_LOGITS, old = keep, module.KEEP_LOGITS
+        try:
+            got = chunked_logprobs(hidden, weight, labels, temperature=temperature, chunk_tokens=chunk)
+        finally:
+            module.KEEP_LOGITS = old
+        for ours, exact in zip(got, want):
+            assert ours.dtype == torch.float32
+            torch.testing.assert_close(ours.double(), exact, atol=FP32_TOLERANCE / temperature, rtol=FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_gradients_pass_gradcheck_in_float64(path, entropy_grad):
+    hidden, weight, labels = problem(7, 5, 11)
+
+    def outputs(hidden, weight):
+        got = chunked_logprobs(hidden, weight, labels, temperature=0.7, chunk_tokens=3, entropy_grad=entropy_grad)
+        return got if entropy_grad else got[0]
+
+    assert torch.autograd.gradcheck(outputs, (hidden, weight), eps=1e-6, atol=1e-8, rtol=1e-6)
+
+
+def test_backward_equals_autograd_through_the_full_logits(path):
+    hidden, weight, labels = problem(50, 8, 31)
+    upstream = torch.randn(2, 50, dtype=torch.float64)
+    got = chunked_logprobs(hidden, weight, labels, temperature=1.3, chunk_tokens=16, entropy_grad=True)
+    want = oracle(hidden, weight, labels, 1.3)
+    ours = torch.autograd.grad(got, (hidden, weight), tuple(upstream))
+    exact = torch.autograd.grad(want, (hidden, weight), tuple(upstream))
+    torch.testing.assert_close(ours, exact, atol=1e-13, rtol=1e-12)
+
+
+def test_backward_twice_gives_the_same_gradient_twice(path):
+    hidden, weight, labels = problem(9, 4, 5)
+    logprobs, _ = chunked_logprobs(hidden, weight, labels, chunk_tokens=4)
+    first = torch.autograd.grad(logprobs.sum(), (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_entropy_has_no_gradient_unless_asked():
+    hidden, weight, labels = problem(4, 3, 5)
+    assert not chunked_logprobs(hidden, weight, labels)[1].requires_grad
+    assert chunked_logprobs(hidden, weight, labels, entropy_grad=True)[1].requires_grad
+
+
+def test_only_wanted_gradients_are_made(path):
+    hidden, weight, labels = problem(6, 3, 5)
+    chunked_logprobs(hidden.detach(), weight, labels, chunk_tokens=4)[0].sum().backward()
+    chunked_logprobs(hidden, weight.detach(), labels, chunk_tokens=4)[0].sum().backward()
+    exact = torch.autograd.grad(oracle(hidden, weight, labels, 1.0)[0].sum(), (hidden, weight))
+    torch.testing.assert_close((hidden.grad, weight.grad), exact)
+
+
+def test_temperature_zero_is_one():
+    hidden, weight, labels = problem(4, 3, 5)
+    zero, one = (chunked_logprobs(hidden, weight, labels, temperature=t)[0] for t in (0.0, 1.0))
+    assert torch.equal(zero, one)
+
+
+def test_bfloat16_logits_get_a_float32_softmax(path):
+    hidden, weight, labels = problem(20, 16, 300, torch.bfloat16)
+    logits = F.linear(hidden, weight).double()
+    logp = logits.log_softmax(-1)
+    got, entropy = chunked_logprobs(hidden, weight, labels, chunk_tokens=20)
+    torch.testing.assert_close(got.double(), logp.gather(1, labels[:, None])[:, 0], atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)
+    torch.testing.assert_close(entropy.double(), -(logp.exp() * logp).sum(-1), atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)
+
+
+def test_bfloat16_weight_gradients_of_many_chunks_add_up_in_float32(monkeypatch):
+    # 1024 equal terms: added in bfloat16 they would stop growing at 256.
+    monkeypatch.setattr(module, "KEEP_LOGITS", 0)
+    hidden, weight = torch.ones(1024, 4, dtype=torch.bfloat16), torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    chunked_logprobs(hidden, weight, torch.zeros(1024, dtype=torch.int64), chunk_tokens=1)[0].sum().backward()
+    assert weight.grad.tolist() == [[512.0] * 4, [-512.0] * 4]
+
+
+def test_extreme_logits_stay_finite(path):
+    hidden, weight, labels = problem(8, 4, 9, torch.float32)
+    hidden = (hidden * 1e6).detach().requires_grad_()
+    logprobs, entropy = chunked_logprobs(hidden, weight, labels, chunk_tokens=3)
+    logprobs.sum().backward()
+    assert logprobs.isfinite().all() and entropy.isfinite().all() and (entropy >= 0).all()
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation gives."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_no_tensor_grows_with_tokens_times_vocab(monkeypatch, entropy_grad):
+    monkeypatch.setattr(module, "KEEP_LOGITS", 0)
+    tokens, dim, vocab, chunk = 400, 4, 50, 10
+    hidden, weight, labels = problem(tokens, dim, vocab, torch.float32)
+    with LargestTensor() as seen:
+        logprobs, entropy = chunked_logprobs(hidden, weight, labels, chunk_tokens=chunk, entropy_grad=entropy_grad)
+        (logprobs.sum() + entropy.sum()).backward()
+    assert seen.largest <= max(chunk * vocab, tokens * dim, vocab * dim) < tokens * vocab
+
+
+def test_head_gives_the_chosen_rows_and_their_gradients():
+    hidden, weight, labels = problem(10, 4, 7)
+    rows = torch.tensor([1, 4, 5, 9])
+    got, entropy = make_head(labels, rows)(hidden, weight)
+    everything, every_entropy = make_head(labels)(hidden, weight)
+    torch.testing.assert_close((got, entropy), (everything[rows], every_entropy[rows]))
+    ours = torch.autograd.grad(got.sum(), (hidden, weight))
+    torch.testing.assert_close(ours, torch.autograd.grad(everything[rows].sum(), (hidden, weight)))
+
+
+def test_no_rows_give_zero_gradients_not_none(path):
+    hidden, weight, labels = problem(3, 4, 7)
+    logprobs, entropy = make_head(labels, torch.empty(0, dtype=torch.int64))(hidden, weight)
+    logprobs.sum().backward()
+    assert logprobs.shape == entropy.shape == (0,)
+    assert hidden.grad.abs().max() == 0 and weight.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "message"),
+    [
+        (torch.zeros(3, dtype=torch.int64), {}, "one label a token"),
+        (torch.zeros(4, dtype=torch.int64), {"temperature": -1.0}, "temperature >= 0"),
+        (torch.zeros(4, dtype=torch.int64), {"chunk_tokens": 0}, "chunk_tokens >= 1"),
+    ],
+)
+def test_wrong_arguments_are_named(labels, options, message):
+    with pytest.raises(ValueError, match=message):
+        chunked_logprobs(torch.zeros(4, 2), torch.zeros(5, 2), labels, **options)

@@ -1,0 +1,212 @@
+"""AIPO by hand, against float64 autograd, and what every loss owes to masks and microbatches; how losses are named."""
+
+import math
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamarl.learning.losses import LOSSES, check_options, resolve_loss
+from llamarl.learning.losses.aipo import aipo
+from llamarl.learning.losses.common import MAX_LOG_RATIO, k3, ratio
+
+HALF = math.log(0.5)
+
+
+def f64(*values, grad=False):
+    return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
+
+
+def problem(tokens=12, seed=0):
+    """Random float64 tensors in a loss's order, about half of them masked."""
+    random = torch.Generator().manual_seed(seed)
+    pi, mu, ref = -2 * torch.rand(3, tokens, generator=random, dtype=torch.float64)
+    advantages = torch.randn(tokens, generator=random, dtype=torch.float64)
+    return pi.requires_grad_(), mu, ref, advantages, torch.rand(tokens, generator=random) < 0.5
+
+
+def test_aipo_by_hand():
+    # pi 1/2, mu 1/4: ratio 2, capped at 1.5; -1.5 * 1 * ln(1/2) = 1.0397. Its gradient is -1.5: none through the weight.
+    pi = f64(HALF, grad=True)
+    loss, metrics = aipo(pi, f64(2 * HALF), None, f64(1.0), torch.tensor([True]), num_loss_tokens=1, ratio_cap=1.5)
+    loss.backward()
+    assert loss.item() == pytest.approx(1.5 * math.log(2), abs=1e-15)
+    assert pi.grad.item() == pytest.approx(-1.5, abs=1e-15)
+    got = {name: value.item() for name, value in metrics.items()}
+    # k3 at pi/mu = 2: 2 - 1 - ln 2
+    assert got == pytest.approx({"ratio/sum": 2.0, "ratio/max": 2.0, "ratio/capped": 1.0, "kl/generator": 1 - math.log(2)}, abs=1e-14)
+
+
+def test_the_weight_is_cut_from_above_only():
+    pi = f64(math.log(0.01), grad=True)
+    aipo(pi, f64(0.0), None, f64(1.0), torch.tensor([True]), num_loss_tokens=1, ratio_cap=2.0)[0].backward()
+    assert pi.grad.item() == pytest.approx(-0.01, abs=1e-15)
+
+
+def test_kl_term_by_hand():
+    # pi 1/2, ref 1/4, beta 0.1: k3 = 1/2 - 1 + ln 2; its gradient in log pi is 1 - ref/pi = 1/2. Advantage 0 leaves it alone.
+    pi = f64(HALF, grad=True)
+    loss, metrics = aipo(pi, f64(HALF), f64(2 * HALF), f64(0.0), torch.tensor([True]), num_loss_tokens=2, kl_coef=0.1)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.1 / 2 * (math.log(2) - 0.5), abs=1e-15)
+    assert metrics["kl/ref"].item() == pytest.approx(math.log(2) - 0.5, abs=1e-14) and not metrics["kl/ref"].requires_grad
+    assert pi.grad.item() == pytest.approx(0.1 / 2 * 0.5, abs=1e-15)
+
+
+def test_on_policy_gradient_is_the_policy_gradient():
+    pi, _, _, advantages, mask = problem()
+    aipo(pi, pi.detach(), None, advantages, mask, num_loss_tokens=7)[0].backward()
+    torch.testing.assert_close(pi.grad, torch.where(mask, -advantages / 7, 0), atol=1e-16, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_aipo_equals_a_naive_float64_sum_and_its_autograd(kl_coef):
+    pi, mu, ref, advantages, mask = problem(40)
+    got, metrics = aipo(pi, mu, ref, advantages, mask, num_loss_tokens=9, ratio_cap=1.2, kl_coef=kl_coef)
+    want = f64(0.0).squeeze()
+    for t in mask.nonzero().flatten():
+        weight = min(math.exp(pi[t].item() - mu[t].item()), 1.2)
+        kl = torch.exp(ref[t] - pi[t]) - 1 - (ref[t] - pi[t])
+        want = want - (weight * advantages[t] * pi[t] - kl_coef * kl) / 9
+    torch.testing.assert_close(got, want, atol=1e-14, rtol=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(got, pi), torch.autograd.grad(want, pi), atol=1e-14, rtol=1e-12)
+    ratios = (pi.detach() - mu)[mask].exp()
+    assert metrics["ratio/capped"] == (ratios > 1.2).sum() > 0
+    torch.testing.assert_close((metrics["ratio/sum"], metrics["ratio/max"]), (ratios.sum(), ratios.max()))
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+@pytest.mark.parametrize("garbage", [math.inf, -math.inf, math.nan, 1e38])
+def test_masked_tokens_add_nothing_and_get_zero_gradient_whatever_they_hold(garbage, kl_coef):
+    clean = problem()
+    mask = clean[-1]
+    dirty = [torch.where(mask, t.detach(), garbage) for t in clean[:4]]
+    dirty[0].requires_grad_()
+    (loss, metrics), (want, want_metrics) = (
+        aipo(*tensors, mask, num_loss_tokens=5, kl_coef=kl_coef) for tensors in (dirty, clean[:4])
+    )
+    loss.backward(), want.backward()
+    assert loss.item() == want.item() and metrics == want_metrics
+    assert (dirty[0].grad[~mask] == 0).all() and torch.equal(dirty[0].grad, clean[0].grad)
+
+
+@given(cut=st.integers(0, 12))
+def test_microbatches_add_up_to_the_batch(cut):
+    whole = problem()
+    want, want_metrics = aipo(*whole, num_loss_tokens=6, kl_coef=0.2)
+    parts = [aipo(*(t[part] for t in whole), num_loss_tokens=6, kl_coef=0.2) for part in (slice(0, cut), slice(cut, None))]
+    torch.testing.assert_close(parts[0][0] + parts[1][0], want, atol=1e-14, rtol=1e-12)
+    for name, value in want_metrics.items():
+        joined = torch.stack([metrics[name] for _, metrics in parts])
+        torch.testing.assert_close(joined.amax() if name.endswith("/max") else joined.sum(), value, atol=1e-14, rtol=1e-12)
+
+
+def test_no_tokens_give_loss_zero_that_can_go_backward():
+    empty = torch.empty(0, requires_grad=True)
+    loss, metrics = aipo(empty, *[torch.empty(0)] * 3, torch.empty(0, dtype=torch.bool), num_loss_tokens=0, kl_coef=0.1)
+    loss.backward()
+    assert loss.item() == 0 and all(value == 0 for value in metrics.values())
+
+
+@pytest.mark.parametrize("gap", [100.0, -100.0, 1e20, -1e20])
+def test_huge_log_ratios_stay_finite_and_the_kl_still_pulls_back(gap):
+    pi = torch.tensor([-abs(gap)], requires_grad=True) if gap > 0 else torch.tensor([0.0], requires_grad=True)
+    far = pi.detach() + gap
+    loss, metrics = aipo(pi, far, far, torch.ones(1), torch.tensor([True]), num_loss_tokens=1, kl_coef=1e-3)
+    loss.backward()
+    assert loss.isfinite() and pi.grad.isfinite().all() and all(value.isfinite() for value in metrics.values())
+    if gap > 0:  # the reference holds the token far likelier, so descent must raise log pi
+        assert pi.grad.item() < -1.0
+
+
+@given(x=st.floats(-50, 50))
+def test_k3_is_nonnegative_convex_and_smooth_past_its_limit(x):
+    points = f64(x - 0.5, x, x + 0.5, grad=True)
+    values = k3(points)
+    (slope,) = torch.autograd.grad(values.sum(), points)
+    assert (values >= 0).all() and (slope.diff() >= 0).all()
+    exact = math.expm1(min(x, MAX_LOG_RATIO)) * (1 + max(x - MAX_LOG_RATIO, 0)) - min(x, MAX_LOG_RATIO)
+    assert values[1].item() == pytest.approx(exact, rel=1e-9, abs=1e-15)
+
+
+def test_float32_k3_keeps_its_digits_near_zero():
+    assert k3(torch.tensor([1e-3])).item() == pytest.approx(math.expm1(1e-3) - 1e-3, rel=1e-3)
+
+
+def test_bfloat16_logprobs_are_subtracted_in_float32():
+    pi, mu = torch.tensor([-8.0], dtype=torch.bfloat16), torch.tensor([-8.0625], dtype=torch.float32)
+    _, metrics = aipo(pi, mu, None, torch.ones(1), torch.tensor([True]), num_loss_tokens=1)
+    assert metrics["ratio/sum"].item() == pytest.approx(math.exp(0.0625), rel=1e-6)
+    assert ratio(torch.tensor([math.inf])).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"ratio_cap": 0.0}, "ratio_cap > 0"), ({"kl_coef": -1.0}, "kl_coef >= 0"), ({"kl_coef": 0.1}, "switch the reference on")],
+)
+def test_impossible_settings_are_refused(options, message):
+    one = torch.zeros(1)
+    with pytest.raises(ValueError, match=message):
+        aipo(one, one, None, one, one.bool(), num_loss_tokens=1, **options)
+
+
+# -- names -----------------------------------------------------------------------------------------------------------------
+
+MY_LOSS = """
+def my_loss(trainer_logprobs, generator_logprobs, ref_logprobs, advantages, loss_mask, *, num_loss_tokens, width, depth=1):
+    return trainer_logprobs.sum() / num_loss_tokens, {}
+
+def too_few(trainer_logprobs, *, num_loss_tokens): ...
+
+limit = 3
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    (tmp_path / "users_losses.py").write_text(MY_LOSS)
+    (tmp_path / "users_broken.py").write_text("import no_such_dependency")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("users_losses", "users_broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_losses_resolve_by_name():
+    assert all(resolve_loss(name) is fn for name, fn in LOSSES.items())
+
+
+def test_a_loss_in_the_users_directory_resolves(user_module):
+    fn = resolve_loss("users_losses:my_loss")
+    check_options(fn, {"width": 1})
+    assert fn.__name__ == "my_loss"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("aipoo", "no loss 'aipoo'; did you mean aipo"),
+        ("users_losses:my_los", "did you mean my_loss"),
+        ("users_losses:limit", "no function 'limit'"),
+        ("users_losses:too_few", "must take .trainer_logprobs"),
+        ("users_lossez:my_loss", "no module users_lossez"),
+    ],
+)
+def test_a_wrong_name_says_what_is_there(user_module, name, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_loss(name)
+
+
+def test_what_a_users_module_lacks_is_not_mistaken_for_the_module(user_module):
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        resolve_loss("users_broken:loss")
+
+
+def test_options_are_checked_all_at_once(user_module):
+    check_options(aipo, {"ratio_cap": 2.0, "kl_coef": 0.0})
+    with pytest.raises(ValueError, match=r"(?s)ratio_kap: unknown option; did you mean ratio_cap\?.*num_loss_tokens: unknown"):
+        check_options(aipo, {"ratio_kap": 2.0, "num_loss_tokens": 3})
+    with pytest.raises(ValueError, match="width: my_loss needs it"):
+        check_options(resolve_loss("users_losses:my_loss"), {"depth": 2})

@@ -1,0 +1,125 @@
+"""AdamW against its equations in float64, the schedules' shapes, and clipping. Over several ranks: tests/ranks/test_learning.py."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from llamarl.learning.optim import SCHEDULES, build_optimizer, clip_grad_norm, lr_at, set_lr
+
+ADAM = dict(lr=0.1, betas=(0.9, 0.95), eps=1e-8)
+
+
+def parameter(*values, grad=None, dtype=torch.float64):
+    p = nn.Parameter(torch.tensor(values, dtype=dtype))
+    p.grad = None if grad is None else torch.tensor(grad, dtype=dtype)
+    return p
+
+
+def test_adamw_follows_its_equations_and_the_rate_of_the_step():
+    p = parameter([2.0])
+    optimizer = build_optimizer([p], weight_decay=0.01, **ADAM)
+    x, m, v = 2.0, 0.0, 0.0
+    for step, (gradient, lr) in enumerate([(0.5, 0.1), (-1.0, 0.05), (3.0, 0.2)], start=1):
+        p.grad = torch.tensor([[gradient]], dtype=torch.float64)
+        set_lr(optimizer, lr)
+        optimizer.step()
+        m, v = 0.9 * m + 0.1 * gradient, 0.95 * v + 0.05 * gradient**2
+        x = x * (1 - lr * 0.01) - lr * (m / (1 - 0.9**step)) / (math.sqrt(v / (1 - 0.95**step)) + 1e-8)
+        assert p.item() == pytest.approx(x, abs=1e-14)
+
+
+def test_vectors_are_not_decayed_and_frozen_parameters_left_alone():
+    matrix, vector, frozen = parameter([1.0], grad=[[0.0]]), parameter(1.0, grad=[0.0]), parameter([1.0])
+    frozen.requires_grad_(False)
+    optimizer = build_optimizer([frozen, vector, matrix], weight_decay=0.5, **ADAM)
+    optimizer.step()
+    assert (matrix.item(), vector.item(), frozen.item()) == (pytest.approx(0.95, abs=1e-15), 1.0, 1.0)
+    assert optimizer.defaults["fused"]
+
+
+def test_nothing_to_optimize_is_an_error():
+    frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+    with pytest.raises(ValueError, match="no parameter requires a gradient"):
+        build_optimizer([frozen], weight_decay=0.0, **ADAM)
+
+
+# -- schedules -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "want"),
+    [
+        ("constant", [1.0] * 10),
+        ("linear", [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
+        ("cosine", [0.5 * (1 + math.cos(math.pi * i / 10)) for i in range(10)]),
+        ("wsd", [1.0] * 9 + [0.5]),
+    ],
+)
+def test_schedules_by_hand(schedule, want):
+    got = [lr_at(s, lr=3.0, schedule=schedule, max_steps=10) / 3.0 for s in range(10)]
+    assert got == pytest.approx(want, abs=1e-12)
+
+
+def test_warm_up_rises_on_a_line_from_above_zero():
+    got = [lr_at(s, lr=1.0, schedule="constant", warmup_steps=3, max_steps=10) for s in range(5)]
+    assert got == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+
+
+@given(schedule=st.sampled_from(sorted(SCHEDULES)), max_steps=st.integers(1, 60), data=st.data())
+def test_rates_are_positive_rise_then_fall_and_peak_at_lr(schedule, max_steps, data):
+    warmup = data.draw(st.integers(0, max_steps - 1))
+    rates = [lr_at(s, lr=2.0, schedule=schedule, warmup_steps=warmup, max_steps=max_steps) for s in range(max_steps)]
+    assert all(0 < r <= 2.0 for r in rates) and rates[warmup] == 2.0
+    assert rates[: warmup + 1] == sorted(rates[: warmup + 1])
+    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
+    past = lr_at(max_steps + 5, lr=2.0, schedule=schedule, warmup_steps=warmup, max_steps=max_steps)
+    assert past == (2.0 if schedule == "constant" else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "cosin"}, "did you mean cosine"),
+        ({"warmup_steps": 10}, "warmup_steps=10 must be at least 0 and below max_steps=10"),
+    ],
+)
+def test_impossible_schedules_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        lr_at(0, lr=1.0, max_steps=10, **options)
+
+
+# -- clipping --------------------------------------------------------------------------------------------------------------
+
+
+def test_clipping_by_hand():
+    # the norm of (3, 4) with 12 is 13; clipped to 6.5 everything halves
+    a, b, unused = parameter(0.0, 0.0, grad=[3.0, 4.0]), parameter([0.0], grad=[[12.0]]), parameter(1.0)
+    norm = clip_grad_norm([a, b, unused], 6.5)
+    assert norm.item() == pytest.approx(13.0, abs=1e-12) and norm.shape == ()
+    assert torch.cat([a.grad, b.grad.flatten()]).tolist() == pytest.approx([1.5, 2.0, 6.0], rel=1e-6)
+
+
+@pytest.mark.parametrize("max_norm", [None, 100.0, math.inf])
+def test_small_gradients_are_left_bit_for_bit(max_norm):
+    a = parameter(0.0, 0.0, grad=[3.0, 4.0])
+    assert clip_grad_norm(iter([a]), max_norm).item() == 5.0
+    assert a.grad.tolist() == [3.0, 4.0]
+
+
+def test_the_norm_of_bfloat16_gradients_is_summed_in_float32():
+    a = nn.Parameter(torch.zeros(10_000, dtype=torch.bfloat16))
+    a.grad = torch.ones_like(a)
+    assert clip_grad_norm([a], None).item() == pytest.approx(100.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_broken_gradient_shows_in_the_norm(bad):
+    assert not clip_grad_norm([parameter(0.0, 0.0, grad=[1.0, bad])], 1.0).isfinite()
+
+
+def test_no_gradients_have_norm_zero():
+    assert clip_grad_norm([parameter(1.0)], 1.0).item() == 0
