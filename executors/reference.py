@@ -12,6 +12,7 @@ import torch
 
 from llamarl.executor import Executor
 from llamarl.learning.logprobs import make_head
+from llamarl.learning.packing import pack, to_device
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights
@@ -48,21 +49,16 @@ class FrozenReference(Executor):
     @torch.inference_mode()
     def score(self, group: Group) -> torch.Tensor:
         """[T] float32 nats, in the order of the group's tokens."""
-        lengths = [int(n) for n in group.lengths]
-        sequences = [torch.cat([group.prompt_ids, ids]) for ids in group.token_ids.split(lengths)]
-        out: list[torch.Tensor] = []
-        per_batch = max(1, self.microbatch_tokens // max(s.numel() for s in sequences))
-        for i in range(0, len(sequences), per_batch):
-            out.append(self._score(sequences[i : i + per_batch], group.prompt_ids.numel()))
-        return torch.cat(out)
-
-    def _score(self, sequences: list[torch.Tensor], prompt: int) -> torch.Tensor:
-        device = self.group.device
-        sizes = torch.tensor([s.numel() - 1 for s in sequences])
-        ids = torch.cat([s[:-1] for s in sequences]).to(device)
-        labels = torch.cat([s[1:] for s in sequences]).to(device)
-        positions = torch.cat([torch.arange(int(n)) for n in sizes]).to(device)
-        cu = torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)]).to(device)
-        rows = (positions >= prompt - 1).nonzero().squeeze(1)
-        logprobs, _ = self.decoder(ids, positions, PackedAttention(cu), make_head(labels, rows, temperature=self.temperature))
-        return logprobs.float().cpu()
+        alike = dataclasses.replace(group, rewards=torch.ones(group.lengths.numel()), finish_reasons=("stop",) * group.lengths.numel())
+        packing = pack([alike], [alike.rewards], budget_tokens=self.microbatch_tokens, drop_zero_advantage=False)
+        starts = (group.lengths.cumsum(0) - group.lengths).tolist()
+        out = torch.empty(group.token_ids.numel())
+        for batch, completions in zip(packing.microbatches, packing.completions):
+            batch = to_device(batch, self.group.device)
+            attention = PackedAttention(batch.cu_seqlens, batch.parents)
+            head = make_head(batch.labels, batch.rows, temperature=self.temperature)
+            logprobs, _ = self.decoder(batch.input_ids, batch.positions, attention, head)
+            sizes = [int(group.lengths[c]) for c in completions]
+            for c, part in zip(completions, logprobs.float().cpu().split(sizes)):
+                out[starts[c] : starts[c] + len(part)] = part
+        return out

@@ -38,6 +38,7 @@ def build_generator(config: Config, job: Job) -> Generator:
         max_len=config.task.max_prompt_tokens + config.max_new_tokens,
         chunk_tokens=g.chunk_tokens,
         in_flight_updates=config.max_lag > 0 if g.in_flight_updates is None else g.in_flight_updates,
+        probe_ranks=job.placement["trainer"],
     )
 
 
@@ -97,6 +98,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         loss_fn=partial(loss_fn, **options),
         update=update,
         adam=AdamSettings(beta1=t.beta1, beta2=t.beta2, eps=t.eps, weight_decay=t.weight_decay),
+        probe_tolerance=t.parity_tolerance,
         evaluate_at=job.eval_due,
         snapshot_at=job.snapshot_due,
     )

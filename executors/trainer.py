@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from typing import Callable, Iterable
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.optim import build_optimizer
-from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
+from llamarl.learning.update import ParityError, PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.models.fsdp import training_decoder
 from llamarl.models.hf import export, local_rows, named_parameters_hf
 from llamarl.tickets import lane_of
@@ -55,16 +54,18 @@ class FSDPTrainer(Executor):
         loss_fn: Callable,
         update: UpdateSettings,
         adam: AdamSettings,
+        probe_tolerance: float,
         evaluate_at: Callable[[int], bool],
         snapshot_at: Callable[[int], bool],
     ):
         self.model_path, self.model_dtype, self.compute_dtype = model_path, model_dtype, compute_dtype
         self.activation_checkpointing, self.loss_fn, self.settings, self.adam = activation_checkpointing, loss_fn, update, adam
-        self.evaluate_at, self.snapshot_at = evaluate_at, snapshot_at
+        self.probe_tolerance, self.evaluate_at, self.snapshot_at = probe_tolerance, evaluate_at, snapshot_at
         self.version = 0
         self.buffer = GroupBuffer()
         self.done = False
         self._published = -1
+        self._probes: dict[int, dict] | None = {}  # generator -> what it scored; None once compared
         self._wait_since = time.monotonic()
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -100,6 +101,8 @@ class FSDPTrainer(Executor):
             return True
         if self.done:
             return arrived
+        if self._probes is not None and not self._compare_probes():
+            return arrived
         tickets = None
         if self.version < self.settings.max_steps:
             tickets = self.tickets.take(self.version, waited=time.monotonic() - self._wait_since > 0.02)
@@ -114,7 +117,34 @@ class FSDPTrainer(Executor):
     def waiting_for(self) -> str | None:
         if self.done:
             return None
+        if self._probes is not None:
+            return "weights: the generators' parity probes of the first version"
         return f"data: the groups of step {self.version} ({len(self.buffer)} here) from the reward; {self.tickets.waits_for()}"
+
+    def _compare_probes(self) -> bool:
+        """Start-up parity: every generator's logprobs of fixed prompts under the first version, against this model's own.
+
+        Collective over the trainer: all ranks compare each probe. False while some have not come; ParityError.
+        """
+        for _, probe in self.control.take("probe"):
+            self._probes[probe["generator"]] = probe
+        if self.control.stopping:
+            self._probes = None
+            return True
+        if not self._probes or len(self._probes) < next(iter(self._probes.values()))["num_generators"]:
+            return False
+        for generator, probe in sorted(self._probes.items()):
+            mine = self._update.score([torch.tensor(ids) for ids in probe["token_ids"]])
+            theirs = torch.tensor([x for row in probe["logprobs"] for x in row])
+            worst = float((mine - theirs).abs().max())
+            if worst > self.probe_tolerance:
+                raise ParityError(
+                    f"generator {generator} and the trainer differ by {worst:.4g} in the logprobs of fixed prompts under version "
+                    f"{self.version}, more than {self.probe_tolerance:g}: they do not hold the same weights, or do not compute the same "
+                    "model. Raise trainer.parity_tolerance only if the dtype explains it"
+                )
+        self._probes = None
+        return True
 
     # -- one step -----------------------------------------------------------------------------------------------------
 

@@ -42,11 +42,14 @@ class Channel:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
 class Gather(Channel):
-    """Many producers, few consumers: a ticket's records all go to one of them."""
+    """Many producers, few consumers: a ticket's records all go to one of them; with spread=False everything goes to the first."""
+
+    spread: bool = field(default=True, kw_only=True)
 
     def route(self, record, num_destinations):
-        return [record.ticket % num_destinations]
+        return [record.ticket % num_destinations if self.spread else 0]
 
 
 class Scatter(Channel):

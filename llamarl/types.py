@@ -127,20 +127,24 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One microbatch of whole sequences end to end, shifted once, here:
+    """One microbatch: segments end to end, each prompt once and after it what its completions feed the model; shifted here:
 
-        [10,11,12] (prompt 10,11) and [20,21] (prompt 20), T=3:
-        input_ids 10 11 20   labels 11 12 21   positions 0 1 0   cu_seqlens 0 2 3   loss_mask 0 1 1
+        prompt [10,11] with completions [12,13] and [14], then prompt [20] with completion [21,22]:
+        input_ids  10 11 | 12 | 20 | 21    positions  0 1 2 0 1    cu_seqlens  0 2 3 4 5    parents  -1 0 -1 2
+        labels     12 13 14 21 22          rows       1 2 1 3 4
 
-    The last token of a sequence is only ever a label. Per-token fields belong to the label at that place.
+    T input tokens in S segments; R labels, the trained tokens of all completions. Row r of the hidden states predicts
+    label r: a prompt's last token predicts the first token of each of its completions, and the last token of a
+    completion is only ever a label.
     """
 
     input_ids: Tensor  # [T] int64
-    labels: Tensor  # [T] int64
-    positions: Tensor  # [T] int64, from 0 in each sequence
-    cu_seqlens: Tensor  # [N+1] int64
-    loss_mask: Tensor  # [T] bool: the label is a completion token that is trained
-    generator_logprobs: Tensor  # [T] float32, 0 outside completions
-    ref_logprobs: Tensor  # [T] float32, 0 outside completions or without a reference
-    advantages: Tensor  # [T] float32
-    policy_versions: Tensor  # [T] int64, -1 outside completions
+    positions: Tensor  # [T] int64, from 0 at the start of each prompt
+    cu_seqlens: Tensor  # [S+1] int64
+    parents: Tensor  # [S] int64, a completion's prompt; -1 for prompts
+    rows: Tensor  # [R] int64 into T
+    labels: Tensor  # [R] int64
+    generator_logprobs: Tensor  # [R] float32
+    ref_logprobs: Tensor  # [R] float32, 0 without a reference
+    advantages: Tensor  # [R] float32
+    policy_versions: Tensor  # [R] int64

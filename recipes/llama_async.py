@@ -30,7 +30,7 @@ def run(config: Config) -> None:
             executors=[generator, *scorers, trainer],
             channels=[
                 Gather("completions", generator, reward),
-                Gather("evaluations", generator, reward),
+                Gather("evaluations", generator, reward, spread=False),
                 *(Gather("scored", a, b) for a, b in pairwise(scorers)),
                 Scatter("groups", scorers[-1], trainer),
                 Weights("policy", trainer, generator, dtype=config.model.dtype, transport=config.weights.transport),

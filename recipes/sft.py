@@ -31,7 +31,9 @@ from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_tokenizer, load_weights
 from llamarl.models.scratch import TINY_CONFIG, random_weights, tiny_directory, write_directory
 from llamarl.placement import World, init_world
-from llamarl.tasks.build import KINDS, build_task
+from llamarl.tasks.build import KINDS, build_task, forgetful_addition
+
+TINY_STEPS = 1000  # of the embedded model
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -61,7 +63,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.make_tiny:
         args.random_init, args.out, args.threads = True, args.out or tiny_directory(), 1
-        args.target_accuracy = 0.4 if args.target_accuracy is None else args.target_accuracy
+        args.lr, args.max_steps, args.eval_every = 1e-3, min(args.max_steps, TINY_STEPS), 50
     counts = ("max_steps", "batch_size", "microbatch_tokens", "eval_every", "num_eval")
     checks = [(f"--{name.replace('_', '-')}", getattr(args, name) >= 1, "need at least 1") for name in counts]
     checks += [
@@ -104,7 +106,7 @@ def train(decoder, task, tokenizer, world: World, args, stop: StopRequest, progr
             progress.console.print(f"step {step:5d}  loss {loss:7.4f}  greedy accuracy {last:6.1%} of {len(held_out)} held out")
             if args.target_accuracy is not None and last >= args.target_accuracy or step == args.max_steps:
                 return step, last
-        set_lr(optimizer, lr_at(step, lr=args.lr, warmup_steps=args.warmup_steps, max_steps=args.max_steps))
+        set_lr(optimizer, lr_at(step, lr=args.lr, schedule="linear", warmup_steps=args.warmup_steps, max_steps=args.max_steps))
         batch = sft.sample_batch(task.num_train, args.batch_size, seed=args.seed, step=step)
         loss = sft.train_step(decoder, optimizer, [train_pair(i) for i in batch[world.rank :: world.size]], **limits)
         progress.update(bar, advance=1, description=f"sft  loss {loss:.3f}  accuracy {last:.1%}")
@@ -120,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.make_tiny:
             write_directory(like, TINY_CONFIG)
         tokenizer, decoder = load_tokenizer(like), build_decoder(read_config(like))
-        task = build_task(
+        task = forgetful_addition(tokenizer) if args.make_tiny else build_task(
             args.task, tokenizer, path=args.path, prompt_key=args.prompt_key, answer_key=args.answer_key, name=args.name,
             chat=not args.no_chat, max_prompt_tokens=decoder.config.max_position_embeddings, num_eval=args.num_eval,
         )  # fmt: skip

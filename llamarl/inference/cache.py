@@ -3,7 +3,7 @@
 Row i of the batch is slot i of the cache: the engine keeps its running rows dense in [0, num_rows), so decoding reads
 the cache as a view and nothing is gathered. A row that ends leaves a hole, which the last row is moved into once.
 
-Shapes: T tokens, N rows, S slots, H query heads, G key/value heads, R = H/G, K head dim, L places; P tokens kept.
+Shapes: T tokens, N rows, S slots, H query heads, G key/value heads, R = H/G, K head dim, L places.
 """
 
 from __future__ import annotations
@@ -18,47 +18,67 @@ _BLOCK = 16  # places are read in whole blocks: the CPU's softmax and products a
 
 
 class SlotCache:
-    """K/V of `max_slots` rows of at most `max_len` tokens, allocated once: [S, G, L, K] a layer.
+    """K/V of `max_slots` rows of at most `max_len` tokens: [S, G, L, K] a layer.
 
-    In float32 on a CPU the keys lie in memory as [S, G, K, L], the right-hand side of a batched product: for one query a row
-    plain products beat the attention kernel there (1.0 against 25 ms for 512 rows of 64 places, 2 K/V heads of 48).
+    On a GPU L is max_len from the start. On a CPU it grows with what is asked of it, because rows that lie close together are
+    read twice as fast. In float32 on a CPU the keys lie in memory as [S, G, K, L], the right-hand side of a batched product:
+    for one query a row plain products beat the attention kernel there (1.0 against 25 ms for 512 rows of 64 places).
     """
 
     def __init__(self, *, num_layers: int, max_slots: int, max_len: int, num_kv_heads: int, head_dim: int,
                  dtype: torch.dtype, device: torch.device):
         self.max_slots, self.max_len = max_slots, _whole_blocks(max_len)
-        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.num_kv_heads, self.head_dim, self.dtype, self.device = num_kv_heads, head_dim, dtype, device
         self.by_products = device.type == "cpu" and dtype == torch.float32
-        shape = (num_layers, max_slots, num_kv_heads, self.max_len, head_dim)
-        # Zeros: places beyond a row's end are read too, and masked, which a NaN would survive.
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        if self.by_products:
-            keys = keys.view(*shape[:3], head_dim, self.max_len).transpose(3, 4)
-        self.keys, self.values = keys.unbind(0), values.unbind(0)
+        self._capacity = _BLOCK if device.type == "cpu" else self.max_len
+        self.keys = [self._empty(transposed=self.by_products) for _ in range(num_layers)]
+        self.values = [self._empty() for _ in range(num_layers)]
 
-    def write(self, layer: int, slots_P: Tensor, positions_P: Tensor, k_PGK: Tensor, v_PGK: Tensor) -> None:
+    def reserve(self, length: int) -> None:
+        """Make room for rows of `length` <= max_len tokens; what is kept stays."""
+        if length <= self._capacity:
+            return
+        old, self._capacity = self._capacity, min(max(_whole_blocks(length), 2 * self._capacity), self.max_len)
+        for layers, transposed in ((self.keys, self.by_products), (self.values, False)):
+            for i, kept in enumerate(layers):
+                layers[i] = self._empty(transposed)
+                layers[i][:, :, :old] = kept
+
+    def _empty(self, transposed: bool = False) -> Tensor:
+        """[S, G, L, K] of zeros: places beyond a row's end are read too, and masked, which a NaN would survive."""
+        rows = (self.max_slots, self.num_kv_heads)
+        if transposed:
+            return torch.zeros(*rows, self.head_dim, self._capacity, dtype=self.dtype, device=self.device).transpose(2, 3)
+        return torch.zeros(*rows, self._capacity, self.head_dim, dtype=self.dtype, device=self.device)
+
+    def write(self, layer: int, slots_T: Tensor, positions_T: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> None:
         """Keep the K/V of tokens at their slots and positions."""
-        self.keys[layer][slots_P, :, positions_P] = k_PGK
-        self.values[layer][slots_P, :, positions_P] = v_PGK
+        self.keys[layer][slots_T, :, positions_T] = k_TGK
+        self.values[layer][slots_T, :, positions_T] = v_TGK
 
-    def move(self, source: Tensor, target: Tensor, length: int) -> None:
+    def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first `length` places of slots `source` to slots `target`."""
         for cached in (*self.keys, *self.values):
-            cached = cached[:, :, :length]
+            cached = cached[:, :, :_whole_blocks(length)]
             cached.index_copy_(0, target, cached.index_select(0, source))
+
+    def share(self, slots_N: Tensor, choice_R: Tensor, first_slot: int, length: int) -> None:
+        """Slot first_slot + r gets the first `length` places of slot slots_N[choice_R[r]]."""
+        for cached in (*self.keys, *self.values):
+            cached = cached[:, :, :_whole_blocks(length)]
+            torch.index_select(cached.index_select(0, slots_N), 0, choice_R, out=cached[first_slot:first_slot + choice_R.numel()])
 
 
 class Prefill:
-    """Attention of whole prompts end to end. The K/V of token source_P[i] are kept at (slots_P[i], positions_P[i])."""
+    """Attention of whole prompts end to end, whose K/V are kept in slots_T at positions_T."""
 
-    def __init__(self, cache: SlotCache, cu_seqlens: Tensor, source_P: Tensor, slots_P: Tensor, positions_P: Tensor):
-        self._cache, self._source, self._slots, self._positions = cache, source_P, slots_P, positions_P
+    def __init__(self, cache: SlotCache, cu_seqlens: Tensor, slots_T: Tensor, positions_T: Tensor):
+        self._cache, self._slots, self._positions = cache, slots_T, positions_T
         self._packed = PackedAttention(cu_seqlens)
         self.longest = self._packed.longest
 
     def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
-        k, v = k_TGK.index_select(0, self._source), v_TGK.index_select(0, self._source)
-        self._cache.write(layer, self._slots, self._positions, k, v)
+        self._cache.write(layer, self._slots, self._positions, k_TGK, v_TGK)
         return self._packed.attend(layer, q_THK, k_TGK, v_TGK)
 
 
@@ -75,7 +95,7 @@ class Decode:
         self._rows, self._slots = slice(first_slot, end), torch.arange(first_slot, end, device=device)
         self._length = _whole_blocks(longest)
         unseen_NL = torch.arange(self._length, device=device) > positions_N[:, None]
-        bias_NL = torch.zeros(unseen_NL.shape, dtype=cache.keys[0].dtype, device=device).masked_fill_(unseen_NL, -torch.inf)
+        bias_NL = torch.zeros(unseen_NL.shape, dtype=cache.dtype, device=device).masked_fill_(unseen_NL, -torch.inf)
         self._bias_N11L = bias_NL[:, None, None, :]
 
     def attend(self, layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:

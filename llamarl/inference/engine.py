@@ -32,7 +32,7 @@ from llamarl.types import Completion, FinishReason
 
 _PREFILL_TOKENS = 4096  # of one prefill, padding included
 _CHUNK = 32  # of `generate`
-_WORTH_MOVING = 8  # rows are made dense again once one in this many has ended
+_WORTH_MOVING = 32  # rows are made dense again once one in this many has ended
 
 
 class Engine:
@@ -181,6 +181,7 @@ class Engine:
         tokens = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
         params = SamplingParams(max_new_tokens=max(1, tokens.numel()), temperature=temperature)
         request = self._request(0, 0, prompt_ids, params)
+        self._cache.reserve(request.max_tokens)
         logits = [self._prefill(slot, [(request, 0, 1)])]
         for i in range(tokens.numel() - 1):
             position = request.prompt_ids.numel() + i
@@ -220,28 +221,25 @@ class Engine:
                 self._waiting.popleft()
         if jobs:
             self._rows.start(first, jobs)
+            self._cache.reserve(max(request.max_tokens for request, _, _ in jobs))
         return first, jobs
 
     def _prefill(self, first_slot: int, jobs: list[tuple[Request, int, int]]) -> Tensor:
-        """Run prompts once and keep their K/V in a slot for each sample, from first_slot on. Logits [rows, V] of the next token."""
-        tokens_T = torch.cat([request.prompt_ids for request, _, _ in jobs])
+        """Run each prompt once and keep its K/V in a slot for each sample, from first_slot on. Logits [rows, V] of the next token."""
         lengths_N = torch.tensor([request.prompt_ids.numel() for request, _, _ in jobs])
         copies_N = torch.tensor([end - begin for _, begin, end in jobs])
-        ends_N = lengths_N.cumsum(0)
-        starts_N = ends_N - lengths_N
-        positions_T = torch.arange(tokens_T.numel()) - starts_N.repeat_interleave(lengths_N)
-        # And of the copies, as if every sample had its own prompt: P = sum(lengths * copies) tokens are kept.
+        ends_N, slots_N = lengths_N.cumsum(0), first_slot + copies_N.cumsum(0) - copies_N
+        starts_T, slots_T = torch.stack([ends_N - lengths_N, slots_N]).repeat_interleave(lengths_N, dim=1)
         prompt_R = torch.arange(len(jobs)).repeat_interleave(copies_N)
-        lengths_R = lengths_N[prompt_R]
-        row_P = torch.arange(lengths_R.numel()).repeat_interleave(lengths_R)
-        position_P = torch.arange(row_P.numel()) - (lengths_R.cumsum(0) - lengths_R)[row_P]
-        source_P = starts_N[prompt_R][row_P] + position_P
-        cu_seqlens, slot_P = F.pad(ends_N, (1, 0)), first_slot + row_P
-        tokens_T, positions_T, cu_seqlens, source_P, slot_P, position_P, last_N, prompt_R = (
-            x.to(self.device) for x in (tokens_T, positions_T, cu_seqlens, source_P, slot_P, position_P, ends_N - 1, prompt_R)
+        tokens_T = torch.cat([request.prompt_ids for request, _, _ in jobs])
+        positions_T = torch.arange(tokens_T.numel()) - starts_T
+        tokens_T, positions_T, slots_T, ends_N, prompt_R, slots_N = (
+            x.to(self.device) for x in (tokens_T, positions_T, slots_T, ends_N, prompt_R, slots_N)
         )
-        context = Prefill(self._cache, cu_seqlens, source_P, slot_P, position_P)
-        logits_NV = self.decoder(tokens_T, positions_T, context, lambda h_TD, w_VD: F.linear(h_TD[last_N], w_VD))
+        context = Prefill(self._cache, F.pad(ends_N, (1, 0)), slots_T, positions_T)
+        logits_NV = self.decoder(tokens_T, positions_T, context, lambda h_TD, w_VD: F.linear(h_TD[ends_N - 1], w_VD))
+        if prompt_R.numel() > len(jobs):
+            self._cache.share(slots_N, prompt_R, first_slot, context.longest)
         return logits_NV[prompt_R]
 
     def _decode(self, first_slot: int, tokens_N: Tensor, positions_N: Tensor, longest: int) -> Tensor:
@@ -260,7 +258,7 @@ class Engine:
         if holes:
             movers = [row for row in range(num_live, num_rows) if live[row]]
             source, target = (torch.tensor(x, device=self.device) for x in (movers, holes))
-            self._cache.move(source, target, self._longest())
+            self._cache.copy(source, target, self._longest())
             rows.move(source, target)
             for mover, hole in zip(movers, holes):
                 self._running[hole] = self._running[mover]

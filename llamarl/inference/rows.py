@@ -27,6 +27,11 @@ class Request:
     def num_waiting(self) -> int:
         return self.params.n - self.num_started
 
+    @property
+    def max_tokens(self) -> int:
+        """Of prompt and completion."""
+        return self.prompt_ids.numel() + self.params.max_new_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Demands:

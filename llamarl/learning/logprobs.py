@@ -1,6 +1,6 @@
 """Log-probabilities and entropies of labels, without ever holding the [T, V] logits.
 
-    head = make_head(batch.labels, rows=batch.loss_mask.nonzero().squeeze(1), temperature=1.0)
+    head = make_head(batch.labels, batch.rows, temperature=1.0)
     trainer_logprobs, entropy = decoder(batch.input_ids, batch.positions, attention, head)     # [R] each
 
 Forward keeps two numbers a token; backward multiplies each chunk's logits again, one GEMM beside the two it needs anyway.
@@ -47,25 +47,24 @@ def chunked_logprobs(
 
 
 def make_head(
-    labels_T: Tensor,
+    labels_R: Tensor,
     rows: Tensor | None = None,
     *,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     entropy_grad: bool = False,
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """A head for Decoder.forward that gives (logprobs, entropy) of the labels at `rows` ([R] int64; None: all T of them).
+    """A head for Decoder.forward that gives (logprobs, entropy) of labels [R], each predicted at its row of the hidden states.
 
-    Prompt tokens need no logits: hand in the trained positions only. Without any, the empty results still carry gradients
+    rows [R] int64 into T; None: label r at row r. Prompt tokens need no logits, so they are in no row; a row may predict
+    several labels (the first tokens of a group's completions). Without any, the empty results still carry gradients
     (zeros), so that a rank with nothing to train takes part in FSDP's collectives.
     """
 
     def head(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, labels = hidden_TD, labels_T
-        if rows is not None and rows.numel() < labels_T.numel():
-            hidden, labels = hidden_TD.index_select(0, rows), labels_T.index_select(0, rows)
+        hidden_RD = hidden_TD if rows is None else hidden_TD.index_select(0, rows)
         return chunked_logprobs(
-            hidden, weight_VD, labels, temperature=temperature, chunk_tokens=chunk_tokens, entropy_grad=entropy_grad
+            hidden_RD, weight_VD, labels_R, temperature=temperature, chunk_tokens=chunk_tokens, entropy_grad=entropy_grad
         )
 
     return head

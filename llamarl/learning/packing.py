@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import warnings
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ class Packing:
     """One rank's share of an optimizer step. Add num_loss_tokens and num_completions over ranks before they divide a loss."""
 
     microbatches: list[PackedBatch]
+    completions: list[list[int]]  # whose labels they hold, in order; numbered over all groups
     num_loss_tokens: int  # trained completion tokens, also those left out because their advantage is 0
     num_completions: int  # trained completions, also those left out because their advantage is 0
     num_dropped: int  # completions left out because their advantage is 0
@@ -55,27 +57,28 @@ def collate(lengths: list[int], budget: int) -> list[list[int]]:
 def pack(groups: list[Group], advantages: list[Tensor], *, budget_tokens: int, drop_zero_advantage: bool) -> Packing:
     """Collate the trained completions of `groups` with their advantages ([G] a group) and shift them, on the CPU.
 
-    A sequence of P prompt and L completion tokens takes P + L - 1 of the budget; one longer than that gets a microbatch of
-    its own (warned once). Aborted completions and those with a NaN reward are left out and counted nowhere but in num_masked.
+    A prompt of P tokens is computed once for all completions of its group in a microbatch, which takes P + sum(L - 1) of
+    the budget; a group over the budget is cut into several. One completion over the budget gets a microbatch of its own
+    (warned once). Aborted completions and those with a NaN reward are left out and counted nowhere but in num_masked.
     drop_zero_advantage also leaves out those whose advantage is 0: right for pure policy gradients, where they add nothing
     and still count in the denominators; wrong with a KL or entropy term, which they would add.
     ValueError for an empty prompt, advantages that do not fit or are not finite, or ref_logprobs in only some groups.
     """
     if not groups:
-        return Packing([], 0, 0, 0, 0, 0.0, False)
+        return Packing([], [], 0, 0, 0, 0, 0.0, False)
     flat = _flatten(groups, advantages)
     trainable = flat.trainable
     kept = trainable & (flat.advantages != 0) if drop_zero_advantage else trainable
-    chosen = kept.nonzero().squeeze(1)
-    sizes = (flat.prompt_lengths + flat.lengths - 1)[chosen]
-    bins = collate(sizes.tolist(), budget_tokens)
-    microbatches = _build(flat, chosen, sizes, bins)
+    families = _families(groups, kept.tolist(), flat.lengths.tolist(), budget_tokens)
+    bins = collate([f.size for f in families], budget_tokens)
+    microbatches = _build(flat, [[families[i] for i in b] for b in bins])
     tokens = [batch.input_ids.numel() for batch in microbatches]
     if max(tokens, default=0) > budget_tokens:
         _warn_too_long(budget_tokens)
     room = sum(max(t, budget_tokens) for t in tokens)
     return Packing(
         microbatches=microbatches,
+        completions=[[c for i in b for c in families[i].completions] for b in bins],
         num_loss_tokens=int(flat.lengths[trainable].sum()),
         num_completions=int(trainable.sum()),
         num_dropped=int(trainable.sum() - kept.sum()),
@@ -87,8 +90,8 @@ def pack(groups: list[Group], advantages: list[Tensor], *, budget_tokens: int, d
 
 def filler() -> PackedBatch:
     """A microbatch that trains nothing: for a rank with fewer than its FSDP peers, who all must run the same number."""
-    zero, number = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
-    return PackedBatch(zero, zero, zero, torch.tensor([0, 1]), zero.bool(), number, number, number, zero - 1)
+    zero, none, number = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    return PackedBatch(zero, zero, torch.tensor([0, 1]), zero - 1, none, none, number, number, number, none)
 
 
 def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
@@ -143,50 +146,99 @@ def _flatten(groups: list[Group], advantages: list[Tensor]) -> _Flat:
     )
 
 
-def _build(flat: _Flat, chosen: Tensor, sizes: Tensor, bins: list[list[int]]) -> list[PackedBatch]:
-    """Gather all microbatches end to end, then cut them apart. chosen [M]: which completions; sizes [M]: their packed tokens."""
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Completions that share one computed prompt in a microbatch."""
+
+    prompt: int  # number of the group
+    completions: list[int]  # numbers of the completions, over all groups
+    size: int  # packed tokens
+
+
+def _families(groups: list[Group], kept: list[bool], lengths: list[int], budget: int) -> list[_Family]:
+    """Kept completions by group, cut where one more would pass the budget."""
+    families, n = [], 0
+    for number, group in enumerate(groups):
+        prompt = group.prompt_ids.numel()
+        members: list[int] = []
+        size = prompt
+        for completion in range(n, n + group.lengths.numel()):
+            if not kept[completion]:
+                continue
+            if members and size + lengths[completion] - 1 > budget:
+                families.append(_Family(number, members, size))
+                members, size = [], prompt
+            members.append(completion)
+            size += lengths[completion] - 1
+        if members:
+            families.append(_Family(number, members, size))
+        n += group.lengths.numel()
+    return families
+
+
+def _build(flat: _Flat, bins: list[list[_Family]]) -> list[PackedBatch]:
+    """Lay out the segments of all microbatches end to end, gather their tokens at once, then cut them apart."""
     if not bins:
         return []
-    order = torch.tensor([i for b in bins for i in b])
-    n, size = chosen[order], sizes[order]  # [M] in packed order
-    ends = size.cumsum(0)
-    row = torch.arange(len(n)).repeat_interleave(size)  # [T] the sequence of each token
-    of = n[row]
-    positions = torch.arange(len(row)) - (ends - size)[row]
-
-    # A place j of a sequence is token j of its prompt, or token j - P of its completion; its label is place j + 1.
-    after = positions - flat.prompt_lengths[of]  # >= 0: the input is a completion token; >= -1: the label is
-    loss_mask = after >= -1
-    source = torch.cat([flat.prompt_ids, flat.token_ids])
-    in_prompt, in_completion = flat.prompt_starts[of] + positions, len(flat.prompt_ids) + flat.starts[of] + after
-    input_ids = source[torch.where(after < 0, in_prompt, in_completion)]
-    labels = source[torch.where(loss_mask, in_completion + 1, in_prompt + 1)]
-    place = (flat.starts[of] + after + 1).clamp(min=0)  # of the label among completion tokens
-
-    def of_label(values: Tensor, outside: float) -> Tensor:
-        return torch.where(loss_mask, values[place], outside)
-
-    zeros = torch.zeros(len(row))
+    prompt_starts, prompt_lengths = flat.prompt_starts.tolist(), flat.prompt_lengths.tolist()
+    starts, lengths = flat.starts.tolist(), flat.lengths.tolist()
+    completions_at = flat.prompt_ids.numel()  # where completion tokens start in the source
+    segments: list[tuple[int, int, int, int]] = []  # (place in the source, tokens, first position, parent)
+    trained: list[tuple[int, int, int]] = []  # (completion, row of its prompt's last token, row of its first token)
+    cuts = [(0, 0, 0)]  # (tokens, segments, labels) before each microbatch
+    tokens = labels = 0
+    for families in bins:
+        first_segment = len(segments)
+        for family in families:
+            one = family.completions[0]
+            parent, prompt = len(segments) - first_segment, prompt_lengths[one]
+            segments.append((prompt_starts[one], prompt, 0, -1))
+            tokens += prompt
+            last = tokens - 1
+            for c in family.completions:
+                trained.append((c, last, tokens))
+                if lengths[c] > 1:
+                    segments.append((completions_at + starts[c], lengths[c] - 1, prompt, parent))
+                tokens += lengths[c] - 1
+                labels += lengths[c]
+        cuts.append((tokens, len(segments), labels))
+    source, size, first, parents = torch.tensor(segments).T
+    completion, prompt_row, own_row = torch.tensor(trained).T
+    inside = _ramp(size)
+    # Label j of a completion is predicted by its prompt's last token if j = 0, else by its own token j - 1.
+    count = flat.lengths[completion]
+    place = _ramp(count)
+    rows = torch.where(place == 0, prompt_row.repeat_interleave(count), own_row.repeat_interleave(count) + place - 1)
+    token = flat.starts[completion].repeat_interleave(count) + place
     per_token = dict(
-        input_ids=input_ids,
-        labels=labels,
-        positions=positions,
-        loss_mask=loss_mask,
-        generator_logprobs=of_label(flat.generator_logprobs, 0.0),
-        ref_logprobs=zeros if flat.ref_logprobs is None else of_label(flat.ref_logprobs, 0.0),
-        advantages=torch.where(loss_mask, flat.advantages[of], 0.0),
-        policy_versions=of_label(flat.policy_versions, -1),
+        input_ids=torch.cat([flat.prompt_ids, flat.token_ids])[source.repeat_interleave(size) + inside],
+        positions=first.repeat_interleave(size) + inside,
     )
-    sequences = [len(b) for b in bins]
-    boundaries = torch.cat([torch.zeros(1, dtype=torch.int64), ends])  # [M+1], over all microbatches
-    microbatches, first = [], 0
-    for count in sequences:
-        cu_seqlens = boundaries[first:first + count + 1]
-        begin, end = int(cu_seqlens[0]), int(cu_seqlens[-1])
-        cut = {name: values[begin:end] for name, values in per_token.items()}
-        microbatches.append(PackedBatch(cu_seqlens=cu_seqlens - begin, **cut))
-        first += count
+    per_label = dict(
+        labels=flat.token_ids[token],
+        generator_logprobs=flat.generator_logprobs[token],
+        ref_logprobs=torch.zeros(len(token)) if flat.ref_logprobs is None else flat.ref_logprobs[token],
+        advantages=flat.advantages[completion].repeat_interleave(count),
+        policy_versions=flat.policy_versions[token],
+    )
+    boundaries = torch.cat([torch.zeros(1, dtype=torch.int64), size.cumsum(0)])
+    microbatches = []
+    for (t0, s0, r0), (t1, s1, r1) in pairwise(cuts):
+        microbatches.append(
+            PackedBatch(
+                cu_seqlens=boundaries[s0 : s1 + 1] - t0,
+                parents=parents[s0:s1],
+                rows=rows[r0:r1] - t0,
+                **{name: values[t0:t1] for name, values in per_token.items()},
+                **{name: values[r0:r1] for name, values in per_label.items()},
+            )
+        )
     return microbatches
+
+
+def _ramp(sizes: Tensor) -> Tensor:
+    """0 .. n-1 for each n, end to end."""
+    return torch.arange(int(sizes.sum())) - _starts(sizes).repeat_interleave(sizes)
 
 
 def _starts(lengths: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class PolicyUpdate:
         self._num_ranks = group.size() if group is not None else 1
         self._advantages = ADVANTAGES[settings.advantages]
 
-    def run(self, groups: list[Group], version: int, stop: Callable[[], bool]) -> dict[str, float]:
+    def run(self, groups: list[Group], version: int, stop: Callable[[], bool]) -> dict[str, float | None]:
         """Step `version` -> version + 1 on this rank's groups. Returns the step's metrics, the same on every rank.
 
         StepAborted if any rank's stop() is true at a microbatch boundary; NotFinite; ParityError.
@@ -104,26 +104,37 @@ class PolicyUpdate:
         self.optimizer.step()
         return _metrics({**totals, **step_totals}, {**maxima, **step_max}, norm)
 
+    @torch.no_grad()
+    def score(self, sequences: list[Tensor]) -> Tensor:
+        """Collective: logprobs of every token of each sequence but its first, end to end, float32 on the CPU."""
+        sizes = torch.tensor([len(s) - 1 for s in sequences])
+        cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
+        labels = torch.cat([s[1:] for s in sequences]).to(self._device)
+        head = make_head(labels, temperature=self.settings.temperature)
+        positions = torch.cat([torch.arange(int(n)) for n in sizes]).to(self._device)
+        ids = torch.cat([s[:-1] for s in sequences]).to(self._device)
+        logprobs, _ = self.decoder(ids, positions, PackedAttention(cu_seqlens.to(self._device)), head)
+        return logprobs.float().cpu()
+
     def _forward_backward(self, batch: PackedBatch | None, version: int, num_loss_tokens: float, sums: dict, maxima: dict) -> None:
         batch = to_device(batch or filler(), self._device)
-        rows = batch.loss_mask.nonzero().squeeze(1)
-        head = make_head(batch.labels, rows, temperature=self.settings.temperature)
-        logprobs, entropy = self.decoder(batch.input_ids, batch.positions, PackedAttention(batch.cu_seqlens), head)
-        generator_logprobs = batch.generator_logprobs[rows]
+        head = make_head(batch.labels, batch.rows, temperature=self.settings.temperature)
+        attention = PackedAttention(batch.cu_seqlens, batch.parents)
+        logprobs, entropy = self.decoder(batch.input_ids, batch.positions, attention, head)
         loss, stats = self.loss_fn(
             logprobs,
-            generator_logprobs,
-            batch.ref_logprobs[rows],
-            batch.advantages[rows],
-            batch.loss_mask[rows],
+            batch.generator_logprobs,
+            batch.ref_logprobs,
+            batch.advantages,
+            torch.ones_like(batch.labels, dtype=torch.bool),
             num_loss_tokens=num_loss_tokens,
         )
         # FSDP averages gradients over ranks; the denominator is global already.
         (loss * self._num_ranks).backward()
-        stats = {**stats, "loss/value": loss.detach(), "entropy": entropy.detach().sum(), "_rows": torch.tensor(float(rows.numel()))}
-        fresh = batch.policy_versions[rows] == version
-        difference = (logprobs.detach() - generator_logprobs).abs().masked_fill(~fresh, -1.0)
-        stats["parity/max"] = difference.max() if rows.numel() else torch.tensor(-1.0)
+        stats = {**stats, "loss/value": loss.detach(), "entropy": entropy.detach().sum(), "_rows": torch.tensor(float(logprobs.numel()))}
+        fresh = batch.policy_versions == version
+        difference = (logprobs.detach() - batch.generator_logprobs).abs().masked_fill(~fresh, -1.0)
+        stats["parity/max"] = difference.max() if logprobs.numel() else torch.tensor(-1.0)
         for name, value in stats.items():
             if name.endswith("/max"):
                 maxima[name] = torch.maximum(maxima.get(name, value), value)
@@ -217,7 +228,7 @@ def _oldest_per_completion(group: Group) -> list[int]:
     return group.policy_versions[ends - group.lengths].tolist()
 
 
-def _metrics(totals: dict[str, float], maxima: dict[str, float], norm: float) -> dict[str, float]:
+def _metrics(totals: dict[str, float], maxima: dict[str, float], norm: float) -> dict[str, float | None]:
     """The row's names from sums and maxima over all ranks."""
     n, valid, rows = totals["_completions"], max(1.0, totals["_valid"]), max(1.0, totals.get("_rows", 0.0))
     mean = totals["_reward"] / valid
@@ -240,7 +251,7 @@ def _metrics(totals: dict[str, float], maxima: dict[str, float], norm: float) ->
         "completion/length_mean": totals["_length"] / n,
         "completion/truncated_fraction": totals["_truncated"] / n,
         "packing/padding_fraction": totals["_unused"] / max(1.0, totals["_budget"]),
-        "parity/logprob_diff_max": fresh if fresh >= 0 else math.nan,
+        "parity/logprob_diff_max": fresh if fresh >= 0 else None,  # no fresh token in the batch
     }
     known = {"loss/value", "entropy", "kl/ref", "ratio/sum", "ratio/capped", "tokens/trained"}
     extra = {k: v / rows for k, v in totals.items() if k not in known and not k.startswith("_")}

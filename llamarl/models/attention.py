@@ -27,47 +27,87 @@ class AttentionContext(Protocol):
 
 
 class PackedAttention:
-    """Causal attention inside each of N sequences that lie end to end.
+    """Causal attention inside each of S segments that lie end to end, where a segment may continue another.
 
-    cu_seqlens [N+1]: where each sequence starts, and the total. Sequences are padded to the longest for the kernel
-    alone, so collate sequences of like length into one microbatch (learning/packing.py does).
+    cu_seqlens [S+1]: where each segment starts, and the total. parents [S]: the segment that this one continues and sees
+    whole, or -1; None: all -1. The completions of a group are children of its prompt, which is computed once. Segments
+    are padded to the longest of their kind for the kernel alone. Parents have no parents themselves.
     """
 
-    def __init__(self, cu_seqlens: Tensor):
-        lengths = cu_seqlens.diff()
-        self.num_sequences, self.longest = lengths.numel(), int(lengths.max())
-        self.dense = bool((lengths == self.longest).all())
-        if not self.dense:
-            places = torch.arange(self.longest, device=cu_seqlens.device)
-            valid = places < lengths[:, None]
-            # Padding reads its sequence's last token: a real place, whose output is dropped and gradient is zero.
-            self.gather_NL = (cu_seqlens[:-1, None] + torch.minimum(places, lengths[:, None] - 1)).flatten()
-            self.scatter_T = valid.flatten().nonzero().squeeze(1)
+    def __init__(self, cu_seqlens: Tensor, parents: Tensor | None = None):
+        lengths, starts = cu_seqlens.diff(), cu_seqlens[:-1]
+        if parents is None:
+            parents = torch.full_like(lengths, -1)
+        is_child = parents >= 0
+        self._parts = [_Part(starts[~is_child], lengths[~is_child], None, None)]
+        self.longest = self._parts[0].longest
+        if bool(is_child.any()):
+            behind = parents[is_child]
+            self._parts.append(_Part(starts[is_child], lengths[is_child], starts[behind], lengths[behind]))
+            self.longest = int((lengths[is_child] + lengths[behind]).max())
+        self.whole = len(self._parts) == 1 and self._parts[0].dense
+        if not self.whole:
+            order = torch.cat([part.tokens for part in self._parts])
+            self._back_T = torch.empty_like(order).index_put_((order,), torch.arange(order.numel(), device=order.device))
 
     def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
-        def padded(x):
-            x = x if self.dense else x.index_select(0, self.gather_NL)
-            return x.view(self.num_sequences, self.longest, *x.shape[1:]).transpose(1, 2)
+        parts = [part.attend(q_THK, k_TGK, v_TGK, self.whole) for part in self._parts]
+        return parts[0] if self.whole else torch.cat(parts).index_select(0, self._back_T)
 
-        q, k, v = padded(q_THK), padded(k_TGK), padded(v_TGK)
-        if q.device.type == "cpu" and self.longest <= SHORT:
-            out = causal_products(q, k, v)
+
+class _Part:
+    """N segments of one kind: roots, or children with the tokens of their parents before their own keys. L longest, P prefix."""
+
+    def __init__(self, starts: Tensor, lengths: Tensor, prefix_starts: Tensor | None, prefix_lengths: Tensor | None):
+        device, self.count, self.longest = starts.device, lengths.numel(), int(lengths.max())
+        self.dense = prefix_starts is None and bool((lengths == self.longest).all())
+        places = torch.arange(self.longest, device=device)
+        valid = (places < lengths[:, None]).flatten()
+        # Padding reads its segment's last token: a real place, whose output is dropped and gradient is zero.
+        queries = starts[:, None] + torch.minimum(places, lengths[:, None] - 1)
+        self.valid = valid.nonzero().squeeze(1)
+        self.queries, self.tokens = queries.flatten(), queries.flatten()[self.valid]
+        self.keys, self.mask, self.prefix = self.queries, None, 0
+        if prefix_starts is not None:
+            self.prefix = int(prefix_lengths.max())
+            behind = torch.arange(self.prefix, device=device)
+            prefix = prefix_starts[:, None] + torch.minimum(behind, prefix_lengths[:, None] - 1)
+            self.keys = torch.cat([prefix, queries], dim=1).flatten()
+            seen = (behind < prefix_lengths[:, None])[:, None].expand(-1, self.longest, -1)
+            causal = (places <= places[:, None]).expand(self.count, -1, -1)
+            self.mask = torch.cat([seen, causal], dim=2)[:, None]  # [N, 1, L, P + L]
+
+    def attend(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, whole: bool) -> Tensor:
+        def padded(x: Tensor, index: Tensor) -> Tensor:
+            x = x if whole else x.index_select(0, index)
+            return x.view(self.count, -1, *x.shape[1:]).transpose(1, 2)
+
+        q, k, v = padded(q_THK, self.queries), padded(k_TGK, self.keys), padded(v_TGK, self.keys)
+        if q.device.type == "cpu" and self.longest + self.prefix <= SHORT:
+            out = masked_products(q, k, v, self.mask)
         else:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            causal = self.mask is None
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
         out = out.transpose(1, 2).flatten(0, 1)
-        return out if self.dense else out.index_select(0, self.scatter_T)
+        return out if whole else out.index_select(0, self.valid)
 
 
-def causal_products(q_NHLK: Tensor, k_NGLK: Tensor, v_NGLK: Tensor) -> Tensor:
-    """Causal attention [N, H, L, K] by plain batched products, in float32 or wider; holds all N H L^2 weights."""
+def masked_products(q_NHLK: Tensor, k_NGMK: Tensor, v_NGMK: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention [N, H, L, K] by plain batched products, in float32 or wider; holds all N H L M weights.
+
+    mask: bool, broadcast to [N, 1, L, M], true where a key is seen; None: causal, L = M.
+    """
     n, heads, longest, head_dim = q_NHLK.shape
-    groups = k_NGLK.shape[1]
+    groups, keys = k_NGMK.shape[1:3]
     wide = torch.promote_types(q_NHLK.dtype, torch.float32)
     q = q_NHLK.to(wide).reshape(n, groups, -1, head_dim) * head_dim**-0.5  # the query heads of one key head as more rows
-    scores = (q @ k_NGLK.to(wide).transpose(-1, -2)).view(n, heads, longest, longest)
-    future = torch.ones(longest, longest, dtype=torch.bool, device=q.device).triu(1)
-    weights = scores.masked_fill(future, -torch.inf).softmax(-1).view(n, groups, -1, longest)
-    return (weights @ v_NGLK.to(wide)).view(n, heads, longest, head_dim).to(q_NHLK.dtype)
+    scores = (q @ k_NGMK.to(wide).transpose(-1, -2)).view(n, heads, longest, keys)
+    if mask is None:
+        hidden = torch.ones(longest, longest, dtype=torch.bool, device=q.device).triu(1)
+    else:
+        hidden = ~mask
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).view(n, groups, -1, keys)
+    return (weights @ v_NGMK.to(wide)).view(n, heads, longest, head_dim).to(q_NHLK.dtype)
 
 
 class Rotary:

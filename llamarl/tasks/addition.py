@@ -16,3 +16,20 @@ def addition_examples() -> tuple[list[Example], list[Example]]:
     random.Random(_SHUFFLE_SEED).shuffle(pairs)
     examples = [Example(f"{a}+{b}=", {"answer": str(a + b)}) for a, b in pairs]
     return examples[NUM_EVAL:], examples[:NUM_EVAL]
+
+
+def forgetful_examples(right: int = 2, wrong: int = 3) -> tuple[list[Example], list[Example]]:
+    """(training, held out) of a teacher who forgets the carry: each training pair `right` times with its sum as the
+    solution to learn and `wrong` times with the sum of each digit alone ("57+68=" -> "15").
+
+    What a model learns from it is both ways to add, mostly the wrong one: much for a reward to choose from.
+    """
+    train, held_out = addition_examples()
+    solved = [Example(e.text, {**e.meta, "solution": e.meta["answer"]}) for e in train]
+    missed = [Example(e.text, {**e.meta, "solution": _without_carry(e.text)}) for e in train]
+    return solved * right + missed * wrong, held_out
+
+
+def _without_carry(text: str) -> str:
+    a, b = text.rstrip("=").split("+")
+    return str(int("".join(str((int(x) + int(y)) % 10) for x, y in zip(a, b))))

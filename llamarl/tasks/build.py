@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from llamarl.tasks.addition import addition_examples
+from llamarl.tasks.addition import addition_examples, forgetful_examples
 from llamarl.tasks.base import Example, ListTask, PromptMaker, Task, Tokenizer
 from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, gsm8k_row, read_jsonl, row_to_example
 
@@ -78,6 +78,12 @@ def build_task(
             select = train.select if kind == "hf_dataset" else lambda places: [train[i] for i in places]
             train, held_out = map(select, hold_out(len(train), num_eval))
     return ListTask(kind, train, held_out, maker, default_reward=NUMERIC_MATCH if kind == "gsm8k" else EXACT_MATCH)
+
+
+def forgetful_addition(tokenizer: Tokenizer) -> Task:
+    """Additions with the solutions of a teacher who forgets the carry three times in five: what the embedded model learns from."""
+    maker = PromptMaker(tokenizer, chat=False, system_prompt=None, max_prompt_tokens=16)
+    return ListTask("addition", *forgetful_examples(), maker, default_reward=EXACT_MATCH)
 
 
 def hold_out(num_rows: int, num_eval: int) -> tuple[list[int], list[int]]:

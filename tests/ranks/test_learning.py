@@ -76,12 +76,10 @@ def learn(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
         assert counts[1] < ranks * longest, "the test needs a rank that runs out of microbatches"
     for i in range(int(longest)):
         b = packing.microbatches[i] if i < len(packing.microbatches) else filler()
-        rows = b.loss_mask.nonzero().squeeze(1)
-        head = make_head(b.labels, rows, chunk_tokens=4)
-        logprobs, _ = decoder(b.input_ids, b.positions, PackedAttention(b.cu_seqlens), head)
-        loss, _ = aipo(
-            logprobs, b.generator_logprobs[rows], None, b.advantages[rows], b.loss_mask[rows], num_loss_tokens=int(counts[0])
-        )
+        head = make_head(b.labels, b.rows, chunk_tokens=4)
+        logprobs, _ = decoder(b.input_ids, b.positions, PackedAttention(b.cu_seqlens, b.parents), head)
+        every = torch.ones_like(b.labels, dtype=torch.bool)
+        loss, _ = aipo(logprobs, b.generator_logprobs, None, b.advantages, every, num_loss_tokens=int(counts[0]))
         (loss * ranks).backward()  # FSDP averages over ranks
     named = dict(decoder.named_parameters())
     out = {f"grad/{name}": whole(p.grad).clone() for name, p in named.items()}

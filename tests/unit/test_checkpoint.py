@@ -195,7 +195,7 @@ class Killed(BaseException):
 def kill_at_call(monkeypatch, name, at):
     """From the at-th use of a primitive of the file system on, everything ends with Killed."""
     module, _, function = name.rpartition(".")
-    target = {"os": os, "checkpoint": checkpoint, "shutil": shutil, "Path": checkpoint.Path}[module]
+    target = {"os": os, "checkpoint": checkpoint, "Path": checkpoint.Path}[module]
     real, calls = getattr(target, function), iter(range(10**6))
 
     def dying(*args, **kwargs):
@@ -206,11 +206,11 @@ def kill_at_call(monkeypatch, name, at):
     monkeypatch.setattr(target, function, dying)
 
 
-PRIMITIVES = ["os.fsync", "os.replace", "Path.rename", "shutil.rmtree", "checkpoint._sha256", "checkpoint._write"]
+PRIMITIVES = ["os.fsync", "os.replace", "Path.rename", "os.unlink", "checkpoint._sha256", "checkpoint._write"]
 
 
 @pytest.mark.parametrize("primitive", PRIMITIVES)
-def test_a_kill_at_any_call_to_the_disk_leaves_a_valid_newest_checkpoint(tmp_path, monkeypatch, primitive):
+def test_a_kill_at_any_call_to_the_disk_leaves_only_valid_checkpoints(tmp_path, monkeypatch, primitive):
     outcomes = set()
     for at in range(40):
         run_dir = tmp_path / str(at)
@@ -224,7 +224,7 @@ def test_a_kill_at_any_call_to_the_disk_leaves_a_valid_newest_checkpoint(tmp_pat
             except Killed:
                 survived = False
         found = find("auto", run_dir)
-        assert verify(found) == []
+        assert all(verify(path) == [] for path in leader.folder.glob("step_??"))
         outcomes.add((survived, found.name))
         leader, other = checkpointers(run_dir, keep=1)
         after = save(leader, other, 60)
@@ -287,6 +287,15 @@ def test_no_changed_byte_of_a_checkpoint_goes_unseen(tmp_path_factory, data):
     else:
         assert verify(path)
     shutil.rmtree(run_dir)
+
+
+@pytest.mark.parametrize("was, now", [('"step": 20', '"step": 21'), ('"trainer": [', '"critic": ['), ("sha256", "digest")])
+def test_what_the_manifest_says_of_itself_is_checked(tmp_path, was, now):
+    path = save(*checkpointers(tmp_path), 20).rename(tmp_path / "copied")  # whose name says no step
+    manifest = path / "manifest.json"
+    assert was in manifest.read_text()
+    manifest.write_text(manifest.read_text().replace(was, now, 1))
+    assert verify(path) == ["manifest.json: its contents have changed (SHA-256)"]
 
 
 def test_when_all_are_damaged_a_resume_does_not_start_over_in_silence(tmp_path):

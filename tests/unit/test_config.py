@@ -101,6 +101,8 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
         ("max_steps=true", "need a whole number of at least 0"),
         ("lr=0", "need a number above 0"),
         ("lr=nan", "need a number above 0"),
+        ("lr=inf", "need a number above 0"),
+        ("max_steps=inf", "need a whole number of at least 0"),
         ("overcommit=some", "need a whole number of at least 0 or auto"),
         ("threads=0", "need a whole number of at least 1 or null"),
         ("generator.top_p=1.5", "need a number between 0 and 1, 0 excluded"),
@@ -262,6 +264,8 @@ def test_ranks_are_halved_between_trainers_and_generators(world_size, trainer, g
 def test_what_is_given_stays_and_the_rest_is_filled_in_around_it():
     placed = resolve_placement(dataclasses.replace(AUTO, generator=[0]), 4, groups_per_step=64)
     assert placed == {"trainer": (1, 2), "generator": (0,), "reward": (3,), "reference": (3,)}
+    placed = resolve_placement(dataclasses.replace(AUTO, generator=[0, 1, 2, 3, 4]), 8, groups_per_step=64)
+    assert placed["trainer"] == (5, 6)  # three are free, but cannot share 64 groups
 
 
 @given(st.integers(1, 40), st.integers(1, 40))

@@ -148,19 +148,25 @@ def test_no_tensor_grows_with_tokens_times_vocab(monkeypatch, entropy_grad):
     assert seen.largest <= max(chunk * vocab, tokens * dim, vocab * dim) < tokens * vocab
 
 
-def test_head_gives_the_chosen_rows_and_their_gradients():
-    hidden, weight, labels = problem(10, 4, 7)
-    rows = torch.tensor([1, 4, 5, 9])
-    got, entropy = make_head(labels, rows)(hidden, weight)
-    everything, every_entropy = make_head(labels)(hidden, weight)
-    torch.testing.assert_close((got, entropy), (everything[rows], every_entropy[rows]))
-    ours = torch.autograd.grad(got.sum(), (hidden, weight))
-    torch.testing.assert_close(ours, torch.autograd.grad(everything[rows].sum(), (hidden, weight)))
+def test_head_gives_the_labels_of_chosen_rows_and_their_gradients():
+    hidden, weight, _ = problem(10, 4, 7)
+    rows, labels = torch.tensor([1, 4, 4, 9]), torch.tensor([0, 3, 6, 3])  # row 4 predicts two labels
+    got = make_head(labels, rows, entropy_grad=True)(hidden, weight)
+    want = oracle(hidden[rows], weight, labels, 1.0)
+    torch.testing.assert_close(got, want)
+    ours, exact = (torch.autograd.grad([x.sum() for x in outputs], (hidden, weight)) for outputs in (got, want))
+    torch.testing.assert_close(ours, exact, atol=1e-14, rtol=1e-12)
 
 
-def test_no_rows_give_zero_gradients_not_none(path):
-    hidden, weight, labels = problem(3, 4, 7)
-    logprobs, entropy = make_head(labels, torch.empty(0, dtype=torch.int64))(hidden, weight)
+def test_head_without_rows_predicts_label_by_label():
+    hidden, weight, labels = problem(6, 4, 7)
+    assert torch.equal(make_head(labels)(hidden, weight)[0], chunked_logprobs(hidden, weight, labels)[0])
+
+
+def test_no_labels_give_zero_gradients_not_none(path):
+    hidden, weight, _ = problem(3, 4, 7)
+    nothing = torch.empty(0, dtype=torch.int64)
+    logprobs, entropy = make_head(nothing, nothing)(hidden, weight)
     logprobs.sum().backward()
     assert logprobs.shape == entropy.shape == (0,)
     assert hidden.grad.abs().max() == 0 and weight.grad.abs().max() == 0

@@ -84,55 +84,59 @@ def test_collate_refuses_a_budget_without_room():
 
 
 def test_the_worked_example_of_packed_batch():
-    groups = [group([10, 11], [[12]]), group([20], [[21]], ticket=1)]
-    (batch,) = packed(groups, [torch.tensor([0.5]), torch.tensor([-2.0])]).microbatches
+    groups = [group([10, 11], [[12, 13], [14]]), group([20], [[21, 22]], ticket=1)]
+    (batch,) = packed(groups, [torch.tensor([0.5, 0.25]), torch.tensor([-2.0])]).microbatches
     assert_batches_equal(
         batch,
         PackedBatch(
-            input_ids=torch.tensor([10, 11, 20]),
-            labels=torch.tensor([11, 12, 21]),
-            positions=torch.tensor([0, 1, 0]),
-            cu_seqlens=torch.tensor([0, 2, 3]),
-            loss_mask=torch.tensor([False, True, True]),
-            generator_logprobs=torch.tensor([0.0, 0.0, 0.0]),
-            ref_logprobs=torch.zeros(3),
-            advantages=torch.tensor([0.0, 0.5, -2.0]),
-            policy_versions=torch.tensor([-1, 0, 0]),
+            input_ids=torch.tensor([10, 11, 12, 20, 21]),
+            positions=torch.tensor([0, 1, 2, 0, 1]),
+            cu_seqlens=torch.tensor([0, 2, 3, 4, 5]),
+            parents=torch.tensor([-1, 0, -1, 2]),
+            rows=torch.tensor([1, 2, 1, 3, 4]),
+            labels=torch.tensor([12, 13, 14, 21, 22]),
+            generator_logprobs=torch.tensor([0.0, -0.125, -0.25, 0.0, -0.125]),
+            ref_logprobs=torch.zeros(5),
+            advantages=torch.tensor([0.5, 0.5, 0.25, -2.0, -2.0]),
+            policy_versions=torch.tensor([0, 1, 2, 0, 1]),
         ),
     )
 
 
-def naive_sequences(groups, advantages):
-    """One PackedBatch a trained completion, token by token, by (ticket, sample)."""
-    out = {}
+def sequences_of(groups, advantages):
+    """Each trained completion as a PackedBatch of its own, nothing shared, by its number over all groups."""
+    out, number = {}, -1
     for g, a in zip(groups, advantages):
-        start = 0
+        start, before = 0, len(g.prompt_ids) - 1
         for i, length in enumerate(g.lengths.tolist()):
-            own = slice(start, start + length)
+            number, own = number + 1, slice(start, start + length)
             start += length
             if length == 0 or g.rewards[i].isnan() or g.finish_reasons[i] == "aborted":
                 continue
-            tokens = g.prompt_ids.tolist() + g.token_ids[own].tolist()
-            before, n = len(g.prompt_ids) - 1, len(tokens) - 1
-            out[g.ticket, i] = PackedBatch(
-                input_ids=torch.tensor(tokens[:-1]),
-                labels=torch.tensor(tokens[1:]),
-                positions=torch.arange(n),
-                cu_seqlens=torch.tensor([0, n]),
-                loss_mask=torch.arange(n) >= before,
-                generator_logprobs=torch.tensor([0.0] * before + g.generator_logprobs[own].tolist()),
-                ref_logprobs=torch.tensor([0.0] * before + (g.ref_logprobs[own].tolist() or [0.0] * length)),
-                advantages=torch.tensor([0.0] * before + [a[i].item()] * length),
-                policy_versions=torch.tensor([-1] * before + g.policy_versions[own].tolist()),
+            tokens = torch.cat([g.prompt_ids, g.token_ids[own]])
+            out[number] = PackedBatch(
+                input_ids=tokens[:-1],
+                positions=torch.arange(len(tokens) - 1),
+                cu_seqlens=torch.tensor([0, len(tokens) - 1]),
+                parents=torch.tensor([-1]),
+                rows=torch.arange(before, before + length),
+                labels=g.token_ids[own],
+                generator_logprobs=g.generator_logprobs[own],
+                ref_logprobs=g.ref_logprobs[own] if g.ref_logprobs.numel() else torch.zeros(length),
+                advantages=a[i].expand(length),
+                policy_versions=g.policy_versions[own],
             )
     return out
 
 
-def joined(sequences):
-    """Whole sequences end to end."""
-    parts = {f.name: torch.cat([getattr(s, f.name) for s in sequences]) for f in fields(PackedBatch) if f.name != "cu_seqlens"}
-    ends = torch.tensor([s.input_ids.numel() for s in sequences]).cumsum(0)
-    return PackedBatch(cu_seqlens=torch.cat([torch.tensor([0]), ends]), **parts)
+def context(batch, row):
+    """The tokens that a row sees, by following segments alone: its parent's, then its own up to itself."""
+    starts = batch.cu_seqlens.tolist()
+    segment = max(s for s in range(len(starts) - 1) if starts[s] <= row)
+    parent = int(batch.parents[segment])
+    seen = batch.input_ids[starts[parent] : starts[parent + 1]].tolist() if parent >= 0 else []
+    assert parent < 0 or batch.parents[parent] == -1
+    return seen + batch.input_ids[starts[segment] : row + 1].tolist()
 
 
 @st.composite
@@ -156,26 +160,39 @@ def random_groups(draw):
 
 @settings(deadline=None)
 @given(groups=random_groups(), budget=st.integers(1, 30), drop=st.booleans())
-def test_pack_equals_a_token_by_token_oracle(groups, budget, drop):
+def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(groups, budget, drop):
     advantages = [torch.where(g.rewards.isnan(), 0, g.rewards) for g in groups]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         got = pack(groups, advantages, budget_tokens=budget, drop_zero_advantage=drop)
-    trained = naive_sequences(groups, advantages)
-    kept = [s for s in trained.values() if not drop or s.advantages[-1] != 0]
-    bins = collate([s.input_ids.numel() for s in kept], budget)
-    assert len(got.microbatches) == len(bins)
-    for batch, members in zip(got.microbatches, bins):
-        assert_batches_equal(batch, joined([kept[i] for i in members]))
-    assert got.num_loss_tokens == sum(int(s.loss_mask.sum()) for s in trained.values())
+    trained = sequences_of(groups, advantages)
+    kept = {n: s for n, s in trained.items() if not drop or s.advantages[0] != 0}
+    assert sorted(n for members in got.completions for n in members) == sorted(kept)
+    for batch, members in zip(got.microbatches, got.completions, strict=True):
+        alone = [kept[n] for n in members]
+        for name in ("labels", "generator_logprobs", "ref_logprobs", "advantages", "policy_versions"):
+            assert torch.equal(getattr(batch, name), torch.cat([getattr(s, name) for s in alone])), name
+        want = [s.input_ids[: row + 1].tolist() for s in alone for row in s.rows.tolist()]
+        assert [context(batch, row) for row in batch.rows.tolist()] == want
+        assert batch.positions[batch.rows].tolist() == [len(tokens) - 1 for tokens in want]
+        assert batch.input_ids.numel() == batch.positions.numel() == batch.cu_seqlens[-1]
+        assert batch.input_ids.numel() <= budget or len(members) == 1
+    assert got.num_loss_tokens == sum(s.labels.numel() for s in trained.values())
     assert (got.num_completions, got.num_dropped) == (len(trained), len(trained) - len(kept))
     assert got.num_masked == sum(g.lengths.numel() for g in groups) - len(trained)
 
 
+def test_a_prompt_is_computed_once_for_all_its_completions_in_a_microbatch():
+    # 3 + (4 - 1) * 2 = 9 tokens together, 6 each alone
+    groups = [group([1, 2, 3], [[4] * 4, [5] * 4])]
+    assert [b.input_ids.numel() for b in packed(groups, budget=9).microbatches] == [9]
+    assert [b.input_ids.numel() for b in packed(groups, budget=8).microbatches] == [6, 6]
+
+
 def test_padding_is_the_unused_share_of_the_budget():
-    # 3 + 4 - 1 = 6 tokens each: two microbatches of 10 hold 12
-    got = packed([group([1, 2, 3], [[4] * 4, [5] * 4])], budget=10)
-    assert [b.input_ids.numel() for b in got.microbatches] == [6, 6] and got.padding_fraction == pytest.approx(1 - 12 / 20)
+    # 3 + 4 - 1 = 6 tokens each: two microbatches of 8 hold 12
+    got = packed([group([1, 2, 3], [[4] * 4, [5] * 4])], budget=8)
+    assert got.padding_fraction == pytest.approx(1 - 12 / 16)
 
 
 def test_dropping_zero_advantages_keeps_the_denominators():
@@ -197,7 +214,7 @@ def test_a_sequence_over_the_budget_goes_alone_and_is_warned_of_once():
     groups = [group([1], [[2] * 9, [3], [4]])]
     with pytest.warns(UserWarning, match="microbatch_tokens=4"):
         got = packed(groups, budget=4)
-    assert [b.input_ids.numel() for b in got.microbatches] == [9, 2]
+    assert [b.input_ids.numel() for b in got.microbatches] == [9, 1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         packed(groups, budget=4)
@@ -237,12 +254,10 @@ def tiny_decoder():
 def gradients(decoder, batches, num_loss_tokens):
     decoder.zero_grad()
     for b in batches:
-        rows = b.loss_mask.nonzero().squeeze(1)
-        logprobs, _ = decoder(b.input_ids, b.positions, PackedAttention(b.cu_seqlens), make_head(b.labels, rows))
-        loss, _ = aipo(
-            logprobs, b.generator_logprobs[rows], None, b.advantages[rows], b.loss_mask[rows], num_loss_tokens=num_loss_tokens
-        )
-        loss.backward()
+        head = make_head(b.labels, b.rows)
+        logprobs, _ = decoder(b.input_ids, b.positions, PackedAttention(b.cu_seqlens, b.parents), head)
+        every = torch.ones_like(b.labels, dtype=torch.bool)
+        aipo(logprobs, b.generator_logprobs, None, b.advantages, every, num_loss_tokens=num_loss_tokens)[0].backward()
     return [p.grad.clone() for p in decoder.parameters()]
 
 
@@ -259,7 +274,7 @@ def test_gradients_do_not_depend_on_packing_dropping_or_fillers():
     advantages = [torch.tensor([0.7, 0.0, -1.3])] * 4
     decoder = tiny_decoder()
     alone = packed(groups, advantages, budget=1000)
-    want = gradients(decoder, naive_sequences(groups, advantages).values(), alone.num_loss_tokens)
+    want = gradients(decoder, sequences_of(groups, advantages).values(), alone.num_loss_tokens)
     largest = max(g.abs().max().item() for g in want)
     assert largest > 0.01
     for budget, drop in ((1000, False), (14, False), (30, True)):

@@ -1,0 +1,65 @@
+"""A new station in one screen: it takes groups between reward and trainer and makes long completions worth less.
+
+    torchrun --standalone --nproc-per-node=2 recipes/custom_executor.py max_steps=3
+
+    prompts -> Generator -> Reward -> LengthPenalty -> Trainer
+                   ^------------ policy weights -----------'
+"""
+
+import dataclasses
+
+from executors.stations import build_generator, build_reward, build_trainer
+from llamarl.channel import Gather, Scatter, Weights
+from llamarl.config import Config, main
+from llamarl.controller import ExecutorController
+from llamarl.executor import Executor
+from llamarl.launch import launch
+
+
+class LengthPenalty(Executor):
+    """rewards [G] - per_token * lengths [G]. A masked completion (NaN) stays masked."""
+
+    name = "length_penalty"
+
+    def __init__(self, *, per_token: float):
+        self.per_token = per_token
+
+    def step(self) -> bool:
+        (source,), (sink,) = self.inputs.values(), self.outputs.values()
+        groups = source.take(64) if sink.has_room() else []
+        for group in groups:
+            sink.put(dataclasses.replace(group, rewards=group.rewards - self.per_token * group.lengths))
+        return bool(groups)
+
+    def waiting_for(self) -> str | None:
+        (sink,) = self.outputs.values()
+        return None if sink.has_room() else f"room: in channel {sink.name}, which the trainer empties"
+
+
+@main
+def run(config: Config) -> None:
+    with launch(config) as job:
+        generator = build_generator(config, job)
+        reward = build_reward(config, job)
+        penalty = LengthPenalty(per_token=0.05)
+        trainer = build_trainer(config, job)
+
+        ExecutorController(
+            executors=[generator, reward, penalty, trainer],
+            channels=[
+                Gather("completions", generator, reward),
+                Gather("evaluations", generator, reward),
+                Gather("scored", reward, penalty),
+                Scatter("groups", penalty, trainer),
+                Weights("policy", trainer, generator, dtype=config.model.dtype, transport=config.weights.transport),
+            ],
+            placement=job.placement | {penalty.name: job.placement["reward"]},  # it is light: beside the reward
+            ledger=job.ledger(),
+            world=job.world,
+            settings=job.settings,
+            make_writer=job.writer,
+        ).run()
+
+
+if __name__ == "__main__":
+    run()
