@@ -19,14 +19,17 @@ def dry_run(job: Job) -> None:
     """Print config, rank map, memory and bytes a sync, and score three samples. Rank 0 prints; errors are the run's own."""
     samples = [job.task.train_prompt(i) for i in range(min(3, job.task.num_train))]
     fn = job.config.reward.fn or job.task.default_reward
-    problems = check_reward(fn, [(p.text, str(p.meta.get("answer", "")), p.meta) for p in samples])
+    r = job.config.reward
+    answers = [(p.text, str(p.meta.get("answer", "")), p.meta) for p in samples]
+    outcomes = check_reward(fn, answers, timeout_s=r.timeout_s, memory_mb=r.memory_mb)
     if job.world.rank == 0:
         print(OmegaConf.to_yaml(OmegaConf.create(to_values(job.config))))
         _print_ranks(job)
         _print_sizes(job)
-        for prompt in samples:
-            print(f"sample   {prompt.prompt_ids.numel()} tokens  {prompt.text[:70]!r}  answer {prompt.meta.get('answer')!r}")
-        print(f"reward   {fn}: {problems}")
+        print(f"reward   {fn}, here given the reference answers")
+        for prompt, outcome in zip(samples, outcomes):
+            score = f"{outcome.value:g}" if outcome.kind == "score" else f"{outcome.kind}: {outcome.reason}"
+            print(f"sample   {prompt.prompt_ids.numel()} tokens  {prompt.text[:60]!r}  answer {prompt.meta.get('answer')!r}  reward {score}")
         print("dry run: nothing was started and nothing written")
 
 

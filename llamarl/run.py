@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamarl.checkpoint import CheckpointError, find
+from llamarl.checkpoint import find
 from llamarl.config import Config, config_differences, load_config, save_config
 from llamarl.placement import World
 
@@ -41,7 +41,7 @@ def open_run(config: Config, world: World) -> RunDirectory:
         try:
             run = _decide(config)
             answer = {"path": str(run.path), "resume_from": str(run.resume_from or "")}
-        except (RunDirectoryError, CheckpointError, FileNotFoundError) as error:
+        except (ValueError, FileNotFoundError) as error:  # a damaged checkpoint, an old config.yaml, a directory in use
             answer = {"error": str(error)}
         if store is not None:
             store.set("run", json.dumps(answer))

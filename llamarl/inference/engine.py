@@ -32,7 +32,7 @@ from llamarl.types import Completion, FinishReason
 
 _PREFILL_TOKENS = 4096  # of one prefill, padding included
 _CHUNK = 32  # of `generate`
-_WORTH_MOVING = 32  # rows are made dense again once one in this many has ended
+_WORTH_MOVING = 16  # rows are made dense again once one in this many has ended
 
 
 class Engine:

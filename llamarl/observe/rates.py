@@ -26,6 +26,7 @@ KNOBS = {
     ("generator", "room"): "what follows the generator is slow: raise reward.num_workers or move ranks to placement.trainer",
     ("generator", "weights"): "set generator.in_flight_updates=true and max_lag of at least 1",
     ("generator", "other"): "its process works for other executors meanwhile: start more ranks (torchrun --nproc-per-node)",
+    ("reward", "scores"): "raise reward.num_workers",
     ("reward", "room"): "the trainer is the slow side: move ranks to placement.trainer",
     ("reference", "room"): "the trainer is the slow side: move ranks to placement.trainer",
 }
