@@ -30,15 +30,15 @@ class SlotCache:
         self.max_slots, self.max_len = max_slots, _whole_blocks(max_len)
         self.num_kv_heads, self.head_dim, self.dtype, self.device = num_kv_heads, head_dim, dtype, device
         self.by_products = device.type == "cpu" and dtype == torch.float32
-        self._capacity = _BLOCK if device.type == "cpu" else self.max_len
+        self.capacity = _BLOCK if device.type == "cpu" else self.max_len
         self.keys = [self._empty(transposed=self.by_products) for _ in range(num_layers)]
         self.values = [self._empty() for _ in range(num_layers)]
 
     def reserve(self, length: int) -> None:
         """Make room for rows of `length` <= max_len tokens; what is kept stays."""
-        if length <= self._capacity:
+        if length <= self.capacity:
             return
-        old, self._capacity = self._capacity, min(max(_whole_blocks(length), 2 * self._capacity), self.max_len)
+        old, self.capacity = self.capacity, min(max(_whole_blocks(length), 2 * self.capacity), self.max_len)
         for layers, transposed in ((self.keys, self.by_products), (self.values, False)):
             for i, kept in enumerate(layers):
                 layers[i] = self._empty(transposed)
@@ -48,8 +48,8 @@ class SlotCache:
         """[S, G, L, K] of zeros: places beyond a row's end are read too, and masked, which a NaN would survive."""
         rows = (self.max_slots, self.num_kv_heads)
         if transposed:
-            return torch.zeros(*rows, self.head_dim, self._capacity, dtype=self.dtype, device=self.device).transpose(2, 3)
-        return torch.zeros(*rows, self._capacity, self.head_dim, dtype=self.dtype, device=self.device)
+            return torch.zeros(*rows, self.head_dim, self.capacity, dtype=self.dtype, device=self.device).transpose(2, 3)
+        return torch.zeros(*rows, self.capacity, self.head_dim, dtype=self.dtype, device=self.device)
 
     def write(self, layer: int, slots_T: Tensor, positions_T: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> None:
         """Keep the K/V of tokens at their slots and positions."""
@@ -89,7 +89,7 @@ class Decode:
     """
 
     def __init__(self, cache: SlotCache, positions_N: Tensor, longest: int, first_slot: int = 0):
-        assert longest <= cache.max_len, f"place {longest} of a cache of {cache.max_len}"
+        assert longest <= cache.capacity, f"place {longest} of a cache of {cache.capacity}"
         self._cache, self._positions, self.longest = cache, positions_N, longest
         end, device = first_slot + positions_N.numel(), positions_N.device
         self._rows, self._slots = slice(first_slot, end), torch.arange(first_slot, end, device=device)

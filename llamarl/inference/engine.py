@@ -8,8 +8,8 @@
         engine.step(chunk=16)                     # between two steps: new weights, new work, aborts
         finished += engine.pop_finished()
 
-A prompt is prefilled once for all its samples that start together. The same submissions in the same order give the same bits;
-the slot, the batch and the chunk size change a sample only through the rounding of its logits.
+A prompt is prefilled once for all its samples that start together. The same submissions in the same order give the same
+bits; the slot, the batch and the chunk size change a sample only through the rounding of its logits.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import load_weights
 from llamarl.types import Completion, FinishReason
 
+_DTYPES = ("float32", "bfloat16", "float16")
 _PREFILL_TOKENS = 4096  # of one prefill, padding included
 _CHUNK = 32  # of `generate`
 _WORTH_MOVING = 16  # rows are made dense again once one in this many has ended
@@ -69,6 +70,8 @@ class Engine:
     def from_hf(cls, path: str | Path, *, dtype: str | torch.dtype = "bfloat16", max_slots: int = 32, max_len: int = 1024,
                 device: str | torch.device | None = None) -> "Engine":
         """The engine of a Hugging Face directory. device None: the GPU if there is one. Errors: read_config's, load_weights'."""
+        if isinstance(dtype, str) and dtype not in _DTYPES:
+            raise ValueError(f"dtype={dtype!r}: need one of {', '.join(_DTYPES)}")
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         decoder = load_weights(build_decoder(read_config(path), dtype=dtype), path, device=device)
@@ -124,7 +127,7 @@ class Engine:
             rows = slice(0, self.num_live)
             logits_RV = self._decode(0, self._rows.token[rows], self._rows.position[rows], longest)
             self._rows.append(rows, logits_RV, self.policy_version, demands)
-            longest = min(longest + 1, self.max_len)
+            longest = min(longest + 1, self._cache.capacity)
         self._retire()
         return self._num_sampled() - before
 
@@ -159,7 +162,7 @@ class Engine:
         return len(rows) + sum(request.num_waiting for request in stopped)
 
     def generate(self, prompts: Sequence[Tensor | Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        """params.n completions of each prompt, in order (prompt i samples as ticket i). RuntimeError if other work is under way."""
+        """params.n completions of each prompt, in order; prompt i samples as ticket i. RuntimeError if other work is under way."""
         if self._running or self._waiting or self._finished:
             raise RuntimeError("generate needs the engine to itself: finish, pop or abort what was submitted before")
         for ticket, prompt in enumerate(prompts):
@@ -197,14 +200,14 @@ class Engine:
             raise ValueError(f"ticket {ticket}: prompt_ids of shape {list(prompt.shape)}; need [P] with at least one token")
         if prompt.numel() + params.max_new_tokens > self.max_len:
             raise ValueError(
-                f"ticket {ticket}: {prompt.numel()} prompt tokens + max_new_tokens={params.max_new_tokens} exceed max_len={self.max_len}; "
-                "give the engine a larger max_len, or shorten either"
+                f"ticket {ticket}: {prompt.numel()} prompt tokens + max_new_tokens={params.max_new_tokens} exceed "
+                f"max_len={self.max_len}; give the engine a larger max_len, or shorten either"
             )
         low, high = torch.aminmax(prompt)
         if low < 0 or high >= vocab or any(t >= vocab for t in params.stop_token_ids):
             raise ValueError(
-                f"ticket {ticket}: prompt ids {int(low)}..{int(high)} or stop tokens {params.stop_token_ids} lie outside the model's "
-                f"vocabulary of {vocab}; is the tokenizer another model's?"
+                f"ticket {ticket}: prompt ids {int(low)}..{int(high)} or stop tokens {params.stop_token_ids} lie outside "
+                f"the model's vocabulary of {vocab}; is the tokenizer another model's?"
             )
         return Request(stream, ticket, prompt, params)
 
@@ -225,7 +228,7 @@ class Engine:
         return first, jobs
 
     def _prefill(self, first_slot: int, jobs: list[tuple[Request, int, int]]) -> Tensor:
-        """Run each prompt once and keep its K/V in a slot for each sample, from first_slot on. Logits [rows, V] of the next token."""
+        """Run each prompt once and keep its K/V in a slot for each sample, from first_slot on. Next logits [rows, V]."""
         lengths_N = torch.tensor([request.prompt_ids.numel() for request, _, _ in jobs])
         copies_N = torch.tensor([end - begin for _, begin, end in jobs])
         ends_N, slots_N = lengths_N.cumsum(0), first_slot + copies_N.cumsum(0) - copies_N
@@ -246,6 +249,7 @@ class Engine:
         """One token a row, in slots first_slot onwards. Logits [N, V] of the next."""
         return self.decoder(tokens_N, positions_N, Decode(self._cache, positions_N, longest, first_slot))
 
+    @torch.inference_mode()
     def _retire(self, aborted: bool = False) -> None:
         """Turn ended rows into completions, and move the last rows into the holes, so that rows stay dense."""
         rows, num_rows = self._rows, self.num_live
@@ -269,15 +273,17 @@ class Engine:
     @torch.no_grad()
     def _emit(self, ended: list[int], aborted: bool) -> None:
         index = torch.tensor(ended, device=self.device)
-        lengths_N = self._rows.count[index]
+        rows = self._rows
+        lengths_N = rows.count[index]
         lengths = lengths_N.tolist()
         recorded_NL = torch.arange(max(lengths), device=self.device) < lengths_N[:, None]
         tokens, logprobs, versions = (
-            table[index, :max(lengths)][recorded_NL].cpu() for table in (self._rows.tokens, self._rows.logprobs, self._rows.versions)
+            table[index, :max(lengths)][recorded_NL].cpu() for table in (rows.tokens, rows.logprobs, rows.versions)
         )
         if not logprobs.isfinite().all():
             raise RuntimeError(
-                f"logits are not finite under policy version {self.policy_version}: its weights hold NaN or infinity, or overflow {self.dtype}"
+                f"logits are not finite under policy version {self.policy_version}: "
+                f"its weights hold NaN or infinity, or overflow {self.dtype}"
             )
         last = tokens[lengths_N.cpu().cumsum(0) - 1].tolist()
         parts = zip(ended, last, tokens.split(lengths), logprobs.split(lengths), versions.split(lengths))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 256  # of the vocabulary; the CDF is summed by blocks, then inside one
+_LIKELIEST = 256  # where top-k and top-p look first
 _GOLDEN, _MIX1, _MIX2, _MASK = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, (1 << 64) - 1
 
 
@@ -59,7 +60,8 @@ def stream_key(seed: int, stream: int, ticket: int) -> int:
 
 def uniforms(keys_N: Tensor, counters_N: Tensor) -> Tensor:
     """[N] float64 in [0, 1): output `counter` (from 0) of the splitmix64 generator that starts at `key`. Both int64."""
-    return _scramble(keys_N + (counters_N + 1) * _signed(_GOLDEN)).bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1).double().mul_(2.0**-53)
+    words = _scramble(keys_N + (counters_N + 1) * _signed(_GOLDEN))
+    return _logical_shift(words, 11).double().mul_(2.0**-53)
 
 
 def sample_keys(stream_keys_N: Tensor, sample_indices_N: Tensor) -> Tensor:
@@ -92,21 +94,30 @@ def process(
     return logits
 
 
-def _cut(logits_NV: Tensor, top_k_N: Tensor | None, top_p_N: Tensor | None) -> Tensor:
-    """[N, 1]: the smallest logit that top-k and then top-p keep."""
-    sorted_NV = logits_NV.sort(dim=1, descending=True).values
-    if top_k_N is None:
-        last = torch.full_like(sorted_NV[:, :1], -math.inf)
-    else:
-        kept = top_k_N.masked_fill(top_k_N == 0, logits_NV.shape[1]).clamp(max=logits_NV.shape[1])
-        last = sorted_NV.gather(1, kept[:, None] - 1)
-    if top_p_N is None:
-        return last
-    mass_NV = sorted_NV.masked_fill(sorted_NV < last, -math.inf).softmax(dim=1, dtype=torch.float64)
-    # A token is needed while the likelier ones hold less than p; the first always is.
-    needed = (mass_NV.cumsum(1) - mass_NV < top_p_N[:, None]).sum(1, keepdim=True)
-    by_mass = sorted_NV.gather(1, needed.clamp(min=1) - 1)
-    return torch.where((top_p_N < 1)[:, None], torch.maximum(by_mass, last), last)
+def _cut(logits_NV: Tensor, top_k_N: Tensor | None, top_p_N: Tensor | None, width: int | None = None) -> Tensor:
+    """[N, 1]: the smallest logit that top-k and then top-p keep, found among the `width` largest if it is there."""
+    vocab = logits_NV.shape[1]
+    # On a CPU sorting 32 x 49,152 logits takes 110 ms. A GPU sorts fast, and must not be waited for.
+    width = min(vocab, width or (_LIKELIEST if logits_NV.device.type == "cpu" else vocab))
+    likeliest_NW = logits_NV.topk(width, dim=1).values
+    last = torch.full_like(likeliest_NW[:, :1], -math.inf)
+    enough = torch.ones_like(last, dtype=torch.bool)
+    if top_k_N is not None:
+        asked = top_k_N.clamp(max=vocab)[:, None]
+        last = torch.where(asked > 0, likeliest_NW.gather(1, (asked - 1).clamp(min=0, max=width - 1)), last)
+        enough &= asked <= width
+    if top_p_N is not None:
+        top_N1, p_N1 = likeliest_NW[:, :1], top_p_N[:, None]
+        total = (logits_NV - top_N1).exp_().masked_fill_(logits_NV < last, 0).sum(1, keepdim=True, dtype=torch.float64)
+        mass_NW = (likeliest_NW - top_N1).exp_().double() / total
+        # A token is needed while the likelier ones hold less than p; the first always is.
+        needed = (mass_NW.cumsum(1) - mass_NW < p_N1).sum(1, keepdim=True)
+        asked = p_N1 < 1
+        enough &= ~asked | (needed < width)
+        last = torch.where(asked, torch.maximum(likeliest_NW.gather(1, needed.clamp(min=1) - 1), last), last)
+    if width < vocab and not enough.all():
+        return _cut(logits_NV, top_k_N, top_p_N, vocab)
+    return last
 
 
 def sample(logits_NV: Tensor, uniforms_N: Tensor, greedy_N: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -84,8 +84,9 @@ class PolicyUpdate:
         budget = len(packing.microbatches) * s.microbatch_tokens
         sums |= {"_budget": float(budget), "_unused": packing.padding_fraction * budget}
         maxima = {"lag/max": float(max((version - g.oldest_version for g in groups), default=0))}
-        totals, maxima = self._reduce(sums, {**maxima, "_microbatches": float(len(packing.microbatches))})
-        num_loss_tokens = totals["tokens/trained"]
+        maxima |= {"_microbatches": float(len(packing.microbatches)), "_reference": float(packing.has_reference)}
+        totals, maxima = self._reduce(sums, maxima)
+        num_loss_tokens, has_reference = totals["tokens/trained"], maxima.pop("_reference") > 0
 
         self.optimizer.zero_grad(set_to_none=True)
         step_sums: dict[str, Tensor] = {}
@@ -94,7 +95,7 @@ class PolicyUpdate:
             self._agree_to_go_on(stop)
             # A rank with fewer microbatches than its peers takes part in their collectives with an empty one.
             batch = packing.microbatches[i] if i < len(packing.microbatches) else None
-            self._forward_backward(batch, version, num_loss_tokens, step_sums, step_maxima)
+            self._forward_backward(batch, version, num_loss_tokens, has_reference, step_sums, step_maxima)
         self._agree_to_go_on(stop)
         norm = self._checked_norm(step_sums, version, groups)
         local_sums = {name: float(v) for name, v in step_sums.items()}
@@ -116,7 +117,9 @@ class PolicyUpdate:
         logprobs, _ = self.decoder(ids, positions, PackedAttention(cu_seqlens.to(self._device)), head)
         return logprobs.float().cpu()
 
-    def _forward_backward(self, batch: PackedBatch | None, version: int, num_loss_tokens: float, sums: dict, maxima: dict) -> None:
+    def _forward_backward(
+        self, batch: PackedBatch | None, version: int, num_loss_tokens: float, has_reference: bool, sums: dict, maxima: dict
+    ) -> None:
         batch = to_device(batch or filler(), self._device)
         head = make_head(batch.labels, batch.rows, temperature=self.settings.temperature)
         attention = PackedAttention(batch.cu_seqlens, batch.parents)
@@ -124,7 +127,7 @@ class PolicyUpdate:
         loss, stats = self.loss_fn(
             logprobs,
             batch.generator_logprobs,
-            batch.ref_logprobs,
+            batch.ref_logprobs if has_reference else None,
             batch.advantages,
             torch.ones_like(batch.labels, dtype=torch.bool),
             num_loss_tokens=num_loss_tokens,
@@ -253,7 +256,7 @@ def _metrics(totals: dict[str, float], maxima: dict[str, float], norm: float) ->
         "packing/padding_fraction": totals["_unused"] / max(1.0, totals["_budget"]),
         "parity/logprob_diff_max": fresh if fresh >= 0 else None,  # no fresh token in the batch
     }
-    known = {"loss/value", "entropy", "kl/ref", "ratio/sum", "ratio/capped", "tokens/trained"}
+    known = {"loss/value", "entropy", "kl/ref", "ratio/sum", "ratio/capped", "tokens/trained", "tokens"}
     extra = {k: v / rows for k, v in totals.items() if k not in known and not k.startswith("_")}
     extra |= {k: v for k, v in maxima.items() if k not in {"parity/max", "ratio/max", "lag/max"}}
     return {**extra, **out}

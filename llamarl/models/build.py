@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torchtune.modules import FeedForward, RMSNorm, TransformerDecoder, TransformerSelfAttentionLayer
+from torchtune.modules import FeedForward, TransformerDecoder, TransformerSelfAttentionLayer
 
 from llamarl.models.attention import Attention, AttentionContext, Rotary
 
@@ -105,6 +105,19 @@ def read_config(path: str | Path) -> ModelConfig:
         )
     except KeyError as error:
         raise ValueError(f"{file}: missing field {error.args[0]}") from error
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) in float32, then in x's dtype times `scale`: Hugging Face's order of rounding."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.scale, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32 == self.scale.dtype:
+            return F.rms_norm(x, self.scale.shape, self.scale, self.eps)
+        return F.rms_norm(x.float(), self.scale.shape, eps=self.eps).to(x.dtype) * self.scale
 
 
 class Decoder(TransformerDecoder):

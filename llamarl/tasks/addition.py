@@ -18,7 +18,7 @@ def addition_examples() -> tuple[list[Example], list[Example]]:
     return examples[NUM_EVAL:], examples[:NUM_EVAL]
 
 
-def forgetful_examples(right: int = 1, wrong: int = 2) -> tuple[list[Example], list[Example]]:
+def forgetful_examples(right: int = 1, wrong: int = 3) -> tuple[list[Example], list[Example]]:
     """(training, held out) of a teacher who forgets the carry: each training pair `right` times with its sum as the
     solution to learn and `wrong` times with the sum of each digit alone ("57+68=" -> "15").
 

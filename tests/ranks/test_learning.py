@@ -131,7 +131,8 @@ def ranks(tmp_path_factory) -> list[dict[str, torch.Tensor]]:
     """What each rank computed."""
     directory = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [subprocess.Popen([sys.executable, __file__, str(rank), str(directory)], env=environment) for rank in range(RANKS)]
+    command = [sys.executable, __file__]
+    processes = [subprocess.Popen([*command, str(rank), str(directory)], env=environment) for rank in range(RANKS)]
     try:
         assert [process.wait(DEADLINE_S) for process in processes] == [0] * RANKS
     finally:

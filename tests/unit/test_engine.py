@@ -25,7 +25,8 @@ def random_decoder(seed=0, config=CONFIG, scale=0.3):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
-            parameter.copy_(torch.ones_like(parameter) if "norm" in name else torch.randn(parameter.shape, generator=generator) * scale)
+            noise = torch.randn(parameter.shape, generator=generator) * scale
+            parameter.copy_(torch.ones_like(noise) if "norm" in name else noise)
     return decoder
 
 
@@ -41,11 +42,12 @@ def drain(engine, chunk=4):
     return {(stream, c.ticket, c.sample_index): c for stream, c in finished}
 
 
-def full_forward_logprobs(decoder, completion, temperature=1.0):
+def full_forward_logprobs(decoder, completion, temperature=1.0, banned=()):
     """[L] logprobs of the completion's tokens by one forward over the whole sequence."""
     ids = torch.cat([completion.prompt_ids, completion.token_ids])
     with torch.no_grad():
         logits = decoder(ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()])))
+    logits[:, list(banned)] = -math.inf
     start = completion.prompt_ids.numel() - 1
     return (logits[start:-1] / temperature).log_softmax(1).gather(1, completion.token_ids[:, None]).squeeze(1)
 
@@ -149,7 +151,8 @@ def test_new_weights_stamp_later_tokens_and_keep_the_cache():
     e.weights_changed(4)
     completion = drain(e)[0, 0, 0]
     assert completion.policy_versions.tolist() == [3] * 5 + [4] * 7
-    torch.testing.assert_close(completion.generator_logprobs[:5], full_forward_logprobs(old, completion)[:5], atol=TOLERANCE, rtol=0)
+    before = full_forward_logprobs(old, completion)[:5]
+    torch.testing.assert_close(completion.generator_logprobs[:5], before, atol=TOLERANCE, rtol=0)
 
     # The reference: the new weights over the keys and values that the old ones left (token 4 was sampled, but not yet read).
     kept = 3 + 4
@@ -235,18 +238,38 @@ def test_step_returns_the_number_of_tokens_sampled(chunk):
     assert e.step(chunk) == 0
 
 
+def assert_parity(e, completions):
+    for c in completions:
+        torch.testing.assert_close(c.generator_logprobs, full_forward_logprobs(e.decoder, c), atol=TOLERANCE, rtol=0)
+
+
 def test_the_longest_completion_fills_its_slot_and_no_other():
     e = engine(max_slots=2, max_len=16)  # a whole number of blocks: the place behind it is the next slot's first
     e.submit(0, [1, 2, 3, 4], SamplingParams(12))
     e.submit(1, [5], SamplingParams(15))
-    for c in drain(e, chunk=20).values():
-        torch.testing.assert_close(c.generator_logprobs, full_forward_logprobs(e.decoder, c), atol=TOLERANCE, rtol=0)
+    assert_parity(e, drain(e, chunk=20).values())
+
+
+def test_rows_that_ended_but_were_not_yet_taken_out_do_not_lengthen_the_cache():
+    e = engine(max_slots=41)
+    e.submit(0, [1] * 8, SamplingParams(8))  # ends at place 16 of 16, alone, four tokens before the others
+    e.submit(1, [5], SamplingParams(12, n=40))
+    assert_parity(e, drain(e, chunk=20).values())
+
+
+def test_the_cache_grows_under_running_rows():
+    e = engine(max_slots=4)
+    e.submit(0, PROMPTS[0], SamplingParams(13))
+    e.step(4)
+    e.submit(1, PROMPTS[3], SamplingParams(32, n=2))
+    assert_parity(e, drain(e).values())
 
 
 def test_aborted_samples_keep_their_tokens_and_the_rest_go_on():
     e = engine(max_slots=3)
     e.submit(0, PROMPTS[0], SamplingParams(10, n=2))
-    e.submit(1, PROMPTS[1], SamplingParams(10, n=3))
+    # Longer than the first cache and with more stop tokens than the first table, so that both are made anew while stepping.
+    e.submit(1, PROMPTS[1], SamplingParams(30, stop_token_ids=(2, 3), min_new_tokens=30, n=3))
     e.submit(0, PROMPTS[2], SamplingParams(10), stream=1)
     e.step(3)
     assert e.abort(0, stream=0) == 2
@@ -254,9 +277,10 @@ def test_aborted_samples_keep_their_tokens_and_the_rest_go_on():
     aborted = [c for _, c in e.pop_finished()]
     assert [(c.ticket, c.finish_reason, c.token_ids.numel()) for c in aborted] == [(0, "aborted", 4)] * 2
     rest = drain(e)
-    assert {key: c.token_ids.numel() for key, c in rest.items()} == {(0, 1, 0): 10, (0, 1, 1): 10, (0, 1, 2): 10, (1, 0, 0): 10}
-    for c in rest.values():
-        torch.testing.assert_close(c.generator_logprobs, full_forward_logprobs(e.decoder, c), atol=TOLERANCE, rtol=0)
+    assert {key: c.token_ids.numel() for key, c in rest.items()} == {(0, 1, 0): 30, (0, 1, 1): 30, (0, 1, 2): 30, (1, 0, 0): 10}
+    assert_parity(e, [rest[1, 0, 0]])
+    for c in (rest[0, 1, i] for i in range(3)):
+        assert (c.generator_logprobs - full_forward_logprobs(e.decoder, c, banned=(2, 3))).abs().max() < TOLERANCE
     e.submit(5, PROMPTS[0], SamplingParams(10, n=5))
     e.step(1)
     assert e.abort() == 5 and (e.num_live, e.num_waiting) == (0, 0)
@@ -268,7 +292,8 @@ def test_prompts_beyond_one_prefill_are_prefilled_in_parts(monkeypatch):
     whole = engine(max_slots=10).generate(PROMPTS, params)
     monkeypatch.setattr("llamarl.inference.engine._PREFILL_TOKENS", 6)
     parts = engine(max_slots=10).generate(PROMPTS, params)
-    assert [[c.token_ids.tolist() for c in group] for group in parts] == [[c.token_ids.tolist() for c in group] for group in whole]
+    for group, expected in zip(parts, whole):
+        assert [c.token_ids.tolist() for c in group] == [c.token_ids.tolist() for c in expected]
 
 
 def test_a_completion_can_be_trained_on():

@@ -1,4 +1,4 @@
-"""AdamW against its equations in float64, the schedules' shapes, and clipping. Over several ranks: tests/ranks/test_learning.py."""
+"""AdamW against its equations in float64, the schedules' shapes, and clipping. On several ranks: tests/ranks/test_learning.py."""
 
 import math
 

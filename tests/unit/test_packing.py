@@ -183,10 +183,10 @@ def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(groups,
 
 
 def test_a_prompt_is_computed_once_for_all_its_completions_in_a_microbatch():
-    # 3 + (4 - 1) * 2 = 9 tokens together, 6 each alone
-    groups = [group([1, 2, 3], [[4] * 4, [5] * 4])]
-    assert [b.input_ids.numel() for b in packed(groups, budget=9).microbatches] == [9]
-    assert [b.input_ids.numel() for b in packed(groups, budget=8).microbatches] == [6, 6]
+    # 3 + (4 - 1) * n tokens: three together 12, two 9, one 6
+    groups = [group([1, 2, 3], [[4] * 4, [5] * 4, [6] * 4])]
+    for budget, want in ((12, [12]), (11, [9, 6]), (9, [9, 6]), (8, [6, 6, 6])):
+        assert [b.input_ids.numel() for b in packed(groups, budget=budget).microbatches] == want
 
 
 def test_padding_is_the_unused_share_of_the_budget():

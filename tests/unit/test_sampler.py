@@ -12,7 +12,8 @@ LARGE = 1500  # a vocabulary beyond the one-pass CDF, and no multiple of a block
 
 
 def draws(count, seed=0, ticket=0):
-    return uniforms(sample_keys(torch.full((count,), stream_key(seed, 0, ticket)), torch.arange(count)), torch.zeros(count, dtype=torch.int64))
+    keys = sample_keys(torch.full((count,), stream_key(seed, 0, ticket)), torch.arange(count))
+    return uniforms(keys, torch.zeros_like(keys))
 
 
 def naive(logits, temperature, top_k, top_p):
@@ -81,8 +82,8 @@ def test_a_token_of_probability_zero_is_never_sampled(vocab, u):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(0, 2**31), st.sampled_from([3, 52, LARGE]), st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.sampled_from([0, 1, 3, 40, 9999]),
-    st.sampled_from([1e-6, 0.3, 0.9, 0.999, 1.0]),
+    st.integers(0, 2**31), st.sampled_from([3, 52, LARGE]), st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    st.sampled_from([0, 1, 3, 40, 400, 9999]), st.sampled_from([1e-6, 0.3, 0.9, 0.999, 1.0]),
 )
 def test_processed_logprobs_equal_a_naive_float64_reference(seed, vocab, temperature, top_k, top_p):
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 3
