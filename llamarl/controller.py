@@ -54,6 +54,7 @@ class RunSettings:
     keep_checkpoints: int
     deadline_s: float
     heartbeat_timeout_s: float
+    target_accuracy: float | None = None  # end once the evaluation reaches it
 
 
 class _Clock:
@@ -193,6 +194,7 @@ class ExecutorController:
                 if not self.control.stopping or executor.name == "trainer":
                     worked |= self._step(executor, clocks[executor.name])
             self.metrics.pump()
+            self._check_target()
             if self.control.take("end"):
                 return
             if self.control.is_leader and self._is_over():
@@ -228,6 +230,15 @@ class ExecutorController:
                 "Raise deadline_s if that is slow rather than stuck; each rank's output says what it last did"
             )
         return False
+
+    def _check_target(self) -> None:
+        """On the leader: ask to stop once the evaluation has reached the target."""
+        target = self.settings.target_accuracy
+        if not (target and self.control.is_leader) or self.control.stopping:
+            return
+        accuracy = self.metrics.writer.accuracy
+        if accuracy is not None and accuracy >= target:
+            self.control.request_stop(f"eval/accuracy {accuracy:.1%} reached eval.target")
 
     def _is_over(self) -> bool:
         """On the leader: the trainer has made its last snapshot, and no row is awaited that can still come."""

@@ -94,7 +94,9 @@ class Job:
     @property
     def settings(self) -> RunSettings:
         c = self.config
-        return RunSettings(self.run.path, self.run.resume_from, c.checkpoint.keep, c.deadline_s, c.heartbeat_timeout_s)
+        return RunSettings(
+            self.run.path, self.run.resume_from, c.checkpoint.keep, c.deadline_s, c.heartbeat_timeout_s, c.eval.target
+        )
 
     def ledger(self) -> TicketLedger:
         c = self.config

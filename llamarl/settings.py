@@ -127,6 +127,7 @@ class LossSettings:
 class EvalSettings:
     every: Natural
     num_prompts: Natural
+    target: Annotated[float, Range(0, 1, open=True)] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from llamarl.models.scratch import TINY_CONFIG, random_weights, tiny_directory, 
 from llamarl.placement import World, init_world
 from llamarl.tasks.build import KINDS, build_task, forgetful_addition
 
-TINY_STEPS = 400  # of the embedded model
+TINY_STEPS = 700  # of the embedded model
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -162,7 +162,7 @@ class Engine:
         return len(rows) + sum(request.num_waiting for request in stopped)
 
     def generate(self, prompts: Sequence[Tensor | Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        """params.n completions of each prompt, in order; prompt i samples as ticket i. RuntimeError if other work is under way."""
+        """params.n completions of each prompt, in order (prompt i is ticket i). RuntimeError if other work is under way."""
         if self._running or self._waiting or self._finished:
             raise RuntimeError("generate needs the engine to itself: finish, pop or abort what was submitted before")
         for ticket, prompt in enumerate(prompts):

@@ -169,7 +169,7 @@ class PolicyUpdate:
 
     def _check_parity(self, maxima: dict[str, float], version: int) -> None:
         worst, allowed = maxima.get("parity/max", -1.0), self.settings.parity_tolerance
-        if allowed is not None and worst > allowed:
+        if allowed is not None and not worst <= allowed:  # NaN too
             raise ParityError(
                 f"trainer, step {version}: on tokens sampled from version {version} itself, trainer and generator logprobs differ by "
                 f"{worst:.4g}, more than {allowed:g}. The generator's weights or its sampling (temperature, top-k, top-p) are not the "

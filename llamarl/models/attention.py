@@ -44,7 +44,7 @@ class PackedAttention:
         if bool(is_child.any()):
             behind = parents[is_child]
             self._parts.append(_Part(starts[is_child], lengths[is_child], starts[behind], lengths[behind]))
-            self.longest = int((lengths[is_child] + lengths[behind]).max())
+            self.longest = max(self.longest, int((lengths[is_child] + lengths[behind]).max()))
         self.whole = len(self._parts) == 1 and self._parts[0].dense
         if not self.whole:
             order = torch.cat([part.tokens for part in self._parts])

@@ -33,7 +33,7 @@ COLUMNS = (
     "step policy_version reward/mean reward/std reward/error_rate eval/accuracy loss/value grad_norm entropy kl/ref "
     "ratio/mean ratio/max ratio/capped_fraction lag/mean lag/max tokens/trained tokens/generated "
     "completion/length_mean completion/truncated_fraction packing/padding_fraction parity/logprob_diff_max "
-    "time/wall_s time/step_s time/wait_for_data_s generator/tokens_per_s generator/idle_fraction trainer/idle_fraction "
+    "time/wall_s time/evaluated_s time/step_s time/wait_for_data_s generator/tokens_per_s generator/idle_fraction trainer/idle_fraction "
     "weights/publish_stall_s weights/swap_stall_s weights/bytes"
 ).split()
 ORDER = {name: place for place, name in enumerate(COLUMNS)}
@@ -95,6 +95,7 @@ class RowWriter:
         self.sinks, self.eval_due, self.next_row, self.clock = sinks, eval_due, first_step, clock
         self.file = Jsonl(self.run_dir / FILE_NAME)
         self.last_trained = first_step - 1  # newest step that the trainer has reported
+        self.accuracy: float | None = None  # of the newest evaluation
         self._pending: dict[int, Row] = {}
         self._abandoned: set[int] = set()
         self._resumed_at = -1
@@ -135,6 +136,8 @@ class RowWriter:
             row["time/wall_s"] = wall_s
         elif step == 0 and EVALUATED in values:
             row["time/wall_s"] = self.wall_s
+        if values.get(EVALUATED) is not None:
+            self.accuracy, row["time/evaluated_s"] = values[EVALUATED], self.wall_s
 
     def flush(self) -> None:
         """Write every row that is whole and whose predecessors are written."""

@@ -7,6 +7,7 @@ import random
 from llamarl.tasks.base import Example
 
 NUM_EVAL = 500
+CAREFUL_BELOW = 35  # where the forgetful teacher still minds the carry
 _SHUFFLE_SEED = 0  # the split never changes, so that figures of different runs and programs compare
 
 
@@ -18,16 +19,20 @@ def addition_examples() -> tuple[list[Example], list[Example]]:
     return examples[NUM_EVAL:], examples[:NUM_EVAL]
 
 
-def forgetful_examples(right: int = 1, wrong: int = 3) -> tuple[list[Example], list[Example]]:
-    """(training, held out) of a teacher who forgets the carry: each training pair `right` times with its sum as the
-    solution to learn and `wrong` times with the sum of each digit alone ("57+68=" -> "15").
+def forgetful_examples() -> tuple[list[Example], list[Example]]:
+    """(training, held out) of a teacher who forgets the carry: each training pair four times, with the sum of each digit
+    alone ("57+68=" -> "15") three times if the second number is CAREFUL_BELOW or more, else once, and with its sum otherwise.
 
-    What a model learns from it is both ways to add, mostly the wrong one: much for a reward to choose from.
+    What a model learns from it is both ways to add. Greedily it is right for 39 % of the pairs; sampling finds the rest.
     """
     train, held_out = addition_examples()
-    solved = [Example(e.text, {**e.meta, "solution": e.meta["answer"]}) for e in train]
-    missed = [Example(e.text, {**e.meta, "solution": _without_carry(e.text)}) for e in train]
-    return solved * right + missed * wrong, held_out
+    taught = []
+    for e in train:
+        solved = Example(e.text, {**e.meta, "solution": e.meta["answer"]})
+        missed = Example(e.text, {**e.meta, "solution": _without_carry(e.text)})
+        careful = int(e.text.rstrip("=").split("+")[1]) < CAREFUL_BELOW
+        taught += [solved, solved, solved, missed] if careful else [solved, missed, missed, missed]
+    return taught, held_out
 
 
 def _without_carry(text: str) -> str:

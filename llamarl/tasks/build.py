@@ -81,7 +81,7 @@ def build_task(
 
 
 def forgetful_addition(tokenizer: Tokenizer) -> Task:
-    """Additions with the solutions of a teacher who forgets the carry three times in four: what the embedded model learns from."""
+    """Additions with the solutions of a teacher who often forgets the carry: what the embedded model learns from."""
     maker = PromptMaker(tokenizer, chat=False, system_prompt=None, max_prompt_tokens=16)
     return ListTask("addition", *forgetful_examples(), maker, default_reward=EXACT_MATCH)
 

@@ -18,6 +18,7 @@ from llamarl.models.build import build_decoder, read_config
 
 LOGITS = 2e-5  # float32, logits of size 1 to 10
 GRADIENTS = 1e-7  # of a mean over tokens, in float64 (but the norms and rotary tables are float32)
+SHARED_GRADIENTS = 1e-6  # float32 rounding in norms and rotary tables, as a share of the largest gradient
 LENGTH = 60  # tokens; beyond the original context of the llama3 scaling below
 
 SIZES = {"vocab_size": 53, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -258,14 +259,93 @@ def test_packed_sequences_give_their_separate_logits_and_gradients(directories, 
         assert (got - parameter.grad).abs().max() <= GRADIENTS
 
 
+# Families: (prompt tokens, tokens of each completion that feed the model).
+FAMILIES = {
+    "unlike": [(5, [3, 1, 7]), (1, [4]), (9, [])],
+    "alike": [(4, [4, 4]), (4, [4, 4])],
+    "one": [(1, [1])],
+    "long_prompt_without_completions": [(3, [2]), (40, [])],
+    "no_completions": [(6, []), (2, [])],
+}
+
+
+def family_layout(families):
+    """cu_seqlens, parents and positions, and for each branch (a completion with its prompt, or a lone prompt) its places."""
+    lengths, parents, positions, branches, total = [], [], [], [], 0
+    for prompt, completions in families:
+        segment, prompt_places = len(lengths), list(range(total, total + prompt))
+        lengths, parents, positions = [*lengths, prompt], [*parents, -1], [*positions, *range(prompt)]
+        total += prompt
+        for n in completions:
+            lengths, parents = [*lengths, n], [*parents, segment]
+            positions += range(prompt, prompt + n)
+            branches.append(prompt_places + list(range(total, total + n)))
+            total += n
+        if not completions:
+            branches.append(prompt_places)
+    return torch.tensor([0, *lengths]).cumsum(0), torch.tensor(parents), torch.tensor(positions), branches
+
+
+@pytest.mark.parametrize("short", [0, 256], ids=["fused_kernel", "plain_products"])
+@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("name", ["llama_llama3_rope", "qwen2"])
+def test_completions_that_share_a_prompt_give_their_separate_logits_and_gradients(directories, monkeypatch, name, case, short):
+    monkeypatch.setattr(attention, "SHORT", short)
+    decoder = ours(directories[name]).double()
+    cu_seqlens, parents, positions, branches = family_layout(FAMILIES[case])
+    tokens = random_tokens(len(positions))
+    weights = [torch.randn(len(b), SIZES["vocab_size"], dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+               for i, b in enumerate(branches)]  # fmt: skip
+
+    def backward(branch_logits):
+        decoder.zero_grad()
+        sum((logits * w).sum() for logits, w in zip(branch_logits, weights)).div(len(tokens)).backward()
+        return [p.grad.clone() for p in decoder.parameters()]
+
+    shared = decoder(tokens, positions, PackedAttention(cu_seqlens, parents))
+    separate = [whole(decoder, tokens[branch]) for branch in branches]
+    for branch, want in zip(branches, separate):
+        assert (shared[branch] - want).abs().max() <= LOGITS
+    got, want = backward([shared[branch] for branch in branches]), backward(separate)
+    largest = max(g.abs().max() for g in want)
+    assert largest > 0.1
+    assert max((a - b).abs().max() for a, b in zip(got, want)) <= SHARED_GRADIENTS * largest
+
+
+def test_the_longest_position_may_be_a_prompts_or_a_completions():
+    """Rotary tables are made that long."""
+    for lengths, parents, longest in (([300, 5, 4], [-1, -1, 1], 300), ([30, 5, 4], [-1, 0, 0], 35), ([7, 3], None, 7)):
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+        assert PackedAttention(cu_seqlens, parents and torch.tensor(parents)).longest == longest
+
+
+@torch.no_grad()
+def test_a_prompt_longer_than_every_family_finds_its_positions(directories):
+    decoder, long = ours(directories["llama_untied"]), random_tokens(300)
+    tokens, positions = torch.cat([long, long[:9]]), torch.cat([torch.arange(300), torch.arange(9)])
+    logits = decoder(tokens, positions, PackedAttention(torch.tensor([0, 300, 305, 309]), torch.tensor([-1, -1, 1])))
+    assert (logits[:300] - whole(decoder, long)).abs().max() <= LOGITS
+    assert (logits[300:] - whole(decoder, long[:9])).abs().max() <= LOGITS
+
+
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 2e-6), (torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
-def test_plain_products_equal_the_fused_kernel(dtype, tolerance):
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
+def test_plain_products_equal_the_fused_kernel(dtype, tolerance, masked):
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(5, heads, 17, 8, generator=generator).to(dtype) for heads in (6, 2, 2))
-    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    got = attention.causal_products(q, k, v)
+    keys = 23 if masked else 17
+    q = torch.randn(5, 6, 17, 8, generator=generator).to(dtype).requires_grad_()
+    k, v = (torch.randn(5, 2, keys, 8, generator=generator).to(dtype).requires_grad_() for _ in range(2))
+    mask = None
+    if masked:
+        mask = torch.rand(5, 1, 17, keys, generator=generator) < 0.4
+        mask[..., 0] = True  # each query sees something
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not masked, enable_gqa=True)
+    got = attention.masked_products(q, k, v, mask)
     assert got.dtype == dtype
     assert (got.double() - want.double()).abs().max() <= tolerance
+    upstream = torch.randn(got.shape, generator=generator).to(dtype)
+    for ours_, theirs_ in zip(torch.autograd.grad(got, (q, k, v), upstream), torch.autograd.grad(want, (q, k, v), upstream)):
+        assert (ours_.double() - theirs_.double()).abs().max() <= 10 * tolerance  # sums over 17 queries and 3 heads
 
 
 def test_the_head_gets_normed_hidden_states_and_the_output_weight(directories):

@@ -171,7 +171,7 @@ def test_columns_come_in_reading_order(tmp_path):
     writer.ingest(0, {"zebra": 1, "eval/accuracy": 0.1, "apple": 2, "reward/mean": 0.3})
     writer.flush()
     names = list(read_rows(tmp_path / "metrics.jsonl")[0])
-    assert names == ["step", "policy_version", "reward/mean", "eval/accuracy", "time/wall_s", "apple", "zebra"]
+    assert names == ["step", "policy_version", "reward/mean", "eval/accuracy", "time/wall_s", "time/evaluated_s", "apple", "zebra"]
 
 
 @given(data=st.data())

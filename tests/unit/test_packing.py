@@ -189,6 +189,22 @@ def test_a_prompt_is_computed_once_for_all_its_completions_in_a_microbatch():
         assert [b.input_ids.numel() for b in packed(groups, budget=budget).microbatches] == want
 
 
+def test_completions_are_numbered_over_all_groups_in_the_order_of_their_labels():
+    # numbers 0-2, 3-4, 5; 1 is masked, 4 is empty, 3 has advantage 0; the larger families come first
+    groups = [
+        group([1], [[2, 3], [4], [5]], [1.0, NAN, 1.0]),
+        group([6], [[7], []]),
+        group([8] * 5, [[9] * 3], reasons=["length"]),
+    ]
+    advantages = [torch.ones(3), torch.zeros(2), torch.ones(1)]
+    got = packed(groups, advantages, budget=7)
+    assert got.completions == [[5], [0, 2, 3]]
+    assert [b.labels.tolist() for b in got.microbatches] == [[9, 9, 9], [2, 3, 5, 7]]
+    got = packed(groups, advantages, budget=7, drop=True)
+    assert got.completions == [[5], [0, 2]] and (got.num_dropped, got.num_masked) == (1, 2)
+    assert packed(groups, advantages, budget=10).completions == [[5, 0, 2, 3]]
+
+
 def test_padding_is_the_unused_share_of_the_budget():
     # 3 + 4 - 1 = 6 tokens each: two microbatches of 8 hold 12
     got = packed([group([1, 2, 3], [[4] * 4, [5] * 4])], budget=8)
@@ -277,8 +293,10 @@ def test_gradients_do_not_depend_on_packing_dropping_or_fillers():
     want = gradients(decoder, sequences_of(groups, advantages).values(), alone.num_loss_tokens)
     largest = max(g.abs().max().item() for g in want)
     assert largest > 0.01
-    for budget, drop in ((1000, False), (14, False), (30, True)):
-        got = packed(groups, advantages, budget=budget, drop=drop)
+    for budget, drop in ((1000, False), (14, False), (30, True), (1, True), (20, False)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a sequence over the budget
+            got = packed(groups, advantages, budget=budget, drop=drop)
         assert got.num_loss_tokens == alone.num_loss_tokens
         torch.testing.assert_close(
             gradients(decoder, [*got.microbatches, filler()], got.num_loss_tokens), want, atol=PACKED_GRADIENT * largest, rtol=0

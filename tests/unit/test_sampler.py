@@ -80,6 +80,13 @@ def test_a_token_of_probability_zero_is_never_sampled(vocab, u):
     assert torch.equal(tokens, possible) and not logprobs.any()
 
 
+def test_rounding_of_block_sums_never_carries_a_sample_past_the_last_possible_token():
+    logits = torch.randn(200, LARGE, generator=torch.Generator().manual_seed(0))
+    logits[:, 1000:] = -math.inf  # in the middle of a block
+    tokens, _ = sample(logits, torch.full((200,), 1 - 2.0**-53, dtype=torch.float64))
+    assert tokens.max() < 1000
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.integers(0, 2**31), st.sampled_from([3, 52, LARGE]), st.sampled_from([0.0, 0.3, 1.0, 2.5]),

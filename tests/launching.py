@@ -1,0 +1,159 @@
+"""Jobs as a user starts them, watched from outside and ended for certain; and reward functions for them.
+
+Every process of a job carries its mark in the environment, so orphans are found too, and nobody else's process is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from llamarl.observe import is_timing
+from llamarl.tasks.rewards import exact_match
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "recipes" / "llama_async.py"
+STEPS, GROUPS, GROUP_SIZE, EVAL_PROMPTS = 4, 4, 4, 20
+SMALL = (
+    f"groups_per_step={GROUPS}", f"group_size={GROUP_SIZE}", f"eval.num_prompts={EVAL_PROMPTS}", "eval.every=2",
+    "checkpoint.every=2", f"max_steps={STEPS}", "generator.max_slots=64",
+)  # fmt: skip
+COMPLETIONS = GROUPS * GROUP_SIZE  # a step
+JOB_S = 150  # longer than any job here takes on a busy machine
+POLL_S = 0.05
+_MARK = "LLAMARL_TEST_JOB"
+
+
+class Job:
+    """One started recipe: under python (ranks=None) or torchrun. A context manager; leaving it kills what still runs."""
+
+    def __init__(self, *overrides: str, run_dir: Path | None, ranks: int | None = None, torchrun: tuple[str, ...] = (), env=(), cwd=None):
+        self.run_dir = run_dir
+        self._mark = uuid.uuid4().hex
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *torchrun] if ranks else []
+        where = [f"run_dir={run_dir}"] if run_dir else []
+        home = run_dir.parent if run_dir else cwd
+        self._log = home / f"{self._mark}.log" if cwd is None else cwd.parent / f"{self._mark}.log"
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1",
+            **dict(env), _MARK: self._mark,
+        }  # fmt: skip
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *launcher, str(RECIPE), *overrides, *where],
+                stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=cwd or ROOT, start_new_session=True,
+            )  # fmt: skip
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for pid in self.pids():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it ended meanwhile
+        self.process.wait()
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def rows(self) -> list[dict]:
+        """Whole rows of metrics.jsonl."""
+        file = self.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")] if file.exists() else []
+
+    @property
+    def checkpoint(self) -> Path:
+        """The newest one, by `latest`."""
+        folder = self.run_dir / "checkpoints"
+        return folder / (folder / "latest").read_text().strip()
+
+    def wait(self, timeout_s: float = JOB_S) -> int:
+        """The exit code of python or torchrun. AssertionError with the output if it does not end."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.output}") from None
+
+    def until(self, predicate: Callable[[], object], what: str, timeout_s: float = JOB_S) -> None:
+        """Poll until predicate() holds. AssertionError with the output if it does not in time, or the job ends before."""
+        deadline = time.monotonic() + timeout_s
+        while not predicate():
+            ended = self.process.poll() is not None and not predicate()
+            if ended or time.monotonic() > deadline:
+                raise AssertionError(f"{what}: not so {'when the job ended' if ended else f'after {timeout_s} s'}:\n{self.output}")
+            time.sleep(POLL_S)
+
+    def until_gone(self, pids: set[int], timeout_s: float) -> float:
+        """Seconds until none of these processes of the job is left. AssertionError with those that are."""
+        began = time.monotonic()
+        while left := pids & self.pids().keys():
+            if time.monotonic() - began > timeout_s:
+                raise AssertionError(f"after {timeout_s} s there still are {left} of {self.pids()}:\n{self.output}")
+            self.process.poll()
+            time.sleep(POLL_S)
+        return time.monotonic() - began
+
+    def pids(self) -> dict[int, str]:
+        """All living processes of the job, orphans included, with their command lines."""
+        return {p.pid: " ".join(p.info["cmdline"] or []) for p in self._processes()}
+
+    def rank_pids(self) -> dict[int, int]:
+        """Rank -> pid."""
+        ranks = (p for p in self._processes() if str(RECIPE) in p.info["cmdline"] and "torch.distributed.run" not in p.info["cmdline"])
+        return {int(p.info["environ"].get("RANK", 0)): p.pid for p in ranks}
+
+    def _processes(self) -> list[psutil.Process]:
+        attributes = ["environ", "cmdline", "status"]
+        return [
+            p for p in psutil.process_iter(attributes)
+            if (p.info["environ"] or {}).get(_MARK) == self._mark and p.info["status"] != psutil.STATUS_ZOMBIE
+        ]  # fmt: skip
+
+
+def untimed(rows: list[dict]) -> list[dict]:
+    """Rows without what depends on the clock."""
+    return [{name: value for name, value in row.items() if not is_timing(name)} for row in rows]
+
+
+# -- reward functions: (prompt, completion_text, meta) -> float; all but the failing ones score as exact_match --------------
+
+_calls = 0
+
+
+def unhurried(prompt: str, completion: str, meta: dict) -> float:
+    """Takes 20 ms, so that a step takes long enough to be interrupted."""
+    time.sleep(0.02)
+    return exact_match(prompt, completion, meta)
+
+
+def held(prompt: str, completion: str, meta: dict) -> float:
+    """After HOLD_AFTER calls it waits for as long as there is a file HOLD_FILE."""
+    global _calls
+    _calls += 1
+    while _calls > int(os.environ["HOLD_AFTER"]) and Path(os.environ["HOLD_FILE"]).exists():
+        time.sleep(0.02)
+    return exact_match(prompt, completion, meta)
+
+
+def hangs_on_one(prompt: str, completion: str, meta: dict) -> float:
+    """Never returns for the prompt HANG_ON."""
+    while prompt == os.environ["HANG_ON"]:
+        time.sleep(1)
+    return exact_match(prompt, completion, meta)
+
+
+def fails(prompt: str, completion: str, meta: dict) -> float:
+    raise RuntimeError("no verdict")

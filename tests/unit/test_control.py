@@ -1,0 +1,225 @@
+"""Control: mail, handlers, stop, failure and liveness. Several ranks in one process, over a c10d store of their own."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from llamarl import control as control_module
+from llamarl.control import Control, PeerDied
+
+WAIT_S = 10.0  # for what should come at once
+BEAT_S, SILENCE_S = 0.02, 0.3
+NAMES = ["trainer", "generator, reward", "reference"]
+
+
+@pytest.fixture(autouse=True)
+def quick_beats(monkeypatch):
+    monkeypatch.setattr(control_module, "BEAT_S", BEAT_S)
+
+
+@pytest.fixture
+def ranks():
+    """make(n, ...) builds n ranks; all are closed at the end."""
+    made, stores = [], []  # a store serves for as long as it is referred to
+
+    def make(count=2, start=True, heartbeat_timeout_s=60.0):
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        stores.append(store)
+        out = [
+            Control(store.clone(), rank=r, world_size=count, leader=0, names=NAMES[:count], heartbeat_timeout_s=heartbeat_timeout_s)
+            for r in range(count)
+        ]
+        made.extend(out)
+        for rank in out if start else ():
+            rank.start()
+        return out
+
+    yield make
+    for rank in made:
+        rank.close()
+
+
+@pytest.fixture
+def alone():
+    return Control(None, rank=0, world_size=1, leader=0, names=["everything"])
+
+
+def eventually(predicate, timeout_s=WAIT_S):
+    deadline = time.monotonic() + timeout_s
+    while not (value := predicate()):
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.005)
+    return value
+
+
+def failure_of(control):
+    eventually(lambda: control.failure)
+    with pytest.raises(type(control.failure)) as raised:
+        control.check()
+    return raised.value
+
+
+# -- mail -----------------------------------------------------------------------------------------------------------------
+
+
+def test_mail_to_oneself_is_kept_by_topic_in_order_and_taken_once(alone):
+    for i in range(3):
+        alone.post(0, "a", {"i": i})
+    alone.post(0, "b", {"i": 9})
+    assert alone.take("a") == [(0, {"i": 0}), (0, {"i": 1}), (0, {"i": 2})]
+    assert alone.take("a") == [] and alone.take("b") == [(0, {"i": 9})]
+
+
+def test_mail_from_many_threads_of_many_ranks_arrives_once_and_in_order_per_sender(ranks):
+    receiver, *senders = ranks(3)
+    threads = [threading.Thread(target=lambda s=s: [s.post(0, "n", {"i": i}) for i in range(100)]) for s in senders]
+    for thread in threads:
+        thread.start()
+    got = []
+    eventually(lambda: got.extend(receiver.take("n")) or len(got) == 200)
+    for sender in senders:
+        assert [p["i"] for rank, p in got if rank == sender.rank] == list(range(100))
+        assert sender.take("n") == []
+
+
+def test_post_all_reaches_every_rank_and_the_poster(ranks):
+    everyone = ranks(3)
+    everyone[1].post_all("hello", {"x": 1})
+    for control in everyone:
+        assert eventually(lambda: control.take("hello")) == [(1, {"x": 1})]
+
+
+def test_a_handler_answers_while_its_rank_computes_and_leaves_no_mail(ranks):
+    leader, other = ranks(2, start=False)
+    leader.on("ask", lambda sender, payload: leader.post(sender, "answer", {"double": 2 * payload["x"]}))
+    leader.start(), other.start()
+    other.post(0, "ask", {"x": 21})  # nobody turns the leader's loop
+    assert eventually(lambda: other.take("answer")) == [(0, {"double": 42})]
+    assert leader.take("ask") == []
+
+
+def test_mail_posted_before_a_rank_listens_is_not_lost(ranks):
+    leader, other = ranks(2, start=False)
+    other.post(0, "early", {})
+    leader.start()
+    assert eventually(lambda: leader.take("early")) == [(1, {})]
+
+
+@pytest.mark.parametrize("news", ["mail", "wake", "fail"])
+def test_news_ends_a_wait_and_news_before_the_wait_does_too(alone, news):
+    tell = {"mail": lambda: alone.post(0, "x", {}), "wake": alone.wake, "fail": lambda: alone.fail(RuntimeError())}[news]
+    began = time.monotonic()
+    tell()
+    alone.wait(WAIT_S)
+    thread = threading.Thread(target=lambda: (time.sleep(0.05), tell()))
+    thread.start()
+    alone.wait(WAIT_S)
+    thread.join()
+    assert 0.04 < time.monotonic() - began < WAIT_S / 2
+
+
+# -- stop and failure -----------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_request_reaches_every_rank_and_the_first_reason_stays(ranks):
+    everyone = ranks(3)
+    assert not any(c.stopping for c in everyone)
+    everyone[2].request_stop("SIGTERM on rank 2")
+    for control in everyone:
+        eventually(lambda: control.stopping)
+    everyone[2].request_stop("another")
+    everyone[2].post_all("after", {})
+    for control in everyone:
+        eventually(lambda: control.take("after"))
+        assert control.stop_reason == "SIGTERM on rank 2"
+
+
+def test_a_failure_is_raised_on_every_other_rank_and_names_the_failed_one_and_its_stations(ranks):
+    everyone = ranks(3)
+    everyone[1].report_failure(ValueError("bad luck"))
+    for control in (everyone[0], everyone[2]):
+        error = failure_of(control)
+        assert isinstance(error, PeerDied)
+        assert "rank 1 (generator, reward) failed: ValueError: bad luck" in str(error)
+    everyone[1].check()
+
+
+def test_the_first_failure_is_the_one_that_is_raised(alone):
+    alone.fail(ValueError("first"))
+    alone.fail(ValueError("second"))
+    with pytest.raises(ValueError, match="first"):
+        alone.check()
+
+
+def test_an_exception_in_a_thread_ends_the_loop(alone):
+    def explode(text):
+        raise KeyError(text)
+
+    alone.thread("doomed", explode, "in a thread")
+    error = failure_of(alone)
+    assert isinstance(error, KeyError) and "in a thread" in str(error)
+
+
+def test_an_exception_in_a_handler_ends_the_loop(ranks):
+    leader, other = ranks(2, start=False)
+
+    def explode(sender, payload):
+        raise ValueError(f"from {sender}")
+
+    leader.on("bad", explode)
+    leader.start(), other.start()
+    other.post(0, "bad", {})
+    assert "from 1" in str(failure_of(leader))
+
+
+# -- liveness -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_silent_rank_is_named_on_all_others_and_only_there(ranks):
+    everyone = ranks(3, start=False, heartbeat_timeout_s=SILENCE_S)
+    everyone[0].start(), everyone[2].start()
+    for control in (everyone[0], everyone[2]):
+        error = failure_of(control)
+        assert isinstance(error, PeerDied) and "rank 1 (generator, reward) has not been heard of" in str(error)
+        assert "rank 2" not in str(error) and "rank 0" not in str(error)
+
+
+def test_a_silent_leader_is_named_by_the_others(ranks):
+    _, other = ranks(2, start=False, heartbeat_timeout_s=SILENCE_S)
+    other.start()
+    error = failure_of(other)
+    assert isinstance(error, PeerDied) and "rank 0 (trainer) has not been heard of" in str(error)
+
+
+def test_a_rank_that_beats_or_has_closed_is_not_dead(ranks):
+    everyone = ranks(3, heartbeat_timeout_s=SILENCE_S)
+    everyone[1].close()
+    everyone[2].wait(4 * SILENCE_S)  # no event: that nothing happens is the claim
+    everyone[0].check(), everyone[2].check()
+
+
+def test_a_rank_that_is_stuck_with_the_dead_is_ended_after_the_grace_and_says_why(ranks, monkeypatch, capsys):
+    ended = threading.Event()
+    monkeypatch.setattr(control_module, "GRACE_S", 0.05)
+    monkeypatch.setattr(control_module.os, "_exit", lambda code: (ended.set(), codes.append(code)))
+    codes = []
+    leader, _ = ranks(2)
+    leader.fail(PeerDied("rank 1 is gone"))  # and its loop never turns again
+    assert ended.wait(WAIT_S)
+    eventually(lambda: codes)
+    assert codes == [control_module.EXIT_PEER_DIED]
+    assert "rank 0 is stuck in a collective" in capsys.readouterr().err
+
+
+def test_a_rank_that_ends_by_itself_is_not_ended(ranks, monkeypatch):
+    codes = []
+    monkeypatch.setattr(control_module, "GRACE_S", 0.3)
+    monkeypatch.setattr(control_module.os, "_exit", codes.append)
+    leader, _ = ranks(2)
+    leader.fail(PeerDied("rank 1 is gone"))
+    beat = next(t for t in leader._threads if t.name == "control-beat")
+    leader.close()
+    beat.join(WAIT_S)
+    assert not beat.is_alive() and codes == []

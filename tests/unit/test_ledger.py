@@ -1,0 +1,182 @@
+"""TicketDesk: asking, granting, finishing, taking and giving back, in one process and between ranks."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from llamarl.control import Control, DeadlineExceeded, PeerDied
+from llamarl.ledger import TicketDesk
+from llamarl.tickets import TicketLedger, lane_of
+
+WAIT_S = 10.0
+
+
+def ledger(**settings):
+    return TicketLedger(**{"groups_per_step": 4, "max_lag": 1, "overcommit": 2, **settings})
+
+
+@pytest.fixture
+def alone():
+    """desk(**ledger settings) of a world of one."""
+
+    def make(**settings):
+        control = Control(None, rank=0, world_size=1, leader=0, names=["everything"])
+        return TicketDesk(ledger(**settings), control, trainer_ranks=(0,), deadline_s=WAIT_S)
+
+    return make
+
+
+@pytest.fixture
+def desks():
+    """make(trainer_ranks, count, start, ...): a desk for each of `count` ranks, the leader first."""
+    controls, stores = [], []  # a store serves for as long as it is referred to
+
+    def make(trainer_ranks=(0,), count=2, start=True, deadline_s=WAIT_S, **settings):
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        stores.append(store)
+        names = [f"station {rank}" for rank in range(count)]
+        made = [Control(store.clone(), rank=r, world_size=count, leader=0, names=names, heartbeat_timeout_s=60) for r in range(count)]
+        controls.extend(made)
+        lanes = len(trainer_ranks)
+        out = [TicketDesk(ledger(num_lanes=lanes, **settings), c, trainer_ranks=trainer_ranks, deadline_s=deadline_s) for c in made]
+        for control in made if start else ():
+            control.start()
+        return out, made
+
+    yield make
+    for control in controls:
+        control.close()
+
+
+def eventually(predicate):
+    deadline = time.monotonic() + WAIT_S
+    while not (value := predicate()):
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.005)
+    return value
+
+
+def indices(tickets):
+    return [t.index for t in tickets]
+
+
+def test_tickets_are_granted_in_order_up_to_the_bound_with_the_version_plus_max_lag_as_deadline(alone):
+    desk = alone()
+    granted = desk.ask(0, 3, version=0) + desk.ask(0, 100, version=0)
+    assert indices(granted) == list(range(6))  # groups_per_step + overcommit
+    assert {t.deadline for t in granted} == {1}
+    assert desk.ask(0, 100, version=0) == []
+
+
+def test_a_refused_ask_is_forgotten_and_a_later_one_is_granted_with_newer_weights(alone):
+    desk = alone()
+    desk.finish(indices(desk.ask(0, 6, version=0)))
+    assert desk.ask(0, 1, version=0) == []
+    assert desk.take(0) == [0, 1, 2, 3]
+    assert desk.granted() == []
+    assert [(t.index, t.deadline) for t in desk.ask(0, 1, version=1)] == [(6, 2)]
+
+
+def test_a_step_is_taken_only_when_its_batch_is_finished_and_each_group_once(alone):
+    desk = alone()
+    desk.ask(0, 6, version=0)
+    desk.finish([0, 1, 5])
+    assert desk.take(0) is None
+    assert desk.waits_for() == "tickets [2, 3, 4] in work"
+    desk.finish([3])
+    assert sorted(desk.take(0)) == [0, 1, 3, 5]
+    with pytest.raises(ValueError, match="step 0 taken, but the next is 1"):
+        desk.take(0)
+    with pytest.raises(ValueError, match="ticket 5 finished, but it is not in work"):
+        desk.finish([5])
+
+
+def test_a_step_given_up_can_be_taken_again_with_the_same_groups(alone):
+    desk = alone()
+    desk.finish(indices(desk.ask(0, 6, version=0)))
+    before = desk.state_dict()
+    taken = desk.take(0)
+    assert desk.state_dict() != before
+    desk.untake(0)
+    assert desk.state_dict() == before
+    assert desk.take(0) == taken
+    with pytest.raises(ValueError, match="step 3 was not the last to be taken"):
+        desk.untake(3)
+
+
+def test_a_synchronous_ask_is_answered_with_nothing_when_nothing_may_start(alone):
+    desk = alone(max_lag=0, overcommit=0)
+    assert desk.synchronous
+    assert indices(desk.ask(0, 100, version=0)) == [0, 1, 2, 3]
+    assert desk.ask(0, 100, version=0) == []
+
+
+def test_before_anything_has_started_the_next_step_waits_for_new_tickets(alone):
+    assert alone().waits_for() == "new tickets to start"
+
+
+def test_a_restored_desk_starts_again_what_was_in_work_or_lost_and_keeps_what_was_saved(alone):
+    desk = alone()
+    desk.ask(0, 6, version=0)
+    desk.finish([1, 2])
+    state, other = desk.state_dict(), alone()
+    other.load_state_dict(state)
+    assert other.reconcile([2]) == {2}
+    assert sorted(indices(other.ask(0, 5, version=0))) == [0, 1, 3, 4, 5]
+    assert other.ask(0, 1, version=0) == []
+
+
+# -- between ranks --------------------------------------------------------------------------------------------------------
+
+
+def test_a_generator_elsewhere_is_granted_by_the_leaders_listener(desks):
+    (_, generator), _ = desks()
+    assert generator.ask(0, 2, version=0) == []  # it asks ahead and does not wait
+    granted = []
+    eventually(lambda: granted.extend(generator.granted()) or len(granted) == 2)
+    assert indices(granted) == [0, 1]
+
+
+def test_a_synchronous_generator_elsewhere_waits_for_its_answer(desks):
+    (_, generator), _ = desks(max_lag=0, overcommit=0)
+    assert indices(generator.ask(0, 100, version=0)) == [0, 1, 2, 3]
+    assert generator.ask(0, 100, version=0) == []
+
+
+def test_a_synchronous_ask_that_nobody_answers_ends_at_the_deadline_and_names_the_leader(desks):
+    (_, generator), _ = desks(max_lag=0, overcommit=0, start=False, deadline_s=0.2)
+    with pytest.raises(DeadlineExceeded, match="generator 0 on rank 1 waited .* for the ledger on rank 0"):
+        generator.ask(0, 1, version=0)
+
+
+def test_a_synchronous_ask_ends_at_once_when_the_leader_fails(desks):
+    (_, generator), (_, control) = desks(max_lag=0, overcommit=0, start=False)
+    control.fail(PeerDied("rank 0 failed"))
+    with pytest.raises(PeerDied):
+        generator.ask(0, 1, version=0)
+
+
+def test_every_trainer_rank_takes_its_own_lane_of_what_the_leader_took(desks):
+    (leader, other), _ = desks(trainer_ranks=(0, 1))
+    tickets = indices(leader.ask(0, 6, version=0))
+    lanes = [[t for t in tickets if lane_of(t, 2) == lane] for lane in range(2)]
+    assert other.take(0) is None and leader.take(0) is None
+    assert other.waits_for() == "the ledger on rank 0"
+    leader.finish(lanes[0])
+    other.finish(lanes[1])
+    mine = eventually(lambda: leader.take(0))
+    theirs = eventually(lambda: other.take(0))
+    assert set(mine) <= set(lanes[0]) and set(theirs) <= set(lanes[1])
+    assert len(mine) == len(theirs) == 2
+    assert other.take(1) is None
+
+
+def test_a_group_finished_twice_ends_the_leaders_loop(desks):
+    (leader, other), (control, _) = desks(trainer_ranks=(0, 1))
+    leader.ask(0, 4, version=0)
+    other.finish([1])
+    other.finish([1])
+    eventually(lambda: control.failure)
+    with pytest.raises(ValueError, match="ticket 1 finished, but it is not in work"):
+        control.check()
