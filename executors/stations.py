@@ -76,7 +76,8 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
     t, options = config.trainer, config.loss.keywords
     loss_fn = resolve_loss(config.loss.fn)
     check_options(loss_fn, options)
-    truncated = config.generator.top_k > 0 or config.generator.top_p < 1
+    g = config.generator
+    truncated = g.top_k > 0 or g.top_p < 1 or g.min_new_tokens > 0
     update = UpdateSettings(
         lr=config.lr,
         schedule=t.schedule,

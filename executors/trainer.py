@@ -137,7 +137,7 @@ class FSDPTrainer(Executor):
             mine = self._update.score([torch.tensor(ids) for ids in probe["token_ids"]])
             theirs = torch.tensor([x for row in probe["logprobs"] for x in row])
             worst = float((mine - theirs).abs().max())
-            if worst > self.probe_tolerance:
+            if not worst <= self.probe_tolerance:  # NaN too
                 raise ParityError(
                     f"generator {generator} and the trainer differ by {worst:.4g} in the logprobs of fixed prompts under version "
                     f"{self.version}, more than {self.probe_tolerance:g}: they do not hold the same weights, or do not compute the same "

@@ -18,21 +18,28 @@ from typing import Iterator
 import torch
 import torch.distributed as dist
 
+from llamarl.checkpoint import CheckpointError
 from llamarl.config import Config, resolve_placement, to_values
 from llamarl.control import DeadlineExceeded, PeerDied
 from llamarl.controller import RunSettings
+from llamarl.ddma.transfer import WeightsError
+from llamarl.learning.update import NotFinite, ParityError
 from llamarl.models.hf import load_tokenizer
 from llamarl.observe import RowWriter, build_sinks
 from llamarl.placement import World, init_world, threads_per_rank
 from llamarl.run import RunDirectory, RunDirectoryError, open_run
 from llamarl.tasks.base import Task
 from llamarl.tasks.build import build_task
+from llamarl.tasks.pool import RewardError
 from llamarl.tickets import PromptStream, TicketLedger
 from llamarl.types import Prompt
 
 TINY_MODEL = Path(__file__).parent / "models" / "tiny"
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
+
+# Ends that explain themselves: a message, no traceback.
+RUN_ENDS = (PeerDied, DeadlineExceeded, ParityError, NotFinite, RewardError, WeightsError, CheckpointError)
 
 log = logging.getLogger("llamarl")
 
@@ -157,7 +164,7 @@ def launch(config: Config) -> Iterator[Job]:
         if world.rank == 0:
             print(f"llamarl: {error}", file=sys.stderr, flush=True)
         code = EXIT_BAD_INPUT
-    except (PeerDied, DeadlineExceeded) as error:
+    except RUN_ENDS as error:
         print(f"llamarl: rank {world.rank}: {error}", file=sys.stderr, flush=True)
         code = EXIT_FAILED
     finally:

@@ -3,9 +3,11 @@
 Each rank is this file run as a script; it leaves what it computed in a safetensors file.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from llamarl.learning.logprobs import make_head
 from llamarl.learning.losses.aipo import aipo
 from llamarl.learning.optim import build_optimizer, clip_grad_norm
 from llamarl.learning.packing import filler, pack
+from llamarl.learning.update import NotFinite, PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder
 from llamarl.types import Group
@@ -90,6 +93,40 @@ def learn(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     return out | {f"stepped/{name}": whole(p.detach()).clone() for name, p in named.items()}
 
 
+SETTINGS = UpdateSettings(
+    lr=0.5,
+    schedule="constant",
+    warmup_steps=0,
+    max_steps=10,
+    microbatch_tokens=25,
+    max_grad_norm=MAX_NORM,
+    temperature=0.8,
+    advantages="group_mean",
+    skip_zero_advantage=False,
+    parity_tolerance=None,
+)
+
+
+def policy_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """PolicyUpdate with a KL term, where the last rank has no groups at all: weights after a step, and its metrics."""
+    groups = [dataclasses.replace(g, ref_logprobs=torch.full(g.token_ids.shape, -2.5)) for g in groups_of(0, 1)]
+    groups = groups if rank == 0 else []
+    out, everyone = {}, dist.group.WORLD if ranks > 1 else None
+    optimizer = torch.optim.SGD(decoder.parameters())
+    loss = partial(aipo, kl_coef=0.1)
+    update = PolicyUpdate(decoder, optimizer, loss, SETTINGS, group=everyone, device=torch.device("cpu"))
+    weights = {name: whole(p.detach()).clone() for name, p in decoder.named_parameters()}
+    # Neither what is not finite on one rank nor a stop request on another changes anything anywhere.
+    broken = [dataclasses.replace(g, generator_logprobs=torch.full(g.token_ids.shape, float("nan"))) for g in groups]
+    for error, given, stop in ((StepAborted, groups, lambda: rank == ranks - 1), (NotFinite, broken, lambda: False)):
+        with pytest.raises(error):
+            update.run(given, 0, stop)
+        assert all(torch.equal(whole(p.detach()), weights[name]) for name, p in decoder.named_parameters())
+    metrics = update.run(groups, 0, lambda: False)
+    out |= {f"metric/{name}": torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+    return out | {f"weight/{name}": whole(p.detach()).clone() for name, p in decoder.named_parameters()}
+
+
 def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -111,17 +148,22 @@ def norm_over_mixed_placements() -> torch.Tensor:
     return clip_grad_norm(parameters, None)
 
 
+def sharded_decoder(kind: str):
+    decoder = decoder_of(kind == "tied")
+    for layer in decoder.layers:
+        fully_shard(layer)
+    # The root would keep its weights whole until backward; giving them back makes the head's saved weight come again.
+    fully_shard(decoder, reshard_after_forward=True)
+    return decoder
+
+
 def main(rank: int, directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), RANKS), rank=rank, world_size=RANKS)
     out = {"mixed": norm_over_mixed_placements()}
     for kind in ("tied", "untied"):
-        decoder = decoder_of(kind == "tied")
-        for layer in decoder.layers:
-            fully_shard(layer)
-        # The root would keep its weights whole until backward; giving them back makes the head's saved weight come again.
-        fully_shard(decoder, reshard_after_forward=True)
-        out |= {f"{kind}/{name}": tensor.contiguous() for name, tensor in learn(decoder, rank, RANKS).items()}
+        out |= {f"{kind}/{name}": tensor.contiguous() for name, tensor in learn(sharded_decoder(kind), rank, RANKS).items()}
+    out |= {f"update/{name}": tensor.contiguous() for name, tensor in policy_step(sharded_decoder("tied"), rank, RANKS).items()}
     save_file(out, directory / f"rank{rank}.safetensors")
     dist.destroy_process_group()
 
@@ -171,6 +213,17 @@ def test_clipping_brings_the_norm_over_all_shards_down(ranks, one, kind):
 
 def test_shards_count_once_and_replicas_not_again(ranks):
     assert [rank["mixed"].item() for rank in ranks] == [13.0] * RANKS
+
+
+def test_a_policy_update_of_two_ranks_is_that_of_one_even_if_a_rank_has_no_groups(ranks):
+    one = {f"update/{name}": tensor for name, tensor in policy_step(decoder_of(True), 0, 1).items()}
+    assert "update/metric/kl/ref" in one
+    for rank in ranks:
+        assert {name for name in rank if name.startswith("update/")} == one.keys()
+        for name, want in one.items():
+            torch.testing.assert_close(rank[name], want, atol=FLOAT32, rtol=2 * FLOAT32, msg=lambda m: f"{name}: {m}")
+    start = decoder_of(True).state_dict()
+    assert max((one[f"update/weight/{name}"] - start[name]).abs().max().item() for name in start) > 1e-3
 
 
 if __name__ == "__main__":

@@ -1,0 +1,368 @@
+"""PolicyUpdate on a tiny decoder: a step does what one sequence at a time would, or changes nothing."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from llamarl.learning.losses.aipo import aipo
+from llamarl.learning.update import NotFinite, ParityError, PolicyUpdate, StepAborted, UpdateSettings
+from llamarl.models.attention import PackedAttention
+from llamarl.models.build import ModelConfig, build_decoder
+from llamarl.types import Group
+
+NAN = float("nan")
+VOCAB, VERSION = 23, 5
+STEP = 5e-6  # float32 rounding of sums in another order, as a share of the largest change of a weight
+SETTINGS = UpdateSettings(
+    lr=0.5,
+    schedule="linear",
+    warmup_steps=0,
+    max_steps=10,
+    microbatch_tokens=1000,
+    max_grad_norm=0.05,
+    temperature=0.7,
+    advantages="group_mean",
+    skip_zero_advantage=False,
+    parity_tolerance=None,
+)
+
+
+def go_on():
+    return False
+
+
+def decoder_of(uniform=False):
+    """Random weights. `uniform`: all logits are 0, so every logprob is -log(VOCAB)."""
+    config = ModelConfig("LlamaForCausalLM", VOCAB, 16, 24, 2, 4, 2, 4, 1e-6, 1e4, None, 64, False, False)
+    decoder = build_decoder(config, device="cpu")
+    random = torch.Generator().manual_seed(0)
+    for parameter in decoder.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=random) * 0.3
+    if uniform:
+        decoder.output.weight.data.zero_()
+    return decoder
+
+
+def update_of(decoder=None, loss_fn=aipo, optimizer=torch.optim.SGD, **changes):
+    decoder = decoder or decoder_of()
+    made = dataclasses.replace(SETTINGS, **changes)
+    return PolicyUpdate(decoder, optimizer(decoder.parameters(), lr=123.0), loss_fn, made, group=None, device=torch.device("cpu"))
+
+
+def group(ticket, lengths, rewards, **fields):
+    """Random tokens with generator logprobs of -3 (near the decoder's), sampled from the version before."""
+    random = torch.Generator().manual_seed(ticket)
+    tokens, size = sum(lengths), len(lengths)
+    values = dict(
+        ticket=ticket,
+        prompt_ids=torch.randint(0, VOCAB, (1 + ticket % 5,), generator=random),
+        lengths=torch.tensor(lengths),
+        token_ids=torch.randint(0, VOCAB, (tokens,), generator=random),
+        generator_logprobs=torch.full((tokens,), -3.0),
+        policy_versions=torch.full((tokens,), VERSION - 1),
+        ref_logprobs=torch.empty(0),
+        rewards=torch.tensor(rewards),
+        finish_reasons=("stop",) * size,
+        outcomes=tuple("error" if math.isnan(r) else "score" for r in rewards),
+    )
+    return Group(**{**values, **fields})
+
+
+def groups_of():
+    """Completions with advantage 0 (in a group, and a whole group), one that failed and one that was cut off."""
+    return [
+        group(4, [6, 2, 9], [1.0, 0.5, 0.0]),
+        group(1, [3, 4], [1.0, 1.0]),
+        group(3, [1, 5, 2, 7], [0.0, 1.0, NAN, 1.0]),
+        group(7, [2, 2, 8], [0.0, 3.0, 1.0], finish_reasons=("stop", "aborted", "length")),
+    ]
+
+
+def advantages_of(g):
+    valid = ~g.rewards.isnan()
+    return torch.where(valid, g.rewards - g.rewards[valid].mean(), 0)
+
+
+def weights_of(update):
+    return [p.detach().clone() for p in update.decoder.parameters()]
+
+
+def state_of(update):
+    """Weights, and the optimizer's state as plain values."""
+    state = update.optimizer.state_dict()
+    moments = {k: {n: v.tolist() for n, v in s.items()} for k, s in state["state"].items()}
+    return [w.tolist() for w in weights_of(update)], moments, state["param_groups"]
+
+
+def assert_unchanged(update, before):
+    assert state_of(update) == before
+    assert all(p.grad is None for p in update.decoder.parameters())
+
+
+# -- the step ------------------------------------------------------------------------------------------------------------------
+
+
+def one_at_a_time(groups, cap=4.0):
+    """(gradients, loss, trained tokens) of AIPO from the whole logits of each sequence alone."""
+    decoder, losses, count = decoder_of(), [], 0
+    for g in groups:
+        parts = zip(g.token_ids.split(g.lengths.tolist()), g.generator_logprobs.split(g.lengths.tolist()), advantages_of(g))
+        for i, (completion, generator, advantage) in enumerate(parts):
+            if g.rewards[i].isnan() or g.finish_reasons[i] == "aborted":
+                continue
+            tokens = torch.cat([g.prompt_ids, completion])
+            logits = decoder(tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)])))
+            logprobs = (logits / SETTINGS.temperature).log_softmax(-1)[len(g.prompt_ids) - 1 : -1]
+            chosen = logprobs.gather(1, completion[:, None])[:, 0]
+            weight = (chosen.detach() - generator).exp().clamp(max=cap)
+            losses.append(-(weight * advantage * chosen).sum())
+            count += len(completion)
+    loss = sum(losses) / count
+    loss.backward()
+    return [p.grad for p in decoder.parameters()], loss.item(), count
+
+
+@pytest.mark.filterwarnings("ignore:sequences longer")
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("microbatch_tokens", [1, 10, 17, 30, 1000])
+def test_a_step_is_that_of_one_sequence_at_a_time(microbatch_tokens, skip):
+    gradients, loss, count = one_at_a_time(groups_of())
+    norm = torch.cat([g.flatten() for g in gradients]).norm().item()
+    assert norm > 2 * SETTINGS.max_grad_norm
+    rate = SETTINGS.lr * (1 - VERSION / SETTINGS.max_steps) * SETTINGS.max_grad_norm / norm
+    update = update_of(microbatch_tokens=microbatch_tokens, skip_zero_advantage=skip)
+    before = weights_of(update)
+    metrics = update.run(groups_of(), VERSION, go_on)
+    largest = max(rate * g.abs().max().item() for g in gradients)
+    for old, new, gradient in zip(before, weights_of(update), gradients):
+        # the weights themselves are rounded to 1e-7 of their size
+        torch.testing.assert_close(new, old - rate * gradient, atol=STEP * largest + 1e-7, rtol=0)
+    assert largest > 1e-3
+    assert metrics["loss/value"] == pytest.approx(loss, rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["tokens/trained"] == count
+    assert {group["lr"] for group in update.optimizer.param_groups} == {SETTINGS.lr / 2}
+
+
+def test_gradients_of_the_step_before_do_not_add_up():
+    update = update_of()
+    for p in update.decoder.parameters():
+        p.grad = torch.ones_like(p)
+    want = update_of()
+    assert update.run(groups_of(), VERSION, go_on) == want.run(groups_of(), VERSION, go_on)
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(update), weights_of(want)))
+
+
+def test_a_batch_with_nothing_to_train_is_a_step_of_no_change():
+    update = update_of()
+    before = weights_of(update)
+    metrics = update.run([group(2, [3, 2], [NAN, NAN])], VERSION, go_on)
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(update), before))
+    assert (metrics["grad_norm"], metrics["tokens/trained"], metrics["loss/value"]) == (0.0, 0.0, 0.0)
+    assert metrics["parity/logprob_diff_max"] is None and metrics["reward/error_rate"] == 1.0
+    assert all(v is None or math.isfinite(v) for v in metrics.values())
+
+
+def test_the_loss_gets_a_reference_only_where_one_ran():
+    seen = []
+
+    def loss_fn(logprobs, generator, reference, *rest, **options):
+        seen.append(reference)
+        return aipo(logprobs, generator, reference, *rest, **options)
+
+    without, with_one = group(4, [2, 3], [0.0, 1.0]), group(4, [2, 3], [0.0, 1.0], ref_logprobs=-torch.arange(5.0))
+    update = update_of(loss_fn=loss_fn)
+    assert update.run([without], VERSION, go_on)["kl/ref"] == 0.0 and seen == [None]
+    assert update.run([with_one], VERSION, go_on)["kl/ref"] > 0 and seen[1].tolist() == [0.0, -1.0, -2.0, -3.0, -4.0]
+
+
+# -- what changes nothing ------------------------------------------------------------------------------------------------------
+
+
+def seasoned(**changes):
+    """An update after one step of AdamW, so that the optimizer has a state to lose."""
+    update = update_of(optimizer=torch.optim.AdamW, **changes)
+    update.run(groups_of(), VERSION - 1, go_on)
+    update.optimizer.zero_grad()
+    return update
+
+
+def test_a_stop_at_any_microbatch_changes_nothing_and_the_step_can_be_made_again():
+    update = seasoned(microbatch_tokens=17)
+    before, calls, microbatches = state_of(update), 0, 0
+    while True:
+        boundary = iter(range(1000))
+        try:
+            update.run(groups_of(), VERSION, lambda: next(boundary) == microbatches)
+        except StepAborted:
+            assert next(boundary) == microbatches + 1  # it went on until then, and not further
+            assert_unchanged(update, before)
+            microbatches += 1
+        else:
+            break
+    assert microbatches > 3  # boundaries: one before each microbatch, and one before the step
+    once = seasoned(microbatch_tokens=17)
+    once.run(groups_of(), VERSION, go_on)
+    assert state_of(update) == state_of(once) != before
+
+
+def bad_loss(value=0.0, gradient=1.0):
+    """A loss that adds `value` to the sum of logprobs, and multiplies their gradients."""
+
+    def loss_fn(logprobs, *_, **__):
+        logprobs.register_hook(lambda g: g * gradient)
+        return logprobs.sum() + value, {}
+
+    return loss_fn
+
+
+def nan_in_the_generators_logprobs():
+    groups = groups_of()
+    groups[2].generator_logprobs[3] = NAN  # a trained token
+    return aipo, groups
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        nan_in_the_generators_logprobs,
+        lambda: (bad_loss(value=NAN), groups_of()),
+        lambda: (bad_loss(value=math.inf), groups_of()),
+        lambda: (bad_loss(gradient=NAN), groups_of()),
+        lambda: (bad_loss(gradient=math.inf), groups_of()),
+    ],
+    ids=["generator_nan", "loss_nan", "loss_inf", "gradient_nan", "gradient_inf"],
+)
+def test_what_is_not_finite_changes_nothing_and_is_named(case):
+    loss_fn, groups = case()
+    update = seasoned(microbatch_tokens=17)
+    update.loss_fn = loss_fn
+    before = state_of(update)
+    with pytest.raises(NotFinite, match=rf"step {VERSION}: .*(nan|inf).*Tickets on this rank: \[4, 1, 3, 7\]"):
+        update.run(groups, VERSION, go_on)
+    assert_unchanged(update, before)
+
+
+def test_a_finite_custom_loss_is_a_step():
+    """Otherwise the cases above would show nothing."""
+    update = seasoned()
+    update.loss_fn, before = bad_loss(), state_of(update)
+    update.run(groups_of(), VERSION, go_on)
+    assert state_of(update) != before
+
+
+# -- parity --------------------------------------------------------------------------------------------------------------------
+
+
+def own_logprobs(offset=0.0, versions=VERSION, size=2):
+    """A group of the uniform decoder's own logprobs, off by `offset` on its last token."""
+    g = group(4, [3, 4], [0.0, 1.0], policy_versions=torch.full((7,), versions))
+    g.generator_logprobs.fill_(-math.log(VOCAB))
+    g.generator_logprobs[-1] += offset
+    return [g]
+
+
+@pytest.mark.parametrize("offset", [0.02, -0.02, NAN])
+def test_fresh_tokens_with_other_logprobs_are_a_parity_error_and_change_nothing(offset):
+    # A loss that does not look at the generator's logprobs: NaN in them must be seen here.
+    update = update_of(decoder_of(uniform=True), bad_loss(), parity_tolerance=0.01)
+    before = state_of(update)
+    with pytest.raises(ParityError, match=f"step {VERSION}: .*(0.02|nan), more than 0.01"):
+        update.run(own_logprobs(offset), VERSION, go_on)
+    assert state_of(update) == before
+
+
+@pytest.mark.parametrize("offset, versions, tolerance, want", [
+    (0.02, VERSION, 0.03, 0.02),  # within
+    (0.0, VERSION, 0.01, 0.0),
+    (5.0, VERSION - 1, 0.01, None),  # no fresh token
+    (5.0, VERSION, None, 5.0),  # not compared, and still reported
+])  # fmt: skip
+def test_parity_is_of_fresh_tokens_alone(offset, versions, tolerance, want):
+    update = update_of(decoder_of(uniform=True), parity_tolerance=tolerance)
+    got = update.run(own_logprobs(offset, versions), VERSION, go_on)["parity/logprob_diff_max"]
+    assert got is want is None or got == pytest.approx(want, abs=1e-5)
+
+
+def test_one_fresh_token_in_a_stale_completion_is_compared():
+    g = own_logprobs(0.5, VERSION - 1)[0]
+    g.policy_versions[-1] = VERSION
+    with pytest.raises(ParityError):
+        update_of(decoder_of(uniform=True), parity_tolerance=0.01).run([g], VERSION, go_on)
+
+
+# -- metrics -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:sequences longer")
+@pytest.mark.parametrize("microbatch_tokens", [3, 20])
+def test_metrics_by_hand(microbatch_tokens):
+    # Every logprob is -log 23, so the generator's are set by the ratio: 1, but 6 (capped at 4) and 0.5 for two tokens.
+    log = math.log(VOCAB)
+    ratios = [torch.ones(5), torch.ones(6)]
+    ratios[0][2], ratios[1][1] = 6.0, 0.5
+    groups = [
+        group(0, [2, 3], [1.0, 0.0], policy_versions=torch.tensor([3, 4, 5, 5, 5]), prompt_ids=torch.tensor([7, 7])),
+        group(1, [1, 4, 1], [2.0, 1.0, NAN], policy_versions=torch.tensor([4, 2, 5, 5, 5, 5]), prompt_ids=torch.tensor([7]),
+              finish_reasons=("stop", "length", "stop")),
+    ]  # fmt: skip
+    for i, (g, ratio) in enumerate(zip(groups, ratios)):
+        reference = torch.full_like(ratio, -log + i)  # k3(0) = 0 in the first group, k3(1) = e - 2 in the second
+        groups[i] = dataclasses.replace(g, generator_logprobs=-log - ratio.log(), ref_logprobs=reference)
+    update = update_of(decoder_of(uniform=True), microbatch_tokens=microbatch_tokens, temperature=1.0)
+    got = update.run(groups, VERSION, go_on)
+    # Trained: 5 tokens of group 0, 1 + 4 of group 1 (its last has no reward).
+    # Advantages: 0.5, -0.5 in both. Weights after the cap: [1 1], [4 1 1] in group 0, [1], [0.5 1 1 1] in group 1.
+    weighted = 0.5 * 2 - 0.5 * 6 + 0.5 * 1 - 0.5 * 3.5
+    want = {
+        "loss/value": log * weighted / 10,
+        "reward/mean": 4 / 4,  # 1, 0, 2, 1
+        "reward/std": math.sqrt(0.5),  # over n
+        "reward/error_rate": 1 / 5,
+        "entropy": log,
+        "kl/ref": 5 * (math.e - 2) / 10,
+        "ratio/mean": (8 + 6 + 0.5) / 10,
+        "ratio/max": 6.0,
+        "ratio/capped_fraction": 1 / 10,
+        "lag/mean": (2 + 0 + 1 + 3 + 0) / 5,  # of each completion's oldest token
+        "lag/max": 3.0,
+        "tokens/trained": 10.0,
+        "tokens/generated": 11.0,
+        "completion/length_mean": 11 / 5,
+        "completion/truncated_fraction": 1 / 5,
+        "parity/logprob_diff_max": math.log(6.0),  # the third token of group 0 is fresh
+    }
+    # Prompts of 2 and 1: 2 + 1 + 2 and 1 + 0 + 3 tokens, 9 of 20. A budget of 3 has 2 + 1 and 1 + 0; 2 + 2 and 1 + 3 pass it.
+    padding = {20: 1 - 9 / 20, 3: 1 - (3 + 4 + 1 + 4) / (3 + 4 + 3 + 4)}[microbatch_tokens]
+    assert {k: got[k] for k in want} == pytest.approx(want, rel=1e-5, abs=1e-6)
+    assert got["packing/padding_fraction"] == pytest.approx(padding)
+    k3 = 6 - 1 - math.log(6), 0.5 - 1 - math.log(0.5)
+    assert got["kl/generator"] == pytest.approx(sum(k3) / 10, rel=1e-5)
+    assert got["grad_norm"] > 0
+    assert got.keys() == want.keys() | {"packing/padding_fraction", "kl/generator", "grad_norm"}
+
+
+def test_metrics_of_a_loss_are_means_over_tokens_and_maxima():
+    def loss_fn(logprobs, generator, *_, **__):
+        return logprobs.sum(), {"mine": torch.tensor(2.0) * logprobs.numel(), "mine/max": logprobs.new_tensor(logprobs.numel())}
+
+    # 5 prompt tokens, then 1 and 2: two microbatches
+    got = update_of(loss_fn=loss_fn, microbatch_tokens=7).run([group(4, [2, 3], [0.0, 1.0])], VERSION, go_on)
+    assert got["mine"] == pytest.approx(2.0) and got["mine/max"] == 3.0
+
+
+# -- scores --------------------------------------------------------------------------------------------------------------------
+
+
+def test_scores_are_the_logprobs_of_all_tokens_but_the_first():
+    update = update_of()
+    sequences = [torch.tensor([3, 1, 4, 1, 5]), torch.tensor([9, 2]), torch.tensor([6, 5, 3])]
+    want = []
+    for s in sequences:
+        logits = update.decoder(s, torch.arange(len(s)), PackedAttention(torch.tensor([0, len(s)])))
+        want.append((logits / SETTINGS.temperature).log_softmax(-1)[:-1].gather(1, s[1:, None])[:, 0])
+    got = update.score(sequences)
+    assert got.shape == (7,) and not got.requires_grad
+    torch.testing.assert_close(got, torch.cat(want).detach(), atol=1e-5, rtol=0)
