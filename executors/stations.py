@@ -11,7 +11,7 @@ from executors.trainer import AdamSettings, FSDPTrainer
 from llamarl.config import Config
 from llamarl.inference import SamplingParams
 from llamarl.launch import Job
-from llamarl.learning.losses import check_options, resolve_loss
+from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.update import UpdateSettings
 
 
@@ -73,8 +73,8 @@ def build_references(config: Config, job: Job) -> list[FrozenReference]:
 
 
 def build_trainer(config: Config, job: Job) -> FSDPTrainer:
-    t, options = config.trainer, config.loss.keywords
-    loss_fn = resolve_loss(config.loss.fn)
+    t, loss_fn = config.trainer, resolve_loss(config.loss.fn)
+    options = config.loss.keywords_for(options_of(loss_fn))
     check_options(loss_fn, options)
     g = config.generator
     truncated = g.top_k > 0 or g.top_p < 1 or g.min_new_tokens > 0

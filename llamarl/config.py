@@ -144,12 +144,13 @@ def _loss_problems(loss: LossSettings) -> list[Problem]:
     if ":" not in loss.fn:
         what = f"need {' or '.join(names)} or module:function{did_you_mean(loss.fn, names)}"
         return [Problem(f"loss.fn={loss.fn}", what, ("loss.fn",))]
-    from llamarl.learning.losses import check_options, resolve_loss  # imports torch, so only for a loss of the user's own
+    from llamarl.learning.losses import check_options, options_of, resolve_loss  # imports torch, so only for a loss of the user's own
 
     try:
-        check_options(resolve_loss(loss.fn), loss.keywords)
+        fn = resolve_loss(loss.fn)
+        check_options(fn, loss.keywords_for(options_of(fn)))
     except ValueError as error:
-        return [Problem(f"loss.fn={loss.fn}", str(error), ("loss.fn",))]
+        return [Problem(f"loss.fn={loss.fn}", line, ("loss.fn",)) for line in str(error).splitlines()]
     return []
 
 

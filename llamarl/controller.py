@@ -213,7 +213,7 @@ class ExecutorController:
         worked = executor.step()
         now = time.monotonic()
         if worked:
-            cause = (clock.reason or "other: ").split(":")[0]
+            cause = (clock.reason or "no work: ").split(":")[0]
             self.metrics.add(f"{executor.name}/idle_s", began - clock.idle_since)
             self.metrics.add(f"{executor.name}/idle_s/{cause}", began - clock.idle_since)
             self.metrics.add(f"{executor.name}/busy_s", now - began)

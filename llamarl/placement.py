@@ -9,6 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from llamarl.allocator import keep_freed_memory
+
 _LINK_TIMEOUT = timedelta(days=7)  # a channel may be silent for long; deadlines are its users'
 
 
@@ -40,6 +42,7 @@ def init_world(*, threads: int | None, deadline_s: float) -> World:
     # oneDNN's path is the fast one on AMD, and its result is float32's to the last bits; GPUs may use TF32.
     torch.set_float32_matmul_precision("medium" if not torch.cuda.is_available() else "high")
     device = torch.device("cpu")
+    keep_freed_memory()
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -49,7 +52,11 @@ def init_world(*, threads: int | None, deadline_s: float) -> World:
     else:
         if local_size == size:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("gloo", timeout=timeout)
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun's store outlives restarted workers: a new attempt must not read what the dead ones left there.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt-{attempt}", store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank, size, local_size, device)
 
 

@@ -122,6 +122,10 @@ class LossSettings:
         named = {"ratio_cap": self.ratio_cap, "kl_coef": self.kl_coef, **self.options}
         return {key: value for key, value in named.items() if value is not None}
 
+    def keywords_for(self, taken: set[str]) -> dict[str, object]:
+        """The same for a function of the user's own, which need not take the options of the losses that come with the package."""
+        return {key: value for key, value in self.keywords.items() if key in taken or key in self.options}
+
 
 @dataclass(frozen=True, slots=True)
 class EvalSettings:

@@ -13,8 +13,8 @@ that is: everything started can still be trained on in time, B a step. Two rules
   admission   a ticket may start if (1) still holds with it, and started-and-untrained <= B + overcommit;
   take        step v trains on B finished groups, earliest deadline first, if (1) holds for v + 1 without them.
 Taking moves v to v + 1 at once, before training on it ends, so generation goes on meanwhile. (1) at v says that at most B
-started tickets are due at v, so the earliest-deadline batch always holds all that are due: a step waits for a straggler
-only when that straggler's own deadline has come. No deadlock: by (1) the tickets due at v fit into step v, and when fewer
+started tickets are due at v, so the earliest-deadline batch always holds all that are due: a step waits for stragglers
+only when their own deadlines leave no later step room for them (docs/staleness.md). No deadlock: by (1) the tickets due at v fit into step v, and when fewer
 than B are started, one more may always start (its deadline g + max_lag >= v once the generator holds recent weights).
 
 With n data-parallel trainer ranks ("lanes"), ticket t belongs to lane perm[t mod n], and the rules hold for each lane with

@@ -9,6 +9,7 @@ To add a family whose blocks are Llama's, add its architecture name to FAMILIES 
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
@@ -17,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torchtune.modules import FeedForward, TransformerDecoder, TransformerSelfAttentionLayer
+logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns, at import, of kernels that nothing here uses
+
+from torchtune.modules import FeedForward, TransformerDecoder, TransformerSelfAttentionLayer  # noqa: E402
 
 from llamarl.models.attention import Attention, AttentionContext, Rotary
 

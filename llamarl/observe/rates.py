@@ -6,7 +6,7 @@ Counters read here (all only grow; seconds are summed over the ranks of an execu
     weights/swap_stall_s      decode time lost to exchanging weights
     X/busy_s, X/idle_s        for every executor X: time inside steps that did work, and the rest
     X/idle_s/CAUSE            the part of X/idle_s spent waiting for CAUSE: the first word of X.waiting_for() (data, weights,
-                              tickets, room, ...), or "other" when X waited for nothing
+                              tickets, room, ...), or "no work" when nothing was owed to X
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ALWAYS = ("generator", "trainer")  # executors whose idle share every row has, n
 KNOBS = {
     ("trainer", "data"): "raise overcommit (then max_lag), or move ranks from placement.trainer to placement.generator",
     ("trainer", "weights"): "the generator takes weights late: lower generator.chunk_tokens",
-    ("trainer", "other"): "its process works for other executors meanwhile: start more ranks (torchrun --nproc-per-node)",
+    ("trainer", "no work"): "its process works for other executors meanwhile: start more ranks (torchrun --nproc-per-node)",
     ("generator", "tickets"): "the trainer is the slow side: raise overcommit (then max_lag), or move ranks to placement.trainer",
     ("generator", "room"): "what follows the generator is slow: raise reward.num_workers or move ranks to placement.trainer",
     ("generator", "weights"): "set generator.in_flight_updates=true and max_lag of at least 1",
-    ("generator", "other"): "its process works for other executors meanwhile: start more ranks (torchrun --nproc-per-node)",
+    ("generator", "no work"): "its process works for other executors meanwhile: start more ranks (torchrun --nproc-per-node)",
     ("reward", "scores"): "raise reward.num_workers",
     ("reward", "room"): "the trainer is the slow side: move ranks to placement.trainer",
     ("reference", "room"): "the trainer is the slow side: move ranks to placement.trainer",

@@ -52,6 +52,12 @@ def check_options(fn: Loss, options: dict[str, object]) -> None:
         raise ValueError("\n".join(problems))
 
 
+def options_of(fn: Loss) -> set[str]:
+    """The names of the options that `fn` takes."""
+    parameters = inspect.signature(fn).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "num_loss_tokens"}
+
+
 def _required(fn: Loss) -> dict[str, None]:
     """The keyword-only options without a default."""
     parameters = inspect.signature(fn).parameters.values()
