@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from llamarl.learning.losses.aipo import aipo
+from llamarl.learning.packing import pack
 from llamarl.learning.update import NotFinite, ParityError, PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder
@@ -202,7 +203,9 @@ def test_a_stop_at_any_microbatch_changes_nothing_and_the_step_can_be_made_again
             microbatches += 1
         else:
             break
-    assert microbatches > 3  # boundaries: one before each microbatch, and one before the step
+    groups = groups_of()
+    packing = pack(groups, [advantages_of(g) for g in groups], budget_tokens=17, drop_zero_advantage=False)
+    assert microbatches == len(packing.microbatches) + 1 > 3  # a boundary before each microbatch, and one before the step
     once = seasoned(microbatch_tokens=17)
     once.run(groups_of(), VERSION, go_on)
     assert state_of(update) == state_of(once) != before
