@@ -44,7 +44,9 @@ class FakeGenerator(Executor):
         ids = torch.arange(LENGTH)
         for ticket in tickets:
             for i in range(SIZE):
-                fresh = Completion(ticket.index, i, ids[:4], ids, torch.zeros(LENGTH), torch.full((LENGTH,), self.version), "stop")
+                fresh = Completion(
+                    ticket.index, i, ids[:4], ids, torch.zeros(LENGTH), torch.full((LENGTH,), self.version), "stop"
+                )
                 self.outputs["completions"].put(fresh)
         return bool(tickets)
 
@@ -113,7 +115,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         ExecutorController(
             executors=[generator, reward, trainer],
-            channels=[Gather("completions", generator, reward), Scatter("scored", reward, trainer), Weights("policy", trainer, generator)],
+            channels=[
+                Gather("completions", generator, reward),
+                Scatter("scored", reward, trainer),
+                Weights("policy", trainer, generator),
+            ],
             placement={"trainer": (0,), "generator": (last,), "reward": (last,)},
             ledger=TicketLedger(groups_per_step=GROUPS, max_lag=2, overcommit=2 * GROUPS),
             world=world,

@@ -35,7 +35,9 @@ def busy_s(run_dir: Path, lane: str, since_s: float = 0.0) -> float:
 def machine() -> dict[str, str | int | float]:
     import torch
 
-    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    model = next(
+        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine()
+    )
     return {
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),

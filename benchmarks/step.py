@@ -82,8 +82,12 @@ def main() -> None:
         print(json.dumps(result))
         return
     for name, m in (("sync", sync), ("async", ahead)):
-        print(f"{name:6} {m.step_s:6.2f} s/step   generator busy {m.generate_s:5.2f}   trainer busy {m.train_s:5.2f}   lag max {m.lag_max:.0f}")
-    print(f"bound  {bound:6.2f} s/step (the slower side alone): async takes {ahead.step_s / bound:.2f} x that, sync {sync.step_s / bound:.2f} x")
+        print(
+            f"{name:6} {m.step_s:6.2f} s/step   generator busy {m.generate_s:5.2f}   trainer busy {m.train_s:5.2f}   lag max {m.lag_max:.0f}"
+        )
+    print(
+        f"bound  {bound:6.2f} s/step (the slower side alone): async takes {ahead.step_s / bound:.2f} x that, sync {sync.step_s / bound:.2f} x"
+    )
     print(f"machine {machine()}")
 
 

@@ -22,14 +22,30 @@ TRL_SETTINGS = "--threads 1 --steps 600 --completions 256 --group 8 --lr 5e-5 --
 
 
 def ours(folder: Path, seed: int, args: argparse.Namespace) -> float | None:
-    settings = [f"seed={seed}", f"eval.target={args.target}", "max_steps=1000", f"eval.every={args.eval_every}", "checkpoint.every=0"]
+    settings = [
+        f"seed={seed}",
+        f"eval.target={args.target}",
+        "max_steps=1000",
+        f"eval.every={args.eval_every}",
+        "checkpoint.every=0",
+    ]
     model = [f"model.path={args.model}"] if args.model else []
     rows = run_job(folder / str(seed), [*settings, *model, *args.overrides])
     return next((r["time/evaluated_s"] for r in rows if (r.get("eval/accuracy") or 0) >= args.target and r["step"] > 0), None)
 
 
 def trl(seed: int, args: argparse.Namespace) -> float | None:
-    command = [args.trl_python, args.trl_script, "--model", args.model, "--target", str(args.target), "--seed", str(seed), *TRL_SETTINGS]
+    command = [
+        args.trl_python,
+        args.trl_script,
+        "--model",
+        args.model,
+        "--target",
+        str(args.target),
+        "--seed",
+        str(seed),
+        *TRL_SETTINGS,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(args.trl_script).parent, timeout=900)
     if done.returncode:
         raise RuntimeError(f"TRL failed:\n{done.stderr[-2000:]}")

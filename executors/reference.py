@@ -1,7 +1,7 @@
 """FrozenReference: adds the logprobs of the model that training started from.
 
-    loop step    consumes            waits for    unblocked by    produces
-    score        a batch of groups   groups       the reward      the same groups with ref_logprobs
+loop step    consumes            waits for    unblocked by    produces
+score        a batch of groups   groups       the reward      the same groups with ref_logprobs
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class FrozenReference(Executor):
 
     name = "reference"
 
-    def __init__(self, *, model_path: str, model_dtype: str, temperature: float, microbatch_tokens: int, groups_per_batch: int = 8):
+    def __init__(
+        self, *, model_path: str, model_dtype: str, temperature: float, microbatch_tokens: int, groups_per_batch: int = 8
+    ):
         self.model_path, self.model_dtype, self.temperature = model_path, model_dtype, temperature
         self.microbatch_tokens, self.groups_per_batch = microbatch_tokens, groups_per_batch
 
@@ -49,7 +51,9 @@ class FrozenReference(Executor):
     @torch.inference_mode()
     def score(self, group: Group) -> torch.Tensor:
         """[T] float32 nats, in the order of the group's tokens."""
-        alike = dataclasses.replace(group, rewards=torch.ones(group.lengths.numel()), finish_reasons=("stop",) * group.lengths.numel())
+        alike = dataclasses.replace(
+            group, rewards=torch.ones(group.lengths.numel()), finish_reasons=("stop",) * group.lengths.numel()
+        )
         packing = pack([alike], [alike.rewards], budget_tokens=self.microbatch_tokens, drop_zero_advantage=False)
         starts = (group.lengths.cumsum(0) - group.lengths).tolist()
         out = torch.empty(group.token_ids.numel())

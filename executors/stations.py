@@ -11,6 +11,7 @@ from executors.trainer import AdamSettings, FSDPTrainer
 from llamarl.config import Config
 from llamarl.inference import SamplingParams
 from llamarl.launch import Job
+from llamarl.learning.buffer import BUFFERS
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.update import UpdateSettings
 
@@ -98,6 +99,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         activation_checkpointing=t.activation_checkpointing,
         loss_fn=partial(loss_fn, **options),
         update=update,
+        buffer=BUFFERS[config.buffer.kind](),
         adam=AdamSettings(beta1=t.beta1, beta2=t.beta2, eps=t.eps, weight_decay=t.weight_decay),
         probe_tolerance=t.parity_tolerance,
         evaluate_at=job.eval_due,

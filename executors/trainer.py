@@ -1,9 +1,9 @@
 """FSDPTrainer: takes the groups of a step, makes one optimizer step, publishes the new weights, snapshots when due.
 
-    loop step    consumes                     waits for                          unblocked by
-    take         groups in the buffer         a finished set for step v          groups from the reward; the ledger
-    train        that batch                   -                                  -
-    publish      -                            a free staging slot                the generators' receipt of older weights
+loop step    consumes                     waits for                          unblocked by
+take         groups in the buffer         a finished set for step v          groups from the reward; the ledger
+train        that batch                   -                                  -
+publish      -                            a free staging slot                the generators' receipt of older weights
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class FSDPTrainer(Executor):
         activation_checkpointing: bool,
         loss_fn: Callable,
         update: UpdateSettings,
+        buffer: GroupBuffer,
         adam: AdamSettings,
         probe_tolerance: float,
         evaluate_at: Callable[[int], bool],
@@ -62,7 +63,7 @@ class FSDPTrainer(Executor):
         self.activation_checkpointing, self.loss_fn, self.settings, self.adam = activation_checkpointing, loss_fn, update, adam
         self.probe_tolerance, self.evaluate_at, self.snapshot_at = probe_tolerance, evaluate_at, snapshot_at
         self.version = 0
-        self.buffer = GroupBuffer()
+        self.buffer = buffer
         self.done = False
         self._published = -1
         self._probes: dict[int, dict] | None = {}  # generator -> what it scored; None once compared
@@ -81,7 +82,11 @@ class FSDPTrainer(Executor):
         self._parameters = list(named_parameters_hf(self.decoder))
         a = self.adam
         self.optimizer = build_optimizer(
-            [p for _, p in self._parameters], lr=self.settings.lr, betas=(a.beta1, a.beta2), eps=a.eps, weight_decay=a.weight_decay
+            [p for _, p in self._parameters],
+            lr=self.settings.lr,
+            betas=(a.beta1, a.beta2),
+            eps=a.eps,
+            weight_decay=a.weight_decay,
         )
         self._update = PolicyUpdate(
             self.decoder,
@@ -211,7 +216,13 @@ class FSDPTrainer(Executor):
         buffered = self.buffer.to_bytes()
         if buffered:
             tensors["buffer"] = torch.frombuffer(bytearray(buffered), dtype=torch.uint8)
-        return {**tensors, "rows": rows, "version": self.version, "adam_step": steps[0] if steps else 0.0, "buffered": self.buffer.tickets()}
+        return {
+            **tensors,
+            "rows": rows,
+            "version": self.version,
+            "adam_step": steps[0] if steps else 0.0,
+            "buffered": self.buffer.tickets(),
+        }
 
     @torch.no_grad()
     def load_state_dict(self, parts: Iterable[dict]) -> None:

@@ -204,7 +204,9 @@ def _link_error(name: str, way: str, rank: int, control: Control, error: Excepti
     )
 
 
-def connect(channel: Channel, sources: tuple[int, ...], destinations: tuple[int, ...], group: dist.ProcessGroup | None, control: Control):
+def connect(
+    channel: Channel, sources: tuple[int, ...], destinations: tuple[int, ...], group: dist.ProcessGroup | None, control: Control
+) -> tuple[Sender | None, Receiver | None]:
     """This rank's (Sender | None, Receiver | None) of a channel. `group` spans both sides, None if they are one rank."""
     rank = control.rank
     receiver = Receiver(channel.name, channel.capacity, control) if rank in destinations else None

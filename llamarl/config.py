@@ -53,7 +53,7 @@ def resolve_placement(placement: PlacementSettings, world_size: int, *, groups_p
     if not trainer:
         free = [rank for rank in everyone if rank not in (placement.generator or ())] or everyone
         size = max(1, min(world_size // 2, len(free)))
-        trainer = tuple(free[:next(n for n in range(size, 0, -1) if groups_per_step % n == 0)])
+        trainer = tuple(free[: next(n for n in range(size, 0, -1) if groups_per_step % n == 0)])
     rest = tuple(rank for rank in everyone if rank not in trainer)
     generator = tuple(placement.generator or rest or everyone)
     spare = tuple(rank for rank in rest if rank not in generator) or generator
@@ -144,7 +144,11 @@ def _loss_problems(loss: LossSettings) -> list[Problem]:
     if ":" not in loss.fn:
         what = f"need {' or '.join(names)} or module:function{did_you_mean(loss.fn, names)}"
         return [Problem(f"loss.fn={loss.fn}", what, ("loss.fn",))]
-    from llamarl.learning.losses import check_options, options_of, resolve_loss  # imports torch, so only for a loss of the user's own
+    from llamarl.learning.losses import (
+        check_options,
+        options_of,
+        resolve_loss,
+    )  # imports torch, so only for a loss of the user's own
 
     try:
         fn = resolve_loss(loss.fn)
@@ -158,8 +162,13 @@ def _loss_problems(loss: LossSettings) -> list[Problem]:
 
 
 def check_command_line(
-    overrides: list[str], *, config_name: str = "config", config_dir: str | None = None, multirun: bool = False,
-    world_size: int = 1, local_world_size: int | None = None,
+    overrides: list[str],
+    *,
+    config_name: str = "config",
+    config_dir: str | None = None,
+    multirun: bool = False,
+    world_size: int = 1,
+    local_world_size: int | None = None,
 ) -> list[str]:
     """The overrides as Hydra wants them (a needless `+` dropped). ConfigError with all that is wrong with them."""
     from hydra import initialize_config_dir

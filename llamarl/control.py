@@ -123,7 +123,7 @@ class Control:
         return self.stop_reason is not None
 
     def request_stop(self, reason: str) -> None:
-        """Ask every rank to checkpoint at the next boundary and end. Safe from a signal handler's flag check, not from the handler."""
+        """Ask every rank to checkpoint at the next boundary and end. Not from a signal handler: it takes locks."""
         self.post_all("stop", {"reason": reason})
 
     def report_failure(self, error: BaseException) -> None:

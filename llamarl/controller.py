@@ -27,7 +27,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Callable
 
+import torch
 import torch.distributed as dist
 
 from llamarl.channel import Channel, Weights, connect
@@ -55,6 +57,7 @@ class RunSettings:
     deadline_s: float
     heartbeat_timeout_s: float
     target_accuracy: float | None = None  # end once the evaluation reaches it
+    trace: bool = True
 
 
 class _Clock:
@@ -69,7 +72,7 @@ class _Clock:
 class ExecutorController:
     """Runs a graph of executors.
 
-    executors in flow order; channels between them; placement: executor name -> ranks. `writer` is used on the leader.
+    executors in flow order; channels between them; placement: executor name -> ranks. make_writer is called on the leader.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class ExecutorController:
         ledger: TicketLedger,
         world: World,
         settings: RunSettings,
-        make_writer,
+        make_writer: Callable[[], RowWriter],
     ):
         names = [e.name for e in executors]
         if len(set(names)) != len(names):
@@ -146,11 +149,9 @@ class ExecutorController:
         group = link_group(sources, destinations)
         if not isinstance(channel, Weights):
             return connect(channel, sources, destinations, group, self.control)
-        import torch
-
         route = WeightsRoute(
-            channel.name, sources=sources, destinations=destinations, dtype=getattr(torch, channel.dtype), transport=channel.transport,
-            hosts=hosts, group=group, control=self.control, deadline_s=self.settings.deadline_s,
+            channel.name, sources=sources, destinations=destinations, dtype=getattr(torch, channel.dtype),
+            transport=channel.transport, hosts=hosts, group=group, control=self.control, deadline_s=self.settings.deadline_s,
         )  # fmt: skip
         rank = self.world.rank
         return (WeightsSender(route) if rank in sources else None), (WeightsReceiver(route) if rank in destinations else None)
@@ -269,6 +270,6 @@ class ExecutorController:
             if not isinstance(end, (WeightsSender, WeightsReceiver)):
                 end.close()
         self.metrics.close()
-        if self.world.size > 0 and self.metrics.trace is not None:
+        if self.settings.trace:
             self.metrics.trace.dump(self.settings.run_dir / f"trace.rank{self.world.rank}.json")
         self.control.close()

@@ -29,7 +29,9 @@ def dry_run(job: Job) -> None:
         print(f"reward   {fn}, here given the reference answers")
         for prompt, outcome in zip(samples, outcomes):
             score = f"{outcome.value:g}" if outcome.kind == "score" else f"{outcome.kind}: {outcome.reason}"
-            print(f"sample   {prompt.prompt_ids.numel()} tokens  {prompt.text[:60]!r}  answer {prompt.meta.get('answer')!r}  reward {score}")
+            print(
+                f"sample   {prompt.prompt_ids.numel()} tokens  {prompt.text[:60]!r}  answer {prompt.meta.get('answer')!r}  reward {score}"
+            )
         print("dry run: nothing was started and nothing written")
 
 

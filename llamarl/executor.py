@@ -79,7 +79,7 @@ class Executor:
         raise NotImplementedError
 
     def waiting_for(self) -> str | None:
-        """"CAUSE: what, from whom" that the next step needs, or None when idleness is no fault (nothing is owed here).
+        """ "CAUSE: what, from whom" that the next step needs, or None when idleness is no fault (nothing is owed here).
 
         The cause (data, weights, tickets, room, ...) names the idle time in metrics; a wait past deadline_s ends the run.
         """

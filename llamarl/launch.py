@@ -1,7 +1,7 @@
 """From a config to a job that can run: world, run directory, data, tokenizer, and what is said at start and end.
 
-    with launch(config) as job:
-        ...                     # build executors from job, run the controller
+with launch(config) as job:
+    ...                     # build executors from job, run the controller
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Job:
     def task(self) -> Task:
         t = self.config.task
         return build_task(
-            t.kind, self.tokenizer, path=t.path, eval_path=t.eval_path, prompt_key=t.prompt_key, answer_key=t.answer_key, name=t.name,
-            chat=t.chat, system_prompt=t.system_prompt, max_prompt_tokens=t.max_prompt_tokens, num_eval=self.config.eval.num_prompts or 1,
-            seed=self.config.seed,
+            t.kind, self.tokenizer, path=t.path, eval_path=t.eval_path, prompt_key=t.prompt_key, answer_key=t.answer_key,
+            name=t.name, chat=t.chat, system_prompt=t.system_prompt, max_prompt_tokens=t.max_prompt_tokens,
+            num_eval=self.config.eval.num_prompts or 1, seed=self.config.seed,
         )  # fmt: skip
 
     @cached_property
@@ -102,7 +102,13 @@ class Job:
     def settings(self) -> RunSettings:
         c = self.config
         return RunSettings(
-            self.run.path, self.run.resume_from, c.checkpoint.keep, c.deadline_s, c.heartbeat_timeout_s, c.eval.target
+            self.run.path,
+            self.run.resume_from,
+            c.checkpoint.keep,
+            c.deadline_s,
+            c.heartbeat_timeout_s,
+            c.eval.target,
+            c.metrics.trace,
         )
 
     def ledger(self) -> TicketLedger:
@@ -125,7 +131,9 @@ class Job:
         c = self.config
         hosts = "  ".join(f"{name} {','.join(map(str, ranks))}" for name, ranks in self.placement.items())
         overcommit = f"overcommit {c.overcommit}" if c.max_lag else "synchronous"
-        print(f"llamarl  {self.model_path.name} on {c.task.kind}, {c.groups_per_step} x {c.group_size} completions a step, {c.loss.fn}")
+        print(
+            f"llamarl  {self.model_path.name} on {c.task.kind}, {c.groups_per_step} x {c.group_size} completions a step, {c.loss.fn}"
+        )
         print(f"ranks    {hosts}  ({self.world.device.type}, {torch.get_num_threads()} thread(s) each)")
         print(f"async    max_lag {c.max_lag}, {overcommit}")
         resumed = f", resumed from {self.run.resume_from.name}" if self.run.resume_from else ""
@@ -134,7 +142,10 @@ class Job:
     def conclude(self) -> None:
         if self._writer is not None:
             print(f"\n{self._writer.summary()}")
-            print(f"model      {self.run.path / 'checkpoints' / 'latest'} names the newest; its hf/ is a Hugging Face directory", flush=True)
+            print(
+                f"model      {self.run.path / 'checkpoints' / 'latest'} names the newest; its hf/ is a Hugging Face directory",
+                flush=True,
+            )
 
 
 @contextmanager

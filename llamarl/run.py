@@ -1,10 +1,10 @@
 """A run's directory: where it is, whether it may be used, and which checkpoint it goes on from.
 
-    RUN_DIR/config.yaml      the resolved config
-            metrics.jsonl    one row a step
-            checkpoints/     step_N/, latest
-            trace.rank*.json
-            launch.json      which launch made it, so that a restarted worker finds its own directory again
+RUN_DIR/config.yaml      the resolved config
+        metrics.jsonl    one row a step
+        checkpoints/     step_N/, latest
+        trace.rank*.json
+        launch.json      which launch made it, so that a restarted worker finds its own directory again
 """
 
 from __future__ import annotations
@@ -21,7 +21,18 @@ from llamarl.placement import World
 
 RUNS = Path("runs")
 # What a run is: with other values it would be another run, not this one going on.
-_IDENTITY = ("seed", "groups_per_step", "group_size", "max_new_tokens", "temperature", "max_lag", "model.path", "task.kind", "task.path", "task.name")
+_IDENTITY = (
+    "seed",
+    "groups_per_step",
+    "group_size",
+    "max_new_tokens",
+    "temperature",
+    "max_lag",
+    "model.path",
+    "task.kind",
+    "task.path",
+    "task.name",
+)
 
 
 class RunDirectoryError(ValueError):
@@ -75,7 +86,9 @@ def _check_same_run(old: Config, new: Config, path: Path) -> None:
     changed = {k: v for k, v in config_differences(old, new).items() if k in _IDENTITY}
     if changed:
         lines = "\n".join(f"  {key}: {was} in the checkpoint, {now} now" for key, (was, now) in changed.items())
-        raise RunDirectoryError(f"{path}: this would be another run, not that one going on:\n{lines}\nUse the old values, or another run_dir")
+        raise RunDirectoryError(
+            f"{path}: this would be another run, not that one going on:\n{lines}\nUse the old values, or another run_dir"
+        )
 
 
 def _launch_id() -> str:

@@ -228,7 +228,7 @@ def known_keys() -> tuple[str, ...]:
 
 
 def did_you_mean(key: str, names: Sequence[str]) -> str:
-    """"; did you mean NAME?" for the nearest name, by its last part or as a whole; "" when none is near."""
+    """ "; did you mean NAME?" for the nearest name, by its last part or as a whole; "" when none is near."""
     last = {name.rpartition(".")[2]: name for name in reversed(names)}
     tail = key.rpartition(".")[2]
     near = [last[tail]] if tail in last else difflib.get_close_matches(key, names, 1, 0.75)
@@ -245,8 +245,14 @@ def _describe(hint: object) -> str:
         return " or ".join(get_args(hint))
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_describe(arm) for arm in get_args(hint))
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null",
-             list[int]: "a list of ranks such as [0,1]"}
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "a text",
+        type(None): "null",
+        list[int]: "a list of ranks such as [0,1]",
+    }
     return words[hint]
 
 

@@ -28,7 +28,9 @@ def has_state(executor: Executor) -> bool:
 class Snapshots:
     """A rank's hand in the snapshots. `executors` are those that it hosts."""
 
-    def __init__(self, checkpointer: Checkpointer, executors: list[Executor], control: Control, metrics: Metrics, tickets: TicketDesk):
+    def __init__(
+        self, checkpointer: Checkpointer, executors: list[Executor], control: Control, metrics: Metrics, tickets: TicketDesk
+    ):
         self._checkpointer, self._executors, self._control = checkpointer, executors, control
         self._metrics, self._tickets = metrics, tickets
         self._saved = -1
@@ -80,5 +82,7 @@ class Snapshots:
             self.serve()
             if time.monotonic() > until:
                 missing = self._checkpointer.missing(self._saved)
-                raise DeadlineExceeded(f"checkpoint of step {self._saved}: parts {missing} did not come within {deadline_s:.0f} s; the one before it is valid")
+                raise DeadlineExceeded(
+                    f"checkpoint of step {self._saved}: parts {missing} did not come within {deadline_s:.0f} s; the one before it is valid"
+                )
             self._control.wait(0.02)

@@ -182,7 +182,9 @@ class TicketLedger:
         if groups_per_step % num_lanes:
             raise ValueError(f"groups_per_step={groups_per_step} does not split over {num_lanes} trainer ranks")
         if max_lag < 0 or (max_lag == 0 and overcommit not in (0, "auto")):
-            raise ValueError(f"max_lag={max_lag} with overcommit={overcommit}: synchronous training starts nothing ahead; set overcommit=0")
+            raise ValueError(
+                f"max_lag={max_lag} with overcommit={overcommit}: synchronous training starts nothing ahead; set overcommit=0"
+            )
         self.groups_per_step, self.max_lag = groups_per_step, max_lag
         self.step = 0  # v, the next step to be taken
         self.governor = OvercommitGovernor(groups_per_step, max_lag) if overcommit == "auto" else None
@@ -288,7 +290,13 @@ class TicketLedger:
             # One frontier for all lanes: what lies between is listed, so that another number of lanes can go on.
             top, n = max(frontiers), len(self._lanes)
             again += [t for f in frontiers for t in range(f, top, n)]
-            return {"step": self.step, "overcommit": self.overcommit, "frontier": top, "again": sorted(again), "finished": finished}
+            return {
+                "step": self.step,
+                "overcommit": self.overcommit,
+                "frontier": top,
+                "again": sorted(again),
+                "finished": finished,
+            }
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from a checkpoint; another number of lanes or generators is fine."""

@@ -93,7 +93,9 @@ class Group:
         tokens, size = int(self.lengths.sum()), self.lengths.numel()
         for field in ("token_ids", "generator_logprobs", "policy_versions"):
             if getattr(self, field).numel() != tokens:
-                raise ValueError(f"Group {self.ticket}: {field} has {getattr(self, field).numel()} elements, lengths sum to {tokens}")
+                raise ValueError(
+                    f"Group {self.ticket}: {field} has {getattr(self, field).numel()} elements, lengths sum to {tokens}"
+                )
         if self.ref_logprobs.numel() not in (0, tokens):
             raise ValueError(f"Group {self.ticket}: ref_logprobs has {self.ref_logprobs.numel()} elements, need 0 or {tokens}")
         if not (self.rewards.numel() == len(self.finish_reasons) == len(self.outcomes) == size):

@@ -1,9 +1,9 @@
 """A new station in one screen: it takes groups between reward and trainer and makes long completions worth less.
 
-    torchrun --standalone --nproc-per-node=2 recipes/custom_executor.py max_steps=3
+torchrun --standalone --nproc-per-node=2 recipes/custom_executor.py max_steps=3
 
-    prompts -> Generator -> Reward -> LengthPenalty -> Trainer
-                   ^------------ policy weights -----------'
+prompts -> Generator -> Reward -> LengthPenalty -> Trainer
+               ^------------ policy weights -----------'
 """
 
 import dataclasses

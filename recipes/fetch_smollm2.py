@@ -118,23 +118,42 @@ def build_tokenizer(fields: dict):
 
 def json_files(fields: dict, dtype: str) -> dict[str, dict]:
     """File name -> contents of the three JSON files beside weights and tokenizer.json."""
-    special = {kind: fields[f"tokenizer.ggml.{gguf_kind}_token_id"] for kind, gguf_kind in
-               (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))}
+    special = {
+        kind: fields[f"tokenizer.ggml.{gguf_kind}_token_id"]
+        for kind, gguf_kind in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
     names = fields["tokenizer.ggml.tokens"]
     ids = {f"{kind}_token_id": special[kind] for kind in ("bos", "eos", "pad")}
     heads, width, context = fields["llama.attention.head_count"], fields["llama.embedding_length"], fields["llama.context_length"]
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": fields["llama.vocab_size"],
-        "hidden_size": width, "intermediate_size": fields["llama.feed_forward_length"], "hidden_act": "silu",
-        "num_hidden_layers": fields["llama.block_count"], "num_attention_heads": heads,
-        "num_key_value_heads": fields["llama.attention.head_count_kv"], "head_dim": width // heads,
-        "max_position_embeddings": context, "rms_norm_eps": round(fields["llama.attention.layer_norm_rms_epsilon"], 9),
-        "rope_theta": fields["llama.rope.freq_base"], "rope_scaling": None, "tie_word_embeddings": True,
-        "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0, "use_cache": True, "dtype": dtype, **ids,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": fields["llama.vocab_size"],
+        "hidden_size": width,
+        "intermediate_size": fields["llama.feed_forward_length"],
+        "hidden_act": "silu",
+        "num_hidden_layers": fields["llama.block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields["llama.attention.head_count_kv"],
+        "head_dim": width // heads,
+        "max_position_embeddings": context,
+        "rms_norm_eps": round(fields["llama.attention.layer_norm_rms_epsilon"], 9),
+        "rope_theta": fields["llama.rope.freq_base"],
+        "rope_scaling": None,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        "dtype": dtype,
+        **ids,
     }
     tokenizer = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": False,
-        "chat_template": fields["tokenizer.chat_template"], **{f"{kind}_token": names[i] for kind, i in special.items()},
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": fields["tokenizer.chat_template"],
+        **{f"{kind}_token": names[i] for kind, i in special.items()},
     }
     return {"config.json": config, "generation_config.json": ids, "tokenizer_config.json": tokenizer}
 

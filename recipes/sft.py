@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from llamarl.learning import sft
-from llamarl.learning.optim import build_optimizer, clip_grad_norm, lr_at, set_lr
+from llamarl.learning.optim import build_optimizer, lr_at, set_lr
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_tokenizer, load_weights
 from llamarl.models.scratch import TINY_CONFIG, random_weights, tiny_directory, write_directory

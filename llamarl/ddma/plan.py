@@ -1,7 +1,7 @@
 """Which bytes go where: the intersection of the source's slices with the destination's. Pure.
 
-    plan = make_plan(fsdp(parameters, 4, 2), replicated(parameters, 2, 2), itemsize=2)
-    plan.link(source=0, destination=1)     # byte ranges (source start, destination start, size)
+plan = make_plan(fsdp(parameters, 4, 2), replicated(parameters, 2, 2), itemsize=2)
+plan.link(source=0, destination=1)     # byte ranges (source start, destination start, size)
 """
 
 from __future__ import annotations

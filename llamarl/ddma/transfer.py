@@ -171,7 +171,9 @@ def shared_slots(size_bytes: int) -> tuple[list[Tensor], list[str]]:
         try:
             slots.append(_map_shared(path, size_bytes, create=True))
         except OSError as error:
-            raise WeightsError(f"no shared memory for {size_bytes:,} bytes of weights ({error}); set weights.transport=gloo") from error
+            raise WeightsError(
+                f"no shared memory for {size_bytes:,} bytes of weights ({error}); set weights.transport=gloo"
+            ) from error
         paths.append(path)
     return slots, paths
 
@@ -195,7 +197,9 @@ class Publisher:
     links: (link, ranges) for each generator rank. `stage(flat uint8 slot)` copies the rank's shard in.
     """
 
-    def __init__(self, name: str, size_bytes: int, links: list[tuple[Link, tuple[Range, ...]]], control: Control, deadline_s: float):
+    def __init__(
+        self, name: str, size_bytes: int, links: list[tuple[Link, tuple[Range, ...]]], control: Control, deadline_s: float
+    ):
         self.name, self._links, self._control, self._deadline_s = name, links, control, deadline_s
         shared = any(link.transport == "shm" for link, _ in links)
         self._slots, self._paths = shared_slots(size_bytes) if shared else private_slots(size_bytes)
@@ -273,14 +277,16 @@ class Publisher:
                 break
             open_ = wrong
         else:
-            raise WeightsError(f"weights of version {version} arrived damaged {MAX_RETRIES} times on {len(open_)} link(s) of rank {self._control.rank}")
+            raise WeightsError(
+                f"weights of version {version} arrived damaged {MAX_RETRIES} times on {len(open_)} link(s) of rank {self._control.rank}"
+            )
         self._last, self.committed_version = sums, version
         self._free.put(slot)
 
     def close(self) -> None:
         """Deliver what is queued, then say that no more comes."""
         self._jobs.put(None)
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=3)
         if self._thread.is_alive():
             return
         for link, _ in self._links:
@@ -293,7 +299,9 @@ class Publisher:
 class Subscriber:
     """The generator rank's end: receives into the idle buffer, hands it over at `swap`."""
 
-    def __init__(self, name: str, size_bytes: int, links: list[tuple[Link, tuple[Range, ...]]], source_bytes: list[int], control: Control):
+    def __init__(
+        self, name: str, size_bytes: int, links: list[tuple[Link, tuple[Range, ...]]], source_bytes: list[int], control: Control
+    ):
         self.name, self._links, self._control = name, links, control
         self._buffers = [torch.empty(size_bytes, dtype=torch.uint8) for _ in range(2)]
         self._idle = 0
@@ -332,7 +340,9 @@ class Subscriber:
             raise
         except RuntimeError as error:
             if not self._closing:
-                raise PeerDied(f"weights {self.name!r} on rank {self._control.rank}: the trainer's link broke: {error}") from error
+                raise PeerDied(
+                    f"weights {self.name!r} on rank {self._control.rank}: the trainer's link broke: {error}"
+                ) from error
 
     def _receive_version(self) -> bool:
         version, evaluate = -1, False
@@ -376,4 +386,4 @@ class Subscriber:
         with self._state:
             self._closing = True
             self._state.notify_all()
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=2)

@@ -25,8 +25,17 @@ class SlotCache:
     for one query a row plain products beat the attention kernel there (1.0 against 25 ms for 512 rows of 64 places).
     """
 
-    def __init__(self, *, num_layers: int, max_slots: int, max_len: int, num_kv_heads: int, head_dim: int,
-                 dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        max_slots: int,
+        max_len: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         self.max_slots, self.max_len = max_slots, _whole_blocks(max_len)
         self.num_kv_heads, self.head_dim, self.dtype, self.device = num_kv_heads, head_dim, dtype, device
         self.by_products = device.type == "cpu" and dtype == torch.float32
@@ -59,14 +68,16 @@ class SlotCache:
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first `length` places of slots `source` to slots `target`."""
         for cached in (*self.keys, *self.values):
-            cached = cached[:, :, :_whole_blocks(length)]
+            cached = cached[:, :, : _whole_blocks(length)]
             cached.index_copy_(0, target, cached.index_select(0, source))
 
     def share(self, slots_N: Tensor, choice_R: Tensor, first_slot: int, length: int) -> None:
         """Slot first_slot + r gets the first `length` places of slot slots_N[choice_R[r]]."""
         for cached in (*self.keys, *self.values):
-            cached = cached[:, :, :_whole_blocks(length)]
-            torch.index_select(cached.index_select(0, slots_N), 0, choice_R, out=cached[first_slot:first_slot + choice_R.numel()])
+            cached = cached[:, :, : _whole_blocks(length)]
+            torch.index_select(
+                cached.index_select(0, slots_N), 0, choice_R, out=cached[first_slot : first_slot + choice_R.numel()]
+            )
 
 
 class Prefill:
@@ -101,7 +112,7 @@ class Decode:
     def attend(self, layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
         cache = self._cache
         cache.write(layer, self._slots, self._positions, k_NGK, v_NGK)
-        k_NGLK, v_NGLK = (cached[layer][self._rows, :, :self._length] for cached in (cache.keys, cache.values))
+        k_NGLK, v_NGLK = (cached[layer][self._rows, :, : self._length] for cached in (cache.keys, cache.values))
         q_NGRK = q_NHK.view(q_NHK.shape[0], cache.num_kv_heads, -1, cache.head_dim)
         if cache.by_products:
             return _attend_by_products(q_NGRK, k_NGLK, v_NGLK, self._bias_N11L).view_as(q_NHK)

@@ -43,8 +43,15 @@ class Engine:
     max_len: most tokens of prompt and completion together.
     """
 
-    def __init__(self, decoder: Decoder, *, max_slots: int, max_len: int, dtype: torch.dtype | None = None,
-                 device: str | torch.device = "cpu"):
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        max_slots: int,
+        max_len: int,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+    ):
         if max_slots < 1 or max_len < 2:
             raise ValueError(f"max_slots={max_slots}, max_len={max_len}: need at least 1 slot and 2 tokens")
         config, self.device = decoder.config, torch.device(device)
@@ -55,8 +62,13 @@ class Engine:
         self.policy_version = 0
         self.dtype = decoder.output_weight.dtype
         self._cache = SlotCache(
-            num_layers=config.num_hidden_layers, max_slots=max_slots, max_len=max_len, num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim, dtype=self.dtype, device=self.device,
+            num_layers=config.num_hidden_layers,
+            max_slots=max_slots,
+            max_len=max_len,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
         )
         self._rows = Rows.empty(max_slots, max_len, self.device)
         self._running: list[tuple[Request, int]] = []  # row -> its request and sample index
@@ -67,8 +79,15 @@ class Engine:
         decoder.rotary(torch.zeros(1, dtype=torch.int64, device=self.device), max_len)
 
     @classmethod
-    def from_hf(cls, path: str | Path, *, dtype: str | torch.dtype = "bfloat16", max_slots: int = 32, max_len: int = 1024,
-                device: str | torch.device | None = None) -> "Engine":
+    def from_hf(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str | torch.dtype = "bfloat16",
+        max_slots: int = 32,
+        max_len: int = 1024,
+        device: str | torch.device | None = None,
+    ) -> "Engine":
         """The engine of a Hugging Face directory. device None: the GPU if there is one. Errors: read_config's, load_weights'."""
         if isinstance(dtype, str) and dtype not in _DTYPES:
             raise ValueError(f"dtype={dtype!r}: need one of {', '.join(_DTYPES)}")
@@ -170,7 +189,7 @@ class Engine:
         while self._running or self._waiting:
             self.step(_CHUNK)
         found = sorted((c for _, c in self.pop_finished()), key=lambda c: (c.ticket, c.sample_index))
-        return [found[i:i + params.n] for i in range(0, len(found), params.n)]
+        return [found[i : i + params.n] for i in range(0, len(found), params.n)]
 
     @torch.inference_mode()
     def score(self, prompt_ids: Tensor | Sequence[int], token_ids: Tensor | Sequence[int], temperature: float = 1.0) -> Tensor:
@@ -189,9 +208,9 @@ class Engine:
         for i in range(tokens.numel() - 1):
             position = request.prompt_ids.numel() + i
             at = torch.tensor([position], device=self.device)
-            logits.append(self._decode(slot, tokens[i:i + 1], at, position + 1))
+            logits.append(self._decode(slot, tokens[i : i + 1], at, position + 1))
         processed = process(torch.cat(logits), temperature_N=torch.tensor([temperature], device=self.device))
-        return processed.log_softmax(1)[:tokens.numel()].gather(1, tokens[:, None]).squeeze(1)
+        return processed.log_softmax(1)[: tokens.numel()].gather(1, tokens[:, None]).squeeze(1)
 
     def _request(self, stream: int, ticket: int, prompt_ids: Tensor | Sequence[int], params: SamplingParams) -> Request:
         prompt = torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu")
@@ -278,7 +297,7 @@ class Engine:
         lengths = lengths_N.tolist()
         recorded_NL = torch.arange(max(lengths), device=self.device) < lengths_N[:, None]
         tokens, logprobs, versions = (
-            table[index, :max(lengths)][recorded_NL].cpu() for table in (rows.tokens, rows.logprobs, rows.versions)
+            table[index, : max(lengths)][recorded_NL].cpu() for table in (rows.tokens, rows.logprobs, rows.versions)
         )
         if not logprobs.isfinite().all():
             raise RuntimeError(
@@ -293,23 +312,30 @@ class Engine:
             self._finish(request, sample_index, token_ids, generator_logprobs, policy_versions, reason)
         self._retired_tokens += sum(lengths)
 
-    def _finish(self, request: Request, sample_index: int, token_ids: Tensor, generator_logprobs: Tensor, policy_versions: Tensor,
-                reason: FinishReason) -> None:
+    def _finish(
+        self,
+        request: Request,
+        sample_index: int,
+        token_ids: Tensor,
+        generator_logprobs: Tensor,
+        policy_versions: Tensor,
+        reason: FinishReason,
+    ) -> None:
         completion = Completion(
             request.ticket, sample_index, request.prompt_ids, token_ids, generator_logprobs, policy_versions, reason
         )
         self._finished.append((request.stream, completion))
 
     def _num_ended(self) -> int:
-        return self.num_live - int(self._rows.live[:self.num_live].sum())
+        return self.num_live - int(self._rows.live[: self.num_live].sum())
 
     def _longest(self) -> int:
         """Places that the next token of any row attends to."""
-        return int(self._rows.position[:self.num_live].max()) + 1
+        return int(self._rows.position[: self.num_live].max()) + 1
 
     def _num_sampled(self) -> int:
         """Tokens sampled so far, ever."""
-        return self._retired_tokens + int(self._rows.count[:self.num_live].sum())
+        return self._retired_tokens + int(self._rows.count[: self.num_live].sum())
 
 
 def _prefill_batches(jobs: list[tuple[Request, int, int]]) -> Iterator[list[tuple[Request, int, int]]]:

@@ -69,10 +69,20 @@ class Rows:
             return torch.zeros(max_slots, *shape, dtype=dtype, device=device)
 
         return cls(
-            token=zeros(), position=zeros(), count=zeros(), live=zeros(dtype=torch.bool), key=zeros(),
-            max_new_tokens=zeros(), min_new_tokens=zeros(), temperature=zeros(dtype=torch.float32), top_k=zeros(),
-            top_p=zeros(dtype=torch.float64), stops=zeros(1), tokens=zeros(max_len),
-            logprobs=zeros(max_len, dtype=torch.float32), versions=zeros(max_len),
+            token=zeros(),
+            position=zeros(),
+            count=zeros(),
+            live=zeros(dtype=torch.bool),
+            key=zeros(),
+            max_new_tokens=zeros(),
+            min_new_tokens=zeros(),
+            temperature=zeros(dtype=torch.float32),
+            top_k=zeros(),
+            top_p=zeros(dtype=torch.float64),
+            stops=zeros(1),
+            tokens=zeros(max_len),
+            logprobs=zeros(max_len, dtype=torch.float32),
+            versions=zeros(max_len),
         )
 
     def start(self, first: int, jobs: list[tuple[Request, int, int]]) -> None:
@@ -103,8 +113,11 @@ class Rows:
         """One synchronisation with the device."""
         temperature = self.temperature[:num_rows]
         asked = (
-            ((temperature != 0) & (temperature != 1)).any(), (temperature == 0).any(), (self.top_k[:num_rows] > 0).any(),
-            (self.top_p[:num_rows] < 1).any(), (self.min_new_tokens[:num_rows] > self.count[:num_rows]).any(),
+            ((temperature != 0) & (temperature != 1)).any(),
+            (temperature == 0).any(),
+            (self.top_k[:num_rows] > 0).any(),
+            (self.top_p[:num_rows] < 1).any(),
+            (self.min_new_tokens[:num_rows] > self.count[:num_rows]).any(),
         )
         return Demands(*torch.stack(asked).tolist())
 

@@ -38,8 +38,10 @@ class SamplingParams:
                 (not 0 <= self.temperature < math.inf, f"temperature={self.temperature}: need 0 (greedy) or more"),
                 (self.top_k < 0, f"top_k={self.top_k}: need 0 (all) or more"),
                 (not 0 < self.top_p <= 1, f"top_p={self.top_p}: need more than 0, at most 1 (all)"),
-                (not 0 <= self.min_new_tokens <= self.max_new_tokens,
-                 f"min_new_tokens={self.min_new_tokens}: need 0 to max_new_tokens={self.max_new_tokens}"),
+                (
+                    not 0 <= self.min_new_tokens <= self.max_new_tokens,
+                    f"min_new_tokens={self.min_new_tokens}: need 0 to max_new_tokens={self.max_new_tokens}",
+                ),
                 (any(t < 0 for t in self.stop_token_ids), f"stop_token_ids={self.stop_token_ids}: token ids are not negative"),
                 (self.n < 1, f"n={self.n}: need at least 1"),
             )

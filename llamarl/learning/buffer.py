@@ -40,3 +40,6 @@ class GroupBuffer:
         self._groups = {}
         if message:
             self.put(wire.decode(message))
+
+
+BUFFERS: dict[str, type[GroupBuffer]] = {"fifo": GroupBuffer}

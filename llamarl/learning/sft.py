@@ -35,7 +35,7 @@ class Pair:
 class PairBatch:
     """Whole pairs end to end, shifted once, here: [10,11,12] with prompt 10,11 and [20,21] with prompt 20 become
 
-        input_ids 10 11 20   labels 11 12 21   positions 0 1 0   cu_seqlens 0 2 3   rows 1 2   rows_per_pair 1 1
+    input_ids 10 11 20   labels 11 12 21   positions 0 1 0   cu_seqlens 0 2 3   rows 1 2   rows_per_pair 1 1
     """
 
     input_ids: Tensor  # [T] int64

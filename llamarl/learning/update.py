@@ -134,7 +134,12 @@ class PolicyUpdate:
         )
         # FSDP averages gradients over ranks; the denominator is global already.
         (loss * self._num_ranks).backward()
-        stats = {**stats, "loss/value": loss.detach(), "entropy": entropy.detach().sum(), "_rows": torch.tensor(float(logprobs.numel()))}
+        stats = {
+            **stats,
+            "loss/value": loss.detach(),
+            "entropy": entropy.detach().sum(),
+            "_rows": torch.tensor(float(logprobs.numel())),
+        }
         fresh = batch.policy_versions == version
         difference = (logprobs.detach() - batch.generator_logprobs).abs().masked_fill(~fresh, -1.0)
         stats["parity/max"] = difference.max() if logprobs.numel() else torch.tensor(-1.0)

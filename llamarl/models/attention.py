@@ -87,7 +87,9 @@ class _Part:
             out = masked_products(q, k, v, self.mask)
         else:
             causal = self.mask is None
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=self.mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+            )
         out = out.transpose(1, 2).flatten(0, 1)
         return out if whole else out.index_select(0, self.valid)
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
 logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns, at import, of kernels that nothing here uses
 
 from torchtune.modules import FeedForward, TransformerDecoder, TransformerSelfAttentionLayer  # noqa: E402
@@ -69,7 +70,9 @@ def read_config(path: str | Path) -> ModelConfig:
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file; a model directory holds config.json, model.safetensors and tokenizer.json")
+        raise FileNotFoundError(
+            f"{file}: no such file; a model directory holds config.json, model.safetensors and tokenizer.json"
+        )
     try:
         raw = json.loads(file.read_text())
     except json.JSONDecodeError as error:
@@ -82,7 +85,9 @@ def read_config(path: str | Path) -> ModelConfig:
         )
     if raw.get("sliding_window") and raw.get("use_sliding_window", architecture == "MistralForCausalLM"):
         if raw["sliding_window"] < raw.get("max_position_embeddings", 0):
-            raise ValueError(f"{file}: sliding-window attention is not supported; set sliding_window to null to attend to everything")
+            raise ValueError(
+                f"{file}: sliding-window attention is not supported; set sliding_window to null to attend to everything"
+            )
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{file}: hidden_act {raw['hidden_act']} is not supported; supported: silu")
     # transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling.

@@ -31,8 +31,19 @@ _NAMES = (  # decoder name -> Hugging Face name
     ("layers.{}.mlp.w3.", "model.layers.{}.mlp.up_proj."),
 )
 _LAYER = re.compile(r"(?<=layers\.)\d+")
-_COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-           "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json", "chat_template.jinja", "NOTICE")
+_COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "NOTICE",
+)
 SHARD_BYTES = 4 << 30  # of exported files; also the most that export holds in memory
 
 
@@ -42,7 +53,7 @@ def hf_name(name: str) -> str:
     pattern = _LAYER.sub("{}", name)
     for ours, theirs in _NAMES:
         if pattern.startswith(ours):
-            renamed = theirs + pattern[len(ours):]
+            renamed = theirs + pattern[len(ours) :]
             return renamed.replace("{}", match.group()) if match else renamed
     raise KeyError(f"{name} has no Hugging Face name; add it to llamarl/models/hf.py")
 
@@ -97,7 +108,9 @@ class SafetensorsDir:
 
 
 @torch.no_grad()
-def load_weights(decoder: nn.Module, path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> nn.Module:
+def load_weights(
+    decoder: nn.Module, path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> nn.Module:
     """Fill a decoder (on the meta device or not) from a model directory, one tensor at a time. Returns it.
 
     Sharded parameters (DTensor) read their own rows only. ValueError naming tensors that are absent, unknown, or of
@@ -124,7 +137,7 @@ def load_weights(decoder: nn.Module, path: str | Path, *, dtype: torch.dtype | N
         if isinstance(parameter, DTensor):
             local = parameter.to_local()
             offset, rows = local_rows(parameter)
-            local.copy_(source.get_slice(name)[offset:offset + rows])
+            local.copy_(source.get_slice(name)[offset : offset + rows])
         else:
             parameter.copy_(source.get(name))
     return decoder.to(dtype) if dtype else decoder
@@ -168,7 +181,9 @@ def export(named_tensors: Iterable[tuple[str, Tensor]], like: str | Path, out: s
             final = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
             (out / name).rename(out / final)
             weight_map.update(dict.fromkeys(keys, final))
-        (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+        (out / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
+        )
     for name in _COPIED:
         if (like / name).is_file():
             shutil.copyfile(like / name, out / name)
