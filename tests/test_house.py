@@ -254,7 +254,7 @@ def test_readme_commands_are_accepted(users_folder):
 
 
 def test_a_wrong_command_would_be_refused(users_folder):
-    for wrong in (["max_lags=2"], ["task=jsonl"], ["loss.fn=my_module:my_loss"], ["loss.kl_coef=0.1"], ["placement.trainer=[9]"]):
+    for wrong in (["max_lags=2"], ["task=jsonl"], ["loss.fn=my_module:my_loss", "loss.scales=1"], ["loss.kl_coef=0.1"], ["placement.trainer=[9]"]):
         with pytest.raises(ConfigError):
             validate(8, wrong)
 
