@@ -1,0 +1,89 @@
+"""Stopping, killing, and going on: nothing lost, nothing twice, nobody waits for the dead."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from llamarl.checkpoint import verify
+from tests.launching import SMALL, Job, untimed
+
+STOP_S = 20.0
+LONG = ("max_steps=100000", "eval.every=0", "checkpoint.every=0")
+HEARTBEAT_S = 4
+EXIT_FAILED = 1
+
+
+def test_sigterm_ends_all_processes_within_20_s_with_a_valid_checkpoint(tmp_path):
+    with Job(*SMALL, *LONG, run_dir=tmp_path / "run", ranks=2) as job:
+        job.until(lambda: len(job.rows) >= 2, "two steps")
+        everyone = set(job.pids())
+        os.kill(job.process.pid, signal.SIGTERM)
+        job.until_gone(everyone, STOP_S)
+        assert verify(job.checkpoint) == []
+
+
+def test_ctrl_c_in_one_process_ends_it_with_a_valid_checkpoint(tmp_path):
+    with Job(*SMALL, *LONG, run_dir=tmp_path / "run") as job:
+        job.until(lambda: len(job.rows) >= 2, "two steps")
+        everyone = set(job.pids())
+        os.kill(job.process.pid, signal.SIGINT)
+        job.until_gone(everyone, STOP_S)
+        assert job.wait() == 0, job.output
+        assert verify(job.checkpoint) == []
+
+
+def test_a_run_killed_and_resumed_equals_one_that_was_not(synchronous_run, tmp_path):
+    slow = ("max_lag=0", "reward.fn=tests.launching:unhurried")
+    with Job(*SMALL, *slow, run_dir=tmp_path / "run", ranks=2) as job:
+        job.until(lambda: (tmp_path / "run" / "checkpoints" / "latest").exists(), "a checkpoint")
+        os.kill(job.rank_pids()[1], signal.SIGKILL)
+        assert job.wait() != 0
+    with Job(*SMALL, *slow, "resume=auto", run_dir=tmp_path / "run", ranks=2) as job:
+        assert job.wait() == 0, job.output
+        assert "resumed from step_" in job.output
+        assert untimed(job.rows) == untimed(synchronous_run.rows)
+    state = json.loads((job.checkpoint / "controller.rank0.json").read_text())["ledger"]
+    assert state["frontier"] == 4 * 4 and state["again"] == [] and state["finished"] == []
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_killed_rank_and_the_run_ends_well(synchronous_run, tmp_path):
+    slow = ("max_lag=0", "reward.fn=tests.launching:unhurried")
+    with Job(*SMALL, *slow, run_dir=tmp_path / "run", ranks=2, torchrun=("--max-restarts=1",)) as job:
+        job.until(lambda: (tmp_path / "run" / "checkpoints" / "latest").exists(), "a checkpoint")
+        os.kill(job.rank_pids()[0], signal.SIGKILL)
+        assert job.wait() == 0, job.output
+        assert untimed(job.rows) == untimed(synchronous_run.rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_named_by_the_others(tmp_path, stopped):
+    with Job(*SMALL, *LONG, f"heartbeat_timeout_s={HEARTBEAT_S}", run_dir=tmp_path / "run", ranks=2) as job:
+        job.until(lambda: len(job.rows) >= 2, "two steps")
+        os.kill(job.rank_pids()[stopped], signal.SIGSTOP)
+        job.until(lambda: f"rank {stopped} (" in job.output and "has not been heard of" in job.output, "the silent rank's name", 60)
+
+
+@pytest.mark.slow
+def test_a_reward_that_always_fails_ends_the_run_and_is_named(tmp_path):
+    with Job(*SMALL, "max_steps=50", "eval.every=0", "reward.fn=tests.launching:fails", run_dir=tmp_path / "run") as job:
+        assert job.wait() == EXIT_FAILED
+        assert "tests.launching:fails" in job.output and "no verdict" in job.output
+
+
+@pytest.mark.slow
+def test_a_reward_that_hangs_on_one_prompt_is_contained_and_counted(tmp_path):
+    from llamarl.models.hf import load_tokenizer
+    from llamarl.models.scratch import tiny_directory
+    from llamarl.tasks.build import build_task
+    from llamarl.tickets import PromptStream
+
+    task = build_task("addition", load_tokenizer(tiny_directory()), chat=False, max_prompt_tokens=16)
+    env = {"HANG_ON": PromptStream(task, 0)[0].text}
+    hanging = ("reward.fn=tests.launching:hangs_on_one", "reward.timeout_s=1", "reward.max_error_rate=1.0", "max_lag=0", "max_steps=1")
+    with Job(*SMALL, *hanging, run_dir=tmp_path / "run", env=env) as job:
+        assert job.wait() == 0, job.output
+        assert job.rows[1]["reward/error_rate"] == 4 / 16  # the four completions of ticket 0

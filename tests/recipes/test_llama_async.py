@@ -1,0 +1,148 @@
+"""The main job as a user starts it: what it writes, that runs agree, and what it says to wrong input."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from llamarl.models.attention import PackedAttention
+from llamarl.models.build import build_decoder, read_config
+from llamarl.models.hf import load_weights
+from llamarl.models.scratch import tiny_directory
+from tests.launching import EVAL_PROMPTS, RECIPE, ROOT, SMALL, STEPS, Job, untimed
+
+NAMES = """step policy_version reward/mean reward/std reward/error_rate loss/value grad_norm entropy kl/ref ratio/mean ratio/max
+    ratio/capped_fraction lag/mean lag/max tokens/trained tokens/generated completion/length_mean completion/truncated_fraction
+    packing/padding_fraction time/wall_s time/step_s time/wait_for_data_s generator/tokens_per_s generator/idle_fraction
+    trainer/idle_fraction weights/publish_stall_s weights/swap_stall_s weights/bytes parity/logprob_diff_max""".split()
+EXPORTED = 1e-4  # logits, transformers against our decoder
+SHARDED = 1e-5  # loss and norms, two trainer ranks against one
+BAD_INPUT = 2
+
+
+@pytest.fixture(scope="module")
+def asynchronous_run(tmp_path_factory):
+    with Job(*SMALL, "max_lag=1", run_dir=tmp_path_factory.mktemp("asynchronous") / "run", ranks=2) as job:
+        assert job.wait() == 0, job.output
+        yield job
+
+
+def test_every_row_has_every_name_and_evaluations_are_at_their_steps(synchronous_run):
+    rows = synchronous_run.rows
+    assert [r["step"] for r in rows] == list(range(STEPS + 1))
+    assert [r["step"] for r in rows if r.get("eval/accuracy") is not None] == [0, 2, 4]
+    for row in rows[1:]:
+        assert not [name for name in NAMES if name not in row]
+
+
+def test_one_process_and_two_ranks_sample_and_train_on_the_same_bits(synchronous_run, tmp_path):
+    with Job(*SMALL, "max_lag=0", run_dir=tmp_path / "run", ranks=2) as job:
+        assert job.wait() == 0, job.output
+        assert untimed(job.rows) == untimed(synchronous_run.rows)
+
+
+def test_fresh_tokens_agree_between_trainer_and_generator(synchronous_run):
+    assert all(0 <= row["parity/logprob_diff_max"] <= 1e-4 for row in synchronous_run.rows[1:] if row["tokens/trained"] and row["grad_norm"])
+
+
+def test_lag_stays_within_its_bound(asynchronous_run):
+    lags = [row["lag/max"] for row in asynchronous_run.rows[1:]]
+    assert max(lags) <= 1 and len(lags) == STEPS
+
+
+def test_a_run_leaves_its_config_and_a_model_that_transformers_loads(asynchronous_run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert "max_lag: 1" in (asynchronous_run.run_dir / "config.yaml").read_text()
+    hf = asynchronous_run.checkpoint / "hf"
+    assert asynchronous_run.checkpoint.name == f"step_{STEPS}"
+    ids = torch.tensor([AutoTokenizer.from_pretrained(hf)("12+34=").input_ids])
+    theirs = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)(ids).logits[0]
+    decoder = load_weights(build_decoder(read_config(hf)), hf)
+    ours = decoder(ids[0], torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()])))
+    assert torch.allclose(ours, theirs, atol=EXPORTED)
+    before = load_weights(build_decoder(read_config(tiny_directory())), tiny_directory())
+    assert not torch.equal(before.tok_embeddings.weight, decoder.tok_embeddings.weight), "the exported model was not trained"
+
+
+def test_a_directory_with_a_run_is_not_used_again_by_accident(asynchronous_run):
+    with Job(*SMALL, run_dir=asynchronous_run.run_dir) as job:
+        assert job.wait() == BAD_INPUT
+        assert "holds a run already; go on with resume=auto" in job.output
+
+
+def run_recipe(*overrides, cwd=ROOT):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([sys.executable, str(RECIPE), *overrides], capture_output=True, text=True, timeout=120, cwd=cwd, env=env)
+
+
+def test_all_that_is_wrong_with_a_command_line_is_said_at_once():
+    done = run_recipe("+typo=1", "loss.ratio_kap=2", "groups_per_step=0")
+    assert done.returncode == BAD_INPUT
+    assert all(text in done.stderr + done.stdout for text in ("typo", "did you mean loss.ratio_cap", "groups_per_step=0"))
+
+
+def test_a_malformed_line_of_data_is_named(tmp_path):
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
+    done = run_recipe("task=jsonl", f"task.path={data}", f"run_dir={tmp_path / 'run'}", "max_new_tokens=6")
+    assert done.returncode == BAD_INPUT and f"{data}:2" in done.stderr
+
+
+def test_truncated_weights_are_named(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in tiny_directory().iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    whole = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    done = run_recipe(f"model.path={model}", f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == BAD_INPUT and "model.safetensors" in done.stderr
+
+
+def test_a_dry_run_shows_the_plan_scores_samples_and_writes_nothing(tmp_path):
+    done = run_recipe("+dry_run=true", f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    assert "rank 0   trainer, generator, reward" in done.stdout and done.stdout.count("\nsample ") == 3 and "bytes a sync" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ranks, placement",
+    [
+        (4, ("placement.trainer=[0,1]", "placement.generator=[2]", "placement.reward=[3]")),
+        (3, ("placement.trainer=[0]", "placement.generator=[1,2]", "placement.reward=[2]")),
+    ],
+)
+def test_any_placement_trains_alike(synchronous_run, tmp_path, ranks, placement):
+    with Job(*SMALL, "max_lag=0", *placement, run_dir=tmp_path / "run", ranks=ranks) as job:
+        assert job.wait() == 0, job.output
+        rows, want = job.rows, synchronous_run.rows
+    assert [r["step"] for r in rows] == [r["step"] for r in want]
+    assert rows[0]["eval/accuracy"] == want[0]["eval/accuracy"]
+    for name in ("reward/mean", "tokens/trained", "lag/max"):
+        assert rows[1][name] == want[1][name]
+    for name in ("loss/value", "grad_norm"):
+        assert rows[1][name] == pytest.approx(want[1][name], abs=SHARDED, rel=SHARDED)
+
+
+@pytest.mark.slow
+def test_a_reference_adds_its_kl_and_every_row_has_it(tmp_path):
+    with Job(*SMALL, "reference=frozen", "loss.kl_coef=0.01", run_dir=tmp_path / "run", ranks=2) as job:
+        assert job.wait() == 0, job.output
+        rows = job.rows
+    assert rows[1]["kl/ref"] == pytest.approx(0.0, abs=1e-4)  # the policy is the reference still
+    assert rows[STEPS]["kl/ref"] > 0
+
+
+@pytest.mark.slow
+def test_the_custom_station_of_the_recipe_runs(tmp_path):
+    command = [sys.executable, str(ROOT / "recipes" / "custom_executor.py"), *SMALL, f"run_dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == STEPS and rows[0]["eval/accuracy"] * EVAL_PROMPTS == pytest.approx(round(rows[0]["eval/accuracy"] * EVAL_PROMPTS))
