@@ -51,12 +51,13 @@ SHM_DIR = Path("/dev/shm")
 def checksum(flat: Tensor) -> int:
     """64-bit checksum of a contiguous uint8 tensor: position-weighted sum of its words, so that swaps show too."""
     whole = flat.numel() // 8 * 8
-    words = flat[:whole].view(torch.int64)
-    per_block = BLOCK_BYTES // 8
-    weights = torch.arange(1, min(per_block, max(1, words.numel())) + 1).mul_(2).sub_(1)  # odd: no bit of a word is lost
+    aligned = flat.storage_offset() % 8 == 0  # a range of an odd shard may start anywhere
+    per_block = min(BLOCK_BYTES, whole) // 8
+    weights = torch.arange(1, per_block + 1).mul_(2).sub_(1)  # odd: no bit of a word is lost
     total = 0
-    for i, block in enumerate(words.split(per_block)):
-        total += int((block * weights[: block.numel()]).sum()) * (2 * i + 1)
+    for i, block in enumerate(flat[:whole].split(BLOCK_BYTES)):
+        words = (block if aligned else block.clone()).view(torch.int64)
+        total += int((words * weights[: words.numel()]).sum()) * (2 * i + 1)
     for byte in flat[whole:].tolist():
         total = total * 257 + byte + 1
     return total & ((1 << 64) - 1)
@@ -209,6 +210,7 @@ class Publisher:
         self._jobs: queue.Queue[tuple[int, int, bool, bool] | None] = queue.Queue()
         self._last: list[list[int]] | None = None
         self.committed_version = -1
+        self._closing = False
         self.bytes_per_sync = sum(r.size for _, ranges in links for r in ranges)
         self._thread = control.thread(f"publish-{name}", self._run)
 
@@ -245,9 +247,14 @@ class Publisher:
                 version = job[0]
                 self._deliver(*job)
                 self._control.wake()
+            self._closing = True
+            for link, _ in self._links:
+                link.send(None, to_subscriber=True)
         except WeightsError:
             raise
         except RuntimeError as error:
+            if self._closing:
+                return  # that generator has ended already
             text = f"weights {self.name!r} from rank {self._control.rank}, version {version}: a generator's link broke: {error}"
             raise PeerDied(text) from error
 
@@ -284,16 +291,9 @@ class Publisher:
         self._free.put(slot)
 
     def close(self) -> None:
-        """Deliver what is queued, then say that no more comes."""
+        """Deliver what is queued, then say that no more comes. Waits a little, not for a peer that is gone."""
         self._jobs.put(None)
         self._thread.join(timeout=3)
-        if self._thread.is_alive():
-            return
-        for link, _ in self._links:
-            try:
-                link.send(None, to_subscriber=True)
-            except RuntimeError:
-                continue  # that generator is gone already
 
 
 class Subscriber:
@@ -346,9 +346,11 @@ class Subscriber:
 
     def _receive_version(self) -> bool:
         version, evaluate = -1, False
-        for link, ranges in self._links:
+        for at, (link, ranges) in enumerate(self._links):
             message = link.recv(at_subscriber=True)
             if message is None:
+                for other, _ in self._links[at + 1 :]:  # their farewells, so that no source waits for this end
+                    other.recv(at_subscriber=True)
                 return False
             begin = Begin(**message)
             if version == -1:

@@ -95,6 +95,12 @@ def test_a_checksum_sees_any_changed_byte_and_any_swap(size, data):
         assert checksum(flat) != before
 
 
+@given(st.integers(1, 200), st.integers(0, 70))
+def test_a_checksum_does_not_depend_on_where_the_bytes_lie(size, start):
+    flat = torch.arange(300).mul_(37).remainder_(251).to(torch.uint8)
+    assert checksum(flat[start : start + size]) == checksum(flat[start : start + size].clone())
+
+
 class DamagingLink(LocalLink):
     """Flips a byte in the first `times` deliveries."""
 

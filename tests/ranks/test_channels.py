@@ -1,0 +1,204 @@
+"""Channels and weights between real processes over gloo. Each rank is this file run as a script."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+RANKS = 3
+RECORDS = 40  # a producer and channel
+VERSIONS = 4
+DEADLINE_S = 60
+SHAPES = {"a": (5, 3), "b": (7,), "c": (2, 4, 3)}  # 5, 7 and 2 rows over two shards: uneven, and one shard of "c" a row
+
+
+def start(scenario: str) -> list[subprocess.Popen]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    env = {**os.environ, **address, "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, __file__, scenario]
+    return [
+        subprocess.Popen(command, env={**env, "RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for r in range(RANKS)
+    ]
+
+
+def finish(processes: list[subprocess.Popen]) -> list[str]:
+    try:
+        return [p.communicate(timeout=DEADLINE_S)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+
+
+@pytest.mark.parametrize("scenario", ["records", "weights-shm", "weights-gloo"])
+def test_between_ranks(scenario):
+    """records: all three kinds deliver every record once, in order per producer, through inboxes of 4.
+    weights: two uneven shards reach two replicas, one of them on a source's own rank, bit for bit, version after version."""
+    before = set(Path("/dev/shm").glob("llamarl-*"))
+    processes = start(scenario)
+    outputs = finish(processes)
+    assert [p.returncode for p in processes] == [0] * RANKS, "\n".join(outputs)
+    assert set(Path("/dev/shm").glob("llamarl-*")) <= before
+
+
+def test_a_dead_peer_is_named_to_all_others():
+    processes = start("death")
+    outputs = finish(processes)
+    assert processes[2].returncode == 9
+    for rank in (0, 1):
+        assert "PeerDied" in outputs[rank] and "rank 2 (station 2)" in outputs[rank], outputs[rank]
+
+
+# -- what a rank runs ------------------------------------------------------------------------------------------------------
+
+
+class Station:
+    def __init__(self, name):
+        self.name = name
+
+
+def join():
+    import torch.distributed as dist
+
+    from llamarl.control import Control
+
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    store = dist.PrefixStore("llamarl", dist.distributed_c10d._get_default_store())
+    names = [f"station {r}" for r in range(RANKS)]
+    return Control(store, rank=rank, world_size=RANKS, leader=0, names=names, heartbeat_timeout_s=3)
+
+
+def until(control, predicate):
+    deadline = time.monotonic() + DEADLINE_S / 2
+    while not predicate():
+        control.check()
+        assert time.monotonic() < deadline, "too late"
+        control.wait(0.01)
+
+
+def record(ticket: int, sender: int):
+    from llamarl.types import Completion
+
+    length = ticket % 7
+    return Completion(ticket, sender, torch.arange(3), torch.arange(length), torch.zeros(length), torch.full((length,), sender), "stop")
+
+
+def exchange_records(control) -> None:
+    from llamarl.channel import Broadcast, Gather, Scatter, connect
+    from llamarl.placement import link_group
+    from llamarl.tickets import lane_of
+
+    sources, destinations = (0, 1), (1, 2)  # rank 1 is on both sides
+    ends = {}
+    for kind in (Gather, Scatter, Broadcast):
+        channel = kind(kind.__name__, Station("from"), Station("to"), capacity=4)
+        ends[kind] = connect(channel, sources, destinations, link_group(sources, destinations), control)
+    control.start()
+    for kind, (sender, receiver) in ends.items():
+        sent, got = 0, []
+        mine = {Gather: lambda t: t % 2, Scatter: lambda t: lane_of(t, 2)}.get(kind)
+        me = destinations.index(control.rank) if receiver is not None else None
+        want = [t for t in range(RECORDS) if receiver is not None and (mine is None or mine(t) == me)]
+
+        def turn():
+            nonlocal sent
+            if sender is not None and sent < RECORDS and sender.has_room():
+                sender.put(record(sent, control.rank))
+                sent += 1
+            if receiver is not None:
+                got.extend(receiver.take(limit=3))
+            return (sender is None or sent == RECORDS) and len(got) == 2 * len(want)
+
+        until(control, turn)
+        for producer in sources if receiver is not None else ():
+            assert [r.ticket for r in got if r.sample_index == producer] == want
+        assert all(r.token_ids.numel() == r.ticket % 7 for r in got)
+    for sender, receiver in ends.values():
+        if sender is not None:
+            sender.close()
+    for sender, receiver in ends.values():
+        if receiver is not None:
+            receiver.close()
+
+
+def exchange_weights(control, transport: str) -> None:
+    from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
+    from llamarl.ddma.transfer import host_id
+    from llamarl.placement import link_group
+
+    sources, destinations = (0, 1), (1, 2)
+    route = WeightsRoute(
+        "policy", sources=sources, destinations=destinations, dtype=torch.float32, transport=transport, hosts=[host_id()] * RANKS,
+        group=link_group(sources, destinations), control=control, deadline_s=20,
+    )  # fmt: skip
+    control.start()
+    whole = {n: torch.arange(torch.Size(s).numel(), dtype=torch.float32).view(s) + 100 * i for i, (n, s) in enumerate(SHAPES.items())}
+    sender = receiver = None
+    if control.rank in sources:
+        sender = WeightsSender(route)
+        sender.bind([(n, Shard(whole[n], sources.index(control.rank))) for n in SHAPES])
+    if control.rank in destinations:
+        receiver = WeightsReceiver(route)
+        target = {n: torch.nn.Parameter(torch.zeros(s)) for n, s in SHAPES.items()}
+        receiver.bind(list(target.items()))
+    for version in range(VERSIONS):
+        if sender is not None:
+            for _, shard in sender._parameters:
+                shard.add = version * 1000.0
+            sender.publish(version, evaluate=True, must_differ=version > 0)  # to be evaluated: none is overtaken
+        if receiver is not None:
+            until(control, lambda: receiver.staged is not None)
+            assert receiver.swap() == (version, True)
+            for name, want in whole.items():
+                assert torch.equal(target[name].data, want + version * 1000.0), (name, version)
+    if sender is not None:
+        sender.close()
+    if receiver is not None:
+        receiver.close()
+
+
+class Shard:
+    """Stands for an FSDP2 parameter: the global shape, and this rank's rows in `to_local`'s place."""
+
+    def __init__(self, whole, index):
+        rows = -(-whole.shape[0] // 2)
+        self.shape, self.local, self.add = whole.shape, whole[index * rows : (index + 1) * rows], 0.0
+
+
+def use_shards() -> None:
+    """Let the sender read Shards as it reads DTensors."""
+    from llamarl.ddma import ends
+
+    Shard.to_local = lambda self: self.local + self.add
+    ends.DTensor = Shard
+
+
+def main() -> None:
+    scenario, control = sys.argv[1], join()
+    if scenario == "records":
+        exchange_records(control)
+    elif scenario.startswith("weights"):
+        use_shards()
+        exchange_weights(control, scenario.removeprefix("weights-"))
+    else:
+        control.start()
+        if control.rank == 2:
+            time.sleep(2)  # long enough to have been heard of
+            os._exit(9)
+        until(control, lambda: False)
+    import torch.distributed as dist
+
+    dist.barrier()
+    control.close()
+    os._exit(0)  # gloo's threads of the links need no farewell
+
+
+if __name__ == "__main__":
+    main()
