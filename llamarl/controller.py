@@ -110,6 +110,7 @@ class ExecutorController:
         )  # fmt: skip
         self.snapshots = Snapshots(checkpointer, self.local, self.control, self.metrics, self.tickets)
         self._signal: int | None = None
+        self._done_at: float | None = None  # when the leader's trainer had made its last step
         self._ends: list = []
 
     # -- connecting -----------------------------------------------------------------------------------------------
@@ -244,7 +245,17 @@ class ExecutorController:
     def _is_over(self) -> bool:
         """On the leader: the trainer has made its last snapshot, and no row is awaited that can still come."""
         trainer = next(e for e in self.local if e.name == "trainer")
-        return trainer.done and (self.control.stopping or self.metrics.writer.is_complete(trainer.version))
+        if not trainer.done:
+            return False
+        self._done_at = self._done_at or time.monotonic()
+        if self.control.stopping or self.metrics.writer.is_complete(trainer.version):
+            return True
+        if time.monotonic() - self._done_at > self.settings.deadline_s:
+            raise DeadlineExceeded(
+                f"trainer on rank {self.world.rank} is done with step {trainer.version}, but its evaluation did not come from the generator "
+                f"and the reward within {self.settings.deadline_s:.0f} s. The checkpoint is whole; raise deadline_s for a longer evaluation"
+            )
+        return False
 
     # -- ending ---------------------------------------------------------------------------------------------------
 
