@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from llamarl.executor import POLL_S, Executor
+from llamarl.executor import Executor
 from llamarl.tasks.pool import Outcome, RewardError, RewardPool
 from llamarl.types import Completion, Group, Prompt, ScoredCompletion
 
@@ -71,11 +71,6 @@ class RuleReward(Executor):
         self._next_key = 0
         self._begun: dict[int, list[ScoredCompletion]] = {}  # ticket -> those scored so far, while it is not whole
         self._whole: deque[Group] = deque()  # waiting for room
-
-    @property
-    def poll_s(self) -> float:
-        """Workers' answers wake nobody: look again soon while some are awaited."""
-        return 0.002 if self._pool is not None and self._pool.pending else POLL_S
 
     def setup(self) -> None:
         """Start the workers. ValueError if `fn` cannot be imported or called."""
