@@ -30,7 +30,7 @@ class Generator(Executor):
     """One engine a rank. Sampling is a function of (seed, ticket, sample_index, position), not of the rank or the batch.
 
     prompts[ticket] is the ticket's prompt; eval_prompts the held-out ones. chunk_tokens: tokens a row between two looks
-    at weights, tickets and stop requests. probe_ranks: the trainer's, which compare the start-up parity probe.
+    at weights, tickets and stop requests.
     """
 
     name = "generator"
@@ -48,13 +48,12 @@ class Generator(Executor):
         max_len: int,
         chunk_tokens: int,
         in_flight_updates: bool,
-        probe_ranks: tuple[int, ...],
     ):
         self.model_path, self.model_dtype = model_path, model_dtype
         self.prompts, self.eval_prompts = prompts, eval_prompts
         self.sampling, self.stop_token_ids = sampling, stop_token_ids
         self.max_slots, self.max_len, self.chunk_tokens = max_slots, max_len, chunk_tokens
-        self.in_flight_updates, self.probe_ranks = in_flight_updates, probe_ranks
+        self.in_flight_updates = in_flight_updates
         self.version = -1
         self._evaluating = 0  # held-out prompts still to finish
         self._asked_in_vain = False
@@ -114,13 +113,12 @@ class Generator(Executor):
         return True
 
     def _send_probe(self) -> None:
-        """Start-up parity: score the first prompts through the cached decode path, for every trainer rank to compare."""
+        """Start-up parity: score the first prompts through the cached decode path, for the trainer to compare."""
         tokens = [self.prompts[i].prompt_ids[:PROBE_TOKENS].tolist() for i in range(PROBE_PROMPTS)]
         tokens = [ids for ids in tokens if len(ids) > 1] or [[0, 0]]
         logprobs = [self.engine.score(ids[:1], ids[1:], self.sampling.temperature).tolist() for ids in tokens]
         payload = {"generator": self.group.index, "num_generators": self.group.size, "token_ids": tokens, "logprobs": logprobs}
-        for rank in self.probe_ranks:
-            self.control.post(rank, "probe", payload)
+        self.control.post(self.control.leader, "probe", payload)
 
     def _start_evaluation(self) -> None:
         """Greedy completions of this replica's share of the held-out prompts."""

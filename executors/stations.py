@@ -39,7 +39,6 @@ def build_generator(config: Config, job: Job) -> Generator:
         max_len=config.task.max_prompt_tokens + config.max_new_tokens,
         chunk_tokens=g.chunk_tokens,
         in_flight_updates=config.max_lag > 0 if g.in_flight_updates is None else g.in_flight_updates,
-        probe_ranks=job.placement["trainer"],
     )
 
 

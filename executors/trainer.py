@@ -129,27 +129,35 @@ class FSDPTrainer(Executor):
     def _compare_probes(self) -> bool:
         """Start-up parity: every generator's logprobs of fixed prompts under the first version, against this model's own.
 
-        Collective over the trainer: all ranks compare each probe. False while some have not come; ParityError.
+        The leader gathers the probes and tells all trainer ranks to compare, so that they do it together. False while some
+        have not come; ParityError.
         """
-        for _, probe in self.control.take("probe"):
-            self._probes[probe["generator"]] = probe
-        if self.control.stopping:
+        if self.control.is_leader:
+            self._probes |= {probe["generator"]: probe for _, probe in self.control.take("probe")}
+            wanted = next(iter(self._probes.values()))["num_generators"] if self._probes else 1
+            if len(self._probes) == wanted and not self.control.stopping:
+                for rank in self.group.ranks:
+                    self.control.post(rank, "compare", {"probes": [self._probes[g] for g in sorted(self._probes)]})
+        for _, message in self.control.take("compare"):
+            for probe in message["probes"]:
+                self._compare(probe)
             self._probes = None
             return True
-        if not self._probes or len(self._probes) < next(iter(self._probes.values()))["num_generators"]:
-            return False
-        for generator, probe in sorted(self._probes.items()):
-            mine = self._update.score([torch.tensor(ids) for ids in probe["token_ids"]])
-            theirs = torch.tensor([x for row in probe["logprobs"] for x in row])
-            worst = float((mine - theirs).abs().max())
-            if not worst <= self.probe_tolerance:  # NaN too
-                raise ParityError(
-                    f"generator {generator} and the trainer differ by {worst:.4g} in the logprobs of fixed prompts under version "
-                    f"{self.version}, more than {self.probe_tolerance:g}: they do not hold the same weights, or do not compute the same "
-                    "model. Raise trainer.parity_tolerance only if the dtype explains it"
-                )
-        self._probes = None
-        return True
+        if self.control.stopping:
+            self._probes = None
+        return self._probes is None
+
+    def _compare(self, probe: dict) -> None:
+        """Collective over the trainer."""
+        mine = self._update.score([torch.tensor(ids) for ids in probe["token_ids"]])
+        theirs = torch.tensor([x for row in probe["logprobs"] for x in row])
+        worst = float((mine - theirs).abs().max())
+        if not worst <= self.probe_tolerance:
+            raise ParityError(
+                f"generator {probe['generator']} and the trainer differ by {worst:.4g} in the logprobs of fixed prompts under version "
+                f"{self.version}, more than {self.probe_tolerance:g}: they do not hold the same weights, or do not compute the same "
+                "model. Raise trainer.parity_tolerance only if the dtype explains it"
+            )
 
     # -- one step -----------------------------------------------------------------------------------------------------
 

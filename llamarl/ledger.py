@@ -72,7 +72,8 @@ class TicketDesk:
 
     def take(self, step: int, waited: bool = False) -> list[int] | None:
         """This lane's batch of step `step`, or None if it must still wait. The leader's call decides for all lanes."""
-        if self._control.is_leader and step not in self._offer:
+        # After a stop request no step is begun: ranks that heard of it first are at their last snapshot already.
+        if self._control.is_leader and step not in self._offer and not self._control.stopping:
             tickets = self._ledger.take(step, waited)
             if tickets is None:
                 return None

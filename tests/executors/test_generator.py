@@ -62,14 +62,14 @@ def generator(synchronous=False, in_flight=True, new_tokens=6, chunk=2):
     made = Generator(
         model_path=str(tiny_directory()), model_dtype="float32", prompts=[PROMPT] * 100, eval_prompts=[PROMPT] * EVALS,
         sampling=SamplingParams(max_new_tokens=new_tokens, min_new_tokens=new_tokens, n=GROUP, stop_token_ids=(2,)), stop_token_ids=(2,),
-        max_slots=8, max_len=32, chunk_tokens=chunk, in_flight_updates=in_flight, probe_ranks=(0,),
+        max_slots=8, max_len=32, chunk_tokens=chunk, in_flight_updates=in_flight,
     )  # fmt: skip
     posts = []
     made.attach(
         ExecutorGroup("generator", (0,), 0, torch.device("cpu")),
         {"policy": Weights()},
         {"completions": Outbox(), "evaluations": Outbox()},
-        SimpleNamespace(post=lambda rank, topic, payload: posts.append((rank, topic, payload)), stop_reason=None),
+        SimpleNamespace(post=lambda rank, topic, payload: posts.append((rank, topic, payload)), leader=7),
         SimpleNamespace(add=lambda counter, amount: None),
         Tickets(synchronous),
     )
@@ -83,12 +83,12 @@ def test_without_weights_it_samples_nothing_and_says_what_it_waits_for():
     assert g.step() is False and g.tickets.asked == [] and g.waiting_for().startswith("weights:")
 
 
-def test_the_first_version_is_probed_for_every_trainer_rank():
+def test_the_first_version_is_probed_for_the_leader():
     g = generator()
     g.weights.staged = (0, False)
     g.step()
     (rank, topic, probe), *rest = g.posts
-    assert (rank, topic, rest) == (0, "probe", []) and len(probe["logprobs"]) == len(probe["token_ids"]) > 0
+    assert (rank, topic, rest) == (7, "probe", []) and len(probe["logprobs"]) == len(probe["token_ids"]) > 0
     assert all(len(x) == len(ids) - 1 for x, ids in zip(probe["logprobs"], probe["token_ids"]))
 
 

@@ -49,6 +49,23 @@ def test_a_run_killed_and_resumed_equals_one_that_was_not(synchronous_run, tmp_p
 
 
 @pytest.mark.slow
+def test_trainer_ranks_stop_at_the_same_step_and_the_run_goes_on_with_one(tmp_path):
+    two = ("placement.trainer=[0,1]", "placement.generator=[2]", "placement.reward=[2]")
+    with Job(*SMALL, *LONG, *two, run_dir=tmp_path / "run", ranks=3) as job:
+        job.until(lambda: len(job.rows) >= 3, "three steps")
+        everyone = set(job.pids())
+        os.kill(job.process.pid, signal.SIGTERM)
+        job.until_gone(everyone, STOP_S)
+        assert verify(job.checkpoint) == []
+        stopped_at = int(job.checkpoint.name.removeprefix("step_"))
+    further = f"max_steps={stopped_at + 2}"
+    with Job(*SMALL, *LONG, further, "resume=auto", run_dir=tmp_path / "run", ranks=2) as job:
+        assert job.wait() == 0, job.output
+        assert [r["step"] for r in job.rows][-1] == stopped_at + 2
+        assert len({r["step"] for r in job.rows}) == len(job.rows)
+
+
+@pytest.mark.slow
 def test_torchrun_restarts_a_killed_rank_and_the_run_ends_well(synchronous_run, tmp_path):
     slow = ("max_lag=0", "reward.fn=tests.launching:unhurried")
     with Job(*SMALL, *slow, run_dir=tmp_path / "run", ranks=2, torchrun=("--max-restarts=1",)) as job:

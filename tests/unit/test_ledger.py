@@ -105,6 +105,15 @@ def test_a_step_given_up_can_be_taken_again_with_the_same_groups(alone):
         desk.untake(3)
 
 
+def test_after_a_stop_request_no_step_is_begun(alone):
+    desk = alone()
+    desk.finish(indices(desk.ask(0, 4, version=0)))
+    desk._control.request_stop("a test")
+    assert desk.take(0) is None
+    desk._control.stop_reason = None
+    assert desk.take(0) is not None
+
+
 def test_a_synchronous_ask_is_answered_with_nothing_when_nothing_may_start(alone):
     desk = alone(max_lag=0, overcommit=0)
     assert desk.synchronous
