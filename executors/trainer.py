@@ -173,7 +173,7 @@ class FSDPTrainer(Executor):
         waited_s = began - self._wait_since
         groups = self.buffer.take(tickets)
         try:
-            metrics = self._update.run(groups, self.version, lambda: self.control.stopping)
+            metrics = self._update.run(groups, self.version, lambda: self.control.stopping or self.control.signalled)
         except StepAborted:
             self.buffer.put(groups)
             self.tickets.untake(self.version)

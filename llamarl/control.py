@@ -59,6 +59,7 @@ class Control:
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.failure: Exception | None = None
         self.stop_reason: str | None = None
+        self.signalled = False  # this process has a stop signal that its loop has not passed on yet
         self._mail: dict[str, deque] = defaultdict(deque)
         self._handlers: dict[str, Callable[[int, dict], None]] = {}
         self._changed = threading.Condition()

@@ -261,6 +261,7 @@ class ExecutorController:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
+        self.control.signalled = True  # a long step looks at it between two microbatches
 
     def _ask_to_stop(self) -> None:
         """The leader decides where between two steps the run ends, so that all trainer ranks end at the same one."""
