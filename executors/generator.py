@@ -19,18 +19,18 @@ from llamarl.executor import POLL_S, Executor
 from llamarl.inference import Engine, SamplingParams
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import named_parameters_hf
+from llamarl.parity import Canary, check_canary
 from llamarl.tickets import PromptStream
 from llamarl.types import Prompt
 
 TRAIN, EVALUATE = 0, 1  # streams of the engine
-PROBE_PROMPTS, PROBE_TOKENS = 4, 64
 
 
 class Generator(Executor):
     """One engine a rank. Sampling is a function of (seed, ticket, sample_index, position), not of the rank or the batch.
 
     prompts[ticket] is the ticket's prompt; eval_prompts the held-out ones. chunk_tokens: tokens a row between two looks
-    at weights, tickets and stop requests.
+    at weights, tickets and stop requests. parity_tolerance: nats that the canary of a version may differ from the trainer's.
     """
 
     name = "generator"
@@ -48,12 +48,13 @@ class Generator(Executor):
         max_len: int,
         chunk_tokens: int,
         in_flight_updates: bool,
+        parity_tolerance: float,
     ):
         self.model_path, self.model_dtype = model_path, model_dtype
         self.prompts, self.eval_prompts = prompts, eval_prompts
         self.sampling, self.stop_token_ids = sampling, stop_token_ids
         self.max_slots, self.max_len, self.chunk_tokens = max_slots, max_len, chunk_tokens
-        self.in_flight_updates = in_flight_updates
+        self.in_flight_updates, self.parity_tolerance = in_flight_updates, parity_tolerance
         self.version = -1
         self._evaluating = 0  # held-out prompts still to finish
         self._asked_in_vain = False
@@ -67,7 +68,7 @@ class Generator(Executor):
         dtype = getattr(torch, self.model_dtype)
         decoder = build_decoder(read_config(self.model_path), device=self.group.device, dtype=dtype).eval().requires_grad_(False)
         self.weights = self.inputs["policy"]
-        self.weights.bind(list(named_parameters_hf(decoder)))
+        self.weights.bind(decoder.config, list(named_parameters_hf(decoder)))
         self.engine = Engine(decoder, max_slots=self.max_slots, max_len=self.max_len, device=self.group.device)
 
     def step(self) -> bool:
@@ -101,24 +102,23 @@ class Generator(Executor):
         taken = self.weights.swap()
         if taken is None:
             return False
-        first = self.version < 0
-        self.version, evaluate = taken
+        self.version, evaluate, canary = taken
         self.engine.weights_changed(self.version)
         self.metrics.add("weights/swap_stall_s", time.monotonic() - began)
         self._asked_in_vain = False
-        if first:
-            self._send_probe()
+        if canary:
+            self._check_canary(Canary.from_json(canary))
         if evaluate:
             self._start_evaluation()
         return True
 
-    def _send_probe(self) -> None:
-        """Start-up parity: score the first prompts through the cached decode path, for the trainer to compare."""
-        tokens = [self.prompts[i].prompt_ids[:PROBE_TOKENS].tolist() for i in range(PROBE_PROMPTS)]
-        tokens = [ids for ids in tokens if len(ids) > 1] or [[0, 0]]
-        logprobs = [self.engine.score(ids[:1], ids[1:], self.sampling.temperature).tolist() for ids in tokens]
-        payload = {"generator": self.group.index, "num_generators": self.group.size, "token_ids": tokens, "logprobs": logprobs}
-        self.control.post(self.control.leader, "probe", payload)
+    def _check_canary(self, canary: Canary) -> None:
+        """What was swapped in, against what the trainer says of it. ParityError."""
+        scored = [self.engine.score(s.token_ids[: s.given], s.token_ids[s.given :], self.sampling.temperature) for s in canary.sequences]
+        worst = check_canary(
+            canary, torch.cat(scored).cpu(), version=self.version, rank=self.group.rank, tolerance=self.parity_tolerance
+        )
+        self.metrics.add_mean("parity/canary_diff_max", worst)
 
     def _start_evaluation(self) -> None:
         """Greedy completions of this replica's share of the held-out prompts."""

@@ -39,6 +39,7 @@ def build_generator(config: Config, job: Job) -> Generator:
         max_len=config.task.max_prompt_tokens + config.max_new_tokens,
         chunk_tokens=g.chunk_tokens,
         in_flight_updates=config.max_lag > 0 if g.in_flight_updates is None else g.in_flight_updates,
+        parity_tolerance=config.trainer.parity_tolerance,
     )
 
 
@@ -100,7 +101,8 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         update=update,
         buffer=BUFFERS[config.buffer.kind](),
         adam=AdamSettings(beta1=t.beta1, beta2=t.beta2, eps=t.eps, weight_decay=t.weight_decay),
-        probe_tolerance=t.parity_tolerance,
+        canary_prompts=job.prompts,
+        canary_top=0,
         evaluate_at=job.eval_due,
         snapshot_at=job.snapshot_due,
     )

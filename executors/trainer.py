@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.optim import build_optimizer
-from llamarl.learning.update import ParityError, PolicyUpdate, StepAborted, UpdateSettings
+from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.models.fsdp import training_decoder
 from llamarl.models.hf import export, local_rows, named_parameters_hf
+from llamarl.parity import Prompts, canary_sequences
 from llamarl.tickets import lane_of
 
 _OPTIMIZER_STATE = ("exp_avg", "exp_avg_sq")
@@ -39,7 +40,7 @@ class AdamSettings:
 class FSDPTrainer(Executor):
     """Policy version v is the number of optimizer steps in the weights; step v makes v + 1.
 
-    evaluate_at(version): whether that version must be evaluated; snapshot_at(version): whether to checkpoint it.
+    canary_prompts, canary_top: see llamarl.parity. evaluate_at(version): whether that version must be evaluated; snapshot_at(version): whether to checkpoint it.
     """
 
     name = "trainer"
@@ -55,18 +56,19 @@ class FSDPTrainer(Executor):
         update: UpdateSettings,
         buffer: GroupBuffer,
         adam: AdamSettings,
-        probe_tolerance: float,
+        canary_prompts: Prompts,
+        canary_top: int,
         evaluate_at: Callable[[int], bool],
         snapshot_at: Callable[[int], bool],
     ):
         self.model_path, self.model_dtype, self.compute_dtype = model_path, model_dtype, compute_dtype
         self.activation_checkpointing, self.loss_fn, self.settings, self.adam = activation_checkpointing, loss_fn, update, adam
-        self.probe_tolerance, self.evaluate_at, self.snapshot_at = probe_tolerance, evaluate_at, snapshot_at
+        self.canary_prompts, self.canary_top = canary_prompts, canary_top
+        self.evaluate_at, self.snapshot_at = evaluate_at, snapshot_at
         self.version = 0
         self.buffer = buffer
         self.done = False
         self._published = -1
-        self._probes: dict[int, dict] | None = {}  # generator -> what it scored; None once compared
         self._wait_since = time.monotonic()
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -97,7 +99,7 @@ class FSDPTrainer(Executor):
             device=self.group.device,
         )
         self.weights = self.outputs["policy"]
-        self.weights.bind(self._parameters)
+        self.weights.bind(self.decoder.config, self._parameters)
 
     def step(self) -> bool:
         arrived = self._receive()
@@ -105,8 +107,6 @@ class FSDPTrainer(Executor):
             self._publish(must_differ=False)
             return True
         if self.done:
-            return arrived
-        if self._probes is not None and not self._compare_probes():
             return arrived
         tickets = None
         if self.version < self.settings.max_steps:
@@ -122,42 +122,7 @@ class FSDPTrainer(Executor):
     def waiting_for(self) -> str | None:
         if self.done:
             return None
-        if self._probes is not None:
-            return "weights: the generators' parity probes of the first version"
         return f"data: the groups of step {self.version} ({len(self.buffer)} here) from the reward; {self.tickets.waits_for()}"
-
-    def _compare_probes(self) -> bool:
-        """Start-up parity: every generator's logprobs of fixed prompts under the first version, against this model's own.
-
-        The leader gathers the probes and tells all trainer ranks to compare, so that they do it together. False while some
-        have not come; ParityError.
-        """
-        if self.control.is_leader:
-            self._probes |= {probe["generator"]: probe for _, probe in self.control.take("probe")}
-            wanted = next(iter(self._probes.values()))["num_generators"] if self._probes else 1
-            if len(self._probes) == wanted and not self.control.stopping:
-                for rank in self.group.ranks:
-                    self.control.post(rank, "compare", {"probes": [self._probes[g] for g in sorted(self._probes)]})
-        for _, message in self.control.take("compare"):
-            for probe in message["probes"]:
-                self._compare(probe)
-            self._probes = None
-            return True
-        if self.control.stopping:
-            self._probes = None
-        return self._probes is None
-
-    def _compare(self, probe: dict) -> None:
-        """Collective over the trainer."""
-        mine = self._update.score([torch.tensor(ids) for ids in probe["token_ids"]])
-        theirs = torch.tensor([x for row in probe["logprobs"] for x in row])
-        worst = float((mine - theirs).abs().max())
-        if not worst <= self.probe_tolerance:
-            raise ParityError(
-                f"generator {probe['generator']} and the trainer differ by {worst:.4g} in the logprobs of fixed prompts under version "
-                f"{self.version}, more than {self.probe_tolerance:g}: they do not hold the same weights, or do not compute the same "
-                "model. Raise trainer.parity_tolerance only if the dtype explains it"
-            )
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -190,7 +155,7 @@ class FSDPTrainer(Executor):
                     "time/wait_for_data_s": waited_s,
                     "time/step_s": time.monotonic() - began + waited_s,
                     "weights/publish_stall_s": stall_s,
-                    "weights/bytes": self.weights.bytes_per_sync * self.group.size,
+                    "weights/bytes": self.weights.bytes_per_sync,
                 },
             )
         if self.snapshot_at(self.version) and self.version < self.settings.max_steps:
@@ -198,7 +163,13 @@ class FSDPTrainer(Executor):
         self._wait_since = time.monotonic()
 
     def _publish(self, *, must_differ: bool) -> float:
-        stall_s = self.weights.publish(self.version, evaluate=self.evaluate_at(self.version), must_differ=must_differ)
+        sequences = canary_sequences(self.canary_prompts, first=self._published < 0)
+        stall_s = self.weights.publish(
+            self.version,
+            evaluate=self.evaluate_at(self.version),
+            must_differ=must_differ,
+            canary=lambda: self._update.canary(sequences, top=self.canary_top).to_json(),
+        )
         self._published = self.version
         return stall_s
 

@@ -71,6 +71,8 @@ class Weights(Channel):
     """Policy weights, shard to shard (llamarl.ddma)."""
 
     dtype: str = field(default="float32", kw_only=True)  # that travels: the destination's
+    quantize: str = field(default="none", kw_only=True)  # none, or what the projections travel as: fp8, int8
+    keep: tuple[str, ...] = field(default=(), kw_only=True)  # fragments of names of projections that are not quantised
     transport: str = field(default="auto", kw_only=True)
 
 

@@ -100,8 +100,8 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
          "needs the name of a problem, such as task.name=chain_sum"),
         ("resume run_dir", c.resume == "auto" and not c.run_dir,
          "needs the run to go on with: run_dir=DIR"),
-        ("weights.transport", c.weights.transport == "shm" and hosts > 1,
-         f"ranks on {hosts} hosts share no memory; weights.transport=gloo, or auto"),
+        ("weights.transport", c.weights.transport in ("shm", "cuda_ipc") and hosts > 1,
+         f"ranks on {hosts} hosts share no memory; weights.transport=gloo or nccl, or auto"),
     ]  # fmt: skip
     problems = _placement_problems(config, world_size, problem)
     problems += [problem(what, *keys.split()) for keys, wrong, what in impossible if wrong]

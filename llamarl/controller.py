@@ -22,6 +22,8 @@ the leader then tells all ranks to close. In one process the same loop steps the
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import signal
 import time
 from dataclasses import dataclass
@@ -36,11 +38,12 @@ from llamarl.channel import Channel, Weights, connect
 from llamarl.checkpoint import Checkpointer
 from llamarl.control import Control, DeadlineExceeded
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
-from llamarl.ddma.transfer import host_id
+from llamarl.ddma.layout import Destination, Source
+from llamarl.ddma.links import End, this_end
 from llamarl.executor import POLL_S, Executor, ExecutorGroup
 from llamarl.ledger import TicketDesk
 from llamarl.observe import Metrics, RowWriter, Trace
-from llamarl.placement import World, executor_group, link_group
+from llamarl.placement import World, device_link_group, executor_group, link_group
 from llamarl.snapshots import CONTROLLER, Snapshots, has_state
 from llamarl.tickets import TicketLedger
 
@@ -117,11 +120,11 @@ class ExecutorController:
 
     def connect(self) -> None:
         """Collective over the world: groups and channel ends, in the order of the recipe, then attach and set up."""
-        hosts = self._exchange_hosts()
+        ends = self._exchange_ends()
         inputs: dict[str, dict] = {e.name: {} for e in self.executors}
         outputs: dict[str, dict] = {e.name: {} for e in self.executors}
         for channel in self.channels:
-            sender, receiver = self._connect(channel, hosts)
+            sender, receiver = self._connect(channel, ends)
             self._ends += [end for end in (sender, receiver) if end is not None]
             outputs[channel.source.name][channel.name] = sender
             inputs[channel.destination.name][channel.name] = receiver
@@ -145,24 +148,31 @@ class ExecutorController:
         if self.settings.resume_from:
             self.snapshots.restore(self.settings.resume_from)
 
-    def _connect(self, channel: Channel, hosts: list[str]):
+    def _connect(self, channel: Channel, ends: list[End]):
         sources, destinations = self.placement[channel.source.name], self.placement[channel.destination.name]
         group = link_group(sources, destinations)
         if not isinstance(channel, Weights):
             return connect(channel, sources, destinations, group, self.control)
+        trainer, generator = channel.source, channel.destination
+        shards = len(sources) // (trainer.replicate * trainer.tensor_parallel)
         route = WeightsRoute(
-            channel.name, sources=sources, destinations=destinations, dtype=getattr(torch, channel.dtype),
-            transport=channel.transport, hosts=hosts, group=group, control=self.control, deadline_s=self.settings.deadline_s,
+            channel.name, sources=sources, destinations=destinations,
+            source=Source(shards, trainer.replicate, trainer.tensor_parallel),
+            destination=Destination(generator.tensor_parallel, len(destinations) // generator.tensor_parallel),
+            dtype=getattr(torch, channel.dtype), quantize=channel.quantize, keep=channel.keep, transport=channel.transport, ends=ends,
+            group=group, device_group=device_link_group(sources, destinations, ends), control=self.control,
+            deadline_s=self.settings.deadline_s,
         )  # fmt: skip
         rank = self.world.rank
         return (WeightsSender(route) if rank in sources else None), (WeightsReceiver(route) if rank in destinations else None)
 
-    def _exchange_hosts(self) -> list[str]:
-        store = self.world.store()
+    def _exchange_ends(self) -> list[End]:
+        """What every rank says of its host and GPU."""
+        mine, store = this_end(self.world.rank, self.world.device), self.world.store()
         if store is None:
-            return [host_id()]
-        store.set(f"host/{self.world.rank}", host_id())
-        return [store.get(f"host/{rank}").decode() for rank in range(self.world.size)]
+            return [mine]
+        store.set(f"end/{self.world.rank}", json.dumps(dataclasses.asdict(mine)))
+        return [End(**json.loads(store.get(f"end/{rank}"))) for rank in range(self.world.size)]
 
     # -- running --------------------------------------------------------------------------------------------------
 

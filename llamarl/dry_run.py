@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from omegaconf import OmegaConf
 
 from llamarl.config import to_values
-from llamarl.ddma import layout
+from llamarl.ddma.layout import Destination, Source, travelling
 from llamarl.ddma.plan import make_plan
 from llamarl.launch import Job
-from llamarl.models.build import build_decoder, read_config
-from llamarl.models.hf import named_parameters_hf
+from llamarl.models.config import read_config
 from llamarl.tasks.pool import check_reward
 
 _FP32, _MOMENTS, _GRADIENT = 4, 8, 4  # bytes a parameter that the trainer holds
@@ -44,9 +44,9 @@ def _print_ranks(job: Job) -> None:
 def _print_sizes(job: Job) -> None:
     model = read_config(job.model_path)
     trainers, generators = len(job.placement["trainer"]), len(job.placement["generator"])
-    itemsize = 4 if job.config.model.dtype == "float32" else 2
-    specs = [layout.Parameter(name, tuple(p.shape)) for name, p in named_parameters_hf(build_decoder(model))]
-    plan = make_plan(layout.fsdp(specs, trainers, itemsize), layout.replicated(specs, generators, itemsize), itemsize)
+    dtype = getattr(torch, job.config.model.dtype)
+    itemsize = dtype.itemsize
+    plan = make_plan(model, travelling(model, dtype), Source(trainers), Destination(1, generators))
     gib = 1 << 30
     staging = 2 * model.num_parameters * itemsize
     trainer = (model.num_parameters * (_FP32 + _MOMENTS + _GRADIENT) + staging) / trainers / gib
@@ -54,4 +54,4 @@ def _print_sizes(job: Job) -> None:
     cache = 2 * rows * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * itemsize
     print(f"model    {model.num_parameters:,} parameters ({job.config.model.dtype} in the generator, float32 in the trainer)")
     print(f"memory   {trainer:.2f} GiB a trainer rank and activations; {(staging + cache) / gib:.2f} GiB a generator rank")
-    print(plan)
+    print(f"weights  {plan.num_bytes:,} bytes a sync; how they travel: python -m llamarl.ddma plan --model {job.model_path}")

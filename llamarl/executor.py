@@ -55,6 +55,8 @@ class Executor:
     """One station of the graph. Subclasses give `name` and `step`, and what else they need."""
 
     name: str = "executor"
+    tensor_parallel: int = 1  # ranks, one after another, that share one copy of its model
+    replicate: int = 1  # copies of the model that its ranks hold together, each sharded over the others
     poll_s: float = POLL_S  # how long the loop may rest when no station of a rank has work; less where none wakes it
 
     def attach(

@@ -22,10 +22,11 @@ from llamarl.checkpoint import CheckpointError
 from llamarl.config import Config, resolve_placement, to_values
 from llamarl.control import DeadlineExceeded, PeerDied
 from llamarl.controller import RunSettings
-from llamarl.ddma.transfer import WeightsError
-from llamarl.learning.update import NotFinite, ParityError
+from llamarl.ddma.links import WeightsError
+from llamarl.learning.update import NotFinite
 from llamarl.models.hf import load_tokenizer
 from llamarl.observe import RowWriter, build_sinks
+from llamarl.parity import ParityError
 from llamarl.placement import World, init_world, threads_per_rank
 from llamarl.run import RunDirectory, RunDirectoryError, open_run
 from llamarl.tasks.base import Task

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from llamarl.allocator import keep_freed_memory
+from llamarl.ddma.links import End
 
 _LINK_TIMEOUT = timedelta(days=7)  # a channel may be silent for long; deadlines are its users'
 
@@ -75,6 +76,15 @@ def link_group(sources: tuple[int, ...], destinations: tuple[int, ...]) -> dist.
     """Collective over the world: a gloo group for one channel's p2p, or None when both sides are one and the same rank."""
     ranks = sorted({*sources, *destinations})
     return dist.new_group(ranks, backend="gloo", timeout=_LINK_TIMEOUT) if len(ranks) > 1 else None
+
+
+def device_link_group(sources: tuple[int, ...], destinations: tuple[int, ...], ends: list[End]) -> dist.ProcessGroup | None:
+    """Collective over the world: an NCCL group for p2p between the GPUs of both sides; None where NCCL cannot join them all."""
+    ranks = sorted({*sources, *destinations})
+    gpus = {ends[rank].gpu for rank in ranks}
+    if len(ranks) < 2 or len(gpus) < len(ranks) or None in gpus or not all(ends[rank].nccl for rank in ranks):
+        return None
+    return dist.new_group(ranks, backend="nccl", timeout=_LINK_TIMEOUT)
 
 
 def threads_per_rank(threads: int | None, *, synchronous: bool) -> int | None:

@@ -150,7 +150,7 @@ class PlacementSettings:
 
 @dataclass(frozen=True, slots=True)
 class WeightsSettings:
-    transport: Literal["auto", "shm", "gloo"]
+    transport: Literal["auto", "shm", "gloo", "nccl", "cuda_ipc"]
 
 
 @dataclass(frozen=True, slots=True)

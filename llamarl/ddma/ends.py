@@ -1,8 +1,12 @@
-"""The two ends of a Weights channel as executors see them: bind a model's parameters, then publish or swap."""
+"""The two ends of a Weights channel as executors see them: bind a model's parameters, then publish or swap.
+
+    trainer      sender.bind(config, named_parameters);    sender.publish(version, ...)
+    generator    receiver.bind(config, named_parameters);  receiver.swap() between two chunks
+"""
 
 from __future__ import annotations
 
-from typing import Iterable
+from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -10,16 +14,36 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llamarl.control import Control
-from llamarl.ddma import layout
+from llamarl.ddma.layout import FUSED, Buffer, Destination, Parameter, Source, buffer_of, travelling
+from llamarl.ddma.links import End, LocalLink, RankLink, choose_transports, make_slots
 from llamarl.ddma.plan import Plan, make_plan
-from llamarl.ddma.transfer import Link, LocalLink, Publisher, RankLink, Subscriber, WeightsError
+from llamarl.ddma.transfer import (
+    Bucket,
+    Incoming,
+    Outgoing,
+    Progress,
+    Publisher,
+    Staged,
+    Subscriber,
+    WeightsError,
+    buckets_of,
+    buckets_of_buffer,
+    size_of,
+)
+from llamarl.inference.quantize import QUANTIZED, quantize_rows
+from llamarl.models.config import ModelConfig
+from llamarl.models.sharding import SCALE
 
 NamedParameters = list[tuple[str, nn.Parameter]]
-TRANSPORTS = ("auto", "shm", "gloo")
+_IN_PLACE = {"local", "shm", "cuda_ipc"}  # the receiver reads the sender's memory, so many receivers cost the sender nothing
 
 
 class WeightsRoute:
-    """What both ends agree on before any model exists: ranks, links, and the dtype that travels (the destination's)."""
+    """What both ends agree on before any model exists: ranks, topologies, what travels and how.
+
+    dtype: the generator's. quantize: none, fp8 or int8; keep: fragments of names of projections that stay in dtype.
+    WeightsError if the transport asked for cannot join two ranks.
+    """
 
     def __init__(
         self,
@@ -27,42 +51,43 @@ class WeightsRoute:
         *,
         sources: tuple[int, ...],
         destinations: tuple[int, ...],
+        source: Source,
+        destination: Destination,
         dtype: torch.dtype,
+        quantize: str,
+        keep: tuple[str, ...],
         transport: str,
-        hosts: list[str],
+        ends: list[End],
         group: dist.ProcessGroup | None,
+        device_group: dist.ProcessGroup | None,
         control: Control,
         deadline_s: float,
     ):
-        if transport not in TRANSPORTS:
-            raise ValueError(f"weights.transport={transport}: need one of {', '.join(TRANSPORTS)}")
-        self.name, self.sources, self.destinations, self.dtype = name, sources, destinations, dtype
+        self.name, self.sources, self.destinations, self.source, self.destination = name, sources, destinations, source, destination
+        self.dtype, self.quantize, self.keep = dtype, quantize, keep
         self.control, self.deadline_s = control, deadline_s
-        self._transport, self._hosts, self._group, self._local = transport, hosts, group, LocalLink()
+        self._group, self._device_group, self._local = group, device_group, LocalLink()
+        t = destination.tp
+        handed_on = [(a, b) for i, a in enumerate(destinations) for b in destinations[i % t :: t] if b > a]
+        pairs = [(a, b) for a in sources for b in destinations] + handed_on
+        self._transports = choose_transports(transport, [(ends[a], ends[b]) for a, b in pairs])
+        in_place = all(self._transports[a, b] in _IN_PLACE for a in sources for b in destinations)
+        self._feed = "direct" if in_place else "auto"
 
-    def link(self, peer: int) -> Link:
-        """The link between this rank and a peer on the other side. WeightsError if the transport asked for cannot reach it."""
-        if peer == self.control.rank:
+    def transports(self, peers: list[int], *, sending: bool) -> set[str]:
+        me = self.control.rank
+        return {self._transports[(me, p) if sending else (p, me)] for p in peers}
+
+    def link(self, peer: int, *, sending: bool) -> LocalLink:
+        me = self.control.rank
+        if peer == me:
             return self._local
-        same_host = self._hosts[peer] == self._hosts[self.control.rank]
-        if self._transport == "shm" and not same_host:
-            raise WeightsError(
-                f"weights.transport=shm: ranks {self.control.rank} and {peer} are on different hosts; use gloo, or auto"
-            )
-        return RankLink(peer, self._group, "gloo" if self._transport == "gloo" or not same_host else "shm")
+        transport = self._transports[(me, peer) if sending else (peer, me)]
+        return RankLink(peer, self._group, transport, payload_group=self._device_group if transport == "nccl" else None)
 
-    def plan(self, parameters: NamedParameters) -> tuple[Plan, list[layout.RankLayout], list[layout.RankLayout]]:
-        """(plan, source layouts, destination layouts) for these global parameters."""
-        specs = [layout.Parameter(name, tuple(p.shape)) for name, p in parameters]
-        sources = layout.fsdp(specs, len(self.sources), self.dtype.itemsize)
-        destinations = layout.replicated(specs, len(self.destinations), self.dtype.itemsize)
-        return make_plan(sources, destinations, self.dtype.itemsize), sources, destinations
-
-
-def views(flat: Tensor, of: layout.RankLayout, dtype: torch.dtype) -> Iterable[tuple[str, Tensor]]:
-    """(name, typed view) of each slice in a rank's flat uint8 buffer."""
-    for s in of.slices:
-        yield s.name, flat[s.start_bytes : s.start_bytes + s.numel * dtype.itemsize].view(dtype).view(s.lengths)
+    def plan(self, config: ModelConfig) -> Plan:
+        quantized = QUANTIZED.get(self.quantize)
+        return make_plan(config, travelling(config, self.dtype, quantized, self.keep), self.source, self.destination, feed=self._feed)
 
 
 class WeightsSender:
@@ -72,32 +97,87 @@ class WeightsSender:
         self._route = route
         self._publisher: Publisher | None = None
 
-    def bind(self, parameters: NamedParameters) -> Plan:
-        """Publish these parameters from now on: plain, or FSDP2-sharded over the channel's source ranks. Returns the plan."""
+    def bind(self, config: ModelConfig, parameters: NamedParameters) -> Plan:
+        """Publish these parameters from now on: plain, or DTensors sharded as the route's Source says. Returns the plan.
+
+        WeightsError if a parameter's local shape is not what the topology says.
+        """
         route = self._route
-        plan, sources, _ = route.plan(parameters)
-        me = route.sources.index(route.control.rank)
-        self._parameters, self._layout = parameters, sources[me]
-        for (name, p), s in zip(parameters, self._layout.slices):
-            local = p.to_local() if isinstance(p, DTensor) else p
-            if tuple(local.shape) != s.lengths:
-                raise WeightsError(f"{name}: rank {route.control.rank} holds {tuple(local.shape)}, the plan expects {s.lengths}")
-        links = [(route.link(peer), plan.link(me, i)) for i, peer in enumerate(route.destinations)]
-        self._publisher = Publisher(route.name, self._layout.size_bytes, links, route.control, route.deadline_s)
+        self._plan = plan = route.plan(config)
+        self._rank = route.sources.index(route.control.rank)
+        self._parameters = dict(parameters)
+        self._device = _local(parameters[0][1]).device
+        self._scratch: dict[str, Tensor] = {}  # quantised shards
+        for p in plan.parameters:
+            expected = route.source.box(config, p, self._rank).lengths
+            if not p.name.endswith(SCALE) and (held := tuple(_local(self._parameters[p.name]).shape)) != expected:
+                raise WeightsError(f"{p.name}: rank {route.control.rank} holds {held}, the topology says {expected}")
+            if p.dtype.itemsize == 1 or p.name.endswith(SCALE):
+                self._scratch[p.name] = torch.empty(expected, dtype=p.dtype, device=self._device)
+        self._buckets: list[tuple[int, Bucket]] = []  # of all links: base in the slot, bucket
+        links, base, peers = [], 0, []
+        for t in range(route.destination.tp):
+            buckets = tuple(buckets_of(plan.pieces(self._rank, t)))
+            for replica in plan.feeds(self._rank) if buckets else []:
+                peers.append(peer := route.destinations[replica * route.destination.tp + t])
+                links.append(Outgoing(route.link(peer, sending=True), base, len(self._buckets), buckets))
+            self._buckets += [(base, bucket) for bucket in buckets]
+            base += size_of(buckets)
+        slots = make_slots(base, route.transports(peers, sending=True), self._device)
+        self._views = {slot.data_ptr(): self._views_of(slot) for slot in slots.tensors}
+        self._sources: list[list[Tensor]] = []
+        self._pointers: list[int] = []
+        self._publisher = Publisher(route.name, slots, links, len(self._buckets), route.control, route.deadline_s)
         return plan
 
-    def publish(self, version: int, *, evaluate: bool, must_differ: bool) -> float:
-        """Stage this rank's shard as `version`; it travels behind. Returns the stall in seconds."""
-        return self._publisher.publish(version, self._stage, evaluate=evaluate, must_differ=must_differ)
+    def publish(
+        self, version: int, *, evaluate: bool, must_differ: bool, canary: Callable[[], dict] = dict
+    ) -> float:
+        """Stage this rank's shard as `version`; it travels behind. Returns the stall in seconds, without that of canary().
+
+        See Publisher.publish.
+        """
+        return self._publisher.publish(version, self._stage, evaluate=evaluate, must_differ=must_differ, canary=canary)
 
     @torch.no_grad()
-    def _stage(self, slot: Tensor) -> None:
-        for (_, p), (_, view) in zip(self._parameters, views(slot, self._layout, self._route.dtype)):
-            view.copy_(p.to_local() if isinstance(p, DTensor) else p)
+    def _stage(self, slot: Tensor, progress: Progress) -> None:
+        for name, quantized in self._scratch.items():
+            if not name.endswith(SCALE):
+                quantize_rows(_local(self._parameters[name]), self._route.quantize, quantized, self._scratch[name + SCALE])
+        views = self._views[slot.data_ptr()]
+        for number, (targets, sources) in enumerate(zip(views, self._current_sources())):
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+            event = None
+            if self._device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record()
+            progress.mark(number, event)
+
+    def _views_of(self, slot: Tensor) -> list[list[Tensor]]:
+        """Of each bucket, a typed view of the slot for each move."""
+        return [
+            [slot[base + m.start : base + m.end].view(m.piece.parameter.dtype).view(m.piece.box.lengths) for m in bucket.moves]
+            for base, bucket in self._buckets
+        ]
+
+    def _current_sources(self) -> list[list[Tensor]]:
+        """Of each bucket, the part of this rank's shard that each move carries. Kept while the parameters stay where they are."""
+        held = {name: _local(p) for name, p in self._parameters.items()} | self._scratch
+        pointers = [tensor.data_ptr() for tensor in held.values()]
+        if pointers != self._pointers:
+            plan, source = self._plan, self._route.source
+            boxes = {p.name: source.box(plan.config, p, self._rank) for p in plan.parameters}
+            self._sources = [
+                [held[m.piece.parameter.name][m.piece.box.within(boxes[m.piece.parameter.name])] for m in bucket.moves]
+                for _, bucket in self._buckets
+            ]
+            self._pointers = pointers
+        return self._sources
 
     @property
     def bytes_per_sync(self) -> int:
-        return self._publisher.bytes_per_sync
+        """Over all ranks."""
+        return self._plan.num_bytes
 
     def close(self) -> None:
         if self._publisher:
@@ -111,35 +191,86 @@ class WeightsReceiver:
         self._route = route
         self._subscriber: Subscriber | None = None
 
-    def bind(self, parameters: NamedParameters) -> None:
-        """Receive into these parameters from now on. Each must have the channel's dtype."""
+    def bind(self, config: ModelConfig, parameters: NamedParameters) -> None:
+        """Receive into these parameters from now on: this rank's parts, in the dtype that travels, or fused (layout.FUSED).
+
+        WeightsError if one has another shape or dtype than what will come.
+        """
         route = self._route
-        plan, sources, destinations = route.plan(parameters)
+        plan = route.plan(config)
         me = route.destinations.index(route.control.rank)
-        self._parameters, self._layout = parameters, destinations[me]
-        links = [(route.link(peer), plan.link(i, me)) for i, peer in enumerate(route.sources)]
-        sizes = [s.size_bytes for s in sources]
-        self._subscriber = Subscriber(route.name, self._layout.size_bytes, links, sizes, route.control)
+        t = me % route.destination.tp
+        fuse = any(group in name for group in FUSED for name, _ in parameters)
+        of = buffer_of(config, plan.parameters, route.destination, t, fuse=fuse)
+        device = parameters[0][1].device
+        self._parameters = [p for _, p in parameters]
+        feeders, upstream = plan.feeders(me)
+        whole = tuple(buckets_of_buffer(of))
+        incoming = [
+            Incoming(route.link(route.sources[s], sending=False), tuple(buckets_of(plan.pieces(s, t))), f"trainer rank {route.sources[s]}")
+            for s in feeders
+        ]
+        if upstream is not None:
+            peer = route.destinations[upstream]
+            incoming = [Incoming(route.link(peer, sending=False), whole, f"generator rank {peer}")]
+        follower = plan.follower(me)
+        if follower is not None:
+            follower = Outgoing(route.link(route.destinations[follower], sending=True), 0, 0, whole)
+        # On a GPU graphs hold the parameters' addresses, so weights are copied over; else two buffers change places.
+        on_device = bool(route.transports([route.sources[s] for s in feeders], sending=False) & {"cuda_ipc", "nccl"}) or (
+            device.type == "cuda" and all(route.sources[s] == route.control.rank for s in feeders)
+        )
+        self._exchange = device.type == "cpu"
+        where = {"device": device} if on_device else {"pin_memory": device.type == "cuda"}
+        buffers = [torch.zeros(of.num_bytes, dtype=torch.uint8, **where) for _ in range(2 if self._exchange else 1)]
+        self._views = {flat.data_ptr(): _views(flat, of, parameters) for flat in buffers}
+        self._subscriber = Subscriber(route.name, of, buffers, incoming, route.control, route.deadline_s, follower)
 
     @property
-    def staged(self) -> tuple[int, bool] | None:
-        """(version, whether it must be evaluated) that `swap` would bring in, or None."""
+    def staged(self) -> Staged | None:
+        """What `swap` would bring in, or None."""
         return self._subscriber.staged
 
+    def hold_from(self, version: int) -> None:
+        """From now on a staged version >= this one is not overtaken by a newer one until it is swapped."""
+        self._subscriber.hold_from(version)
+
     @torch.no_grad()
-    def swap(self) -> tuple[int, bool] | None:
+    def swap(self) -> Staged | None:
         """Put the staged version in place: an exchange of pointers on CPU, one copy (graphs stay valid) on a GPU."""
-        taken = self._subscriber.swap()
-        if taken is None:
-            return None
-        version, evaluate, buffer = taken
-        for (_, parameter), (_, view) in zip(self._parameters, views(buffer, self._layout, self._route.dtype)):
-            if parameter.device.type == "cpu":
+        return self._subscriber.swap(self._put_in_place)
+
+    def _put_in_place(self, buffer: Tensor) -> None:
+        views = self._views[buffer.data_ptr()]
+        if self._exchange:
+            for parameter, view in zip(self._parameters, views):
                 parameter.data = view
-            else:
-                parameter.copy_(view)
-        return version, evaluate
+        else:
+            torch._foreach_copy_(self._parameters, views, non_blocking=True)
+            torch.cuda.current_stream().synchronize()  # then the buffer may be written again
 
     def close(self) -> None:
         if self._subscriber:
             self._subscriber.close()
+
+
+def _local(p: Tensor) -> Tensor:
+    p = p.detach()
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
+def _views(flat: Tensor, of: Buffer, parameters: NamedParameters) -> list[Tensor]:
+    """The typed view of each parameter in a buffer."""
+    out = []
+    for name, parameter in parameters:
+        members = [of.held[n] for n in of.fused.get(name, (name,)) if n in of.held]
+        if not members:
+            raise WeightsError(f"{name}: the generator's model has it, the trainer's weights do not")
+        dtype, shape = members[0].parameter.dtype, members[0].box.lengths
+        shape = (sum(m.box.lengths[0] for m in members), *shape[1:])
+        if (parameter.dtype, tuple(parameter.shape)) != (dtype, shape):
+            raise WeightsError(f"{name}: the generator holds {tuple(parameter.shape)} {parameter.dtype}, {shape} {dtype} would come")
+        start = members[0].start
+        size = sum(m.num_bytes for m in members)
+        out.append(flat[start : start + size].view(dtype).view(shape))
+    return out

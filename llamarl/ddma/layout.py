@@ -1,76 +1,141 @@
-"""Who holds which slice of which global parameter. Pure.
+"""Who holds which box of which global parameter. Pure: shapes and topology say everything, no metadata is gathered.
 
-A side's layout is, for each of its ranks, the slices it holds by Hugging Face name, packed one after another into a flat
-buffer. Both sides compute both layouts from shapes and topology alone; no metadata is gathered.
+    trainer    rank = (replica * fsdp + shard) * tp + t      HSDP replicas of FSDP2 shards of tensor-parallel parts
+    generator  rank = replica * tp + t                       replicas of tensor-parallel parts
+
+Parameters go by their Hugging Face names. What travels has the generator's dtype; a quantised weight travels as one byte an
+element and a float32 scale a row, which is a parameter of its own.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 
-ALIGN_BYTES = 64  # every slice starts on a cache line
+import torch
+
+from llamarl.models.config import ModelConfig
+from llamarl.models.sharding import SCALE, Box, parameter_shapes, tensor_parallel_box
+
+ALIGN_BYTES = 64  # everything starts on a cache line
+FUSED = {  # tensors that engines keep as one -> the parameters in it, one after another
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A global parameter. Its name is Hugging Face's."""
+    """A global tensor that travels: its Hugging Face name, shape and the dtype it has on its way."""
 
     name: str
     shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """A box of a global parameter, and where it starts in its holder's flat buffer."""
-
-    name: str
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    start_bytes: int
+    dtype: torch.dtype
 
     @property
-    def numel(self) -> int:
-        return math.prod(self.lengths)
+    def num_bytes(self) -> int:
+        return Box.whole(self.shape).numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class RankLayout:
-    """One rank's slices and the size of the buffer they lie in."""
+class Source:
+    """How the trainer holds the model."""
 
-    slices: tuple[Slice, ...]
-    size_bytes: int
+    fsdp: int = 1
+    replicate: int = 1
+    tp: int = 1
 
+    @property
+    def num_ranks(self) -> int:
+        return self.fsdp * self.replicate * self.tp
 
-def padded(size_bytes: int) -> int:
-    """Bytes that a slice takes up in a buffer."""
-    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def pack(boxes: list[tuple[str, tuple[int, ...], tuple[int, ...]]], itemsize: int) -> RankLayout:
-    """Lay (name, offsets, lengths) boxes end to end, each aligned."""
-    slices, at = [], 0
-    for name, offsets, lengths in boxes:
-        slices.append(Slice(name, offsets, lengths, at))
-        at += padded(math.prod(lengths) * itemsize)
-    return RankLayout(tuple(slices), at)
-
-
-def fsdp(parameters: list[Parameter], num_shards: int, itemsize: int) -> list[RankLayout]:
-    """FSDP2 (`fully_shard`): dim 0 in ceil-sized chunks; the last ranks may hold less, or nothing."""
-    ranks = []
-    for rank in range(num_shards):
-        boxes = []
-        for p in parameters:
-            rows = -(-p.shape[0] // num_shards)
-            first = min(rank * rows, p.shape[0])
-            count = min(rows, p.shape[0] - first)
-            boxes.append((p.name, (first,) + (0,) * (len(p.shape) - 1), (count, *p.shape[1:])))
-        ranks.append(pack(boxes, itemsize))
-    return ranks
+    def box(self, config: ModelConfig, p: Parameter, rank: int) -> Box:
+        """FSDP2 cuts dim 0 of a tensor-parallel part into ceil-sized chunks; the last ranks may hold less, or nothing."""
+        shard, t = divmod(rank % (self.fsdp * self.tp), self.tp)
+        part = tensor_parallel_box(config, p.name.removesuffix(SCALE), p.shape, t, self.tp, split_vocabulary=False)
+        rows = -(-part.lengths[0] // self.fsdp)
+        first = min(shard * rows, part.lengths[0])
+        return part.cut(0, first, min(rows, part.lengths[0] - first))
 
 
-def replicated(parameters: list[Parameter], num_replicas: int, itemsize: int) -> list[RankLayout]:
-    """Every rank holds everything: generators that are not tensor-parallel."""
-    whole = pack([(p.name, (0,) * len(p.shape), p.shape) for p in parameters], itemsize)
-    return [whole] * num_replicas
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """How the generators hold it."""
+
+    tp: int = 1
+    replicas: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.replicas
+
+    def box(self, config: ModelConfig, p: Parameter, t: int) -> Box:
+        return tensor_parallel_box(config, p.name.removesuffix(SCALE), p.shape, t, self.tp)
+
+
+def travelling(config: ModelConfig, dtype: torch.dtype, quantized: torch.dtype | None = None, keep: tuple[str, ...] = ()) -> list[Parameter]:
+    """What a model's weights are on their way. quantized: the projections' dtype; those whose name holds one of `keep` stay in dtype."""
+    out = []
+    for name, shape in parameter_shapes(config).items():
+        if quantized is not None and is_quantized(name, keep):
+            out += [Parameter(name, shape, quantized), Parameter(name + SCALE, shape[:1], torch.float32)]
+        else:
+            out.append(Parameter(name, shape, dtype))
+    return out
+
+
+def is_quantized(name: str, keep: tuple[str, ...] = ()) -> bool:
+    """Whether a quantised generator holds this parameter in one byte: the projections of the layers, but those in `keep`."""
+    return bool(re.search(r"_proj\.weight$", name)) and not any(part in name for part in keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Where one rank keeps its box of a parameter in its flat buffer."""
+
+    parameter: Parameter
+    box: Box
+    start: int  # bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.numel * self.parameter.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One destination rank's buffer: its boxes by name, and tensors that are several of them end to end."""
+
+    held: dict[str, Held]
+    fused: dict[str, tuple[str, ...]]
+    num_bytes: int = field(default=0)
+
+
+def buffer_of(config: ModelConfig, parameters: list[Parameter], destination: Destination, t: int, *, fuse: bool = False) -> Buffer:
+    """The buffer of tensor-parallel rank t. fuse: the members of FUSED lie end to end, so that each group is one tensor too."""
+    by_name, held, fused, at = {p.name: p for p in parameters}, {}, {}, 0
+    for p in parameters:
+        if p.name in held:
+            continue
+        members = _members(p.name, by_name) if fuse else ()
+        for name in members or (p.name,):
+            box = destination.box(config, by_name[name], t)
+            held[name] = Held(by_name[name], box, at)
+            at += box.numel * by_name[name].dtype.itemsize
+        if members:
+            group = next(g for g, parts in FUSED.items() if parts[0] in p.name)
+            fused[p.name.replace(FUSED[group][0], group)] = members
+        at = aligned(at)
+    return Buffer(held, fused, at)
+
+
+def _members(name: str, by_name: dict[str, Parameter]) -> tuple[str, ...]:
+    """The names that are fused with this one, if it is the first of such a group."""
+    for first, *others in FUSED.values():
+        if first in name and all(name.replace(first, other) in by_name for other in others):
+            return (name, *(name.replace(first, other) for other in others))
+    return ()
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES

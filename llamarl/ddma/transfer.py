@@ -1,230 +1,276 @@
 """Weights on their way: stage, move, verify, commit.
 
-    Publisher (trainer rank)                                    Subscriber (generator rank)
-    publish(v): copy own shard into a free slot   <- the only trainer stall
-      thread: checksum each link's ranges
-        begin(v, slot, checksums)           ------------------>   thread: copy or receive the ranges into the idle buffer
-        payload, where memory is not shared ------------------>   verify every range
-                                            <------------------   ok, or which ranges are wrong (sent again)
-      all links ok: v is committed, the slot free                 staged = v; the generator swaps between two chunks
+    Publisher (trainer rank)                                       Subscriber (generator rank)
+    publish(v): copy own shard into a free slot  <- the only stall
+      thread, a bucket behind the copying:
+        BEGIN v, slot                          ------------------>  a thread a link: claim the idle buffer for v
+        BUCKET i, digest (and bytes)           ------------------>  copy or receive into it, digest what arrived
+        END v, canary                          ------------------>
+                                               <------------------  VERDICT: buckets that are absent or wrong (sent again)
+      all links agree: v is committed there, the slot free          all links whole: staged = v, swapped between two chunks
 
     thread      consumes         waits for                        unblocked by
-    publisher   queued versions  each link's answer               the subscriber's verdict; its death
-    subscriber  begin messages   the last staged version's swap   swap(), if that version must be evaluated
+    publisher   queued versions  the next bucket to be staged     publish
+                                 each link's verdict              the subscriber; its death
+    subscriber  headers          the last staged version's swap   swap(), if that version must be kept
+    forwarder   a claimed version  the next whole bucket          the subscriber's threads
 
-Two slots at the source, two buffers at the destination (live and idle), and swap exchanges them: at most one extra copy of
-a shard on each side, and a reader never sees a half-written version.
+Two slots at the source. At the destination one idle buffer beside the live weights: on a CPU they change places at a swap,
+on a GPU the idle one is copied over the live one. A reader never sees a half-written version.
 
-How bytes cross is the transport's business: `local` (one process), `shm` (one host, the slots lie in shared memory that the
-subscriber reads), `gloo` (p2p). Others join by giving `read`.
+A replica that others depend on hands each bucket on as soon as it is whole (Plan's chain).
 """
 
 from __future__ import annotations
 
-import json
-import mmap
-import os
 import queue
-import socket
-import tempfile
 import threading
 import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Callable
+from dataclasses import dataclass, field
+from typing import Callable, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from llamarl.control import Control, DeadlineExceeded, PeerDied
-from llamarl.ddma.plan import Range
-from llamarl.p2p import recv_message, recv_tensor, send_message, send_tensor
+from llamarl.ddma.layout import Buffer, aligned
+from llamarl.ddma.links import BLOCK_BYTES, NUM_SLOTS, Digest, Header, Kind, LinkTimeout, LocalLink, Slots, WeightsError
+from llamarl.ddma.plan import Piece
+from llamarl.models.sharding import Box
 
-NUM_SLOTS = 2
+BUCKET_BYTES = 16 << 20
 MAX_RETRIES = 3
-BLOCK_BYTES = 1 << 18  # a checksum's working set stays in cache
-_TO_SUBSCRIBER, _TO_PUBLISHER, _PAYLOAD = 1, 2, 3  # tags
-SHM_DIR = Path("/dev/shm")
 
 
-def checksum(flat: Tensor) -> int:
-    """64-bit checksum of a contiguous uint8 tensor: position-weighted sum of its words, so that swaps show too."""
-    whole = flat.numel() // 8 * 8
-    aligned = flat.storage_offset() % 8 == 0  # a range of an odd shard may start anywhere
-    per_block = min(BLOCK_BYTES, whole) // 8
-    weights = torch.arange(1, per_block + 1).mul_(2).sub_(1)  # odd: no bit of a word is lost
-    total = 0
-    for i, block in enumerate(flat[:whole].split(BLOCK_BYTES)):
-        words = (block if aligned else block.clone()).view(torch.int64)
-        total += int((words * weights[: words.numel()]).sum()) * (2 * i + 1)
-    for byte in flat[whole:].tolist():
-        total = total * 257 + byte + 1
-    return total & ((1 << 64) - 1)
-
-
-class WeightsError(RuntimeError):
-    """A version could not be delivered, or is not what it should be; the old one still serves."""
+# -- what a link carries ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
-    """What a publisher says before a version's bytes. JSON on the wire."""
+class Move:
+    """A piece, and where it lies in its link's bytes."""
 
+    piece: Piece
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.piece.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Moves that go, are digested and are acknowledged together: bytes [start, end) of the link's."""
+
+    moves: tuple[Move, ...]
+
+    @property
+    def start(self) -> int:
+        return self.moves[0].start
+
+    @property
+    def end(self) -> int:
+        return self.moves[-1].end
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """The bytes of each move in the link's bytes `flat`, where neighbours without padding between them are one on a CPU."""
+        runs: list[list[int]] = []
+        for move in self.moves:
+            if runs and runs[-1][1] == move.start and not flat.is_cuda:
+                runs[-1][1] = move.end
+            else:
+                runs.append([move.start, move.end])
+        return [flat[a:b] for a, b in runs]
+
+
+def buckets_of(pieces: list[Piece], limit: int = BUCKET_BYTES) -> list[Bucket]:
+    """Lay pieces end to end, each on a cache line, in buckets of about `limit` bytes; a larger piece is cut by rows."""
+    buckets, moves, at = [], [], 0
+    for piece in pieces:
+        for part in _cut(piece, limit):
+            if moves and at + part.num_bytes - moves[0].start > limit:
+                buckets.append(Bucket(tuple(moves)))
+                moves = []
+            moves.append(Move(part, at))
+            at = aligned(at + part.num_bytes)
+    return buckets + [Bucket(tuple(moves))] * bool(moves)
+
+
+def buckets_of_buffer(of: Buffer, limit: int = BUCKET_BYTES) -> list[Bucket]:
+    """The same for all that a receiver holds, where it lies in its buffer."""
+    buckets, moves = [], []
+    for held in sorted(of.held.values(), key=lambda h: h.start):
+        at = held.start
+        for part in _cut(Piece(held.parameter, held.box), limit):
+            if moves and at + part.num_bytes - moves[0].start > limit:
+                buckets.append(Bucket(tuple(moves)))
+                moves = []
+            moves.append(Move(part, at))
+            at += part.num_bytes
+    return buckets + [Bucket(tuple(moves))] * bool(moves)
+
+
+def _cut(piece: Piece, limit: int) -> list[Piece]:
+    rows = piece.box.lengths[0]
+    each = max(1, rows * limit // max(piece.num_bytes, 1))
+    return [Piece(piece.parameter, piece.box.cut(0, r, min(each, rows - r))) for r in range(0, rows, each)]
+
+
+def size_of(buckets: list[Bucket]) -> int:
+    return aligned(buckets[-1].end) if buckets else 0
+
+
+class Progress:
+    """Which buckets of a slot (or of a buffer) are whole."""
+
+    def __init__(self, count: int):
+        self._changed = threading.Condition()
+        self._done: list[object] = [None] * count
+        self._closed = False
+
+    def reset(self) -> None:
+        with self._changed:
+            self._done = [None] * len(self._done)
+
+    def mark(self, index: int, event: "torch.cuda.Event | None" = None) -> None:
+        """event: the copies on a device that must end first."""
+        with self._changed:
+            self._done[index] = event or True
+            self._changed.notify_all()
+
+    def wait(self, index: int) -> bool:
+        """False if it was closed meanwhile."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done[index] is not None or self._closed)
+            event = self._done[index]
+        if event is not None and event is not True:
+            event.synchronize()
+        return event is not None
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A sender's end of a link, and which of the sender's bytes it carries. Those with an equal base carry the same ones."""
+
+    link: LocalLink
+    base: int
+    first_bucket: int  # the number of this link's first bucket among the sender's
+    buckets: tuple[Bucket, ...]
+
+
+def send_version(
+    links: list[Outgoing], version: int, slot: int, data: Tensor, progress: Progress, evaluate: bool, canary: Callable[[], dict]
+) -> dict[int, int]:
+    """Send a version as it becomes whole, until every receiver has it. Returns bucket number -> digest.
+
+    WeightsError after MAX_RETRIES damaged deliveries.
+    """
+    digests: dict[int, int] = {}
+
+    def send(out: Outgoing, indices: list[int]) -> None:
+        for i in indices:
+            number, bucket = out.first_bucket + i, out.buckets[i]
+            if not progress.wait(number):
+                raise WeightsError(f"version {version} was given up: its sender is closing")
+            flat = data[out.base : out.base + size_of(out.buckets)]
+            if number not in digests:
+                state = Digest()
+                for part in bucket.parts(flat):
+                    state.update(part)
+                digests[number] = state.value()
+            out.link.send(Header(Kind.BUCKET, version, i, digests[number]))
+            out.link.send_bytes(flat[bucket.start : bucket.end])
+
+    for out in links:
+        out.link.send(Header(Kind.BEGIN, version, slot, more={"evaluate": evaluate}))
+    most = max((len(out.buckets) for out in links), default=0)
+    for i in range(most):
+        for out in links:
+            if i < len(out.buckets):
+                send(out, [i])
+    end, late = canary(), links
+    for _ in range(MAX_RETRIES):
+        for out in late:
+            out.link.send(Header(Kind.END, version, more=end))
+        wrong = [(out, out.link.recv(at_receiver=False).more["wrong"]) for out in late]
+        late = [out for out, indices in wrong if indices]
+        if not late:
+            return digests
+        for out, indices in wrong:
+            send(out, indices)
+    raise WeightsError(f"weights of version {version} arrived damaged {MAX_RETRIES} times on {len(late)} link(s)")
+
+
+def _use_side_stream(device: torch.device) -> None:
+    """This thread's copies should not queue behind the model's kernels."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+
+
+# -- the sender ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Job:
     version: int
     slot: int
-    evaluate: bool  # must be loaded and evaluated: not to be overtaken by a newer version
-    checksums: list[int]  # of each range of the link's plan
+    evaluate: bool
+    must_differ: bool
+    canary: dict | None = None
+    sealed: threading.Event = field(default_factory=threading.Event)
 
-
-# -- messages of a link: in one process a pair of queues, across ranks p2p ----------------------------------------------
-
-
-class LocalLink:
-    """Both ends in one process; the subscriber reads the publisher's slots in place."""
-
-    transport = "local"
-
-    def __init__(self):
-        self._queues = (queue.Queue(), queue.Queue())
-        self.slots: list[Tensor] = []
-
-    def offer_slots(self, slots: list[Tensor], paths: list[str]) -> None:
-        self.slots = slots
-
-    def accept_slots(self, size_bytes: int) -> None:
-        return None
-
-    def send(self, message: dict | None, to_subscriber: bool) -> None:
-        self._queues[to_subscriber].put(message)
-
-    def recv(self, at_subscriber: bool) -> dict | None:
-        return self._queues[at_subscriber].get()
-
-    def send_payload(self, slot: Tensor, ranges: tuple[Range, ...]) -> None:
-        return None
-
-    def read(self, begin: Begin, into: Tensor, ranges: tuple[Range, ...]) -> None:
-        slot = self.slots[begin.slot]
-        for r in ranges:
-            into[r.destination_start : r.destination_start + r.size].copy_(slot[r.source_start : r.source_start + r.size])
-
-
-class RankLink:
-    """Ends on two ranks: messages by p2p, bytes by p2p (`gloo`) or through shared memory (`shm`)."""
-
-    def __init__(self, peer: int, group: dist.ProcessGroup, transport: str):
-        self.peer, self.transport, self._group = peer, transport, group
-        self._slots: list[Tensor] = []
-
-    def offer_slots(self, slots: list[Tensor], paths: list[str]) -> None:
-        self.send({"slots": paths if self.transport == "shm" else []}, to_subscriber=True)
-        if self.transport == "shm":
-            self.recv(at_subscriber=False)  # mapped: the files may lose their names, so that no crash leaves them behind
-
-    def accept_slots(self, size_bytes: int) -> None:
-        for path in self.recv(at_subscriber=True)["slots"]:
-            self._slots.append(_map_shared(path, size_bytes, create=False))
-        if self._slots:
-            self.send({}, to_subscriber=False)
-
-    def send(self, message: dict | None, to_subscriber: bool) -> None:
-        tag = _TO_SUBSCRIBER if to_subscriber else _TO_PUBLISHER
-        send_message(json.dumps(message).encode(), self.peer, self._group, tag)
-
-    def recv(self, at_subscriber: bool) -> dict | None:
-        return json.loads(recv_message(self.peer, self._group, _TO_SUBSCRIBER if at_subscriber else _TO_PUBLISHER))
-
-    def send_payload(self, slot: Tensor, ranges: tuple[Range, ...]) -> None:
-        if self.transport == "gloo":
-            for r in ranges:
-                send_tensor(slot[r.source_start : r.source_start + r.size], self.peer, self._group, _PAYLOAD)
-
-    def read(self, begin: Begin, into: Tensor, ranges: tuple[Range, ...]) -> None:
-        for r in ranges:
-            target = into[r.destination_start : r.destination_start + r.size]
-            if self.transport == "gloo":
-                recv_tensor(target, self.peer, self._group, _PAYLOAD)
-            else:
-                target.copy_(self._slots[begin.slot][r.source_start : r.source_start + r.size])
-
-
-Link = LocalLink | RankLink
-
-
-def _map_shared(path: str, size_bytes: int, create: bool) -> Tensor:
-    flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
-    fd = os.open(path, flags, 0o600)
-    try:
-        if create:
-            os.posix_fallocate(fd, 0, max(size_bytes, 1))  # fails here, not with a bus error later
-        mapped = mmap.mmap(fd, max(size_bytes, 1))
-    finally:
-        os.close(fd)
-    return torch.frombuffer(mapped, dtype=torch.uint8)[:size_bytes]
-
-
-def shared_slots(size_bytes: int) -> tuple[list[Tensor], list[str]]:
-    """Slots in shared memory and their files. WeightsError with the alternative if there is no room."""
-    slots, paths = [], []
-    for _ in range(NUM_SLOTS):
-        path = tempfile.mktemp(prefix=f"llamarl-{os.getpid()}-", dir=SHM_DIR)
-        try:
-            slots.append(_map_shared(path, size_bytes, create=True))
-        except OSError as error:
-            raise WeightsError(
-                f"no shared memory for {size_bytes:,} bytes of weights ({error}); set weights.transport=gloo"
-            ) from error
-        paths.append(path)
-    return slots, paths
-
-
-def private_slots(size_bytes: int) -> tuple[list[Tensor], list[str]]:
-    return [torch.empty(size_bytes, dtype=torch.uint8) for _ in range(NUM_SLOTS)], []
-
-
-def host_id() -> str:
-    """Equal on ranks that share memory files."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
-
-
-# -- the two ends --------------------------------------------------------------------------------------------------------
+    def wait(self) -> dict:
+        self.sealed.wait()
+        return self.canary
 
 
 class Publisher:
-    """The trainer rank's end.
+    """The trainer rank's end. links share `slots`, which hold `num_buckets` buckets."""
 
-    links: (link, ranges) for each generator rank. `stage(flat uint8 slot)` copies the rank's shard in.
-    """
-
-    def __init__(
-        self, name: str, size_bytes: int, links: list[tuple[Link, tuple[Range, ...]]], control: Control, deadline_s: float
-    ):
-        self.name, self._links, self._control, self._deadline_s = name, links, control, deadline_s
-        shared = any(link.transport == "shm" for link, _ in links)
-        self._slots, self._paths = shared_slots(size_bytes) if shared else private_slots(size_bytes)
+    def __init__(self, name: str, slots: Slots, links: list[Outgoing], num_buckets: int, control: Control, deadline_s: float):
+        self.name, self._links, self._control, self._deadline_s, self._slots = name, links, control, deadline_s, slots
+        self._progress = [Progress(num_buckets) for _ in range(NUM_SLOTS)]
         self._free: queue.Queue[int] = queue.Queue()
         for slot in range(NUM_SLOTS):
             self._free.put(slot)
-        self._jobs: queue.Queue[tuple[int, int, bool, bool] | None] = queue.Queue()
-        self._last: list[list[int]] | None = None
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._last: dict[int, int] | None = None
         self.committed_version = -1
         self._closing = False
-        self.bytes_per_sync = sum(r.size for _, ranges in links for r in ranges)
+        self.bytes_per_sync = sum(move.piece.num_bytes for out in links for bucket in out.buckets for move in bucket.moves)
         self._thread = control.thread(f"publish-{name}", self._run)
 
-    def publish(self, version: int, stage: Callable[[Tensor], None], *, evaluate: bool, must_differ: bool) -> float:
-        """Stage version `version` and return; delivery goes on behind. Returns the seconds that the caller was held.
+    def publish(
+        self,
+        version: int,
+        stage: Callable[[Tensor, Progress], None],
+        *,
+        evaluate: bool,
+        must_differ: bool,
+        canary: Callable[[], dict],
+    ) -> float:
+        """Stage a version and return; delivery goes on behind. Returns the seconds that the caller was held by staging.
 
-        must_differ: the optimizer had a gradient, so a payload equal to the last one ends the run with WeightsError.
-        DeadlineExceeded if no slot comes free: the generators have not taken the version before last.
+        stage(slot, progress) copies every bucket in and marks it. canary() runs after it, while buckets travel: what the
+        receivers are to check the version with. must_differ: the optimizer had a gradient, so a payload equal to the last
+        one ends the run with WeightsError. DeadlineExceeded if no slot comes free: the generators have not taken the
+        version before last.
         """
         began = time.monotonic()
-        slot = self._free_slot(version)
-        stage(self._slots[slot])
-        self._jobs.put((version, slot, evaluate, must_differ))
-        return time.monotonic() - began
+        job = _Job(version, self._free_slot(version), evaluate, must_differ)
+        progress = self._progress[job.slot]
+        progress.reset()
+        self._jobs.put(job)
+        stage(self._slots.tensors[job.slot], progress)
+        held_s = time.monotonic() - began
+        job.canary = canary()
+        job.sealed.set()
+        return held_s
 
     def _free_slot(self, version: int) -> int:
         until = time.monotonic() + self._deadline_s
@@ -242,16 +288,17 @@ class Publisher:
     def _run(self) -> None:
         version = -1
         try:
+            _use_side_stream(self._slots.tensors[0].device)
             self._introduce()
             while (job := self._jobs.get()) is not None:
-                version = job[0]
-                self._deliver(*job)
+                version = job.version
+                self._deliver(job)
                 self._control.wake()
             self._closing = True
-            for link, _ in self._links:
-                link.send(None, to_subscriber=True)
-        except WeightsError:
-            raise
+            for out in self._links:
+                out.link.send(Header(Kind.CLOSE))
+        except WeightsError as error:
+            raise WeightsError(f"weights {self.name!r} from rank {self._control.rank}: {error}") from error
         except RuntimeError as error:
             if self._closing:
                 return  # that generator has ended already
@@ -260,35 +307,21 @@ class Publisher:
 
     def _introduce(self) -> None:
         try:
-            for link, _ in self._links:
-                link.offer_slots(self._slots, self._paths)
+            for out in self._links:
+                out.link.offer(self._slots, out.base)
         finally:
-            for path in self._paths:
-                os.unlink(path)
+            self._slots.forget_names()
 
-    def _deliver(self, version: int, slot: int, evaluate: bool, must_differ: bool) -> None:
-        data = self._slots[slot]
-        sums = [[checksum(data[r.source_start : r.source_start + r.size]) for r in ranges] for _, ranges in self._links]
-        if must_differ and self.bytes_per_sync and sums == self._last:
+    def _deliver(self, job: _Job) -> None:
+        data, progress = self._slots.tensors[job.slot], self._progress[job.slot]
+        digests = send_version(self._links, job.version, job.slot, data, progress, job.evaluate, job.wait)
+        if job.must_differ and self.bytes_per_sync and digests == self._last:
             raise WeightsError(
-                f"weights of version {version} equal those of the version before, after an optimizer step: "
+                f"weights of version {job.version} equal those of the version before, after an optimizer step: "
                 "the step changed nothing the generator can see (learning rate too small for its dtype?)"
             )
-        open_ = list(zip(self._links, sums))
-        for attempt in range(MAX_RETRIES):
-            for (link, ranges), link_sums in open_:
-                link.send({"version": version, "slot": slot, "evaluate": evaluate, "checksums": link_sums}, to_subscriber=True)
-                link.send_payload(data, ranges)
-            wrong = [((link, ranges), s) for (link, ranges), s in open_ if not link.recv(at_subscriber=False)["ok"]]
-            if not wrong:
-                break
-            open_ = wrong
-        else:
-            raise WeightsError(
-                f"weights of version {version} arrived damaged {MAX_RETRIES} times on {len(open_)} link(s) of rank {self._control.rank}"
-            )
-        self._last, self.committed_version = sums, version
-        self._free.put(slot)
+        self._last, self.committed_version = digests, job.version
+        self._free.put(job.slot)
 
     def close(self) -> None:
         """Deliver what is queued, then say that no more comes. Waits a little, not for a peer that is gone."""
@@ -296,96 +329,313 @@ class Publisher:
         self._thread.join(timeout=3)
 
 
+# -- the receiver ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A receiver's end of a link, what it carries, and who sends it."""
+
+    link: LocalLink
+    buckets: tuple[Bucket, ...]
+    sender: str  # for errors: "trainer rank 0"
+
+
+class Staged(NamedTuple):
+    """A whole, verified version that waits for `swap`."""
+
+    version: int
+    evaluate: bool  # must be loaded and evaluated: not to be overtaken by a newer version
+    canary: dict
+
+
+class _Target:
+    """Where the moves of a bucket go in one of the receiver's buffers."""
+
+    def __init__(self, bucket: Bucket, of: Buffer, flat: Tensor):
+        self._copies: list[tuple[int, int, Tensor, bool]] = []  # start, end in the link's bytes; where to; whether flat bytes
+        self.in_place: Tensor | None = None  # the whole bucket as one range of the buffer
+        for move in bucket.moves:
+            held = of.held[move.piece.parameter.name]
+            at = _flat_start(move.piece.box, held.box)
+            size, itemsize = move.piece.num_bytes, held.parameter.dtype.itemsize
+            if at is None:
+                whole = flat[held.start : held.start + held.num_bytes].view(held.parameter.dtype).view(held.box.lengths)
+                self._copies.append((move.start, move.end, whole[move.piece.box.within(held.box)], False))
+                continue
+            begin = held.start + at * itemsize
+            last = self._copies[-1] if self._copies else None
+            joins = last and last[3] and not flat.is_cuda and last[1] == move.start
+            if joins and last[2].storage_offset() + last[2].numel() == flat.storage_offset() + begin:
+                first = last[2].storage_offset() - flat.storage_offset()
+                self._copies[-1] = (last[0], move.end, flat[first : begin + size], True)
+            else:
+                self._copies.append((move.start, move.end, flat[begin : begin + size], True))
+        if len(self._copies) == 1 and self._copies[0][3]:
+            self.in_place = self._copies[0][2]
+
+    def write(self, source: Tensor, start: int) -> int:
+        """Copy the bucket's bytes, which begin at byte `start` of the link's, in; the digest of what is there then."""
+        state = Digest()
+        for begin, end, target, flat in self._copies:
+            data = source[begin - start : end - start]
+            if not flat:
+                target.copy_(data.view(target.dtype).view(target.shape))
+                state.update(target.contiguous().view(-1).view(torch.uint8))
+            elif data.data_ptr() == target.data_ptr() or target.is_cuda:
+                if data.data_ptr() != target.data_ptr():
+                    target.copy_(data)
+                state.update(target)
+            else:
+                for block, new in zip(target.split(BLOCK_BYTES), data.split(BLOCK_BYTES)):
+                    block.copy_(new)
+                    state.update(block)
+        return state.value()
+
+
+def _flat_start(box: Box, held: Box) -> int | None:
+    """Where the box begins in its holder's elements, if it is one run of them; else None."""
+    partial = [i for i, (n, m) in enumerate(zip(box.lengths, held.lengths)) if n != m]
+    if partial and any(n != 1 for n in box.lengths[: partial[-1]]):
+        return None
+    at = 0
+    for offset, origin, length in zip(box.offsets, held.offsets, held.lengths):
+        at = at * length + offset - origin
+    return at
+
+
 class Subscriber:
-    """The generator rank's end: receives into the idle buffer, hands it over at `swap`."""
+    """The generator rank's end: receives into the idle buffer, hands it over at `swap`.
+
+    buffers: two that change places at a swap, or one whose content the caller copies out. follower: the link to the
+    replica that this one hands its weights on to.
+    """
 
     def __init__(
-        self, name: str, size_bytes: int, links: list[tuple[Link, tuple[Range, ...]]], source_bytes: list[int], control: Control
+        self,
+        name: str,
+        of: Buffer,
+        buffers: list[Tensor],
+        links: list[Incoming],
+        control: Control,
+        deadline_s: float,
+        follower: Outgoing | None = None,
     ):
-        self.name, self._links, self._control = name, links, control
-        self._buffers = [torch.empty(size_bytes, dtype=torch.uint8) for _ in range(2)]
+        self.name, self._links, self._control, self._deadline_s, self._buffers = name, links, control, deadline_s, buffers
+        self._targets = [[[_Target(b, of, flat) for b in incoming.buckets] for incoming in links] for flat in buffers]
         self._idle = 0
         self._state = threading.Condition()
-        self._staged: tuple[int, bool] | None = None  # version, evaluate
+        self._staged: Staged | None = None
+        self._receiving: int | None = None  # version; its links that are not whole yet
+        self._missing: set[int] = set()
+        self._held_from: int | None = None
         self._closing = False
-        self._source_bytes = source_bytes
-        self._thread = control.thread(f"subscribe-{name}", self._run)
+        self._follower, self._forwarding = follower, False
+        self._versions: queue.Queue[tuple[int, bool] | None] = queue.Queue()  # for the forwarder
+        self._sealed: dict[int, dict] = {}
+        if follower:
+            self._whole = Progress(len(follower.buckets))
+            self._cover = _Cover(links, of, follower.buckets)
+            self._forwarder = control.thread(f"forward-{name}", self._forward)
+        self._threads = [control.thread(f"subscribe-{name}-{i}", self._run, i) for i in range(len(links))]
 
     @property
-    def staged(self) -> tuple[int, bool] | None:
-        """(version, whether it must be evaluated) that waits for `swap`, or None."""
+    def staged(self) -> Staged | None:
+        """The version that waits for `swap`, or None."""
         return self._staged
 
-    def swap(self) -> tuple[int, bool, Tensor] | None:
-        """Take the staged version: (version, evaluate, its buffer [bytes] uint8). None if there is none.
+    def hold_from(self, version: int) -> None:
+        """From now on a staged version >= this one is not overtaken by a newer one until it is swapped."""
+        with self._state:
+            self._held_from = version
 
-        The buffer stays valid until the next swap; the previous one becomes the idle buffer and is overwritten.
+    def swap(self, take: Callable[[Tensor], None]) -> Staged | None:
+        """Hand the staged version's buffer [bytes] uint8 to take(). None if there is none.
+
+        With two buffers it stays valid until the next swap; with one, `take` copies it out.
         """
         with self._state:
             if self._staged is None:
                 return None
-            version, evaluate = self._staged
-            buffer = self._buffers[self._idle]
-            self._idle, self._staged = 1 - self._idle, None
+            staged, buffer = self._staged, self._buffers[self._idle]
+            take(buffer)
+            self._idle, self._staged, self._held_from = (self._idle + 1) % len(self._buffers), None, None
             self._state.notify_all()
-        return version, evaluate, buffer
+        return staged
 
-    def _run(self) -> None:
+    def _run(self, index: int) -> None:
+        incoming = self._links[index]
         try:
-            for (link, _), size in zip(self._links, self._source_bytes):
-                link.accept_slots(size)
-            while self._receive_version():
+            _use_side_stream(self._buffers[0].device)
+            incoming.link.accept()
+            while self._receive_version(index, incoming):
                 self._control.wake()
-        except WeightsError:
-            raise
+        except WeightsError as error:
+            where = f"weights {self.name!r} on rank {self._control.rank}, from {incoming.sender}"
+            raise WeightsError(f"{where}: {error}; the version in use is unchanged") from error
         except RuntimeError as error:
             if not self._closing:
                 raise PeerDied(
-                    f"weights {self.name!r} on rank {self._control.rank}: the trainer's link broke: {error}"
+                    f"weights {self.name!r} on rank {self._control.rank}: the link from {incoming.sender} broke: {error}"
                 ) from error
 
-    def _receive_version(self) -> bool:
-        version, evaluate = -1, False
-        for at, (link, ranges) in enumerate(self._links):
-            message = link.recv(at_subscriber=True)
-            if message is None:
-                for other, _ in self._links[at + 1 :]:  # their farewells, so that no source waits for this end
-                    other.recv(at_subscriber=True)
-                return False
-            begin = Begin(**message)
-            if version == -1:
-                self._claim_idle_buffer()
-            elif begin.version != version:
-                raise WeightsError(f"shards of versions {version} and {begin.version} came together")
-            version, evaluate = begin.version, begin.evaluate
-            self._receive_shard(link, ranges, begin)
-        with self._state:
-            self._staged = (version, evaluate)
-        return True
-
-    def _claim_idle_buffer(self) -> None:
-        """Drop a staged version that a newer one overtakes, unless it is still to be evaluated."""
-        with self._state:
-            self._state.wait_for(lambda: self._closing or self._staged is None or not self._staged[1])
-            self._staged = None
-
-    def _receive_shard(self, link: Link, ranges: tuple[Range, ...], begin: Begin) -> None:
-        into = self._buffers[self._idle]
+    def _receive_version(self, index: int, incoming: Incoming) -> bool:
+        """One version of one link, from its BEGIN on. False when the sender closes."""
+        begin = incoming.link.recv()
+        while begin.kind not in (Kind.BEGIN, Kind.CLOSE):
+            self._drain(incoming, begin)
+            begin = incoming.link.recv()
+        if begin.kind == Kind.CLOSE or not self._claim(begin.version, begin.more["evaluate"]):
+            if self._follower and index == 0:
+                self._versions.put(None)
+            return False
+        open_ = set(range(len(incoming.buckets)))
         for _ in range(MAX_RETRIES):
-            link.read(begin, into, ranges)
-            sums = [checksum(into[r.destination_start : r.destination_start + r.size]) for r in ranges]
-            wrong = [i for i, (a, b) in enumerate(zip(sums, begin.checksums)) if a != b]
-            link.send({"ok": not wrong, "wrong": wrong}, to_subscriber=False)
-            if not wrong:
-                return
-            message = link.recv(at_subscriber=True)
-            if message is None:
-                break
-            begin = Begin(**message)
-        raise WeightsError(f"weights of version {begin.version} arrived damaged {MAX_RETRIES} times; version in use is unchanged")
+            end = self._receive_buckets(index, incoming, begin, open_)
+            incoming.link.send(Header(Kind.VERDICT, begin.version, more={"wrong": sorted(open_)}), to_receiver=False)
+            if not open_:
+                self._complete(index, begin, end.more)
+                return True
+        raise WeightsError(
+            f"buckets {sorted(open_)} of version {begin.version} were absent or damaged {MAX_RETRIES} times"
+        )
+
+    def _receive_buckets(self, index: int, incoming: Incoming, begin: Header, open_: set[int]) -> Header:
+        """Take in what comes until END; strikes what arrived whole off `open_`."""
+        link = incoming.link
+        while True:
+            try:
+                header = link.recv(timeout_s=self._deadline_s)
+            except LinkTimeout as error:
+                raise WeightsError(
+                    f"version {begin.version} stopped on its way with buckets {sorted(open_)} of {len(incoming.buckets)} to come: {error}"
+                ) from error
+            if header.version == begin.version and header.kind == Kind.END:
+                return header
+            if header.version != begin.version or header.kind != Kind.BUCKET or header.index not in open_:
+                self._drain(incoming, header)
+                continue
+            bucket, target = incoming.buckets[header.index], self._targets[self._idle][index][header.index]
+            place = None
+            if link.receives:
+                place = target.in_place if target.in_place is not None else self._scratch(bucket)
+            data = link.bytes_of(begin.index, bucket.start, bucket.end - bucket.start, place)
+            if target.write(data, bucket.start) == header.digest:
+                open_.discard(header.index)
+                if self._follower:
+                    self._cover.arrived(index, header.index, self._whole)
+
+    def _drain(self, incoming: Incoming, header: Header) -> None:
+        """Take the bytes of a bucket that is not awaited off the wire."""
+        if header.kind == Kind.BUCKET and incoming.link.receives:
+            bucket = incoming.buckets[header.index]
+            incoming.link.bytes_of(0, 0, bucket.end - bucket.start, self._scratch(bucket))
+
+    def _scratch(self, bucket: Bucket) -> Tensor:
+        return torch.empty(bucket.end - bucket.start, dtype=torch.uint8, device=self._buffers[0].device)
+
+    def _claim(self, version: int, evaluate: bool) -> bool:
+        """Wait until the idle buffer is this version's: dropping a staged one, unless that must be kept. False when closing."""
+
+        def kept() -> bool:
+            s = self._staged
+            return s is not None and (s.evaluate or (self._held_from is not None and s.version >= self._held_from))
+
+        with self._state:
+            free = lambda: self._receiving is None and not kept() and not self._forwarding  # noqa: E731
+            self._state.wait_for(lambda: self._closing or self._receiving == version or free())
+            if self._closing:
+                return False
+            if self._receiving is None:
+                self._staged, self._receiving, self._missing = None, version, set(range(len(self._links)))
+                if self._follower:
+                    self._forwarding = True
+                    self._whole.reset()
+                    self._cover.reset()
+                    self._versions.put((version, evaluate))
+            return True
+
+    def _complete(self, index: int, begin: Header, canary: dict) -> None:
+        with self._state:
+            self._missing.discard(index)
+            if not self._missing:
+                self._staged = Staged(begin.version, begin.more["evaluate"], canary)
+                if self._follower:
+                    self._sealed[begin.version] = canary
+                self._receiving = None
+                self._state.notify_all()
+
+    def _forward(self) -> None:
+        out = self._follower
+        try:
+            _use_side_stream(self._buffers[0].device)
+            out.link.offer(Slots([]))
+            while (job := self._versions.get()) is not None:
+                version, evaluate = job
+                data = self._buffers[self._idle]
+                send_version([out], version, 0, data, self._whole, evaluate, lambda: self._wait_sealed(version))
+                with self._state:
+                    self._forwarding = False
+                    self._state.notify_all()
+            out.link.send(Header(Kind.CLOSE))
+        except WeightsError as error:
+            raise WeightsError(f"weights {self.name!r} handed on by rank {self._control.rank}: {error}") from error
+        except RuntimeError as error:
+            if not self._closing:
+                raise PeerDied(f"weights {self.name!r}: the link from rank {self._control.rank} to the next replica broke: {error}") from error
+
+    def _wait_sealed(self, version: int) -> dict:
+        with self._state:
+            self._state.wait_for(lambda: version in self._sealed or self._closing)
+            return self._sealed.pop(version, {})
 
     def close(self) -> None:
         with self._state:
             self._closing = True
             self._state.notify_all()
-        self._thread.join(timeout=2)
+        if self._follower:
+            self._versions.put(None)
+            self._whole.close()
+        for thread in self._threads:
+            thread.join(timeout=2)
+
+
+class _Cover:
+    """Which arrived buckets make which of the follower's buckets whole."""
+
+    def __init__(self, links: list[Incoming], of: Buffer, buckets: tuple[Bucket, ...]):
+        self._of, self._links = of, links
+        where = {}
+        for number, bucket in enumerate(buckets):
+            for move in bucket.moves:
+                where.setdefault(move.piece.parameter.name, []).append((move.piece.box, number))
+        self._adds: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for index, incoming in enumerate(links):
+            for i, bucket in enumerate(incoming.buckets):
+                adds = []
+                for move in bucket.moves:
+                    for box, number in where[move.piece.parameter.name]:
+                        if common := _overlap(box, move.piece.box):
+                            adds.append((number, common))
+                self._adds[index, i] = adds
+        self._totals = [sum(move.piece.box.numel for move in bucket.moves) for bucket in buckets]
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        self._left = list(self._totals)
+
+    def arrived(self, index: int, bucket: int, progress: Progress) -> None:
+        with self._lock:
+            for number, count in self._adds[index, bucket]:
+                self._left[number] -= count
+                if not self._left[number]:
+                    progress.mark(number)
+
+
+def _overlap(a: Box, b: Box) -> int:
+    """Elements in common."""
+    count = 1
+    for p, n, q, m in zip(a.offsets, a.lengths, b.offsets, b.lengths):
+        count *= max(0, min(p + n, q + m) - max(p, q))
+    return count

@@ -63,7 +63,7 @@ class Engine:
         self.dtype = decoder.output_weight.dtype
         self._cache = SlotCache(
             num_layers=config.num_hidden_layers,
-            max_slots=max_slots,
+            max_slots=max_slots + 1,  # the last is for `score`
             max_len=max_len,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
@@ -195,10 +195,8 @@ class Engine:
     def score(self, prompt_ids: Tensor | Sequence[int], token_ids: Tensor | Sequence[int], temperature: float = 1.0) -> Tensor:
         """[L] float32: logprobs of given tokens by the path that samples them (prefill, then one cached token at a time).
 
-        For parity checks; running samples are not disturbed. RuntimeError if no slot is free.
+        For parity checks; running samples are not disturbed.
         """
-        if not self.free_slots:
-            raise RuntimeError("score needs a free slot; call it before submitting work, or between groups")
         slot = self.num_live
         tokens = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
         params = SamplingParams(max_new_tokens=max(1, tokens.numel()), temperature=temperature)

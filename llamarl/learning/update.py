@@ -11,6 +11,7 @@ from typing import Callable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.learning.advantages import ADVANTAGES
@@ -19,6 +20,7 @@ from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr
 from llamarl.learning.packing import filler, pack, to_device
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
+from llamarl.parity import Canary, ParityError, Sequence
 from llamarl.types import Group, PackedBatch
 
 
@@ -28,10 +30,6 @@ class StepAborted(Exception):
 
 class NotFinite(RuntimeError):
     """The loss or the gradient is NaN or infinite; the weights were not touched."""
-
-
-class ParityError(RuntimeError):
-    """Trainer and generator disagree on fresh tokens: the generator does not sample from the weights it should have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +104,22 @@ class PolicyUpdate:
         return _metrics({**totals, **step_totals}, {**maxima, **step_max}, norm)
 
     @torch.no_grad()
-    def score(self, sequences: list[Tensor]) -> Tensor:
-        """Collective: logprobs of every token of each sequence but its first, end to end, float32 on the CPU."""
-        sizes = torch.tensor([len(s) - 1 for s in sequences])
+    def canary(self, sequences: list[Sequence], *, top: int = 0) -> Canary:
+        """Collective: what the weights, as they are, say of these sequences. top: likeliest tokens to keep at each place."""
+        sizes = torch.tensor([len(s.token_ids) - 1 for s in sequences])
         cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
-        labels = torch.cat([s[1:] for s in sequences]).to(self._device)
-        head = make_head(labels, temperature=self.settings.temperature)
         positions = torch.cat([torch.arange(int(n)) for n in sizes]).to(self._device)
-        ids = torch.cat([s[:-1] for s in sequences]).to(self._device)
-        logprobs, _ = self.decoder(ids, positions, PackedAttention(cu_seqlens.to(self._device)), head)
-        return logprobs.float().cpu()
+        ids = torch.cat([torch.tensor(s.token_ids[:-1]) for s in sequences]).to(self._device)
+        labels = torch.cat([torch.tensor(s.token_ids[s.given :]) for s in sequences]).to(self._device)
+        places = torch.cat([positions.new_tensor(range(s.given - 1, len(s.token_ids) - 1)) + int(a) for s, a in zip(sequences, cu_seqlens)])
+        logits_SV = self.decoder(
+            ids, positions, PackedAttention(cu_seqlens.to(self._device)), lambda h_TD, w_VD: F.linear(h_TD[places], w_VD)
+        )
+        logprobs_SV = (logits_SV.float() / (self.settings.temperature or 1.0)).log_softmax(1)
+        likeliest = logprobs_SV.topk(min(top, logprobs_SV.shape[1]), dim=1)
+        scored = logprobs_SV.gather(1, labels[:, None]).squeeze(1)
+        top_ids, top_logprobs = (x.tolist() if top else [] for x in (likeliest.indices, likeliest.values))
+        return Canary(sequences, scored.tolist(), top_ids, top_logprobs)
 
     def _forward_backward(
         self, batch: PackedBatch | None, version: int, num_loss_tokens: float, has_reference: bool, sums: dict, maxima: dict

@@ -19,6 +19,7 @@ import time
 from numbers import Integral
 from typing import TYPE_CHECKING, SupportsFloat
 
+from llamarl.observe.rates import MEAN
 from llamarl.observe.rows import RowWriter
 from llamarl.observe.trace import Trace
 
@@ -51,6 +52,11 @@ class Metrics:
     def add(self, counter: str, amount: float) -> None:
         """Let a counter grow by `amount`. Cheap: a dict update."""
         self.counters[counter] = self.counters.get(counter, 0) + amount
+
+    def add_mean(self, name: str, value: float) -> None:
+        """One observation of a column that holds the mean over all those since the row before, of all ranks."""
+        self.add(f"{MEAN}{name}/sum", value)
+        self.add(f"{MEAN}{name}/count", 1)
 
     def span(self, lane: str, name: str, start_s: float, end_s: float) -> None:
         """Put a bar into the trace; times are `time.monotonic()`."""

@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 
 WINDOW_S = 1.0
+MEAN = "mean/"  # counters mean/NAME/sum and mean/NAME/count become column NAME
 ALWAYS = ("generator", "trainer")  # executors whose idle share every row has, null where nothing was counted
 
 # What to turn when an executor waits for a cause for long. Names are config keys.
@@ -86,6 +87,11 @@ class RateMeter:
             "generator/tokens_per_s": tokens / elapsed if tokens is not None and elapsed > 0 else None,
             swap_stall: counters.get(swap_stall, 0) - previous.get(swap_stall, 0),
         }
+        for name in counters:
+            if name.startswith(MEAN) and name.endswith("/count"):
+                kind = name.removesuffix("count")
+                count, total = (counters[kind + part] - previous.get(kind + part, 0) for part in ("count", "sum"))
+                values[kind.removeprefix(MEAN)[:-1]] = total / count if count else None
         values.update({f"{executor}/idle_fraction": None for executor in ALWAYS})
         for idle in idle_shares(change):
             values[f"{idle.executor}/idle_fraction"] = idle.share

@@ -32,12 +32,12 @@ FILE_NAME = "metrics.jsonl"
 COLUMNS = (
     "step policy_version reward/mean reward/std reward/error_rate eval/accuracy loss/value grad_norm entropy kl/ref "
     "ratio/mean ratio/max ratio/capped_fraction lag/mean lag/max tokens/trained tokens/generated "
-    "completion/length_mean completion/truncated_fraction packing/padding_fraction parity/logprob_diff_max "
+    "completion/length_mean completion/truncated_fraction packing/padding_fraction parity/logprob_diff_max parity/canary_diff_max "
     "time/wall_s time/evaluated_s time/step_s time/wait_for_data_s generator/tokens_per_s generator/idle_fraction trainer/idle_fraction "
     "weights/publish_stall_s weights/swap_stall_s weights/bytes"
 ).split()
 ORDER = {name: place for place, name in enumerate(COLUMNS)}
-TIMING = re.compile(r"^time/|_per_s$|/idle_fraction|_stall_s$")
+TIMING = re.compile(r"^time/|_per_s$|/idle_fraction|_stall_s$|^parity/canary|^weights/quantization_kl")
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ Row = dict[str, float | None]
 
 
 def is_timing(name: str) -> bool:
-    """Whether a column depends on the clock, and so differs between two runs of one seed."""
+    """Whether a column depends on the clock (or on which row it came in time for), and so differs between two runs of one seed."""
     return TIMING.search(name) is not None
 
 

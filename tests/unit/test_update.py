@@ -8,7 +8,8 @@ import torch
 
 from llamarl.learning.losses.aipo import aipo
 from llamarl.learning.packing import pack
-from llamarl.learning.update import NotFinite, ParityError, PolicyUpdate, StepAborted, UpdateSettings
+from llamarl.learning.update import NotFinite, PolicyUpdate, StepAborted, UpdateSettings
+from llamarl.parity import ParityError, Sequence
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder
 from llamarl.types import Group

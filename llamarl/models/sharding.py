@@ -1,0 +1,126 @@
+"""Which part of each parameter a rank holds under tensor parallelism. Pure; the model and the weight plan both read it.
+
+Projections into the attention heads and into the MLP are split by output rows, those back into the model by input columns,
+the vocabulary by rows; norms are whole everywhere. Query heads are split as evenly as they go; a rank holds the key/value
+heads that its query heads read, so one that several ranks need is held by each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from llamarl.models.config import ModelConfig
+
+_QUERY, _KEY_VALUE, _OUT = ("q_proj.",), ("k_proj.", "v_proj."), ("o_proj.",)
+_MLP_IN, _MLP_OUT = ("gate_proj.", "up_proj."), ("down_proj.",)
+_VOCABULARY = ("embed_tokens.", "lm_head.")
+SCALE = "_scale"  # behind the name of a quantised weight: its per-row scales
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box of a global tensor: first index and length of each dim."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "Box":
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.lengths)
+
+    def cut(self, dim: int, first: int, count: int) -> "Box":
+        """This box with `count` of its places in `dim`, from its own place `first` on."""
+        offsets, lengths = list(self.offsets), list(self.lengths)
+        offsets[dim] += first
+        lengths[dim] = count
+        return Box(tuple(offsets), tuple(lengths))
+
+    def within(self, outer: "Box") -> tuple[slice, ...]:
+        """Index of this box in a tensor that holds `outer`."""
+        return tuple(slice(a - o, a - o + n) for a, n, o in zip(self.offsets, self.lengths, outer.offsets))
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The attention heads of one tensor-parallel rank. kv_of_query: for each query head, which of the rank's K/V heads it reads."""
+
+    first_query: int
+    num_query: int
+    first_kv: int
+    num_kv: int
+    kv_of_query: tuple[int, ...]
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every K/V head serves equally many query heads, one after another."""
+        each = self.num_query // self.num_kv
+        return self.kv_of_query == tuple(i // each for i in range(self.num_query)) and each * self.num_kv == self.num_query
+
+
+def span(total: int, rank: int, size: int) -> tuple[int, int]:
+    """(first, count) of the rank's share of `total`, as even as it goes."""
+    first = total * rank // size
+    return first, total * (rank + 1) // size - first
+
+
+def heads_of(config: ModelConfig, rank: int, size: int) -> Heads:
+    """ValueError if there are fewer query heads than ranks."""
+    if size > config.num_attention_heads:
+        raise ValueError(f"tensor_parallel={size}: the model has {config.num_attention_heads} query heads to split")
+    first, count = span(config.num_attention_heads, rank, size)
+    per_kv = config.num_attention_heads // config.num_key_value_heads
+    first_kv = first // per_kv
+    reads = tuple((first + i) // per_kv - first_kv for i in range(count))
+    return Heads(first, count, first_kv, reads[-1] + 1, reads)
+
+
+def tensor_parallel_box(
+    config: ModelConfig, name: str, shape: tuple[int, ...], rank: int, size: int, *, split_vocabulary: bool = True
+) -> Box:
+    """The part of the parameter with this Hugging Face name that tensor-parallel rank `rank` of `size` holds."""
+    whole = Box.whole(shape)
+    if size == 1:
+        return whole
+    heads, k = heads_of(config, rank, size), config.head_dim
+    rows_alone = len(shape) == 1  # a bias, or the per-row scales of a quantised weight
+    if any(part in name for part in _QUERY):
+        return whole.cut(0, heads.first_query * k, heads.num_query * k)
+    if any(part in name for part in _KEY_VALUE):
+        return whole.cut(0, heads.first_kv * k, heads.num_kv * k)
+    if any(part in name for part in _MLP_IN):
+        return whole.cut(0, *span(shape[0], rank, size))
+    if any(part in name for part in _OUT) and not rows_alone:
+        return whole.cut(1, heads.first_query * k, heads.num_query * k)
+    if any(part in name for part in _MLP_OUT) and not rows_alone:
+        return whole.cut(1, *span(shape[1], rank, size))
+    if split_vocabulary and any(part in name for part in _VOCABULARY):
+        return whole.cut(0, *span(shape[0], rank, size))
+    return whole
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every parameter, in the decoder's order."""
+    c, shapes = config, {}
+    d, f, q, kv = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    shapes["model.embed_tokens.weight"] = (c.vocab_size, d)
+    for i in range(c.num_hidden_layers):
+        layer = f"model.layers.{i}"
+        for part, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+            shapes[f"{layer}.self_attn.{part}.weight"] = (rows, d)
+            if c.attention_bias:
+                shapes[f"{layer}.self_attn.{part}.bias"] = (rows,)
+        shapes[f"{layer}.self_attn.o_proj.weight"] = (d, q)
+        shapes[f"{layer}.mlp.gate_proj.weight"] = (f, d)
+        shapes[f"{layer}.mlp.down_proj.weight"] = (d, f)
+        shapes[f"{layer}.mlp.up_proj.weight"] = (f, d)
+        shapes[f"{layer}.input_layernorm.weight"] = (d,)
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (d,)
+    shapes["model.norm.weight"] = (d,)
+    if not c.tie_word_embeddings:
+        shapes["lm_head.weight"] = (c.vocab_size, d)
+    return shapes
