@@ -11,15 +11,17 @@ until they are done.
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
 
 from llamarl.executor import POLL_S, Executor
 from llamarl.inference import Engine, SamplingParams
+from llamarl.inference.quantize import quantize_decoder
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import named_parameters_hf
-from llamarl.parity import Canary, check_canary
+from llamarl.parity import Canary, check_canary, check_quantized
 from llamarl.tickets import PromptStream
 from llamarl.types import Prompt
 
@@ -30,7 +32,8 @@ class Generator(Executor):
     """One engine a rank. Sampling is a function of (seed, ticket, sample_index, position), not of the rank or the batch.
 
     prompts[ticket] is the ticket's prompt; eval_prompts the held-out ones. chunk_tokens: tokens a row between two looks
-    at weights, tickets and stop requests. parity_tolerance: nats that the canary of a version may differ from the trainer's.
+    at weights, tickets and stop requests. parity_tolerance: nats that the canary of a version may differ from the trainer's;
+    for a quantised generator max_quantization_kl bounds their mean KL instead.
     """
 
     name = "generator"
@@ -49,12 +52,16 @@ class Generator(Executor):
         chunk_tokens: int,
         in_flight_updates: bool,
         parity_tolerance: float,
+        quantize: str = "none",
+        quantize_keep: tuple[str, ...] = (),
+        max_quantization_kl: float = math.inf,
     ):
         self.model_path, self.model_dtype = model_path, model_dtype
         self.prompts, self.eval_prompts = prompts, eval_prompts
         self.sampling, self.stop_token_ids = sampling, stop_token_ids
         self.max_slots, self.max_len, self.chunk_tokens = max_slots, max_len, chunk_tokens
         self.in_flight_updates, self.parity_tolerance = in_flight_updates, parity_tolerance
+        self.quantize, self.quantize_keep, self.max_quantization_kl = quantize, quantize_keep, max_quantization_kl
         self.version = -1
         self._evaluating = 0  # held-out prompts still to finish
         self._asked_in_vain = False
@@ -66,7 +73,10 @@ class Generator(Executor):
 
     def setup(self) -> None:
         dtype = getattr(torch, self.model_dtype)
-        decoder = build_decoder(read_config(self.model_path), device=self.group.device, dtype=dtype).eval().requires_grad_(False)
+        decoder = build_decoder(read_config(self.model_path), dtype=dtype)
+        if self.quantize != "none":
+            quantize_decoder(decoder, self.quantize, self.quantize_keep)
+        decoder = decoder.to_empty(device=self.group.device).eval().requires_grad_(False)
         self.weights = self.inputs["policy"]
         self.weights.bind(decoder.config, list(named_parameters_hf(decoder)))
         self.engine = Engine(decoder, max_slots=self.max_slots, max_len=self.max_len, device=self.group.device)
@@ -76,6 +86,8 @@ class Generator(Executor):
         if self.version < 0 or not (self.outputs["completions"].has_room() and self.outputs["evaluations"].has_room()):
             return swapped
         self._start_tickets()
+        if self.engine.num_live + self.engine.num_waiting:
+            self.claim_device()
         sampled = self.engine.step(self.chunk_tokens)
         self.metrics.add("generator/tokens", sampled)
         for stream, completion in self.engine.pop_finished():
@@ -98,6 +110,7 @@ class Generator(Executor):
             return False
         if not self.in_flight_updates and self.engine.num_live:
             return False
+        self.claim_device()
         began = time.monotonic()
         taken = self.weights.swap()
         if taken is None:
@@ -114,10 +127,16 @@ class Generator(Executor):
 
     def _check_canary(self, canary: Canary) -> None:
         """What was swapped in, against what the trainer says of it. ParityError."""
-        scored = [self.engine.score(s.token_ids[: s.given], s.token_ids[s.given :], self.sampling.temperature) for s in canary.sequences]
-        worst = check_canary(
-            canary, torch.cat(scored).cpu(), version=self.version, rank=self.group.rank, tolerance=self.parity_tolerance
-        )
+        logprobs_SV = torch.cat(
+            [self.engine.score_all(s.token_ids[: s.given], s.token_ids[s.given :], self.sampling.temperature) for s in canary.sequences]
+        ).cpu()
+        where = {"version": self.version, "rank": self.group.rank}
+        if self.quantize != "none":
+            kl = check_quantized(canary, logprobs_SV, **where, most=self.max_quantization_kl)
+            self.metrics.add_mean("weights/quantization_kl", kl)
+            return
+        scored = torch.tensor([token for s in canary.sequences for token in s.token_ids[s.given :]])
+        worst = check_canary(canary, logprobs_SV.gather(1, scored[:, None]).squeeze(1), **where, tolerance=self.parity_tolerance)
         self.metrics.add_mean("parity/canary_diff_max", worst)
 
     def _start_evaluation(self) -> None:
@@ -140,6 +159,11 @@ class Generator(Executor):
             granted += answer
         for ticket in granted:
             self.engine.submit(ticket.index, self.prompts[ticket.index].prompt_ids.tolist(), self.sampling, stream=TRAIN)
+
+    def offloadable(self) -> list[torch.Tensor]:
+        # On a CPU the parameters are views of the weights' buffers, which other threads write.
+        parameters = list(self.engine.decoder.parameters()) if self.group.device.type == "cuda" else []
+        return [*parameters, *self.engine.cache_tensors()]
 
     def teardown(self) -> None:
         if hasattr(self, "weights"):

@@ -41,12 +41,17 @@ class FrozenReference(Executor):
         if not self._sink.has_room():
             return False
         groups = self._source.take(self.groups_per_batch)
+        if groups:
+            self.claim_device()
         for group in groups:
             self._sink.put(dataclasses.replace(group, ref_logprobs=self.score(group)))
         return bool(groups)
 
     def waiting_for(self) -> str | None:
         return None if self._sink.has_room() else f"room: in channel {self._sink.name}, which the trainer empties"
+
+    def offloadable(self) -> list[torch.Tensor]:
+        return list(self.decoder.parameters())
 
     @torch.inference_mode()
     def score(self, group: Group) -> torch.Tensor:

@@ -8,12 +8,14 @@ from executors.generator import Generator
 from executors.reference import FrozenReference
 from executors.reward import RuleReward
 from executors.trainer import AdamSettings, FSDPTrainer
+from llamarl.channel import Weights
 from llamarl.config import Config
 from llamarl.inference import SamplingParams
 from llamarl.launch import Job
 from llamarl.learning.buffer import BUFFERS
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.update import UpdateSettings
+from llamarl.parity import TOP
 
 
 def build_generator(config: Config, job: Job) -> Generator:
@@ -40,6 +42,9 @@ def build_generator(config: Config, job: Job) -> Generator:
         chunk_tokens=g.chunk_tokens,
         in_flight_updates=config.max_lag > 0 if g.in_flight_updates is None else g.in_flight_updates,
         parity_tolerance=config.trainer.parity_tolerance,
+        quantize=g.quantize,
+        quantize_keep=tuple(g.quantize_keep),
+        max_quantization_kl=g.max_quantization_kl,
     )
 
 
@@ -78,7 +83,8 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
     options = config.loss.keywords_for(options_of(loss_fn))
     check_options(loss_fn, options)
     g = config.generator
-    truncated = g.top_k > 0 or g.top_p < 1 or g.min_new_tokens > 0
+    # Where the generator samples from another distribution on purpose, fresh tokens' logprobs are not the trainer's.
+    differs = g.top_k > 0 or g.top_p < 1 or g.min_new_tokens > 0 or g.quantize != "none"
     update = UpdateSettings(
         lr=config.lr,
         schedule=t.schedule,
@@ -90,7 +96,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         advantages=t.advantages,
         # Exact where the loss is the policy gradient alone: such completions add nothing to it.
         skip_zero_advantage=t.skip_zero_advantage and not options.get("kl_coef"),
-        parity_tolerance=None if truncated else t.parity_tolerance,
+        parity_tolerance=None if differs else t.parity_tolerance,
     )
     return FSDPTrainer(
         model_path=str(job.model_path),
@@ -102,7 +108,21 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         buffer=BUFFERS[config.buffer.kind](),
         adam=AdamSettings(beta1=t.beta1, beta2=t.beta2, eps=t.eps, weight_decay=t.weight_decay),
         canary_prompts=job.prompts,
-        canary_top=0,
+        canary_top=0 if g.quantize == "none" else TOP,
         evaluate_at=job.eval_due,
         snapshot_at=job.snapshot_due,
+    )
+
+
+def build_weights(config: Config, trainer: FSDPTrainer, generator: Generator) -> Weights:
+    """The policy's way to the generator, in the form that the generator holds it in."""
+    g = config.generator
+    return Weights(
+        "policy",
+        trainer,
+        generator,
+        dtype=config.model.dtype,
+        quantize=g.quantize,
+        keep=tuple(g.quantize_keep),
+        transport=config.weights.transport,
     )

@@ -134,6 +134,7 @@ class FSDPTrainer(Executor):
         return bool(groups)
 
     def _train(self, tickets: list[int]) -> None:
+        self.claim_device()
         began = time.monotonic()
         waited_s = began - self._wait_since
         groups = self.buffer.take(tickets)
@@ -163,6 +164,7 @@ class FSDPTrainer(Executor):
         self._wait_since = time.monotonic()
 
     def _publish(self, *, must_differ: bool) -> float:
+        self.claim_device()
         sequences = canary_sequences(self.canary_prompts, first=self._published < 0)
         stall_s = self.weights.publish(
             self.version,
@@ -175,6 +177,7 @@ class FSDPTrainer(Executor):
 
     def _finish(self) -> None:
         """The last snapshot: at a stop request, or after the last step."""
+        self.claim_device()
         self.snapshots.save(self.version, self)
         self.done = True
 
@@ -206,6 +209,7 @@ class FSDPTrainer(Executor):
     @torch.no_grad()
     def load_state_dict(self, parts: Iterable[dict]) -> None:
         """From all ranks' parts, whatever their number was: each rank takes the rows and the groups that are its own now."""
+        self.claim_device()
         groups, buffered, adam_step = GroupBuffer(), [], 0.0
         for part in parts:
             self.version, adam_step = int(part["version"]), float(part["adam_step"])
@@ -248,6 +252,12 @@ class FSDPTrainer(Executor):
         else:
             for _ in whole:
                 pass
+
+    def offloadable(self) -> list[torch.Tensor]:
+        """Weights and the optimizer's moments; gradients end with the step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        moments = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        return [_local(t) for t in (*self.decoder.parameters(), *moments)]
 
     def teardown(self) -> None:
         if hasattr(self, "weights"):

@@ -36,6 +36,8 @@ __all__ = [
     "resolve_placement", "save_config", "to_config", "to_values",
 ]  # fmt: skip
 
+COLOCATED = ("trainer", "generator", "reference")  # executors with a model on the device
+
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 
 
@@ -46,9 +48,14 @@ def resolve_placement(placement: PlacementSettings, world_size: int, *, groups_p
     """Executor name -> its ranks, with every null filled in.
 
     Trainers take the first half of the ranks (as many as divide groups_per_step), generators the rest, and reward and
-    reference a rank that hosts nothing yet or else the generators' last. One rank hosts everything.
+    reference a rank that hosts nothing yet or else the generators' last. One rank hosts everything. Executors of
+    placement.colocate share the ranks given for one of them, or all.
     """
     everyone = tuple(range(world_size))
+    if together := set(placement.colocate or ()):
+        given = [ranks for name in sorted(together) if (ranks := getattr(placement, name, None))]
+        shared = {name: list(given[0] if given else everyone) for name in together & set(COLOCATED)}
+        placement = dataclasses.replace(placement, **shared, colocate=None)
     trainer = tuple(placement.trainer or ())
     if not trainer:
         free = [rank for rank in everyone if rank not in (placement.generator or ())] or everyone
@@ -100,6 +107,10 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
          "needs the name of a problem, such as task.name=chain_sum"),
         ("resume run_dir", c.resume == "auto" and not c.run_dir,
          "needs the run to go on with: run_dir=DIR"),
+        ("offload", c.offload and not c.placement.colocate,
+         "moves executors that share a device out of each other's way; name them: placement.colocate=[trainer,generator]"),
+        ("offload max_lag", c.offload and c.max_lag > 0,
+         "with any lag trainer and generator work at the same time, so neither can leave the device; max_lag=0"),
         ("weights.transport", c.weights.transport in ("shm", "cuda_ipc") and hosts > 1,
          f"ranks on {hosts} hosts share no memory; weights.transport=gloo or nccl, or auto"),
     ]  # fmt: skip
@@ -116,7 +127,13 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
 
 def _placement_problems(c: Config, world_size: int, problem: Callable[..., Problem]) -> list[Problem]:
     found = []
-    for name, ranks in dataclasses.asdict(c.placement).items():
+    values = dataclasses.asdict(c.placement)
+    if (together := values.pop("colocate")) is not None:
+        if len(together) < 2 or not set(together) <= set(COLOCATED):
+            found.append(problem(f"need two or three of {', '.join(COLOCATED)}; or null", "placement.colocate"))
+        elif len({tuple(values[name]) for name in together if values[name]}) > 1:
+            found.append(problem("share their ranks, but are given different ones", *(f"placement.{n}" for n in together if values[n])))
+    for name, ranks in values.items():
         if ranks is None:
             continue
         if not ranks or len(set(ranks)) < len(ranks):

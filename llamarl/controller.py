@@ -43,6 +43,7 @@ from llamarl.ddma.links import End, this_end
 from llamarl.executor import POLL_S, Executor, ExecutorGroup
 from llamarl.ledger import TicketDesk
 from llamarl.observe import Metrics, RowWriter, Trace
+from llamarl.offload import Turns
 from llamarl.placement import World, device_link_group, executor_group, link_group
 from llamarl.snapshots import CONTROLLER, Snapshots, has_state
 from llamarl.tickets import TicketLedger
@@ -59,6 +60,7 @@ class RunSettings:
     keep_checkpoints: int
     deadline_s: float
     heartbeat_timeout_s: float
+    offload: tuple[str, ...] = ()  # executors that take turns on the device that they share
     target_accuracy: float | None = None  # end once the evaluation reaches it
     trace: bool = True
 
@@ -143,8 +145,12 @@ class ExecutorController:
                 self.snapshots,
             )
         self.control.start()
+        turns = Turns(self.settings.offload)
         for executor in self.local:
             executor.setup()
+            if executor.name in turns.names:
+                executor.turns = turns
+                turns.join(executor.name, executor.offloadable)
         if self.settings.resume_from:
             self.snapshots.restore(self.settings.resume_from)
 
@@ -159,7 +165,7 @@ class ExecutorController:
             channel.name, sources=sources, destinations=destinations,
             source=Source(shards, trainer.replicate, trainer.tensor_parallel),
             destination=Destination(generator.tensor_parallel, len(destinations) // generator.tensor_parallel),
-            dtype=getattr(torch, channel.dtype), quantize=channel.quantize, keep=channel.keep, transport=channel.transport, ends=ends,
+            on_host=bool(self.settings.offload), dtype=getattr(torch, channel.dtype), quantize=channel.quantize, keep=channel.keep, transport=channel.transport, ends=ends,
             group=group, device_group=device_link_group(sources, destinations, ends), control=self.control,
             deadline_s=self.settings.deadline_s,
         )  # fmt: skip

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from llamarl.control import Control
     from llamarl.ledger import TicketDesk
     from llamarl.observe.metrics import Metrics
+    from llamarl.offload import Turns
     from llamarl.snapshots import Snapshots
     from torch.distributed import ProcessGroup
 
@@ -57,6 +58,7 @@ class Executor:
     name: str = "executor"
     tensor_parallel: int = 1  # ranks, one after another, that share one copy of its model
     replicate: int = 1  # copies of the model that its ranks hold together, each sharded over the others
+    turns: "Turns | None" = None  # where it shares its device and leaves it to others between steps
     poll_s: float = POLL_S  # how long the loop may rest when no station of a rank has work; less where none wakes it
 
     def attach(
@@ -86,6 +88,15 @@ class Executor:
         The cause (data, weights, tickets, room, ...) names the idle time in metrics; a wait past deadline_s ends the run.
         """
         return None
+
+    def offloadable(self) -> "Iterable[torch.Tensor]":
+        """Tensors on the device that may wait in host memory while another executor has its turn."""
+        return ()
+
+    def claim_device(self) -> None:
+        """Call before computing: waits until this executor's tensors are back on a device that it shares."""
+        if self.turns is not None:
+            self.turns.claim(self.name)
 
     def state_dict(self) -> dict[str, torch.Tensor | int | float | str | list]:
         """What a checkpoint must hold to go on after this station's last step. Tensors and JSON values."""

@@ -108,8 +108,9 @@ class Job:
             c.checkpoint.keep,
             c.deadline_s,
             c.heartbeat_timeout_s,
-            c.eval.target,
-            c.metrics.trace,
+            offload=tuple(c.placement.colocate or ()) if c.offload else (),
+            target_accuracy=c.eval.target,
+            trace=c.metrics.trace,
         )
 
     def ledger(self) -> TicketLedger:

@@ -11,7 +11,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from llamarl.inference.quantize import kl_from_top
 
 FIRST_PROMPTS, FIRST_TOKENS = 4, 64  # checked whole when a run starts
 LATER_TOKENS, LATER_SCORED = 32, 4  # of one prompt at every later version
@@ -75,3 +78,15 @@ def check_canary(canary: Canary, logprobs: Tensor, *, version: int, rank: int, t
             "Raise trainer.parity_tolerance only if the dtype explains it"
         )
     return worst
+
+
+def check_quantized(canary: Canary, logprobs_SV: Tensor, *, version: int, rank: int, most: float) -> float:
+    """Mean KL(generator || trainer) in nats over the canary's places, from below. ParityError if it is above `most`, or not a number."""
+    top = torch.tensor(canary.top_ids), torch.tensor(canary.top_logprobs)
+    kl = float(kl_from_top(*top, logprobs_SV).mean())
+    if not kl <= most:
+        raise ParityError(
+            f"the quantised generator on rank {rank} is {kl:.3g} nats from the trainer's policy under version {version}, more than "
+            f"generator.max_quantization_kl={most:g}: quantise less (generator.quantize_keep), or its weights are not the trainer's"
+        )
+    return kl

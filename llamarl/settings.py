@@ -71,6 +71,9 @@ class GeneratorSettings:
     top_p: Annotated[float, Range(0, 1, open=True)]
     min_new_tokens: Natural
     in_flight_updates: bool | None
+    quantize: Literal["none", "fp8", "int8"]
+    quantize_keep: list[str]
+    max_quantization_kl: Positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +149,7 @@ class PlacementSettings:
     generator: list[int] | None
     reward: list[int] | None
     reference: list[int] | None
+    colocate: list[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +181,7 @@ class Config:
     threads: Count | None
     deadline_s: Positive
     heartbeat_timeout_s: Positive
+    offload: bool
     eval: EvalSettings
     checkpoint: CheckpointSettings
     weights: WeightsSettings
@@ -252,6 +257,7 @@ def _describe(hint: object) -> str:
         str: "a text",
         type(None): "null",
         list[int]: "a list of ranks such as [0,1]",
+        list[str]: "a list of texts such as [a,b]",
     }
     return words[hint]
 
@@ -275,7 +281,7 @@ def _convert(value: object, hint: object) -> object:
     if origin is Literal and value in get_args(hint):
         return value
     if origin is list and isinstance(value, list):
-        return [_convert(item, int) for item in value]
+        return [_convert(item, get_args(hint)[0]) for item in value]
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int and number and value == int(value):
         return int(value)

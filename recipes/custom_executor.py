@@ -8,8 +8,8 @@ prompts -> Generator -> Reward -> LengthPenalty -> Trainer
 
 import dataclasses
 
-from executors.stations import build_generator, build_reward, build_trainer
-from llamarl.channel import Gather, Scatter, Weights
+from executors.stations import build_generator, build_reward, build_trainer, build_weights
+from llamarl.channel import Gather, Scatter
 from llamarl.config import Config, main
 from llamarl.controller import ExecutorController
 from llamarl.executor import Executor
@@ -51,7 +51,7 @@ def run(config: Config) -> None:
                 Gather("evaluations", generator, reward),
                 Gather("scored", reward, penalty),
                 Scatter("groups", penalty, trainer),
-                Weights("policy", trainer, generator, dtype=config.model.dtype, transport=config.weights.transport),
+                build_weights(config, trainer, generator),
             ],
             placement=job.placement | {penalty.name: job.placement["reward"]},  # it is light: beside the reward
             ledger=job.ledger(),

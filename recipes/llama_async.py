@@ -10,8 +10,8 @@ prompts -> Generator -> Reward -> (Reference ->) Trainer
 
 from itertools import pairwise
 
-from executors.stations import build_generator, build_references, build_reward, build_trainer
-from llamarl.channel import Gather, Scatter, Weights
+from executors.stations import build_generator, build_references, build_reward, build_trainer, build_weights
+from llamarl.channel import Gather, Scatter
 from llamarl.config import Config, main
 from llamarl.controller import ExecutorController
 from llamarl.launch import launch
@@ -33,7 +33,7 @@ def run(config: Config) -> None:
                 Gather("evaluations", generator, reward, spread=False),
                 *(Gather("scored", a, b) for a, b in pairwise(scorers)),
                 Scatter("groups", scorers[-1], trainer),
-                Weights("policy", trainer, generator, dtype=config.model.dtype, transport=config.weights.transport),
+                build_weights(config, trainer, generator),
             ],
             placement=job.placement,
             ledger=job.ledger(),

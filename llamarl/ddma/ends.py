@@ -41,7 +41,7 @@ _IN_PLACE = {"local", "shm", "cuda_ipc"}  # the receiver reads the sender's memo
 class WeightsRoute:
     """What both ends agree on before any model exists: ranks, topologies, what travels and how.
 
-    dtype: the generator's. quantize: none, fp8 or int8; keep: fragments of names of projections that stay in dtype.
+    on_host: keep staging memory off the GPU even where both ends are on it. dtype: the generator's. quantize: none, fp8 or int8; keep: fragments of names of projections that stay in dtype.
     WeightsError if the transport asked for cannot join two ranks.
     """
 
@@ -57,6 +57,7 @@ class WeightsRoute:
         quantize: str,
         keep: tuple[str, ...],
         transport: str,
+        on_host: bool = False,
         ends: list[End],
         group: dist.ProcessGroup | None,
         device_group: dist.ProcessGroup | None,
@@ -71,18 +72,20 @@ class WeightsRoute:
         handed_on = [(a, b) for i, a in enumerate(destinations) for b in destinations[i % t :: t] if b > a]
         pairs = [(a, b) for a in sources for b in destinations] + handed_on
         self._transports = choose_transports(transport, [(ends[a], ends[b]) for a, b in pairs])
+        # Both ends of every link digest in the same memory.
+        gpus = all(ends[rank].gpu for rank in (*sources, *destinations))
+        self.on_device = gpus and not on_host and not {"shm", "gloo"} & set(self._transports.values())
         in_place = all(self._transports[a, b] in _IN_PLACE for a in sources for b in destinations)
         self._feed = "direct" if in_place else "auto"
 
-    def transports(self, peers: list[int], *, sending: bool) -> set[str]:
+    def transport(self, peer: int, *, sending: bool) -> str:
         me = self.control.rank
-        return {self._transports[(me, p) if sending else (p, me)] for p in peers}
+        return self._transports[(me, peer) if sending else (peer, me)]
 
     def link(self, peer: int, *, sending: bool) -> LocalLink:
-        me = self.control.rank
-        if peer == me:
+        if peer == self.control.rank:
             return self._local
-        transport = self._transports[(me, peer) if sending else (peer, me)]
+        transport = self.transport(peer, sending=sending)
         return RankLink(peer, self._group, transport, payload_group=self._device_group if transport == "nccl" else None)
 
     def plan(self, config: ModelConfig) -> Plan:
@@ -123,7 +126,8 @@ class WeightsSender:
                 links.append(Outgoing(route.link(peer, sending=True), base, len(self._buckets), buckets))
             self._buckets += [(base, bucket) for bucket in buckets]
             base += size_of(buckets)
-        slots = make_slots(base, route.transports(peers, sending=True), self._device)
+        in_shared_memory = "shm" in {route.transport(peer, sending=True) for peer in peers}
+        slots = make_slots(base, self._device if route.on_device else torch.device("cpu"), shared=in_shared_memory)
         self._views = {slot.data_ptr(): self._views_of(slot) for slot in slots.tensors}
         self._sources: list[list[Tensor]] = []
         self._pointers: list[int] = []
@@ -217,11 +221,8 @@ class WeightsReceiver:
         if follower is not None:
             follower = Outgoing(route.link(route.destinations[follower], sending=True), 0, 0, whole)
         # On a GPU graphs hold the parameters' addresses, so weights are copied over; else two buffers change places.
-        on_device = bool(route.transports([route.sources[s] for s in feeders], sending=False) & {"cuda_ipc", "nccl"}) or (
-            device.type == "cuda" and all(route.sources[s] == route.control.rank for s in feeders)
-        )
         self._exchange = device.type == "cpu"
-        where = {"device": device} if on_device else {"pin_memory": device.type == "cuda"}
+        where = {"device": device} if route.on_device else {"pin_memory": device.type == "cuda"}
         buffers = [torch.zeros(of.num_bytes, dtype=torch.uint8, **where) for _ in range(2 if self._exchange else 1)]
         self._views = {flat.data_ptr(): _views(flat, of, parameters) for flat in buffers}
         self._subscriber = Subscriber(route.name, of, buffers, incoming, route.control, route.deadline_s, follower)

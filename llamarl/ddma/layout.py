@@ -9,13 +9,12 @@ element and a float32 scale a row, which is a parameter of its own.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 
 import torch
 
 from llamarl.models.config import ModelConfig
-from llamarl.models.sharding import SCALE, Box, parameter_shapes, tensor_parallel_box
+from llamarl.models.sharding import SCALE, Box, is_quantized, parameter_shapes, tensor_parallel_box
 
 ALIGN_BYTES = 64  # everything starts on a cache line
 FUSED = {  # tensors that engines keep as one -> the parameters in it, one after another
@@ -77,16 +76,11 @@ def travelling(config: ModelConfig, dtype: torch.dtype, quantized: torch.dtype |
     """What a model's weights are on their way. quantized: the projections' dtype; those whose name holds one of `keep` stay in dtype."""
     out = []
     for name, shape in parameter_shapes(config).items():
-        if quantized is not None and is_quantized(name, keep):
+        if quantized is not None and is_quantized(name, shape, keep):
             out += [Parameter(name, shape, quantized), Parameter(name + SCALE, shape[:1], torch.float32)]
         else:
             out.append(Parameter(name, shape, dtype))
     return out
-
-
-def is_quantized(name: str, keep: tuple[str, ...] = ()) -> bool:
-    """Whether a quantised generator holds this parameter in one byte: the projections of the layers, but those in `keep`."""
-    return bool(re.search(r"_proj\.weight$", name)) and not any(part in name for part in keep)
 
 
 @dataclass(frozen=True, slots=True)

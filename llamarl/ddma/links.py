@@ -113,13 +113,11 @@ class Slots:
             os.unlink(path)
 
 
-def make_slots(num_bytes: int, transports: set[str], device: torch.device) -> Slots:
-    """WeightsError with the alternative if there is no room for shared memory."""
-    if transports & set(_ON_DEVICE) or (device.type == "cuda" and transports == {"local"}):
-        return Slots([torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)])
-    if "shm" not in transports:
-        pinned = device.type == "cuda"
-        return Slots([torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(NUM_SLOTS)])
+def make_slots(num_bytes: int, device: torch.device, *, shared: bool) -> Slots:
+    """Slots on a device; on the CPU pinned if there is a GPU, or in shared memory. WeightsError, with the alternative, if there is no room."""
+    if not shared:
+        pinned = device.type == "cpu" and torch.cuda.is_available()
+        return Slots([torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned) for _ in range(NUM_SLOTS)])
     tensors, paths = [], []
     for _ in range(NUM_SLOTS):
         path = tempfile.mktemp(prefix=f"llamarl-{os.getpid()}-", dir=SHM_DIR)

@@ -2,7 +2,7 @@
 
     Publisher (trainer rank)                                       Subscriber (generator rank)
     publish(v): copy own shard into a free slot  <- the only stall
-      thread, a bucket behind the copying:
+      thread, once all is copied (its digests would share the core with the copying):
         BEGIN v, slot                          ------------------>  a thread a link: claim the idle buffer for v
         BUCKET i, digest (and bytes)           ------------------>  copy or receive into it, digest what arrived
         END v, canary                          ------------------>
@@ -10,7 +10,7 @@
       all links agree: v is committed there, the slot free          all links whole: staged = v, swapped between two chunks
 
     thread      consumes         waits for                        unblocked by
-    publisher   queued versions  the next bucket to be staged     publish
+    publisher   queued versions  the next bucket to be copied     the device
                                  each link's verdict              the subscriber; its death
     subscriber  headers          the last staged version's swap   swap(), if that version must be kept
     forwarder   a claimed version  the next whole bucket          the subscriber's threads
@@ -265,8 +265,8 @@ class Publisher:
         job = _Job(version, self._free_slot(version), evaluate, must_differ)
         progress = self._progress[job.slot]
         progress.reset()
-        self._jobs.put(job)
         stage(self._slots.tensors[job.slot], progress)
+        self._jobs.put(job)
         held_s = time.monotonic() - began
         job.canary = canary()
         job.sealed.set()

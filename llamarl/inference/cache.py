@@ -21,8 +21,9 @@ class SlotCache:
     """K/V of `max_slots` rows of at most `max_len` tokens: [S, G, L, K] a layer.
 
     On a GPU L is max_len from the start. On a CPU it grows with what is asked of it, because rows that lie close together are
-    read twice as fast. In float32 on a CPU the keys lie in memory as [S, G, K, L], the right-hand side of a batched product:
-    for one query a row plain products beat the attention kernel there (1.0 against 25 ms for 512 rows of 64 places).
+    read twice as fast. For one query a row plain products beat the attention kernel there (in float32 1.0 against 25 ms for 512
+    rows of 64 places). In float32 the keys lie in memory as [S, G, K, L], the right-hand side of such a product; in bfloat16
+    they are its left-hand side as they come.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class SlotCache:
     ):
         self.max_slots, self.max_len = max_slots, _whole_blocks(max_len)
         self.num_kv_heads, self.head_dim, self.dtype, self.device = num_kv_heads, head_dim, dtype, device
-        self.by_products = device.type == "cpu" and dtype == torch.float32
+        self.by_products = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+        self.across = self.by_products and dtype == torch.float32
         self.capacity = _BLOCK if device.type == "cpu" else self.max_len
-        self.keys = [self._empty(transposed=self.by_products) for _ in range(num_layers)]
+        self.keys = [self._empty(transposed=self.across) for _ in range(num_layers)]
         self.values = [self._empty() for _ in range(num_layers)]
 
     def reserve(self, length: int) -> None:
@@ -48,7 +50,7 @@ class SlotCache:
         if length <= self.capacity:
             return
         old, self.capacity = self.capacity, min(max(_whole_blocks(length), 2 * self.capacity), self.max_len)
-        for layers, transposed in ((self.keys, self.by_products), (self.values, False)):
+        for layers, transposed in ((self.keys, self.across), (self.values, False)):
             for i, kept in enumerate(layers):
                 layers[i] = self._empty(transposed)
                 layers[i][:, :, :old] = kept
@@ -106,24 +108,35 @@ class Decode:
         self._rows, self._slots = slice(first_slot, end), torch.arange(first_slot, end, device=device)
         self._length = _whole_blocks(longest)
         unseen_NL = torch.arange(self._length, device=device) > positions_N[:, None]
-        bias_NL = torch.zeros(unseen_NL.shape, dtype=cache.dtype, device=device).masked_fill_(unseen_NL, -torch.inf)
+        dtype = torch.float32 if cache.by_products else cache.dtype
+        bias_NL = torch.zeros(unseen_NL.shape, dtype=dtype, device=device).masked_fill_(unseen_NL, -torch.inf)
         self._bias_N11L = bias_NL[:, None, None, :]
 
     def attend(self, layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
+        q_NGRK = q_NHK.reshape(q_NHK.shape[0], self._cache.num_kv_heads, -1, self._cache.head_dim)
+        return self.attend_by_groups(layer, q_NGRK, k_NGK, v_NGK).view(q_NHK.shape)
+
+    def attend_by_groups(self, layer: int, q_NGRK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
+        """`attend` of query heads that lie by key/value head. Returns [N, H K] in the order of the heads."""
         cache = self._cache
         cache.write(layer, self._slots, self._positions, k_NGK, v_NGK)
         k_NGLK, v_NGLK = (cached[layer][self._rows, :, : self._length] for cached in (cache.keys, cache.values))
-        q_NGRK = q_NHK.view(q_NHK.shape[0], cache.num_kv_heads, -1, cache.head_dim)
         if cache.by_products:
-            return _attend_by_products(q_NGRK, k_NGLK, v_NGLK, self._bias_N11L).view_as(q_NHK)
-        return F.scaled_dot_product_attention(q_NGRK, k_NGLK, v_NGLK, attn_mask=self._bias_N11L).view_as(q_NHK)
+            seen = _attend_by_products(q_NGRK, k_NGLK, v_NGLK, self._bias_N11L, cache.across)
+        else:
+            seen = F.scaled_dot_product_attention(q_NGRK, k_NGLK, v_NGLK, attn_mask=self._bias_N11L)
+        return seen.reshape(q_NGRK.shape[0], -1)
 
 
-def _attend_by_products(q_NGRK: Tensor, k_NGLK: Tensor, v_NGLK: Tensor, bias_N11L: Tensor) -> Tensor:
-    n, groups, rows, head_dim = q_NGRK.shape
-    scores = torch.bmm(q_NGRK.flatten(0, 1) * head_dim**-0.5, k_NGLK.flatten(0, 1).transpose(1, 2))
-    scores = scores.view(n, groups, rows, -1).add_(bias_N11L)
-    return torch.bmm(scores.softmax(-1).flatten(0, 1), v_NGLK.flatten(0, 1))
+def _attend_by_products(q_NGRK: Tensor, k_NGLK: Tensor, v_NGLK: Tensor, bias_N11L: Tensor, across: bool) -> Tensor:
+    """[N G, R, K]. bias_N11L in float32, and so is the softmax."""
+    q, k, v = (x.flatten(0, 1) for x in (q_NGRK, k_NGLK, v_NGLK))
+    # oneDNN's bfloat16 product reads keys that lie row by row twice as fast from the left.
+    scores = torch.bmm(q, k.transpose(1, 2)) if across else torch.bmm(k, q.transpose(1, 2)).transpose(1, 2)
+    shape = (*q_NGRK.shape[:3], k.shape[1])
+    biased = torch.empty(shape, dtype=torch.float32, device=q.device)  # contiguous, as the softmax wants it
+    torch.add(bias_N11L, scores.view(shape), alpha=q.shape[-1] ** -0.5, out=biased)
+    return torch.bmm(biased.softmax(-1).to(v.dtype).flatten(0, 1), v)
 
 
 def _whole_blocks(length: int) -> int:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from llamarl.allocator import keep_freed_memory
 from llamarl.inference.cache import Decode, Prefill, SlotCache
+from llamarl.inference.decode import PackedDecode
 from llamarl.inference.rows import Request, Rows
 from llamarl.inference.sampler import SamplingParams, process
 from llamarl.models.build import Decoder, build_decoder, read_config
@@ -65,7 +66,7 @@ class Engine:
             num_layers=config.num_hidden_layers,
             max_slots=max_slots + 1,  # the last is for `score`
             max_len=max_len,
-            num_kv_heads=config.num_key_value_heads,
+            num_kv_heads=decoder.num_cached_kv_heads,
             head_dim=config.head_dim,
             dtype=self.dtype,
             device=self.device,
@@ -75,6 +76,7 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._finished: list[tuple[int, Completion]] = []
         self._retired_tokens = 0
+        self._packed = PackedDecode(self.decoder) if PackedDecode.fits(self.decoder, self.device, self.dtype) else None
         # Built here, so that the tables are no inference tensors: a trainer may share the decoder.
         decoder.rotary(torch.zeros(1, dtype=torch.int64, device=self.device), max_len)
 
@@ -191,12 +193,21 @@ class Engine:
         found = sorted((c for _, c in self.pop_finished()), key=lambda c: (c.ticket, c.sample_index))
         return [found[i : i + params.n] for i in range(0, len(found), params.n)]
 
-    @torch.inference_mode()
     def score(self, prompt_ids: Tensor | Sequence[int], token_ids: Tensor | Sequence[int], temperature: float = 1.0) -> Tensor:
         """[L] float32: logprobs of given tokens by the path that samples them (prefill, then one cached token at a time).
 
         For parity checks; running samples are not disturbed.
         """
+        tokens = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
+        return self.score_all(prompt_ids, tokens, temperature).gather(1, tokens[:, None]).squeeze(1)
+
+    def cache_tensors(self) -> list[Tensor]:
+        """What the cache holds now: may leave the device between steps, and must be back before the next."""
+        return [*self._cache.keys, *self._cache.values]
+
+    @torch.inference_mode()
+    def score_all(self, prompt_ids: Tensor | Sequence[int], token_ids: Tensor | Sequence[int], temperature: float = 1.0) -> Tensor:
+        """[L, V] float32: at the place of each of these tokens, the logprobs of the whole vocabulary."""
         slot = self.num_live
         tokens = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
         params = SamplingParams(max_new_tokens=max(1, tokens.numel()), temperature=temperature)
@@ -208,7 +219,7 @@ class Engine:
             at = torch.tensor([position], device=self.device)
             logits.append(self._decode(slot, tokens[i : i + 1], at, position + 1))
         processed = process(torch.cat(logits), temperature_N=torch.tensor([temperature], device=self.device))
-        return processed.log_softmax(1)[: tokens.numel()].gather(1, tokens[:, None]).squeeze(1)
+        return processed.log_softmax(1)[: tokens.numel()]
 
     def _request(self, stream: int, ticket: int, prompt_ids: Tensor | Sequence[int], params: SamplingParams) -> Request:
         prompt = torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu")
@@ -264,7 +275,9 @@ class Engine:
 
     def _decode(self, first_slot: int, tokens_N: Tensor, positions_N: Tensor, longest: int) -> Tensor:
         """One token a row, in slots first_slot onwards. Logits [N, V] of the next."""
-        return self.decoder(tokens_N, positions_N, Decode(self._cache, positions_N, longest, first_slot))
+        if self._packed:
+            self._packed.refresh()
+        return (self._packed or self.decoder)(tokens_N, positions_N, Decode(self._cache, positions_N, longest, first_slot))
 
     @torch.inference_mode()
     def _retire(self, aborted: bool = False) -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llamarl.models.hf import hf_name
+from llamarl.models.sharding import is_quantized
 
 QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _LARGEST = {"fp8": 448.0, "int8": 127.0}  # -128 is not used: the numbers are symmetric
@@ -149,14 +150,6 @@ def _widen(q: Tensor, dtype: torch.dtype) -> Tensor:
     # ends and mantissa begins, read as the number times 2^-120: the biases are 7 and 127.
     bits, shift, mask = (torch.int16, 4, -0x7810) if dtype == torch.bfloat16 else (torch.int32, 20, -0x78100000)
     return q.view(torch.int8).to(bits).bitwise_left_shift_(shift).bitwise_and_(mask).view(dtype).mul_(2.0**120)
-
-
-def is_quantized(name: str, shape: tuple[int, ...], skip: tuple[str, ...] = ()) -> bool:
-    """Whether the parameter with this Hugging Face name travels quantised; its scales are another, named name + "_scale".
-
-    The projections of the layers do, but for those whose name holds a fragment of `skip` ("down_proj", "layers.0.").
-    """
-    return len(shape) == 2 and name.endswith("_proj.weight") and not any(fragment in name for fragment in skip)
 
 
 @torch.no_grad()

@@ -79,11 +79,13 @@ def process(
     top_p_N: Tensor | None = None,
     banned_NS: Tensor | None = None,
 ) -> Tensor:
-    """Float32 logits of the distribution to sample from; None means that no row asks for it.
+    """Float32 logits of the distribution to sample from (as they come if no row asks for anything, which None means).
 
     In this order: banned_NS (token ids, -1 for none) out; divided by the temperature (0 counts as 1); top-k (0 for all);
     top-p of what top-k left. What ties with the last kept token is kept, so the result depends on no sorting order.
     """
+    if banned_NS is temperature_N is top_k_N is top_p_N is None:
+        return logits_NV
     logits = logits_NV.float()
     if banned_NS is not None:
         # Adding, because a padding entry may name the same token as a real one.
@@ -123,9 +125,8 @@ def _cut(logits_NV: Tensor, top_k_N: Tensor | None, top_p_N: Tensor | None, widt
 
 
 def sample(logits_NV: Tensor, uniforms_N: Tensor, greedy_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(tokens [N] int64, their logprobs [N] float32) by the inverse CDF of float32 logits; the argmax where greedy_N."""
-    top_N1 = logits_NV.amax(1, keepdim=True)
-    weights_NV = (logits_NV - top_N1).exp_()
+    """(tokens [N] int64, their logprobs [N] float32) by the inverse CDF of the logits; the argmax where greedy_N."""
+    weights_NV = logits_NV.softmax(1, dtype=torch.float32)  # one pass over V; sums to one up to rounding
     if logits_NV.shape[1] <= 2 * _BLOCK:
         cdf_NV = weights_NV.cumsum(1, dtype=torch.float64)
         total = cdf_NV[:, -1:]
@@ -133,9 +134,20 @@ def sample(logits_NV: Tensor, uniforms_N: Tensor, greedy_N: Tensor | None = None
     else:
         tokens, total = _sample_by_blocks(weights_NV, uniforms_N[:, None])
     if greedy_N is not None:
-        tokens = torch.where(greedy_N[:, None], logits_NV.argmax(1, keepdim=True), tokens)
-    logprobs = logits_NV.gather(1, tokens) - top_N1 - total.log().float()
+        tokens = torch.where(greedy_N[:, None], _argmax(logits_NV), tokens)
+    logprobs = (weights_NV.gather(1, tokens).double() / total).log_().float()
     return tokens.squeeze(1), logprobs.squeeze(1)
+
+
+def _argmax(logits_NV: Tensor) -> Tensor:
+    """[N, 1]. By block maxima, because a CPU's argmax takes ten times as long as its maximum."""
+    vocab = logits_NV.shape[1]
+    if vocab % _BLOCK or vocab == _BLOCK or logits_NV.device.type != "cpu":
+        return logits_NV.argmax(1, keepdim=True)
+    logits_NBW = logits_NV.view(logits_NV.shape[0], -1, _BLOCK)
+    block = logits_NBW.amax(2).argmax(1, keepdim=True)
+    inside_NW = logits_NBW.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
+    return block * _BLOCK + inside_NW.argmax(1, keepdim=True)
 
 
 def _sample_by_blocks(weights_NV: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llamarl.models.config import ModelConfig
+from llamarl.models.sharding import heads_of
+from llamarl.models.tp import KeyValueSharing, TensorParallel, copied, summed
 
 # Up to this length the CPU's fused kernel, made for long sequences, takes 2 to 15 times as long as plain products.
 SHORT = 256
@@ -160,26 +163,47 @@ def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x_THK * cos.to(x_THK.dtype) + swapped * sin.to(x_THK.dtype)
 
 
+def repeated(x_TGK: Tensor, repeats: list[int]) -> Tensor:
+    """[T, H, K]: K/V head g repeats[g] times, for the query heads that read it."""
+    return torch.cat([x_TGK[:, g : g + 1].expand(-1, n, -1) for g, n in enumerate(repeats)], dim=1)
+
+
 class Attention(nn.Module):
     """Grouped-query attention whose kernel comes with the call.
 
     It stands where torchtune's TransformerSelfAttentionLayer calls `attn(h, h, mask=..., input_pos=...)`: `mask` is an
-    AttentionContext and `input_pos` the rotary (cos, sin) that all layers share.
+    AttentionContext and `input_pos` the rotary (cos, sin) that all layers share. With tensor parallelism it holds the rank's
+    heads, and every rank returns the sum of what all make of theirs.
     """
 
     kv_cache, cache_enabled = None, False  # torchtune asks for these
 
-    def __init__(self, layer: int, dim: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool):
+    def __init__(self, layer: int, config: ModelConfig, tp: TensorParallel | None = None):
         super().__init__()
-        self.layer, self.num_heads, self.num_kv_heads, self.head_dim = layer, num_heads, num_kv_heads, head_dim
-        self.q_proj = nn.Linear(dim, num_heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(dim, num_kv_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(dim, num_kv_heads * head_dim, bias=bias)
-        self.output_proj = nn.Linear(num_heads * head_dim, dim, bias=False)
+        c, bias = config, config.attention_bias
+        heads = heads_of(c, tp.rank, tp.size) if tp else heads_of(c, 0, 1)
+        self.layer, self.head_dim, self.tp = layer, c.head_dim, tp
+        # A kernel takes equally many query heads for every K/V head; where they are not, each query head gets its own.
+        self.repeats = None if heads.uniform else [heads.kv_of_query.count(g) for g in range(heads.num_kv)]
+        self.num_cached_kv_heads = heads.num_kv if heads.uniform else heads.num_query
+        self.sharing = KeyValueSharing(c, tp) if tp else None
+        self.q_proj = nn.Linear(c.hidden_size, heads.num_query * c.head_dim, bias=bias)
+        self.k_proj = nn.Linear(c.hidden_size, heads.num_kv * c.head_dim, bias=bias)
+        self.v_proj = nn.Linear(c.hidden_size, heads.num_kv * c.head_dim, bias=bias)
+        self.output_proj = nn.Linear(heads.num_query * c.head_dim, c.hidden_size, bias=False)
 
     def forward(self, x_TD: Tensor, _same: Tensor, *, mask: AttentionContext, input_pos: tuple[Tensor, Tensor]) -> Tensor:
         tokens = x_TD.shape[0]
+        if self.tp:
+            x_TD = copied(x_TD, self.tp)
         q = rotate(self.q_proj(x_TD).view(tokens, -1, self.head_dim), *input_pos)
-        k = rotate(self.k_proj(x_TD).view(tokens, -1, self.head_dim), *input_pos)
-        v = self.v_proj(x_TD).view(tokens, -1, self.head_dim)
-        return self.output_proj(mask.attend(self.layer, q, k, v).reshape(tokens, -1))
+        k = rotate(self._key_value(self.k_proj, x_TD), *input_pos)
+        v = self._key_value(self.v_proj, x_TD)
+        if self.repeats:
+            k, v = repeated(k, self.repeats), repeated(v, self.repeats)
+        out_TD = self.output_proj(mask.attend(self.layer, q, k, v).reshape(tokens, -1))
+        return summed(out_TD, self.tp) if self.tp else out_TD
+
+    def _key_value(self, projection: nn.Linear, x_TD: Tensor) -> Tensor:
+        projected = self.sharing(projection, x_TD) if self.sharing else projection(x_TD)
+        return projected.view(x_TD.shape[0], -1, self.head_dim)

@@ -22,6 +22,8 @@ from torchtune.modules import FeedForward, TransformerDecoder, TransformerSelfAt
 
 from llamarl.models.attention import Attention, AttentionContext, Rotary
 from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.sharding import span
+from llamarl.models.tp import SplitEmbedding, TensorParallel, copied, gathered, summed
 
 __all__ = ["Decoder", "ModelConfig", "RMSNorm", "build_decoder", "read_config"]
 
@@ -39,6 +41,17 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.scale.shape, eps=self.eps).to(x.dtype) * self.scale
 
 
+class SplitFeedForward(FeedForward):
+    """A tensor-parallel rank's share of the hidden units."""
+
+    def __init__(self, tp: TensorParallel, **projections: nn.Linear):
+        super().__init__(**projections)
+        self.tp = tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return summed(super().forward(copied(x, self.tp)), self.tp)
+
+
 class Decoder(TransformerDecoder):
     """Torchtune's decoder over flat tokens.
 
@@ -48,15 +61,20 @@ class Decoder(TransformerDecoder):
 
     activation_checkpointing = False  # recompute each layer in backward
 
-    def __init__(self, config: ModelConfig, **parts):
+    def __init__(self, config: ModelConfig, tensor_parallel: TensorParallel | None = None, **parts):
         super().__init__(**parts)
-        self.config = config
+        self.config, self.tensor_parallel = config, tensor_parallel
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
 
     @property
     def output_weight(self) -> Tensor:
-        """[V, D]: the embedding itself when tied."""
+        """[V, D], or the rank's rows of a split vocabulary: the embedding itself when tied."""
         return self.tok_embeddings.weight if self.config.tie_word_embeddings else self.output.weight
+
+    @property
+    def num_cached_kv_heads(self) -> int:
+        """K/V heads a layer that this rank's attention hands to its context."""
+        return self.layers[0].attn.num_cached_kv_heads
 
     def forward(
         self,
@@ -65,7 +83,11 @@ class Decoder(TransformerDecoder):
         attention: AttentionContext,
         head: Callable[[Tensor, Tensor], object] = F.linear,
     ):
-        """Logits [T, V] in the model's dtype, or what `head` makes of the normed hidden states and the output weight."""
+        """Logits [T, V] in the model's dtype, or what `head` makes of the normed hidden states and the output weight.
+
+        Collective over the ranks of a tensor-parallel decoder. Where these split the vocabulary, `head` must return the
+        logits [..., V / ranks] of the rows that it is given, and every rank gets them all.
+        """
         longest = getattr(attention, "longest", None) or int(positions_T.max()) + 1
         h = self.tok_embeddings(tokens_T)
         rotary = self.rotary(positions_T, longest)
@@ -74,19 +96,35 @@ class Decoder(TransformerDecoder):
                 h = checkpoint(layer, h, mask=attention, input_pos=rotary, use_reentrant=False)
             else:
                 h = layer(h, mask=attention, input_pos=rotary)
-        return head(self.norm(h), self.output_weight)
+        h, tp = self.norm(h), self.tensor_parallel
+        if tp is None or not tp.split_vocabulary:
+            return head(h, self.output_weight)
+        return gathered(head(copied(h, tp), self.output_weight), self.config.vocab_size, tp)
 
 
-def build_decoder(config: ModelConfig, *, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32) -> Decoder:
-    """The decoder with uninitialised weights (`llamarl.models.hf.load_weights` fills them)."""
-    c = config
+def build_decoder(
+    config: ModelConfig,
+    *,
+    device: str | torch.device = "meta",
+    dtype: torch.dtype = torch.float32,
+    tensor_parallel: TensorParallel | None = None,
+) -> Decoder:
+    """The decoder with uninitialised weights (`llamarl.models.hf.load_weights` fills them).
+
+    tensor_parallel: of every parameter only the rank's part, as llamarl.models.sharding says, under the same name.
+    ValueError if there are fewer query heads than ranks.
+    """
+    c, tp = config, tensor_parallel if tensor_parallel and tensor_parallel.size > 1 else None
+    units = span(c.intermediate_size, tp.rank, tp.size)[1] if tp else c.intermediate_size
+    splits = tp is not None and tp.split_vocabulary
+    rows = span(c.vocab_size, tp.rank, tp.size)[1] if splits else c.vocab_size
 
     def layer(i: int) -> TransformerSelfAttentionLayer:
-        up, gate = (nn.Linear(c.hidden_size, c.intermediate_size, bias=False) for _ in range(2))
-        down = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+        up, gate = (nn.Linear(c.hidden_size, units, bias=False) for _ in range(2))
+        projections = {"gate_proj": gate, "down_proj": nn.Linear(units, c.hidden_size, bias=False), "up_proj": up}
         return TransformerSelfAttentionLayer(
-            attn=Attention(i, c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.attention_bias),
-            mlp=FeedForward(gate_proj=gate, down_proj=down, up_proj=up),
+            attn=Attention(i, c, tp),
+            mlp=SplitFeedForward(tp, **projections) if tp else FeedForward(**projections),
             sa_norm=RMSNorm(c.hidden_size, eps=c.rms_norm_eps),
             mlp_norm=RMSNorm(c.hidden_size, eps=c.rms_norm_eps),
         )
@@ -94,13 +132,14 @@ def build_decoder(config: ModelConfig, *, device: str | torch.device = "meta", d
     with torch.device("meta"):
         decoder = Decoder(
             config,
-            tok_embeddings=nn.Embedding(c.vocab_size, c.hidden_size),
+            tp,
+            tok_embeddings=SplitEmbedding(c.vocab_size, c.hidden_size, tp) if splits else nn.Embedding(rows, c.hidden_size),
             layers=nn.ModuleList(layer(i) for i in range(c.num_hidden_layers)),
             max_seq_len=c.max_position_embeddings,
             num_heads=c.num_attention_heads,
             head_dim=c.head_dim,
             norm=RMSNorm(c.hidden_size, eps=c.rms_norm_eps),
-            output=nn.Identity() if c.tie_word_embeddings else nn.Linear(c.hidden_size, c.vocab_size, bias=False),
+            output=nn.Identity() if c.tie_word_embeddings else nn.Linear(c.hidden_size, rows, bias=False),
         )
     decoder = decoder.to(dtype)
     return decoder if str(device) == "meta" else decoder.to_empty(device=device)

@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
+
 _NAMES = (  # decoder name -> Hugging Face name
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
     ("norm.scale", "model.norm.weight"),
@@ -113,8 +115,8 @@ def load_weights(
 ) -> nn.Module:
     """Fill a decoder (on the meta device or not) from a model directory, one tensor at a time. Returns it.
 
-    Sharded parameters (DTensor) read their own rows only. ValueError naming tensors that are absent, unknown, or of
-    another shape; nothing is loaded by halves then.
+    Sharded parameters (DTensor) read their own rows only, and a tensor-parallel decoder its own part of each. ValueError
+    naming tensors that are absent, unknown, or of another shape; nothing is loaded by halves then.
     """
     from torch.distributed.tensor import DTensor
 
@@ -123,10 +125,12 @@ def load_weights(
     unused = {k for k in source.keys() if not k.endswith("rotary_emb.inv_freq")} - set(wanted) - {"lm_head.weight"}
     problems = [f"{name}: absent" for name in wanted if name not in source.keys()]
     problems += [f"{name}: not in this architecture" for name in unused]
+    tp = getattr(decoder, "tensor_parallel", None)
+    shapes = parameter_shapes(decoder.config) if tp else {name: tuple(p.shape) for name, p in wanted.items()}
     for name in wanted.keys() & source.keys():
         shape = tuple(source.get_slice(name).get_shape())
-        if shape != tuple(wanted[name].shape):
-            problems.append(f"{name}: shape {shape}, the config says {tuple(wanted[name].shape)}")
+        if shape != shapes[name]:
+            problems.append(f"{name}: shape {shape}, the config says {shapes[name]}")
     if problems:
         raise ValueError(f"{source.path}: weights do not fit config.json:\n  " + "\n  ".join(sorted(problems)[:20]))
 
@@ -134,12 +138,12 @@ def load_weights(
         decoder.to_empty(device=device)
         wanted = dict(named_parameters_hf(decoder))
     for name, parameter in wanted.items():
+        box = Box.whole(shapes[name])
+        if tp:
+            box = tensor_parallel_box(decoder.config, name, box.lengths, tp.rank, tp.size, split_vocabulary=tp.split_vocabulary)
         if isinstance(parameter, DTensor):
-            local = parameter.to_local()
-            offset, rows = local_rows(parameter)
-            local.copy_(source.get_slice(name)[offset : offset + rows])
-        else:
-            parameter.copy_(source.get(name))
+            box, parameter = box.cut(0, *local_rows(parameter)), parameter.to_local()
+        parameter.copy_(source.get_slice(name)[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.lengths))])
     return decoder.to(dtype) if dtype else decoder
 
 

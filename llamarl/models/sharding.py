@@ -124,3 +124,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not c.tie_word_embeddings:
         shapes["lm_head.weight"] = (c.vocab_size, d)
     return shapes
+
+
+def is_quantized(name: str, shape: tuple[int, ...], keep: tuple[str, ...] = ()) -> bool:
+    """Whether a quantised generator holds this parameter in one byte an element; its scales are another, named name + SCALE.
+
+    The projections of the layers are, but for those whose Hugging Face name holds a fragment of `keep` ("down_proj", "layers.0.").
+    """
+    return len(shape) == 2 and name.endswith("_proj.weight") and not any(fragment in name for fragment in keep)

@@ -243,7 +243,7 @@ def test_options_of_a_loss_of_ones_own_are_those_that_it_takes(tmp_path, monkeyp
 
 # --- placement ---
 
-AUTO = PlacementSettings(None, None, None, None)
+AUTO = PlacementSettings(None, None, None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -1,214 +1,834 @@
-"""Weights: plans against the full-tensor oracle, checksums, and the transaction over links that damage what they carry."""
+"""Weights in one process: the transaction over links that damage what they carry, the hand-on, transports, and the bound ends."""
 
+import itertools
 import queue
+import random
 import threading
+import time
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from llamarl.control import Control, DeadlineExceeded
-from llamarl.ddma.layout import ALIGN_BYTES, Parameter, RankLayout, fsdp, pack, replicated
+from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
+from llamarl.ddma.layout import Destination, Source, buffer_of, travelling
+from llamarl.ddma.links import BLOCK_BYTES, Digest, End, Header, Kind, LocalLink, Slots, WeightsError, _device_digest, choose_transports
 from llamarl.ddma.plan import make_plan
-from llamarl.ddma.transfer import BLOCK_BYTES, LocalLink, Publisher, Subscriber, WeightsError, checksum
+from llamarl.ddma.transfer import MAX_RETRIES, Incoming, Outgoing, Publisher, Subscriber, buckets_of, buckets_of_buffer, size_of
+from llamarl.inference.quantize import QUANTIZED, quantize_rows
+from llamarl.models.config import ModelConfig
+from llamarl.models.sharding import Box, parameter_shapes
 
-shapes = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5)
-
-
-def stamp(parameters):
-    """Every element of every global parameter is a distinct integer."""
-    at, full = 1, {}
-    for p in parameters:
-        n = torch.Size(p.shape).numel()
-        full[p.name] = torch.arange(at, at + n, dtype=torch.int32).view(p.shape)
-        at += n
-    return full
+CONFIG = ModelConfig("LlamaForCausalLM", 23, 10, 14, 2, 6, 2, 4, 1e-5, 1e4, None, 64, False, True)
+PARAMETERS = travelling(CONFIG, torch.float32)
+BUCKET = 1000  # bytes: a parameter is cut, small ones share a bucket
+PATIENCE_S = 20  # for what must come; a busy machine is slow
 
 
-def fill(layout: RankLayout, full) -> torch.Tensor:
-    flat = torch.zeros(layout.size_bytes, dtype=torch.uint8)
-    for s in layout.slices:
-        box = full[s.name][tuple(slice(o, o + n) for o, n in zip(s.offsets, s.lengths))]
-        flat[s.start_bytes : s.start_bytes + 4 * s.numel] = box.contiguous().view(-1).view(torch.uint8)
+def weights_of(version: int) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(version)
+    return {p.name: torch.randn(p.shape, generator=made) for p in PARAMETERS}
+
+
+def bytes_of(version: int) -> torch.Tensor:
+    """What a replica's buffer must hold."""
+    of, full = buffer_of(CONFIG, PARAMETERS, Destination(), 0), weights_of(version)
+    flat = torch.zeros(of.num_bytes, dtype=torch.uint8)
+    for name, held in of.held.items():
+        flat[held.start : held.start + held.num_bytes] = full[name].view(-1).view(torch.uint8)
     return flat
 
 
-def columns(parameters, num_ranks):
-    """A tensor-parallel-like side: the last dim in uneven pieces."""
-    ranks = []
-    for r in range(num_ranks):
-        boxes = []
-        for p in parameters:
-            cuts = [p.shape[-1] * i // num_ranks for i in range(num_ranks + 1)]
-            boxes.append((p.name, (0,) * (len(p.shape) - 1) + (cuts[r],), (*p.shape[:-1], cuts[r + 1] - cuts[r])))
-        ranks.append(pack(boxes, 4))
-    return ranks
+def alone() -> Control:
+    return Control(None, rank=0, world_size=1, leader=0, names=["everything"])
 
 
-@settings(max_examples=120, deadline=None)
-@given(shapes, st.integers(1, 5), st.integers(1, 4), st.booleans())
-def test_every_element_arrives_where_the_full_tensor_says(shapes, sources, destinations, column_wise):
-    parameters = [Parameter(f"p{i}", s) for i, s in enumerate(shapes)]
-    full = stamp(parameters)
-    src = fsdp(parameters, sources, 4)
-    dst = columns(parameters, destinations) if column_wise else replicated(parameters, destinations, 4)
-    plan = make_plan(src, dst, 4)
-    for d, layout in enumerate(dst):
-        got = torch.zeros(layout.size_bytes, dtype=torch.uint8)
-        for s in range(sources):
-            held = fill(src[s], full)
-            for r in plan.link(s, d):
-                got[r.destination_start : r.destination_start + r.size] = held[r.source_start : r.source_start + r.size]
-        assert torch.equal(got, fill(layout, full))
+def until(predicate, *controls: Control):
+    """Wait for predicate() and return what it gave; raises what a thread of the controls ended with."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (value := predicate()):
+        for control in controls:
+            control.check()
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.002)
+    return value
 
 
-def test_one_shard_to_one_replica_is_a_single_range():
-    parameters = [Parameter("a", (3, 5)), Parameter("b", (7,)), Parameter("c", (2, 2))]
-    plan = make_plan(fsdp(parameters, 1, 4), replicated(parameters, 1, 4), 4)
-    assert len(plan.link(0, 0)) == 1
+def failure_of(control: Control) -> Exception:
+    return until(lambda: control.failure)
 
 
-def test_bytes_cross_once_but_for_alignment():
-    parameters = [Parameter("a", (64, 16)), Parameter("b", (64,))]
-    plan = make_plan(fsdp(parameters, 2, 4), replicated(parameters, 3, 4), 4)
-    floor = 3 * 4 * (64 * 16 + 64)
-    assert floor <= sum(plan.bytes_per_link.values()) <= floor + 6 * 2 * ALIGN_BYTES
+# -- links that damage what they carry ---------------------------------------------------------------------------------------
 
 
-def test_a_gap_in_the_sources_is_an_error():
-    parameters = [Parameter("a", (4, 2))]
-    with pytest.raises(ValueError, match="the sources hold 4"):
-        make_plan(fsdp(parameters, 2, 4)[:1], replicated(parameters, 1, 4), 4)
+class SpyLink(LocalLink):
+    """Remembers every header. change(header) -> what is sent to the receiver instead."""
+
+    def __init__(self, change=lambda header: [header]):
+        super().__init__()
+        self.change, self.forward, self.back = change, [], []
+
+    def send(self, header, to_receiver=True):
+        (self.forward if to_receiver else self.back).append(header)
+        for h in self.change(header) if to_receiver else [header]:
+            super().send(h, to_receiver)
+
+    def bucket_sends(self, version):
+        return [h.index for h in self.forward if h.kind == Kind.BUCKET and h.version == version]
+
+    def verdicts(self, version):
+        return [h.more["wrong"] for h in self.back if h.kind == Kind.VERDICT and h.version == version]
+
+
+class StreamLink(SpyLink):
+    """As gloo and NCCL: a bucket's bytes follow its header, and nothing else reaches the receiver."""
+
+    def __init__(self, change=lambda header: [header]):
+        super().__init__(change)
+        self.bytes = queue.Queue()
+
+    receives = True
+
+    def send_bytes(self, flat):
+        self.bytes.put(flat.clone())
+
+    def bytes_of(self, slot, start, size, scratch=None):
+        flat = self.bytes.get(timeout=PATIENCE_S)
+        assert flat.numel() == size == scratch.numel()
+        return scratch.copy_(flat)
+
+
+def corrupting(kind, bad, times):
+    """A link of this kind that flips a bit in the first `times` deliveries of the bytes of buckets that begin at bad(start)."""
+
+    class Corrupting(kind):
+        left = times
+
+        def bytes_of(self, slot, start, size, scratch=None):
+            flat = super().bytes_of(slot, start, size, scratch)
+            if not self.left or (not self.receives and not bad(start)):
+                return flat
+            self.left -= 1
+            damaged = flat if self.receives else flat.clone()
+            damaged[size // 2] ^= 0x10
+            return damaged
+
+    return Corrupting()
+
+
+LINKS = pytest.mark.parametrize("kind", [SpyLink, StreamLink])
+
+
+class Ends:
+    """Sources with a shard each, and one replica; publishers and subscriber have a Control of their own each."""
+
+    def __init__(self, *links: LocalLink, num_buffers=2, deadline_s=PATIENCE_S, follower: Outgoing | None = None, late=False):
+        self.links = links = links or (SpyLink(),)
+        self.sending, self.receiving = alone(), alone()
+        self.plan = make_plan(CONFIG, PARAMETERS, Source(fsdp=len(links)), Destination(), feed="direct")
+        self.buckets = [tuple(buckets_of(self.plan.pieces(s, 0), BUCKET)) for s in range(len(links))]
+        self.publishers = []
+        for link, buckets in zip(links, self.buckets):
+            slots = Slots([torch.zeros(size_of(buckets), dtype=torch.uint8) for _ in range(2)])
+            out = Outgoing(link, 0, 0, buckets)
+            self.publishers.append(Publisher("policy", slots, [out], len(buckets), self.sending, deadline_s))
+        self.of = buffer_of(CONFIG, PARAMETERS, Destination(), 0)
+        buffers = [torch.zeros(self.of.num_bytes, dtype=torch.uint8) for _ in range(num_buffers)]
+        incoming = [Incoming(link, b, f"trainer rank {s}") for s, (link, b) in enumerate(zip(links, self.buckets))]
+        self.subscriber = Subscriber("policy", self.of, buffers, incoming, self.receiving, deadline_s, follower)
+        self.live = None
+
+    def publish(self, version, *, evaluate=False, must_differ=True, content=None, only=None, canary=None):
+        full = weights_of(version if content is None else content)
+
+        def stage(s):
+            def put(slot, progress):
+                # Not in the order in which they are sent: a bucket must not leave before it is whole.
+                for i in random.Random(version).sample(range(len(self.buckets[s])), len(self.buckets[s])):
+                    for move in self.buckets[s][i].moves:
+                        box = move.piece.box.within(Box.whole(move.piece.parameter.shape))
+                        part = full[move.piece.parameter.name][box].reshape(-1)
+                        slot[move.start : move.end] = part.view(torch.uint8)
+                    progress.mark(i)
+
+            return put
+
+        for s, publisher in enumerate(self.publishers):
+            if only in (None, s):
+                said = {"canary of": version} if canary is None else canary
+                publisher.publish(version, stage(s), evaluate=evaluate, must_differ=must_differ, canary=lambda: said)
+
+    def swap(self):
+        def take(buffer):
+            self.live = buffer
+
+        return self.subscriber.swap(take)
+
+    def receive(self, version):
+        """Swap until this version is in place; every version swapped in must be whole."""
+
+        def taken():
+            staged = self.swap()
+            if staged:
+                assert torch.equal(self.live, bytes_of(staged.version)), staged.version
+                assert staged.canary == {"canary of": staged.version}
+            return staged if staged and staged.version == version else None
+
+        return until(taken, self.sending, self.receiving)
+
+    def staged(self, version):
+        """Wait until the version is staged."""
+        return until(lambda: (s := self.subscriber.staged) and s.version == version, self.sending, self.receiving)
+
+    def close(self):
+        for publisher in self.publishers:
+            publisher.close()
+        self.subscriber.close()
+        self.sending.check(), self.receiving.check()
+
+
+@LINKS
+def test_versions_arrive_whole_and_in_turn(kind):
+    ends = Ends(kind())
+    assert len(ends.buckets[0]) > 5
+    for v in range(5):
+        ends.publish(v, evaluate=v == 3)
+        assert ends.receive(v) == (v, v == 3, {"canary of": v})
+    assert ends.swap() is None
+    ends.close()
+    assert ends.links[0].forward[-1].kind == Kind.CLOSE
+
+
+class Once:
+    """Damages headers of version 1 the first time that `pick` takes them."""
+
+    def __init__(self, pick, into):
+        self.pick, self.into, self.seen = pick, into, set()
+
+    def __call__(self, header):
+        key = (header.kind, header.index)
+        if header.version != 1 or not self.pick(header) or key in self.seen:
+            return [header]
+        self.seen.add(key)
+        return self.into(header)
+
+
+def is_bucket(*indices):
+    return lambda header: header.kind == Kind.BUCKET and header.index in indices
+
+
+def test_dropped_buckets_are_named_and_they_alone_are_sent_again():
+    ends = Ends(SpyLink(Once(is_bucket(1, 4), lambda h: [])))
+    ends.publish(0), ends.receive(0)
+    ends.publish(1), ends.receive(1)
+    assert ends.links[0].verdicts(1) == [[1, 4], []] and ends.links[0].verdicts(0) == [[]]
+    assert ends.links[0].bucket_sends(1) == [*range(len(ends.buckets[0])), 1, 4]
+    ends.close()
+
+
+def test_a_wrong_digest_is_a_damaged_bucket():
+    ends = Ends(SpyLink(Once(is_bucket(2), lambda h: [Header(h.kind, h.version, h.index, h.digest ^ 1)])))
+    ends.publish(0), ends.receive(0)
+    ends.publish(1), ends.receive(1)
+    assert ends.links[0].verdicts(1) == [[2], []]
+    ends.close()
+
+
+@LINKS
+def test_damaged_bytes_are_named_and_sent_again(kind):
+    link = corrupting(kind, lambda start: start > 0, times=2)
+    ends = Ends(link)
+    ends.publish(0), ends.receive(0)
+    first, second = link.verdicts(0)
+    assert len(first) == 2 and second == [] and link.bucket_sends(0) == [*range(len(ends.buckets[0])), *first]
+    ends.close()
+
+
+def test_a_header_of_another_version_is_not_taken_for_this_one():
+    old = {}
+
+    def stale(header):  # bucket 3 of version 1 comes with the header of version 0
+        if header.version == 0 and is_bucket(3)(header):
+            old[3] = header
+        return [header]
+
+    replace = Once(is_bucket(3), lambda h: [old[3]])
+    ends = Ends(SpyLink(lambda h: [x for y in stale(h) for x in replace(y)]))
+    ends.publish(0), ends.receive(0)
+    ends.publish(1), ends.receive(1)
+    assert ends.links[0].verdicts(1) == [[3], []]
+    ends.close()
+
+
+def test_buckets_may_come_in_any_order():
+    held = []
+
+    def reverse(header):  # all buckets of a version backwards, before END
+        if header.kind == Kind.BUCKET:
+            held.append(header)
+            return []
+        out = [*reversed(held), header] if header.kind == Kind.END else [header]
+        held.clear()
+        return out
+
+    ends = Ends(SpyLink(reverse))
+    for v in range(3):
+        ends.publish(v), ends.receive(v)
+        assert ends.links[0].verdicts(v) == [[]]
+    ends.close()
+
+
+def test_buckets_that_come_after_the_end_are_taken_then():
+    late = []
+
+    def after_end(header):  # bucket 2 overtaken by END, bucket 0 by everything up to the next version
+        if header.version == 1 and is_bucket(0, 2)(header) and header.index not in {h.index for h in late}:
+            late.append(header)
+            return []
+        if header.version == 1 and header.kind == Kind.END and len(late) == 2:
+            late.append(Header(Kind.CLOSE))
+            return [header, late[1]]
+        return [late[0], header] if header.kind == Kind.BEGIN and header.version == 2 else [header]
+
+    ends = Ends(SpyLink(after_end))
+    for v in range(4):
+        ends.publish(v), ends.receive(v)
+    assert ends.links[0].verdicts(1) == [[0, 2], []] and ends.links[0].verdicts(2) == [[]]
+    ends.close()
+
+
+def test_headers_that_come_twice_change_nothing():
+    ends = Ends(SpyLink(lambda h: [h, h]))
+    for v in range(4):
+        ends.publish(v), ends.receive(v)
+        assert ends.links[0].bucket_sends(v) == list(range(len(ends.buckets[0])))
+    ends.close()
+
+
+@LINKS
+def test_the_old_version_serves_while_a_new_one_is_damaged_and_the_run_then_ends(kind):
+    link = kind(lambda h: [Header(h.kind, h.version, h.index, h.digest ^ 1)] if h.version == 1 and is_bucket(2)(h) else [h])
+    ends = Ends(link)
+    ends.publish(0), ends.receive(0)
+    ends.publish(1)
+    error = failure_of(ends.receiving)
+    assert isinstance(error, WeightsError)
+    text = r"weights 'policy' on rank 0, from trainer rank 0: buckets \[2\] of version 1 .* 3 times; the version in use is unchanged"
+    with pytest.raises(WeightsError, match=text):
+        ends.receiving.check()
+    # In one process either end may be the first to say so.
+    with pytest.raises(WeightsError, match=r"weights 'policy' from rank 0: .*\[2\].* version 1 .* 3 times"):
+        raise failure_of(ends.sending)
+    assert link.verdicts(1) == [[2]] * MAX_RETRIES and MAX_RETRIES == 3
+    assert ends.subscriber.staged is None and ends.swap() is None
+    assert torch.equal(ends.live, bytes_of(0))
+
+
+@pytest.mark.parametrize("lost", [Kind.BUCKET, Kind.END])
+def test_a_version_that_stops_on_its_way_ends_within_the_deadline(lost):
+    def cut(header):
+        stops = header.kind == Kind.END or (lost == Kind.BUCKET and header.kind == Kind.BUCKET and header.index >= 2)
+        return [] if header.version == 1 and stops else [header]
+
+    ends = Ends(SpyLink(cut), deadline_s=1.0)
+    ends.publish(0), ends.receive(0)
+    count = len(ends.buckets[0])
+    began = time.monotonic()
+    ends.publish(1)
+    with pytest.raises(WeightsError) as raised:
+        raise failure_of(ends.receiving)
+    assert 0.9 < time.monotonic() - began < 1.0 + PATIENCE_S / 2
+    missing = list(range(2, count)) if lost == Kind.BUCKET else []
+    assert f"version 1 stopped on its way with buckets {missing} of {count} to come: nothing came for 1 s" in str(raised.value)
+    assert "from trainer rank 0" in str(raised.value)
+    assert ends.swap() is None and torch.equal(ends.live, bytes_of(0))
+
+
+def test_a_version_whose_beginning_is_lost_is_named_by_the_sender_that_runs_out_of_slots():
+    ends = Ends(SpyLink(lambda h: [] if h.kind == Kind.BEGIN and h.version == 1 else [h]), deadline_s=0.5)
+    ends.publish(0), ends.receive(0)
+    ends.publish(1), ends.publish(2)
+    with pytest.raises(DeadlineExceeded, match=r"rank 0, step 3: .* have not taken earlier weights for 0 s \(committed: version 0\)"):
+        ends.publish(3)
+    assert ends.swap() is None and torch.equal(ends.live, bytes_of(0))
+
+
+def test_generators_that_never_take_weights_are_named_within_the_deadline():
+    link = SpyLink()
+    buckets = tuple(buckets_of(make_plan(CONFIG, PARAMETERS, Source(), Destination()).pieces(0, 0)))
+    slots = Slots([torch.zeros(size_of(buckets), dtype=torch.uint8) for _ in range(2)])
+    publisher = Publisher("policy", slots, [Outgoing(link, 0, 0, buckets)], len(buckets), alone(), 0.3)
+
+    def publish(version):
+        mark = lambda slot, progress: [progress.mark(i) for i in range(len(buckets))]  # noqa: E731
+        publisher.publish(version, mark, evaluate=False, must_differ=False, canary=dict)
+
+    publish(0), publish(1)
+    with pytest.raises(DeadlineExceeded, match="step 2.*have not taken"):
+        publish(2)
+
+
+def test_a_payload_equal_to_the_last_is_an_error_after_an_optimizer_step():
+    ends = Ends()
+    ends.publish(0, must_differ=False), ends.receive(0)
+    ends.publish(1, content=0, must_differ=False)
+    ends.staged(1)
+    ends.publish(2, content=0, must_differ=True)
+    with pytest.raises(WeightsError, match="from rank 0: weights of version 2 equal those of the version before.*changed nothing"):
+        raise failure_of(ends.sending)
+
+
+def test_one_changed_number_is_no_equal_payload():
+    ends = Ends()
+    ends.publish(0, must_differ=True), ends.receive(0)
+    full, changed = weights_of(0), 0
+
+    def stage(slot, progress):
+        nonlocal changed
+        for i, bucket in enumerate(ends.buckets[0]):
+            for move in bucket.moves:
+                part = full[move.piece.parameter.name][move.piece.box.within(Box.whole(move.piece.parameter.shape))].reshape(-1).clone()
+                if move.piece.parameter.name == "model.norm.weight":
+                    part[3] = torch.nextafter(part[3], torch.tensor(9.0))
+                    changed += 1
+                slot[move.start : move.end] = part.view(torch.uint8)
+            progress.mark(i)
+
+    ends.publishers[0].publish(1, stage, evaluate=False, must_differ=True, canary=dict)
+    ends.staged(1)
+    until(lambda: ends.publishers[0].committed_version == 1, ends.sending)
+    assert changed == 1
+    ends.close()
+
+
+# -- which version is served -------------------------------------------------------------------------------------------------
+
+
+def test_a_newer_version_overtakes_one_that_nobody_took():
+    ends = Ends()
+    for v in range(4):
+        ends.publish(v)
+    ends.staged(3)
+    assert ends.receive(3).version == 3 and ends.swap() is None
+    ends.close()
+
+
+def begun(link, version):
+    return lambda: any(h.kind == Kind.BEGIN and h.version == version for h in link.forward)
+
+
+def stays(ends, version):
+    """The version is still staged a moment later, when the next one has begun to come and could have pushed it out."""
+    link = ends.links[0]
+    until(begun(link, version + 1), ends.sending, ends.receiving)
+    time.sleep(0.1)
+    return ends.subscriber.staged.version == version and not link.verdicts(version + 1)
+
+
+def test_a_version_to_be_evaluated_is_not_overtaken():
+    ends = Ends()
+    ends.publish(0, evaluate=True), ends.publish(1)
+    assert stays(ends, 0)
+    assert ends.swap() == (0, True, {"canary of": 0})
+    ends.staged(1)
+    ends.publish(2)
+    assert ends.receive(2).version == 2
+    ends.close()
+
+
+def test_from_a_held_version_on_none_is_overtaken_until_it_is_swapped():
+    ends = Ends()
+    ends.subscriber.hold_from(2)
+    for v in range(4):
+        ends.publish(v)  # 0 and 1 are overtaken
+    ends.staged(2)
+    assert stays(ends, 2)
+    assert ends.swap().version == 2 and torch.equal(ends.live, bytes_of(2))
+    ends.staged(3)
+    ends.publish(4), ends.staged(4)  # the swap has ended the hold
+    ends.close()
+
+
+def test_while_a_version_comes_there_is_nothing_to_swap_and_the_old_one_is_untouched():
+    gate = threading.Event()
+
+    def wait_in_the_middle(header):
+        if header.version == 2 and is_bucket(3)(header):
+            assert gate.wait(PATIENCE_S)
+        return [header]
+
+    ends = Ends(SpyLink(wait_in_the_middle))
+    ends.publish(0), ends.receive(0)
+    ends.publish(1), ends.staged(1)
+    ends.publish(2)
+    until(lambda: ends.subscriber.staged is None, ends.sending, ends.receiving)  # 1 gave way to 2
+    assert ends.swap() is None and torch.equal(ends.live, bytes_of(0))
+    gate.set()
+    ends.receive(2)
+    ends.close()
+
+
+def test_two_sources_that_are_a_version_apart_make_whole_versions():
+    gate = threading.Event()
+
+    def wait(header):
+        if header.kind == Kind.BEGIN and header.version == 0:
+            assert gate.wait(PATIENCE_S)
+        return [header]
+
+    ends = Ends(SpyLink(), SpyLink(wait))
+    ends.publish(0), ends.publish(1)
+    until(begun(ends.links[0], 1), ends.sending, ends.receiving)
+    time.sleep(0.05)
+    assert ends.subscriber.staged is None  # half of version 0, and 1 at the door
+    gate.set()
+    ends.receive(1)
+    ends.publish(2), ends.receive(2)
+    ends.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_swapped_in_is_whole_however_the_threads_interleave(seed):
+    dice = random.Random(seed)
+
+    def jitter(header):
+        time.sleep(dice.random() * 0.002)
+        return [header]
+
+    kinds = itertools.cycle([SpyLink, StreamLink])
+    ends = Ends(*(next(kinds)(jitter) for _ in range(3)))
+    finished = threading.Event()
+
+    def train():
+        for v in range(12):
+            ends.publish(v)
+        finished.set()
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    ends.receive(11)  # checks every version that it swaps in on the way
+    assert finished.wait(PATIENCE_S)
+    ends.close()
+
+
+def test_one_buffer_is_copied_out_at_a_swap():
+    ends = Ends(num_buffers=1)
+    live = torch.zeros(ends.of.num_bytes, dtype=torch.uint8)
+    buffers = set()
+
+    def take(buffer):
+        buffers.add(buffer.data_ptr())
+        live.copy_(buffer)
+
+    for v in range(4):
+        ends.publish(v, evaluate=True)
+        ends.publish(v + 100)  # waits for the only buffer
+        ends.staged(v)
+        assert ends.subscriber.swap(take).version == v and torch.equal(live, bytes_of(v))
+        ends.staged(v + 100)
+        assert torch.equal(live, bytes_of(v))
+        assert ends.subscriber.swap(take).version == v + 100 and torch.equal(live, bytes_of(v + 100))
+    assert len(buffers) == 1
+    ends.close()
+
+
+# -- from replica to replica -------------------------------------------------------------------------------------------------
+
+
+class Follower:
+    """A replica that gets everything through another one."""
+
+    def __init__(self, link, control, follower=None):
+        self.control, of = control, buffer_of(CONFIG, PARAMETERS, Destination(), 0)
+        whole = tuple(buckets_of_buffer(of, BUCKET))
+        buffers = [torch.zeros(of.num_bytes, dtype=torch.uint8) for _ in range(2)]
+        self.subscriber = Subscriber("policy", of, buffers, [Incoming(link, whole, "generator rank 0")], control, PATIENCE_S, follower)
+
+    swap, receive, live, staged = Ends.swap, Ends.receive, None, Ends.staged
+
+    @property
+    def sending(self):
+        return self.control
+
+    receiving = sending
+
+
+def hand_on(link) -> Outgoing:
+    return Outgoing(link, 0, 0, tuple(buckets_of_buffer(buffer_of(CONFIG, PARAMETERS, Destination(), 0), BUCKET)))
+
+
+@LINKS
+@pytest.mark.parametrize("sources", [1, 3])
+def test_the_second_and_third_replica_get_everything_through_the_first(kind, sources):
+    one, two, control = kind(), kind(), alone()
+    ends = Ends(*(kind() for _ in range(sources)), follower=hand_on(one))
+    second, third = Follower(one, control, hand_on(two)), Follower(two, control)
+    for v in range(6):
+        ends.publish(v, evaluate=v == 3)
+        if v % 2:  # the order in which they swap does not matter
+            ends.receive(v)
+        assert second.receive(v) == third.receive(v) == (v, v == 3, {"canary of": v})
+        if not v % 2:
+            ends.receive(v)
+    assert len(hand_on(one).buckets) > 5
+    ends.close()
+    until(lambda: one.forward[-1].kind == two.forward[-1].kind == Kind.CLOSE, control)
+    second.subscriber.close(), third.subscriber.close()
+    control.check()
+
+
+@LINKS
+def test_a_replica_that_comes_late_gets_the_version_that_was_swapped_in_meanwhile(kind):
+    ready = threading.Event()
+
+    class Late(kind):
+        def offer(self, slots, base=0):
+            assert ready.wait(PATIENCE_S)
+            super().offer(slots, base)
+
+    link, control = Late(), alone()
+    ends = Ends(kind(), follower=hand_on(link))
+    second = Follower(link, control)
+    ends.publish(0), ends.receive(0)
+    ready.set()
+    second.receive(0)
+    ends.publish(1), ends.receive(1), second.receive(1)
+    ends.close()
+    second.subscriber.close()
+
+
+@LINKS
+def test_what_was_damaged_on_its_way_on_is_sent_again(kind):
+    link, control = corrupting(kind, lambda start: start > 0, times=2), alone()
+    ends = Ends(kind(), follower=hand_on(link))
+    second = Follower(link, control)
+    for v in range(3):
+        ends.publish(v), ends.receive(v), second.receive(v)
+    assert [len(wrong) for wrong in link.verdicts(0)] == [2, 0] and link.verdicts(1) == [[]]
+    ends.close()
+    second.subscriber.close()
+
+
+def test_what_stays_damaged_on_its_way_on_names_the_replica_that_sent_it():
+    link, control = corrupting(StreamLink, lambda start: True, times=10_000), alone()
+    ends = Ends(follower=hand_on(link))
+    second = Follower(link, control)
+    ends.publish(0), ends.receive(0)
+    with pytest.raises(WeightsError, match=r"from generator rank 0: buckets \[0, .* of version 0 .* 3 times"):
+        raise failure_of(control)
+    with pytest.raises(WeightsError, match="handed on by rank 0"):
+        raise failure_of(ends.receiving)
+    assert second.swap() is None
+
+
+def test_a_replica_that_evaluates_holds_nobody_up_but_its_own_next_version():
+    link, control = SpyLink(), alone()
+    ends = Ends(follower=hand_on(link))
+    second = Follower(link, control)
+    ends.publish(0, evaluate=True), ends.receive(0)
+    second.staged(0)
+    ends.publish(1), ends.receive(1)  # while the second has not taken 0
+    time.sleep(0.05)
+    assert second.subscriber.staged.version == 0
+    second.receive(1)
+    ends.close()
+    second.subscriber.close()
+
+
+# -- digests -----------------------------------------------------------------------------------------------------------------
+
+
+def noise(size):
+    return torch.arange(size).mul_(2654435761).bitwise_right_shift_(7).remainder_(251).to(torch.uint8)
+
+
+def digest(*parts):
+    state = Digest()
+    for part in parts:
+        state.update(part)
+    return state.value()
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3 * BLOCK_BYTES), st.data())
-def test_a_checksum_sees_any_changed_byte_and_any_swap(size, data):
-    flat = torch.arange(size).mul_(2654435761).remainder_(251).to(torch.uint8)
-    before = checksum(flat)
+def test_a_digest_sees_any_changed_byte_and_any_swap_and_not_where_parts_end(size, data):
+    flat = noise(size)
+    before = digest(flat)
+    assert -(2**63) <= before < 2**63
     i, j = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, size - 1))
+    assert digest(flat[:i], flat[i:]) == before
     flat[i] ^= data.draw(st.integers(1, 255))
-    assert checksum(flat) != before
-    flat = torch.arange(size).mul_(2654435761).remainder_(251).to(torch.uint8)
+    assert digest(flat) != before
+    flat = noise(size)
     if flat[i] != flat[j]:
         flat[i], flat[j] = flat[j].item(), flat[i].item()
-        assert checksum(flat) != before
+        assert digest(flat) != before
 
 
-@given(st.integers(1, 200), st.integers(0, 70))
-def test_a_checksum_does_not_depend_on_where_the_bytes_lie(size, start):
-    flat = torch.arange(300).mul_(37).remainder_(251).to(torch.uint8)
-    assert checksum(flat[start : start + size]) == checksum(flat[start : start + size].clone())
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5 * 4096), st.data())
+def test_a_devices_digest_sees_any_changed_byte(size, data):
+    flat = noise(size)
+    before = int(_device_digest(flat))
+    flat[data.draw(st.integers(0, size - 1))] ^= data.draw(st.integers(1, 255))
+    assert int(_device_digest(flat)) != before and int(_device_digest(noise(size)[:-1])) != before
 
 
-class DamagingLink(LocalLink):
-    """Flips a byte in the first `times` deliveries."""
+# -- transports --------------------------------------------------------------------------------------------------------------
 
-    def __init__(self, times):
-        super().__init__()
-        self.times = times
-
-    def read(self, begin, into, ranges):
-        super().read(begin, into, ranges)
-        if self.times:
-            self.times -= 1
-            into[ranges[0].destination_start] ^= 0xFF
+CPU = [End(rank, "host a", None) for rank in range(4)]
+FAR_CPU = End(9, "host b", None)
+GPU = [End(rank, "host a", f"gpu {rank}", nccl=True) for rank in range(4)]
+FAR_GPU = End(8, "host b", "gpu 8", nccl=True)
+SAME_GPU = End(7, "host a", "gpu 0", nccl=True)
+WITHOUT_NCCL = End(6, "host a", "gpu 6", nccl=False)
 
 
-def alone():
-    return Control(None, rank=0, world_size=1, leader=0, names=["everything"])
+def chosen(*pairs, asked="auto"):
+    return list(choose_transports(asked, list(pairs)).values())
 
 
-def ends(link, control, size=1000, deadline_s=5.0):
-    parameters = [Parameter("w", (size,))]
-    plan = make_plan(fsdp(parameters, 1, 4), replicated(parameters, 1, 4), 4)
-    bytes_ = fsdp(parameters, 1, 4)[0].size_bytes
-    publisher = Publisher("policy", bytes_, [(link, plan.link(0, 0))], control, deadline_s)
-    subscriber = Subscriber("policy", bytes_, [(link, plan.link(0, 0))], [bytes_], control)
-    return publisher, subscriber
+def test_auto_takes_the_nearest_way():
+    assert chosen((CPU[0], CPU[0])) == ["local"]
+    assert chosen((CPU[0], CPU[1])) == ["shm"]
+    assert chosen((CPU[0], FAR_CPU)) == ["gloo"]
+    assert chosen((CPU[0], CPU[1]), (CPU[0], FAR_CPU), (CPU[0], CPU[0])) == ["shm", "gloo", "local"]
+    assert chosen((GPU[0], SAME_GPU)) == ["cuda_ipc"]
+    assert chosen((GPU[0], GPU[1])) == ["cuda_ipc"]
+    assert chosen((GPU[0], FAR_GPU)) == ["nccl"]
+    assert chosen((GPU[0], GPU[1]), (GPU[0], FAR_GPU), (GPU[0], GPU[0])) == ["cuda_ipc", "nccl", "local"]
+    assert chosen((GPU[0], WITHOUT_NCCL)) == ["cuda_ipc"]
 
 
-def staged(subscriber, control, version):
-    for _ in range(500):
-        control.check()
-        if subscriber.staged and subscriber.staged[0] == version:
-            return subscriber.swap()
-        control.wait(0.01)
-    raise AssertionError(f"version {version} never came")
+def test_auto_keeps_off_the_device_where_one_pair_has_no_device_in_common():
+    assert chosen((GPU[0], CPU[3]), (GPU[0], GPU[1])) == ["shm", "shm"]
+    assert chosen((GPU[0], FAR_CPU)) == ["gloo"]
+    far_without = End(5, "host b", "gpu 5", nccl=False)
+    assert chosen((GPU[0], far_without), (GPU[0], GPU[1])) == ["gloo", "shm"]
 
 
-def value(v):
-    return lambda slot: slot.view(torch.float32).fill_(v)
+def test_keys_are_the_ranks_of_sender_and_receiver():
+    assert choose_transports("auto", [(CPU[0], CPU[1]), (CPU[1], CPU[1])]) == {(0, 1): "shm", (1, 1): "local"}
 
 
-def test_versions_arrive_whole_and_in_turn():
+@pytest.mark.parametrize(
+    "asked, pairs, why",
+    [
+        ("shm", [(CPU[0], FAR_CPU)], "ranks 0 and 9 are on different hosts; use gloo, or auto"),
+        ("shm", [(GPU[0], FAR_GPU)], "ranks 0 and 8 are on different hosts; use gloo or nccl, or auto"),
+        ("cuda_ipc", [(GPU[0], GPU[1]), (GPU[0], FAR_GPU)], "ranks 0 and 8 are on different hosts; use gloo or nccl, or auto"),
+        ("cuda_ipc", [(CPU[0], CPU[1])], "ranks 0 and 1 do not both have a GPU; use shm or gloo, or auto"),
+        ("cuda_ipc", [(GPU[0], CPU[1])], "ranks 0 and 1 do not both have a GPU; use shm or gloo, or auto"),
+        ("nccl", [(CPU[0], CPU[1])], "ranks 0 and 1 do not both have a GPU; use shm or gloo, or auto"),
+        ("nccl", [(CPU[0], FAR_CPU)], "ranks 0 and 9 do not both have a GPU; use gloo, or auto"),
+        ("nccl", [(GPU[0], WITHOUT_NCCL)], "ranks 0 and 6 run a torch without NCCL; use shm or gloo or cuda_ipc, or auto"),
+        ("nccl", [(GPU[0], SAME_GPU)], "ranks 0 and 7 share one GPU, which NCCL refuses; use shm or gloo or cuda_ipc, or auto"),
+        ("nccl", [(GPU[0], GPU[0]), (GPU[0], SAME_GPU)], "ranks 0 and 7 share one GPU"),
+    ],
+)
+def test_a_transport_that_cannot_join_two_ranks_is_refused_with_what_can(asked, pairs, why):
+    with pytest.raises(WeightsError) as raised:
+        choose_transports(asked, pairs)
+    assert str(raised.value).startswith(f"weights.transport={asked}: {why}")
+
+
+@pytest.mark.parametrize(
+    "asked, pair",
+    [("gloo", (CPU[0], FAR_CPU)), ("gloo", (GPU[0], GPU[1])), ("shm", (GPU[0], GPU[1])), ("shm", (CPU[0], CPU[1])),
+     ("nccl", (GPU[0], GPU[1])), ("nccl", (GPU[0], FAR_GPU)), ("cuda_ipc", (GPU[0], SAME_GPU))],
+)  # fmt: skip
+def test_a_transport_that_can_is_taken_as_asked(asked, pair):
+    assert chosen(pair, (pair[0], pair[0]), asked=asked) == [asked, "local"]
+
+
+# -- the bound ends ----------------------------------------------------------------------------------------------------------
+
+
+def bound(trainer, generator, *, dtype=torch.float32, quantize="none", keep=()):
+    """Sender and receiver of one process, where the trainer's parameters are `trainer` and the generator's `generator`."""
     control = alone()
-    publisher, subscriber = ends(LocalLink(), control)
-    for v in range(5):
-        publisher.publish(v, value(float(v)), evaluate=False, must_differ=True)
-        version, _, buffer = staged(subscriber, control, v)
-        assert version == v and (buffer.view(torch.float32)[:1000] == v).all()
-    publisher.close(), subscriber.close()
+    route = WeightsRoute(
+        "policy", sources=(0,), destinations=(0,), source=Source(), destination=Destination(), dtype=dtype, quantize=quantize,
+        keep=keep, transport="auto", ends=[CPU[0]], group=None, device_group=None, control=control, deadline_s=PATIENCE_S,
+    )  # fmt: skip
+    sender, receiver = WeightsSender(route), WeightsReceiver(route)
+    sender.bind(CONFIG, list(trainer.items()))
+    receiver.bind(CONFIG, list(generator.items()))
+    return sender, receiver, control
 
 
-def test_a_damaged_version_is_sent_again():
-    control = alone()
-    publisher, subscriber = ends(DamagingLink(times=2), control)
-    publisher.publish(0, value(7.0), evaluate=False, must_differ=False)
-    assert (staged(subscriber, control, 0)[2].view(torch.float32)[:1000] == 7).all()
-    publisher.close(), subscriber.close()
+def parameters_of(version=0, dtype=torch.float32):
+    return {name: torch.nn.Parameter(t.to(dtype)) for name, t in weights_of(version).items()}
 
 
-def test_a_version_that_stays_damaged_ends_the_run_and_is_never_handed_over():
-    control = alone()
-    publisher, subscriber = ends(DamagingLink(times=99), control)
-    publisher.publish(0, value(7.0), evaluate=False, must_differ=False)
-    with pytest.raises(WeightsError, match="damaged"):
-        for _ in range(500):
-            control.check()
-            control.wait(0.01)
-    assert subscriber.staged is None
-    subscriber.close()
+def synced(sender, receiver, control, version):
+    sender.publish(version, evaluate=False, must_differ=True, canary=lambda: {"v": version})
+    assert until(receiver.swap, control) == (version, False, {"v": version})
 
 
-def test_a_payload_equal_to_the_last_is_an_error_after_an_optimizer_step():
-    control = alone()
-    publisher, subscriber = ends(LocalLink(), control)
-    publisher.publish(0, value(1.0), evaluate=False, must_differ=False)
-    staged(subscriber, control, 0)
-    publisher.publish(1, value(1.0), evaluate=False, must_differ=True)
-    with pytest.raises(WeightsError, match="changed nothing"):
-        for _ in range(500):
-            control.check()
-            control.wait(0.01)
-    subscriber.close()
+def test_parameters_arrive_in_the_generators_dtype_and_follow_the_trainer():
+    trainer, generator = parameters_of(), parameters_of(99, torch.bfloat16)
+    sender, receiver, control = bound(trainer, generator, dtype=torch.bfloat16)
+    assert sender.bytes_per_sync == 2 * CONFIG.num_parameters
+    for version in range(1, 5):
+        for name, new in weights_of(version).items():
+            if version == 3:
+                trainer[name].data = new.clone()  # a trainer that moves its parameters
+            trainer[name].data.copy_(new)
+        synced(sender, receiver, control, version)
+        for name, new in weights_of(version).items():
+            assert torch.equal(generator[name].data, new.bfloat16()), (name, version)
+    sender.close(), receiver.close()
+    control.check()
 
 
-def test_a_version_to_be_evaluated_is_not_overtaken_and_others_are():
-    control = alone()
-    publisher, subscriber = ends(LocalLink(), control)
-    publisher.publish(0, value(0.0), evaluate=True, must_differ=False)
-    publisher.publish(1, value(1.0), evaluate=False, must_differ=True)
-    assert staged(subscriber, control, 0)[1] is True
-    assert staged(subscriber, control, 1)[1] is False
-    publisher.publish(2, value(2.0), evaluate=False, must_differ=True)
-    publisher.publish(3, value(3.0), evaluate=False, must_differ=True)
-    publisher.publish(4, value(4.0), evaluate=False, must_differ=True)
-    assert staged(subscriber, control, 4)[0] == 4
-    publisher.close(), subscriber.close()
+@pytest.mark.parametrize("quantize", ["fp8", "int8"])
+def test_quantised_weights_arrive_as_quantising_the_whole_makes_them(quantize):
+    keep = ("layers.1.mlp.down_proj",)
+    travels = travelling(CONFIG, torch.bfloat16, QUANTIZED[quantize], keep)
+    trainer = parameters_of()
+    generator = {p.name: torch.nn.Parameter(torch.zeros(p.shape, dtype=p.dtype), requires_grad=False) for p in travels}
+    sender, receiver, control = bound(trainer, generator, dtype=torch.bfloat16, quantize=quantize, keep=keep)
+    synced(sender, receiver, control, 1)
+    for name, p in trainer.items():
+        if f"{name}_scale" in generator:
+            q, scale = quantize_rows(p.data, quantize)
+            assert torch.equal(generator[name].view(torch.uint8), q.view(torch.uint8)) and torch.equal(generator[f"{name}_scale"].data, scale)
+        else:
+            assert torch.equal(generator[name].data, p.data.bfloat16())
+    assert sum(name.endswith("_scale") for name in generator) == 2 * 7 - 1
+    sender.close(), receiver.close()
+    control.check()
 
 
-def test_generators_that_never_take_weights_are_named_within_the_deadline():
-    control = alone()
+def test_a_generator_that_fuses_gets_fused_tensors():
+    trainer, full = parameters_of(), weights_of(0)
+    generator, want = {}, {}
+    for name in parameter_shapes(CONFIG):
+        parts = [name]
+        for first, fused, others in (("q_proj", "qkv_proj", ("k_proj", "v_proj")), ("gate_proj", "gate_up_proj", ("up_proj",))):
+            if first in name:
+                parts += [name.replace(first, other) for other in others]
+                name = name.replace(first, fused)
+        if not any(x in name for x in ("k_proj", "v_proj", "up_proj")) or "gate_up" in name:
+            want[name] = torch.cat([full[part] for part in parts])
+            generator[name] = torch.nn.Parameter(torch.zeros_like(want[name]))
+    sender, receiver, control = bound(trainer, generator)
+    synced(sender, receiver, control, 1)
+    for name, new in want.items():
+        assert torch.equal(generator[name].data, new), name
+    sender.close(), receiver.close()
+    control.check()
 
-    class Deaf(LocalLink):
-        def recv(self, at_subscriber):
-            return queue.Queue().get() if at_subscriber is False and threading.current_thread() else None
 
-    parameters = [Parameter("w", (10,))]
-    plan = make_plan(fsdp(parameters, 1, 4), replicated(parameters, 1, 4), 4)
-    publisher = Publisher("policy", 64, [(Deaf(), plan.link(0, 0))], control, deadline_s=0.3)
-    publisher.publish(0, value(0.0), evaluate=False, must_differ=False)
-    publisher.publish(1, value(1.0), evaluate=False, must_differ=False)
-    with pytest.raises(DeadlineExceeded, match="step 2.*have not taken"):
-        publisher.publish(2, value(2.0), evaluate=False, must_differ=False)
+def test_parameters_that_are_not_what_the_topology_says_are_refused():
+    fat = {**parameters_of(), "model.norm.weight": torch.nn.Parameter(torch.zeros(11))}
+    with pytest.raises(WeightsError, match=r"model.norm.weight: rank 0 holds \(11,\), the topology says \(10,\)"):
+        bound(fat, parameters_of())
+    with pytest.raises(WeightsError, match=r"model.norm.weight: the generator holds \(11,\) torch.float32, \(10,\) torch.float32 would come"):
+        bound(parameters_of(), fat)
+    with pytest.raises(WeightsError, match=r"embed_tokens.weight: the generator holds \(23, 10\) torch.bfloat16, .* torch.float32 would"):
+        bound(parameters_of(), parameters_of(dtype=torch.bfloat16))
+    with pytest.raises(WeightsError, match="other.weight: the generator's model has it, the trainer's weights do not"):
+        bound(parameters_of(), {**parameters_of(), "other.weight": torch.nn.Parameter(torch.zeros(1))})

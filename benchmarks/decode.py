@@ -1,0 +1,241 @@
+"""Tokens per second of decoding: our engine, transformers, vLLM, and the bound, in one run on one machine.
+
+    python benchmarks/decode.py --model DIR --batch 1,8,32,64 --new-tokens 128 [--against hf,vllm] [--threads N] [--json FILE]
+
+Every request has PROMPT tokens and samples exactly --new-tokens (no stop token). Each figure is the median of --repeats runs,
+taken in turn, so that a busy minute of the machine falls on all. The bound is one decode step's products alone, on packed
+weights that are cold (a set a layer), and the live cache's bytes at the measured read bandwidth; on a GPU it is weights and
+cache at the measured copy bandwidth. --uneven also compares log-normal lengths (at most 8 times the median; 256 requests
+over 32 slots) with equal ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from running import machine
+
+PROMPT = 32
+CHUNK = 32
+COPY_BYTES = 256 << 20
+
+
+def seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def prompts(batch: int, vocab: int) -> list[list[int]]:
+    return [[(7 * i + 13 * j) % (vocab - 8) + 4 for j in range(PROMPT)] for i in range(batch)]
+
+
+# --- The contestants: each gives a function that makes batch x new_tokens tokens ---
+
+
+def ours(args: argparse.Namespace, batch: int) -> Callable[[], None]:
+    from llamarl.inference import Engine, SamplingParams
+
+    engine = Engine.from_hf(args.model, dtype=args.dtype, max_slots=batch, max_len=PROMPT + args.new_tokens, device=args.device)
+    params = SamplingParams(args.new_tokens)
+
+    def run():
+        for ticket, prompt in enumerate(prompts(batch, engine.decoder.config.vocab_size)):
+            engine.submit(ticket, prompt, params)
+        sampled = 0
+        while engine.num_live or engine.num_waiting:
+            sampled += engine.step(CHUNK)
+        assert sampled == batch * args.new_tokens == sum(c.token_ids.numel() for _, c in engine.pop_finished())
+
+    return run
+
+
+def transformers(args: argparse.Namespace, batch: int) -> Callable[[], None]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(args.device).eval()
+    ids = torch.tensor(prompts(batch, model.config.vocab_size), device=args.device)
+
+    def run():
+        lengths = {"min_new_tokens": args.new_tokens, "max_new_tokens": args.new_tokens}
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, eos_token_id=None, pad_token_id=0, **lengths
+        )
+        assert out.shape[1] == PROMPT + args.new_tokens
+
+    return run
+
+
+def vllm(args: argparse.Namespace, batch: int) -> Callable[[], None]:
+    import os
+
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    from vllm import LLM, SamplingParams
+
+    options = {"enforce_eager": True, "enable_prefix_caching": False, "distributed_executor_backend": "uni"}
+    model = LLM(
+        args.model,
+        dtype=args.dtype,
+        max_model_len=PROMPT + args.new_tokens,
+        max_num_seqs=batch,
+        skip_tokenizer_init=True,
+        **options,
+    )
+    params = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, logprobs=0, detokenize=False)
+    asked = [{"prompt_token_ids": p} for p in prompts(batch, model.llm_engine.model_config.get_vocab_size())]
+
+    def run():
+        made = model.generate(asked, params, use_tqdm=False)
+        assert all(len(m.outputs[0].token_ids) == args.new_tokens for m in made)
+
+    return run
+
+
+# --- The bound ---
+
+
+def bound(args: argparse.Namespace, batch: int) -> Callable[[], float]:
+    """A function that measures the least seconds of one step at the mean length."""
+    from llamarl.models.build import build_decoder, read_config
+    from llamarl.models.config import ModelConfig
+
+    config: ModelConfig = read_config(args.model)
+    dtype = getattr(torch, args.dtype)
+    places = batch * (PROMPT + args.new_tokens / 2)
+    cache = places * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    if args.device != "cpu":
+        weights = sum(p.numel() for p in build_decoder(config).parameters()) * dtype.itemsize
+        return lambda: (weights + cache) / (2 * COPY_BYTES) * copy_s(args.device)
+    layer = (
+        (config.hidden_size, (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim),
+        (config.num_attention_heads * config.head_dim, config.hidden_size),
+        (config.hidden_size, config.intermediate_size),
+        (config.hidden_size, config.intermediate_size),
+        (config.intermediate_size, config.hidden_size),
+    )
+    shapes = [*layer * config.num_hidden_layers, (config.hidden_size, config.vocab_size)]
+    pack = torch.ops.mkldnn._reorder_linear_weight
+    inputs = {k: torch.randn(batch, k, dtype=dtype) for k, _ in shapes}
+    packed = [(inputs[k], pack(torch.randn(n, k, dtype=dtype))) for k, n in shapes]
+
+    def products():
+        for x, weight in packed:
+            torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+    return lambda: min(seconds(products) for _ in range(8)) + cache / COPY_BYTES * read_s()
+
+
+def copy_s(device: str) -> float:
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return min(seconds(lambda: target.copy_(source)) for _ in range(5))
+
+
+def read_s() -> float:
+    """Seconds to read COPY_BYTES from memory."""
+    source = torch.zeros(COPY_BYTES // 4)
+    return min(seconds(source.sum) for _ in range(5))
+
+
+# --- Uneven lengths ---
+
+
+def uneven(args: argparse.Namespace) -> dict[str, float]:
+    """Tokens/s at log-normal and at equal lengths of the same mean: 256 requests over 32 slots."""
+    from llamarl.inference import Engine, SamplingParams
+
+    median = max(8, args.new_tokens // 2)
+    noise = torch.randn(256, generator=torch.Generator().manual_seed(0)) * math.log(8) / 2.5
+    lengths = (median * noise.exp()).clamp(1, 8 * median).long().tolist()
+    mean = round(sum(lengths) / len(lengths))
+    engine = Engine.from_hf(args.model, dtype=args.dtype, max_slots=32, max_len=PROMPT + 8 * median, device=args.device)
+
+    def run(wanted: list[int]) -> float:
+        for ticket, (prompt, n) in enumerate(zip(prompts(256, engine.decoder.config.vocab_size), wanted)):
+            engine.submit(ticket, prompt, SamplingParams(n))
+
+        def drain():
+            while engine.num_live or engine.num_waiting:
+                engine.step(CHUNK)
+
+        took = seconds(drain)
+        return sum(c.token_ids.numel() for _, c in engine.pop_finished()) / took
+
+    rates = [(run(lengths), run([mean] * 256)) for _ in range(max(1, args.repeats - 1))]
+    found = {"uneven": statistics.median(a for a, _ in rates), "equal": statistics.median(b for _, b in rates)}
+    return found | {"ratio": found["uneven"] / found["equal"], "mean_tokens": mean}
+
+
+def measure(args: argparse.Namespace, batch: int, names: list[str]) -> dict[str, float]:
+    """Median tokens/s of each name at this batch; `bound` is tokens/s too."""
+    contestants = {"hf": transformers, "vllm": vllm, "engine": ours}
+    runs = {name: contestants[name](args, batch) for name in names}
+    least = bound(args, batch)
+    for run in runs.values():
+        run()
+    rates: dict[str, list[float]] = {name: [] for name in (*runs, "bound")}
+    for _ in range(args.repeats):
+        for name, run in runs.items():
+            rates[name].append(batch * args.new_tokens / seconds(run))
+        rates["bound"].append(batch / least())
+    return {name: statistics.median(values) for name, values in rates.items()}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="a Hugging Face directory")
+    parser.add_argument("--batch", default="1,8,32,64")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--against", default="hf,vllm")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--uneven", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    # What a job sets: float32 products by oneDNN, which MKL makes slow on AMD.
+    torch.set_float32_matmul_precision("medium" if args.device == "cpu" else "high")
+    rivals = [name for name in args.against.split(",") if name]
+    if "vllm" in rivals and importlib.util.find_spec("vllm") is None:
+        rivals.remove("vllm")
+        print("vllm   absent: not importable here")
+    table = {}
+    for batch in (int(b) for b in args.batch.split(",")):
+        row = table[batch] = measure(args, batch, [*rivals, "engine"])
+        ratios = [f"{row['engine'] / row[name]:.2f} x {name}" for name in rivals]
+        rates = "   ".join(f"{name} {rate:8.0f}" for name, rate in row.items())
+        print(
+            f"batch {batch:4}   tok/s {rates}   engine = {', '.join([*ratios, format(row['engine'] / row['bound'], '.0%')])} of the bound"
+        )
+    result = {
+        "benchmark": "decode", "model": Path(args.model).name, "dtype": args.dtype, "threads": args.threads, "prompt_tokens": PROMPT,
+        "new_tokens": args.new_tokens, "tokens_per_s": table, "machine": machine(),
+    }  # fmt: skip
+    if args.uneven:
+        result["uneven"] = uneven(args)
+        print("uneven lengths: {uneven:.0f} tok/s, equal {equal:.0f}: {ratio:.0%}".format(**result["uneven"]))
+    print(f"{args.threads} threads, {args.device}, {args.dtype}, machine {result['machine']}")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

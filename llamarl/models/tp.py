@@ -1,0 +1,151 @@
+"""Tensor parallelism: the collectives that make the ranks of a group compute one decoder, each with its share of every layer.
+
+    block input    copied(x)           identity forward, sum over the ranks backward
+    block output   summed(x)           sum over the ranks forward, identity backward
+    head           gathered(logits)    concatenation forward, the rank's own part backward
+
+Who holds what is in llamarl.models.sharding. The collectives are written out, not left to DTensor: decoding is many small
+operations, whose dispatch would cost more than they do, and heads may be split unevenly. Every rank of the group must make
+the same calls in the same order; the residual stream and the logits then have the same bits on all of them.
+
+Shapes: T tokens, D model, V vocabulary, G key/value heads, K head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llamarl.models.config import ModelConfig
+from llamarl.models.sharding import heads_of, span
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """This process's place among the ranks that share a decoder. split_vocabulary=False: each holds embedding and head whole."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+    split_vocabulary: bool = True
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _sum(x.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, counts: list[int], rank: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.own = (sum(counts[:rank]), counts[rank])
+        return _gather(x, counts, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.narrow(-1, *ctx.own), None, None, None
+
+
+class _Shared(torch.autograd.Function):
+    """A part of a global weight of which other ranks hold some rows too: their gradients are summed."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, first: int, total: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.place = (first, total, group)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        first, total, group = ctx.place
+        every = grad.new_zeros(total, *grad.shape[1:])
+        own = every[first : first + grad.shape[0]]
+        own.copy_(grad)
+        _sum(every, group)
+        return own.clone(), None, None, None
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _gather(x: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
+    # Padded to the widest part: backends gather equal shapes.
+    padded = F.pad(x, (0, max(counts) - x.shape[-1])).contiguous()
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part.narrow(-1, 0, count) for part, count in zip(parts, counts)], dim=-1)
+
+
+def copied(x: Tensor, tp: TensorParallel) -> Tensor:
+    """x, which every rank holds. Collective over the ranks in backward, which sums what they make of it."""
+    return _Copied.apply(x, tp.group) if torch.is_grad_enabled() else x
+
+
+def summed(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Collective over the ranks: the sum of their x, the same bits on each. Without gradients x itself is overwritten."""
+    return _Summed.apply(x, tp.group) if torch.is_grad_enabled() else _sum(x.contiguous(), tp.group)
+
+
+def gathered(x: Tensor, total: int, tp: TensorParallel) -> Tensor:
+    """Collective over the ranks: [..., total] from the rank's span of the last dim, the same bits on each."""
+    counts = [span(total, rank, tp.size)[1] for rank in range(tp.size)]
+    if x.shape[-1] != counts[tp.rank]:
+        raise ValueError(
+            f"a head that returned {tuple(x.shape)} instead of logits [..., {counts[tp.rank]}] under a split vocabulary; "
+            "build the decoder with split_vocabulary=False for one that needs the whole weight"
+        )
+    return _Gathered.apply(x, counts, tp.rank, tp.group)
+
+
+class KeyValueSharing:
+    """The K/V heads of a rank that other ranks hold too, because query heads of several ranks read them."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel):
+        every = [heads_of(config, rank, tp.size) for rank in range(tp.size)]
+        self.tp, self._first = tp, every[tp.rank].first_kv * config.head_dim
+        self._total = config.num_key_value_heads * config.head_dim
+        self.any = sum(heads.num_kv for heads in every) > config.num_key_value_heads  # the same answer on every rank
+
+    def __call__(self, projection: nn.Linear, x_TD: Tensor) -> Tensor:
+        """projection(x), whose weights' gradients are summed over the ranks that hold the same rows (a collective of all)."""
+        if not self.any or not torch.is_grad_enabled():
+            return projection(x_TD)
+        weight, bias = projection.weight, projection.bias
+        weight = _Shared.apply(weight, self._first, self._total, self.tp.group)
+        bias = None if bias is None else _Shared.apply(bias, self._first, self._total, self.tp.group)
+        return F.linear(x_TD, weight, bias)
+
+
+class SplitEmbedding(nn.Embedding):
+    """The rank's span of the vocabulary; a token of another's is zero here, and whole in the sum."""
+
+    def __init__(self, vocab_size: int, dim: int, tp: TensorParallel):
+        self.first, count = span(vocab_size, tp.rank, tp.size)
+        super().__init__(count, dim)
+        self.tp = tp
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        local_T = tokens_T - self.first
+        own_T = (local_T >= 0) & (local_T < self.num_embeddings)
+        return summed(super().forward(local_T.where(own_T, 0)) * own_T[..., None], self.tp)

@@ -1,0 +1,254 @@
+"""Two and three tensor-parallel ranks compute what one rank computes: logits, completions, gradients; and hold only their part.
+
+Each rank is this file run as a script, in a world of three whose first two are also a group of their own; it leaves what it
+computed in a safetensors file.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from llamarl.inference import Engine, SamplingParams
+from llamarl.models.attention import PackedAttention
+from llamarl.models.build import build_decoder, read_config
+from llamarl.models.hf import load_weights, named_parameters_hf
+from llamarl.models.scratch import tiny_directory
+from llamarl.models.sharding import heads_of, parameter_shapes, tensor_parallel_box
+from llamarl.models.tp import TensorParallel
+
+SIZES, WORLD = (2, 3), 3
+LOGPROBS = 1e-5  # nats, float32
+LOGITS = 2e-5  # float32, logits of size 1 to 10
+GRADIENTS = 1e-5  # float32 rounding of sums in another order, as a share of the largest gradient
+DEADLINE_S = 200
+BASE = {"hidden_size": 48, "head_dim": 8, "num_hidden_layers": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-6}
+MODELS = {  # over 2 ranks the K/V heads of "uneven" and "biased" do not divide, nor do the vocabularies and the hidden units
+    "uneven": {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 53,
+               "intermediate_size": 77, "tie_word_embeddings": False},
+    "biased": {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 61,
+               "intermediate_size": 80, "tie_word_embeddings": True},
+    "one_kv_head": {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 49,
+                    "intermediate_size": 64, "tie_word_embeddings": True},
+}  # fmt: skip
+NAMES = ("tiny", *MODELS)
+PROMPTS = ([1, 5, 6, 14, 7, 8, 18], [3], [9, 9, 4, 31], [40, 2, 17, 6, 6], [11, 12])
+TOKENS = torch.tensor([1, 5, 6, 14, 7, 8, 18, 40, 3, 9, 44, 12])
+CU_SEQLENS = torch.tensor([0, 7, 12])
+POSITIONS = torch.tensor([*range(7), *range(5)])
+MODES = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.9, "top_p": 0.95, "seed": 5}}
+
+
+def write_model(path: Path, raw: dict, seed: int) -> Path:
+    """A random model; weights so large that every one of them shows in the logits."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(BASE | raw))
+    random = torch.Generator().manual_seed(seed)
+    shapes = parameter_shapes(read_config(path))
+    weights = {name: torch.randn(shape, generator=random) * 0.2 + (len(shape) == 1) for name, shape in shapes.items()}
+    save_file(weights, path / "model.safetensors")
+    return path
+
+
+def logits_of(decoder) -> torch.Tensor:
+    return decoder(TOKENS, POSITIONS, PackedAttention(CU_SEQLENS))
+
+
+def completions_of(decoder, mode: str) -> dict[str, torch.Tensor]:
+    """Fewer slots than samples, and samples that end early: slots are given back and rows moved."""
+    engine = Engine(decoder, max_slots=4, max_len=32)
+    params = SamplingParams(max_new_tokens=12, n=2, stop_token_ids=(2, 7, 9, 12, 21, 33), **MODES[mode])
+    found = [c for group in engine.generate(PROMPTS, params) for c in group]
+    lengths = torch.tensor([c.token_ids.numel() for c in found])
+    probe = engine.score(PROMPTS[0], PROMPTS[3], 0.9)
+    parts = {name: torch.cat([getattr(c, name) for c in found]) for name in ("token_ids", "generator_logprobs")}
+    return parts | {"lengths": lengths, "probe": probe}
+
+
+def gradients_of(decoder) -> dict[str, torch.Tensor]:
+    """Of a loss with the head inside when every rank has it whole, on logits when the vocabulary is split."""
+    tp, labels = decoder.tensor_parallel, TOKENS.roll(-1)
+    if tp is None or not tp.split_vocabulary:
+        loss = decoder(TOKENS, POSITIONS, PackedAttention(CU_SEQLENS), lambda h, w: F.cross_entropy(F.linear(h, w), labels))
+    else:
+        loss = F.cross_entropy(logits_of(decoder), labels)
+    loss.backward()
+    return {name: p.grad for name, p in named_parameters_hf(decoder)}
+
+
+def compute(path: Path, tp: TensorParallel | None) -> dict[str, torch.Tensor]:
+    """Everything of interest, and the local weights."""
+
+    def decoder(**changes):
+        mine = dataclasses.replace(tp, **changes) if tp else None
+        return load_weights(build_decoder(read_config(path), tensor_parallel=mine), path)
+
+    out = {f"weight/{name}": p.detach() for name, p in named_parameters_hf(decoder())}
+    out["logits"] = logits_of(decoder()).detach()
+    for mode in MODES:
+        out |= {f"{mode}/{name}": value for name, value in completions_of(decoder().requires_grad_(False), mode).items()}
+    for kind, split in (("split", True), ("whole", False)):
+        shared = decoder(split_vocabulary=split)
+        shared.activation_checkpointing = kind == "whole"
+        out |= {f"grad_{kind}/{name}": value for name, value in gradients_of(shared).items()}
+    return {name: value.contiguous() for name, value in out.items()}
+
+
+def main(rank: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), WORLD), rank=rank, world_size=WORLD)
+    out = {}
+    for size in SIZES:
+        group = dist.new_group(list(range(size)))
+        for name in NAMES if rank < size else ():
+            computed = compute(directory / name, TensorParallel(rank, size, group))
+            out |= {f"{size}/{name}/{what}": value for what, value in computed.items()}
+    save_file(out, directory / f"rank{rank}.safetensors")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("tensor_parallel")
+    shutil.copytree(tiny_directory(), root / "tiny")
+    for seed, (name, raw) in enumerate(MODELS.items()):
+        write_model(root / name, raw, seed)
+    return root
+
+
+@pytest.fixture(scope="module")
+def ranks(directory) -> list[dict[str, torch.Tensor]]:
+    """What each rank computed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen([sys.executable, __file__, str(r), str(directory)], env=environment) for r in range(WORLD)]
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        # One that has failed leaves the others waiting for it.
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            assert time.monotonic() < deadline, f"still running after {DEADLINE_S} s: {codes}"
+            time.sleep(0.05)
+        assert codes == [0] * WORLD
+    finally:
+        for process in processes:
+            process.kill()
+    return [load_file(directory / f"rank{rank}.safetensors") for rank in range(WORLD)]
+
+
+@pytest.fixture(scope="module")
+def alone(directory) -> dict[str, dict[str, torch.Tensor]]:
+    """What one process computes, by model."""
+    return {name: compute(directory / name, None) for name in NAMES}
+
+
+@pytest.fixture(params=NAMES)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def one(alone, name) -> dict[str, torch.Tensor]:
+    return alone[name]
+
+
+@pytest.fixture(params=SIZES)
+def several(request, ranks, name) -> list[dict[str, torch.Tensor]]:
+    """What the ranks computed of the model, by rank."""
+    prefix = f"{request.param}/{name}/"
+    return [{k.removeprefix(prefix): v for k, v in rank.items() if k.startswith(prefix)} for rank in ranks[: request.param]]
+
+
+def boxed(directory, name: str, parameter: str, whole: torch.Tensor, rank: int, size: int, split: bool = True) -> torch.Tensor:
+    config = read_config(directory / name)
+    box = tensor_parallel_box(config, parameter, tuple(whole.shape), rank, size, split_vocabulary=split)
+    return whole[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.lengths))]
+
+
+def test_the_models_need_all_of_the_rules(directory):
+    configs = {name: read_config(directory / name) for name in NAMES}
+    assert not heads_of(configs["uneven"], 0, 2).uniform and not heads_of(configs["biased"], 1, 2).uniform
+    assert heads_of(configs["one_kv_head"], 0, 2).uniform and heads_of(configs["one_kv_head"], 1, 3).num_query == 1
+    assert {config.vocab_size % size for config in configs.values() for size in SIZES} > {0}
+
+
+def test_a_rank_holds_its_part_of_every_parameter_and_no_more(directory, several, one, name):
+    for rank, computed in enumerate(several):
+        names = [key for key in one if key.startswith("weight/")]
+        assert {key for key in computed if key.startswith("weight/")} == set(names)
+        for key in names:
+            want = boxed(directory, name, key.removeprefix("weight/"), one[key], rank, len(several))
+            assert torch.equal(computed[key], want), key
+    sizes = [sum(v.numel() for k, v in rank.items() if k.startswith("weight/") and "norm" not in k) for rank in several]
+    whole = sum(v.numel() for k, v in one.items() if k.startswith("weight/") and "norm" not in k)
+    assert max(sizes) < whole * 1.4 / len(several)
+
+
+def test_logits_are_those_of_one_rank_and_the_same_bits_on_all(several, one):
+    assert all(torch.equal(rank["logits"], several[0]["logits"]) for rank in several)
+    torch.testing.assert_close(several[0]["logits"], one["logits"], atol=LOGITS, rtol=LOGITS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_completions_are_those_of_one_rank(several, one, mode):
+    assert mode == "greedy" or one[f"{mode}/lengths"].unique().numel() > 2, "samples should end at different places"
+    for rank in several:
+        assert torch.equal(rank[f"{mode}/lengths"], one[f"{mode}/lengths"])
+        assert torch.equal(rank[f"{mode}/token_ids"], one[f"{mode}/token_ids"])
+        for what in ("generator_logprobs", "probe"):
+            torch.testing.assert_close(rank[f"{mode}/{what}"], one[f"{mode}/{what}"], atol=LOGPROBS, rtol=0)
+            assert torch.equal(rank[f"{mode}/{what}"], several[0][f"{mode}/{what}"])
+
+
+@pytest.mark.parametrize("kind", ["split", "whole"])
+def test_gradients_are_the_parts_of_one_ranks(directory, several, one, name, kind):
+    names = [key for key in one if key.startswith(f"grad_{kind}/")]
+    largest = max(one[key].abs().max().item() for key in names)
+    for rank, computed in enumerate(several):
+        for key in names:
+            parameter = key.removeprefix(f"grad_{kind}/")
+            want = boxed(directory, name, parameter, one[key], rank, len(several), kind == "split")
+            torch.testing.assert_close(
+                computed[key], want, atol=GRADIENTS * largest, rtol=0, msg=lambda m: f"{parameter} on rank {rank}: {m}"
+            )
+
+
+def test_what_is_whole_on_every_rank_has_the_same_gradient_on_every_rank(several, one):
+    for key in one:
+        if key.startswith("grad_") and "norm" in key:
+            for rank in several:
+                torch.testing.assert_close(rank[key], several[0][key], atol=1e-7, rtol=1e-5, msg=key)
+
+
+def test_weights_of_another_shape_are_named_by_the_shape_of_the_whole(directory, tmp_path):
+    path = shutil.copytree(directory / "uneven", tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"] = torch.zeros(48, 76)
+    save_file(weights, path / "model.safetensors")
+    decoder = build_decoder(read_config(path), tensor_parallel=TensorParallel(0, 2, None))
+    with pytest.raises(ValueError, match=r"down_proj.weight: shape \(48, 76\), the config says \(48, 77\)"):
+        load_weights(decoder, path)
+
+
+def test_a_head_that_needs_the_whole_weight_is_refused_under_a_split_vocabulary(directory):
+    from llamarl.models.tp import gathered
+
+    with pytest.raises(ValueError, match="split_vocabulary=False"):
+        gathered(torch.zeros(3), 53, TensorParallel(0, 2, None))
+
+
+def test_fewer_query_heads_than_ranks_are_refused(directory):
+    with pytest.raises(ValueError, match="6 query heads"):
+        build_decoder(read_config(directory / "uneven"), tensor_parallel=TensorParallel(0, 7, None))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
