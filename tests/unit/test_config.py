@@ -276,6 +276,24 @@ def test_automatic_placement_leaves_no_rank_idle_and_splits_the_batch(world_size
     assert world_size == 1 or not set(placed["trainer"]) & set(placed["generator"])
 
 
+def test_colocated_executors_share_what_is_given_for_one_of_them_or_everything():
+    both = dataclasses.replace(AUTO, colocate=["trainer", "generator"])
+    assert resolve_placement(both, 4, groups_per_step=64)["trainer"] == (0, 1, 2, 3) == resolve_placement(both, 4)["generator"]
+    given = dataclasses.replace(both, generator=[1, 2])
+    placed = resolve_placement(given, 4, groups_per_step=64)
+    assert (placed["trainer"], placed["generator"], placed["reward"]) == ((1, 2), (1, 2), (3,))
+
+
+def test_offload_is_refused_with_its_reason():
+    together = "placement.colocate=[trainer,generator]"
+    assert complaints("offload=true", together, "max_lag=0") == {}
+    assert "neither can leave the device" in complaints("offload=true", together)["offload=true max_lag=1"]
+    assert "placement.colocate=[trainer,generator]" in complaints("offload=true", "max_lag=0")["offload=true"]
+    assert "need two or three of trainer" in complaints("placement.colocate=[trainer]")["placement.colocate=[trainer]"]
+    clash = complaints(together, "placement.trainer=[0]", "placement.generator=[1]", world_size=2)
+    assert ["given different ones" in what for what in clash.values()] == [True]
+
+
 def test_a_rank_that_hosts_nothing_is_known():
     config = config_of("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1]")
     assert idle_ranks(config, 4) == (2, 3)
