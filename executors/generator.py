@@ -7,6 +7,9 @@
 
 A version marked for evaluation is pinned: the held-out prompts run beside the tickets, and no newer version is taken in
 until they are done.
+
+With tensor_parallel > 1 that many ranks share a copy of the model. The first of them does all of this; the others do what it
+tells them, in its order, and send nothing (llamarl.lockstep). Such a replica takes in every version, one after another.
 """
 
 from __future__ import annotations
@@ -19,17 +22,20 @@ import torch
 from llamarl.executor import POLL_S, Executor
 from llamarl.inference import Engine, SamplingParams
 from llamarl.inference.quantize import quantize_decoder
+from llamarl.lockstep import END, Lockstep
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import named_parameters_hf
+from llamarl.models.tp import TensorParallel
 from llamarl.parity import Canary, check_canary, check_quantized
 from llamarl.tickets import PromptStream
 from llamarl.types import Prompt
 
 TRAIN, EVALUATE = 0, 1  # streams of the engine
+END_S = 15.0  # a peer waits no longer for its leader's last command
 
 
 class Generator(Executor):
-    """One engine a rank. Sampling is a function of (seed, ticket, sample_index, position), not of the rank or the batch.
+    """One engine a replica. Sampling is a function of (seed, ticket, sample_index, position), not of the rank or the batch.
 
     prompts[ticket] is the ticket's prompt; eval_prompts the held-out ones. chunk_tokens: tokens a row between two looks
     at weights, tickets and stop requests. parity_tolerance: nats that the canary of a version may differ from the trainer's;
@@ -52,6 +58,7 @@ class Generator(Executor):
         chunk_tokens: int,
         in_flight_updates: bool,
         parity_tolerance: float,
+        tensor_parallel: int = 1,
         quantize: str = "none",
         quantize_keep: tuple[str, ...] = (),
         max_quantization_kl: float = math.inf,
@@ -62,41 +69,73 @@ class Generator(Executor):
         self.max_slots, self.max_len, self.chunk_tokens = max_slots, max_len, chunk_tokens
         self.in_flight_updates, self.parity_tolerance = in_flight_updates, parity_tolerance
         self.quantize, self.quantize_keep, self.max_quantization_kl = quantize, quantize_keep, max_quantization_kl
+        self.tensor_parallel = tensor_parallel
         self.version = -1
+        self._sampled = 0  # tokens
+        self._torn = False
+        self._commands = {"swap": self._swap, "decode": self._decode}
         self._evaluating = 0  # held-out prompts still to finish
         self._asked_in_vain = False
 
     @property
     def poll_s(self) -> float:
         """Room under the staleness bound wakes nobody: without work, ask again soon."""
-        return 0.005 if self.version >= 0 and self.engine.num_live == 0 else POLL_S
+        return 0.005 if self.version >= 0 and self.engine.num_live == 0 and not self.follows else POLL_S
 
     def setup(self) -> None:
-        dtype = getattr(torch, self.model_dtype)
-        decoder = build_decoder(read_config(self.model_path), dtype=dtype)
+        dtype, g = getattr(torch, self.model_dtype), self.group
+        self.replica = Lockstep(g, self.control)
+        tp = TensorParallel(g.tensor_index, g.tensor_parallel, g.tensor_group) if g.tensor_parallel > 1 else None
+        decoder = build_decoder(read_config(self.model_path), dtype=dtype, tensor_parallel=tp)
         if self.quantize != "none":
             quantize_decoder(decoder, self.quantize, self.quantize_keep)
-        decoder = decoder.to_empty(device=self.group.device).eval().requires_grad_(False)
+        decoder = decoder.to_empty(device=g.device).eval().requires_grad_(False)
         self.weights = self.inputs["policy"]
         self.weights.bind(decoder.config, list(named_parameters_hf(decoder)))
+        self.replica.keep(self.weights)
         self.engine = Engine(decoder, max_slots=self.max_slots, max_len=self.max_len, device=self.group.device)
 
+    @property
+    def follows(self) -> bool:
+        return self.group.tensor_index > 0
+
     def step(self) -> bool:
+        return self._follow() if self.follows else self._lead()
+
+    def _lead(self) -> bool:
         swapped = self._swap_weights()
         if self.version < 0 or not (self.outputs["completions"].has_room() and self.outputs["evaluations"].has_room()):
             return swapped
-        self._start_tickets()
-        if self.engine.num_live + self.engine.num_waiting:
-            self.claim_device()
-        sampled = self.engine.step(self.chunk_tokens)
-        self.metrics.add("generator/tokens", sampled)
-        for stream, completion in self.engine.pop_finished():
-            if stream == EVALUATE:
-                self._evaluating -= 1
-            self.outputs["evaluations" if stream == EVALUATE else "completions"].put(completion)
-        return swapped or sampled > 0
+        tickets = self._choose_tickets()
+        if not (tickets or self.engine.num_live or self.engine.num_waiting):
+            return swapped
+        sampled = self._together("decode", tickets=tickets, chunk=self.chunk_tokens)
+        return swapped or sampled
+
+    def _together(self, do: str, **what) -> bool:
+        """Do it, with every rank of the replica. `sampled` shows a rank that has come apart from the others."""
+        self.replica.tell(do, sampled=self._sampled, **what)
+        return self._commands[do](**what)
+
+    def _follow(self) -> bool:
+        self.replica.report(self.weights)
+        command = self.replica.next()
+        if command is None:
+            return False
+        do, sampled = command.pop("do"), command.pop("sampled")
+        if sampled != self._sampled:
+            raise RuntimeError(
+                f"generator ranks {self.replica.leader} and {self.group.rank} share a model but have sampled {sampled} and "
+                f"{self._sampled} tokens: their logits were not the same; are their machines and libraries alike?"
+            )
+        self._torn = True  # until it is done: after a failure in it nothing can follow
+        self._commands[do](**command)
+        self._torn = False
+        return True
 
     def waiting_for(self) -> str | None:
+        if self.follows:
+            return None  # its leader waits for what both need
         if self.version < 0:
             return "weights: the first version from the trainer"
         if not self.outputs["completions"].has_room():
@@ -106,24 +145,49 @@ class Generator(Executor):
         return None
 
     def _swap_weights(self) -> bool:
-        if self._evaluating or self.weights.staged is None:
+        if self._evaluating or (not self.in_flight_updates and self.engine.num_live):
             return False
-        if not self.in_flight_updates and self.engine.num_live:
-            return False
+        version = self.replica.agreed(self.weights)
+        return version is not None and self._together("swap", version=version)
+
+    # -- what every rank of a replica does, when its leader does -----------------------------------------------------------
+
+    def _swap(self, version: int) -> bool:
         self.claim_device()
         began = time.monotonic()
         taken = self.weights.swap()
+        self.replica.keep(self.weights)
+        assert not self.replica.peers or (taken and taken[0] == version), f"rank {self.group.rank} swaps {taken}, not {version}"
         if taken is None:
-            return False
+            return False  # a newer version is just overtaking it
         self.version, evaluate, canary = taken
         self.engine.weights_changed(self.version)
-        self.metrics.add("weights/swap_stall_s", time.monotonic() - began)
+        self._count("weights/swap_stall_s", time.monotonic() - began)
         self._asked_in_vain = False
         if canary:
             self._check_canary(Canary.from_json(canary))
         if evaluate:
             self._start_evaluation()
         return True
+
+    def _decode(self, tickets: list[int], chunk: int) -> bool:
+        for ticket in tickets:
+            self.engine.submit(ticket, self.prompts[ticket].prompt_ids.tolist(), self.sampling, stream=TRAIN)
+        self.claim_device()
+        sampled = self.engine.step(chunk)
+        self._sampled += sampled
+        self._count("generator/tokens", sampled)
+        for stream, completion in self.engine.pop_finished():
+            if stream == EVALUATE:
+                self._evaluating -= 1
+            if not self.follows:
+                self.outputs["evaluations" if stream == EVALUATE else "completions"].put(completion)
+        return sampled > 0
+
+    def _count(self, name: str, amount: float) -> None:
+        """Once a replica."""
+        if not self.follows:
+            self.metrics.add(name, amount)
 
     def _check_canary(self, canary: Canary) -> None:
         """What was swapped in, against what the trainer says of it. ParityError."""
@@ -142,23 +206,26 @@ class Generator(Executor):
     def _start_evaluation(self) -> None:
         """Greedy completions of this replica's share of the held-out prompts."""
         params = SamplingParams(max_new_tokens=self.sampling.max_new_tokens, temperature=0.0, stop_token_ids=self.stop_token_ids)
-        for j in range(self.group.index, len(self.eval_prompts), self.group.size):
+        for j in range(self.group.data_index, len(self.eval_prompts), self.group.data_size):
             self.engine.submit(j, self.eval_prompts[j].prompt_ids.tolist(), params, stream=EVALUATE)
             self._evaluating += 1
 
-    def _start_tickets(self) -> None:
-        """Submit what was granted; ask for as many groups as there is room for, one chunk ahead of need."""
+    # -- tickets ------------------------------------------------------------------------------------------------------
+
+    def _choose_tickets(self) -> list[int]:
+        """What was granted; ask for as many groups as there is room for, one chunk ahead of need."""
         granted = self.tickets.granted()
         synchronous = self.tickets.synchronous
         # In step with the trainer, evaluation runs alone: what is batched together must not depend on timing.
         blocked = synchronous and (self._evaluating or self._asked_in_vain)
         room = (self.engine.free_slots - self.engine.num_waiting) // self.sampling.n - len(granted)
         if room > 0 and not blocked:
-            answer = self.tickets.ask(self.group.index, room, self.version)
+            answer = self.tickets.ask(self.group.data_index, room, self.version)
             self._asked_in_vain = synchronous and not answer
             granted += answer
-        for ticket in granted:
-            self.engine.submit(ticket.index, self.prompts[ticket.index].prompt_ids.tolist(), self.sampling, stream=TRAIN)
+        return [ticket.index for ticket in granted]
+
+    # -- ending -------------------------------------------------------------------------------------------------------
 
     def offloadable(self) -> list[torch.Tensor]:
         # On a CPU the parameters are views of the weights' buffers, which other threads write.
@@ -166,5 +233,19 @@ class Generator(Executor):
         return [*parameters, *self.engine.cache_tensors()]
 
     def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            self._part()
         if hasattr(self, "weights"):
             self.weights.close()
+
+    def _part(self) -> None:
+        """The leader says that it begins nothing more; a peer first takes part in what it has begun."""
+        until = time.monotonic() + END_S
+        try:
+            if not self.follows:
+                self.replica.tell(END)
+            while self.follows and not (self.replica.ended or self._torn or self.control.failure) and time.monotonic() < until:
+                if not self._follow():
+                    self.control.wait(POLL_S)
+        except RuntimeError:
+            pass  # the others have left already, and say why

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from typing import Callable, Iterable
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.optim import build_optimizer
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
-from llamarl.models.fsdp import training_decoder
-from llamarl.models.hf import export, local_rows, named_parameters_hf
+from llamarl.models.fsdp import held_box, is_split, local, overlap, training_decoder, whole_parameters
+from llamarl.models.hf import export, named_parameters_hf
+from llamarl.models.sharding import Box
+from llamarl.models.tp import TensorParallel
 from llamarl.parity import Prompts, canary_sequences
 from llamarl.tickets import lane_of
 
@@ -40,6 +41,8 @@ class AdamSettings:
 class FSDPTrainer(Executor):
     """Policy version v is the number of optimizer steps in the weights; step v makes v + 1.
 
+    replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel: ranks, one after another,
+    that share each layer and train on the same groups.
     canary_prompts, canary_top: see llamarl.parity. evaluate_at(version): whether that version must be evaluated; snapshot_at(version): whether to checkpoint it.
     """
 
@@ -51,6 +54,8 @@ class FSDPTrainer(Executor):
         model_path: str,
         model_dtype: str,
         compute_dtype: str,
+        replicate: int = 1,
+        tensor_parallel: int = 1,
         activation_checkpointing: bool,
         loss_fn: Callable,
         update: UpdateSettings,
@@ -62,6 +67,7 @@ class FSDPTrainer(Executor):
         snapshot_at: Callable[[int], bool],
     ):
         self.model_path, self.model_dtype, self.compute_dtype = model_path, model_dtype, compute_dtype
+        self.replicate, self.tensor_parallel = replicate, tensor_parallel
         self.activation_checkpointing, self.loss_fn, self.settings, self.adam = activation_checkpointing, loss_fn, update, adam
         self.canary_prompts, self.canary_top = canary_prompts, canary_top
         self.evaluate_at, self.snapshot_at = evaluate_at, snapshot_at
@@ -74,12 +80,15 @@ class FSDPTrainer(Executor):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def setup(self) -> None:
+        g = self.group
+        parts = TensorParallel(g.tensor_index, g.tensor_parallel, g.tensor_group, split_vocabulary=False)
         self.decoder = training_decoder(
             self.model_path,
-            group=self.group.process_group,
+            mesh=self.group.data_mesh(),
             device=self.group.device,
             compute_dtype=getattr(torch, self.compute_dtype),
             activation_checkpointing=self.activation_checkpointing,
+            tensor_parallel=parts if parts.size > 1 else None,
         )
         self._parameters = list(named_parameters_hf(self.decoder))
         a = self.adam
@@ -99,7 +108,7 @@ class FSDPTrainer(Executor):
             device=self.group.device,
         )
         self.weights = self.outputs["policy"]
-        self.weights.bind(self.decoder.config, self._parameters)
+        self.weights.bind(self.decoder.config, self._parameters, self.group.tensor_group)
 
     def step(self) -> bool:
         arrived = self._receive()
@@ -184,26 +193,33 @@ class FSDPTrainer(Executor):
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """This rank's shard: weights (float32), Adam's moments, the buffer; and which rows they are."""
+        """This rank's shard: weights (float32), Adam's moments, the buffer; and which part of the model they are.
+
+        What several ranks hold is stored by the first of them alone.
+        """
         tensors: dict[str, torch.Tensor] = {}
-        rows: dict[str, list[int]] = {}
-        for name, p in self._parameters:
-            rows[name] = list(local_rows(p)) if isinstance(p, DTensor) else [0, p.shape[0]]
-            tensors[f"model/{name}"] = _local(p)
+        boxes: dict[str, list] = {}
+        first_peer = self.group.tensor_index == 0
+        for name, p in self._parameters if self.group.replica == 0 else []:
+            if not (first_peer or is_split(self.decoder, name)):
+                continue
+            box = held_box(self.decoder, name, p)
+            boxes[name] = [box.offsets, box.lengths]
+            tensors[f"model/{name}"] = local(p)
             state = self.optimizer.state.get(p, {})
             for key in _OPTIMIZER_STATE:
                 if key in state:
-                    tensors[f"{key}/{name}"] = _local(state[key])
+                    tensors[f"{key}/{name}"] = local(state[key])
         steps = [float(s["step"]) for s in self.optimizer.state.values()]
-        buffered = self.buffer.to_bytes()
+        buffered = self.buffer.to_bytes() if first_peer else b""
         if buffered:
             tensors["buffer"] = torch.frombuffer(bytearray(buffered), dtype=torch.uint8)
         return {
             **tensors,
-            "rows": rows,
+            "boxes": boxes,
             "version": self.version,
             "adam_step": steps[0] if steps else 0.0,
-            "buffered": self.buffer.tickets(),
+            "buffered": self.buffer.tickets() if first_peer else [],
         }
 
     @torch.no_grad()
@@ -214,39 +230,40 @@ class FSDPTrainer(Executor):
         for part in parts:
             self.version, adam_step = int(part["version"]), float(part["adam_step"])
             for name, p in self._parameters:
-                self._load_rows(p, name, part)
+                self._load_box(p, name, part)
             buffered += part["buffered"]
             if "buffer" in part:
                 kept = GroupBuffer()
                 kept.load_bytes(part["buffer"].numpy().tobytes())
                 groups.put(kept.take(kept.tickets()))
-        if adam_step:
-            for p, state in self.optimizer.state.items():
-                state["step"] = torch.tensor(adam_step)
+        for _, p in self._parameters if adam_step else []:
+            self.optimizer.state[p]["step"] = torch.tensor(adam_step, device=self.group.device)
         finished = self.tickets.reconcile(buffered)
         self.buffer.put([g for g in groups.take(groups.tickets()) if g.ticket in finished and self._is_mine(g.ticket)])
         self._published = -1
 
     def _is_mine(self, ticket: int) -> bool:
-        return lane_of(ticket, self.group.size) == self.group.index
+        return lane_of(ticket, self.group.data_size) == self.group.data_index
 
-    def _load_rows(self, parameter: torch.nn.Parameter, name: str, part: dict) -> None:
-        first, count = local_rows(parameter) if isinstance(parameter, DTensor) else (0, parameter.shape[0])
-        theirs, their_count = part["rows"][name]
-        low, high = max(first, theirs), min(first + count, theirs + their_count)
-        if low >= high:
+    def _load_box(self, parameter: torch.nn.Parameter, name: str, part: dict) -> None:
+        """What a saved part holds of this rank's part of a parameter, and of its moments."""
+        if name not in part["boxes"]:
             return
-        _local(parameter)[low - first : high - first].copy_(part[f"model/{name}"][low - theirs : high - theirs])
+        mine, theirs = held_box(self.decoder, name, parameter), Box(*map(tuple, part["boxes"][name]))
+        common = overlap(mine, theirs)
+        local(parameter)[common.within(mine)].copy_(part[f"model/{name}"][common.within(theirs)])
         for key in _OPTIMIZER_STATE:
             if f"{key}/{name}" in part:
                 state = self.optimizer.state[parameter]
                 if key not in state:
                     state[key] = torch.zeros_like(parameter)
-                _local(state[key])[low - first : high - first].copy_(part[f"{key}/{name}"][low - theirs : high - theirs])
+                local(state[key])[common.within(mine)].copy_(part[f"{key}/{name}"][common.within(theirs)])
 
     def export(self, out: str) -> None:
-        """Collective over the trainer: write the policy as a Hugging Face directory (rank 0 writes, one tensor whole at a time)."""
-        whole = ((name, p.full_tensor() if isinstance(p, DTensor) else p) for name, p in self._parameters)
+        """Collective over the first replica: write the policy as a Hugging Face directory (rank 0 writes, one tensor whole at a time)."""
+        if self.group.replica > 0:
+            return
+        whole = whole_parameters(self.decoder, self._parameters)
         if self.group.index == 0:
             export(whole, self.model_path, out, dtype=getattr(torch, self.model_dtype))
         else:
@@ -257,13 +274,8 @@ class FSDPTrainer(Executor):
         """Weights and the optimizer's moments; gradients end with the step."""
         self.optimizer.zero_grad(set_to_none=True)
         moments = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-        return [_local(t) for t in (*self.decoder.parameters(), *moments)]
+        return [local(t) for t in (*self.decoder.parameters(), *moments)]
 
     def teardown(self) -> None:
         if hasattr(self, "weights"):
             self.weights.close()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -53,10 +53,12 @@ class Gather(Channel):
 
 
 class Scatter(Channel):
-    """A group goes to one data-parallel rank, by the pre-set permutation of its ticket (the ledger's own)."""
+    """A group goes to one data-parallel rank, by the pre-set permutation of its ticket (the ledger's own): to all its tensor-parallel peers."""
 
     def route(self, record, num_destinations):
-        return [lane_of(record.ticket, num_destinations)]
+        peers = self.destination.tensor_parallel
+        first = lane_of(record.ticket, num_destinations // peers) * peers
+        return list(range(first, first + peers))
 
 
 class Broadcast(Channel):

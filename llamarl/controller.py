@@ -40,7 +40,7 @@ from llamarl.control import Control, DeadlineExceeded
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
 from llamarl.ddma.links import End, this_end
-from llamarl.executor import POLL_S, Executor, ExecutorGroup
+from llamarl.executor import POLL_S, Executor
 from llamarl.ledger import TicketDesk
 from llamarl.observe import Metrics, RowWriter, Trace
 from llamarl.offload import Turns
@@ -105,7 +105,10 @@ class ExecutorController:
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
         )  # fmt: skip
         self.local = [e for e in executors if world.rank in placement[e.name]]
-        self.tickets = TicketDesk(ledger, self.control, trainer_ranks=placement["trainer"], deadline_s=settings.deadline_s)
+        peers = next(e for e in executors if e.name == "trainer").tensor_parallel
+        self.tickets = TicketDesk(
+            ledger, self.control, trainer_ranks=placement["trainer"], deadline_s=settings.deadline_s, tensor_parallel=peers
+        )
         writer: RowWriter | None = make_writer() if self.control.is_leader else None
         self.metrics = Metrics(rank=world.rank, leader=self.leader, control=self.control, writer=writer, trace=Trace(world.rank))
         expected = [(e.name, i) for e in executors if has_state(e) for i in range(len(placement[e.name]))]
@@ -132,11 +135,14 @@ class ExecutorController:
             inputs[channel.destination.name][channel.name] = receiver
         for executor in self.executors:
             ranks = self.placement[executor.name]
-            process_group = executor_group(ranks, self.world.device, self.settings.deadline_s)
-            if executor not in self.local:
+            group = executor_group(
+                executor.name, ranks, self.world, self.settings.deadline_s,
+                replicate=executor.replicate, tensor_parallel=executor.tensor_parallel,
+            )  # fmt: skip
+            if group is None:
                 continue
             executor.attach(
-                ExecutorGroup(executor.name, ranks, self.world.rank, self.world.device, process_group),
+                group,
                 inputs[executor.name],
                 outputs[executor.name],
                 self.control,
@@ -207,9 +213,9 @@ class ExecutorController:
             for _, message in self.control.take("stop?"):
                 self.control.request_stop(message["reason"])
             worked = self.snapshots.serve()
-            # A stop ends all work but the trainer's, which has its last snapshot to make.
+            # A stop ends all work but the trainer's, which has its last snapshot to make, and what others have begun.
             for executor in self.local:
-                if not self.control.stopping or executor.name == "trainer":
+                if not self.control.stopping or executor.name == "trainer" or executor.follows:
                     worked |= self._step(executor, clocks[executor.name])
             self.metrics.pump()
             self._check_target()

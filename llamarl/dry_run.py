@@ -36,6 +36,7 @@ def dry_run(job: Job) -> None:
 
 
 def _print_ranks(job: Job) -> None:
+    print(f"ranks    {job.hosts}")
     for rank in range(job.world.size):
         hosted = [name for name, ranks in job.placement.items() if rank in ranks]
         print(f"rank {rank:<4}{', '.join(hosted) or '(nothing)'}")
@@ -46,12 +47,16 @@ def _print_sizes(job: Job) -> None:
     trainers, generators = len(job.placement["trainer"]), len(job.placement["generator"])
     dtype = getattr(torch, job.config.model.dtype)
     itemsize = dtype.itemsize
-    plan = make_plan(model, travelling(model, dtype), Source(trainers), Destination(1, generators))
+    tp, t = job.config.generator.tensor_parallel, job.config.trainer
+    source = Source(trainers // (t.replicate * t.tensor_parallel), t.replicate, t.tensor_parallel)
+    parameters = travelling(model, dtype)
+    plan = make_plan(model, parameters, source, Destination(tp, generators // tp))
+    held = sum(source.box(model, p, 0).numel for p in parameters)
     gib = 1 << 30
     staging = 2 * model.num_parameters * itemsize
-    trainer = (model.num_parameters * (_FP32 + _MOMENTS + _GRADIENT) + staging) / trainers / gib
+    trainer = held * (_FP32 + _MOMENTS + _GRADIENT + 2 * itemsize) / gib
     rows = job.config.generator.max_slots * (job.config.task.max_prompt_tokens + job.config.max_new_tokens)
     cache = 2 * rows * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * itemsize
     print(f"model    {model.num_parameters:,} parameters ({job.config.model.dtype} in the generator, float32 in the trainer)")
-    print(f"memory   {trainer:.2f} GiB a trainer rank and activations; {(staging + cache) / gib:.2f} GiB a generator rank")
+    print(f"memory   {trainer:.2f} GiB a trainer rank and activations; {(staging + cache) / tp / gib:.2f} GiB a generator rank")
     print(f"weights  {plan.num_bytes:,} bytes a sync; how they travel: python -m llamarl.ddma plan --model {job.model_path}")

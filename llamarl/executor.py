@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from llamarl.offload import Turns
     from llamarl.snapshots import Snapshots
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 POLL_S = 0.05
@@ -34,22 +35,56 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ExecutorGroup:
-    """The ranks that run one executor, and this process's place among them."""
+    """The ranks that run one executor, and this process's place among them: index = (replica * shards + shard) * tensor_parallel + t."""
 
     name: str
     ranks: tuple[int, ...]  # global ranks, in executor order
     rank: int  # this process's global rank
     device: torch.device
     process_group: "ProcessGroup | None" = None  # over `ranks`; for collectives among them
+    replicate: int = 1
+    tensor_parallel: int = 1
+    replica_group: "ProcessGroup | None" = None  # the ranks that hold the same shard; None without replicas
+    shard_group: "ProcessGroup | None" = None  # the ranks that together hold this one's part of one replica
+    tensor_group: "ProcessGroup | None" = None  # the ranks that share a copy of the model; None without tensor parallelism
 
     @property
     def index(self) -> int:
-        """This process's place in `ranks` (its data-parallel index). ValueError elsewhere."""
+        """This process's place in `ranks`. ValueError elsewhere."""
         return self.ranks.index(self.rank)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def data_index(self) -> int:
+        """This process's place among the data-parallel ranks; tensor-parallel peers share one."""
+        return self.index // self.tensor_parallel
+
+    @property
+    def data_size(self) -> int:
+        return self.size // self.tensor_parallel
+
+    @property
+    def tensor_index(self) -> int:
+        return self.index % self.tensor_parallel
+
+    @property
+    def replica(self) -> int:
+        return self.index // (self.size // self.replicate)
+
+    def data_mesh(self) -> "DeviceMesh | None":
+        """[replicate, shard], or [shard] without replicas: the ranks that hold this one's tensor-parallel part. None without groups."""
+        if self.shard_group is None:
+            return None
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if self.replicate == 1:
+            return DeviceMesh.from_group(self.shard_group, self.device.type)
+        mesh = torch.tensor(self.ranks).view(self.replicate, -1, self.tensor_parallel)[..., self.tensor_index]
+        groups = [self.replica_group, self.shard_group]
+        return DeviceMesh.from_group(groups, self.device.type, mesh=mesh, mesh_dim_names=("replicate", "shard"))
 
 
 class Executor:
@@ -59,6 +94,7 @@ class Executor:
     tensor_parallel: int = 1  # ranks, one after another, that share one copy of its model
     replicate: int = 1  # copies of the model that its ranks hold together, each sharded over the others
     turns: "Turns | None" = None  # where it shares its device and leaves it to others between steps
+    follows: bool = False  # this rank only does what another began: a stop must not keep it from taking part to the end
     poll_s: float = POLL_S  # how long the loop may rest when no station of a rank has work; less where none wakes it
 
     def attach(

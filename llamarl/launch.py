@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from llamarl.checkpoint import CheckpointError
-from llamarl.config import Config, resolve_placement, to_values
+from llamarl.config import TINY_MODEL, Config, placement_of, to_values
 from llamarl.control import DeadlineExceeded, PeerDied
 from llamarl.controller import RunSettings
 from llamarl.ddma.links import WeightsError
@@ -35,7 +35,6 @@ from llamarl.tasks.pool import RewardError
 from llamarl.tickets import PromptStream, TicketLedger
 from llamarl.types import Prompt
 
-TINY_MODEL = Path(__file__).parent / "models" / "tiny"
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
 
@@ -50,7 +49,7 @@ class Job:
 
     def __init__(self, config: Config, world: World, run: RunDirectory):
         self.config, self.world, self.run = config, world, run
-        self.placement = resolve_placement(config.placement, world.size, groups_per_step=config.groups_per_step)
+        self.placement = placement_of(config, world.size)
         if not config.reference.enabled:
             self.placement.pop("reference", None)
         self.model_path = Path(config.model.path) if config.model.path else TINY_MODEL
@@ -117,7 +116,8 @@ class Job:
         c = self.config
         return TicketLedger(
             groups_per_step=c.groups_per_step, max_lag=c.max_lag, overcommit=c.overcommit,
-            num_lanes=len(self.placement["trainer"]), num_generators=len(self.placement["generator"]),
+            num_lanes=len(self.placement["trainer"]) // c.trainer.tensor_parallel,
+            num_generators=len(self.placement["generator"]) // c.generator.tensor_parallel,
         )  # fmt: skip
 
     def writer(self) -> RowWriter:
@@ -129,14 +129,20 @@ class Job:
         self._writer = RowWriter(self.run.path, sinks, eval_due=self.eval_due, first_step=0)
         return self._writer
 
+    @property
+    def hosts(self) -> str:
+        """Which ranks host what, for people."""
+        m = self.config.generator.tensor_parallel
+        shared = {"generator": f" (tensor parallel {m})"} if m > 1 else {}
+        return "  ".join(f"{name} {','.join(map(str, ranks))}{shared.get(name, '')}" for name, ranks in self.placement.items())
+
     def announce(self) -> None:
         c = self.config
-        hosts = "  ".join(f"{name} {','.join(map(str, ranks))}" for name, ranks in self.placement.items())
         overcommit = f"overcommit {c.overcommit}" if c.max_lag else "synchronous"
         print(
             f"llamarl  {self.model_path.name} on {c.task.kind}, {c.groups_per_step} x {c.group_size} completions a step, {c.loss.fn}"
         )
-        print(f"ranks    {hosts}  ({self.world.device.type}, {torch.get_num_threads()} thread(s) each)")
+        print(f"ranks    {self.hosts}  ({self.world.device.type}, {torch.get_num_threads()} thread(s) each)")
         print(f"async    max_lag {c.max_lag}, {overcommit}")
         resumed = f", resumed from {self.run.resume_from.name}" if self.run.resume_from else ""
         print(f"run      {self.run.path}{resumed}", flush=True)

@@ -3,7 +3,8 @@
     message     from -> to            handled on                   meaning
     ask         generator -> leader   leader's listener thread     "I hold version g and have room for n groups"
     grant       leader -> generator   taken by the generator       tickets that it may start
-    finish      trainer -> leader     leader's listener thread     these groups have reached a trainer rank
+    finish      trainer -> leader     leader's listener thread     these groups have reached a trainer rank; once they have
+                                                                   reached all ranks of its lane, the ledger counts them
     taken       leader -> trainer     taken by the trainer rank    the batch of a step, for every lane
 
 Generators ask ahead, between chunks, and never wait for a grant. An ask that nothing can be granted to is forgotten, and
@@ -14,7 +15,9 @@ nothing if need be, and the generator waits for the answer: what is batched with
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
 
 from llamarl.control import Control, DeadlineExceeded
 from llamarl.tickets import TicketLedger, lane_of
@@ -22,11 +25,25 @@ from llamarl.types import Ticket
 
 
 class TicketDesk:
-    """A rank's access to the ledger. `ledger` is used on the leader only; each rank builds one, which costs nothing."""
+    """A rank's access to the ledger. `ledger` is used on the leader only; each rank builds one, which costs nothing.
 
-    def __init__(self, ledger: TicketLedger, control: Control, *, trainer_ranks: tuple[int, ...], deadline_s: float):
+    tensor_parallel: so many trainer ranks, one after another, are one lane of the ledger and train on the same groups.
+    """
+
+    def __init__(
+        self,
+        ledger: TicketLedger,
+        control: Control,
+        *,
+        trainer_ranks: tuple[int, ...],
+        deadline_s: float,
+        tensor_parallel: int = 1,
+    ):
         self.max_lag = ledger.max_lag
         self._ledger, self._control, self._trainer_ranks, self._deadline_s = ledger, control, trainer_ranks, deadline_s
+        self._tensor_parallel = tensor_parallel
+        self._arrivals: Counter[int] = Counter()  # ticket -> ranks of its lane that it has reached, while it is not all
+        self._counting = threading.Lock()  # messages of the leader to itself are handled on its own thread
         self._offer: dict[int, list[int]] = {}  # step -> tickets, as mailed
         if control.is_leader:
             control.on("ask", self._on_ask)
@@ -84,8 +101,8 @@ class TicketDesk:
         tickets = self._offer.pop(step, None)
         if tickets is None:
             return None
-        lanes = len(self._trainer_ranks)
-        mine = self._trainer_ranks.index(self._control.rank)
+        lanes = len(self._trainer_ranks) // self._tensor_parallel
+        mine = self._trainer_ranks.index(self._control.rank) // self._tensor_parallel
         return [t for t in tickets if lane_of(t, lanes) == mine]
 
     def untake(self, step: int) -> None:
@@ -108,7 +125,12 @@ class TicketDesk:
             self._control.post(sender, "grant", {"tickets": [[t.index, t.deadline] for t in tickets]})
 
     def _on_finish(self, sender: int, payload: dict) -> None:
-        self._ledger.finish(payload["tickets"])
+        with self._counting:
+            self._arrivals.update(payload["tickets"])
+            whole = [t for t in payload["tickets"] if self._arrivals[t] == self._tensor_parallel]
+            for ticket in whole:
+                del self._arrivals[ticket]
+        self._ledger.finish(whole)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

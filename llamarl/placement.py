@@ -6,11 +6,13 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from llamarl.allocator import keep_freed_memory
 from llamarl.ddma.links import End
+from llamarl.executor import ExecutorGroup
 
 _LINK_TIMEOUT = timedelta(days=7)  # a channel may be silent for long; deadlines are its users'
 
@@ -67,9 +69,30 @@ def backend_of(device: torch.device, ranks: tuple[int, ...]) -> str:
     return "nccl" if device.type == "cuda" and not shared else "gloo"
 
 
-def executor_group(ranks: tuple[int, ...], device: torch.device, deadline_s: float) -> dist.ProcessGroup:
-    """Collective over the world: a group for one executor's own collectives."""
-    return dist.new_group(ranks, backend=backend_of(device, ranks), timeout=timedelta(seconds=deadline_s))
+def executor_group(
+    name: str, ranks: tuple[int, ...], world: World, deadline_s: float, *, replicate: int = 1, tensor_parallel: int = 1
+) -> ExecutorGroup | None:
+    """Collective over the world: the groups for one executor's own collectives; None on ranks that do not host it."""
+
+    def make(members: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """A group for each of these disjoint sets of ranks; returns this rank's."""
+        backend, timeout = backend_of(world.device, ranks), timedelta(seconds=deadline_s)
+        made = [(m, dist.new_group(m, backend=backend, timeout=timeout)) for m in members]
+        return next((group for m, group in made if world.rank in m), None)
+
+    everyone = make([ranks])
+    mesh = np.array(ranks).reshape(replicate, -1, tensor_parallel)
+    replicas = make(_lines(mesh, axis=0)) if replicate > 1 else None
+    shards = make(_lines(mesh, axis=1)) if replicate * tensor_parallel > 1 else everyone
+    tensor = make(_lines(mesh, axis=2)) if tensor_parallel > 1 else None
+    if world.rank not in ranks:
+        return None
+    return ExecutorGroup(name, ranks, world.rank, world.device, everyone, replicate, tensor_parallel, replicas, shards, tensor)
+
+
+def _lines(mesh: np.ndarray, axis: int) -> list[tuple[int, ...]]:
+    """The ranks of a mesh that differ in their place on `axis` alone, line by line."""
+    return [tuple(line) for line in np.moveaxis(mesh, axis, -1).reshape(-1, mesh.shape[axis]).tolist()]
 
 
 def link_group(sources: tuple[int, ...], destinations: tuple[int, ...]) -> dist.ProcessGroup | None:

@@ -70,6 +70,7 @@ class GeneratorSettings:
     top_k: Natural
     top_p: Annotated[float, Range(0, 1, open=True)]
     min_new_tokens: Natural
+    tensor_parallel: Count
     in_flight_updates: bool | None
     quantize: Literal["none", "fp8", "int8"]
     quantize_keep: list[str]
@@ -97,6 +98,8 @@ class BufferSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
+    replicate: Count
+    tensor_parallel: Count
     microbatch_tokens: Count
     max_grad_norm: Positive
     weight_decay: NonNegative

@@ -32,7 +32,7 @@ from llamarl.ddma.transfer import (
 )
 from llamarl.inference.quantize import QUANTIZED, quantize_rows
 from llamarl.models.config import ModelConfig
-from llamarl.models.sharding import SCALE
+from llamarl.models.sharding import SCALE, parameter_shapes
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 _IN_PLACE = {"local", "shm", "cuda_ipc"}  # the receiver reads the sender's memory, so many receivers cost the sender nothing
@@ -100,12 +100,13 @@ class WeightsSender:
         self._route = route
         self._publisher: Publisher | None = None
 
-    def bind(self, config: ModelConfig, parameters: NamedParameters) -> Plan:
+    def bind(self, config: ModelConfig, parameters: NamedParameters, tensor_group: dist.ProcessGroup | None = None) -> Plan:
         """Publish these parameters from now on: plain, or DTensors sharded as the route's Source says. Returns the plan.
 
-        WeightsError if a parameter's local shape is not what the topology says.
+        tensor_group: the ranks that share each layer, if there are several. WeightsError if a parameter's local shape is not
+        what the topology says.
         """
-        route = self._route
+        route, self._tensor_group = self._route, tensor_group
         self._plan = plan = route.plan(config)
         self._rank = route.sources.index(route.control.rank)
         self._parameters = dict(parameters)
@@ -145,9 +146,11 @@ class WeightsSender:
 
     @torch.no_grad()
     def _stage(self, slot: Tensor, progress: Progress) -> None:
+        largest = self._largest_of_split_rows()
         for name, quantized in self._scratch.items():
             if not name.endswith(SCALE):
-                quantize_rows(_local(self._parameters[name]), self._route.quantize, quantized, self._scratch[name + SCALE])
+                shard, scale = _local(self._parameters[name]), self._scratch[name + SCALE]
+                quantize_rows(shard, self._route.quantize, quantized, scale, largest.get(name))
         views = self._views[slot.data_ptr()]
         for number, (targets, sources) in enumerate(zip(views, self._current_sources())):
             torch._foreach_copy_(targets, sources, non_blocking=True)
@@ -156,6 +159,19 @@ class WeightsSender:
                 event = torch.cuda.Event()
                 event.record()
             progress.mark(number, event)
+
+    def _largest_of_split_rows(self) -> dict[str, Tensor]:
+        """Absmax of each row of the quantised weights whose columns lie on several ranks. Collective over these."""
+        if self._route.source.tp == 1:
+            return {}
+        shapes = parameter_shapes(self._plan.config)
+        names = [n for n in self._scratch if n in shapes and self._route.source.splits_columns(self._plan.config, n, shapes[n])]
+        rows = [_local(self._parameters[name]).abs().amax(1).float() for name in names]
+        if not rows:
+            return {}
+        every = torch.cat(rows)
+        dist.all_reduce(every, dist.ReduceOp.MAX, group=self._tensor_group)
+        return dict(zip(names, every.split([len(r) for r in rows])))
 
     def _views_of(self, slot: Tensor) -> list[list[Tensor]]:
         """Of each bucket, a typed view of the slot for each move."""

@@ -57,6 +57,11 @@ class Source:
         return part.cut(0, first, min(rows, part.lengths[0] - first))
 
 
+    def splits_columns(self, config: ModelConfig, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether tensor-parallel ranks hold parts of this parameter's rows."""
+        return len(shape) > 1 and tensor_parallel_box(config, name, shape, 0, self.tp, split_vocabulary=False).lengths[1] < shape[1]
+
+
 @dataclass(frozen=True, slots=True)
 class Destination:
     """How the generators hold it."""

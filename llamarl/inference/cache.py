@@ -18,9 +18,9 @@ _BLOCK = 16  # places are read in whole blocks: the CPU's softmax and products a
 
 
 class SlotCache:
-    """K/V of `max_slots` rows of at most `max_len` tokens: [S, G, L, K] a layer.
+    """K/V of at most `max_slots` rows of at most `max_len` tokens: [S, G, L, K] a layer, S L about `budget` at most.
 
-    On a GPU L is max_len from the start. On a CPU it grows with what is asked of it, because rows that lie close together are
+    On a GPU S and L are fixed from the start. On a CPU they grow with what is asked of them, because rows that lie close together are
     read twice as fast. For one query a row plain products beat the attention kernel there (in float32 1.0 against 25 ms for 512
     rows of 64 places). In float32 the keys lie in memory as [S, G, K, L], the right-hand side of such a product; in bfloat16
     they are its left-hand side as they come.
@@ -32,32 +32,47 @@ class SlotCache:
         num_layers: int,
         max_slots: int,
         max_len: int,
+        budget: int,
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.max_slots, self.max_len = max_slots, _whole_blocks(max_len)
+        self.max_len, self.budget = _whole_blocks(max_len), budget
         self.num_kv_heads, self.head_dim, self.dtype, self.device = num_kv_heads, head_dim, dtype, device
         self.by_products = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
         self.across = self.by_products and dtype == torch.float32
-        self.capacity = _BLOCK if device.type == "cpu" else self.max_len
+        self._fixed = device.type != "cpu"
+        # On a GPU the last two rows are for `score` and for the prompt that is prefilled in pieces.
+        self.rows, self.capacity = (min(max_slots, self.rows_of(max_len)) + 2, self.max_len) if self._fixed else (0, _BLOCK)
         self.keys = [self._empty(transposed=self.across) for _ in range(num_layers)]
         self.values = [self._empty() for _ in range(num_layers)]
 
-    def reserve(self, length: int) -> None:
-        """Make room for rows of `length` <= max_len tokens; what is kept stays."""
-        if length <= self.capacity:
+    def rows_of(self, length: int) -> int:
+        """How many rows of `length` tokens the budget holds, and one in any case."""
+        return max(1, self.budget // (self.max_len if self._fixed else _whole_blocks(length)))
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for `rows` rows of `length` <= max_len tokens; what they and shorter rows hold stays."""
+        if rows <= self.rows and length <= self.capacity:
             return
-        old, self.capacity = self.capacity, min(max(_whole_blocks(length), 2 * self.capacity), self.max_len)
+        assert not self._fixed, f"{rows} rows of {length} tokens in a fixed cache of {self.rows} by {self.capacity}"
+        kept_rows, kept_length = self.rows, self.capacity
+        # Doubling, so that growing costs little; within the budget, where longer rows may mean fewer.
+        if length > self.capacity:
+            self.capacity = min(max(_whole_blocks(length), 2 * self.capacity), self.max_len)
+        if rows * self.capacity > self.budget:
+            self.capacity = _whole_blocks(length)
+        self.rows = max(rows, min(self.rows, self.budget // self.capacity))
+        kept_rows, kept_length = min(kept_rows, self.rows), min(kept_length, self.capacity)
         for layers, transposed in ((self.keys, self.across), (self.values, False)):
             for i, kept in enumerate(layers):
                 layers[i] = self._empty(transposed)
-                layers[i][:, :, :old] = kept
+                layers[i][:kept_rows, :, :kept_length] = kept[:kept_rows, :, :kept_length]
 
     def _empty(self, transposed: bool = False) -> Tensor:
         """[S, G, L, K] of zeros: places beyond a row's end are read too, and masked, which a NaN would survive."""
-        rows = (self.max_slots, self.num_kv_heads)
+        rows = (self.rows, self.num_kv_heads)
         if transposed:
             return torch.zeros(*rows, self.head_dim, self.capacity, dtype=self.dtype, device=self.device).transpose(2, 3)
         return torch.zeros(*rows, self.capacity, self.head_dim, dtype=self.dtype, device=self.device)
@@ -93,6 +108,24 @@ class Prefill:
     def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
         self._cache.write(layer, self._slots, self._positions, k_TGK, v_TGK)
         return self._packed.attend(layer, q_THK, k_TGK, v_TGK)
+
+
+class Extend:
+    """Attention of the next tokens of one slot, from place `start` on, over what the slot holds and themselves."""
+
+    def __init__(self, cache: SlotCache, slot: int, start: int, count: int):
+        self._cache, self._slot, self.longest = cache, slot, start + count
+        self._slots = torch.full((count,), slot, device=cache.device)
+        self.positions = torch.arange(start, self.longest, device=cache.device)
+        self._seen = torch.arange(self.longest, device=cache.device) <= self.positions[:, None]
+
+    def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
+        cache = self._cache
+        cache.write(layer, self._slots, self.positions, k_TGK, v_TGK)
+        k, v = (kept[layer][self._slot, :, : self.longest].contiguous()[None] for kept in (cache.keys, cache.values))
+        q = q_THK.transpose(0, 1)[None]
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=self._seen, enable_gqa=q.shape[1] != k.shape[1])
+        return seen[0].transpose(0, 1)
 
 
 class Decode:

@@ -37,7 +37,7 @@ class PackedDecode:
     """Logits [N, V] of one token a row, as `decoder(tokens_N, positions_N, attention)` gives them."""
 
     def __init__(self, decoder: Decoder):
-        self._decoder = decoder
+        self._decoder, self.stale = decoder, True
         self._seen: list[tuple[int, int]] = []
         self._layers: list[_Layer] = []
 
@@ -55,13 +55,13 @@ class PackedDecode:
         # A tensor-parallel rank communicates inside its modules; heads that divide unevenly are repeated there.
         return all(type(layer.mlp) is FeedForward and not (layer.attn.tp or layer.attn.repeats) for layer in decoder.layers)
 
-    def refresh(self, *, force: bool = False) -> None:
-        """Pack again if a weight is another tensor than at the last packing, or was written to since, or if told to."""
-        # Inference tensors count no writes: there `force` alone tells.
+    def refresh(self) -> None:
+        """Pack again if `stale`, or if a weight is another tensor than at the last packing or was written to since."""
+        # Inference tensors count no writes: there `stale` alone tells.
         seen = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._decoder.parameters()]
-        if not force and seen == self._seen:
+        if not self.stale and seen == self._seen:
             return
-        self._seen, self._layers = seen, []
+        self._seen, self._layers, self.stale = seen, [], False
         for layer in self._decoder.layers:
             attn, mlp = layer.attn, layer.mlp
             self._layers.append(

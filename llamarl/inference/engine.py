@@ -10,29 +10,32 @@
 
 A prompt is prefilled once for all its samples that start together. The same submissions in the same order give the same
 bits; the slot, the batch and the chunk size change a sample only through the rounding of its logits.
+
+The cache holds at most cache_tokens places (and one row more for a long prompt and for `score`): a sample starts when as many
+rows as then run, each as long as the longest may become, fit. Until then it waits.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from pathlib import Path
-from typing import Iterator, Sequence
+from typing import Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.allocator import keep_freed_memory
-from llamarl.inference.cache import Decode, Prefill, SlotCache
+from llamarl.inference.cache import Decode, SlotCache
 from llamarl.inference.decode import PackedDecode
-from llamarl.inference.rows import Request, Rows
+from llamarl.inference.graph import DecodeGraphs
+from llamarl.inference.prefill import Job, batches, extend, prefill, recompute
+from llamarl.inference.rows import Partial, Request, Rows
 from llamarl.inference.sampler import SamplingParams, process
 from llamarl.models.build import Decoder, build_decoder, read_config
-from llamarl.models.hf import load_weights
+from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.types import Completion, FinishReason
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_PREFILL_TOKENS = 4096  # of one prefill, padding included
 _CHUNK = 32  # of `generate`
 _WORTH_MOVING = 16  # rows are made dense again once one in this many has ended
 
@@ -41,7 +44,9 @@ class Engine:
     """Samples completions from a decoder whose parameters others may exchange between steps.
 
     decoder: on `device` (moved there if it is not), in `dtype` (None: as it is).  max_slots: rows decoded at once.
-    max_len: most tokens of prompt and completion together.
+    max_len: most tokens of prompt and completion together.  cache_tokens: places of the K/V cache (None: max_slots x max_len).
+    prefill_chunk: a longer prompt is prefilled in pieces of so many tokens, one a step, so that decoding goes on.
+    cuda_graphs: on a GPU, replay a token's kernels as one graph.
     """
 
     def __init__(
@@ -50,8 +55,11 @@ class Engine:
         *,
         max_slots: int,
         max_len: int,
+        cache_tokens: int | None = None,
+        prefill_chunk: int = 512,
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
+        cuda_graphs: bool = True,
     ):
         if max_slots < 1 or max_len < 2:
             raise ValueError(f"max_slots={max_slots}, max_len={max_len}: need at least 1 slot and 2 tokens")
@@ -62,21 +70,34 @@ class Engine:
         self.max_slots, self.max_len = max_slots, max_len
         self.policy_version = 0
         self.dtype = decoder.output_weight.dtype
+        budget = max_slots * max_len if cache_tokens is None else cache_tokens
+        if budget < max_len or prefill_chunk < 1:
+            raise ValueError(
+                f"cache_tokens={cache_tokens}, prefill_chunk={prefill_chunk}: need at least max_len={max_len} places and 1 token"
+            )
         self._cache = SlotCache(
             num_layers=config.num_hidden_layers,
-            max_slots=max_slots + 1,  # the last is for `score`
+            max_slots=max_slots,
             max_len=max_len,
+            budget=budget,
             num_kv_heads=decoder.num_cached_kv_heads,
             head_dim=config.head_dim,
             dtype=self.dtype,
             device=self.device,
         )
+        self._prefill_chunk = prefill_chunk
         self._rows = Rows.empty(max_slots, max_len, self.device)
         self._running: list[tuple[Request, int]] = []  # row -> its request and sample index
         self._waiting: deque[Request] = deque()
         self._finished: list[tuple[int, Completion]] = []
         self._retired_tokens = 0
+        self._staging: int | None = None  # the slot of the prompt that is prefilled in pieces
+        self._recompute_due = False
+        self._version = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._packed = PackedDecode(self.decoder) if PackedDecode.fits(self.decoder, self.device, self.dtype) else None
+        self._graphs = None
+        if cuda_graphs and self.device.type == "cuda" and decoder.tensor_parallel is None:
+            self._graphs = DecodeGraphs(self.device, self._cache.rows - 2, self._cache.capacity, self._decode_rows)
         # Built here, so that the tables are no inference tensors: a trainer may share the decoder.
         decoder.rotary(torch.zeros(1, dtype=torch.int64, device=self.device), max_len)
 
@@ -89,14 +110,18 @@ class Engine:
         max_slots: int = 32,
         max_len: int = 1024,
         device: str | torch.device | None = None,
+        **options,
     ) -> "Engine":
-        """The engine of a Hugging Face directory. device None: the GPU if there is one. Errors: read_config's, load_weights'."""
+        """The engine of a Hugging Face directory. device None: the GPU if there is one; options: the constructor's others.
+
+        Errors: read_config's, load_weights'.
+        """
         if isinstance(dtype, str) and dtype not in _DTYPES:
             raise ValueError(f"dtype={dtype!r}: need one of {', '.join(_DTYPES)}")
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         decoder = load_weights(build_decoder(read_config(path), dtype=dtype), path, device=device)
-        return cls(decoder, max_slots=max_slots, max_len=max_len, device=device)
+        return cls(decoder, max_slots=max_slots, max_len=max_len, device=device, **options)
 
     @property
     def num_live(self) -> int:
@@ -119,6 +144,25 @@ class Engine:
         """
         self._waiting.append(self._request(stream, ticket, prompt_ids, params))
 
+    def submit_partial(self, partial: Partial) -> None:
+        """Queue what remains of a sample: under the same weights it goes on token for token. ValueError as in submit."""
+        prompt = partial.prompt_ids.cpu()
+        index = partial.sample_index
+        request = Request(partial.stream, partial.ticket, prompt, partial.params, index + 1, index, partial)
+        request.check(self.decoder.config.vocab_size, self.max_len)
+        self._waiting.append(request)
+
+    # Not in inference mode: what it hands out takes part in training.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def export_partials(self) -> list[Partial]:
+        """Every sample that has not ended, as it is between two steps. The engine keeps them: abort() lets go."""
+        nothing = torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0, dtype=torch.int64)
+        recorded = self._rows.recorded(list(range(self.num_live))) if self._running else []
+        samples = [(request, index, had) for (request, index), had in zip(self._running, recorded)]
+        samples += [(r, i, r.recorded or nothing) for r in self._waiting for i in range(r.num_started, r.end)]
+        return [Partial(r.stream, r.ticket, i, r.prompt_ids, *had, r.params) for r, i, had in samples]
+
     @torch.inference_mode()
     def step(self, chunk: int) -> int:
         """Admit what fits, then decode up to `chunk` tokens for every row. Returns the number of tokens sampled.
@@ -128,26 +172,26 @@ class Engine:
         if chunk < 1:
             raise ValueError(f"chunk={chunk}: need at least 1 token")
         before = self._num_sampled()
-        first, jobs = self._admit()
-        if not self._running:
-            return 0
-        demands = self._rows.demands(self.num_live)
-        for batch in _prefill_batches(jobs):
-            logits_RV = self._prefill(first, batch)
-            rows = slice(first, first + logits_RV.shape[0])
-            self._rows.append(rows, logits_RV, self.policy_version, demands)
-            first = rows.stop
+        if self._packed:
+            self._packed.refresh()
+        if self._recompute_due:
+            self._recompute()
+        self._start()
         longest = self._longest()
-        for _ in range(chunk):
+        if self._graphs:
+            self._graphs.check([*self.decoder.parameters(), *self.cache_tensors(), *self._rows.tables()])
+        for _ in range(chunk if self._running else 0):
             # Counting the ended rows waits for the device: between tokens that is free on a CPU alone.
             if self.device.type == "cpu" and self._num_ended() * _WORTH_MOVING >= self.num_live:
                 self._retire()
+                self._start(pieces=False)
                 if not self._running:
                     break
                 longest = self._longest()
-            rows = slice(0, self.num_live)
-            logits_RV = self._decode(0, self._rows.token[rows], self._rows.position[rows], longest)
-            self._rows.append(rows, logits_RV, self.policy_version, demands)
+            if self._graphs:
+                self._graphs.run(self.num_live, longest, self._demands)
+            else:
+                self._decode_rows(self.num_live, longest)
             longest = min(longest + 1, self._cache.capacity)
         self._retire()
         return self._num_sampled() - before
@@ -157,9 +201,34 @@ class Engine:
         finished, self._finished = self._finished, []
         return finished
 
-    def weights_changed(self, version: int) -> None:
-        """The decoder's parameters are now those of `version`: tokens sampled from here on carry it. Cached K/V stay."""
+    def weights_changed(self, version: int, *, recompute_kv: bool = False) -> None:
+        """The decoder's parameters are now those of `version`: tokens sampled from here on carry it.
+
+        Cached K/V stay those of the weights that computed them, unless recompute_kv: then the next step computes them anew.
+        """
         self.policy_version = version
+        self._version.fill_(version)
+        if self._packed:
+            self._packed.stale = True
+        self._recompute_due |= recompute_kv
+
+    @torch.no_grad()
+    def load_weights(self, source: str | Path | Mapping[str, Tensor], version: int, *, recompute_kv: bool = False) -> None:
+        """Take a directory's weights, or tensors by their Hugging Face names (all of them), as those of `version`.
+
+        ValueError naming what is absent, unknown or of another shape; nothing is loaded by halves then.
+        """
+        if isinstance(source, (str, Path)):
+            load_weights(self.decoder, source)
+        else:
+            wanted = dict(named_parameters_hf(self.decoder))
+            odd = wanted.keys() ^ source.keys()
+            odd |= {name for name in wanted.keys() & source.keys() if wanted[name].shape != source[name].shape}
+            if odd:
+                raise ValueError(f"weights absent, unknown or of another shape: {', '.join(sorted(odd)[:20])}")
+            for name, parameter in wanted.items():
+                parameter.copy_(source[name])
+        self.weights_changed(version, recompute_kv=recompute_kv)
 
     def abort(self, ticket: int | None = None, *, stream: int | None = None) -> int:
         """End every unfinished sample of a ticket and a stream (None: of all), with the tokens it has. Returns how many.
@@ -175,11 +244,13 @@ class Engine:
             self._rows.live[torch.tensor(rows, device=self.device)] = False
             self._retire(aborted=True)
         stopped = [request for request in self._waiting if meant(request)]
+        if any(request.num_cached for request in stopped):
+            self._staging = None
         self._waiting = deque(request for request in self._waiting if not meant(request))
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0, dtype=torch.int64)
         for request in stopped:
-            for index in range(request.num_started, request.params.n):
-                self._finish(request, index, nothing, torch.empty(0), nothing, "aborted")
+            for index in range(request.num_started, request.end):
+                self._finish(request, index, *(request.recorded or nothing), "aborted")
         return len(rows) + sum(request.num_waiting for request in stopped)
 
     def generate(self, prompts: Sequence[Tensor | Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
@@ -206,14 +277,19 @@ class Engine:
         return [*self._cache.keys, *self._cache.values]
 
     @torch.inference_mode()
-    def score_all(self, prompt_ids: Tensor | Sequence[int], token_ids: Tensor | Sequence[int], temperature: float = 1.0) -> Tensor:
+    def score_all(
+        self, prompt_ids: Tensor | Sequence[int], token_ids: Tensor | Sequence[int], temperature: float = 1.0
+    ) -> Tensor:
         """[L, V] float32: at the place of each of these tokens, the logprobs of the whole vocabulary."""
-        slot = self.num_live
         tokens = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
         params = SamplingParams(max_new_tokens=max(1, tokens.numel()), temperature=temperature)
         request = self._request(0, 0, prompt_ids, params)
-        self._cache.reserve(request.max_tokens)
-        logits = [self._prefill(slot, [(request, 0, 1)])]
+        if self._packed:
+            self._packed.refresh()
+        slot = max(self.num_live, -1 if self._staging is None else self._staging) + (self._staging is not None)
+        slot = slot if self.device.type == "cpu" else self._cache.rows - 2
+        self._reserve(slot + 1, request.max_tokens)
+        logits = [prefill(self.decoder, self._cache, slot, [(request, 0, 1)])]
         for i in range(tokens.numel() - 1):
             position = request.prompt_ids.numel() + i
             at = torch.tensor([position], device=self.device)
@@ -222,61 +298,96 @@ class Engine:
         return processed.log_softmax(1)[: tokens.numel()]
 
     def _request(self, stream: int, ticket: int, prompt_ids: Tensor | Sequence[int], params: SamplingParams) -> Request:
-        prompt = torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu")
-        vocab = self.decoder.config.vocab_size
-        if prompt.dim() != 1 or prompt.numel() == 0:
-            raise ValueError(f"ticket {ticket}: prompt_ids of shape {list(prompt.shape)}; need [P] with at least one token")
-        if prompt.numel() + params.max_new_tokens > self.max_len:
-            raise ValueError(
-                f"ticket {ticket}: {prompt.numel()} prompt tokens + max_new_tokens={params.max_new_tokens} exceed "
-                f"max_len={self.max_len}; give the engine a larger max_len, or shorten either"
-            )
-        low, high = torch.aminmax(prompt)
-        if low < 0 or high >= vocab or any(t >= vocab for t in params.stop_token_ids):
-            raise ValueError(
-                f"ticket {ticket}: prompt ids {int(low)}..{int(high)} or stop tokens {params.stop_token_ids} lie outside "
-                f"the model's vocabulary of {vocab}; is the tokenizer another model's?"
-            )
-        return Request(stream, ticket, prompt, params)
+        request = Request(stream, ticket, torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu"), params, params.n)
+        request.check(self.decoder.config.vocab_size, self.max_len)
+        return request
 
-    def _admit(self) -> tuple[int, list[tuple[Request, int, int]]]:
-        """Give free slots to waiting samples. Returns the first new row, and (request, first sample, end) for the new rows."""
+    def _start(self, *, pieces: bool = True) -> None:
+        """Admit what fits, prefill it, and sample its first tokens. pieces: also go on with a prompt prefilled in pieces."""
+        first, jobs = self._admit(pieces)
+        if self._running:
+            self._demands = self._rows.demands(self.num_live)
+        while jobs:
+            size = 1 if jobs[0][0].num_cached else next(batches([request.ids.numel() for request, _, _ in jobs]))
+            batch, jobs = jobs[:size], jobs[size:]
+            logits_RV = (
+                self._prefill_last(first, batch[0])
+                if batch[0][0].num_cached
+                else prefill(self.decoder, self._cache, first, batch)
+            )
+            rows = slice(first, first + logits_RV.shape[0])
+            self._rows.append(rows, logits_RV, self._version, self._demands)
+            first = rows.stop
+
+    def _admit(self, pieces: bool) -> tuple[int, list[Job]]:
+        """Give free slots to waiting samples, in order. Returns the first new row, and the jobs of the new rows."""
         first, jobs = self.num_live, []
-        while self._waiting and self.free_slots:
+        longest = max((request.max_tokens for request, _ in self._running), default=0) if self._waiting else 0
+        while self._waiting:
             request = self._waiting[0]
+            longest = max(longest, request.max_tokens)
+            room = min(self.max_slots, self._cache.rows_of(longest)) - self.num_live
+            if room < 1 or not self._one_piece_left(request, pieces):
+                break
             begin = request.num_started
-            end = request.num_started = min(request.params.n, begin + self.free_slots)
+            end = request.num_started = min(request.end, begin + room)
             jobs.append((request, begin, end))
             self._running.extend((request, index) for index in range(begin, end))
             if not request.num_waiting:
                 self._waiting.popleft()
         if jobs:
             self._rows.start(first, jobs)
-            self._cache.reserve(max(request.max_tokens for request, _, _ in jobs))
+            self._retired_tokens -= sum(r.partial.token_ids.numel() for r, _, _ in jobs if r.partial)
+            self._reserve(self.num_live, 0)
         return first, jobs
 
-    def _prefill(self, first_slot: int, jobs: list[tuple[Request, int, int]]) -> Tensor:
-        """Run each prompt once and keep its K/V in a slot for each sample, from first_slot on. Next logits [rows, V]."""
-        lengths_N = torch.tensor([request.prompt_ids.numel() for request, _, _ in jobs])
-        copies_N = torch.tensor([end - begin for _, begin, end in jobs])
-        ends_N, slots_N = lengths_N.cumsum(0), first_slot + copies_N.cumsum(0) - copies_N
-        starts_T, slots_T = torch.stack([ends_N - lengths_N, slots_N]).repeat_interleave(lengths_N, dim=1)
-        prompt_R = torch.arange(len(jobs)).repeat_interleave(copies_N)
-        tokens_T = torch.cat([request.prompt_ids for request, _, _ in jobs])
-        positions_T = torch.arange(tokens_T.numel()) - starts_T
-        tokens_T, positions_T, slots_T, ends_N, prompt_R, slots_N = (
-            x.to(self.device) for x in (tokens_T, positions_T, slots_T, ends_N, prompt_R, slots_N)
-        )
-        context = Prefill(self._cache, F.pad(ends_N, (1, 0)), slots_T, positions_T)
-        logits_NV = self.decoder(tokens_T, positions_T, context, lambda h_TD, w_VD: F.linear(h_TD[ends_N - 1], w_VD))
-        if prompt_R.numel() > len(jobs):
-            self._cache.share(slots_N, prompt_R, first_slot, context.longest)
-        return logits_NV[prompt_R]
+    def _one_piece_left(self, request: Request, pieces: bool) -> bool:
+        """Whether a prompt's turn for its last (or only) piece has come; if not, prefill a piece, or all but it if nothing decodes."""
+        while (ids := request.ids).numel() - request.num_cached > self._prefill_chunk:
+            if not pieces or (self._staging is not None and not request.num_cached):  # one prompt at a time
+                return False
+            if self._staging is None:
+                self._staging = self.num_live if self.device.type == "cpu" else self._cache.rows - 1
+            self._reserve(self._staging + 1, request.max_tokens)
+            end = request.num_cached + self._prefill_chunk
+            extend(self.decoder, self._cache, self._staging, request.num_cached, ids[request.num_cached : end])
+            request.num_cached = end
+            if self._running:
+                return False
+        return pieces or not request.num_cached
+
+    def _prefill_last(self, first: int, job: Job) -> Tensor:
+        """The last piece of a long prompt, whose K/V go from the staging slot to rows first.. of its samples. Logits [R, V]."""
+        (request, begin, end), slot = job, self._staging
+        logits_1V = extend(self.decoder, self._cache, slot, request.num_cached, request.ids[request.num_cached :])
+        rows = torch.zeros(end - begin, dtype=torch.int64, device=self.device)
+        self._cache.share(torch.tensor([slot], device=self.device), rows, first, request.ids.numel())
+        request.num_cached, self._staging = 0, None
+        return logits_1V.expand(end - begin, -1)
+
+    def _reserve(self, rows: int, length: int) -> None:
+        """Room in the cache for as many rows, none of which loses anything."""
+        staged = (r for r in self._waiting if r.num_cached)
+        longest = max([length, *(r.max_tokens for r, _ in self._running), *(r.max_tokens for r in staged)])
+        self._cache.reserve(max(rows, self.num_live, 0 if self._staging is None else self._staging + 1), longest)
+
+    def _recompute(self) -> None:
+        """The cache under the new weights: what the rows have read, and a long prompt's pieces from the first on."""
+        tokens, counts = self._rows.tokens.cpu(), self._rows.count[: self.num_live].tolist()
+        read = [torch.cat([r.prompt_ids, tokens[i, : counts[i] - 1]]) for i, (r, _) in enumerate(self._running)]
+        recompute(self.decoder, self._cache, read)
+        for request in self._waiting:
+            request.num_cached = 0
+        self._staging, self._recompute_due = None, False
+
+    def _decode_rows(self, num_rows: int, longest: int) -> None:
+        """One token for each of the first rows: decoded, sampled and recorded in place."""
+        rows = slice(0, num_rows)
+        logits_RV = self._decode(0, self._rows.token[rows], self._rows.position[rows], longest)
+        self._rows.append(rows, logits_RV, self._version, self._demands)
 
     def _decode(self, first_slot: int, tokens_N: Tensor, positions_N: Tensor, longest: int) -> Tensor:
         """One token a row, in slots first_slot onwards. Logits [N, V] of the next."""
-        if self._packed:
-            self._packed.refresh()
         return (self._packed or self.decoder)(tokens_N, positions_N, Decode(self._cache, positions_N, longest, first_slot))
 
     @torch.inference_mode()
@@ -297,44 +408,26 @@ class Engine:
             for mover, hole in zip(movers, holes):
                 self._running[hole] = self._running[mover]
         del self._running[num_live:]
+        rows.live[num_live:] = False
 
     # Not in inference mode: a completion's tensors take part in training.
     @torch.inference_mode(False)
     @torch.no_grad()
     def _emit(self, ended: list[int], aborted: bool) -> None:
-        index = torch.tensor(ended, device=self.device)
-        rows = self._rows
-        lengths_N = rows.count[index]
-        lengths = lengths_N.tolist()
-        recorded_NL = torch.arange(max(lengths), device=self.device) < lengths_N[:, None]
-        tokens, logprobs, versions = (
-            table[index, : max(lengths)][recorded_NL].cpu() for table in (rows.tokens, rows.logprobs, rows.versions)
-        )
-        if not logprobs.isfinite().all():
-            raise RuntimeError(
-                f"logits are not finite under policy version {self.policy_version}: "
-                f"its weights hold NaN or infinity, or overflow {self.dtype}"
-            )
-        last = tokens[lengths_N.cpu().cumsum(0) - 1].tolist()
-        parts = zip(ended, last, tokens.split(lengths), logprobs.split(lengths), versions.split(lengths))
-        for row, last_token, token_ids, generator_logprobs, policy_versions in parts:
+        for row, (token_ids, logprobs, versions) in zip(ended, self._rows.recorded(ended)):
+            if not logprobs.isfinite().all():
+                raise RuntimeError(
+                    f"logits are not finite under policy version {self.policy_version}: "
+                    f"its weights hold NaN or infinity, or overflow {self.dtype}"
+                )
             request, sample_index = self._running[row]
-            reason = "aborted" if aborted else "stop" if last_token in request.params.stop_token_ids else "length"
-            self._finish(request, sample_index, token_ids, generator_logprobs, policy_versions, reason)
-        self._retired_tokens += sum(lengths)
+            stopped = int(token_ids[-1]) in request.params.stop_token_ids
+            reason = "aborted" if aborted else "stop" if stopped else "length"
+            self._finish(request, sample_index, token_ids, logprobs, versions, reason)
+            self._retired_tokens += token_ids.numel()
 
-    def _finish(
-        self,
-        request: Request,
-        sample_index: int,
-        token_ids: Tensor,
-        generator_logprobs: Tensor,
-        policy_versions: Tensor,
-        reason: FinishReason,
-    ) -> None:
-        completion = Completion(
-            request.ticket, sample_index, request.prompt_ids, token_ids, generator_logprobs, policy_versions, reason
-        )
+    def _finish(self, request: Request, index: int, tokens: Tensor, logprobs: Tensor, versions: Tensor, reason: FinishReason):
+        completion = Completion(request.ticket, index, request.prompt_ids, tokens, logprobs, versions, reason)
         self._finished.append((request.stream, completion))
 
     def _num_ended(self) -> int:
@@ -342,21 +435,8 @@ class Engine:
 
     def _longest(self) -> int:
         """Places that the next token of any row attends to."""
-        return int(self._rows.position[: self.num_live].max()) + 1
+        return int(self._rows.position[: self.num_live].max()) + 1 if self._running else 0
 
     def _num_sampled(self) -> int:
         """Tokens sampled so far, ever."""
         return self._retired_tokens + int(self._rows.count[: self.num_live].sum())
-
-
-def _prefill_batches(jobs: list[tuple[Request, int, int]]) -> Iterator[list[tuple[Request, int, int]]]:
-    """Consecutive prompts that together, padded to the longest, have at most _PREFILL_TOKENS tokens (or one longer prompt)."""
-    batch, longest = [], 0
-    for job in jobs:
-        longest = max(longest, job[0].prompt_ids.numel())
-        if batch and longest * (len(batch) + 1) > _PREFILL_TOKENS:
-            yield batch
-            batch, longest = [], job[0].prompt_ids.numel()
-        batch.append(job)
-    if batch:
-        yield batch

@@ -33,13 +33,14 @@ def quantized_dtype(kind: str) -> torch.dtype:
 
 @torch.no_grad()
 def quantize_rows(
-    weight_OI: Tensor, kind: str, q_out: Tensor | None = None, scale_out: Tensor | None = None
+    weight_OI: Tensor, kind: str, q_out: Tensor | None = None, scale_out: Tensor | None = None, largest_O: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(q [O, I] in one byte, scale [O] float32) of a float matrix; written into q_out and scale_out if they are given.
 
     scale = absmax of the row / the largest number of `kind`, or 1 for a row of zeros; q = row / scale, to nearest even. A row
     depends on no other, so shards of whole rows are quantised as the whole is, bit for bit. NaN and infinity are not looked
     for, which would wait for the device: they make the row's scale NaN or infinite, which then shows in the logits.
+    largest_O: absmax of the whole rows, where weight_OI holds only some of their columns.
     """
     dtype = quantized_dtype(kind)
     q = torch.empty(weight_OI.shape, dtype=dtype, device=weight_OI.device) if q_out is None else q_out
@@ -49,7 +50,7 @@ def quantize_rows(
     rows = max(1, _BLOCK // max(1, weight_OI.shape[1]))
     for first in range(0, len(weight_OI), rows):
         block = weight_OI[first : first + rows]
-        largest = block.abs().amax(1).float()
+        largest = block.abs().amax(1).float() if largest_O is None else largest_O[first : first + rows]
         # A subnormal scale has too few bits: the row would overflow. With the smallest normal one it loses bits instead.
         s = (largest / _LARGEST[kind]).clamp_min_(torch.finfo(torch.float32).tiny).masked_fill_(largest == 0, 1.0)
         block = block / s[:, None]

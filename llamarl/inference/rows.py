@@ -13,24 +13,72 @@ from torch import Tensor
 from llamarl.inference.sampler import SamplingParams, process, sample, sample_keys, stream_key, uniforms
 
 
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A sample that has not ended. Made by Engine.export_partials, consumed by Engine.submit_partial, of any engine."""
+
+    stream: int
+    ticket: int
+    sample_index: int
+    prompt_ids: Tensor  # [P] int64
+    token_ids: Tensor  # [L] int64, L from 0 to max_new_tokens - 1
+    generator_logprobs: Tensor  # [L] float32
+    policy_versions: Tensor  # [L] int64
+    params: SamplingParams
+
+
 @dataclass(slots=True)
 class Request:
-    """A submitted prompt; its n samples take slots as they come free, in order."""
+    """A submitted prompt; its samples num_started..end-1 take slots as they come free, in order."""
 
     stream: int
     ticket: int
     prompt_ids: Tensor  # [P] int64, on the CPU
     params: SamplingParams
+    end: int
     num_started: int = 0
+    partial: Partial | None = None  # what its only sample has already
+    num_cached: int = 0  # tokens of a long prompt that wait in the staging slot
+
+    def check(self, vocab_size: int, max_len: int) -> None:
+        """ValueError for an empty prompt, one that does not fit max_len with max_new_tokens, or ids outside the vocabulary."""
+        prompt, params, ticket = self.prompt_ids, self.params, self.ticket
+        if prompt.dim() != 1 or prompt.numel() == 0:
+            raise ValueError(f"ticket {ticket}: prompt_ids of shape {list(prompt.shape)}; need [P] with at least one token")
+        if self.max_tokens > max_len:
+            raise ValueError(
+                f"ticket {ticket}: {prompt.numel()} prompt tokens + max_new_tokens={params.max_new_tokens} exceed "
+                f"max_len={max_len}; give the engine a larger max_len, or shorten either"
+            )
+        low, high = torch.aminmax(self.ids)
+        if low < 0 or high >= vocab_size or any(t >= vocab_size for t in params.stop_token_ids):
+            raise ValueError(
+                f"ticket {ticket}: prompt ids {int(low)}..{int(high)} or stop tokens {params.stop_token_ids} lie outside "
+                f"the model's vocabulary of {vocab_size}; is the tokenizer another model's?"
+            )
+        done = self.partial.token_ids if self.partial else prompt[:0]
+        if done.numel() >= params.max_new_tokens or (done.numel() and int(done[-1]) in params.stop_token_ids):
+            raise ValueError(f"ticket {ticket}: a completion of {done.numel()} tokens that has ended cannot go on")
 
     @property
     def num_waiting(self) -> int:
-        return self.params.n - self.num_started
+        return self.end - self.num_started
 
     @property
     def max_tokens(self) -> int:
         """Of prompt and completion."""
         return self.prompt_ids.numel() + self.params.max_new_tokens
+
+    @property
+    def recorded(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Tokens, logprobs and versions of a partial completion."""
+        had = self.partial
+        return (had.token_ids, had.generator_logprobs, had.policy_versions) if had else None
+
+    @property
+    def ids(self) -> Tensor:
+        """What is prefilled before its samples start."""
+        return torch.cat([self.prompt_ids, self.partial.token_ids]) if self.partial else self.prompt_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +142,7 @@ class Rows:
             return torch.tensor(values, dtype=dtype).repeat_interleave(sizes, dim=0).to(self.token.device)
 
         params = [request.params for request, _, _ in jobs]
-        self.position[rows] = spread([request.prompt_ids.numel() - 1 for request, _, _ in jobs])
+        self.position[rows] = spread([request.ids.numel() - 1 for request, _, _ in jobs])
         self.count[rows] = 0
         self.live[rows] = True
         index = torch.cat([torch.arange(begin, end) for _, begin, end in jobs]).to(self.token.device)
@@ -108,6 +156,15 @@ class Rows:
         if width > self.stops.shape[1]:
             self.stops = torch.nn.functional.pad(self.stops, (0, width - self.stops.shape[1]), value=-1)
         self.stops[rows] = spread([list(p.stop_token_ids) + [-1] * (width - len(p.stop_token_ids)) for p in params])
+        row = first
+        for request, begin, end in jobs:
+            if request.partial:
+                count = request.partial.token_ids.numel()
+                self.count[row] = count
+                self.tokens[row, :count] = request.partial.token_ids.to(self.token.device)
+                self.logprobs[row, :count] = request.partial.generator_logprobs.to(self.token.device)
+                self.versions[row, :count] = request.partial.policy_versions.to(self.token.device)
+            row += end - begin
 
     def demands(self, num_rows: int) -> Demands:
         """One synchronisation with the device."""
@@ -121,8 +178,8 @@ class Rows:
         )
         return Demands(*torch.stack(asked).tolist())
 
-    def append(self, rows: slice, logits_RV: Tensor, version: int, demands: Demands) -> None:
-        """Sample one token for each of `rows`, record it where the row is live, and end the rows that it ends."""
+    def append(self, rows: slice, logits_RV: Tensor, version: Tensor, demands: Demands) -> None:
+        """Sample one token for each of `rows`, record it where the row is live, and end the rows that it ends. version: [1]."""
         count, live, stops = self.count[rows], self.live[rows], self.stops[rows]
         temperature = self.temperature[rows]
         banned = stops.masked_fill((count >= self.min_new_tokens[rows])[:, None], -1) if demands.min_new_tokens else None
@@ -139,15 +196,26 @@ class Rows:
         self.token[rows] = token
         self.tokens[rows].scatter_(1, place, token[:, None])
         self.logprobs[rows].scatter_(1, place, logprob[:, None])
-        self.versions[rows].scatter_(1, place, version)
+        self.versions[rows].scatter_(1, place, version.expand_as(place))
         count += live
         live &= (token[:, None] != stops).all(1)
         live &= count < self.max_new_tokens[rows]
         # A row that just ended stays where it is: its next place may lie beyond its slot.
         self.position[rows] += live
 
+    def recorded(self, rows: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Tokens, logprobs and versions of each of some rows so far, on the CPU."""
+        index = torch.tensor(rows, device=self.token.device)
+        lengths_N = self.count[index]
+        longest, lengths = int(lengths_N.max()), lengths_N.tolist()
+        recorded_NL = torch.arange(longest, device=index.device) < lengths_N[:, None]
+        tables = (self.tokens, self.logprobs, self.versions)
+        return list(zip(*(table[index, :longest][recorded_NL].cpu().split(lengths) for table in tables)))
+
+    def tables(self) -> list[Tensor]:
+        return [getattr(self, field.name) for field in fields(self)]
+
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy rows `source` to rows `target`."""
-        for field in fields(self):
-            table = getattr(self, field.name)
+        for table in self.tables():
             table.index_copy_(0, target, table.index_select(0, source))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
-from typing import Callable, Iterable
+from typing import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 SCHEDULES: dict[str, Callable[[float], float]] = {  # progress 0..1 after the warm-up -> factor 0..1
@@ -61,24 +63,29 @@ def lr_at(step: int, *, lr: float, schedule: str = "constant", warmup_steps: int
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter], max_norm: float | None, *, tensor_groups: Sequence[dist.ProcessGroup | None] | None = None
+) -> Tensor:
     """Collective over the parameters' meshes: the 2-norm of all gradients [] before they are scaled to at most max_norm.
 
-    Each shard of a DTensor counts once, a replica not again, whatever meshes they are on (FSDP2, HSDP, FSDP2 with TP); plain
-    tensors count as they are. float32 at least, also for bfloat16 gradients. max_norm None measures only. A norm that is
-    not finite makes the gradients so: check it before the step.
+    Each shard of a DTensor counts once, a replica not again, whatever meshes they are on (FSDP2, HSDP); plain tensors count
+    as they are. tensor_groups: of each parameter, the ranks that hold its other tensor-parallel parts, or None where each
+    holds it whole. float32 at least, also for bfloat16 gradients. max_norm None measures only. A norm that is not finite
+    makes the gradients so: check it before the step.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
+    parameters = list(parameters)
+    groups = tensor_groups or [None] * len(parameters)
+    trained = [(p.grad, group) for p, group in zip(parameters, groups, strict=True) if p.grad is not None]
+    if not trained:
         return torch.zeros(())
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g, _ in trained]
     dtype = torch.promote_types(torch.float32, local[0].dtype)
     squares = torch.stack(torch._foreach_norm(local, 2, dtype=dtype)).square()
     # One reduction a kind of sharding, in parameter order, which is the same on all ranks.
     kinds: dict[tuple, list[int]] = {}
-    for i, gradient in enumerate(gradients):
-        kind = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else ()
-        kinds.setdefault(kind, []).append(i)
+    for i, (gradient, group) in enumerate(trained):
+        kind = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None, ())
+        kinds.setdefault((group, *kind), []).append(i)
     total = squares.new_zeros(())
     for kind, places in kinds.items():
         total = total + _sum_over_shards(squares[places].sum(), *kind)
@@ -88,9 +95,22 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     return norm
 
 
-def _sum_over_shards(value: Tensor, mesh=None, placements=()) -> Tensor:
+@torch.no_grad()
+def share_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Collective: gradients of parameters that every rank of `group` holds become the first rank's.
+
+    They differ by rounding alone, where a device adds in no fixed order; copies of a parameter must not drift apart by it.
+    """
+    for p in parameters:
+        if p.grad is not None:
+            dist.broadcast(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad, group=group, group_src=0)
+
+
+def _sum_over_shards(value: Tensor, group: dist.ProcessGroup | None, mesh: DeviceMesh | None, placements: tuple) -> Tensor:
+    if group is not None:
+        dist.all_reduce(value, group=group)
     for axis, placement in enumerate(placements):
         assert not placement.is_partial(), "a gradient that is not reduced yet; clip after backward"
         if placement.is_shard():
-            torch.distributed.all_reduce(value, group=mesh.get_group(axis))
+            dist.all_reduce(value, group=mesh.get_group(axis))
     return value

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from llamarl.learning.advantages import ADVANTAGES
 from llamarl.learning.logprobs import make_head
-from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr
+from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr, share_gradients
 from llamarl.learning.packing import filler, pack, to_device
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
+from llamarl.models.fsdp import is_split
+from llamarl.models.hf import named_parameters_hf
 from llamarl.parity import Canary, ParityError, Sequence
 from llamarl.types import Group, PackedBatch
 
@@ -49,7 +51,10 @@ class UpdateSettings:
 
 
 class PolicyUpdate:
-    """Runs optimizer steps. Collective over `group` (the trainer's data-parallel ranks), None for a single rank."""
+    """Runs optimizer steps. Collective over `group` (the trainer's ranks), None for a single rank.
+
+    Ranks that share a tensor-parallel decoder are given the same groups; in sums over ranks they count once.
+    """
 
     def __init__(
         self,
@@ -64,6 +69,12 @@ class PolicyUpdate:
         self.decoder, self.optimizer, self.loss_fn, self.settings = decoder, optimizer, loss_fn, settings
         self._group, self._device = group, device
         self._num_ranks = group.size() if group is not None else 1
+        tp = decoder.tensor_parallel
+        self._num_data_ranks = self._num_ranks // (tp.size if tp else 1)
+        self._is_counted = tp is None or tp.rank == 0
+        split = [tp is not None and is_split(decoder, name) for name, _ in named_parameters_hf(decoder)]
+        self._tensor_groups = [tp.group if s else None for s in split]
+        self._copied = [p for p, s in zip(decoder.parameters(), split, strict=True) if tp and not s]
         self._advantages = ADVANTAGES[settings.advantages]
 
     def run(self, groups: list[Group], version: int, stop: Callable[[], bool]) -> dict[str, float | None]:
@@ -111,7 +122,9 @@ class PolicyUpdate:
         positions = torch.cat([torch.arange(int(n)) for n in sizes]).to(self._device)
         ids = torch.cat([torch.tensor(s.token_ids[:-1]) for s in sequences]).to(self._device)
         labels = torch.cat([torch.tensor(s.token_ids[s.given :]) for s in sequences]).to(self._device)
-        places = torch.cat([positions.new_tensor(range(s.given - 1, len(s.token_ids) - 1)) + int(a) for s, a in zip(sequences, cu_seqlens)])
+        places = torch.cat(
+            [positions.new_tensor(range(s.given - 1, len(s.token_ids) - 1)) + int(a) for s, a in zip(sequences, cu_seqlens)]
+        )
         logits_SV = self.decoder(
             ids, positions, PackedAttention(cu_seqlens.to(self._device)), lambda h_TD, w_VD: F.linear(h_TD[places], w_VD)
         )
@@ -136,8 +149,8 @@ class PolicyUpdate:
             torch.ones_like(batch.labels, dtype=torch.bool),
             num_loss_tokens=num_loss_tokens,
         )
-        # FSDP averages gradients over ranks; the denominator is global already.
-        (loss * self._num_ranks).backward()
+        # FSDP averages gradients over data-parallel ranks; the denominator is global already.
+        (loss * self._num_data_ranks).backward()
         stats = {
             **stats,
             "loss/value": loss.detach(),
@@ -165,7 +178,9 @@ class PolicyUpdate:
             raise StepAborted
 
     def _checked_norm(self, sums: dict[str, Tensor], version: int, groups: list[Group]) -> float:
-        norm = float(clip_grad_norm(list(self.decoder.parameters()), self.settings.max_grad_norm))
+        if self._copied:
+            share_gradients(self._copied, self.decoder.tensor_parallel.group)
+        norm = float(clip_grad_norm(self.decoder.parameters(), self.settings.max_grad_norm, tensor_groups=self._tensor_groups))
         loss, _ = self._reduce({"loss": float(sums.get("loss/value", 0.0))}, {})
         if not (math.isfinite(norm) and math.isfinite(loss["loss"])):
             self.optimizer.zero_grad(set_to_none=True)
@@ -192,6 +207,7 @@ class PolicyUpdate:
         out = []
         for values, op, neutral in ((sums, dist.ReduceOp.SUM, 0.0), (maxima, dist.ReduceOp.MAX, -math.inf)):
             names = self._all_names(sorted(values))
+            values = values if self._is_counted or op == dist.ReduceOp.MAX else {}
             packed = torch.tensor([values.get(n, neutral) for n in names], dtype=torch.float64, device=self._device)
             if names:
                 dist.all_reduce(packed, op, group=self._group)

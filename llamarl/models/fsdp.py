@@ -1,39 +1,94 @@
-"""The trainer's decoder: FSDP2 over a mesh, mixed precision, weights read shard by shard."""
+"""The trainer's decoder: FSDP2 over a mesh, of each tensor-parallel part; mixed precision; weights read shard by shard.
+
+A rank's box of a parameter is its rows (FSDP2) of its tensor-parallel part (llamarl.models.sharding).
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from llamarl.models.build import Decoder, build_decoder, read_config
-from llamarl.models.hf import load_weights
+from llamarl.models.hf import load_weights, local_rows
+from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
+from llamarl.models.tp import TensorParallel
 
 
 def training_decoder(
     path: str | Path,
     *,
-    group: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None,
     device: torch.device,
     compute_dtype: torch.dtype,
     activation_checkpointing: bool = False,
+    tensor_parallel: TensorParallel | None = None,
 ) -> Decoder:
-    """A decoder with float32 master weights, sharded over `group`, that computes in compute_dtype and reduces in float32.
+    """A decoder with float32 master weights that computes in compute_dtype and reduces in float32.
 
-    Collective over `group` from its first use on. One rank in float32 needs no wrapper and gets none. FileNotFoundError
-    or ValueError naming the file when the directory is not whole.
+    mesh: [shard], or [replicate, shard] for replicas of the shards (HSDP): the ranks that hold the same tensor-parallel
+    part, which must hold embedding and head whole. Collective over both from the first use on. One rank in float32 needs no
+    wrapper and gets none, nor a mesh. FileNotFoundError or ValueError naming the file when the directory is not whole.
     """
-    decoder = build_decoder(read_config(path), dtype=torch.float32)
+    assert tensor_parallel is None or not tensor_parallel.split_vocabulary, "the loss needs the whole head"
+    decoder = build_decoder(read_config(path), dtype=torch.float32, tensor_parallel=tensor_parallel)
     decoder.activation_checkpointing = activation_checkpointing
-    size = group.size() if group is not None else 1
-    if size > 1 or compute_dtype != torch.float32:
-        mesh = DeviceMesh.from_group(group, device.type)
+    if (mesh is not None and mesh.size() > 1) or compute_dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         for layer in decoder.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=size > 1)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=mesh.shape[-1] > 1)
         fully_shard(decoder, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     load_weights(decoder, path, device=device)
     return decoder.train()
+
+
+def tensor_box(decoder: Decoder, name: str) -> Box:
+    """The part of the parameter with this Hugging Face name that the ranks of this one's mesh hold together."""
+    shape, tp = parameter_shapes(decoder.config)[name], decoder.tensor_parallel
+    return tensor_parallel_box(decoder.config, name, shape, tp.rank, tp.size, split_vocabulary=False) if tp else Box.whole(shape)
+
+
+def is_split(decoder: Decoder, name: str) -> bool:
+    """Whether tensor-parallel ranks hold different parts of a parameter, not each the whole."""
+    return tensor_box(decoder, name).lengths != parameter_shapes(decoder.config)[name]
+
+
+def held_box(decoder: Decoder, name: str, parameter: nn.Parameter) -> Box:
+    """The part of a parameter that this rank holds."""
+    box = tensor_box(decoder, name)
+    return box.cut(0, *local_rows(parameter)) if isinstance(parameter, DTensor) else box
+
+
+def overlap(a: Box, b: Box) -> Box:
+    """What is in both; some lengths are 0 if nothing is."""
+    low = [max(pair) for pair in zip(a.offsets, b.offsets)]
+    high = [min(x + n, y + m) for x, n, y, m in zip(a.offsets, a.lengths, b.offsets, b.lengths)]
+    return Box(tuple(low), tuple(max(0, h - first) for first, h in zip(low, high)))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, without gradients: of the shape of its held_box."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_parameters(decoder: Decoder, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+    """Collective over a replica's ranks: each parameter, one at a time; whole on tensor-parallel rank 0, elsewhere the rank's part."""
+    for name, p in parameters:
+        part = p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+        yield name, _joined(decoder, name, part) if is_split(decoder, name) else part
+
+
+def _joined(decoder: Decoder, name: str, part: Tensor) -> Tensor:
+    """Collective over the tensor-parallel ranks, whose parts are of one shape: the first gets them end to end."""
+    tp, whole = decoder.tensor_parallel, parameter_shapes(decoder.config)[name]
+    parts = [torch.empty_like(part) for _ in range(tp.size)] if tp.rank == 0 else None
+    dist.gather(part.contiguous(), parts, group=tp.group, group_dst=0)
+    dim = next(d for d, n in enumerate(whole) if part.shape[d] != n)
+    return torch.cat(parts, dim) if parts else part

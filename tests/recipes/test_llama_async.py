@@ -146,3 +146,38 @@ def test_the_custom_station_of_the_recipe_runs(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == STEPS and rows[0]["eval/accuracy"] * EVAL_PROMPTS == pytest.approx(round(rows[0]["eval/accuracy"] * EVAL_PROMPTS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["trainer.replicate=2", "trainer.tensor_parallel=2"])
+def test_replicas_and_tensor_parallel_trainers_train_as_one_rank_does(synchronous_run, tmp_path, topology):
+    five = ("placement.trainer=[0,1,2,3]", "placement.generator=[4]", "max_lag=0", "max_steps=3", "eval.every=0")
+    with Job(*SMALL, *five, topology, run_dir=tmp_path / "run", ranks=5) as job:
+        assert job.wait() == 0, job.output
+        rows, want = job.rows, synchronous_run.rows
+    assert [r["step"] for r in rows] == [1, 2, 3]
+    for row, expected in zip(rows, want[1:]):
+        for name in ("reward/mean", "tokens/trained", "tokens/generated", "lag/max"):
+            assert row[name] == expected[name]
+        for name in ("loss/value", "grad_norm", "entropy", "ratio/mean"):
+            assert row[name] == pytest.approx(expected[name], abs=SHARDED, rel=SHARDED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 1])
+def test_two_ranks_that_share_the_generators_model_train_as_one_does(synchronous_run, tmp_path, lag):
+    three = (f"max_lag={lag}", "placement.generator=[1,2]", "generator.tensor_parallel=2", "max_steps=3", "eval.every=3")
+    with Job(*SMALL, *three, run_dir=tmp_path / "run", ranks=3) as job:
+        assert job.wait() == 0, job.output
+        rows, want = job.rows, synchronous_run.rows
+    assert "generator 1,2 (tensor parallel 2)" in job.output
+    assert [r["step"] for r in rows] == [0, 1, 2, 3] and all(r["grad_norm"] > 0 for r in rows[1:2])
+    assert [r["step"] for r in rows if r.get("eval/accuracy") is not None] == [0, 3]
+    fresh = [r["parity/logprob_diff_max"] for r in rows[1:] if r["parity/logprob_diff_max"] is not None]
+    assert fresh and max(fresh) <= 1e-4
+    if lag == 0:
+        assert rows[0]["eval/accuracy"] == want[0]["eval/accuracy"]
+        for name in ("reward/mean", "tokens/trained", "tokens/generated", "lag/max"):
+            assert rows[1][name] == want[1][name]
+        for name in ("loss/value", "grad_norm"):
+            assert rows[1][name] == pytest.approx(want[1][name], abs=SHARDED, rel=SHARDED)

@@ -294,6 +294,43 @@ def test_offload_is_refused_with_its_reason():
     assert ["given different ones" in what for what in clash.values()] == [True]
 
 
+@pytest.mark.parametrize(
+    "world_size, size, groups, trainer, generator, reward",
+    [
+        (3, 2, 64, (0,), (1, 2), (2,)),
+        (4, 2, 64, (0, 1), (2, 3), (3,)),
+        (8, 3, 64, (0, 1), (2, 3, 4, 5, 6, 7), (7,)),  # four trainers would leave no whole replicas
+        (4, 2, 1, (0,), (1, 2), (3,)),  # one is left over, for the reward
+        (9, 8, 64, (0,), tuple(range(1, 9)), (8,)),
+    ],
+)
+def test_automatic_placement_makes_whole_replicas(world_size, size, groups, trainer, generator, reward):
+    placed = resolve_placement(AUTO, world_size, groups_per_step=groups, tensor_parallel=size)
+    assert (placed["trainer"], placed["generator"], placed["reward"]) == (trainer, generator, reward)
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 8))
+def test_automatic_placement_makes_whole_replicas_wherever_it_can(world_size, groups_per_step, size):
+    placed = resolve_placement(AUTO, world_size, groups_per_step=groups_per_step, tensor_parallel=size)
+    assert len(placed["generator"]) % size == 0 or world_size <= size
+    assert groups_per_step % len(placed["trainer"]) == 0 and (world_size == 1 or not set(placed["trainer"]) & set(placed["generator"]))
+
+
+def test_replicas_that_cannot_be_are_refused_with_what_to_set():
+    key = "generator.tensor_parallel"
+    assert complaints(f"{key}=2", "max_lag=1", world_size=3) == {}
+    assert complaints(f"{key}=2", "placement.trainer=[0]", "placement.generator=[0,1]", world_size=2) == {}
+    assert "start at least 3 ranks" in complaints(f"{key}=2", world_size=2)[f"{key}=2"]
+    uneven = complaints(f"{key}=2", "placement.generator=[1,2,3]", world_size=4)[f"{key}=2"]
+    assert "[1,2,3] cannot be split into replicas of 2" in uneven and "such as [2,3]" in uneven
+    heads = complaints(f"{key}=5", world_size=6)[f"{key}=5"]
+    assert "4 query heads" in heads
+    both = (f"{key}=2", "placement.colocate=[trainer,generator]")
+    assert complaints(*both, "max_lag=0", world_size=2) == {}
+    (what,) = complaints(*both, "max_lag=1", world_size=2).values()
+    assert "each wait in one for the other" in what
+
+
 def test_a_rank_that_hosts_nothing_is_known():
     config = config_of("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1]")
     assert idle_ranks(config, 4) == (2, 3)

@@ -13,7 +13,18 @@ from hypothesis import given, settings, strategies as st
 from llamarl.control import Control, DeadlineExceeded
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source, buffer_of, travelling
-from llamarl.ddma.links import BLOCK_BYTES, Digest, End, Header, Kind, LocalLink, Slots, WeightsError, _device_digest, choose_transports
+from llamarl.ddma.links import (
+    BLOCK_BYTES,
+    Digest,
+    End,
+    Header,
+    Kind,
+    LocalLink,
+    Slots,
+    WeightsError,
+    _device_digest,
+    choose_transports,
+)
 from llamarl.ddma.plan import make_plan
 from llamarl.ddma.transfer import MAX_RETRIES, Incoming, Outgoing, Publisher, Subscriber, buckets_of, buckets_of_buffer, size_of
 from llamarl.inference.quantize import QUANTIZED, quantize_rows
@@ -314,7 +325,9 @@ def test_the_old_version_serves_while_a_new_one_is_damaged_and_the_run_then_ends
     ends.publish(1)
     error = failure_of(ends.receiving)
     assert isinstance(error, WeightsError)
-    text = r"weights 'policy' on rank 0, from trainer rank 0: buckets \[2\] of version 1 .* 3 times; the version in use is unchanged"
+    text = (
+        r"weights 'policy' on rank 0, from trainer rank 0: buckets \[2\] of version 1 .* 3 times; the version in use is unchanged"
+    )
     with pytest.raises(WeightsError, match=text):
         ends.receiving.check()
     # In one process either end may be the first to say so.
@@ -349,7 +362,9 @@ def test_a_version_whose_beginning_is_lost_is_named_by_the_sender_that_runs_out_
     ends = Ends(SpyLink(lambda h: [] if h.kind == Kind.BEGIN and h.version == 1 else [h]), deadline_s=0.5)
     ends.publish(0), ends.receive(0)
     ends.publish(1), ends.publish(2)
-    with pytest.raises(DeadlineExceeded, match=r"rank 0, step 3: .* have not taken earlier weights for 0 s \(committed: version 0\)"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"rank 0, step 3: .* have not taken earlier weights for 0 s \(committed: version 0\)"
+    ):
         ends.publish(3)
     assert ends.swap() is None and torch.equal(ends.live, bytes_of(0))
 
@@ -375,7 +390,9 @@ def test_a_payload_equal_to_the_last_is_an_error_after_an_optimizer_step():
     ends.publish(1, content=0, must_differ=False)
     ends.staged(1)
     ends.publish(2, content=0, must_differ=True)
-    with pytest.raises(WeightsError, match="from rank 0: weights of version 2 equal those of the version before.*changed nothing"):
+    with pytest.raises(
+        WeightsError, match="from rank 0: weights of version 2 equal those of the version before.*changed nothing"
+    ):
         raise failure_of(ends.sending)
 
 
@@ -388,7 +405,11 @@ def test_one_changed_number_is_no_equal_payload():
         nonlocal changed
         for i, bucket in enumerate(ends.buckets[0]):
             for move in bucket.moves:
-                part = full[move.piece.parameter.name][move.piece.box.within(Box.whole(move.piece.parameter.shape))].reshape(-1).clone()
+                part = (
+                    full[move.piece.parameter.name][move.piece.box.within(Box.whole(move.piece.parameter.shape))]
+                    .reshape(-1)
+                    .clone()
+                )
                 if move.piece.parameter.name == "model.norm.weight":
                     part[3] = torch.nextafter(part[3], torch.tensor(9.0))
                     changed += 1
@@ -543,7 +564,9 @@ class Follower:
         self.control, of = control, buffer_of(CONFIG, PARAMETERS, Destination(), 0)
         whole = tuple(buckets_of_buffer(of, BUCKET))
         buffers = [torch.zeros(of.num_bytes, dtype=torch.uint8) for _ in range(2)]
-        self.subscriber = Subscriber("policy", of, buffers, [Incoming(link, whole, "generator rank 0")], control, PATIENCE_S, follower)
+        self.subscriber = Subscriber(
+            "policy", of, buffers, [Incoming(link, whole, "generator rank 0")], control, PATIENCE_S, follower
+        )
 
     swap, receive, live, staged = Ends.swap, Ends.receive, None, Ends.staged
 
@@ -742,6 +765,17 @@ def test_a_transport_that_can_is_taken_as_asked(asked, pair):
     assert chosen(pair, (pair[0], pair[0]), asked=asked) == [asked, "local"]
 
 
+def test_what_a_replica_hands_on_lies_in_its_own_memory_so_it_goes_by_gloo_on_one_host_too():
+    far = [CPU[0], End(1, "host b", None), End(2, "host b", None)]
+    route = WeightsRoute(
+        "policy", sources=(0,), destinations=(1, 2), source=Source(), destination=Destination(1, 2), dtype=torch.float32, quantize="none",
+        keep=(), transport="auto", ends=far, group=None, device_group=None,
+        control=Control(None, rank=1, world_size=3, leader=0, names=["a", "b", "c"]), deadline_s=PATIENCE_S,
+    )  # fmt: skip
+    assert route.plan(CONFIG).follower(0) == 1
+    assert route.link(0, sending=False).transport == route.link(2, sending=True).transport == "gloo"
+
+
 # -- the bound ends ----------------------------------------------------------------------------------------------------------
 
 
@@ -794,7 +828,9 @@ def test_quantised_weights_arrive_as_quantising_the_whole_makes_them(quantize):
     for name, p in trainer.items():
         if f"{name}_scale" in generator:
             q, scale = quantize_rows(p.data, quantize)
-            assert torch.equal(generator[name].view(torch.uint8), q.view(torch.uint8)) and torch.equal(generator[f"{name}_scale"].data, scale)
+            assert torch.equal(generator[name].view(torch.uint8), q.view(torch.uint8)) and torch.equal(
+                generator[f"{name}_scale"].data, scale
+            )
         else:
             assert torch.equal(generator[name].data, p.data.bfloat16())
     assert sum(name.endswith("_scale") for name in generator) == 2 * 7 - 1
@@ -826,9 +862,13 @@ def test_parameters_that_are_not_what_the_topology_says_are_refused():
     fat = {**parameters_of(), "model.norm.weight": torch.nn.Parameter(torch.zeros(11))}
     with pytest.raises(WeightsError, match=r"model.norm.weight: rank 0 holds \(11,\), the topology says \(10,\)"):
         bound(fat, parameters_of())
-    with pytest.raises(WeightsError, match=r"model.norm.weight: the generator holds \(11,\) torch.float32, \(10,\) torch.float32 would come"):
+    with pytest.raises(
+        WeightsError, match=r"model.norm.weight: the generator holds \(11,\) torch.float32, \(10,\) torch.float32 would come"
+    ):
         bound(parameters_of(), fat)
-    with pytest.raises(WeightsError, match=r"embed_tokens.weight: the generator holds \(23, 10\) torch.bfloat16, .* torch.float32 would"):
+    with pytest.raises(
+        WeightsError, match=r"embed_tokens.weight: the generator holds \(23, 10\) torch.bfloat16, .* torch.float32 would"
+    ):
         bound(parameters_of(), parameters_of(dtype=torch.bfloat16))
     with pytest.raises(WeightsError, match="other.weight: the generator's model has it, the trainer's weights do not"):
         bound(parameters_of(), {**parameters_of(), "other.weight": torch.nn.Parameter(torch.zeros(1))})

@@ -1,15 +1,18 @@
+import dataclasses
 import math
+import os
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llamarl.inference.engine import Engine
 from llamarl.inference.sampler import SamplingParams
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder, read_config
-from llamarl.models.hf import load_weights
+from llamarl.models.hf import load_weights, named_parameters_hf
 
 TOLERANCE = 1e-5  # fp32 logprobs by two routes
 MAX_LEN = 40
@@ -290,7 +293,7 @@ def test_aborted_samples_keep_their_tokens_and_the_rest_go_on():
 def test_prompts_beyond_one_prefill_are_prefilled_in_parts(monkeypatch):
     params = SamplingParams(4, n=2)
     whole = engine(max_slots=10).generate(PROMPTS, params)
-    monkeypatch.setattr("llamarl.inference.engine._PREFILL_TOKENS", 6)
+    monkeypatch.setattr("llamarl.inference.prefill._PREFILL_TOKENS", 6)
     parts = engine(max_slots=10).generate(PROMPTS, params)
     for group, expected in zip(parts, whole):
         assert [c.token_ids.tolist() for c in group] == [c.token_ids.tolist() for c in expected]
@@ -323,11 +326,17 @@ def test_what_does_not_fit_is_refused_at_submit():
         e.generate([[1]], SamplingParams(1))
     with pytest.raises(ValueError, match="chunk=0"):
         e.step(0)
-    full = engine(max_slots=1)
-    full.submit(0, [1], SamplingParams(9))
-    full.step(1)
-    with pytest.raises(RuntimeError, match="free slot"):
-        full.score([1], [2])
+    for options, problem in (({"cache_tokens": 39}, "cache_tokens=39"), ({"prefill_chunk": 0}, "prefill_chunk=0")):
+        with pytest.raises(ValueError, match=problem):
+            Engine(random_decoder(), max_slots=2, max_len=MAX_LEN, **options)
+
+
+def test_a_full_engine_still_scores():
+    e = engine(max_slots=1)
+    e.submit(0, [1], SamplingParams(9))
+    e.step(1)
+    assert e.score([1], [2]).shape == (1,)
+    assert_parity(e, drain(e).values())
 
 
 def test_weights_that_are_not_finite_are_an_error_and_not_a_completion():
@@ -345,3 +354,253 @@ def test_bfloat16_agrees_with_its_own_full_forward():
     for c in group:
         expected = full_forward_logprobs(e.decoder, c).float()
         assert (c.generator_logprobs - expected).abs().mean() < 0.05  # bf16 logits of size ~4 are 2^-6 apart
+
+
+# --- The packed decode path ---
+
+
+def test_the_packed_path_takes_biases_untied_heads_and_both_dtypes():
+    config = dataclasses.replace(CONFIG, attention_bias=True, tie_word_embeddings=False, num_attention_heads=6)
+    for dtype, tolerance in ((torch.float32, TOLERANCE), (torch.bfloat16, 0.25)):
+        e = Engine(random_decoder(config=config), max_slots=4, max_len=MAX_LEN, dtype=dtype)
+        assert e._packed is not None
+        for c in e.generate([PROMPTS[3]], SamplingParams(16, n=4))[0]:
+            difference = (c.generator_logprobs - full_forward_logprobs(e.decoder, c).float()).abs()
+            assert difference.max() < tolerance
+
+
+def test_the_packed_path_in_bfloat16_is_as_near_float32_as_the_module_is():
+    exact = random_decoder(scale=0.2)
+    e = Engine(random_decoder(scale=0.2), max_slots=64, max_len=MAX_LEN, dtype=torch.bfloat16)
+    exact.load_state_dict({name: p.float() for name, p in e.decoder.state_dict().items()})
+    packed, module = [], []
+    for c in e.generate([PROMPTS[3]], SamplingParams(24, n=64))[0]:
+        truth = full_forward_logprobs(exact, c)
+        packed.append((c.generator_logprobs - truth).abs())
+        module.append((full_forward_logprobs(e.decoder, c).float() - truth).abs())
+    assert torch.cat(packed).mean() < 1.25 * torch.cat(module).mean()
+
+
+@pytest.mark.parametrize("how", ["data", "copy", "told"])
+def test_weights_are_packed_anew_when_they_are_exchanged_or_written(how):
+    e, new = engine(), random_decoder(1)
+    e.generate([PROMPTS[0]], SamplingParams(4))
+    with torch.no_grad():
+        for parameter, value in zip(e.decoder.parameters(), new.parameters()):
+            if how == "data":
+                parameter.data = value.data
+            elif how == "copy":
+                parameter.copy_(value)
+            else:
+                parameter.data.numpy()[...] = value.data.numpy()  # torch does not see this write
+    if how == "told":
+        e.weights_changed(1)
+    assert_parity(e, e.generate([PROMPTS[0]], SamplingParams(9))[0])
+
+
+def test_a_projection_that_is_no_plain_linear_is_left_to_the_module():
+    class Halved(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) / 2
+
+    decoder = random_decoder()
+    decoder.layers[1].mlp.w2.__class__ = Halved
+    e = Engine(decoder, max_slots=2, max_len=MAX_LEN)
+    assert e._packed is None
+    assert_parity(e, e.generate([PROMPTS[0]], SamplingParams(9))[0])
+
+
+# --- Long prompts, the cache's budget ---
+
+LONG = [(5 * i) % 29 + 1 for i in range(23)]
+
+
+def test_a_long_prompt_is_prefilled_in_pieces_between_which_rows_decode():
+    params = SamplingParams(8, n=3)
+    expected = engine(max_slots=6).generate([LONG], params)[0]
+    e = Engine(random_decoder(), max_slots=6, max_len=MAX_LEN, prefill_chunk=7)
+    e.submit(9, PROMPTS[1], SamplingParams(30, n=2))
+    assert e.step(2) == 6
+    e.submit(0, LONG, params)
+    for _ in range(3):  # 7, 14, 21 of 23 tokens
+        assert e.step(2) == 4 and (e.num_live, e.num_waiting) == (2, 3)
+        assert e.score(PROMPTS[0], [4, 5]).isfinite().all()
+    assert e.step(2) == 4 + 9 and e.num_live == 5
+    found = drain(e)
+    assert [found[0, 0, i].token_ids.tolist() for i in range(3)] == [c.token_ids.tolist() for c in expected]
+    assert_parity(e, found.values())
+
+
+def test_long_prompts_alone_in_groups_larger_than_the_slots():
+    e = Engine(random_decoder(), max_slots=2, max_len=MAX_LEN, prefill_chunk=5)
+    e.submit(0, LONG, SamplingParams(6, n=3))
+    e.submit(1, PROMPTS[0], SamplingParams(9, n=2))
+    e.submit(2, LONG[::-1], SamplingParams(6))
+    e.step(1)
+    found = drain(e)
+    assert len(found) == 6
+    assert_parity(e, found.values())
+
+
+def test_aborting_a_half_prefilled_prompt_frees_its_place():
+    e = Engine(random_decoder(), max_slots=3, max_len=MAX_LEN, prefill_chunk=5)
+    e.submit(0, PROMPTS[0], SamplingParams(20))
+    e.step(1)
+    e.submit(1, LONG, SamplingParams(6, n=2))
+    e.submit(2, LONG[::-1], SamplingParams(6))
+    e.step(1)
+    assert e.abort(1) == 2
+    found = drain(e)
+    assert_parity(e, [found[0, 0, 0], found[0, 2, 0]])
+
+
+@pytest.mark.parametrize("cache_tokens", [48, 100, 320])
+def test_the_cache_stays_within_its_budget_and_everybody_is_served(cache_tokens):
+    e = Engine(random_decoder(), max_slots=12, max_len=MAX_LEN, cache_tokens=cache_tokens)
+    for ticket, prompt in enumerate(PROMPTS * 2):
+        e.submit(ticket, prompt, SamplingParams(5 if ticket % 3 else 30, n=2))
+    finished, most = [], 0
+    while e.num_live or e.num_waiting:
+        e.step(3)
+        finished += [c for _, c in e.pop_finished()]
+        allocated = e._cache.keys[0].shape[0] * e._cache.keys[0].shape[2]
+        assert allocated <= cache_tokens
+        most = max(most, e.num_live)
+    assert len(finished) == 20 and most > (cache_tokens > 48)
+    assert_parity(e, finished)
+
+
+# --- New weights, partial completions ---
+
+
+def certain_decoder(token):
+    """Weights whose next token is `token`, when nothing computed by other weights is attended to."""
+    decoder = random_decoder(7)
+    with torch.no_grad():
+        for layer in decoder.layers:
+            layer.attn.output_proj.weight.mul_(0.0), layer.mlp.w2.weight.mul_(0.0)
+        decoder.tok_embeddings.weight.mul_(0.01)
+        decoder.tok_embeddings.weight[:, 0] = 1.0
+        decoder.tok_embeddings.weight[token, 0] = 20.0
+    return decoder
+
+
+def test_recomputed_keys_and_values_are_those_of_the_new_weights():
+    e, new = Engine(random_decoder(), max_slots=4, max_len=MAX_LEN, prefill_chunk=9), random_decoder(1)
+    e.submit(0, PROMPTS[0], SamplingParams(20, n=2))
+    e.submit(1, LONG, SamplingParams(9))
+    e.step(4)
+    e.load_weights(dict(named_parameters_hf(new)), 2, recompute_kv=True)
+    for c in drain(e).values():
+        before = int((c.policy_versions == 0).sum())
+        assert c.policy_versions.tolist() == [0] * before + [2] * (c.token_ids.numel() - before)
+        expected = full_forward_logprobs(new, c)[before:]
+        torch.testing.assert_close(c.generator_logprobs[before:], expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("recompute_kv", [False, True])
+def test_weights_that_make_the_next_token_certain_do_so_at_once(recompute_kv):
+    e = engine()
+    e.submit(0, PROMPTS[0], SamplingParams(12, n=3))
+    e.step(3)
+    e.load_weights(dict(named_parameters_hf(certain_decoder(17))), 2, recompute_kv=recompute_kv)
+    for c in drain(e).values():
+        assert c.token_ids[c.policy_versions == 2].tolist() == [17] * 8
+        assert c.policy_versions.tolist() == [0] * 4 + [2] * 8
+
+
+def test_weights_that_do_not_fit_are_refused_whole(tmp_path):
+    e = engine()
+    before = [p.clone() for p in e.decoder.parameters()]
+    state = dict(named_parameters_hf(random_decoder(1)))
+    state["model.norm.weight"], state["extra"] = torch.ones(3), state.pop("model.embed_tokens.weight")
+    with pytest.raises(ValueError, match="extra, model.embed_tokens.weight, model.norm.weight"):
+        e.load_weights(state, 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, e.decoder.parameters())) and e.policy_version == 0
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 16), st.integers(1, 5), st.sampled_from([3, 512]))
+def test_a_completion_interrupted_anywhere_goes_on_in_another_engine(steps, slots, prefill_chunk):
+    params = SamplingParams(14, n=2, stop_token_ids=(2, 3), temperature=0.8, min_new_tokens=2)
+
+    def submitted(slots):
+        e = Engine(random_decoder(), max_slots=slots, max_len=MAX_LEN, prefill_chunk=prefill_chunk)
+        for ticket, prompt in enumerate(PROMPTS[:3]):
+            e.submit(ticket, prompt, params)
+        return e
+
+    expected = drain(submitted(6))
+    first = submitted(slots)
+    for _ in range(steps):
+        first.step(1)
+    found = {(stream, c.ticket, c.sample_index): c for stream, c in first.pop_finished()}
+    second = Engine(random_decoder(), max_slots=4, max_len=MAX_LEN, prefill_chunk=prefill_chunk)
+    second.weights_changed(5)
+    partials = first.export_partials()
+    for partial in partials:
+        second.submit_partial(partial)
+    assert [p.token_ids.tolist() for p in second.export_partials()] == [p.token_ids.tolist() for p in partials]
+    done, sampled = sum(p.token_ids.numel() for p in partials), 0
+    while second.num_live or second.num_waiting:
+        sampled += second.step(4)
+        found |= {(stream, c.ticket, c.sample_index): c for stream, c in second.pop_finished()}
+    assert found.keys() == expected.keys()
+    for key, c in expected.items():
+        assert torch.equal(found[key].token_ids, c.token_ids) and found[key].finish_reason == c.finish_reason
+        torch.testing.assert_close(found[key].generator_logprobs, c.generator_logprobs, atol=TOLERANCE, rtol=0)
+    for p in partials:
+        versions, had = found[p.stream, p.ticket, p.sample_index].policy_versions, p.token_ids.numel()
+        assert versions.tolist() == [0] * had + [5] * (versions.numel() - had)
+    ended = sum(found[p.stream, p.ticket, p.sample_index].token_ids.numel() for p in partials)
+    assert sampled == ended - done
+
+
+def test_a_completion_that_has_ended_cannot_go_on_and_an_aborted_partial_keeps_its_tokens():
+    e = engine()
+    e.submit(0, PROMPTS[0], SamplingParams(6))
+    e.step(2)
+    partial, = e.export_partials()
+    for more, params in ((6, SamplingParams(6)), (1, SamplingParams(6, stop_token_ids=(4,)))):
+        ended = dataclasses.replace(
+            partial, token_ids=torch.full((more,), 4), generator_logprobs=torch.zeros(more),
+            policy_versions=torch.zeros(more, dtype=torch.int64), params=params,
+        )
+        with pytest.raises(ValueError, match="cannot go on"):
+            e.submit_partial(ended)
+    other = engine()
+    other.submit_partial(partial)
+    assert other.abort() == 1
+    (_, c), = other.pop_finished()
+    assert torch.equal(c.token_ids, partial.token_ids) and c.finish_reason == "aborted"
+
+
+# --- A real model ---
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_greedy_equals_transformers_on_a_real_model():
+    path = os.environ.get("LLAMARL_SMOLLM2")
+    if not path:
+        pytest.skip("needs LLAMARL_SMOLLM2: the directory of SmolLM2-135M-Instruct (recipes/fetch_smollm2.py makes it)")
+    from transformers import AutoModelForCausalLM
+
+    num_prompts, tokens, near_tie = 100, 128, 1e-3  # nats between the two likeliest
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(100, 40_000, (16,), generator=generator).tolist() for _ in range(num_prompts)]
+    e = Engine.from_hf(path, dtype="float32", max_slots=num_prompts, max_len=16 + tokens)
+    ours = [c.token_ids for c, in e.generate(prompts, SamplingParams(tokens, temperature=0.0))]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    theirs = model.generate(
+        torch.tensor(prompts), attention_mask=torch.ones(num_prompts, 16, dtype=torch.int64), do_sample=False,
+        min_new_tokens=tokens, max_new_tokens=tokens, eos_token_id=None, pad_token_id=0, repetition_penalty=1.0,
+    )[:, 16:]
+    for prompt, mine, reference in zip(prompts, ours, theirs):
+        unlike = (mine != reference).nonzero()
+        if unlike.numel():
+            at = int(unlike[0])
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + reference[:at].tolist()])).logits[0, -1]
+            first, second = logits.log_softmax(0).topk(2).values.tolist()
+            assert first - second < near_tie, f"token {at} differs, {first - second} nats between the likeliest"

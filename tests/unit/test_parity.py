@@ -67,11 +67,17 @@ def test_a_run_starts_with_its_first_prompts_whole():
     assert {s.given for s in sequences} == {1}
 
 
-@pytest.mark.parametrize("length, given", [(LATER_TOKENS + 5, LATER_TOKENS - LATER_SCORED), (LATER_SCORED + 2, 2), (3, 1), (2, 1)])
+@pytest.mark.parametrize(
+    "length, given", [(LATER_TOKENS + 5, LATER_TOKENS - LATER_SCORED), (LATER_SCORED + 2, 2), (3, 1), (2, 1)]
+)
 def test_later_versions_score_the_end_of_one_prompt(length, given):
     (sequence,) = canary_sequences(prompts_of(length, 50), first=False)
     assert sequence == Sequence(list(range(min(length, LATER_TOKENS))), given)
 
 
 def test_prompts_too_short_to_score_have_a_substitute():
-    assert canary_sequences(prompts_of(1, 1, 1, 1), first=True) == canary_sequences(prompts_of(1), first=False) == [Sequence([0, 0], 1)]
+    assert (
+        canary_sequences(prompts_of(1, 1, 1, 1), first=True)
+        == canary_sequences(prompts_of(1), first=False)
+        == [Sequence([0, 0], 1)]
+    )

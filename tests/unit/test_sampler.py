@@ -9,6 +9,7 @@ from llamarl.inference.sampler import SamplingParams, process, sample, sample_ke
 TOLERANCE = 1e-5  # float32 logprobs against float64
 CHI2_STDEVS = 5  # chi-square of d degrees of freedom: mean d, variance 2d
 LARGE = 1500  # a vocabulary beyond the one-pass CDF, and no multiple of a block
+WHOLE = 1536  # six blocks
 
 
 def draws(count, seed=0, ticket=0):
@@ -52,6 +53,14 @@ def test_uniforms_are_uniform_and_unlike_between_keys_and_counters():
     assert len({stream_key(a, b, c) for a in range(8) for b in range(8) for c in range(8)}) == 512
 
 
+@pytest.mark.parametrize("vocab", [256, 512, 768, WHOLE])
+def test_the_greedy_token_is_the_first_of_the_likeliest(vocab):
+    logits = torch.randn(50, vocab, generator=torch.Generator().manual_seed(0)).round()  # many ties
+    tokens, logprobs = sample(logits, draws(50), torch.ones(50, dtype=torch.bool))
+    assert torch.equal(tokens, (logits == logits.amax(1, keepdim=True)).int().argmax(1))
+    torch.testing.assert_close(logprobs, logits.log_softmax(1).amax(1), atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("vocab", [52, LARGE])
 def test_frequencies_follow_the_softmax(vocab):
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0)) * 1.5
@@ -89,7 +98,7 @@ def test_rounding_of_block_sums_never_carries_a_sample_past_the_last_possible_to
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(0, 2**31), st.sampled_from([3, 52, LARGE]), st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    st.integers(0, 2**31), st.sampled_from([3, 52, LARGE, WHOLE]), st.sampled_from([0.0, 0.3, 1.0, 2.5]),
     st.sampled_from([0, 1, 3, 40, 400, 9999]), st.sampled_from([1e-6, 0.3, 0.9, 0.999, 1.0]),
 )
 def test_processed_logprobs_equal_a_naive_float64_reference(seed, vocab, temperature, top_k, top_p):

@@ -357,16 +357,36 @@ def test_metrics_of_a_loss_are_means_over_tokens_and_maxima():
     assert got["mine"] == pytest.approx(2.0) and got["mine/max"] == 3.0
 
 
-# -- scores --------------------------------------------------------------------------------------------------------------------
+# -- canaries ------------------------------------------------------------------------------------------------------------------
 
 
-def test_scores_are_the_logprobs_of_all_tokens_but_the_first():
+def whole_logprobs(update, token_ids):
+    """[T, VOCAB] of one sequence alone."""
+    tokens = torch.tensor(token_ids)
+    logits = update.decoder(tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)])))
+    return (logits / SETTINGS.temperature).log_softmax(-1).detach()
+
+
+SEQUENCES = [Sequence([3, 1, 4, 1, 5], 1), Sequence([9, 2], 1), Sequence([6, 5, 3, 5, 8, 9], 4)]
+
+
+def test_a_canary_holds_the_logprobs_of_what_is_not_given():
     update = update_of()
-    sequences = [torch.tensor([3, 1, 4, 1, 5]), torch.tensor([9, 2]), torch.tensor([6, 5, 3])]
+    got = update.canary(SEQUENCES)
     want = []
-    for s in sequences:
-        logits = update.decoder(s, torch.arange(len(s)), PackedAttention(torch.tensor([0, len(s)])))
-        want.append((logits / SETTINGS.temperature).log_softmax(-1)[:-1].gather(1, s[1:, None])[:, 0])
-    got = update.score(sequences)
-    assert got.shape == (7,) and not got.requires_grad
-    torch.testing.assert_close(got, torch.cat(want).detach(), atol=1e-5, rtol=0)
+    for s in SEQUENCES:
+        places = range(s.given - 1, len(s.token_ids) - 1)
+        want += [whole_logprobs(update, s.token_ids)[i, s.token_ids[i + 1]].item() for i in places]
+    assert len(want) == 4 + 1 + 2 and got.sequences == SEQUENCES and (got.top_ids, got.top_logprobs) == ([], [])
+    assert got.logprobs == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize("top", [3, 10 * VOCAB])
+def test_a_canary_for_a_quantised_generator_holds_the_likeliest_tokens_too(top):
+    update = update_of()
+    got, kept = update.canary(SEQUENCES, top=top), min(top, VOCAB)
+    rows = torch.cat([whole_logprobs(update, s.token_ids)[s.given - 1 : -1] for s in SEQUENCES])
+    want = rows.topk(kept, dim=1)
+    assert got.top_ids == want.indices.tolist()
+    torch.testing.assert_close(torch.tensor(got.top_logprobs), want.values, atol=1e-5, rtol=0)
+    assert got.logprobs == update.canary(SEQUENCES).logprobs

@@ -1,0 +1,54 @@
+"""One decoded and sampled token for all rows, as one CUDA graph.
+
+A graph is recorded for a number of rows (rounded up), a length of the cache (rounded up) and what the rows demand of the
+sampler. Everything it reads and writes stays where it is: the rows' tables, the cache, and the parameters, into which new
+weights are copied in place. If any of these has moved, all graphs are recorded anew. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Hashable, Iterable
+
+import torch
+from torch import Tensor
+
+_LENGTHS = 256  # places: the cache is read in multiples of so many
+
+
+class DecodeGraphs:
+    """record(rows, longest): the work of one token, in place, for the first `rows` rows and `longest` places."""
+
+    def __init__(self, device: torch.device, max_rows: int, max_len: int, record: Callable[[int, int], None]):
+        self._device, self._max_rows, self._max_len, self._record = device, max_rows, max_len, record
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._addresses: list[int] = []
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def check(self, tensors: Iterable[Tensor]) -> None:
+        """Forget all graphs if one of the tensors has another address than at the last call."""
+        addresses = [t.data_ptr() for t in tensors]
+        if addresses != self._addresses:
+            self._graphs.clear()
+            self._addresses = addresses
+
+    def run(self, rows: int, longest: int, demands: Hashable) -> None:
+        """One token. The first of its kind runs as it is, on a stream of its own, and is recorded for the next."""
+        rows, longest = self._bucket(rows), min(-(-longest // _LENGTHS) * _LENGTHS, self._max_len)
+        key = (rows, longest, demands)
+        if key in self._graphs:
+            self._graphs[key].replay()
+            return
+        here, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            self._record(rows, longest)
+        here.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):  # records and does not run
+            self._record(rows, longest)
+        self._graphs[key] = graph
+
+    def _bucket(self, rows: int) -> int:
+        """Powers of two up to 16, then multiples of 16: at most 15 rows are computed in vain."""
+        rounded = 1 << (rows - 1).bit_length() if rows <= 16 else -(-rows // 16) * 16
+        return min(rounded, self._max_rows)

@@ -1,0 +1,476 @@
+"""A trainer learns the same on every topology, and what one has saved another goes on from, bit for bit.
+
+Each rank is this file run as a script: it runs the trainer on every topology in turn, and leaves what it held of every
+tensor, and where in the model that is, in a directory of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from executors.trainer import AdamSettings, FSDPTrainer
+from llamarl.channel import Scatter
+from llamarl.config import ConfigError, check_command_line
+from llamarl.ddma.layout import Source, travelling
+from llamarl.executor import Executor, ExecutorGroup
+from llamarl.learning.buffer import GroupBuffer
+from llamarl.learning.losses.aipo import aipo
+from llamarl.learning.optim import share_gradients
+from llamarl.learning.update import UpdateSettings
+from llamarl.ledger import TicketDesk
+from llamarl.models.build import Decoder
+from llamarl.models.config import read_config
+from llamarl.models.fsdp import held_box, local
+from llamarl.models.sharding import parameter_shapes
+from llamarl.placement import World, executor_group
+from llamarl.tickets import TicketLedger, lane_of
+from llamarl.types import Group, Prompt
+
+WORLD = 4
+TOPOLOGIES = {  # replicate, tensor_parallel; the rest are shards
+    "fsdp4": (1, 1),
+    "hsdp2x2": (2, 1),
+    "replicas4": (4, 1),
+    "fsdp2_tp2": (1, 2),
+    "hsdp2_tp2": (2, 2),
+    "tp4": (1, 4),
+}
+SAVED, LOADED = ("one", *TOPOLOGIES), ("hsdp2x2", "fsdp2_tp2")  # each of these goes on from what each of those saved
+MODELS = {  # 23 rows of embeddings and 20 of the feed-forward's: no even split over four ranks
+    "tied": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "untied": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
+}
+BASE = {"vocab_size": 23, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 64}  # fmt: skip
+STEPS, GROUPS = 2, 4  # groups a step: one for each data-parallel rank at most
+MAX_NORM = 0.01  # well below the norm, so that clipping shows
+ADAM = AdamSettings(beta1=0.9, beta2=0.99, eps=1e-4, weight_decay=0.1)
+LOSS = 1e-5  # float32 rounding of sums in another order, relative
+VALUES = 5e-6  # the same as a share of the largest value; one rank's own gradients are 1.6e-6 from float64's
+DEADLINE_S = 240
+
+
+def write_model(path: Path, changes: dict) -> Path:
+    """A random model; weights so large that every one of them shows in the loss."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(BASE | changes))
+    random = torch.Generator().manual_seed(0)
+    shapes = parameter_shapes(read_config(path))
+    save_file({n: torch.randn(s, generator=random) * 0.4 + (len(s) == 1) for n, s in shapes.items()}, path / "model.safetensors")
+    return path
+
+
+def group_of(ticket: int) -> Group:
+    random = torch.Generator().manual_seed(ticket)
+    lengths = torch.randint(1, 9, (4,), generator=random)
+    tokens = torch.randint(0, 23, (int(lengths.sum()),), generator=random)
+    return Group(
+        ticket=ticket,
+        prompt_ids=torch.randint(0, 23, (3,), generator=random),
+        lengths=lengths,
+        token_ids=tokens,
+        generator_logprobs=torch.full(tokens.shape, -3.0),
+        policy_versions=torch.full_like(tokens, max(0, ticket // GROUPS - 1)),
+        ref_logprobs=torch.empty(0),
+        rewards=torch.tensor([1.0, 0.0, 0.5, float("nan")]),
+        finish_reasons=("stop",) * 4,
+        outcomes=("score", "score", "score", "error"),
+    )
+
+
+class CanaryPrompts:
+    def __getitem__(self, ticket: int) -> Prompt:
+        return group_of(ticket)  # which has prompt_ids too
+
+
+class Recorder:
+    """Stands for the weights channel, metrics, control and tickets of a trainer."""
+
+    stopping = signalled = False
+    bytes_per_sync = 0
+
+    def __init__(self):
+        self.rows, self.canaries, self.parameters = [], [], []
+
+    def bind(self, config, parameters, tensor_group) -> None:
+        self.config, self.parameters = config, parameters
+
+    def publish(self, version, *, evaluate, must_differ, canary) -> float:
+        self.canaries.append(canary()["logprobs"])
+        return 0.0
+
+    def report(self, step, row) -> None:
+        self.rows.append({name: value for name, value in row.items() if not name.startswith(("time/", "weights/"))})
+
+    def reconcile(self, buffered) -> set[int]:
+        return set(buffered)
+
+    def finish(self, tickets) -> None:
+        pass
+
+
+def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Recorder]:
+    update = UpdateSettings(
+        lr=0.01, schedule="constant", warmup_steps=0, max_steps=10, microbatch_tokens=25, max_grad_norm=MAX_NORM, temperature=0.8,
+        advantages="group_mean", skip_zero_advantage=False, parity_tolerance=None,
+    )  # fmt: skip
+    trainer = FSDPTrainer(
+        model_path=str(model), model_dtype="float32", compute_dtype="float32", activation_checkpointing=model.name == "tied",
+        replicate=group.replicate, tensor_parallel=group.tensor_parallel, loss_fn=partial(aipo), update=update, buffer=GroupBuffer(), adam=ADAM, canary_prompts=CanaryPrompts(),
+        canary_top=0, evaluate_at=lambda version: False, snapshot_at=lambda version: False,
+    )  # fmt: skip
+    recorder = Recorder()
+    trainer.attach(group, {}, {"policy": recorder}, recorder, recorder, recorder, recorder)
+    trainer.setup()
+    return trainer, recorder
+
+
+def moments_of(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
+    state = {name: trainer.optimizer.state[p] for name, p in trainer._parameters}
+    return {f"{key}/{name}": local(s[key]) for name, s in state.items() for key in ("exp_avg", "exp_avg_sq", "step")}
+
+
+def weights_of(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
+    return {f"weight/{name}": local(p) for name, p in trainer._parameters}
+
+
+def learn(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
+    """STEPS optimizer steps: this rank's part of the clipped gradients of the first, of the weights and moments after the last."""
+    out, lanes = {}, trainer.group.data_size
+    for step in range(STEPS):
+        tickets = [t for t in range(step * GROUPS, (step + 1) * GROUPS) if lane_of(t, lanes) == trainer.group.data_index]
+        trainer.buffer.put([group_of(t) for t in tickets])
+        trainer._train(tickets)
+        if step == 0:
+            out |= {f"grad/{name}": local(p.grad).clone() for name, p in trainer._parameters}
+    return out | weights_of(trainer) | moments_of(trainer)
+
+
+def go_on(trainer: FSDPTrainer, parts: list[dict]) -> dict[str, torch.Tensor]:
+    """What a trainer holds after loading the parts, and one step further."""
+    trainer.load_state_dict(parts)
+    out = {f"loaded/{name}": value.clone() for name, value in (weights_of(trainer) | moments_of(trainer)).items()}
+    waiting = trainer.buffer.tickets()
+    trainer._train(waiting)
+    return out | {f"further/{name}": value for name, value in weights_of(trainer).items()}
+
+
+def leave(trainer: FSDPTrainer, recorder: Recorder, tensors: dict[str, torch.Tensor], out: Path) -> None:
+    held = {name: held_box(trainer.decoder, name, p) for name, p in trainer._parameters}
+    boxes = {name: [box.offsets, box.lengths] for name, box in held.items()}
+    save_file({name: value.clone() for name, value in tensors.items()}, f"{out}.safetensors")
+    Path(f"{out}.json").write_text(json.dumps({"boxes": boxes, "rows": recorder.rows, "canaries": recorder.canaries}))
+
+
+def save_state(trainer: FSDPTrainer, out: Path) -> None:
+    """The groups of the next step wait in the buffer, and are saved with it."""
+    lanes, first = trainer.group.data_size, STEPS * GROUPS
+    trainer.buffer.put([group_of(t) for t in range(first, first + GROUPS) if lane_of(t, lanes) == trainer.group.data_index])
+    state = trainer.state_dict()
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    save_file({name: value.contiguous() for name, value in tensors.items()}, f"{out}.safetensors")
+    Path(f"{out}.json").write_text(json.dumps({name: value for name, value in state.items() if name not in tensors}))
+
+
+def load_states(directory: Path, topology: str, ranks: int) -> list[dict]:
+    stems = [directory / f"{topology}.state.rank{rank}" for rank in range(ranks)]
+    return [json.loads(Path(f"{stem}.json").read_text()) | load_file(f"{stem}.safetensors") for stem in stems]
+
+
+def alone() -> ExecutorGroup:
+    return ExecutorGroup("trainer", (0,), 0, torch.device("cpu"))
+
+
+def assert_weights_path_agrees(recorder: Recorder, group: ExecutorGroup, decoder: Decoder) -> None:
+    """What a rank holds is what the weight plan thinks that it holds."""
+    source = Source(group.size // (group.replicate * group.tensor_parallel), group.replicate, group.tensor_parallel)
+    held = {name: tuple(local(p).shape) for name, p in recorder.parameters}
+    boxes = {p.name: source.box(recorder.config, p, group.index) for p in travelling(recorder.config, torch.float32)}
+    assert held == {name: box.lengths for name, box in boxes.items()}
+    mine = {name: held_box(decoder, name, p) for name, p in recorder.parameters}
+    assert {name: box for name, box in mine.items() if box.numel} == {name: box for name, box in boxes.items() if box.numel}
+
+
+def assert_copies_get_the_gradients_of_the_first(rank: int, group: ExecutorGroup) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    parameters[1].grad = torch.full((2,), float(rank))
+    share_gradients(parameters, group.tensor_group)
+    assert parameters[0].grad is None and parameters[1].grad.tolist() == [rank - group.tensor_index] * 2
+
+
+def main(rank: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), WORLD), rank=rank, world_size=WORLD)
+    world = World(rank, WORLD, WORLD, torch.device("cpu"))
+    groups = {
+        name: executor_group(
+            "trainer", tuple(range(WORLD)), world, DEADLINE_S, replicate=replicate, tensor_parallel=tensor_parallel
+        )
+        for name, (replicate, tensor_parallel) in TOPOLOGIES.items()
+    }
+    assert_copies_get_the_gradients_of_the_first(rank, groups["fsdp2_tp2"])
+    for model in MODELS:
+        folder = directory / f"{model}.out"
+        for topology, group in groups.items():
+            trainer, recorder = trainer_of(directory / model, group)
+            assert_weights_path_agrees(recorder, group, trainer.decoder)
+            leave(trainer, recorder, learn(trainer), folder / f"{topology}.rank{rank}")
+            trainer.export(str(folder / f"{topology}.hf"))
+            save_state(trainer, folder / f"{topology}.state.rank{rank}")
+        dist.barrier()
+        for topology in LOADED:
+            for saved in SAVED:
+                trainer, recorder = trainer_of(directory / model, groups[topology])
+                tensors = go_on(trainer, load_states(folder, saved, 1 if saved == "one" else WORLD))
+                leave(trainer, recorder, tensors, folder / f"{topology}.from.{saved}.rank{rank}")
+    dist.destroy_process_group()
+
+
+# -- what they left --------------------------------------------------------------------------------------------------------
+
+
+class Left:
+    """What ranks left of a run: whole tensors by name, each place of which was held by `copies` ranks with the same bits."""
+
+    def __init__(self, stem: Path, ranks: int, config):
+        self.ranks = [json.loads(Path(f"{stem}.rank{r}.json").read_text()) for r in range(ranks)]
+        parts = [load_file(f"{stem}.rank{r}.safetensors") for r in range(ranks)]
+        shapes = parameter_shapes(config)
+        self.whole: dict[str, torch.Tensor] = {}
+        self.copies: dict[str, torch.Tensor] = {}
+        for key in parts[0]:
+            name = key.rpartition("/")[2]
+            if "step/" in key:
+                assert all(torch.equal(part[key], parts[0][key]) for part in parts)
+                self.whole[key] = parts[0][key]
+                continue
+            whole, copies = torch.full(shapes[name], float("nan")), torch.zeros(shapes[name], dtype=torch.int)
+            for part, said in zip(parts, self.ranks):
+                box = tuple(slice(a, a + n) for a, n in zip(*said["boxes"][name]))
+                seen = copies[box] > 0
+                assert torch.equal(whole[box][seen], part[key][seen]), f"{key}: copies differ"
+                whole[box], copies[box] = part[key], copies[box] + 1
+            self.whole[key], self.copies[key] = whole, copies
+        self.rows = self.ranks[0]["rows"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """What one process and then all ranks left."""
+    root = tmp_path_factory.mktemp("topologies")
+    for model, changes in MODELS.items():
+        folder = root / f"{model}.out"
+        folder.mkdir()
+        trainer, recorder = trainer_of(write_model(root / model, changes), alone())
+        leave(trainer, recorder, learn(trainer), folder / "one.rank0")
+        trainer.export(str(folder / "one.hf"))
+        save_state(trainer, folder / "one.state.rank0")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen([sys.executable, __file__, str(r), str(root)], env=environment) for r in range(WORLD)]
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        assert [p.wait(max(1, deadline - time.monotonic())) for p in processes] == [0] * WORLD
+        for model in MODELS:
+            folder = root / f"{model}.out"
+            for saved in SAVED:
+                trainer, recorder = trainer_of(root / model, alone())
+                tensors = go_on(trainer, load_states(folder, saved, 1 if saved == "one" else WORLD))
+                leave(trainer, recorder, tensors, folder / f"one.from.{saved}.rank0")
+    finally:
+        for process in processes:
+            process.kill()
+    return root
+
+
+@pytest.fixture(params=list(MODELS))
+def model(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def left(directory, model):
+    """left(topology): what its ranks left of this model."""
+    return lambda topology: Left(
+        directory / f"{model}.out" / topology, 1 if topology.split(".")[0] == "one" else WORLD, read_config(directory / model)
+    )
+
+
+def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], kind: str) -> None:
+    """Every tensor of a kind, within VALUES of the largest value of that kind."""
+    names = [name for name in want if name.startswith(f"{kind}/")]
+    assert names and {name for name in got if name.startswith(f"{kind}/")} == set(names)
+    largest = max(want[name].abs().max().item() for name in names)
+    for name in names:
+        torch.testing.assert_close(got[name], want[name], atol=VALUES * largest, rtol=0, msg=lambda m: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("kind", ["grad", "weight", "exp_avg", "exp_avg_sq"])
+def test_every_topology_learns_what_one_rank_learns(left, topology, kind):
+    assert_close(left(topology).whole, left("one").whole, kind)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_every_place_is_held_by_as_many_ranks_as_there_are_replicas(left, topology):
+    replicate, tensor_parallel = TOPOLOGIES[topology]
+    for key, copies in left(topology).copies.items():
+        split = "_proj." in key  # embeddings, norms and head are whole on every tensor-parallel rank
+        assert copies.eq(replicate if split else replicate * tensor_parallel).all(), key
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_metrics_and_canaries_are_those_of_one_rank(left, topology):
+    got, want = left(topology), left("one")
+    assert [row["tokens/trained"] for row in got.rows] == [row["tokens/trained"] for row in want.rows]
+    assert all(row["grad_norm"] > 2 * MAX_NORM for row in want.rows) and len(want.rows) == STEPS
+    for row, expected in zip(got.rows, want.rows, strict=True):
+        # How full microbatches are depends on which groups share a rank.
+        expected.pop("packing/padding_fraction")
+        nothing = {name for name, value in expected.items() if value is None}
+        assert nothing == {name for name, value in row.items() if value is None}
+        for name in expected.keys() - nothing:
+            assert row[name] == pytest.approx(expected[name], rel=LOSS, abs=LOSS), name
+    for rank in got.ranks:
+        for canary, expected in zip(rank["canaries"], want.ranks[0]["canaries"], strict=True):
+            assert canary == pytest.approx(expected, abs=LOSS)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_the_exported_model_is_what_the_ranks_hold(directory, model, left, topology):
+    exported = load_file(directory / f"{model}.out" / f"{topology}.hf" / "model.safetensors")
+    held = {name.removeprefix("weight/"): value for name, value in left(topology).whole.items() if name.startswith("weight/")}
+    assert exported.keys() == held.keys()
+    assert all(torch.equal(exported[name], held[name]) for name in held)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_saved_state_holds_every_weight_moment_and_group_once(directory, model, topology):
+    parts = load_states(directory / f"{model}.out", topology, WORLD)
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        for name, shape in parameter_shapes(read_config(directory / model)).items():
+            stored = sum(part[f"{kind}/{name}"].numel() for part in parts if f"{kind}/{name}" in part)
+            assert stored == torch.Size(shape).numel(), f"{kind}/{name}"
+    first = STEPS * GROUPS
+    assert sorted(t for part in parts for t in part["buffered"]) == list(range(first, first + GROUPS))
+
+
+@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize("topology", ["one", *LOADED])
+def test_a_state_saved_on_one_topology_is_the_same_bits_on_another_and_goes_on_alike(left, saved, topology):
+    want, got = left(saved).whole, left(f"{topology}.from.{saved}").whole
+    loaded = {name.removeprefix("loaded/"): value for name, value in got.items() if name.startswith("loaded/")}
+    assert loaded.keys() == {name for name in want if not name.startswith("grad/")}
+    assert all(torch.equal(loaded[name], want[name]) for name in loaded)
+    assert loaded["step/model.norm.weight"] == STEPS
+    further = left(f"one.from.{saved}").whole
+    assert_close(got, further, "further")
+    moved = max((further[f"further/{n}"] - loaded[n]).abs().max() for n in loaded if n.startswith("weight/"))
+    assert moved > 1e-3
+
+
+# -- who trains on what ----------------------------------------------------------------------------------------------------
+
+
+class Trainer(Executor):
+    name, tensor_parallel = "trainer", 2
+
+
+def test_a_group_goes_to_all_tensor_parallel_peers_of_its_lane_and_each_lane_gets_its_share():
+    channel = Scatter("groups", Executor(), Trainer())
+    routes = {t: channel.route(group_of(t), num_destinations=6) for t in range(6)}
+    assert routes == {t: [2 * lane_of(t, 3), 2 * lane_of(t, 3) + 1] for t in range(6)}
+    assert sorted(rank for ranks in routes.values() for rank in ranks) == sorted(2 * [0, 1, 2, 3, 4, 5])
+
+
+class Mail:
+    """Controls of trainer ranks in one process: what is posted arrives at once."""
+
+    def __init__(self, rank: int, controls: list["Mail"], handlers: dict):
+        self.rank, self.leader, self.is_leader, self.stopping = rank, 0, rank == 0, False
+        self._controls, self._handlers, self._mail = controls, handlers, []
+
+    def on(self, topic, handler) -> None:
+        self._handlers[topic] = handler
+
+    def post(self, rank, topic, payload) -> None:
+        if topic in self._handlers:
+            self._handlers[topic](self.rank, payload)
+        else:
+            self._controls[rank]._mail.append((self.rank, payload))
+
+    def take(self, topic) -> list:
+        mail, self._mail = self._mail, []
+        return mail
+
+
+def test_a_group_is_finished_once_it_has_reached_all_peers_and_all_of_them_take_it():
+    controls, handlers = [], {}
+    controls += [Mail(rank, controls, handlers) for rank in range(4)]
+    ledger = TicketLedger(groups_per_step=2, max_lag=0, overcommit=0, num_lanes=2)
+    ranks = [TicketDesk(ledger, c, trainer_ranks=(0, 1, 2, 3), deadline_s=1.0, tensor_parallel=2) for c in controls]
+    assert [t.index for t in ledger.start(2, 0)] == [0, 1]
+    mine = {lane_of(ticket, 2): ticket for ticket in (0, 1)}  # lane -> its ticket
+    for rank in (0, 1, 2):
+        ranks[rank].finish([mine[rank // 2]])
+        assert [r.take(0) for r in ranks] == [None] * 4, "taken although it has not reached rank 3"
+    ranks[3].finish([mine[1]])
+    assert [r.take(0) for r in ranks] == [[mine[0]], [mine[0]], [mine[1]], [mine[1]]]
+
+
+# -- what is refused before anything starts --------------------------------------------------------------------------------
+
+
+def complaints(*overrides: str, ranks: int) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_command_line(list(overrides), world_size=ranks)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "overrides, ranks, said",
+    [
+        (
+            "trainer.replicate=2",
+            2,
+            ("trainer.replicate=2", "1 trainer rank cannot be split so; set placement.trainer to a multiple of 2"),
+        ),
+        (
+            "trainer.replicate=2 trainer.tensor_parallel=2 placement.trainer=[0,1]",
+            3,
+            ("tensor_parallel=2", "a multiple of 4 ranks"),
+        ),
+        ("trainer.tensor_parallel=4 placement.trainer=[0,1,2,3]", 5, ("trainer.tensor_parallel=4", "2 key/value heads")),
+        ("trainer.tensor_parallel=3 placement.trainer=[0,1,2]", 4, ("4 query heads and 2 key/value heads and 512 hidden units",)),
+        (
+            "trainer.tensor_parallel=2 placement.trainer=[0,1,2,3] groups_per_step=3",
+            5,
+            ("2 sets of 2 trainer ranks", "multiple of 2"),
+        ),
+        ("trainer.replicate=2 placement.trainer=[0,1,2,3] groups_per_step=6", 5, ("4 trainer ranks", "multiple of 4")),
+    ],
+)
+def test_what_cannot_be_shared_out_evenly_is_said_before_anything_starts(overrides, ranks, said):
+    message = complaints(*overrides.split(), ranks=ranks)
+    assert all(text in message for text in said), message
+
+
+def test_what_can_is_accepted():
+    split = [
+        "trainer.tensor_parallel=2",
+        "placement.trainer=[0,1]",
+        "groups_per_step=3",
+    ]  # one data-parallel rank: no sharing out
+    assert check_command_line(split, world_size=3) == split
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
