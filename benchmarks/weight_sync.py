@@ -264,11 +264,19 @@ def run_case(model: str, topology: str, transports: list[str], repeats: int) -> 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+        env = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(size),
+            "OMP_NUM_THREADS": "1",
+        }
         env |= {"LOCAL_WORLD_SIZE": str(size)}
         command = [sys.executable, __file__, "--rank-of", model, topology, ",".join(transports), str(repeats), folder]
         ranks = [
-            subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            subprocess.Popen(
+                command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
             for r in range(size)
         ]
         outputs = [p.communicate(timeout=1200)[0].decode() for p in ranks]

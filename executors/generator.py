@@ -92,7 +92,6 @@ class Generator(Executor):
         decoder = decoder.to_empty(device=g.device).eval().requires_grad_(False)
         self.weights = self.inputs["policy"]
         self.weights.bind(decoder.config, list(named_parameters_hf(decoder)))
-        self.replica.keep(self.weights)
         self.engine = Engine(decoder, max_slots=self.max_slots, max_len=self.max_len, device=self.group.device)
 
     @property
@@ -156,7 +155,6 @@ class Generator(Executor):
         self.claim_device()
         began = time.monotonic()
         taken = self.weights.swap()
-        self.replica.keep(self.weights)
         assert not self.replica.peers or (taken and taken[0] == version), f"rank {self.group.rank} swaps {taken}, not {version}"
         if taken is None:
             return False  # a newer version is just overtaking it
@@ -192,7 +190,10 @@ class Generator(Executor):
     def _check_canary(self, canary: Canary) -> None:
         """What was swapped in, against what the trainer says of it. ParityError."""
         logprobs_SV = torch.cat(
-            [self.engine.score_all(s.token_ids[: s.given], s.token_ids[s.given :], self.sampling.temperature) for s in canary.sequences]
+            [
+                self.engine.score_all(s.token_ids[: s.given], s.token_ids[s.given :], self.sampling.temperature)
+                for s in canary.sequences
+            ]
         ).cpu()
         where = {"version": self.version, "rank": self.group.rank}
         if self.quantize != "none":

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from llamarl.control import Control
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, LATEST, TOPIC = "manifest.json", "latest", "checkpoint"
 _SEALED = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"step_\d+\.(tmp|old)")

@@ -30,8 +30,6 @@ class StagedWeights(Protocol):
     @property
     def staged(self) -> tuple | None: ...  # version first
 
-    def hold_from(self, version: int) -> None: ...
-
 
 class Lockstep:
     """A rank's place in its replica."""
@@ -61,11 +59,6 @@ class Lockstep:
         return self._told.popleft() if self._told and not self.ended else None
 
     # -- versions -----------------------------------------------------------------------------------------------------
-
-    def keep(self, weights: StagedWeights) -> None:
-        """Let no staged version be overtaken. Call before the first comes, and after every swap."""
-        if self.peers:
-            weights.hold_from(0)
 
     def report(self, weights: StagedWeights) -> None:
         """Peer: tell the leader of a version that is staged here."""

@@ -8,6 +8,7 @@ A wrong, stale, half-written or differently computed model shows here, at the ve
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -70,7 +71,9 @@ def canary_sequences(prompts: Prompts, *, first: bool) -> list[Sequence]:
 
 def check_canary(canary: Canary, logprobs: Tensor, *, version: int, rank: int, tolerance: float) -> float:
     """The largest difference in nats. ParityError if it is above the tolerance, or not a number. logprobs: [scored] float32."""
-    worst = max((abs(a - b) for a, b in zip(canary.logprobs, logprobs.tolist(), strict=True)), default=0.0)
+    differences = [abs(a - b) for a, b in zip(canary.logprobs, logprobs.tolist(), strict=True)]
+    # NaN is neither above nor below a number, so max() alone would lose it.
+    worst = max(differences, key=lambda d: math.inf if math.isnan(d) else d, default=0.0)
     if not worst <= tolerance:
         raise ParityError(
             f"generator on rank {rank} and the trainer differ by {worst:.4g} in the logprobs of fixed prompts under version "

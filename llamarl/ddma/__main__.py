@@ -24,7 +24,7 @@ MOST_ROWS = 16  # of a printed table
 
 
 def topology(kind: type, text: str) -> Source | Destination:
-    """"fsdp=4,tp=2" -> Source(fsdp=4, tp=2). ValueError that names what is wrong."""
+    """ "fsdp=4,tp=2" -> Source(fsdp=4, tp=2). ValueError that names what is wrong."""
     known = [f.name for f in dataclasses.fields(kind)]
     values = {}
     for part in filter(None, text.split(",")):
@@ -65,7 +65,9 @@ def account(plan: Plan) -> Account:
     received = np.tile(plan.shard_bytes, plan.destination.replicas)
     handed_on = np.array([received[d] if plan.follower(d) is not None else 0 for d in range(ranks)])
     total = int(plan.shard_bytes.sum()) * plan.roots
-    return Account(plan.bytes_to.sum(1) * fed, handed_on, received, -(-total // plan.source.num_ranks), int(plan.shard_bytes[:tp].max()))
+    return Account(
+        plan.bytes_to.sum(1) * fed, handed_on, received, -(-total // plan.source.num_ranks), int(plan.shard_bytes[:tp].max())
+    )
 
 
 def why(plan: Plan) -> str:
@@ -113,7 +115,11 @@ def show(plan: Plan, config: ModelConfig) -> None:
     for name, values, floor in (
         (f"trainer, sends ({len(counted.sent)})", counted.sent, counted.source_floor),
         (f"generator, receives ({len(counted.received)})", counted.received, counted.receive_floor),
-        (f"generator, hands on ({int((counted.handed_on > 0).sum())})", counted.handed_on[counted.handed_on > 0], counted.receive_floor),
+        (
+            f"generator, hands on ({int((counted.handed_on > 0).sum())})",
+            counted.handed_on[counted.handed_on > 0],
+            counted.receive_floor,
+        ),
     ):
         if len(values):
             table.add_row(name, _spread(values), f"{values.sum():,}", f"{floor:,}", f"{values.max() / floor:.3f}")
@@ -141,13 +147,17 @@ def _spread(values: np.ndarray) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m llamarl.ddma", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m llamarl.ddma", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     p = commands.add_parser("plan", help="print how weights would travel")
     p.add_argument("--model", required=True, help="a Hugging Face directory, or its config.json")
     p.add_argument("--source", default="fsdp=1", help="fsdp=N,replicate=R,tp=T")
     p.add_argument("--destination", default="tp=1", help="tp=M,replicas=K")
-    p.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="float8 and int8: of the projections, the rest in bfloat16")
+    p.add_argument(
+        "--dtype", default="bfloat16", choices=DTYPES, help="float8 and int8: of the projections, the rest in bfloat16"
+    )
     p.add_argument("--feed", default="auto", choices=("auto", "direct", "chain"), help="who feeds the replicas")
     p.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """The two ends of a Weights channel as executors see them: bind a model's parameters, then publish or swap.
 
-    trainer      sender.bind(config, named_parameters);    sender.publish(version, ...)
-    generator    receiver.bind(config, named_parameters);  receiver.swap() between two chunks
+trainer      sender.bind(config, named_parameters);    sender.publish(version, ...)
+generator    receiver.bind(config, named_parameters);  receiver.swap() between two chunks
 """
 
 from __future__ import annotations
@@ -15,21 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from llamarl.control import Control
 from llamarl.ddma.layout import FUSED, Buffer, Destination, Parameter, Source, buffer_of, travelling
-from llamarl.ddma.links import End, LocalLink, RankLink, choose_transports, make_slots
+from llamarl.ddma.links import End, LocalLink, RankLink, WeightsError, choose_transports, make_slots
 from llamarl.ddma.plan import Plan, make_plan
-from llamarl.ddma.transfer import (
-    Bucket,
-    Incoming,
-    Outgoing,
-    Progress,
-    Publisher,
-    Staged,
-    Subscriber,
-    WeightsError,
-    buckets_of,
-    buckets_of_buffer,
-    size_of,
-)
+from llamarl.ddma.payload import Bucket, Progress, buckets_of, buckets_of_buffer, size_of
+from llamarl.ddma.subscriber import Incoming, Staged, Subscriber
+from llamarl.ddma.transfer import Outgoing, Publisher
 from llamarl.inference.quantize import QUANTIZED, quantize_rows
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import SCALE, parameter_shapes
@@ -64,7 +54,13 @@ class WeightsRoute:
         control: Control,
         deadline_s: float,
     ):
-        self.name, self.sources, self.destinations, self.source, self.destination = name, sources, destinations, source, destination
+        self.name, self.sources, self.destinations, self.source, self.destination = (
+            name,
+            sources,
+            destinations,
+            source,
+            destination,
+        )
         self.dtype, self.quantize, self.keep = dtype, quantize, keep
         self.control, self.deadline_s = control, deadline_s
         self._group, self._device_group, self._local = group, device_group, LocalLink()
@@ -77,6 +73,8 @@ class WeightsRoute:
         self.on_device = gpus and not on_host and not {"shm", "gloo"} & set(self._transports.values())
         in_place = all(self._transports[a, b] in _IN_PLACE for a in sources for b in destinations)
         self._feed = "direct" if in_place else "auto"
+        if not in_place:  # what is handed on lies in a receiver's own memory, which no other process has mapped
+            self._transports |= {pair: "gloo" for pair in handed_on if self._transports[pair] == "shm"}
 
     def transport(self, peer: int, *, sending: bool) -> str:
         me = self.control.rank
@@ -90,7 +88,9 @@ class WeightsRoute:
 
     def plan(self, config: ModelConfig) -> Plan:
         quantized = QUANTIZED.get(self.quantize)
-        return make_plan(config, travelling(config, self.dtype, quantized, self.keep), self.source, self.destination, feed=self._feed)
+        return make_plan(
+            config, travelling(config, self.dtype, quantized, self.keep), self.source, self.destination, feed=self._feed
+        )
 
 
 class WeightsSender:
@@ -135,9 +135,7 @@ class WeightsSender:
         self._publisher = Publisher(route.name, slots, links, len(self._buckets), route.control, route.deadline_s)
         return plan
 
-    def publish(
-        self, version: int, *, evaluate: bool, must_differ: bool, canary: Callable[[], dict] = dict
-    ) -> float:
+    def publish(self, version: int, *, evaluate: bool, must_differ: bool, canary: Callable[[], dict] = dict) -> float:
         """Stage this rank's shard as `version`; it travels behind. Returns the stall in seconds, without that of canary().
 
         See Publisher.publish.
@@ -227,7 +225,11 @@ class WeightsReceiver:
         feeders, upstream = plan.feeders(me)
         whole = tuple(buckets_of_buffer(of))
         incoming = [
-            Incoming(route.link(route.sources[s], sending=False), tuple(buckets_of(plan.pieces(s, t))), f"trainer rank {route.sources[s]}")
+            Incoming(
+                route.link(route.sources[s], sending=False),
+                tuple(buckets_of(plan.pieces(s, t))),
+                f"trainer rank {route.sources[s]}",
+            )
             for s in feeders
         ]
         if upstream is not None:
@@ -241,16 +243,21 @@ class WeightsReceiver:
         where = {"device": device} if route.on_device else {"pin_memory": device.type == "cuda"}
         buffers = [torch.zeros(of.num_bytes, dtype=torch.uint8, **where) for _ in range(2 if self._exchange else 1)]
         self._views = {flat.data_ptr(): _views(flat, of, parameters) for flat in buffers}
-        self._subscriber = Subscriber(route.name, of, buffers, incoming, route.control, route.deadline_s, follower)
+        self._subscriber = Subscriber(
+            route.name,
+            of,
+            buffers,
+            incoming,
+            route.control,
+            route.deadline_s,
+            follower,
+            in_order=route.destination.tp > 1,
+        )
 
     @property
     def staged(self) -> Staged | None:
         """What `swap` would bring in, or None."""
         return self._subscriber.staged
-
-    def hold_from(self, version: int) -> None:
-        """From now on a staged version >= this one is not overtaken by a newer one until it is swapped."""
-        self._subscriber.hold_from(version)
 
     @torch.no_grad()
     def swap(self) -> Staged | None:
@@ -286,7 +293,9 @@ def _views(flat: Tensor, of: Buffer, parameters: NamedParameters) -> list[Tensor
         dtype, shape = members[0].parameter.dtype, members[0].box.lengths
         shape = (sum(m.box.lengths[0] for m in members), *shape[1:])
         if (parameter.dtype, tuple(parameter.shape)) != (dtype, shape):
-            raise WeightsError(f"{name}: the generator holds {tuple(parameter.shape)} {parameter.dtype}, {shape} {dtype} would come")
+            raise WeightsError(
+                f"{name}: the generator holds {tuple(parameter.shape)} {parameter.dtype}, {shape} {dtype} would come"
+            )
         start = members[0].start
         size = sum(m.num_bytes for m in members)
         out.append(flat[start : start + size].view(dtype).view(shape))

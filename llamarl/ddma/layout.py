@@ -56,10 +56,11 @@ class Source:
         first = min(shard * rows, part.lengths[0])
         return part.cut(0, first, min(rows, part.lengths[0] - first))
 
-
     def splits_columns(self, config: ModelConfig, name: str, shape: tuple[int, ...]) -> bool:
         """Whether tensor-parallel ranks hold parts of this parameter's rows."""
-        return len(shape) > 1 and tensor_parallel_box(config, name, shape, 0, self.tp, split_vocabulary=False).lengths[1] < shape[1]
+        return (
+            len(shape) > 1 and tensor_parallel_box(config, name, shape, 0, self.tp, split_vocabulary=False).lengths[1] < shape[1]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,9 @@ class Destination:
         return tensor_parallel_box(config, p.name.removesuffix(SCALE), p.shape, t, self.tp)
 
 
-def travelling(config: ModelConfig, dtype: torch.dtype, quantized: torch.dtype | None = None, keep: tuple[str, ...] = ()) -> list[Parameter]:
+def travelling(
+    config: ModelConfig, dtype: torch.dtype, quantized: torch.dtype | None = None, keep: tuple[str, ...] = ()
+) -> list[Parameter]:
     """What a model's weights are on their way. quantized: the projections' dtype; those whose name holds one of `keep` stay in dtype."""
     out = []
     for name, shape in parameter_shapes(config).items():
@@ -110,7 +113,9 @@ class Buffer:
     num_bytes: int = field(default=0)
 
 
-def buffer_of(config: ModelConfig, parameters: list[Parameter], destination: Destination, t: int, *, fuse: bool = False) -> Buffer:
+def buffer_of(
+    config: ModelConfig, parameters: list[Parameter], destination: Destination, t: int, *, fuse: bool = False
+) -> Buffer:
     """The buffer of tensor-parallel rank t. fuse: the members of FUSED lie end to end, so that each group is one tensor too."""
     by_name, held, fused, at = {p.name: p for p in parameters}, {}, {}, 0
     for p in parameters:
@@ -129,10 +134,11 @@ def buffer_of(config: ModelConfig, parameters: list[Parameter], destination: Des
 
 
 def _members(name: str, by_name: dict[str, Parameter]) -> tuple[str, ...]:
-    """The names that are fused with this one, if it is the first of such a group."""
+    """The names that are fused with this one, if it is the first of such a group and all have one dtype."""
     for first, *others in FUSED.values():
-        if first in name and all(name.replace(first, other) in by_name for other in others):
-            return (name, *(name.replace(first, other) for other in others))
+        names = (name, *(name.replace(first, other) for other in others))
+        if first in name and all(n in by_name and by_name[n].dtype == by_name[name].dtype for n in names):
+            return names
     return ()
 
 

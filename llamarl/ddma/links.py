@@ -69,7 +69,7 @@ class Header:
 
 class Digest:
     """64-bit digest of bytes that come in parts: XXH3 on a CPU, where only the bytes matter; on a GPU, which no byte should
-    leave for this, sums of the words in each of 512 columns, weighted, where the parts matter too."""
+    leave for this, sums of the words in each of 512 columns, weighted: parts in another order show, whole 4 KiB rows inside one do not."""
 
     def __init__(self):
         self._state, self._on_device = xxhash.xxh3_64(), None
@@ -267,7 +267,15 @@ def _share_device_memory(tensor: Tensor) -> dict:
     """What another process on this host needs to open a CUDA tensor's memory. JSON."""
     device, handle, size, offset, ref_handle, ref_offset, event, sync = tensor.untyped_storage()._share_cuda_()
     coded = [base64.b64encode(part).decode() for part in (handle, ref_handle, event)]
-    return {"device": device, "size": size, "offset": offset, "ref_offset": ref_offset, "sync": sync, "coded": coded, "bytes": tensor.numel()}
+    return {
+        "device": device,
+        "size": size,
+        "offset": offset,
+        "ref_offset": ref_offset,
+        "sync": sync,
+        "coded": coded,
+        "bytes": tensor.numel(),
+    }
 
 
 def _open_device_memory(shared: dict) -> Tensor:
@@ -307,7 +315,11 @@ def choose_transports(asked: str, pairs: list[tuple[End, End]]) -> dict[tuple[in
     WeightsError with the reason and what can be done instead, if the one asked for cannot join a pair.
     """
     chosen = {}
-    on_device = all(e.gpu for pair in pairs for e in pair) and all(_refusal("cuda_ipc", a, b) is None or _refusal("nccl", a, b) is None for a, b in pairs)
+    everyone = {end.rank: end for pair in pairs for end in pair}
+    hosts, gpus = ({getattr(end, what) for end in everyone.values()} for what in ("host", "gpu"))
+    # NCCL's group spans all ranks, so two on one GPU keep the others from it too.
+    nccl = len(gpus) == len(everyone) and all(end.nccl for end in everyone.values())
+    on_device = None not in gpus and (nccl or len(hosts) == 1)
     for a, b in pairs:
         if a.rank == b.rank:
             chosen[a.rank, b.rank] = "local"
@@ -317,7 +329,9 @@ def choose_transports(asked: str, pairs: list[tuple[End, End]]) -> dict[tuple[in
             chosen[a.rank, b.rank] = next(t for t in order if _refusal(t, a, b) is None)
             continue
         if reason := _refusal(asked, a, b):
-            others = [t for t in TRANSPORTS[1:] if t != asked and all(_refusal(t, x, y) is None for x, y in pairs if x.rank != y.rank)]
+            others = [
+                t for t in TRANSPORTS[1:] if t != asked and all(_refusal(t, x, y) is None for x, y in pairs if x.rank != y.rank)
+            ]
             raise WeightsError(
                 f"weights.transport={asked}: ranks {a.rank} and {b.rank} {reason}; use {' or '.join(others)}, or auto"
             )

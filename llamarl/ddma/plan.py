@@ -157,5 +157,7 @@ def make_plan(
     senders = [s for s in range(source.num_ranks) if 0 in plan.feeds(s)]
     missing = plan.shard_bytes - plan.bytes_to[senders].sum(0)
     if missing.any():
-        raise ValueError(f"the trainer's ranks hold {missing.tolist()} bytes less than generator ranks 0..{destination.tp - 1} need")
+        raise ValueError(
+            f"the trainer's ranks hold {missing.tolist()} bytes less than generator ranks 0..{destination.tp - 1} need"
+        )
     return plan

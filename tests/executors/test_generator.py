@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from executors.generator import Generator
-from llamarl.ddma.transfer import Staged
+from llamarl.ddma.subscriber import Staged
 from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams
 from llamarl.models.hf import SafetensorsDir
@@ -25,26 +25,23 @@ ONE = ExecutorGroup("generator", (0,), 0, torch.device("cpu"))
 class Weights:
     """Stages the same tiny weights under whatever version a test says."""
 
-    def __init__(self):
-        self.staged, self.holds = None, None
+    def __init__(self, in_order):
+        self.staged, self.in_order = None, in_order
 
     def bind(self, config, parameters):
         source = SafetensorsDir(tiny_directory())
         for name, parameter in parameters:
             parameter.data.copy_(source.get(name))
 
-    def hold_from(self, version):
-        self.holds = version
-
     def arrive(self, version, evaluate=False):
         """A version comes whole; says whether there was room for it."""
-        kept = self.staged is not None and (self.staged.evaluate or self.holds is not None)
+        kept = self.staged is not None and (self.staged.evaluate or self.in_order)
         if not kept:
             self.staged = Staged(version, evaluate, {})
         return not kept
 
     def swap(self):
-        taken, self.staged, self.holds = self.staged, None, None
+        taken, self.staged = self.staged, None
         return taken
 
     def close(self):
@@ -109,7 +106,7 @@ def generator(synchronous=False, in_flight=True, new_tokens=6, chunk=2, group=ON
     )  # fmt: skip
     made.attach(
         group,
-        {"policy": Weights()},
+        {"policy": Weights(in_order=group.tensor_parallel > 1)},
         {"completions": Outbox(), "evaluations": Outbox()},
         control or Mail({}, group.rank),
         Metrics(),
@@ -241,13 +238,13 @@ def settle(leader, peer):
     raise AssertionError("they find no rest")
 
 
-def test_a_replica_of_one_rank_posts_nothing_and_holds_nothing():
+def test_a_replica_of_one_rank_posts_nothing():
     g = generator()
     g.weights.staged = Staged(0, True, {})
     for _ in range(5):
         g.step()
     g.teardown()
-    assert g.control.posts == [] and g.weights.holds is None and g.outputs["completions"]
+    assert g.control.posts == [] and g.outputs["completions"]
 
 
 def test_weights_are_swapped_when_every_rank_has_them_and_not_before(replica):

@@ -77,7 +77,10 @@ def test_turns_free_device_memory():
     assert bool((big == 1).all())
 
 
-@pytest.mark.parametrize("overrides", [("weights.transport=cuda_ipc",), ("generator.quantize=fp8", "model.dtype=bfloat16", "trainer.parity_tolerance=0.5")])
+@pytest.mark.parametrize(
+    "overrides",
+    [("weights.transport=cuda_ipc",), ("generator.quantize=fp8", "model.dtype=bfloat16", "trainer.parity_tolerance=0.5")],
+)
 def test_two_processes_on_one_gpu_exchange_weights_by_ipc(tmp_path, overrides):
     with Job(*SMALL, *overrides, run_dir=tmp_path / "run", ranks=2, env={"CUDA_VISIBLE_DEVICES": "0"}) as job:
         assert job.wait() == 0, job.output

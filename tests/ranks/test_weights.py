@@ -286,7 +286,7 @@ def exchange(scenario: dict, rank: int, size: int) -> dict:
     from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
     from llamarl.ddma.layout import Destination, Source
     from llamarl.ddma.links import WeightsError, this_end
-    from llamarl.ddma.transfer import buckets_of, buckets_of_buffer
+    from llamarl.ddma.payload import buckets_of, buckets_of_buffer
     from llamarl.placement import link_group
 
     # So small that links have several buckets and matrices are cut.

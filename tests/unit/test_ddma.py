@@ -25,8 +25,10 @@ from llamarl.ddma.links import (
     _device_digest,
     choose_transports,
 )
+from llamarl.ddma.payload import buckets_of, buckets_of_buffer, size_of
 from llamarl.ddma.plan import make_plan
-from llamarl.ddma.transfer import MAX_RETRIES, Incoming, Outgoing, Publisher, Subscriber, buckets_of, buckets_of_buffer, size_of
+from llamarl.ddma.subscriber import Incoming, Subscriber
+from llamarl.ddma.transfer import MAX_RETRIES, Outgoing, Publisher
 from llamarl.inference.quantize import QUANTIZED, quantize_rows
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import Box, parameter_shapes
@@ -134,7 +136,7 @@ LINKS = pytest.mark.parametrize("kind", [SpyLink, StreamLink])
 class Ends:
     """Sources with a shard each, and one replica; publishers and subscriber have a Control of their own each."""
 
-    def __init__(self, *links: LocalLink, num_buffers=2, deadline_s=PATIENCE_S, follower: Outgoing | None = None, late=False):
+    def __init__(self, *links: LocalLink, num_buffers=2, deadline_s=PATIENCE_S, follower: Outgoing | None = None, late=False, in_order=False):
         self.links = links = links or (SpyLink(),)
         self.sending, self.receiving = alone(), alone()
         self.plan = make_plan(CONFIG, PARAMETERS, Source(fsdp=len(links)), Destination(), feed="direct")
@@ -147,7 +149,7 @@ class Ends:
         self.of = buffer_of(CONFIG, PARAMETERS, Destination(), 0)
         buffers = [torch.zeros(self.of.num_bytes, dtype=torch.uint8) for _ in range(num_buffers)]
         incoming = [Incoming(link, b, f"trainer rank {s}") for s, (link, b) in enumerate(zip(links, self.buckets))]
-        self.subscriber = Subscriber("policy", self.of, buffers, incoming, self.receiving, deadline_s, follower)
+        self.subscriber = Subscriber("policy", self.of, buffers, incoming, self.receiving, deadline_s, follower, in_order)
         self.live = None
 
     def publish(self, version, *, evaluate=False, must_differ=True, content=None, only=None, canary=None):
@@ -458,16 +460,15 @@ def test_a_version_to_be_evaluated_is_not_overtaken():
     ends.close()
 
 
-def test_from_a_held_version_on_none_is_overtaken_until_it_is_swapped():
-    ends = Ends()
-    ends.subscriber.hold_from(2)
-    for v in range(4):
-        ends.publish(v)  # 0 and 1 are overtaken
-    ends.staged(2)
-    assert stays(ends, 2)
-    assert ends.swap().version == 2 and torch.equal(ends.live, bytes_of(2))
-    ends.staged(3)
-    ends.publish(4), ends.staged(4)  # the swap has ended the hold
+def test_in_order_none_is_overtaken():
+    ends = Ends(in_order=True)
+    ends.publish(0), ends.publish(1)
+    assert stays(ends, 0)
+    for version in range(5):
+        ends.staged(version)
+        assert ends.swap().version == version and torch.equal(ends.live, bytes_of(version))
+        if version < 3:
+            ends.publish(version + 2)
     ends.close()
 
 

@@ -37,7 +37,9 @@ def test_the_largest_model_needs_only_its_config(tmp_path, capsys):
 def test_few_trainers_and_many_replicas_make_a_chain(capsys):
     got = plan(capsys, "--model", str(tiny_directory()), "--source", "fsdp=2", "--destination", "replicas=6")
     assert got["roots"] == 2 and got["feed"].startswith("chain") and got["ratio"] == pytest.approx(1.0, abs=0.01)
-    direct = plan(capsys, "--model", str(tiny_directory()), "--source", "fsdp=2", "--destination", "replicas=6", "--feed", "direct")
+    direct = plan(
+        capsys, "--model", str(tiny_directory()), "--source", "fsdp=2", "--destination", "replicas=6", "--feed", "direct"
+    )
     assert direct["roots"] == 6 and direct["busiest"] == pytest.approx(3 * got["busiest"], rel=0.01)
 
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from llamarl.ddma.layout import Destination, Parameter, Source, buffer_of, travelling
+from llamarl.ddma.payload import Target, buckets_of, buckets_of_buffer, size_of
 from llamarl.ddma.plan import SMALL_BYTES, make_plan
-from llamarl.ddma.transfer import _Target, buckets_of, buckets_of_buffer, size_of
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import SCALE, Box, heads_of, parameter_shapes, tensor_parallel_box
 
@@ -254,7 +254,7 @@ def test_the_copies_of_a_receiver_are_those_of_the_index_arithmetic(topology):
             payload = payload_of(buckets, full)
             carry(buckets, payload, of, want, torch.zeros(of.num_bytes, dtype=torch.int32))
             for bucket in buckets:
-                _Target(bucket, of, got).write(payload[bucket.start : bucket.end], bucket.start)
+                Target(bucket, of, got).write(payload[bucket.start : bucket.end], bucket.start)
         assert torch.equal(got, want)
 
 

@@ -1,0 +1,218 @@
+"""What links carry: pieces in buckets, laid end to end by the sender and put in place by the receiver. No threads of its own."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llamarl.ddma.layout import Buffer, aligned
+from llamarl.ddma.links import BLOCK_BYTES, Digest
+from llamarl.ddma.plan import Piece
+from llamarl.models.sharding import Box
+
+BUCKET_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A piece, and where it lies in its link's bytes."""
+
+    piece: Piece
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.piece.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Moves that go, are digested and are acknowledged together: bytes [start, end) of the link's."""
+
+    moves: tuple[Move, ...]
+
+    @property
+    def start(self) -> int:
+        return self.moves[0].start
+
+    @property
+    def end(self) -> int:
+        return self.moves[-1].end
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """The bytes of each move in the link's bytes `flat`, where neighbours without padding between them are one on a CPU."""
+        runs: list[list[int]] = []
+        for move in self.moves:
+            if runs and runs[-1][1] == move.start and not flat.is_cuda:
+                runs[-1][1] = move.end
+            else:
+                runs.append([move.start, move.end])
+        return [flat[a:b] for a, b in runs]
+
+
+def buckets_of(pieces: list[Piece], limit: int = BUCKET_BYTES) -> list[Bucket]:
+    """Lay pieces end to end, each on a cache line, in buckets of about `limit` bytes; a larger piece is cut by rows."""
+    buckets, moves, at = [], [], 0
+    for piece in pieces:
+        for part in _cut(piece, limit):
+            if moves and at + part.num_bytes - moves[0].start > limit:
+                buckets.append(Bucket(tuple(moves)))
+                moves = []
+            moves.append(Move(part, at))
+            at = aligned(at + part.num_bytes)
+    return buckets + [Bucket(tuple(moves))] * bool(moves)
+
+
+def buckets_of_buffer(of: Buffer, limit: int = BUCKET_BYTES) -> list[Bucket]:
+    """The same for all that a receiver holds, where it lies in its buffer."""
+    buckets, moves = [], []
+    for held in sorted(of.held.values(), key=lambda h: h.start):
+        at = held.start
+        for part in _cut(Piece(held.parameter, held.box), limit):
+            if moves and at + part.num_bytes - moves[0].start > limit:
+                buckets.append(Bucket(tuple(moves)))
+                moves = []
+            moves.append(Move(part, at))
+            at += part.num_bytes
+    return buckets + [Bucket(tuple(moves))] * bool(moves)
+
+
+def _cut(piece: Piece, limit: int) -> list[Piece]:
+    rows = piece.box.lengths[0]
+    each = max(1, rows * limit // max(piece.num_bytes, 1))
+    return [Piece(piece.parameter, piece.box.cut(0, r, min(each, rows - r))) for r in range(0, rows, each)]
+
+
+def size_of(buckets: list[Bucket]) -> int:
+    return aligned(buckets[-1].end) if buckets else 0
+
+
+class Progress:
+    """Which buckets of a slot (or of a buffer) are whole."""
+
+    def __init__(self, count: int):
+        self._changed = threading.Condition()
+        self._done: list[object] = [None] * count
+        self._closed = False
+
+    def reset(self) -> None:
+        with self._changed:
+            self._done = [None] * len(self._done)
+
+    def mark(self, index: int, event: "torch.cuda.Event | None" = None) -> None:
+        """event: the copies on a device that must end first."""
+        with self._changed:
+            self._done[index] = event or True
+            self._changed.notify_all()
+
+    def wait(self, index: int) -> bool:
+        """False if it was closed meanwhile."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done[index] is not None or self._closed)
+            event = self._done[index]
+        if event is not None and event is not True:
+            event.synchronize()
+        return event is not None
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class Target:
+    """Where the moves of a bucket go in one of the receiver's buffers."""
+
+    def __init__(self, bucket: Bucket, of: Buffer, flat: Tensor):
+        self._copies: list[tuple[int, int, Tensor, bool]] = []  # start, end in the link's bytes; where to; whether flat bytes
+        self.in_place: Tensor | None = None  # the whole bucket as one range of the buffer
+        for move in bucket.moves:
+            held = of.held[move.piece.parameter.name]
+            at = _flat_start(move.piece.box, held.box)
+            size, itemsize = move.piece.num_bytes, held.parameter.dtype.itemsize
+            if at is None:
+                whole = flat[held.start : held.start + held.num_bytes].view(held.parameter.dtype).view(held.box.lengths)
+                self._copies.append((move.start, move.end, whole[move.piece.box.within(held.box)], False))
+                continue
+            begin = held.start + at * itemsize
+            last = self._copies[-1] if self._copies else None
+            joins = last and last[3] and not flat.is_cuda and last[1] == move.start
+            if joins and last[2].storage_offset() + last[2].numel() == flat.storage_offset() + begin:
+                first = last[2].storage_offset() - flat.storage_offset()
+                self._copies[-1] = (last[0], move.end, flat[first : begin + size], True)
+            else:
+                self._copies.append((move.start, move.end, flat[begin : begin + size], True))
+        if len(self._copies) == 1 and self._copies[0][3]:
+            self.in_place = self._copies[0][2]
+
+    def write(self, source: Tensor, start: int) -> int:
+        """Copy the bucket's bytes, which begin at byte `start` of the link's, in; the digest of what is there then."""
+        state = Digest()
+        for begin, end, target, flat in self._copies:
+            data = source[begin - start : end - start]
+            if not flat:
+                target.copy_(data.view(target.dtype).view(target.shape))
+                state.update(target.contiguous().view(-1).view(torch.uint8))
+            elif data.data_ptr() == target.data_ptr() or target.is_cuda:
+                if data.data_ptr() != target.data_ptr():
+                    target.copy_(data)
+                state.update(target)
+            else:
+                for block, new in zip(target.split(BLOCK_BYTES), data.split(BLOCK_BYTES)):
+                    block.copy_(new)
+                    state.update(block)
+        return state.value()
+
+
+def _flat_start(box: Box, held: Box) -> int | None:
+    """Where the box begins in its holder's elements, if it is one run of them; else None."""
+    partial = [i for i, (n, m) in enumerate(zip(box.lengths, held.lengths)) if n != m]
+    if partial and any(n != 1 for n in box.lengths[: partial[-1]]):
+        return None
+    at = 0
+    for offset, origin, length in zip(box.offsets, held.offsets, held.lengths):
+        at = at * length + offset - origin
+    return at
+
+
+class Cover:
+    """Which arrived buckets make which of the follower's buckets whole. arriving: of each link, what it carries."""
+
+    def __init__(self, arriving: list[tuple[Bucket, ...]], buckets: tuple[Bucket, ...]):
+        where = {}
+        for number, bucket in enumerate(buckets):
+            for move in bucket.moves:
+                where.setdefault(move.piece.parameter.name, []).append((move.piece.box, number))
+        self._adds: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for index, carried in enumerate(arriving):
+            for i, bucket in enumerate(carried):
+                adds = []
+                for move in bucket.moves:
+                    for box, number in where[move.piece.parameter.name]:
+                        if common := _overlap(box, move.piece.box):
+                            adds.append((number, common))
+                self._adds[index, i] = adds
+        self._totals = [sum(move.piece.box.numel for move in bucket.moves) for bucket in buckets]
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        self._left = list(self._totals)
+
+    def arrived(self, index: int, bucket: int, progress: Progress) -> None:
+        with self._lock:
+            for number, count in self._adds[index, bucket]:
+                self._left[number] -= count
+                if not self._left[number]:
+                    progress.mark(number)
+
+
+def _overlap(a: Box, b: Box) -> int:
+    """Elements in common."""
+    count = 1
+    for p, n, q, m in zip(a.offsets, a.lengths, b.offsets, b.lengths):
+        count *= max(0, min(p + n, q + m) - max(p, q))
+    return count
