@@ -49,9 +49,9 @@ MODELS = {  # name -> (config, dtype of the generator, dtype of the trainer's ow
     "8b-fp8": (EIGHT_B, torch.bfloat16, torch.bfloat16, "fp8"),
 }
 TOPOLOGIES = {
+    "1 -> 1": (Source(), Destination()),
     "fsdp 2 -> tp 2": (Source(fsdp=2), Destination(tp=2)),
     "fsdp 2 -> 2 replicas": (Source(fsdp=2), Destination(replicas=2)),
-    "1 -> 1": (Source(), Destination()),
 }
 WARM_UP, CHUNK = 2, 16 << 20
 
@@ -119,7 +119,8 @@ class Rank:
                 end.swap()
                 stall = time.monotonic() - swap
             done = self.latest(time.monotonic() if not self.trains else 0.0)
-            seconds.append(self.latest(done - began))
+            # From the last trainer's call: how far apart a barrier lets them go is not the sync's doing.
+            seconds.append(done - self.latest(began if self.trains else 0.0))
             stalls.append(stall)
         end.close()
         result = {"seconds": median(seconds), "bytes": plan.num_bytes, "shard_bytes": self._shard_bytes(plan)}
@@ -139,9 +140,10 @@ class Rank:
         return torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=self.device), requires_grad=False)
 
     def _shard_bytes(self, plan) -> int:
-        """Of this rank: what a trainer stages, or a generator holds."""
+        """Of this rank: what a trainer holds, or a generator."""
         if self.trains:
-            return int(plan.bytes_to[self.world.rank].sum())
+            boxes = [self._source_box(n, s, self.world.rank) for n, s in self.shapes.items()]
+            return sum(box.numel for box in boxes) * self.held_dtype.itemsize
         return int(plan.shard_bytes[(self.world.rank - len(self.trainers)) % self.destination.tp])
 
     # -- limits ------------------------------------------------------------------------------------------------------------
@@ -311,7 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     cuda = torch.cuda.is_available()
     parser.add_argument("--models", default="8b,8b-fp8" if cuda else "smollm2-bf16,smollm2-fp32,1b")
-    parser.add_argument("--topologies", default="1 -> 1" if cuda else "fsdp 2 -> tp 2,fsdp 2 -> 2 replicas")
+    parser.add_argument("--topologies", default="1 -> 1" if cuda else "1 -> 1,fsdp 2 -> tp 2,fsdp 2 -> 2 replicas")
     parser.add_argument("--transports", default="cuda_ipc" if cuda else "shm,gloo")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write everything measured to this file")

@@ -18,10 +18,12 @@ import os
 import queue
 import socket
 import tempfile
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
+from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -29,11 +31,12 @@ import xxhash
 from torch import Tensor
 
 NUM_SLOTS = 2
-BLOCK_BYTES = 1 << 20  # copied and hashed while in cache
+BLOCK_BYTES = 4 << 20  # copied and hashed while in cache
+POLL_S = 0.0002
 SHM_DIR = Path("/dev/shm")
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "cuda_ipc")
 _ON_DEVICE = ("nccl", "cuda_ipc")
-_FORWARD, _BACK, _PAYLOAD = 1, 2, 3  # tags: to the receiver, to the sender, bytes
+_FORWARD, _BACK, _PAYLOAD, _DIGEST = range(4)  # tags: to the receiver, to the sender, bytes, their digests
 
 
 class WeightsError(RuntimeError):
@@ -46,11 +49,10 @@ class LinkTimeout(WeightsError):
 
 class Kind(IntEnum):
     OFFER = 0  # where the slots are
-    BEGIN = 1  # a version: slot, whether it is to be evaluated
-    BUCKET = 2  # bytes, and their digest
-    END = 3  # all were sent
-    VERDICT = 4  # which of them are wrong
-    CLOSE = 5
+    BEGIN = 1  # a version, or what was wrong of it again: slot, buckets, whether it must be evaluated
+    END = 2  # these were all; their digests
+    VERDICT = 3  # which of them are wrong
+    CLOSE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,6 @@ class Header:
 
     kind: Kind
     version: int = -1
-    index: int = -1  # of the bucket, or of the slot
-    digest: int = 0
     more: dict | None = None
 
 
@@ -105,6 +105,9 @@ class Slots:
     """Memory that a sender stages into, and what lets a receiver elsewhere reach it."""
 
     tensors: list[Tensor]
+    counters: list[Tensor] = field(
+        default_factory=list
+    )  # [1] int64 each: buckets from the first on that are staged; none on a GPU
     paths: tuple[str, ...] = ()
 
     def forget_names(self) -> None:
@@ -115,14 +118,16 @@ class Slots:
 
 def make_slots(num_bytes: int, device: torch.device, *, shared: bool) -> Slots:
     """Slots on a device; on the CPU pinned if there is a GPU, or in shared memory. WeightsError, with the alternative, if there is no room."""
+    if device.type == "cuda":
+        return Slots([torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)])
     if not shared:
-        pinned = device.type == "cpu" and torch.cuda.is_available()
-        return Slots([torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned) for _ in range(NUM_SLOTS)])
+        pinned = torch.cuda.is_available()
+        return _with_counters([torch.zeros(num_bytes + 64, dtype=torch.uint8, pin_memory=pinned) for _ in range(NUM_SLOTS)])
     tensors, paths = [], []
     for _ in range(NUM_SLOTS):
         path = tempfile.mktemp(prefix=f"llamarl-{os.getpid()}-", dir=SHM_DIR)
         try:
-            tensors.append(map_shared(path, num_bytes, create=True))
+            tensors.append(map_shared(path, num_bytes + 64, create=True))
         except OSError as error:
             for made in paths:
                 os.unlink(made)
@@ -130,7 +135,12 @@ def make_slots(num_bytes: int, device: torch.device, *, shared: bool) -> Slots:
                 f"no shared memory for {num_bytes:,} bytes of weights ({error}); set weights.transport=gloo"
             ) from error
         paths.append(path)
-    return Slots(tensors, tuple(paths))
+    return _with_counters(tensors, tuple(paths))
+
+
+def _with_counters(whole: list[Tensor], paths: tuple[str, ...] = ()) -> Slots:
+    """The last cache line of each holds its counter."""
+    return Slots([t[:-64] for t in whole], [t[-64:].view(torch.int64)[:1] for t in whole], paths)
 
 
 def map_shared(path: str, num_bytes: int, create: bool) -> Tensor:
@@ -157,11 +167,12 @@ class LocalLink:
     def __init__(self):
         self._queues = (queue.Queue(), queue.Queue())  # to the sender, to the receiver
         self.slots: list[Tensor] = []
+        self.counters: list[Tensor] = []
         self.base = 0
 
     def offer(self, slots: Slots, base: int = 0) -> None:
         """Sender: say where the slots are, of which this link's bytes begin at `base`. Returns when the receiver has mapped them."""
-        self.slots, self.base = slots.tensors, base
+        self.slots, self.counters, self.base = slots.tensors, slots.counters, base
 
     def accept(self) -> None:
         """Receiver: map them."""
@@ -176,16 +187,38 @@ class LocalLink:
         except queue.Empty:
             raise LinkTimeout(f"nothing came for {timeout_s:.0f} s") from None
 
-    def send_bytes(self, flat: Tensor) -> None:
-        """Send a bucket's bytes, where they cross by themselves."""
+    def send_bytes(self, flat: Tensor) -> Callable[[], None] | None:
+        """Send a bucket's bytes, where they cross by themselves. Returns what waits until they may change."""
 
-    def bytes_of(self, slot: int, start: int, size: int, scratch: Tensor | None = None) -> Tensor:
-        """The bucket's bytes [size]: a view of the sender's slot, or received into `scratch`."""
-        return self.slots[slot][self.base + start : self.base + start + size]
+    def fetch(
+        self, slot: int, start: int, size: int, scratch: Tensor | None = None, staged: int = 0
+    ) -> Callable[[float], Tensor]:
+        """The bucket's bytes [size]: a view of the sender's slot once `staged` of its buckets are, or received into `scratch`.
+
+        Call the result with a deadline in seconds to have them; LinkTimeout.
+        """
+        flat = self.slots[slot][self.base + start : self.base + start + size]
+
+        def arrived(timeout_s: float) -> Tensor:
+            until = time.monotonic() + timeout_s
+            while staged and int(self.counters[slot]) < staged:
+                if time.monotonic() > until:
+                    raise LinkTimeout(f"nothing was staged for {timeout_s:.0f} s")
+                time.sleep(POLL_S)
+            return flat
+
+        return arrived
+
+    def send_digest(self, digest: int) -> Callable[[], None] | None:
+        """After send_bytes: that bucket's digest, where bytes cross by themselves; else all come with END."""
+
+    def fetch_digest(self) -> Callable[[float], int] | None:
+        """After fetch: the digest that the sender says the bucket has, or None where it comes with END."""
+        return None
 
     @property
-    def receives(self) -> bool:
-        """Whether bytes_of needs a place to receive into."""
+    def streams(self) -> bool:
+        """Whether bytes are sent, and received into a place of the receiver's."""
         return False
 
 
@@ -196,7 +229,7 @@ class RankLink(LocalLink):
         super().__init__()
         self.peer, self.transport, self._group = peer, transport, group
         self._payload_group = payload_group or group
-        self._tags = [channel * 4 + tag for tag in (0, _FORWARD, _BACK, _PAYLOAD)]
+        self._tags = [channel * 4 + tag for tag in (_FORWARD, _BACK, _PAYLOAD, _DIGEST)]
 
     def offer(self, slots: Slots, base: int = 0) -> None:
         where: dict[str, object] = {"bytes": slots.tensors[0].numel(), "base": base}
@@ -211,7 +244,8 @@ class RankLink(LocalLink):
         where = self.recv().more
         self.base = where["base"]
         if self.transport == "shm":
-            self.slots = [map_shared(path, where["bytes"], create=False) for path in where["paths"]]
+            mapped = _with_counters([map_shared(path, where["bytes"] + 64, create=False) for path in where["paths"]])
+            self.slots, self.counters = mapped.tensors, mapped.counters
         elif self.transport == "cuda_ipc":
             self.slots = [_open_device_memory(handle) for handle in where["handles"]]
         self.send(Header(Kind.OFFER), to_receiver=False)
@@ -219,48 +253,78 @@ class RankLink(LocalLink):
     def send(self, header: Header, to_receiver: bool = True) -> None:
         tag = self._tags[_FORWARD if to_receiver else _BACK]
         more = json.dumps(header.more).encode() if header.more is not None else b""
-        fixed = torch.tensor([header.kind, header.version, header.index, header.digest, len(more)])
+        fixed = torch.tensor([header.kind, header.version, len(more)])
         dist.send(fixed, self.peer, group=self._group, tag=tag)
         if more:
             dist.send(torch.frombuffer(bytearray(more), dtype=torch.uint8), self.peer, group=self._group, tag=tag)
 
     def recv(self, at_receiver: bool = True, timeout_s: float | None = None) -> Header:
         tag = self._tags[_FORWARD if at_receiver else _BACK]
-        fixed = torch.zeros(5, dtype=torch.int64)
+        fixed = torch.zeros(3, dtype=torch.int64)
         self._receive(fixed, tag, timeout_s)
-        kind, version, index, digest_, size = fixed.tolist()
+        kind, version, size = fixed.tolist()
         more = None
         if size:
             raw = torch.empty(size, dtype=torch.uint8)
             self._receive(raw, tag, timeout_s)
             more = json.loads(raw.numpy().tobytes())
-        return Header(Kind(kind), version, index, digest_, more)
+        return Header(Kind(kind), version, more)
 
     def _receive(self, tensor: Tensor, tag: int, timeout_s: float | None) -> None:
-        work = dist.irecv(tensor, self.peer, group=self._group, tag=tag)
-        if timeout_s is None:
-            work.wait()
-            return
-        try:
-            work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            if "imed out" in str(error) or "imeout" in str(error):
-                raise LinkTimeout(f"nothing came for {timeout_s:.0f} s") from error
-            raise
+        _wait(dist.irecv(tensor, self.peer, group=self._group, tag=tag), timeout_s)
 
-    def send_bytes(self, flat: Tensor) -> None:
-        if self.receives:
-            dist.send(flat, self.peer, group=self._payload_group, tag=self._tags[_PAYLOAD])
+    def send_bytes(self, flat: Tensor) -> Callable[[], None] | None:
+        if not self.streams:
+            return None
+        return dist.isend(flat, self.peer, group=self._payload_group, tag=self._tags[_PAYLOAD]).wait
 
-    def bytes_of(self, slot: int, start: int, size: int, scratch: Tensor | None = None) -> Tensor:
-        if not self.receives:
-            return super().bytes_of(slot, start, size)
-        dist.recv(scratch, self.peer, group=self._payload_group, tag=self._tags[_PAYLOAD])
-        return scratch
+    def fetch(
+        self, slot: int, start: int, size: int, scratch: Tensor | None = None, staged: int = 0
+    ) -> Callable[[float], Tensor]:
+        if not self.streams:
+            return super().fetch(slot, start, size, staged=staged)
+        work = dist.irecv(scratch, self.peer, group=self._payload_group, tag=self._tags[_PAYLOAD])
+
+        def arrived(timeout_s: float) -> Tensor:
+            _wait(work, timeout_s)
+            return scratch
+
+        return arrived
+
+    def send_digest(self, digest: int) -> Callable[[], None] | None:
+        if not self.streams:
+            return None
+        word = torch.tensor([digest])
+        work = dist.isend(word, self.peer, group=self._group, tag=self._tags[_DIGEST])
+        return lambda: (work.wait(), word) and None  # which must live until it has gone
+
+    def fetch_digest(self) -> Callable[[float], int] | None:
+        if not self.streams:
+            return None
+        word = torch.zeros(1, dtype=torch.int64)
+        work = dist.irecv(word, self.peer, group=self._group, tag=self._tags[_DIGEST])
+
+        def arrived(timeout_s: float) -> int:
+            _wait(work, timeout_s)
+            return int(word)
+
+        return arrived
 
     @property
-    def receives(self) -> bool:
+    def streams(self) -> bool:
         return self.transport in ("gloo", "nccl")
+
+
+def _wait(work: dist.Work, timeout_s: float | None) -> None:
+    if timeout_s is None:
+        work.wait()
+        return
+    try:
+        work.wait(timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        if "imed out" in str(error) or "imeout" in str(error):
+            raise LinkTimeout(f"nothing came for {timeout_s:.0f} s") from error
+        raise
 
 
 def _share_device_memory(tensor: Tensor) -> dict:

@@ -91,21 +91,28 @@ def size_of(buckets: list[Bucket]) -> int:
 
 
 class Progress:
-    """Which buckets of a slot (or of a buffer) are whole."""
+    """Which buckets of a slot (or of a buffer) are whole. counter: [1] int64 that others may read: how many are, from the first on."""
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, counter: Tensor | None = None):
         self._changed = threading.Condition()
         self._done: list[object] = [None] * count
+        self._first, self._counter = 0, counter
         self._closed = False
 
     def reset(self) -> None:
         with self._changed:
-            self._done = [None] * len(self._done)
+            self._done, self._first = [None] * len(self._done), 0
+            if self._counter is not None:
+                self._counter.zero_()
 
     def mark(self, index: int, event: "torch.cuda.Event | None" = None) -> None:
         """event: the copies on a device that must end first."""
         with self._changed:
             self._done[index] = event or True
+            while self._first < len(self._done) and self._done[self._first] is True:
+                self._first += 1
+            if self._counter is not None:
+                self._counter.fill_(self._first)
             self._changed.notify_all()
 
     def wait(self, index: int) -> bool:

@@ -14,7 +14,7 @@ from llamarl.control import Control, PeerDied
 from llamarl.ddma.layout import Buffer
 from llamarl.ddma.links import Header, Kind, LinkTimeout, LocalLink, Slots, WeightsError
 from llamarl.ddma.payload import Bucket, Cover, Progress, Target
-from llamarl.ddma.transfer import MAX_RETRIES, Outgoing, send_version, use_side_stream
+from llamarl.ddma.transfer import MAX_RETRIES, Outgoing, send_version, step_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class Subscriber:
         self._staged: Staged | None = None
         self._receiving: int | None = None  # version; its links that are not whole yet
         self._missing: set[int] = set()
+        self._completed = [-1] * len(links)
         self._in_order, self._closing = in_order, False
         self._follower, self._forwarding = follower, False
         self._versions: queue.Queue[tuple[int, bool, int] | None] = queue.Queue()  # for the forwarder, with the buffer
@@ -92,7 +93,7 @@ class Subscriber:
     def _run(self, index: int) -> None:
         incoming = self._links[index]
         try:
-            use_side_stream(self._buffers[0].device)
+            step_back(self._buffers[0].device)
             incoming.link.accept()
             while self._receive_version(index, incoming):
                 self._control.wake()
@@ -106,54 +107,85 @@ class Subscriber:
                 ) from error
 
     def _receive_version(self, index: int, incoming: Incoming) -> bool:
-        """One version of one link, from its BEGIN on. False when the sender closes."""
-        begin = incoming.link.recv()
-        while begin.kind not in (Kind.BEGIN, Kind.CLOSE):
-            self._drain(incoming, begin)
-            begin = incoming.link.recv()
-        if begin.kind == Kind.CLOSE or not self._claim(begin.version, begin.more["evaluate"]):
-            if self._follower and index == 0:
-                self._versions.put(None)
-            return False
-        open_ = set(range(len(incoming.buckets)))
-        for _ in range(MAX_RETRIES):
-            end = self._receive_buckets(index, incoming, begin, open_)
-            incoming.link.send(Header(Kind.VERDICT, begin.version, more={"wrong": sorted(open_)}), to_receiver=False)
-            if not open_:
-                self._complete(index, begin, end.more)
-                return True
-        raise WeightsError(f"buckets {sorted(open_)} of version {begin.version} were absent or damaged {MAX_RETRIES} times")
+        """One version of one link, from its BEGIN on. False when the sender closes.
 
-    def _receive_buckets(self, index: int, incoming: Incoming, begin: Header, open_: set[int]) -> Header:
-        """Take in what comes until END; strikes what arrived whole off `open_`."""
-        link = incoming.link
+        Headers of versions that are done with, and those that come twice, are passed over.
+        """
+        link, wanted = incoming.link, set(range(len(incoming.buckets)))
+        version, begin, found = None, {"attempt": -1}, {}
+        answered = -1
         while True:
+            header = self._next_header(link, version, wanted, len(incoming.buckets))
+            if header.kind == Kind.CLOSE:
+                return self._end_of_versions(index)
+            if header.version <= self._completed[index] or (version is not None and header.version != version):
+                continue
+            attempt = header.more["attempt"]
+            if header.kind == Kind.BEGIN and attempt > begin["attempt"]:
+                if version is None and not self._claim(header.version, header.more["evaluate"]):
+                    return self._end_of_versions(index)
+                version, begin = header.version, header.more
+                found = self._take_in(index, incoming, begin, version)
+            elif header.kind == Kind.END and attempt > answered:
+                answered = attempt
+                said = zip(begin["buckets"], header.more["digests"]) if attempt == begin["attempt"] else ()  # else BEGIN was lost
+                right = {i for i, digest in said if found.get(i) == digest} & wanted
+                wanted -= right
+                for i in right if self._follower and not link.streams else ():
+                    self._cover.arrived(index, i, self._whole)
+                verdict = {"wrong": sorted(wanted), "attempt": attempt}
+                link.send(Header(Kind.VERDICT, header.version, verdict), to_receiver=False)
+                if not wanted:
+                    self._complete(version, index, begin["evaluate"], header.more["canary"])
+                    return True
+                if attempt == MAX_RETRIES - 1:
+                    raise WeightsError(
+                        f"buckets {sorted(wanted)} of version {header.version} were absent or damaged {MAX_RETRIES} times"
+                    )
+
+    def _next_header(self, link: LocalLink, version: int | None, wanted: set[int], count: int) -> Header:
+        """Waits without end for a new version, and up to the deadline within one."""
+        try:
+            return link.recv(timeout_s=None if version is None else self._deadline_s)
+        except LinkTimeout as error:
+            raise WeightsError(
+                f"version {version} stopped on its way with buckets {sorted(wanted)} of {count} to come: {error}"
+            ) from error
+
+    def _take_in(self, index: int, incoming: Incoming, begin: dict, version: int) -> dict[int, int]:
+        """Copy or receive these buckets into the idle buffer; the digest of each as it lies there."""
+        link, targets, order = incoming.link, self._targets[self._idle][index], begin["buckets"]
+
+        def fetch(i: int):
+            """What waits for the bytes, and for the digest where it comes with them."""
+            bucket, place = incoming.buckets[i], None
+            if link.streams:
+                place = targets[i].in_place if targets[i].in_place is not None else self._scratch(bucket)
+            ready = begin["first"] + i + 1 if begin["staging"] else 0
+            return link.fetch(begin["slot"], bucket.start, bucket.end - bucket.start, place, ready), link.fetch_digest()
+
+        found, coming = {}, fetch(order[0]) if order else None
+        for n, i in enumerate(order):
+            (arrived, said), coming = (
+                coming,
+                fetch(order[n + 1]) if n + 1 < len(order) else None,
+            )  # the next comes while this is digested
             try:
-                header = link.recv(timeout_s=self._deadline_s)
+                data = arrived(self._deadline_s)
             except LinkTimeout as error:
                 raise WeightsError(
-                    f"version {begin.version} stopped on its way with buckets {sorted(open_)} of {len(incoming.buckets)} to come: {error}"
+                    f"version {version} stopped on its way with buckets {order[n:]} of {len(incoming.buckets)} to come: {error}"
                 ) from error
-            if header.version == begin.version and header.kind == Kind.END:
-                return header
-            if header.version != begin.version or header.kind != Kind.BUCKET or header.index not in open_:
-                self._drain(incoming, header)
-                continue
-            bucket, target = incoming.buckets[header.index], self._targets[self._idle][index][header.index]
-            place = None
-            if link.receives:
-                place = target.in_place if target.in_place is not None else self._scratch(bucket)
-            data = link.bytes_of(begin.index, bucket.start, bucket.end - bucket.start, place)
-            if target.write(data, bucket.start) == header.digest:
-                open_.discard(header.index)
-                if self._follower:
-                    self._cover.arrived(index, header.index, self._whole)
+            found[i] = targets[i].write(data, incoming.buckets[i].start)
+            # Handed on at once where it is known to be right; else when END has said so.
+            if said and said(self._deadline_s) == found[i] and self._follower:
+                self._cover.arrived(index, i, self._whole)
+        return found
 
-    def _drain(self, incoming: Incoming, header: Header) -> None:
-        """Take the bytes of a bucket that is not awaited off the wire."""
-        if header.kind == Kind.BUCKET and incoming.link.receives:
-            bucket = incoming.buckets[header.index]
-            incoming.link.bytes_of(0, 0, bucket.end - bucket.start, self._scratch(bucket))
+    def _end_of_versions(self, index: int) -> bool:
+        if self._follower and index == 0:
+            self._versions.put(None)
+        return False
 
     def _scratch(self, bucket: Bucket) -> Tensor:
         return torch.empty(bucket.end - bucket.start, dtype=torch.uint8, device=self._buffers[0].device)
@@ -178,20 +210,21 @@ class Subscriber:
                     self._versions.put((version, evaluate, self._idle))
             return True
 
-    def _complete(self, index: int, begin: Header, canary: dict) -> None:
+    def _complete(self, version: int, index: int, evaluate: bool, canary: dict) -> None:
+        self._completed[index] = version
         with self._state:
             self._missing.discard(index)
             if not self._missing:
-                self._staged = Staged(begin.version, begin.more["evaluate"], canary)
+                self._staged = Staged(version, evaluate, canary)
                 if self._follower:
-                    self._sealed[begin.version] = canary
+                    self._sealed[version] = canary
                 self._receiving = None
                 self._state.notify_all()
 
     def _forward(self) -> None:
         out = self._follower
         try:
-            use_side_stream(self._buffers[0].device)
+            step_back(self._buffers[0].device)
             out.link.offer(Slots(self._buffers))
             while (job := self._versions.get()) is not None:
                 version, evaluate, buffer = job  # which may be the live one by now

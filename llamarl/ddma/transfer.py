@@ -2,18 +2,17 @@
 
     Publisher (trainer rank)                                       Subscriber (generator rank)
     publish(v): copy own shard into a free slot  <- the only stall
-      thread, once all is copied (its digests would share the core with the copying):
+      thread:
         BEGIN v, slot                          ------------------>  a thread a link: claim the idle buffer for v
-        BUCKET i, digest (and bytes)           ------------------>  copy or receive into it, digest what arrived
-        END v, canary                          ------------------>
-                                               <------------------  VERDICT: buckets that are absent or wrong (sent again)
+        the bytes, where they are sent         ------------------>  copy or receive them as they are staged, digest what arrived
+        digest them too; END, digests, canary  ------------------>  compare
+                                               <------------------  VERDICT: buckets that are wrong (BEGIN again, with these)
       all links agree: v is committed there, the slot free          all links whole: staged = v, swapped between two chunks
 
-    thread      consumes         waits for                        unblocked by
-    publisher   queued versions  the next bucket to be copied     the device
-                                 each link's verdict              the subscriber; its death
-    subscriber  headers          the last staged version's swap   swap(), if that version must be kept
-    forwarder   a claimed version  the next whole bucket          the subscriber's threads
+    thread      consumes           waits for                       unblocked by
+    publisher   queued versions    each link's verdict             the subscriber; its death
+    subscriber  headers            the last staged version's swap  swap(), if that version must be kept
+    forwarder   a claimed version  the next whole bucket           the subscriber's threads
 
 Two slots at the source. At the destination one idle buffer beside the live weights: on a CPU they change places at a swap,
 on a GPU the idle one is copied over the live one. A reader never sees a half-written version.
@@ -23,6 +22,7 @@ A replica that others depend on hands each bucket on as soon as it is whole (Pla
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -50,41 +50,44 @@ class Outgoing:
 
 
 def send_version(
-    links: list[Outgoing], version: int, slot: int, data: Tensor, progress: Progress, evaluate: bool, canary: Callable[[], dict]
+    links: list[Outgoing],
+    version: int,
+    slot: int,
+    data: Tensor,
+    progress: Progress,
+    evaluate: bool,
+    canary: Callable[[], dict],
+    staged: Callable[[], None] | None = None,
 ) -> dict[int, int]:
     """Send a version as it becomes whole, until every receiver has it. Returns bucket number -> digest.
 
-    WeightsError after MAX_RETRIES damaged deliveries.
+    staged: waits until all is staged; given, receivers that read this memory begin before, as its counter goes up. Without
+    it they begin when all is whole. Bytes that are sent go bucket by bucket. WeightsError after MAX_RETRIES damaged deliveries.
     """
     digests: dict[int, int] = {}
-
-    def send(out: Outgoing, indices: list[int]) -> None:
-        for i in indices:
-            number, bucket = out.first_bucket + i, out.buckets[i]
-            if not progress.wait(number):
-                raise WeightsError(f"version {version} was given up: its sender is closing")
-            flat = data[out.base : out.base + size_of(out.buckets)]
-            if number not in digests:
-                state = Digest()
-                for part in bucket.parts(flat):
-                    state.update(part)
-                digests[number] = state.value()
-            out.link.send(Header(Kind.BUCKET, version, i, digests[number]))
-            out.link.send_bytes(flat[bucket.start : bucket.end])
-
-    for out in links:
-        out.link.send(Header(Kind.BEGIN, version, slot, more={"evaluate": evaluate}))
-    most = max((len(out.buckets) for out in links), default=0)
-    for i in range(most):
-        for out in links:
-            if i < len(out.buckets):
-                send(out, [i])
-    end, late = canary(), [(out, []) for out in links]
-    for _ in range(MAX_RETRIES):
+    end: dict = {}
+    late = [(out, list(range(len(out.buckets)))) for out in links]
+    if staged is None and not all(out.link.streams for out in links):
         for out, indices in late:
-            send(out, indices)
-            out.link.send(Header(Kind.END, version, more=end))
-        verdicts = [(out, out.link.recv(at_receiver=False).more["wrong"]) for out, _ in late]
+            _await(progress, out, indices, version)
+    for attempt in range(MAX_RETRIES):
+        begin = {"slot": slot, "evaluate": evaluate, "staging": staged is not None and not attempt, "attempt": attempt}
+        for out, indices in late:
+            out.link.send(Header(Kind.BEGIN, version, begin | {"buckets": indices, "first": out.first_bucket}))
+        if staged is not None and not all(out.link.streams for out in links):
+            staged()  # the digests would share the core with the staging
+        sent = []
+        for place in range(max((len(indices) for _, indices in late), default=0)):
+            for out, indices in late:
+                if place < len(indices):
+                    sent += _send_bucket(out, indices[place], version, data, progress, digests)
+        for waits in filter(None, sent):
+            waits()
+        end = end if attempt else canary()
+        for out, indices in late:
+            found = [digests[out.first_bucket + i] for i in indices]
+            out.link.send(Header(Kind.END, version, {"digests": found, "canary": end, "attempt": attempt}))
+        verdicts = [(out, _verdict(out.link, version, attempt)) for out, _ in late]
         late = [(out, indices) for out, indices in verdicts if indices]
         if not late:
             return digests
@@ -92,8 +95,46 @@ def send_version(
     raise WeightsError(f"buckets {damaged} of version {version} were absent or damaged {MAX_RETRIES} times")
 
 
-def use_side_stream(device: torch.device) -> None:
-    """This thread's copies should not queue behind the model's kernels."""
+def _verdict(link: LocalLink, version: int, attempt: int) -> list[int]:
+    """The buckets that the receiver says are wrong."""
+    while True:
+        header = link.recv(at_receiver=False)
+        if header.kind == Kind.VERDICT and (header.version, header.more["attempt"]) == (version, attempt):
+            return header.more["wrong"]
+
+
+def _await(progress: Progress, out: Outgoing, indices: list[int], version: int) -> None:
+    for i in indices:
+        if not progress.wait(out.first_bucket + i):
+            raise WeightsError(f"version {version} was given up: its sender is closing")
+
+
+def _send_bucket(
+    out: Outgoing, index: int, version: int, data: Tensor, progress: Progress, digests: dict[int, int]
+) -> list[Callable[[], None] | None]:
+    """Send a bucket once it is whole, and digest it while it is on its way. Returns what waits until it has gone."""
+    _await(progress, out, [index], version)
+    number, bucket = out.first_bucket + index, out.buckets[index]
+    flat = data[out.base : out.base + size_of(out.buckets)]
+    waits = out.link.send_bytes(flat[bucket.start : bucket.end])
+    if number not in digests:
+        state = Digest()
+        for part in bucket.parts(flat):
+            state.update(part)
+        digests[number] = state.value()
+    return [waits, out.link.send_digest(digests[number])]
+
+
+NICE = 10  # of threads that work behind the model: a tenth of a core that both want
+
+
+def step_back(device: torch.device) -> None:
+    """This thread works behind the model: it gives way where there are too few cores, and its copies do not queue behind the
+    model's kernels."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    except (OSError, AttributeError):
+        pass  # no such thing on this system: all threads are equal
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))
@@ -105,6 +146,7 @@ class _Job:
     slot: int
     evaluate: bool
     must_differ: bool
+    staged: threading.Event = field(default_factory=threading.Event)
     canary: dict | None = None
     sealed: threading.Event = field(default_factory=threading.Event)
 
@@ -118,7 +160,8 @@ class Publisher:
 
     def __init__(self, name: str, slots: Slots, links: list[Outgoing], num_buckets: int, control: Control, deadline_s: float):
         self.name, self._links, self._control, self._deadline_s, self._slots = name, links, control, deadline_s, slots
-        self._progress = [Progress(num_buckets) for _ in range(NUM_SLOTS)]
+        counters = slots.counters or [None] * NUM_SLOTS
+        self._progress = [Progress(num_buckets, counter) for counter in counters]
         self._free: queue.Queue[int] = queue.Queue()
         for slot in range(NUM_SLOTS):
             self._free.put(slot)
@@ -149,8 +192,9 @@ class Publisher:
         job = _Job(version, self._free_slot(version), evaluate, must_differ)
         progress = self._progress[job.slot]
         progress.reset()
-        stage(self._slots.tensors[job.slot], progress)
         self._jobs.put(job)
+        stage(self._slots.tensors[job.slot], progress)
+        job.staged.set()
         held_s = time.monotonic() - began
         job.canary = canary()
         job.sealed.set()
@@ -172,7 +216,7 @@ class Publisher:
     def _run(self) -> None:
         version = -1
         try:
-            use_side_stream(self._slots.tensors[0].device)
+            step_back(self._slots.tensors[0].device)
             self._introduce()
             while (job := self._jobs.get()) is not None:
                 version = job.version
@@ -198,7 +242,10 @@ class Publisher:
 
     def _deliver(self, job: _Job) -> None:
         data, progress = self._slots.tensors[job.slot], self._progress[job.slot]
-        digests = send_version(self._links, job.version, job.slot, data, progress, job.evaluate, job.wait)
+        if not self._slots.counters:
+            job.staged.wait()
+        staged = job.staged.wait if self._slots.counters else None
+        digests = send_version(self._links, job.version, job.slot, data, progress, job.evaluate, job.wait, staged)
         if job.must_differ and self.bytes_per_sync and digests == self._last:
             raise WeightsError(
                 f"weights of version {job.version} equal those of the version before, after an optimizer step: "
