@@ -8,36 +8,47 @@
 A version marked for evaluation is pinned: the held-out prompts run beside the tickets, and no newer version is taken in
 until they are done.
 
+A checkpoint holds the completions of groups that are not whole: on resume partial ones go on and ended ones are sent again, if
+the ledger then counts their ticket as in work. Otherwise their ticket starts again.
+
 With tensor_parallel > 1 that many ranks share a copy of the model. The first of them does all of this; the others do what it
 tells them, in its order, and send nothing (llamarl.lockstep). Such a replica takes in every version, one after another.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
+from collections.abc import Iterable
 
 import torch
 
+from llamarl import evaluation
 from llamarl.executor import POLL_S, Executor
 from llamarl.inference import Engine, SamplingParams
+from llamarl.inference.partials import Sample, pack, unpack
 from llamarl.inference.quantize import quantize_decoder
+from llamarl.inference.rows import Partial
 from llamarl.lockstep import END, Lockstep
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.tp import TensorParallel
 from llamarl.parity import Canary, check_canary, check_quantized
 from llamarl.tickets import PromptStream
-from llamarl.types import Prompt
+from llamarl.types import Completion, Prompt
 
-TRAIN, EVALUATE = 0, 1  # streams of the engine
+TRAIN = 0  # stream of the engine; the others are evaluation's
 END_S = 15.0  # a peer waits no longer for its leader's last command
+
+log = logging.getLogger(__name__)
 
 
 class Generator(Executor):
     """One engine a replica. Sampling is a function of (seed, ticket, sample_index, position), not of the rank or the batch.
 
-    prompts[ticket] is the ticket's prompt; eval_prompts the held-out ones. chunk_tokens: tokens a row between two looks
+    prompts[ticket] is the ticket's prompt; eval_prompts the held-out ones, each answered greedily and eval_samples times by
+    `sampling`. max_len, max_slots, cache_tokens, prefill_chunk: see Engine. chunk_tokens: tokens a row between two looks
     at weights, tickets and stop requests. parity_tolerance: nats that the canary of a version may differ from the trainer's;
     for a quantised generator max_quantization_kl bounds their mean KL instead.
     """
@@ -52,12 +63,15 @@ class Generator(Executor):
         prompts: PromptStream,
         eval_prompts: list[Prompt],
         sampling: SamplingParams,
-        stop_token_ids: tuple[int, ...],
         max_slots: int,
         max_len: int,
         chunk_tokens: int,
         in_flight_updates: bool,
         parity_tolerance: float,
+        recompute_kv: bool = False,
+        cache_tokens: int | None = None,
+        prefill_chunk: int = 512,
+        eval_samples: int = 0,
         tensor_parallel: int = 1,
         quantize: str = "none",
         quantize_keep: tuple[str, ...] = (),
@@ -65,8 +79,9 @@ class Generator(Executor):
     ):
         self.model_path, self.model_dtype = model_path, model_dtype
         self.prompts, self.eval_prompts = prompts, eval_prompts
-        self.sampling, self.stop_token_ids = sampling, stop_token_ids
+        self.sampling, self.eval_samples = sampling, eval_samples
         self.max_slots, self.max_len, self.chunk_tokens = max_slots, max_len, chunk_tokens
+        self.cache_tokens, self.prefill_chunk, self.recompute_kv = cache_tokens, prefill_chunk, recompute_kv
         self.in_flight_updates, self.parity_tolerance = in_flight_updates, parity_tolerance
         self.quantize, self.quantize_keep, self.max_quantization_kl = quantize, quantize_keep, max_quantization_kl
         self.tensor_parallel = tensor_parallel
@@ -74,7 +89,9 @@ class Generator(Executor):
         self._sampled = 0  # tokens
         self._torn = False
         self._commands = {"swap": self._swap, "decode": self._decode}
-        self._evaluating = 0  # held-out prompts still to finish
+        self._evaluating = 0  # completions of held-out prompts still to finish
+        self._open: dict[int, list[Completion]] = {}  # ticket -> those sent, while its group is not whole
+        self._send_again: list[Completion] = []  # what a resumed run had sent
         self._asked_in_vain = False
 
     @property
@@ -92,7 +109,14 @@ class Generator(Executor):
         decoder = decoder.to_empty(device=g.device).eval().requires_grad_(False)
         self.weights = self.inputs["policy"]
         self.weights.bind(decoder.config, list(named_parameters_hf(decoder)))
-        self.engine = Engine(decoder, max_slots=self.max_slots, max_len=self.max_len, device=self.group.device)
+        self.engine = Engine(
+            decoder,
+            max_slots=self.max_slots,
+            max_len=self.max_len,
+            cache_tokens=self.cache_tokens,
+            prefill_chunk=self.prefill_chunk,
+            device=self.group.device,
+        )
 
     @property
     def follows(self) -> bool:
@@ -105,6 +129,8 @@ class Generator(Executor):
         swapped = self._swap_weights()
         if self.version < 0 or not (self.outputs["completions"].has_room() and self.outputs["evaluations"].has_room()):
             return swapped
+        while self._send_again:
+            self.outputs["completions"].put(self._send_again.pop())
         tickets = self._choose_tickets()
         if not (tickets or self.engine.num_live or self.engine.num_waiting):
             return swapped
@@ -159,7 +185,7 @@ class Generator(Executor):
         if taken is None:
             return False  # a newer version is just overtaking it
         self.version, evaluate, canary = taken
-        self.engine.weights_changed(self.version)
+        self.engine.weights_changed(self.version, recompute_kv=self.recompute_kv)
         self._count("weights/swap_stall_s", time.monotonic() - began)
         self._asked_in_vain = False
         if canary:
@@ -176,10 +202,14 @@ class Generator(Executor):
         self._sampled += sampled
         self._count("generator/tokens", sampled)
         for stream, completion in self.engine.pop_finished():
-            if stream == EVALUATE:
-                self._evaluating -= 1
-            if not self.follows:
-                self.outputs["evaluations" if stream == EVALUATE else "completions"].put(completion)
+            self._evaluating -= stream != TRAIN
+            if self.follows:
+                continue
+            if stream == TRAIN:
+                self._note_sent(completion)
+                self.outputs["completions"].put(completion)
+            else:
+                self.outputs["evaluations"].put(evaluation.numbered(stream, completion))
         return sampled > 0
 
     def _count(self, name: str, amount: float) -> None:
@@ -205,11 +235,9 @@ class Generator(Executor):
         self.metrics.add_mean("parity/canary_diff_max", worst)
 
     def _start_evaluation(self) -> None:
-        """Greedy completions of this replica's share of the held-out prompts."""
-        params = SamplingParams(max_new_tokens=self.sampling.max_new_tokens, temperature=0.0, stop_token_ids=self.stop_token_ids)
+        """Completions of this replica's share of the held-out prompts."""
         for j in range(self.group.data_index, len(self.eval_prompts), self.group.data_size):
-            self.engine.submit(j, self.eval_prompts[j].prompt_ids.tolist(), params, stream=EVALUATE)
-            self._evaluating += 1
+            self._evaluating += evaluation.submit(self.engine, j, self.eval_prompts[j], self.sampling, self.eval_samples)
 
     # -- tickets ------------------------------------------------------------------------------------------------------
 
@@ -225,6 +253,41 @@ class Generator(Executor):
             self._asked_in_vain = synchronous and not answer
             granted += answer
         return [ticket.index for ticket in granted]
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _note_sent(self, completion: Completion) -> None:
+        group = self._open.setdefault(completion.ticket, [])
+        group.append(completion)
+        if len(group) == self.sampling.n:
+            del self._open[completion.ticket]
+
+    def state_dict(self) -> dict:
+        """Completions of groups that are not whole; of each replica its first rank saves them."""
+        if self.follows:
+            return pack([])
+        partials = [partial for partial in self.engine.export_partials() if partial.stream == TRAIN]
+        return pack([*partials, *(completion for group in self._open.values() for completion in group)])
+
+    def load_state_dict(self, parts: Iterable[dict]) -> None:
+        """This replica's share of the tickets that are in work: any replica can go on with any."""
+        share = sorted(self.tickets.in_work())[self.group.data_index :: self.group.data_size]
+        for sample in (s for part in parts for s in unpack(part, newest=self.tickets.resumed_step)):
+            if sample.ticket in share:
+                self._go_on(sample)
+        if share and not self.follows:
+            tokens, ended = sum(p.token_ids.numel() for p in self.engine.export_partials()), len(self._send_again)
+            log.info("%d completions go on after %d tokens, %d had ended", self.engine.num_waiting, tokens, ended)
+
+    def _go_on(self, sample: Sample) -> None:
+        name = sample.ticket, sample.sample_index, self.prompts[sample.ticket].prompt_ids
+        done = sample.token_ids, sample.generator_logprobs, sample.policy_versions
+        if sample.finish_reason is None:
+            self.engine.submit_partial(Partial(TRAIN, *name, *done, self.sampling))
+        elif not self.follows:
+            completion = Completion(*name, *done, sample.finish_reason)
+            self._note_sent(completion)
+            self._send_again.append(completion)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """RuleReward: completions in, whole groups with rewards out. The rule is a plain function in worker processes.
 
     completions --decode--> pool --outcome--> ScoredCompletion --group is whole--> Group --> "scored"
-    evaluations --decode--> pool --outcome--> mean over the evaluation prompts --> metrics "eval/accuracy"
+    evaluations --decode--> pool --outcome--> Evaluations --a version has all--> metrics "eval/accuracy", ...
 
-It keeps no state: a score is a function of its completion, and tickets that were not trained on start again on resume.
+It keeps no state: a score is a function of its completion, and what was not trained on comes again on resume.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
+from llamarl.evaluation import Evaluations
 from llamarl.executor import Executor
 from llamarl.tasks.pool import Outcome, RewardError, RewardPool
 from llamarl.types import Completion, Group, Prompt, ScoredCompletion
@@ -36,9 +37,9 @@ class RuleReward(Executor):
     """Scores completions with the function at import path `fn`, (prompt, completion_text, meta) -> float or None.
 
     consumes  "completions": of training tickets; "evaluations": their `ticket` is an evaluation prompt's number, and one
-              policy version sampled all of a completion
-    produces  "scored": a Group as soon as its group_size completions are scored; metrics eval/accuracy of a version when
-              its num_eval_prompts are
+              policy version sampled all of a completion; sample_index 0 is greedy, 1 .. num_eval_samples are sampled
+    produces  "scored": a Group as soon as its group_size completions are scored; metrics eval/... of a version when all
+              completions of its num_eval_prompts are
     waits for the pool; the generator, while a group or an evaluation is begun and not whole; room in "scored"
 
     An error or an abstention is a NaN reward, which the trainer masks, and in an evaluation a wrong answer. RewardError
@@ -56,6 +57,7 @@ class RuleReward(Executor):
         fn: str,
         group_size: int,
         num_eval_prompts: int,
+        num_eval_samples: int = 0,
         num_workers: int = 1,
         timeout_s: float = 5.0,
         memory_mb: int = 1024,
@@ -65,7 +67,7 @@ class RuleReward(Executor):
         self._fn, self._num_workers, self._timeout_s, self._memory_mb = fn, num_workers, timeout_s, memory_mb
         self._group_size = group_size
         self._errors = ErrorRate(fn, max_error_rate)
-        self._evaluations = Evaluations(num_eval_prompts)
+        self._evaluations = Evaluations(num_eval_prompts, num_eval_samples)
         self._pool: RewardPool | None = None
         self._in_pool: dict[int, tuple[Completion, bool]] = {}  # key -> completion, and is it of an evaluation
         self._next_key = 0
@@ -173,41 +175,3 @@ class ErrorRate:
                 f"reward {self._fn}: {rate:.0%} of the last {len(self._newest)} scores are errors, "
                 f"above reward.max_error_rate={self._max:g}; fix the function, or raise the limit:{examples}"
             )
-
-
-class Evaluations:
-    """Scores of evaluation completions, by policy version, until a version has all of them."""
-
-    def __init__(self, num_prompts: int):
-        self._num_prompts = num_prompts
-        self._scores: dict[int, dict[int, Outcome]] = {}  # version -> evaluation prompt -> outcome
-        self._lengths: Counter[int] = Counter()  # version -> tokens
-
-    def add(self, completion: Completion, outcome: Outcome) -> None:
-        if not completion.token_ids.numel():
-            return  # aborted before its first token: no version sampled it, and its evaluation was given up
-        version = int(completion.policy_versions[0])
-        scores = self._scores.setdefault(version, {})
-        if completion.ticket not in scores:
-            self._lengths[version] += completion.token_ids.numel()
-        scores[completion.ticket] = outcome
-
-    def finished(self) -> list[tuple[int, dict[str, float]]]:
-        """(version, metrics) of those that are whole, once each. Whatever is not a score counts as wrong."""
-        out = []
-        for version in [v for v, scores in self._scores.items() if len(scores) == self._num_prompts]:
-            outcomes = self._scores.pop(version).values()
-            right = sum(o.value for o in outcomes if o.kind == "score")
-            values = {
-                "eval/accuracy": right / self._num_prompts,
-                "eval/errors": sum(o.kind == "error" for o in outcomes),
-                "eval/length_mean": self._lengths.pop(version) / self._num_prompts,
-            }
-            out.append((version, values))
-        return out
-
-    def missing(self) -> str | None:
-        if not self._scores:
-            return None
-        version, scores = min(self._scores.items())
-        return f"data: {self._num_prompts - len(scores)} evaluation completions of policy version {version}, from the generator"

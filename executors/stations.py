@@ -18,9 +18,10 @@ from llamarl.learning.update import UpdateSettings
 from llamarl.parity import TOP
 
 
-def build_generator(config: Config, job: Job) -> Generator:
+def sampling_of(config: Config, job: Job) -> SamplingParams:
+    """How a group is sampled."""
     g = config.generator
-    sampling = SamplingParams(
+    return SamplingParams(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
         top_k=g.top_k,
@@ -30,17 +31,24 @@ def build_generator(config: Config, job: Job) -> Generator:
         n=config.group_size,
         seed=config.seed,
     )
+
+
+def build_generator(config: Config, job: Job) -> Generator:
+    g = config.generator
     return Generator(
         model_path=str(job.model_path),
         model_dtype=config.model.dtype,
         prompts=job.prompts,
         eval_prompts=job.eval_prompts,
-        sampling=sampling,
-        stop_token_ids=job.stop_token_ids,
+        eval_samples=config.eval.num_samples,
+        sampling=sampling_of(config, job),
         max_slots=g.max_slots,
         max_len=config.task.max_prompt_tokens + config.max_new_tokens,
         chunk_tokens=g.chunk_tokens,
-        in_flight_updates=config.max_lag > 0 if g.in_flight_updates is None else g.in_flight_updates,
+        cache_tokens=g.cache_tokens,
+        prefill_chunk=g.prefill_chunk,
+        in_flight_updates=config.updates_in_flight,
+        recompute_kv=g.recompute_kv,
         parity_tolerance=config.trainer.parity_tolerance,
         tensor_parallel=g.tensor_parallel,
         quantize=g.quantize,
@@ -58,6 +66,7 @@ def build_reward(config: Config, job: Job) -> RuleReward:
         fn=r.fn or job.task.default_reward,
         group_size=config.group_size,
         num_eval_prompts=len(job.eval_prompts),
+        num_eval_samples=config.eval.num_samples,
         num_workers=r.num_workers,
         timeout_s=r.timeout_s,
         memory_mb=r.memory_mb,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from llamarl.control import Control
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST, LATEST, TOPIC = "manifest.json", "latest", "checkpoint"
 _SEALED = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"step_\d+\.(tmp|old)")
@@ -113,15 +113,29 @@ def load_part(path: str | Path, name: str, rank: int) -> dict:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    stem = Path(path) / _stem(name, rank)
-    tensors_file, values_file = Path(f"{stem}.safetensors"), Path(f"{stem}.json")
+    stem, state = Path(path) / _stem(name, rank), _load_values(path, name, rank)
+    tensors_file = Path(f"{stem}.safetensors")
     try:
-        state = json.loads(values_file.read_text())
         if tensors_file.name in _read_manifest(Path(path))["files"]:
             state.update(load_file(tensors_file))
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{stem}: cannot be read: {error}") from error
     return state
+
+
+def _load_values(path: str | Path, name: str, rank: int) -> dict:
+    """What `save_part` was given but tensors."""
+    stem = Path(path) / _stem(name, rank)
+    try:
+        return json.loads(Path(f"{stem}.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{stem}: cannot be read: {error}") from error
+
+
+def in_work(path: str | Path) -> set[int]:
+    """The tickets whose unfinished completions some station saved: those under `in_work` in its part."""
+    parts = [(name, rank) for name, ranks in _read_manifest(Path(path))["parts"].items() for rank in ranks]
+    return {ticket for part in parts for ticket in _load_values(path, *part).get("in_work", [])}
 
 
 # --- Writing ---
@@ -134,7 +148,7 @@ class Checkpointer:
     `register_files`. keep: how many of the newest valid ones stay.
     """
 
-    ranks_of, load_part = staticmethod(ranks_of), staticmethod(load_part)
+    ranks_of, load_part, in_work = staticmethod(ranks_of), staticmethod(load_part), staticmethod(in_work)
 
     def __init__(
         self,

@@ -33,8 +33,8 @@ from llamarl.settings import (
 )  # fmt: skip
 
 __all__ = [
-    "Config", "ConfigError", "Problem", "check", "check_command_line", "config_differences", "idle_ranks", "load_config", "main",
-    "placement_of", "resolve_placement", "save_config", "to_config", "to_values",
+    "Config", "ConfigError", "Problem", "check", "check_command_line", "compose_config", "config_differences", "idle_ranks",
+    "load_config", "main", "placement_of", "resolve_placement", "save_config", "to_config", "to_values",
 ]  # fmt: skip
 
 COLOCATED = ("trainer", "generator", "reference")  # executors with a model on the device
@@ -106,6 +106,7 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
         return Problem(" ".join(f"{key}={show(value)}" for key, value in shown), what, keys)
 
     c, hosts = config, -(-world_size // (local_world_size or world_size))
+    longest = c.task.max_prompt_tokens + c.max_new_tokens
     impossible = [
         ("overcommit max_lag", c.max_lag == 0 and c.overcommit not in ("auto", 0),
          "without lag nothing can start ahead; overcommit=0, or max_lag=1"),
@@ -115,6 +116,15 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
          "a group does not fit the slots of a generator; raise generator.max_slots"),
         ("generator.min_new_tokens max_new_tokens", c.generator.min_new_tokens > c.max_new_tokens,
          "the least is more than the most"),
+        ("generator.cache_tokens", c.generator.cache_tokens is not None and c.generator.cache_tokens < longest,
+         f"does not hold one sequence of task.max_prompt_tokens + max_new_tokens; need at least {longest}, or null"),
+        ("generator.recompute_kv", c.generator.recompute_kv and not c.updates_in_flight,
+         "no completion is running when new weights are loaded; leave it out, or raise max_lag"),
+        ("generator.resume_partials max_lag", bool(c.generator.resume_partials) and c.max_lag == 0,
+         "a resumed synchronous run has the bits of an uninterrupted one, so its completions start again; leave it out"),
+        ("generator.resume_partials generator.in_flight_updates",
+         bool(c.generator.resume_partials) and c.max_lag > 0 and not c.updates_in_flight,
+         "would go on under other weights than they were begun with; leave one of them out"),
         ("loss.kl_coef reference.enabled", bool(c.loss.kl_coef) and not c.reference.enabled,
          "needs a reference: reference=frozen, or loss.kl_coef=0"),
         ("trainer.warmup_steps max_steps", c.trainer.warmup_steps > c.max_steps > 0,
@@ -281,6 +291,15 @@ def check_command_line(
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return accepted
+
+
+def compose_config(overrides: list[str]) -> Config:
+    """The checked config of a command line for one process, for a script that is no Hydra job. ConfigError as above."""
+    from hydra import compose, initialize_config_dir
+
+    accepted = check_command_line(overrides)
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return to_config(compose("config", accepted))
 
 
 def _read_override(text: str, dirs: list[Path], multirun: bool) -> tuple[str, list[str], str]:

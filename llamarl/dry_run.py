@@ -55,8 +55,8 @@ def _print_sizes(job: Job) -> None:
     gib = 1 << 30
     staging = 2 * model.num_parameters * itemsize
     trainer = held * (_FP32 + _MOMENTS + _GRADIENT + 2 * itemsize) / gib
-    rows = job.config.generator.max_slots * (job.config.task.max_prompt_tokens + job.config.max_new_tokens)
-    cache = 2 * rows * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * itemsize
+    g, longest = job.config.generator, job.config.task.max_prompt_tokens + job.config.max_new_tokens
+    cache = 2 * (g.cache_tokens or g.max_slots * longest) * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * itemsize
     print(f"model    {model.num_parameters:,} parameters ({job.config.model.dtype} in the generator, float32 in the trainer)")
     print(f"memory   {trainer:.2f} GiB a trainer rank and activations; {(staging + cache) / tp / gib:.2f} GiB a generator rank")
     print(f"weights  {plan.num_bytes:,} bytes a sync; how they travel: python -m llamarl.ddma plan --model {job.model_path}")

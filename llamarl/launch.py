@@ -118,6 +118,7 @@ class Job:
             groups_per_step=c.groups_per_step, max_lag=c.max_lag, overcommit=c.overcommit,
             num_lanes=len(self.placement["trainer"]) // c.trainer.tensor_parallel,
             num_generators=len(self.placement["generator"]) // c.generator.tensor_parallel,
+            resume_in_work=c.resumes_partials,
         )  # fmt: skip
 
     def writer(self) -> RowWriter:
@@ -174,7 +175,7 @@ def launch(config: Config) -> Iterator[Job]:
             dry_run(Job(config, world, RunDirectory(Path(config.run_dir or "runs/(new)"), None)))
             raise SystemExit(0)
         job = Job(config, world, open_run(config, world))
-        _check_inputs(job)
+        check_inputs(job)
         if world.rank == 0:
             job.announce()
         yield job
@@ -199,7 +200,7 @@ class BadInput(ValueError):
     """Something that the user gave cannot be used."""
 
 
-def _check_inputs(job: Job) -> None:
+def check_inputs(job: Job) -> None:
     """Model directory, tokenizer and data, on every rank, before any weight is read. BadInput."""
     from llamarl.models.build import read_config
     from llamarl.models.hf import SafetensorsDir

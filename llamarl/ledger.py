@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Set
 
 from llamarl.control import Control, DeadlineExceeded
 from llamarl.tickets import TicketLedger, lane_of
@@ -137,9 +138,21 @@ class TicketDesk:
     def state_dict(self) -> dict:
         return self._ledger.state_dict()
 
-    def load_state_dict(self, state: dict) -> None:
-        """On every rank, before the stations load theirs: each can then tell which groups are still wanted."""
-        self._ledger.load_state_dict(state)
+    def load_state_dict(self, state: dict, saved: Set[int] = frozenset()) -> None:
+        """On every rank, before the stations load theirs: each can then tell which groups are still wanted.
+
+        saved: tickets whose partial completions the checkpoint holds.
+        """
+        self._ledger.load_state_dict(state, saved)
+
+    @property
+    def resumed_step(self) -> int:
+        """Right after load_state_dict: the checkpoint's step, and so its policy version."""
+        return self._ledger.step
+
+    def in_work(self) -> set[int]:
+        """Right after load_state_dict: tickets that stay started, and whose partial completions must go on."""
+        return self._ledger.in_work()
 
     def reconcile(self, buffered: list[int]) -> set[int]:
         """Of the groups that a checkpoint holds, those that the ledger counts as finished."""

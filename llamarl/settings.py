@@ -72,6 +72,10 @@ class GeneratorSettings:
     min_new_tokens: Natural
     tensor_parallel: Count
     in_flight_updates: bool | None
+    recompute_kv: bool
+    resume_partials: bool | None
+    cache_tokens: Count | None
+    prefill_chunk: Count
     quantize: Literal["none", "fp8", "int8"]
     quantize_keep: list[str]
     max_quantization_kl: Positive
@@ -137,6 +141,7 @@ class LossSettings:
 class EvalSettings:
     every: Natural
     num_prompts: Natural
+    num_samples: Natural
     target: Annotated[float, Range(0, 1, open=True)] | None
 
 
@@ -198,6 +203,18 @@ class Config:
     trainer: TrainerSettings
     loss: LossSettings
     placement: PlacementSettings
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether a generator takes in new weights while completions are running."""
+        in_flight = self.generator.in_flight_updates
+        return self.max_lag > 0 if in_flight is None else in_flight
+
+    @property
+    def resumes_partials(self) -> bool:
+        """Whether a checkpoint's unfinished completions go on."""
+        resume = self.generator.resume_partials
+        return self.max_lag > 0 and self.updates_in_flight if resume is None else resume
 
 
 @dataclass(frozen=True, slots=True)

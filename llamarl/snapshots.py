@@ -65,7 +65,7 @@ class Snapshots:
         """Bring ledger, metrics and this rank's stations to a checkpoint. On every rank, after setup."""
         leader_part = next(iter(self._checkpointer.ranks_of(path, CONTROLLER)))
         state = self._checkpointer.load_part(path, CONTROLLER, leader_part)
-        self._tickets.load_state_dict(state["ledger"])
+        self._tickets.load_state_dict(state["ledger"], self._checkpointer.in_work(path))
         if self._control.is_leader:
             self._metrics.load_state_dict(state["metrics"])
         for executor in self._executors:

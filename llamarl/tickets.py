@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Set
 from functools import lru_cache
 from typing import Protocol
 
@@ -139,6 +140,12 @@ class Lane:
             self.finished.discard(ticket)
         self.again = sorted(self.again + list(tickets))
 
+    def go_on(self, ticket: int, deadline: int, step: int) -> None:
+        """After a resume: this one, which was to start again, stays started if it can still be trained on in time."""
+        if in_time([*self.deadlines.values(), deadline], step, self.groups_per_step):
+            self.again.remove(ticket)
+            self.deadlines[ticket] = deadline
+
     def never_started(self) -> tuple[list[int], int]:
         """(tickets below the frontier that are not started, the frontier: nothing from there on is started)."""
         top = max(self._cursors)
@@ -176,9 +183,19 @@ class TicketLedger:
 
     overcommit: groups, or "auto". num_generators: with max_lag 0 a lane's tickets are dealt to them in turn, so that what
     is sampled does not depend on who asks first; otherwise a ticket goes to whoever asks.
+    resume_in_work: over a resume, tickets whose partial completions were saved stay started, with their deadlines.
     """
 
-    def __init__(self, *, groups_per_step: int, max_lag: int, overcommit: int | str, num_lanes: int = 1, num_generators: int = 1):
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_lag: int,
+        overcommit: int | str,
+        num_lanes: int = 1,
+        num_generators: int = 1,
+        resume_in_work: bool = False,
+    ):
         if groups_per_step % num_lanes:
             raise ValueError(f"groups_per_step={groups_per_step} does not split over {num_lanes} trainer ranks")
         if max_lag < 0 or (max_lag == 0 and overcommit not in (0, "auto")):
@@ -190,6 +207,7 @@ class TicketLedger:
         self.governor = OvercommitGovernor(groups_per_step, max_lag) if overcommit == "auto" else None
         self._overcommit = 0 if self.governor else int(overcommit)
         self._num_shares = num_generators if max_lag == 0 else 1
+        self._resume_in_work = resume_in_work
         self._lanes = [Lane(i, num_lanes, groups_per_step // num_lanes, self._num_shares) for i in range(num_lanes)]
         self._taken: tuple[int, dict[int, int]] | None = None
         self._lock = threading.RLock()
@@ -269,6 +287,11 @@ class TicketLedger:
             open_ = [(d, t) for lane in self._lanes for t, d in lane.deadlines.items() if t not in lane.finished]
             return [t for _, t in sorted(open_)[: self.groups_per_step]]
 
+    def in_work(self) -> set[int]:
+        """Started and not finished."""
+        with self._lock:
+            return {t for lane in self._lanes for t in lane.deadlines if t not in lane.finished}
+
     def reconcile(self, buffered: list[int]) -> set[int]:
         """After a resume: finished groups whose data was not saved start again. Returns the finished ones that were."""
         with self._lock:
@@ -279,12 +302,14 @@ class TicketLedger:
         return kept
 
     def state_dict(self) -> dict:
-        """JSON. Tickets in work count as not started: on resume they start again. Finished groups keep their deadlines."""
+        """JSON. Tickets in work are among those to start again; in_work has their deadlines, for those that need not."""
         with self._lock:
-            again, finished, frontiers = [], [], []
+            again, finished, in_work, frontiers = [], [], [], []
             for lane in self._lanes:
                 holes, frontier = lane.never_started()
-                again += holes + lane.again + [t for t in lane.deadlines if t not in lane.finished]
+                unfinished = sorted(lane.deadlines.keys() - lane.finished)
+                again += holes + lane.again + unfinished
+                in_work += [[t, lane.deadlines[t]] for t in unfinished]
                 finished += [[t, lane.deadlines[t]] for t in sorted(lane.finished)]
                 frontiers.append(frontier)
             # One frontier for all lanes: what lies between is listed, so that another number of lanes can go on.
@@ -296,10 +321,14 @@ class TicketLedger:
                 "frontier": top,
                 "again": sorted(again),
                 "finished": finished,
+                "in_work": in_work,
             }
 
-    def load_state_dict(self, state: dict) -> None:
-        """Go on from a checkpoint; another number of lanes or generators is fine."""
+    def load_state_dict(self, state: dict, saved: Set[int] = frozenset()) -> None:
+        """Go on from a checkpoint; another number of lanes or generators is fine.
+
+        saved: tickets whose partial completions it holds.
+        """
         n = len(self._lanes)
         with self._lock:
             self.step = state["step"]
@@ -310,3 +339,6 @@ class TicketLedger:
                 lane.finished = set(lane.deadlines)
                 lane.again = sorted(t for t in state["again"] if t % n == i)
                 lane.resume_at(state["frontier"])
+                kept = [(d, t) for t, d in state["in_work"] if t % n == i and t in saved and self._resume_in_work]
+                for deadline, ticket in sorted(kept):
+                    lane.go_on(ticket, deadline, self.step)

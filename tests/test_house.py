@@ -273,8 +273,9 @@ def test_readme_keys_and_paths_exist():
 
 
 def test_readme_scripts_take_the_options_that_it_gives_them():
-    plain = [words for words in commands() if any(word in ("recipes/sft.py", "recipes/fetch_smollm2.py") for word in words)]
-    assert len(plain) == 2
+    scripts = {"recipes/sft.py", "recipes/fetch_smollm2.py", "recipes/evaluate.py"}
+    plain = [words for words in commands() if scripts & set(words)]
+    assert {word for words in plain for word in words} >= scripts
     for words in plain:
         source = (ROOT / next(word for word in words if word.startswith("recipes/"))).read_text()
         assert not [word for word in words if word.startswith("--") and f'"{word}"' not in source]

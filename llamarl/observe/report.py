@@ -45,7 +45,14 @@ class Panel:
 
 PANELS = (
     Panel("Reward", (("reward/mean", "mean"), ("reward/std", "std")), "Over a step's completions.", from_zero=False),
-    Panel("Evaluation accuracy", ((EVALUATED, ""),), "Of held-out prompts.", percent=True, smooth=False, from_zero=False),
+    Panel(
+        "Evaluation accuracy",
+        ((EVALUATED, "greedy"), ("eval/pass_at_1_sampled", "sampled"), ("eval/pass_at_k", "best of eval.num_samples")),
+        "Of held-out prompts.",
+        percent=True,
+        smooth=False,
+        from_zero=False,
+    ),
     Panel("Loss", (("loss/value", ""),), "A policy-gradient loss need not fall.", from_zero=False),
     Panel("Gradient norm", (("grad_norm", "before clipping"),)),
     Panel("KL to the reference", (("kl/ref", "nats a token"),)),

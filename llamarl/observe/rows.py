@@ -30,7 +30,8 @@ FILE_NAME = "metrics.jsonl"
 
 # The order of columns in a row; names that are not here follow in alphabetical order.
 COLUMNS = (
-    "step policy_version reward/mean reward/std reward/error_rate eval/accuracy loss/value grad_norm entropy kl/ref "
+    "step policy_version reward/mean reward/std reward/error_rate eval/accuracy eval/pass_at_1_sampled eval/pass_at_k "
+    "loss/value grad_norm entropy kl/ref "
     "ratio/mean ratio/max ratio/capped_fraction lag/mean lag/max tokens/trained tokens/generated "
     "completion/length_mean completion/truncated_fraction packing/padding_fraction parity/logprob_diff_max parity/canary_diff_max "
     "time/wall_s time/evaluated_s time/step_s time/wait_for_data_s generator/tokens_per_s generator/idle_fraction trainer/idle_fraction "

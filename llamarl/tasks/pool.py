@@ -265,6 +265,17 @@ class RewardPool:
             self.wait(1.0)
             self.poll()
 
+    def score(self, samples: Sequence[tuple[str, str, dict]]) -> list[Outcome]:
+        """Score (prompt, completion, meta) samples, in order. Blocks; nothing else may be pending."""
+        assert not self.pending, "score needs the pool to itself"
+        for i, sample in enumerate(samples):
+            self.submit(i, *sample)
+        outcomes = dict(self.poll())
+        while self.pending:
+            self.wait(1.0)
+            outcomes.update(self.poll())
+        return [outcomes[i] for i in range(len(samples))]
+
     def close(self) -> None:
         """Kill all workers. What is pending is dropped."""
         workers, self._workers = self._workers, []
@@ -326,16 +337,9 @@ def check_reward(
     ValueError naming what is wrong: no module, no function (and the nearest name), parameters that do not fit, or an error
     on every sample.
     """
-    outcomes: dict[int, Outcome] = {}
     with RewardPool(fn, timeout_s=timeout_s, memory_mb=memory_mb) as pool:
         pool.start()
-        for i, sample in enumerate(samples):
-            pool.submit(i, *sample)
-        outcomes.update(pool.poll())
-        while pool.pending:
-            pool.wait(1.0)
-            outcomes.update(pool.poll())
-    checked = [outcomes[i] for i in range(len(samples))]
+        checked = pool.score(samples)
     if checked and all(o.kind == "error" for o in checked):
         raise ValueError(f"reward.fn={fn}: failed on all {len(checked)} samples: {checked[0].reason}")
     return checked

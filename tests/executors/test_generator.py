@@ -3,11 +3,15 @@
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load, save
 
 from executors.generator import Generator
+from executors.stations import build_generator
+from llamarl.config import compose_config
 from llamarl.ddma.subscriber import Staged
 from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams
@@ -82,7 +86,12 @@ class Outbox(list):
 
 
 class Tickets:
-    """Grants `grants` tickets to each ask and remembers what was asked."""
+    """Grants `grants` tickets to each ask and remembers what was asked. resumed_step, working: what a ledger says after a resume."""
+
+    resumed_step, working = 0, frozenset()
+
+    def in_work(self):
+        return set(self.working)
 
     def __init__(self, synchronous):
         self.synchronous, self.grants, self.asked, self.next = synchronous, 1, [], 0
@@ -97,12 +106,13 @@ class Tickets:
         return []
 
 
-def generator(synchronous=False, in_flight=True, new_tokens=6, chunk=2, group=ONE, control=None):
+def generator(synchronous=False, in_flight=True, new_tokens=6, least=None, temperature=1.0, chunk=2, group=ONE, control=None, **options):
+    least = new_tokens if least is None else least
+    params = SamplingParams(new_tokens, min_new_tokens=least, temperature=temperature, n=GROUP, stop_token_ids=(2,))
     made = Generator(
         model_path=str(tiny_directory()), model_dtype="float32", prompts=[PROMPT] * 100, eval_prompts=[PROMPT] * EVALS,
-        sampling=SamplingParams(max_new_tokens=new_tokens, min_new_tokens=new_tokens, n=GROUP, stop_token_ids=(2,)), stop_token_ids=(2,),
-        max_slots=8, max_len=32, chunk_tokens=chunk, in_flight_updates=in_flight,
-        parity_tolerance=TOLERANCE, tensor_parallel=group.tensor_parallel,
+        sampling=params, max_slots=8, max_len=32, chunk_tokens=chunk, in_flight_updates=in_flight,
+        parity_tolerance=TOLERANCE, tensor_parallel=group.tensor_parallel, **options,
     )  # fmt: skip
     made.attach(
         group,
@@ -210,6 +220,163 @@ def test_an_ask_in_vain_is_repeated_only_where_something_can_change_before_new_w
     for _ in range(3):
         g.step()
     assert len(g.tickets.asked) == asks
+
+
+def test_options_of_the_engine_reach_it():
+    g = generator(cache_tokens=64, prefill_chunk=3, recompute_kv=True)
+    assert (g.engine._cache.budget, g.engine._prefill_chunk) == (64, 3)
+    told = []
+    g.engine.weights_changed = lambda version, **options: told.append((version, options))
+    g.weights.arrive(4)
+    g._swap_weights()
+    assert told == [(4, {"recompute_kv": True})]
+
+
+def test_options_of_the_config_reach_the_generator():
+    job = SimpleNamespace(model_path="m", prompts=None, eval_prompts=[], stop_token_ids=(2,))
+    own = ["generator.cache_tokens=640", "generator.prefill_chunk=7", "generator.recompute_kv=true", "eval.num_samples=3"]
+    made, plain = (build_generator(compose_config(words), job) for words in (own, []))
+    options = "cache_tokens", "prefill_chunk", "recompute_kv", "eval_samples", "in_flight_updates"
+    assert [getattr(made, name) for name in options] == [640, 7, True, 3, True]
+    assert [getattr(plain, name) for name in options] == [None, 512, False, 0, True]
+
+
+def test_held_out_prompts_are_also_sampled_under_the_pinned_version():
+    g = generator(chunk=1, least=1, temperature=2.0, eval_samples=3)
+    g.tickets.grants = 0
+    g.weights.arrive(5, evaluate=True)
+    g.step()
+    g.weights.arrive(6)
+    while len(g.outputs["evaluations"]) < EVALS * 4:
+        assert g.version == 5
+        g.step()
+    answers = {(c.ticket, c.sample_index): c for c in g.outputs["evaluations"]}
+    assert sorted(answers) == [(j, i) for j in range(EVALS) for i in range(4)]
+    assert {v for c in answers.values() for v in c.policy_versions.tolist()} == {5}
+    assert len({tuple(answers[j, 0].token_ids.tolist()) for j in range(EVALS)}) == 1  # one prompt, greedily
+    assert len({tuple(answers[j, i].token_ids.tolist()) for j in range(EVALS) for i in (1, 2, 3)}) > 3
+    g.step()
+    assert g.version == 6
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def stored(state):
+    """As a checkpoint keeps it: safetensors and JSON."""
+    tensors = {k: v.contiguous() for k, v in state.items() if isinstance(v, torch.Tensor)}
+    return json.loads(json.dumps({k: v for k, v in state.items() if k not in tensors})) | load(save(tensors))
+
+
+def begun(steps, replicas=1, tickets=4):
+    """Generators that have begun `tickets` groups of completions of many lengths, and have then made some steps."""
+    made = []
+    for rank in range(replicas):
+        g = generator(group=ExecutorGroup("generator", tuple(range(replicas)), rank, torch.device("cpu")), **LONG)
+        g.weights.arrive(0)
+        g.tickets.grants, g.tickets.next = tickets // replicas, rank * tickets // replicas
+        g.step()
+        g.tickets.grants = 0
+        for _ in range(steps):
+            g.step()
+        made.append(g)
+    return made
+
+
+def resumed(parts, replicas, working, step=0):
+    """Other generators, with the same weights, that load what was saved."""
+    made = []
+    for rank in range(replicas):
+        g = generator(group=ExecutorGroup("generator", tuple(range(replicas)), rank, torch.device("cpu")), **LONG)
+        g.tickets.grants, g.tickets.working, g.tickets.resumed_step = 0, working, step
+        g.load_state_dict(stored(part) for part in parts)
+        assert not g.outputs["completions"] and g.step() is False, "nothing is decoded before there are weights"
+        g.weights.arrive(step)
+        made.append(g)
+    return made
+
+
+def finish(generators):
+    """All that they send, as (ticket, sample_index), tokens, finish_reason; each once."""
+    for g in generators:
+        while g.step():
+            pass
+    sent = [c for g in generators for c in g.outputs["completions"]]
+    found = {(c.ticket, c.sample_index): (c.token_ids.tolist(), c.finish_reason) for c in sent}
+    assert len(found) == len(sent), "a completion was sent twice"
+    return found
+
+
+LONG = {"new_tokens": 14, "least": 1, "temperature": 2.5, "chunk": 1}
+
+
+@pytest.mark.parametrize("steps", [0, 2, 5, 9])
+@pytest.mark.parametrize("before, after", [(1, 1), (1, 3), (2, 1)])
+def test_unfinished_groups_go_on_token_for_token_in_any_number_of_generators(steps, before, after):
+    expected = finish(begun(0))
+    assert len({len(tokens) for tokens, _ in expected.values()}) > 3, "lengths that differ"
+    first = begun(steps, before)
+    parts = [g.state_dict() for g in first]
+    working = {ticket for part in parts for ticket in part["in_work"]}
+    sent = {(c.ticket, c.sample_index): (c.token_ids.tolist(), c.finish_reason) for g in first for c in g.outputs["completions"]}
+    whole = {key: value for key, value in sent.items() if key[0] not in working}
+    assert all(sum(k[0] == key[0] for k in whole) == GROUP for key in whole)
+    again = finish(resumed(parts, after, working))
+    assert not again.keys() & whole.keys() and again | whole == expected
+
+
+def test_some_of_these_groups_are_partly_sent():
+    (g,) = begun(2)
+    tickets = [c.ticket for c in g.outputs["completions"]]
+    assert set(tickets) & set(g.state_dict()["in_work"]), "else what is sent again goes untested"
+
+
+def test_a_ticket_that_the_ledger_starts_again_is_not_gone_on_with():
+    (first,) = begun(1)
+    (g,) = resumed([first.state_dict()], 1, working={2})
+    assert {ticket for ticket, _ in finish([g])} == {2}
+
+
+def test_a_checkpoint_right_after_a_resume_holds_the_same():
+    (first,) = begun(2)
+    part = first.state_dict()
+    (g,) = resumed([part], 1, working=set(part["in_work"]))
+    once_more = g.state_dict()
+    assert once_more["in_work"] == part["in_work"]
+    expected = finish(begun(0))
+    again = finish(resumed([once_more], 1, working=set(part["in_work"])))
+    assert again == {key: value for key, value in expected.items() if key[0] in part["in_work"]}
+
+
+def test_held_out_prompts_are_no_work_in_hand():
+    g = generator(chunk=1)
+    g.tickets.grants = 0
+    g.weights.arrive(0, evaluate=True)
+    g.step()
+    assert g.engine.num_live and g.state_dict() == {"in_work": []}
+
+
+def test_ranks_that_share_a_model_save_once_and_go_on_together(replica):
+    leader, peer = replica(**LONG)
+    for g in (leader, peer):
+        g.weights.arrive(0)
+    for _ in range(6):
+        peer.step(), leader.step()
+    leader.tickets.grants = 0
+    peer.step()
+    part, nothing = leader.state_dict(), peer.state_dict()
+    assert part["in_work"] and nothing == {"in_work": []}
+    leader, peer = replica(**LONG)
+    leader.tickets.grants = 0
+    for g in (leader, peer):
+        g.tickets.working = frozenset(part["in_work"])
+        g.load_state_dict([stored(part), nothing])
+        g.weights.arrive(0)
+    assert leader.engine.num_waiting == peer.engine.num_waiting > 0
+    settle(leader, peer)
+    assert leader._sampled == peer._sampled > 0 and not peer.outputs["completions"]
+    mine = sorted(part["in_work"])[1::2]  # the second of two replicas
+    assert sorted((c.ticket, c.sample_index) for c in leader.outputs["completions"]) == [(t, i) for t in mine for i in range(GROUP)]
 
 
 # -- replicas of several ranks: two generators in one process, each with the whole model, where ranks of a group would share it --

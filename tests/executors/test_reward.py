@@ -173,6 +173,16 @@ def test_accuracy_is_reported_once_a_version_and_counts_what_is_no_score_as_wron
     assert executor.metrics.reports[1:] == [(5, {"eval/accuracy": 1.0, "eval/errors": 0, "eval/length_mean": 1.0})]
 
 
+def test_sampled_answers_are_reported_with_the_greedy_ones(build):
+    executor = build(num_eval_prompts=2, num_eval_samples=2)
+    words = {(0, 0): "right", (0, 1): "wrong", (0, 2): "right", (1, 0): "right", (1, 1): "abstain", (1, 2): "wrong"}
+    executor.inputs["evaluations"].records.extend(completion(j, i, word) for (j, i), word in words.items())
+    assert settle(executor) == []
+    ((step, values),) = executor.metrics.reports
+    assert step == 3 and values["eval/accuracy"] == 1.0
+    assert (values["eval/pass_at_1_sampled"], values["eval/pass_at_k"]) == (0.25, 0.5)
+
+
 def test_groups_wait_for_room_and_completions_then_stay_in_their_channel(build):
     executor = build()
     executor.outputs["scored"].room = 1

@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
 
 from llamarl.checkpoint import verify
-from tests.launching import SMALL, Job, untimed
+from tests.launching import GROUP_SIZE, GROUPS, SMALL, Job, untimed
 
 STOP_S = 20.0
 LONG = ("max_steps=100000", "eval.every=0", "checkpoint.every=0")
@@ -63,6 +64,38 @@ def test_trainer_ranks_stop_at_the_same_step_and_the_run_goes_on_with_one(tmp_pa
         assert job.wait() == 0, job.output
         assert [r["step"] for r in job.rows][-1] == stopped_at + 2
         assert len({r["step"] for r in job.rows}) == len(job.rows)
+
+
+UNFINISHED = ("max_lag=2", "max_new_tokens=240", "generator.min_new_tokens=200", "generator.chunk_tokens=4", "eval.every=0", "checkpoint.every=0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_stopped_amid_long_completions_goes_on_with_them(tmp_path, ranks, resume):
+    """Begun on two generators and gone on with by one or two; each ticket is trained on once."""
+    three = ("placement.trainer=[0]", "placement.generator=[1,2]", "placement.reward=[2]")
+    with Job(*SMALL, *UNFINISHED, *three, "max_steps=100000", run_dir=tmp_path / "run", ranks=3) as job:
+        job.until(lambda: len(job.rows) >= 2, "two steps")
+        os.kill(job.process.pid, signal.SIGTERM)
+        job.wait()
+        assert verify(job.checkpoint) == []
+        stopped = job.checkpoint
+    state = json.loads((stopped / "controller.rank0.json").read_text())["ledger"]
+    saved = [json.loads((stopped / f"generator.rank{i}.json").read_text())["in_work"] for i in (0, 1)]
+    in_work = {ticket for ticket, _ in state["in_work"]} & {ticket for part in saved for ticket in part}
+    assert in_work, "nothing was under way when it was stopped"
+    step = int(stopped.name.removeprefix("step_")) + 3
+    again = (f"max_steps={step}", "resume=auto", f"generator.resume_partials={str(resume).lower()}")
+    with Job(*SMALL, *UNFINISHED, *(three if ranks == 3 else ()), *again, run_dir=tmp_path / "run", ranks=ranks) as job:
+        assert job.wait() == 0, job.output
+        assert [r["step"] for r in job.rows][-3:] == [step - 2, step - 1, step] and max(r["lag/max"] for r in job.rows) <= 2
+        went_on = [int(n) for n in re.findall(r"(\d+) completions go on after", job.output)]
+        ended = [int(n) for n in re.findall(r"completions go on after \d+ tokens, (\d+) had ended", job.output)]
+        assert sum(went_on) + sum(ended) == len(in_work) * GROUP_SIZE * resume
+        after = json.loads((job.checkpoint / "controller.rank0.json").read_text())["ledger"]
+    open_ = set(after["again"]) | {ticket for ticket, _ in after["finished"]}
+    assert after["frontier"] - len(open_) == step * GROUPS, "tickets that were trained on, each once"
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llamarl import checkpoint
-from llamarl.checkpoint import Checkpointer, CheckpointError, find, load_part, ranks_of, step_of, verify
+from llamarl.checkpoint import Checkpointer, CheckpointError, find, in_work, load_part, ranks_of, step_of, verify
 
 
 class Mail:
@@ -94,6 +94,16 @@ def test_parts_come_back_bit_for_bit_in_their_types(tmp_path):
             assert loaded[key] == value
     assert load_part(path, "trainer", 0)["version"] == 20
     assert (ranks_of(path, "trainer"), ranks_of(path, "controller"), step_of(path)) == ([0, 1], [0], 20)
+
+
+def test_tickets_in_work_are_those_that_any_part_names(tmp_path):
+    expected = [("generator", 0), ("generator", 1), ("trainer", 0)]
+    leader = Checkpointer(tmp_path, keep=1, control=FakeControl(Mail()), expected=expected)
+    leader.save_part(1, "generator", 0, {"in_work": [3, 8], "tickets": torch.tensor([3, 3, 8])})
+    leader.save_part(1, "generator", 1, {"in_work": [5]})
+    leader.save_part(1, "trainer", 0, STATE)
+    leader.pump()
+    assert in_work(leader.folder / "step_1") == {3, 5, 8}
 
 
 def test_tied_views_and_empty_tensors_can_be_saved(tmp_path):
@@ -333,7 +343,7 @@ def test_the_one_asked_for_is_used_or_refused_and_never_another(tmp_path):
 def test_another_format_is_named(tmp_path, monkeypatch):
     path = save(*checkpointers(tmp_path), 20)
     monkeypatch.setattr(checkpoint, "FORMAT", 99)
-    assert verify(path) == ["manifest.json: format 2, this version reads 99"]
+    assert verify(path) == ["manifest.json: format 3, this version reads 99"]
 
 
 def test_a_part_that_cannot_be_read_is_named(tmp_path):

@@ -15,6 +15,7 @@ from llamarl.config import (
     CONF_DIR,
     ConfigError,
     check_command_line,
+    compose_config,
     config_differences,
     idle_ranks,
     load_config,
@@ -105,6 +106,9 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
         ("max_steps=inf", "need a whole number of at least 0"),
         ("overcommit=some", "need a whole number of at least 0 or auto"),
         ("threads=0", "need a whole number of at least 1 or null"),
+        ("generator.prefill_chunk=0", "need a whole number of at least 1"),
+        ("generator.cache_tokens=0", "need a whole number of at least 1 or null"),
+        ("eval.num_samples=-1", "need a whole number of at least 0"),
         ("generator.top_p=1.5", "need a number between 0 and 1, 0 excluded"),
         ("reward.max_error_rate=-0.1", "need a number between 0 and 1"),
         ("model.dtype=float16", "need float32 or bfloat16"),
@@ -195,6 +199,13 @@ def test_all_problems_are_told_at_once_wrong_values_hide_no_combination():
         (["group_size=8", "generator.max_slots=4"], "group_size=8 generator.max_slots=4"),
         (["generator.min_new_tokens=7"], "generator.min_new_tokens=7 max_new_tokens=6"),
         (["loss.kl_coef=0.1"], "loss.kl_coef=0.1 reference.enabled=false"),
+        (["generator.cache_tokens=21"], "generator.cache_tokens=21"),  # 16 + 6
+        (["generator.recompute_kv=true", "max_lag=0"], "generator.recompute_kv=true"),
+        (["generator.resume_partials=true", "max_lag=0"], "generator.resume_partials=true max_lag=0"),
+        (
+            ["generator.resume_partials=true", "generator.in_flight_updates=false"],
+            "generator.resume_partials=true generator.in_flight_updates=false",
+        ),
         (["trainer.warmup_steps=300"], "trainer.warmup_steps=300 max_steps=100"),
         (["task=jsonl"], "task.path"),
         (["task.kind=gsm8k"], "task.path=null task.kind=gsm8k"),
@@ -239,6 +250,30 @@ def test_options_of_a_loss_of_ones_own_are_those_that_it_takes(tmp_path, monkeyp
     assert config.loss.keywords == {"kl_coef": 0.0, "tau": 0.5}
     refused = complaints("loss.fn=my_loss:mine", "loss.tua=0.5")
     assert "tua" in refused["loss.fn=my_loss:mine"] and "ratio_cap" not in refused["loss.fn=my_loss:mine"]
+
+
+@pytest.mark.parametrize(
+    "overrides, goes_on",
+    [
+        ([], True),
+        (["max_lag=0"], False),
+        (["max_lag=0", "generator.in_flight_updates=true"], False),
+        (["generator.in_flight_updates=false"], False),
+        (["generator.resume_partials=false"], False),
+    ],
+)
+def test_unfinished_completions_go_on_where_they_may_mix_versions(overrides, goes_on):
+    assert complaints(*overrides) == {} and config_of(*overrides).resumes_partials is goes_on
+
+
+def test_a_cache_of_one_sequence_is_enough():
+    assert complaints("generator.cache_tokens=22") == {}
+
+
+def test_a_script_gets_the_checked_config_of_its_overrides():
+    assert compose_config(["max_lag=3", "task.name='a b'"]).max_lag == 3
+    with pytest.raises(ConfigError, match="max_lags"):
+        compose_config(["max_lags=3"])
 
 
 # --- placement ---

@@ -136,6 +136,20 @@ def test_a_restored_desk_starts_again_what_was_in_work_or_lost_and_keeps_what_wa
     assert other.ask(0, 1, version=0) == []
 
 
+def test_a_restored_desk_does_not_start_again_what_goes_on(alone):
+    desk = alone()
+    desk.ask(0, 6, version=0)
+    desk.finish([1, 2])
+    other = alone(resume_in_work=True)
+    other.load_state_dict(desk.state_dict(), {0, 1, 4, 77})  # 1 had finished meanwhile, and was lost on its way
+    assert other.resumed_step == 0 and other.in_work() == {0, 4}
+    assert other.reconcile([2]) == {2}
+    assert sorted(indices(other.ask(0, 9, version=0))) == [1, 3, 5]
+    other.finish([0, 4])
+    with pytest.raises(ValueError, match="ticket 0 finished, but it is not in work"):
+        other.finish([0])
+
+
 # -- between ranks --------------------------------------------------------------------------------------------------------
 
 

@@ -157,6 +157,68 @@ def test_a_resumed_ledger_consumes_every_ticket_once_on_any_number_of_lanes(step
     assert set(range(max(consumed, default=-1) - 12)) <= set(consumed)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.integers(0, 4), lanes=st.sampled_from([1, 2, 4]), new_lanes=st.sampled_from([1, 2, 4]), behind=st.integers(0, 2),
+    in_work=st.integers(0, 12), done=st.integers(0, 4), saved=st.sets(st.integers(0, 30)),
+)  # fmt: skip
+def test_tickets_whose_completions_were_saved_stay_started_and_all_are_consumed_once(
+    steps, lanes, new_lanes, behind, in_work, done, saved
+):
+    def make(n):
+        return TicketLedger(groups_per_step=4, max_lag=2, overcommit=8, num_lanes=n, resume_in_work=True)
+
+    ledger, consumed = make(lanes), []
+    for _ in range(steps):
+        ledger.finish([t.index for t in ledger.start(4, ledger.step)])
+        consumed += ledger.take(ledger.step) or []
+    started = [*ledger.start(in_work // 2, max(0, ledger.step - behind)), *ledger.start(in_work - in_work // 2, ledger.step)]
+    finished = [t.index for t in started[:done]]
+    ledger.finish(finished)
+    resumed = make(new_lanes)
+    resumed.load_state_dict(ledger.state_dict(), saved)
+    kept = resumed.in_work()
+    assert kept <= saved & {t.index for t in started[done:]}
+    if new_lanes == lanes:
+        assert kept == saved & {t.index for t in started[done:]}, "what obeyed the rules does so still"
+    deadlines = {t.index: t.deadline for t in started}
+    assert resumed.reconcile(finished) == set(finished)
+    for _ in range(8):
+        unfinished = [t.index for t in resumed.start(100, resumed.step)]
+        assert not kept & set(unfinished), "a ticket that goes on is not started again"
+        resumed.finish(unfinished + sorted(kept))
+        step, going_on, kept = resumed.step, kept, set()
+        while (taken := resumed.take(resumed.step)) is not None:
+            assert all(deadlines[t] >= step for t in going_on & set(taken)), "trained on in time"
+            step, consumed = resumed.step, consumed + taken
+    assert len(consumed) == len(set(consumed))
+    assert set(range(max(consumed, default=-1) - 16)) <= set(consumed)
+
+
+def test_without_the_wish_saved_completions_start_again():
+    ledger = TicketLedger(groups_per_step=2, max_lag=1, overcommit=2)
+    ledger.start(4, 0)
+    resumed = TicketLedger(groups_per_step=2, max_lag=1, overcommit=2)
+    resumed.load_state_dict(ledger.state_dict(), {0, 1, 2, 3})
+    assert resumed.in_work() == set() and [t.index for t in resumed.start(10, 0)] == [0, 1, 2, 3]
+
+
+def test_a_saved_ticket_that_could_not_be_trained_on_in_time_starts_again():
+    def make(lanes):
+        return TicketLedger(groups_per_step=2, max_lag=0, overcommit=0, num_lanes=lanes, resume_in_work=True)
+
+    ledger = make(1)
+    ledger.start(2, 0)
+    state = ledger.state_dict()
+    state["in_work"] = [[0, 0], [1, -1]]  # 1 was due a step ago
+    resumed = make(1)
+    resumed.load_state_dict(state, {0, 1})
+    assert resumed.in_work() == {0} and [t.index for t in resumed.start(10, 0)] == [1]
+    crowded = make(2)
+    crowded.load_state_dict(state | {"in_work": [[0, 0], [2, 0]], "again": [0, 1, 2]}, {0, 2})
+    assert crowded.in_work() == {0}, "a lane that trains on one group a step has no room for two of one deadline"
+
+
 def test_finished_groups_whose_data_is_lost_start_again():
     ledger = TicketLedger(groups_per_step=2, max_lag=1, overcommit=2)
     ledger.start(4, 0)

@@ -1,0 +1,165 @@
+"""How well a model answers a task's held-out prompts: pass@1 greedily, pass@k sampled as in training. One process.
+
+    python recipes/evaluate.py RUN_DIR/checkpoints/latest              as the run was configured: the accuracy that it reported
+    python recipes/evaluate.py RUN_DIR/checkpoints/step_50 --samples 16 temperature=0.8
+    python recipes/evaluate.py HF_DIR --num-prompts 100 task=gsm8k task.path=train.jsonl task.eval_path=test.jsonl
+
+Keys of the main job's config (key=value) say which task, reward and sampling; beside a run's config.yaml they change what
+they name. Each completion becomes a line of --out. The weights are taken as they were saved: not quantised, not split.
+Exit status: 0, or 2 for a directory, a key or data that cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from executors.stations import sampling_of
+from llamarl import evaluation
+from llamarl.config import Config, ConfigError, check, compose_config, config_differences, load_config, to_config, to_values
+from llamarl.inference import Engine
+from llamarl.launch import Job, check_inputs
+from llamarl.placement import init_world, threads_per_rank
+from llamarl.run import RunDirectory
+from llamarl.tasks.pool import Outcome, RewardPool
+from llamarl.types import Completion, Prompt
+
+OF_THE_RUN = "task reward eval generator model.dtype group_size max_new_tokens temperature seed threads max_lag".split()
+OUR_OWN = "generator.tensor_parallel generator.quantize generator.quantize_keep".split()  # as the engine here is
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument(
+        "words", nargs="*", metavar="DIR key=value", help="a checkpoint or a Hugging Face directory, and overrides"
+    )
+    parser.add_argument("--num-prompts", type=int, help="the first so many held-out prompts; as the config has it if not given")
+    parser.add_argument("--samples", type=int, help="sampled completions a prompt; eval.num_samples if not given")
+    parser.add_argument("--out", type=Path, default=Path("evaluation.jsonl"), help="prompts, completions and scores, a line each")
+    args = parser.parse_intermixed_args(argv)
+    directories = [word for word in args.words if "=" not in word or Path(word).exists()]
+    args.overrides = [word for word in args.words if word not in directories]
+    directories += [word.partition("=")[2] for word in args.overrides if word.startswith("model.path=")]
+    counts = (("--num-prompts", args.num_prompts, 1), ("--samples", args.samples, 0))
+    wrong = [f"{flag}: need at least {least}" for flag, given, least in counts if given is not None and given < least]
+    if len(directories) != 1:
+        wrong.append(f"need one directory, or model.path=DIR; got {', '.join(directories) or 'none'}")
+    if wrong:
+        parser.error("; ".join(wrong))
+    args.directory = directories[0]
+    return args
+
+
+def config_of(model: Path, run: Path | None, overrides: list[str]) -> Config:
+    """The run's own config, where there is one, with what the command line changes. ConfigError."""
+    given = [word for word in overrides if not word.startswith("model.path=")]
+    config = compose_config([*given, f"model.path='{model}'"])
+    if run is None or not (run / "config.yaml").is_file():
+        return config
+    named = {word.partition("=")[0].lstrip("+") for word in given} | set(config_differences(compose_config([]), config))
+    values = to_values(config)
+    for key, (_, was) in config_differences(config, load_config(run / "config.yaml")).items():
+        section, _, name = key.rpartition(".")
+        if {section, key} & set(OF_THE_RUN) and key not in OUR_OWN and not {section, key} & named:
+            (values[section] if section else values)[name] = was
+    config = to_config(values)
+    if problems := check(config, 1):
+        raise ConfigError(problems)
+    return config
+
+
+def answer(engine: Engine, job: Job, prompts: list[Prompt], num_samples: int) -> list[Completion]:
+    """In order: of each prompt the greedy completion, then the sampled ones."""
+    for j, prompt in enumerate(prompts):
+        evaluation.submit(engine, j, prompt, sampling_of(job.config, job), num_samples)
+    completions = []
+    while engine.num_live or engine.num_waiting:
+        engine.step(job.config.generator.chunk_tokens)
+        completions += [evaluation.numbered(stream, completion) for stream, completion in engine.pop_finished()]
+    return sorted(completions, key=lambda c: (c.ticket, c.sample_index))
+
+
+def write(out: Path, prompts: list[Prompt], completions: list[Completion], scored: list[tuple[str, Outcome]]) -> None:
+    with out.open("w") as file:
+        for c, (text, outcome) in zip(completions, scored):
+            line = {
+                "prompt": prompts[c.ticket].text, "completion": text, "score": evaluation.score_of(outcome), "outcome": outcome.kind,
+                "number": c.ticket, "sample": c.sample_index, "num_tokens": c.token_ids.numel(), "finish_reason": c.finish_reason,
+            }  # fmt: skip
+            file.write(json.dumps(line) + "\n")
+
+
+def report(config: Config, completions: list[Completion], outcomes: list[Outcome], num_prompts: int, k: int) -> list[str]:
+    """What is printed."""
+    book = evaluation.Evaluations(num_prompts, k)
+    scores: dict[int, list[float]] = {}
+    for c, outcome in zip(completions, outcomes):
+        book.add(c, outcome)
+        if c.sample_index:
+            scores.setdefault(c.ticket, []).append(evaluation.score_of(outcome))
+    ((_, metrics),) = book.finished()
+    length = metrics["eval/length_mean"]
+    lines = [f"greedy   pass@1 {metrics['eval/accuracy']:.2%} of {num_prompts} held-out prompts, {length:.1f} tokens mean length"]
+    if k:
+        draws = sorted({k, *(1 << i for i in range(k.bit_length()))})
+        passed = [f"pass@{n} {sum(evaluation.pass_at_k(s, n) for s in scores.values()) / num_prompts:.2%}" for n in draws]
+        lengths = [c.token_ids.numel() for c in completions if c.sample_index]
+        mean = sum(lengths) / len(lengths)
+        lines.append(
+            f"sampled  {'  '.join(passed)}   {k} a prompt at temperature {config.temperature:g}, {mean:.1f} tokens mean length"
+        )
+    if metrics["eval/errors"]:
+        lines.append(f"errors   {metrics['eval/errors']} completions could not be scored and count as wrong")
+    return lines
+
+
+def run(args: argparse.Namespace) -> None:
+    """ValueError or FileNotFoundError for what cannot be used."""
+    model, made_by = evaluation.find_model(args.directory)
+    config = config_of(model, made_by, args.overrides)
+    world = init_world(threads=threads_per_rank(config.threads, synchronous=config.max_lag == 0), deadline_s=config.deadline_s)
+    job = Job(config, world, RunDirectory(Path("."), None))
+    check_inputs(job)
+    # What is held out depends on eval.num_prompts alone, so that nothing that was trained on is asked.
+    count = min(args.num_prompts or config.eval.num_prompts, job.task.num_eval)
+    if not count:
+        raise ValueError("no held-out prompts: set eval.num_prompts, or task.eval_path=FILE")
+    prompts = [job.task.eval_prompt(j) for j in range(count)]
+    k, g = config.eval.num_samples if args.samples is None else args.samples, config.generator
+    engine = Engine.from_hf(
+        model, dtype=config.model.dtype, device=world.device, max_slots=g.max_slots,
+        max_len=config.task.max_prompt_tokens + config.max_new_tokens, cache_tokens=g.cache_tokens, prefill_chunk=g.prefill_chunk,
+    )  # fmt: skip
+    r = config.reward
+    fn = r.fn or job.task.default_reward
+    with RewardPool(fn, num_workers=r.num_workers, timeout_s=r.timeout_s, memory_mb=r.memory_mb) as pool:
+        pool.start()  # what is wrong with the function is told before any work
+        completions = answer(engine, job, prompts, k)
+        texts = [job.decode(c.token_ids.tolist()) for c in completions]
+        asked = [prompts[c.ticket] for c in completions]
+        outcomes = pool.score([(prompt.text, text, prompt.meta) for prompt, text in zip(asked, texts)])
+    write(args.out, prompts, completions, list(zip(texts, outcomes)))
+    print(f"model    {model}, {config.task.kind}")
+    print("\n".join(report(config, completions, outcomes, count, k)))
+    print(f"written  {args.out}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        run(args)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""recipes/evaluate.py: the accuracy that a run reported, of the weights that it saved."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from llamarl.evaluation import pass_at_k
+from llamarl.models.scratch import tiny_directory
+from llamarl.settings import load_config
+from tests.launching import EVAL_PROMPTS, ROOT, SMALL, STEPS, Job, untimed
+
+RECIPE = ROOT / "recipes" / "evaluate.py"
+SAMPLES = 4
+BAD_INPUT = 2
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    spec = importlib.util.spec_from_file_location("recipe_evaluate", RECIPE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def process_state():
+    """The recipe is a program: it sets threads and precision of its process."""
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def evaluate(tmp_path):
+    """(completed process, lines of --out) of the recipe with some words."""
+
+    def run(*words):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, str(RECIPE), *map(str, words), "--out", "out.jsonl"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
+        out = tmp_path / "out.jsonl"
+        return done, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+    return run
+
+
+def percent(value):
+    return f"{value:.2%}"
+
+
+@pytest.mark.parametrize("step", [2, STEPS])
+def test_it_finds_the_accuracy_that_the_run_reported(synchronous_run, evaluate, step):
+    name = "latest" if step == STEPS else f"step_{step}"
+    done, lines = evaluate(synchronous_run.run_dir / "checkpoints" / name)
+    assert done.returncode == 0, done.stderr
+    row = synchronous_run.rows[step]
+    assert len(lines) == EVAL_PROMPTS and sum(line["score"] for line in lines) / EVAL_PROMPTS == row["eval/accuracy"]
+    assert sum(line["num_tokens"] for line in lines) / EVAL_PROMPTS == row["eval/length_mean"]
+    assert f"greedy   pass@1 {percent(row['eval/accuracy'])} of {EVAL_PROMPTS} held-out prompts" in done.stdout
+    assert all((line["completion"] == str(eval(line["prompt"].rstrip("=")))) == line["score"] for line in lines)
+
+
+def test_a_run_reports_pass_at_k_from_its_first_version_on_and_the_recipe_finds_the_same(synchronous_run, evaluate, tmp_path):
+    sampled = ("max_lag=0", "max_steps=2", f"eval.num_samples={SAMPLES}")
+    with Job(*SMALL, *sampled, run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+        rows = job.rows
+    evaluated = [row for row in rows if "eval/pass_at_k" in row]
+    assert [row["step"] for row in evaluated] == [0, 2]
+    assert all(0 < row["eval/pass_at_1_sampled"] < row["eval/pass_at_k"] <= 1 for row in evaluated)
+    plain = [{name: value for name, value in row.items() if "pass_at" not in name} for row in untimed(rows)]
+    assert plain == untimed(synchronous_run.rows)[:3], "sampling held-out prompts must not touch training"
+    done, lines = evaluate(tmp_path / "run", "--samples", SAMPLES)
+    assert done.returncode == 0, done.stderr
+    assert f"pass@1 {percent(rows[2]['eval/pass_at_1_sampled'])}  pass@2 " in done.stdout
+    assert f"pass@{SAMPLES} {percent(rows[2]['eval/pass_at_k'])}   {SAMPLES} a prompt at temperature 1" in done.stdout
+    scores = {}
+    for line in lines:
+        if line["sample"]:
+            scores.setdefault(line["number"], []).append(line["score"])
+    assert sum(pass_at_k(s, 2) for s in scores.values()) / EVAL_PROMPTS == pytest.approx(
+        float(re.search(r"pass@2 ([\d.]+)%", done.stdout)[1]) / 100, abs=1e-4
+    )
+
+
+def test_a_model_without_a_run_takes_keys_of_the_main_job(evaluate):
+    done, lines = evaluate(tiny_directory(), "--num-prompts", 7, "--samples", 0, "max_new_tokens=1")
+    assert done.returncode == 0, done.stderr
+    assert [line["number"] for line in lines] == list(range(7)) and all(line["num_tokens"] == 1 for line in lines)
+
+
+def test_the_runs_values_hold_but_for_what_the_command_line_names(recipe, synchronous_run):
+    run, model = synchronous_run.run_dir, tiny_directory()
+    own = load_config(run / "config.yaml")
+    config = recipe.config_of(model, run, [])
+    assert (config.max_lag, config.generator, config.eval, config.task) == (0, own.generator, own.eval, own.task)
+    assert config.model.path == str(model)
+    config = recipe.config_of(model, run, ["generator.max_slots=512", "temperature=0.5", "task=gsm8k", f"task.path={RECIPE}"])
+    assert config.generator.max_slots == 512, "also a value that is the default"
+    assert (config.temperature, config.task.kind, config.eval.num_prompts) == (0.5, "gsm8k", EVAL_PROMPTS)
+    assert config.max_new_tokens == 256  # as the task has it
+
+
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        (["nowhere"], "nowhere: neither a Hugging Face directory"),
+        ([str(ROOT)], "neither a Hugging Face directory"),
+        ([], "need one directory"),
+        (["one", "two"], "need one directory"),
+        ([str(tiny_directory()), "--num-prompts", "0"], "--num-prompts: need at least 1"),
+        ([str(tiny_directory()), "max_new_tokns=3"], "did you mean max_new_tokens"),
+        ([str(tiny_directory()), "reward.fn=nowhere:score"], "nowhere"),
+        ([str(tiny_directory()), "max_new_tokens=100000"], "the model's context is"),
+    ],
+)
+def test_what_cannot_be_used_is_said(recipe, capsys, words, complaint):
+    try:
+        code = recipe.main(words)
+    except SystemExit as end:
+        code = end.code
+    assert code == BAD_INPUT and complaint in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_named(recipe, synchronous_run, tmp_path, capsys):
+    step = tmp_path / "checkpoints" / "step_4"
+    shutil.copytree(synchronous_run.run_dir / "checkpoints" / "step_4", step)
+    weights = step / "hf" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"spam")
+    assert recipe.main([str(step)]) == BAD_INPUT
+    assert "hf/model.safetensors: its contents have changed" in capsys.readouterr().err

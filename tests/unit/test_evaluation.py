@@ -1,0 +1,88 @@
+"""What evaluation completions come to, and which directory is meant."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamarl.checkpoint import CheckpointError
+from llamarl.evaluation import Evaluations, find_model, pass_at_k
+from llamarl.models.scratch import tiny_directory
+from llamarl.tasks.pool import Outcome
+from llamarl.types import Completion
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 1.0, -1.0]), min_size=1, max_size=7), st.data())
+def test_pass_at_k_is_the_mean_best_of_every_choice_of_k(scores, data):
+    k = data.draw(st.integers(1, len(scores)))
+    choices = list(itertools.combinations(scores, k))
+    assert pass_at_k(scores, k) == pytest.approx(sum(map(max, choices)) / len(choices))
+
+
+@given(st.integers(1, 200), st.data())
+def test_pass_at_k_of_right_and_wrong_is_the_papers_estimator(n, data):
+    right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    expected = 1 - math.comb(n - right, k) / math.comb(n, k)
+    assert pass_at_k([1.0] * right + [0.0] * (n - right), k) == pytest.approx(expected)
+
+
+def test_pass_at_k_by_hand_and_out_of_range():
+    assert pass_at_k([1, 0, 0, 0], 2) == 0.5  # three of six pairs hold the right one
+    assert pass_at_k([0.0] * 600 + [1.0] * 600, 600) == pytest.approx(1.0)
+    for k in (0, 3):
+        with pytest.raises(ValueError, match=f"pass@{k} of 2 samples: need k from 1 to 2"):
+            pass_at_k([1.0, 0.0], k)
+
+
+def completion(prompt, sample, length=2, version=3):
+    return Completion(
+        prompt, sample, torch.tensor([1]), torch.zeros(length).long(), torch.zeros(length), torch.full((length,), version), "stop"
+    )
+
+
+def scored(value):
+    return Outcome("score", value, "")
+
+
+def test_a_version_is_whole_with_every_sample_of_every_prompt():
+    book = Evaluations(num_prompts=2, num_samples=2)
+    answers = {
+        (0, 0): scored(1.0),
+        (0, 1): scored(0.0),
+        (0, 2): scored(1.0),
+        (1, 0): scored(0.0),
+        (1, 1): Outcome("error", math.nan, "x"),
+    }
+    for (prompt, sample), outcome in answers.items():
+        book.add(completion(prompt, sample, length=4 if sample else 2), outcome)
+    assert book.finished() == []
+    assert book.missing() == "data: 1 evaluation completions of policy version 3, from the generator"
+    book.add(completion(1, 2), scored(0.0))
+    ((version, values),) = book.finished()
+    assert version == 3 and book.finished() == [] and book.missing() is None
+    assert values == {
+        "eval/accuracy": 0.5, "eval/errors": 1, "eval/length_mean": 2.0, "eval/pass_at_1_sampled": 0.25, "eval/pass_at_k": 0.5,
+    }  # fmt: skip
+
+
+def test_a_directory_of_transformers_is_taken_as_it_is():
+    assert find_model(tiny_directory()) == (tiny_directory(), None)
+
+
+def test_what_is_neither_a_model_nor_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="neither a Hugging Face directory .* nor a checkpoint .*; give one of these"):
+        find_model(tmp_path)
+    with pytest.raises(FileNotFoundError, match="neither"):
+        find_model(tmp_path / "absent")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(FileNotFoundError, match="latest: no such file; a run has it once it has a checkpoint"):
+        find_model(tmp_path)
+    step = tmp_path / "checkpoints" / "step_3"
+    step.mkdir()
+    (step / "manifest.json").write_text("{}")
+    (tmp_path / "checkpoints" / "latest").write_text("step_3\n")
+    with pytest.raises(CheckpointError, match="step_3 is damaged:\n  manifest.json: its contents have changed"):
+        find_model(tmp_path / "checkpoints" / "latest")

@@ -1,0 +1,60 @@
+"""Groups that are not whole, packed for a checkpoint and taken out again."""
+
+import json
+
+import torch
+from safetensors.torch import load, save
+
+from llamarl.inference.partials import pack, unpack
+from llamarl.inference.rows import Partial
+from llamarl.inference.sampler import SamplingParams
+from llamarl.types import Completion
+
+PROMPT = torch.tensor([1, 5])
+
+
+def of(cls, ticket, index, tokens, versions, last):
+    tokens = torch.tensor(tokens, dtype=torch.int64)
+    versions = torch.tensor(versions, dtype=torch.int64)
+    given = (ticket, index, PROMPT, tokens, -0.5 * tokens, versions)
+    return Partial(0, *given, last) if cls is Partial else Completion(*given, last)
+
+
+def stored(state):
+    """As a checkpoint keeps it: safetensors and JSON."""
+    tensors = {k: v.contiguous() for k, v in state.items() if isinstance(v, torch.Tensor)}
+    return json.loads(json.dumps({k: v for k, v in state.items() if k not in tensors})) | load(save(tensors))
+
+
+SAMPLES = [
+    of(Partial, 7, 0, [9, 8], [3, 4], SamplingParams(9)),
+    of(Partial, 9, 1, [], [], SamplingParams(9)),
+    of(Completion, 7, 1, [4, 2], [3, 3], "stop"),
+    of(Completion, 9, 0, [4, 5, 6], [4, 4, 5], "length"),
+]
+
+
+def test_what_is_taken_out_is_what_was_put_in():
+    state = pack(SAMPLES)
+    assert state["in_work"] == [7, 9]
+    found = list(unpack(stored(state), newest=5))
+    assert [(s.ticket, s.sample_index, s.finish_reason) for s in found] == [
+        (7, 0, None),
+        (9, 1, None),
+        (7, 1, "stop"),
+        (9, 0, "length"),
+    ]
+    for sample, want in zip(found, SAMPLES):
+        for field in ("token_ids", "generator_logprobs", "policy_versions"):
+            assert torch.equal(getattr(sample, field), getattr(want, field)), field
+
+
+def test_nothing_is_packed_as_nothing():
+    assert pack([]) == {"in_work": []} and list(unpack(pack([]), newest=0)) == []
+
+
+def test_tokens_of_versions_that_the_checkpoint_does_not_have_are_cut_off_and_the_rest_goes_on():
+    found = list(unpack(stored(pack(SAMPLES)), newest=3))
+    assert [s.token_ids.tolist() for s in found] == [[9], [], [4, 2], []]
+    assert [s.finish_reason for s in found] == [None, None, "stop", None]
+    assert [s.policy_versions.tolist() for s in found] == [[3], [], [3, 3], []]
