@@ -3,6 +3,7 @@
     loop step    consumes                 waits for                           unblocked by
     weights      the staged version       -                                   the trainer's publish
     tickets      grants                   room under max_lag and overcommit   the trainer's takes
+    truncate     orders; the clock        -                                   -
     decode       one chunk of tokens      room in the completions channel     the reward
 
 A version marked for evaluation is pinned: the held-out prompts run beside the tickets, and no newer version is taken in
@@ -21,6 +22,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -44,13 +46,22 @@ END_S = 15.0  # a peer waits no longer for its leader's last command
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Begun:
+    """A ticket in the engine."""
+
+    since_s: float
+    unfinished: int  # completions
+
+
 class Generator(Executor):
     """One engine a replica. Sampling is a function of (seed, ticket, sample_index, position), not of the rank or the batch.
 
     prompts[ticket] is the ticket's prompt; eval_prompts the held-out ones, each answered greedily and eval_samples times by
     `sampling`. max_len, max_slots, cache_tokens, prefill_chunk: see Engine. chunk_tokens: tokens a row between two looks
     at weights, tickets and stop requests. parity_tolerance: nats that the canary of a version may differ from the trainer's;
-    for a quantised generator max_quantization_kl bounds their mean KL instead.
+    for a quantised generator max_quantization_kl bounds their mean KL instead. max_seconds: what has not ended so long after its
+    ticket's start ends there, aborted, as at the ledger's order to truncate. None: no limit.
     """
 
     name = "generator"
@@ -76,6 +87,7 @@ class Generator(Executor):
         quantize: str = "none",
         quantize_keep: tuple[str, ...] = (),
         max_quantization_kl: float = math.inf,
+        max_seconds: float | None = None,
     ):
         self.model_path, self.model_dtype = model_path, model_dtype
         self.prompts, self.eval_prompts = prompts, eval_prompts
@@ -84,7 +96,7 @@ class Generator(Executor):
         self.cache_tokens, self.prefill_chunk, self.recompute_kv = cache_tokens, prefill_chunk, recompute_kv
         self.in_flight_updates, self.parity_tolerance = in_flight_updates, parity_tolerance
         self.quantize, self.quantize_keep, self.max_quantization_kl = quantize, quantize_keep, max_quantization_kl
-        self.tensor_parallel = tensor_parallel
+        self.tensor_parallel, self.max_seconds = tensor_parallel, math.inf if max_seconds is None else max_seconds
         self.version = -1
         self._sampled = 0  # tokens
         self._torn = False
@@ -92,6 +104,7 @@ class Generator(Executor):
         self._evaluating = 0  # completions of held-out prompts still to finish
         self._open: dict[int, list[Completion]] = {}  # ticket -> those sent, while its group is not whole
         self._send_again: list[Completion] = []  # what a resumed run had sent
+        self._begun: dict[int, _Begun] = {}
         self._asked_in_vain = False
 
     @property
@@ -131,10 +144,12 @@ class Generator(Executor):
             return swapped
         while self._send_again:
             self.outputs["completions"].put(self._send_again.pop())
+        # Before the grants: an order comes after its ticket's grant, which is so taken by then.
+        ended = self.tickets.to_truncate() + self._expired()
         tickets = self._choose_tickets()
         if not (tickets or self.engine.num_live or self.engine.num_waiting):
             return swapped
-        sampled = self._together("decode", tickets=tickets, chunk=self.chunk_tokens)
+        sampled = self._together("decode", tickets=tickets, ended=ended, chunk=self.chunk_tokens)
         return swapped or sampled
 
     def _together(self, do: str, **what) -> bool:
@@ -194,15 +209,23 @@ class Generator(Executor):
             self._start_evaluation()
         return True
 
-    def _decode(self, tickets: list[int], chunk: int) -> bool:
+    def _decode(self, tickets: list[int], ended: list[int], chunk: int) -> bool:
+        """Start tickets, end others where they are, and sample a chunk."""
         for ticket in tickets:
+            self._begun[ticket] = _Begun(time.monotonic(), self.sampling.n)
             self.engine.submit(ticket, self.prompts[ticket].prompt_ids.tolist(), self.sampling, stream=TRAIN)
         self.claim_device()
+        for ticket in ended:
+            self.engine.abort(ticket, stream=TRAIN)
         sampled = self.engine.step(chunk)
         self._sampled += sampled
         self._count("generator/tokens", sampled)
-        for stream, completion in self.engine.pop_finished():
-            self._evaluating -= stream != TRAIN
+        finished = self.engine.pop_finished()
+        for stream, completion in finished:
+            if stream == TRAIN:
+                self._ended_one(completion.ticket)
+            else:
+                self._evaluating -= 1
             if self.follows:
                 continue
             if stream == TRAIN:
@@ -210,7 +233,17 @@ class Generator(Executor):
                 self.outputs["completions"].put(completion)
             else:
                 self.outputs["evaluations"].put(evaluation.numbered(stream, completion))
-        return sampled > 0
+        return sampled > 0 or bool(finished)
+
+    def _ended_one(self, ticket: int) -> None:
+        self._begun[ticket].unfinished -= 1
+        if not self._begun[ticket].unfinished:
+            del self._begun[ticket]
+
+    def _expired(self) -> list[int]:
+        """Tickets that have been at it for longer than max_seconds."""
+        now = time.monotonic()
+        return [ticket for ticket, begun in self._begun.items() if now - begun.since_s > self.max_seconds]
 
     def _count(self, name: str, amount: float) -> None:
         """Once a replica."""
@@ -283,6 +316,7 @@ class Generator(Executor):
         name = sample.ticket, sample.sample_index, self.prompts[sample.ticket].prompt_ids
         done = sample.token_ids, sample.generator_logprobs, sample.policy_versions
         if sample.finish_reason is None:
+            self._begun.setdefault(sample.ticket, _Begun(time.monotonic(), 0)).unfinished += 1
             self.engine.submit_partial(Partial(TRAIN, *name, *done, self.sampling))
         elif not self.follows:
             completion = Completion(*name, *done, sample.finish_reason)

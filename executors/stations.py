@@ -47,6 +47,7 @@ def build_generator(config: Config, job: Job) -> Generator:
         chunk_tokens=g.chunk_tokens,
         cache_tokens=g.cache_tokens,
         prefill_chunk=g.prefill_chunk,
+        max_seconds=g.max_seconds,
         in_flight_updates=config.updates_in_flight,
         recompute_kv=g.recompute_kv,
         parity_tolerance=config.trainer.parity_tolerance,

@@ -8,6 +8,7 @@ publish      -                            a free staging slot                the
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Callable, Iterable
@@ -155,6 +156,7 @@ class FSDPTrainer(Executor):
             self._finish()
             return
         self.version += 1
+        self.tickets.trained(metrics["reward/mean"] if metrics["tokens/trained"] else math.nan)
         stall_s = self._publish(must_differ=metrics["grad_norm"] > 0)
         if self.group.index == 0:
             self.metrics.report(
@@ -162,6 +164,7 @@ class FSDPTrainer(Executor):
                 {
                     **metrics,
                     "policy_version": self.version,
+                    "tickets/overcommit": self.tickets.overcommit,
                     "time/wait_for_data_s": waited_s,
                     "time/step_s": time.monotonic() - began + waited_s,
                     "weights/publish_stall_s": stall_s,

@@ -105,11 +105,22 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
         shown = ((key, functools.reduce(lambda section, part: section[part], key.split("."), values)) for key in keys)
         return Problem(" ".join(f"{key}={show(value)}" for key, value in shown), what, keys)
 
-    c, hosts = config, -(-world_size // (local_world_size or world_size))
+    c, g, hosts = config, config.governor, -(-world_size // (local_world_size or world_size))
+    truncates = c.on_deadline == "truncate"
     longest = c.task.max_prompt_tokens + c.max_new_tokens
     impossible = [
         ("overcommit max_lag", c.max_lag == 0 and c.overcommit not in ("auto", 0),
          "without lag nothing can start ahead; overcommit=0, or max_lag=1"),
+        ("on_deadline max_lag", truncates and c.max_lag == 0,
+         "without lag every ticket is due at its own step, and none could stand in for it; on_deadline=wait, or max_lag=1"),
+        ("on_deadline overcommit", truncates and c.max_lag > 0 and c.overcommit == 0,
+         "ends a straggler once others make up its batch, and none are started beyond one; overcommit=auto, or on_deadline=wait"),
+        ("governor.least governor.most", g.most is not None and g.least > g.most,
+         "the least is more than the most"),
+        ("governor.start governor.least", g.start is not None and g.start < g.least,
+         "starts below the least"),
+        ("governor.start governor.most", None not in (g.start, g.most) and g.start > g.most,
+         "starts above the most"),
         ("group_size trainer.advantages", c.group_size < 2,
          "a group of one has no baseline: its advantage is always 0; need at least 2"),
         ("group_size generator.max_slots", c.group_size > c.generator.max_slots,
@@ -186,7 +197,7 @@ def _trainer_problems(c: Config, num_ranks: int, problem: Callable[..., Problem]
         lanes = num_ranks // t
         ranks = f"{lanes} {'trainer ranks' if t == 1 else f'sets of {t} trainer ranks'}"
         for key, amount in (("groups_per_step", c.groups_per_step), ("overcommit", c.overcommit)):
-            if amount != "auto" and amount % lanes:
+            if not isinstance(amount, str) and amount % lanes:
                 found.append(problem(f"{ranks} cannot share it evenly; need a multiple of {lanes}", key))
     if t > 1 and (model := _model(c)) is not None:
         parts = [(model.num_attention_heads, "query heads"), (model.num_key_value_heads, "key/value heads")]

@@ -63,6 +63,8 @@ class RunSettings:
     offload: tuple[str, ...] = ()  # executors that take turns on the device that they share
     target_accuracy: float | None = None  # end once the evaluation reaches it
     trace: bool = True
+    truncate: bool = False  # end stragglers at their deadline, rather than wait
+    straggler_factor: float = 5.0  # a ticket that takes so many times the median is named in the log
 
 
 class _Clock:
@@ -107,8 +109,9 @@ class ExecutorController:
         self.local = [e for e in executors if world.rank in placement[e.name]]
         peers = next(e for e in executors if e.name == "trainer").tensor_parallel
         self.tickets = TicketDesk(
-            ledger, self.control, trainer_ranks=placement["trainer"], deadline_s=settings.deadline_s, tensor_parallel=peers
-        )
+            ledger, self.control, trainer_ranks=placement["trainer"], deadline_s=settings.deadline_s, tensor_parallel=peers,
+            truncate=settings.truncate, straggler_factor=settings.straggler_factor,
+        )  # fmt: skip
         writer: RowWriter | None = make_writer() if self.control.is_leader else None
         self.metrics = Metrics(rank=world.rank, leader=self.leader, control=self.control, writer=writer, trace=Trace(world.rank))
         expected = [(e.name, i) for e in executors if has_state(e) for i in range(len(placement[e.name]))]

@@ -6,6 +6,7 @@ with launch(config) as job:
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from llamarl.config import TINY_MODEL, Config, placement_of, to_values
 from llamarl.control import DeadlineExceeded, PeerDied
 from llamarl.controller import RunSettings
 from llamarl.ddma.links import WeightsError
+from llamarl.governors import Constants
 from llamarl.learning.update import NotFinite
 from llamarl.models.hf import load_tokenizer
 from llamarl.observe import RowWriter, build_sinks
@@ -110,12 +112,15 @@ class Job:
             offload=tuple(c.placement.colocate or ()) if c.offload else (),
             target_accuracy=c.eval.target,
             trace=c.metrics.trace,
+            truncate=c.on_deadline == "truncate",
+            straggler_factor=c.straggler_factor,
         )
 
     def ledger(self) -> TicketLedger:
         c = self.config
         return TicketLedger(
             groups_per_step=c.groups_per_step, max_lag=c.max_lag, overcommit=c.overcommit,
+            constants=Constants(**dataclasses.asdict(c.governor)),
             num_lanes=len(self.placement["trainer"]) // c.trainer.tensor_parallel,
             num_generators=len(self.placement["generator"]) // c.generator.tensor_parallel,
             resume_in_work=c.resumes_partials,
@@ -144,7 +149,8 @@ class Job:
             f"llamarl  {self.model_path.name} on {c.task.kind}, {c.groups_per_step} x {c.group_size} completions a step, {c.loss.fn}"
         )
         print(f"ranks    {self.hosts}  ({self.world.device.type}, {torch.get_num_threads()} thread(s) each)")
-        print(f"async    max_lag {c.max_lag}, {overcommit}")
+        ends = ", stragglers end at their deadline" if c.on_deadline == "truncate" else ""
+        print(f"async    max_lag {c.max_lag}, {overcommit}{ends}")
         resumed = f", resumed from {self.run.resume_from.name}" if self.run.resume_from else ""
         print(f"run      {self.run.path}{resumed}", flush=True)
 

@@ -6,6 +6,8 @@
     finish      trainer -> leader     leader's listener thread     these groups have reached a trainer rank; once they have
                                                                    reached all ranks of its lane, the ledger counts them
     taken       leader -> trainer     taken by the trainer rank    the batch of a step, for every lane
+    truncate    leader -> generator   taken by the generator       end these tickets' completions where they are: the trainer
+                                                                   would wait for them (on_deadline=truncate)
 
 Generators ask ahead, between chunks, and never wait for a grant. An ask that nothing can be granted to is forgotten, and
 asked again at the generator's next turn: a take frees room just when newer weights are on their way, and tickets started
@@ -15,20 +17,26 @@ nothing if need be, and the generator waits for the answer: what is batched with
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Set
 
 from llamarl.control import Control, DeadlineExceeded
+from llamarl.stragglers import TicketTimes
 from llamarl.tickets import TicketLedger, lane_of
 from llamarl.types import Ticket
+
+log = logging.getLogger(__name__)
 
 
 class TicketDesk:
     """A rank's access to the ledger. `ledger` is used on the leader only; each rank builds one, which costs nothing.
 
     tensor_parallel: so many trainer ranks, one after another, are one lane of the ledger and train on the same groups.
+    truncate: end a straggler whose deadline has come, rather than wait. straggler_factor: a ticket that takes so many times
+    the median is named in the log.
     """
 
     def __init__(
@@ -39,12 +47,15 @@ class TicketDesk:
         trainer_ranks: tuple[int, ...],
         deadline_s: float,
         tensor_parallel: int = 1,
+        truncate: bool = False,
+        straggler_factor: float = 5.0,
     ):
         self.max_lag = ledger.max_lag
         self._ledger, self._control, self._trainer_ranks, self._deadline_s = ledger, control, trainer_ranks, deadline_s
         self._tensor_parallel = tensor_parallel
         self._arrivals: Counter[int] = Counter()  # ticket -> ranks of its lane that it has reached, while it is not all
-        self._counting = threading.Lock()  # messages of the leader to itself are handled on its own thread
+        self._truncate, self._times = truncate, TicketTimes(straggler_factor)
+        self._lock = threading.Lock()  # messages of the leader to itself are handled on its own thread
         self._offer: dict[int, list[int]] = {}  # step -> tickets, as mailed
         if control.is_leader:
             control.on("ask", self._on_ask)
@@ -68,6 +79,10 @@ class TicketDesk:
     def granted(self) -> list[Ticket]:
         """Tickets granted since the last call."""
         return [Ticket(*pair) for _, payload in self._control.take("grant") for pair in payload["tickets"]]
+
+    def to_truncate(self) -> list[int]:
+        """Tickets that must end where they are, told since the last call. Their grants have come before."""
+        return [ticket for _, payload in self._control.take("truncate") for ticket in payload["tickets"]]
 
     def _await_grant(self, generator: int) -> list[Ticket]:
         until = time.monotonic() + self._deadline_s
@@ -93,7 +108,9 @@ class TicketDesk:
         # After a stop request no step is begun: ranks that heard of it first are at their last snapshot already.
         if self._control.is_leader and step not in self._offer and not self._control.stopping:
             tickets = self._ledger.take(step, waited)
+            self._name_stragglers()
             if tickets is None:
+                self._end_overdue()
                 return None
             for rank in self._trainer_ranks:
                 self._control.post(rank, "taken", {"step": step, "tickets": tickets})
@@ -111,6 +128,16 @@ class TicketDesk:
         if self._control.is_leader:
             self._ledger.untake(step)
 
+    def trained(self, reward: float) -> None:
+        """The step taken last was trained on, at this mean reward (NaN: none). The leader's call counts."""
+        if self._control.is_leader:
+            self._ledger.trained(reward)
+
+    @property
+    def overcommit(self) -> int:
+        """Groups, as the governor has it now; of interest on the leader."""
+        return self._ledger.overcommit
+
     def waits_for(self) -> str:
         """Which tickets hold up the next step, for messages."""
         if not self._control.is_leader:
@@ -121,17 +148,45 @@ class TicketDesk:
     # -- the leader's side ----------------------------------------------------------------------------------------
 
     def _on_ask(self, sender: int, payload: dict) -> None:
-        tickets = self._ledger.start(payload["count"], payload["version"], payload["generator"])
-        if tickets or payload["must_answer"]:
-            self._control.post(sender, "grant", {"tickets": [[t.index, t.deadline] for t in tickets]})
+        with self._lock:
+            tickets = self._ledger.start(payload["count"], payload["version"], payload["generator"])
+            if tickets or payload["must_answer"]:
+                self._control.post(sender, "grant", {"tickets": [[t.index, t.deadline] for t in tickets]})
+            self._times.granted([t.index for t in tickets], sender, time.monotonic())
 
     def _on_finish(self, sender: int, payload: dict) -> None:
-        with self._counting:
+        with self._lock:
             self._arrivals.update(payload["tickets"])
             whole = [t for t in payload["tickets"] if self._arrivals[t] == self._tensor_parallel]
             for ticket in whole:
                 del self._arrivals[ticket]
+            self._times.finished(whole, time.monotonic())
         self._ledger.finish(whole)
+
+    def _end_overdue(self) -> None:
+        """Tell generators to end the stragglers that alone hold up the step, once each."""
+        if not self._truncate:
+            return
+        with self._lock:  # no order may overtake the grant of its ticket
+            known = ((t, self._times.work.get(t)) for t in self._ledger.overdue())
+            orders: dict[int, list[int]] = {}
+            for ticket, work in known:
+                if work is not None and not work.is_ended:
+                    work.is_ended = True
+                    orders.setdefault(work.rank, []).append(ticket)
+            for rank, tickets in orders.items():
+                self._control.post(rank, "truncate", {"tickets": tickets})
+
+    def _name_stragglers(self) -> None:
+        with self._lock:
+            found = self._times.new_stragglers(time.monotonic())
+        for rank, late in found.items():
+            named = ", ".join(f"{ticket} ({seconds:.1f} s)" for ticket, seconds in late)
+            log.warning(
+                "stragglers of generator rank %d: tickets %s have taken more than %g x the median of %.2f s; "
+                "on_deadline=truncate and generator.max_seconds bound what they may hold up",
+                rank, named, self._times.factor, self._times.median_s,
+            )  # fmt: skip
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -76,6 +76,7 @@ class GeneratorSettings:
     resume_partials: bool | None
     cache_tokens: Count | None
     prefill_chunk: Count
+    max_seconds: Positive | None
     quantize: Literal["none", "fp8", "int8"]
     quantize_keep: list[str]
     max_quantization_kl: Positive
@@ -138,6 +139,16 @@ class LossSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class GovernorSettings:
+    start: Natural | None
+    least: Natural
+    most: Natural | None
+    window: Count
+    increase: Natural
+    decrease: Natural
+
+
+@dataclass(frozen=True, slots=True)
 class EvalSettings:
     every: Natural
     num_prompts: Natural
@@ -180,7 +191,9 @@ class Config:
     seed: Natural
     dry_run: bool
     max_lag: Natural
-    overcommit: Natural | Literal["auto"]
+    overcommit: Natural | Literal["auto", "oppo", "window"]
+    on_deadline: Literal["wait", "truncate"]
+    straggler_factor: Annotated[float, Range(1)]
     groups_per_step: Count
     group_size: Count
     max_new_tokens: Count
@@ -190,6 +203,7 @@ class Config:
     deadline_s: Positive
     heartbeat_timeout_s: Positive
     offload: bool
+    governor: GovernorSettings
     eval: EvalSettings
     checkpoint: CheckpointSettings
     weights: WeightsSettings
@@ -282,6 +296,13 @@ def _describe(hint: object) -> str:
     return words[hint]
 
 
+def _names(hint: object) -> list[str]:
+    """The words among what a value may be."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    return [name for arm in get_args(hint) for name in _names(arm)]
+
+
 def _convert(value: object, hint: object) -> object:
     """The value in the hint's type. ValueError, without words, if it does not fit."""
     origin = get_origin(hint)
@@ -336,7 +357,8 @@ def _read(values: object, schema: type, prefix: str, problems: list[Problem]):
             try:
                 read[name] = _convert(value, hint)
             except ValueError:
-                problems.append(Problem(f"{key}={show(value)}", f"need {_describe(hint)}", (key,)))
+                nearest = did_you_mean(value, _names(hint)) if isinstance(value, str) else ""
+                problems.append(Problem(f"{key}={show(value)}", f"need {_describe(hint)}{nearest}", (key,)))
     for name in values:
         problems.append(Problem(prefix + str(name), "unknown key" + did_you_mean(prefix + str(name), known_keys())))
     return schema(**read) if len(read) == len(fields(schema)) else None

@@ -14,8 +14,9 @@ that is: everything started can still be trained on in time, B a step. Two rules
   take        step v trains on B finished groups, earliest deadline first, if (1) holds for v + 1 without them.
 Taking moves v to v + 1 at once, before training on it ends, so generation goes on meanwhile. (1) at v says that at most B
 started tickets are due at v, so the earliest-deadline batch always holds all that are due: a step waits for stragglers
-only when their own deadlines leave no later step room for them (docs/staleness.md). No deadlock: by (1) the tickets due at v fit into step v, and when fewer
-than B are started, one more may always start (its deadline g + max_lag >= v once the generator holds recent weights).
+only when their own deadlines leave no later step room for them (docs/staleness.md). No deadlock: by (1) the tickets due at v
+fit into step v, and when fewer than B are started, one more may always start (its deadline g + max_lag >= v once the generator
+holds recent weights).
 
 With n data-parallel trainer ranks ("lanes"), ticket t belongs to lane perm[t mod n], and the rules hold for each lane with
 B/n and its share of overcommit. All lanes take together.
@@ -29,6 +30,7 @@ from collections.abc import Set
 from functools import lru_cache
 from typing import Protocol
 
+from llamarl.governors import GOVERNORS, Constants, Governor
 from llamarl.types import Prompt, Ticket
 
 LANE_SEED = 20  # of the pre-set permutation
@@ -129,6 +131,12 @@ class Lane:
         rest = [d for t, d in self.deadlines.items() if t not in chosen]
         return due if in_time(rest, step + 1, self.groups_per_step) else None
 
+    def overdue(self, step: int) -> list[int]:
+        """Unfinished tickets whose last step is `step`, once a batch of others is finished."""
+        if len(self.finished) < self.groups_per_step:
+            return []
+        return sorted(t for t, d in self.deadlines.items() if d <= step and t not in self.finished)
+
     def consume(self, tickets: list[int]) -> dict[int, int]:
         self.finished.difference_update(tickets)
         return {t: self.deadlines.pop(t) for t in tickets}
@@ -159,30 +167,11 @@ class Lane:
         self._cursors = [place + (share - place) % shares for share in range(shares)]
 
 
-class OvercommitGovernor:
-    """`overcommit=auto`: add while the trainer waits for data, take away while finished groups queue up.
-
-    Looks at each take: one that had to wait adds an eighth of a batch; one that leaves half a batch finished takes as much away.
-    """
-
-    def __init__(self, groups_per_step: int, max_lag: int):
-        self.step = max(1, groups_per_step // 8)
-        self.most = max_lag * groups_per_step
-        self.value = min(self.most, max(1, groups_per_step // 2))
-        self._queue_full = max(1, groups_per_step // 2)
-
-    def observe(self, waited: bool, num_finished: int) -> None:
-        if num_finished >= self._queue_full:
-            self.value = max(0, self.value - self.step)
-        elif waited:
-            self.value = min(self.most, self.value + self.step)
-
-
 class TicketLedger:
     """Starts and takes tickets under the rules above, for all lanes; each ticket is consumed once. Thread-safe.
 
-    overcommit: groups, or "auto". num_generators: with max_lag 0 a lane's tickets are dealt to them in turn, so that what
-    is sampled does not depend on who asks first; otherwise a ticket goes to whoever asks.
+    overcommit: groups, or the name of a governor, with its constants. num_generators: with max_lag 0 a lane's tickets are
+    dealt to them in turn, so that what is sampled does not depend on who asks first; otherwise a ticket goes to whoever asks.
     resume_in_work: over a resume, tickets whose partial completions were saved stay started, with their deadlines.
     """
 
@@ -192,6 +181,7 @@ class TicketLedger:
         groups_per_step: int,
         max_lag: int,
         overcommit: int | str,
+        constants: Constants = Constants(),
         num_lanes: int = 1,
         num_generators: int = 1,
         resume_in_work: bool = False,
@@ -204,8 +194,12 @@ class TicketLedger:
             )
         self.groups_per_step, self.max_lag = groups_per_step, max_lag
         self.step = 0  # v, the next step to be taken
-        self.governor = OvercommitGovernor(groups_per_step, max_lag) if overcommit == "auto" else None
-        self._overcommit = 0 if self.governor else int(overcommit)
+        self.governor: Governor | None = None
+        if isinstance(overcommit, str):
+            if overcommit not in GOVERNORS:
+                raise ValueError(f"overcommit={overcommit!r}: need a whole number, or one of {', '.join(GOVERNORS)}")
+            self.governor = GOVERNORS[overcommit](groups_per_step, max_lag, constants)
+        self._overcommit = 0 if isinstance(overcommit, str) else overcommit
         self._num_shares = num_generators if max_lag == 0 else 1
         self._resume_in_work = resume_in_work
         self._lanes = [Lane(i, num_lanes, groups_per_step // num_lanes, self._num_shares) for i in range(num_lanes)]
@@ -267,9 +261,15 @@ class TicketLedger:
                 consumed.update(lane.consume(batch))
             self.step += 1
             self._taken = (step, consumed)
-            if self.governor and self.max_lag:
-                self.governor.observe(waited, sum(len(lane.finished) for lane in self._lanes))
+            if self.governor:
+                self.governor.taken(waited=waited, num_finished=sum(len(lane.finished) for lane in self._lanes))
             return list(consumed)
+
+    def trained(self, reward: float) -> None:
+        """The step taken last was trained on completions of this mean reward (NaN: none had one)."""
+        with self._lock:
+            if self.governor:
+                self.governor.trained(reward)
 
     def untake(self, step: int) -> None:
         """Step `step` was given up before it changed the weights: its groups are finished and untrained again."""
@@ -291,6 +291,12 @@ class TicketLedger:
         """Started and not finished."""
         with self._lock:
             return {t for lane in self._lanes for t in lane.deadlines if t not in lane.finished}
+    def overdue(self) -> list[int]:
+        """Unfinished tickets whose last step is the next one, once every lane that waits could do without them."""
+        with self._lock:
+            overdue = [lane.overdue(self.step) for lane in self._lanes]
+            others_wait = any(not mine and lane.choose(self.step) is None for mine, lane in zip(overdue, self._lanes))
+        return [] if others_wait else [t for mine in overdue for t in mine]
 
     def reconcile(self, buffered: list[int]) -> set[int]:
         """After a resume: finished groups whose data was not saved start again. Returns the finished ones that were."""
@@ -318,6 +324,7 @@ class TicketLedger:
             return {
                 "step": self.step,
                 "overcommit": self.overcommit,
+                "rewards": list(self.governor.rewards) if self.governor else [],
                 "frontier": top,
                 "again": sorted(again),
                 "finished": finished,
@@ -333,7 +340,7 @@ class TicketLedger:
         with self._lock:
             self.step = state["step"]
             if self.governor:
-                self.governor.value = min(self.governor.most, state["overcommit"])
+                self.governor.resume(state["overcommit"], state["rewards"])
             for i, lane in enumerate(self._lanes):
                 lane.deadlines = {t: d for t, d in state["finished"] if t % n == i}
                 lane.finished = set(lane.deadlines)

@@ -92,7 +92,7 @@ class PolicyUpdate:
         sums = {**_batch_sums(groups, version), "tokens/trained": float(packing.num_loss_tokens)}
         budget = len(packing.microbatches) * s.microbatch_tokens
         sums |= {"_budget": float(budget), "_unused": packing.padding_fraction * budget}
-        maxima = {"lag/max": float(max((version - g.oldest_version for g in groups), default=0))}
+        maxima = {"lag/max": float(max((version - g.oldest_version for g in groups if g.token_ids.numel()), default=0))}
         maxima |= {"_microbatches": float(len(packing.microbatches)), "_reference": float(packing.has_reference)}
         totals, maxima = self._reduce(sums, maxima)
         num_loss_tokens, has_reference = totals["tokens/trained"], maxima.pop("_reference") > 0
@@ -235,6 +235,7 @@ def _batch_sums(groups: list[Group], version: int) -> dict[str, float]:
     outcomes = [o for g in groups for o in g.outcomes]
     reasons = [r for g in groups for r in g.finish_reasons]
     valid = rewards[~rewards.isnan()].double()
+    aborted = [n for g in groups for n, r in zip(g.lengths.tolist(), g.finish_reasons) if r == "aborted"]
     oldest = [v for g in groups for v in _oldest_per_completion(g)]
     return {
         "_completions": float(len(outcomes)),
@@ -243,17 +244,18 @@ def _batch_sums(groups: list[Group], version: int) -> dict[str, float]:
         "_reward_squared": float(valid.square().sum()),
         "_errors": float(outcomes.count("error")),
         "_truncated": float(reasons.count("length")),
+        "_aborted": float(len(aborted)),
+        "_aborted_tokens": float(sum(aborted)),
         "_length": float(lengths.sum()),
+        "_begun": float(len(oldest)),
         "_lag": float(sum(version - v for v in oldest)),
     }
 
 
 def _oldest_per_completion(group: Group) -> list[int]:
-    ends = group.lengths.cumsum(0)
-    if (group.lengths == 0).any() or group.policy_versions.numel() == 0:
-        return [group.oldest_version] * group.lengths.numel()
-    # Versions never fall within a completion, so its first token is its oldest.
-    return group.policy_versions[ends - group.lengths].tolist()
+    """Of each completion that has tokens. Versions never fall within one, so its first token is its oldest."""
+    starts = group.lengths.cumsum(0) - group.lengths
+    return group.policy_versions[starts[group.lengths > 0]].tolist()
 
 
 def _metrics(totals: dict[str, float], maxima: dict[str, float], norm: float) -> dict[str, float | None]:
@@ -272,12 +274,14 @@ def _metrics(totals: dict[str, float], maxima: dict[str, float], norm: float) ->
         "ratio/mean": totals.get("ratio/sum", rows) / rows,
         "ratio/max": maxima.get("ratio/max", 1.0),
         "ratio/capped_fraction": totals.get("ratio/capped", 0.0) / rows,
-        "lag/mean": totals["_lag"] / n,
+        "lag/mean": totals["_lag"] / max(1.0, totals["_begun"]),
         "lag/max": maxima["lag/max"],
         "tokens/trained": totals["tokens/trained"],
         "tokens/generated": totals["_length"],
+        "tokens/deadline_truncated": totals["_aborted_tokens"],
         "completion/length_mean": totals["_length"] / n,
         "completion/truncated_fraction": totals["_truncated"] / n,
+        "completion/deadline_truncated_fraction": totals["_aborted"] / n,
         "packing/padding_fraction": totals["_unused"] / max(1.0, totals["_budget"]),
         "parity/logprob_diff_max": fresh if fresh >= 0 else None,  # no fresh token in the batch
     }

@@ -68,7 +68,14 @@ PANELS = (
     Panel("Ratio, capped share", (("ratio/capped_fraction", "of trained tokens"),), percent=True),
     Panel("Lag", (("lag/max", "max"), ("lag/mean", "mean")), "Optimizer steps between sampling and training.", smooth=False),
     Panel("Completion length", (("completion/length_mean", "tokens, mean"),)),
-    Panel("Truncated completions", (("completion/truncated_fraction", ""),), percent=True),
+    Panel(
+        "Truncated completions",
+        (
+            ("completion/truncated_fraction", "by max_new_tokens"),
+            ("completion/deadline_truncated_fraction", "by time, not trained on"),
+        ),
+        percent=True,
+    ),
     Panel("Generated tokens/s", (("generator/tokens_per_s", ""),)),
     Panel("Step time", (("time/step_s", "seconds"), ("time/wait_for_data_s", "waiting for data"))),
     Panel("Reward errors", (("reward/error_rate", ""),), percent=True, smooth=False),

@@ -33,7 +33,8 @@ COLUMNS = (
     "step policy_version reward/mean reward/std reward/error_rate eval/accuracy eval/pass_at_1_sampled eval/pass_at_k "
     "loss/value grad_norm entropy kl/ref "
     "ratio/mean ratio/max ratio/capped_fraction lag/mean lag/max tokens/trained tokens/generated "
-    "completion/length_mean completion/truncated_fraction packing/padding_fraction parity/logprob_diff_max parity/canary_diff_max "
+    "tokens/deadline_truncated completion/length_mean completion/truncated_fraction completion/deadline_truncated_fraction "
+    "tickets/overcommit packing/padding_fraction parity/logprob_diff_max parity/canary_diff_max "
     "time/wall_s time/evaluated_s time/step_s time/wait_for_data_s generator/tokens_per_s generator/idle_fraction trainer/idle_fraction "
     "weights/publish_stall_s weights/swap_stall_s weights/bytes"
 ).split()

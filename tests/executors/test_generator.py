@@ -95,6 +95,7 @@ class Tickets:
 
     def __init__(self, synchronous):
         self.synchronous, self.grants, self.asked, self.next = synchronous, 1, [], 0
+        self.orders = []
 
     def ask(self, generator, count, version):
         self.asked.append((count, version))
@@ -104,6 +105,10 @@ class Tickets:
 
     def granted(self):
         return []
+
+    def to_truncate(self):
+        orders, self.orders = self.orders, []
+        return orders
 
 
 def generator(synchronous=False, in_flight=True, new_tokens=6, least=None, temperature=1.0, chunk=2, group=ONE, control=None, **options):
@@ -377,6 +382,78 @@ def test_ranks_that_share_a_model_save_once_and_go_on_together(replica):
     assert leader._sampled == peer._sampled > 0 and not peer.outputs["completions"]
     mine = sorted(part["in_work"])[1::2]  # the second of two replicas
     assert sorted((c.ticket, c.sample_index) for c in leader.outputs["completions"]) == [(t, i) for t in mine for i in range(GROUP)]
+# -- completions that end where they are -----------------------------------------------------------------------------------
+
+
+def finish_all(g):
+    """ticket -> its completions, once nothing is in work any more."""
+    g.tickets.grants = 0
+    while g.step():
+        pass
+    assert not g.engine.num_live and not g._begun
+    out = {}
+    for completion in g.outputs["completions"]:
+        out.setdefault(completion.ticket, []).append(completion)
+    return out
+
+
+def with_tickets(tickets, **options):
+    """A generator that has sampled a chunk of each of so many tickets."""
+    g = generator(**options)
+    g.tickets.grants = tickets
+    g.weights.staged = Staged(0, False, {})
+    g.step()
+    return g
+
+
+def test_at_an_order_a_tickets_completions_end_with_the_tokens_so_far_and_no_others():
+    whole = finish_all(with_tickets(2))
+    g = with_tickets(2)
+    g.tickets.grants, g.tickets.orders = 0, [1]
+    assert g.step() and {c.ticket for c in g.outputs["completions"]} == {1}
+    cut = finish_all(g)
+    assert [c.token_ids.tolist() for c in cut[0]] == [c.token_ids.tolist() for c in whole[0]]
+    assert len(cut[1]) == GROUP
+    for mine, uncut in zip(cut[1], whole[1]):
+        n = len(mine.token_ids)
+        assert mine.finish_reason == "aborted" and 0 < n < len(uncut.token_ids)
+        assert mine.token_ids.tolist() == uncut.token_ids[:n].tolist()
+        assert mine.generator_logprobs.tolist() == uncut.generator_logprobs[:n].tolist()
+
+
+def test_an_order_in_the_turn_of_its_tickets_grant_is_not_lost():
+    g = generator()
+    g.tickets.grants, g.tickets.orders = 2, [0]
+    g.weights.staged = Staged(0, False, {})
+    g.step()
+    done = finish_all(g)
+    assert [c.finish_reason for c in done[0]] == ["aborted"] * GROUP
+    assert [c.finish_reason for c in done[1]] == ["length"] * GROUP
+
+
+def test_an_order_for_a_ticket_that_has_ended_changes_nothing():
+    g = with_tickets(1)
+    done = finish_all(g)
+    g.tickets.orders = [0]
+    assert not g.step() and g.tickets.orders == [] and len(g.outputs["completions"]) == len(done[0]) == GROUP
+
+
+def test_after_max_seconds_a_completion_ends_but_no_evaluation(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("executors.generator.time", SimpleNamespace(monotonic=lambda: now[0]))
+    g = generator(max_seconds=5.0, chunk=1)
+    g.weights.staged = Staged(0, True, {})
+    g.tickets.grants = 1
+    g.step()
+    g.tickets.grants = 0
+    now[0] += 5.0
+    assert g._expired() == [], "the limit has not passed"
+    now[0] += 0.1
+    assert not g.outputs["evaluations"], "all of it is at work when it does"
+    g.step()
+    assert [c.finish_reason for c in g.outputs["completions"]] == ["aborted"] * GROUP
+    finish_all(g)
+    assert len(g.outputs["evaluations"]) == EVALS and all(c.finish_reason != "aborted" for c in g.outputs["evaluations"])
 
 
 # -- replicas of several ranks: two generators in one process, each with the whole model, where ranks of a group would share it --
@@ -474,6 +551,21 @@ def test_a_replica_takes_its_share_of_the_held_out_prompts(replica):
         g.weights.arrive(0, evaluate=True)
     settle(leader, peer)
     assert [c.ticket for c in leader.outputs["evaluations"]] == [1]  # the second of two replicas, three prompts
+
+
+def test_a_peer_ends_what_its_leader_ends(replica):
+    leader, peer = replica()
+    leader.tickets.grants = 2
+    for g in (leader, peer):
+        g.weights.arrive(0)
+    peer.step(), leader.step(), peer.step()
+    peer.step(), leader.step(), peer.step()
+    leader.tickets.grants, leader.tickets.orders = 0, [1]
+    leader.step(), peer.step()
+    assert peer._begun.keys() == leader._begun.keys() and 1 not in peer._begun
+    settle(leader, peer)
+    assert peer._sampled == leader._sampled
+    assert {c.ticket: c.finish_reason for c in leader.outputs["completions"]}[1] == "aborted"
 
 
 def test_an_idle_leader_posts_nothing(replica):

@@ -1,6 +1,7 @@
 """TicketDesk: asking, granting, finishing, taking and giving back, in one process and between ranks."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -20,9 +21,9 @@ def ledger(**settings):
 def alone():
     """desk(**ledger settings) of a world of one."""
 
-    def make(**settings):
+    def make(desk={}, **settings):
         control = Control(None, rank=0, world_size=1, leader=0, names=["everything"])
-        return TicketDesk(ledger(**settings), control, trainer_ranks=(0,), deadline_s=WAIT_S)
+        return TicketDesk(ledger(**settings), control, trainer_ranks=(0,), deadline_s=WAIT_S, **desk)
 
     return make
 
@@ -32,14 +33,15 @@ def desks():
     """make(trainer_ranks, count, start, ...): a desk for each of `count` ranks, the leader first."""
     controls, stores = [], []  # a store serves for as long as it is referred to
 
-    def make(trainer_ranks=(0,), count=2, start=True, deadline_s=WAIT_S, **settings):
+    def make(trainer_ranks=(0,), count=2, start=True, deadline_s=WAIT_S, desk={}, **settings):
         store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         stores.append(store)
         names = [f"station {rank}" for rank in range(count)]
         made = [Control(store.clone(), rank=r, world_size=count, leader=0, names=names, heartbeat_timeout_s=60) for r in range(count)]
         controls.extend(made)
         lanes = len(trainer_ranks)
-        out = [TicketDesk(ledger(num_lanes=lanes, **settings), c, trainer_ranks=trainer_ranks, deadline_s=deadline_s) for c in made]
+        options = {"trainer_ranks": trainer_ranks, "deadline_s": deadline_s, **desk}
+        out = [TicketDesk(ledger(num_lanes=lanes, **settings), c, **options) for c in made]
         for control in made if start else ():
             control.start()
         return out, made
@@ -148,6 +150,50 @@ def test_a_restored_desk_does_not_start_again_what_goes_on(alone):
     other.finish([0, 4])
     with pytest.raises(ValueError, match="ticket 0 finished, but it is not in work"):
         other.finish([0])
+def straggling(desk):
+    """Step 1 waits for ticket 0 alone, its last step; 4 to 7 are finished or may be."""
+    assert indices(desk.ask(0, 6, version=0)) == [0, 1, 2, 3, 4, 5]
+    desk.finish([1, 2, 3, 4])
+    assert desk.take(0) == [1, 2, 3, 4]
+    assert indices(desk.ask(0, 10, version=1)) == [6, 7, 8, 9]
+    desk.finish([5, 6, 7])
+    assert desk.take(1) is None and desk.to_truncate() == [], "without a batch of others it waits for data"
+    desk.finish([8])
+    assert desk.take(1) is None
+
+
+def test_a_straggler_that_alone_holds_up_its_last_step_is_ordered_to_end_once(alone):
+    desk = alone(desk={"truncate": True})
+    straggling(desk)
+    assert desk.to_truncate() == [0]
+    assert desk.take(1) is None and desk.to_truncate() == []
+    desk.finish([0])
+    assert sorted(desk.take(1)) == [0, 5, 6, 7]
+
+
+def test_without_truncate_the_step_waits(alone):
+    desk = alone()
+    straggling(desk)
+    assert desk.to_truncate() == []
+
+
+def test_stragglers_are_named_in_the_log_once_with_generator_and_seconds(alone, monkeypatch, caplog):
+    now = [0.0]
+    monkeypatch.setattr("llamarl.ledger.time", SimpleNamespace(monotonic=lambda: now[0]))
+    desk = alone(groups_per_step=8, overcommit=8, desk={"straggler_factor": 4.0})
+    desk.ask(0, 16, version=0)
+    now[0] = 2.0
+    desk.finish([0, 1, 2, 3, 5, 6, 7, 8])
+    now[0] = 8.0
+    assert desk.take(0) is not None and not caplog.records
+    now[0] = 8.5
+    for _ in range(3):
+        assert desk.take(1) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    late = ", ".join(f"{ticket} (8.5 s)" for ticket in [4, *range(9, 16)])
+    want = f"stragglers of generator rank 0: tickets {late} have taken more than 4 x the median of 2.00 s; "
+    assert record.getMessage().startswith(want)
 
 
 # -- between ranks --------------------------------------------------------------------------------------------------------
@@ -193,6 +239,31 @@ def test_every_trainer_rank_takes_its_own_lane_of_what_the_leader_took(desks):
     assert set(mine) <= set(lanes[0]) and set(theirs) <= set(lanes[1])
     assert len(mine) == len(theirs) == 2
     assert other.take(1) is None
+
+
+def test_an_order_to_end_goes_to_the_generator_that_was_granted_the_ticket_after_its_grant(desks):
+    (leader, idle, generator), _ = desks(count=3, desk={"truncate": True}, groups_per_step=1, overcommit=1)
+    generator.ask(1, 2, version=0)
+    granted = []
+    eventually(lambda: granted.extend(generator.granted()) or len(granted) == 2)
+    leader.finish([1])
+    assert leader.take(0) == [1]
+    idle.ask(0, 1, version=1)
+    eventually(lambda: granted.extend(idle.granted()) or len(granted) == 3)
+    leader.finish([2])
+    assert leader.take(1) is None
+    assert eventually(generator.to_truncate) == [0] and idle.to_truncate() == []
+
+
+def test_the_reward_reaches_the_governor_of_the_leader_alone(desks):
+    (leader, other), _ = desks(overcommit="oppo")
+    before = leader.overcommit, other.overcommit
+    for i in range(12):
+        other.trained(i)
+    assert (leader.overcommit, other.overcommit) == before
+    for i in range(12):
+        leader.trained(i)
+    assert leader.overcommit > before[0]
 
 
 def test_a_group_finished_twice_ends_the_leaders_loop(desks):

@@ -1,9 +1,12 @@
 """The ticket rules, against a naive model of them (DESIGN's inequality written out) under random schedules."""
 
+import json
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from llamarl.tickets import OvercommitGovernor, PromptStream, TicketLedger, in_time, lane_of
+from llamarl.governors import GOVERNORS, Constants
+from llamarl.tickets import PromptStream, TicketLedger, in_time, lane_of
 
 
 def holds(deadlines: list[int], step: int, B: int) -> bool:
@@ -89,6 +92,114 @@ def test_random_schedules_obey_the_rules_never_exceed_max_lag_and_never_deadlock
             break
     assert ledger.step >= target
     assert len(consumed) == len(set(consumed))
+
+
+def naive_overdue(lanes: list[NaiveLane]) -> list[int]:
+    """Unfinished tickets at their last step, in lanes with B others finished, if every other lane could take."""
+    due = [
+        [t for t, d in lane.deadline.items() if d == lane.step and t not in lane.finished] if len(lane.finished) >= lane.B else []
+        for lane in lanes
+    ]
+    if any(not mine and lane.batch() is None for mine, lane in zip(due, lanes)):
+        return []
+    return sorted(t for mine in due for t in mine)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(GOVERNORS)), truncate=st.booleans(), B=st.integers(1, 4), max_lag=st.integers(1, 5),
+    lanes=st.integers(1, 3), window=st.integers(1, 3), rolls=st.lists(st.integers(0, 10**6), min_size=20, max_size=200),
+)  # fmt: skip
+def test_the_inequality_and_max_lag_hold_under_every_governor_with_and_without_truncation(
+    kind, truncate, B, max_lag, lanes, window, rolls
+):
+    constants = Constants(window=window, increase=2)
+    ledger = TicketLedger(groups_per_step=B * lanes, max_lag=max_lag, overcommit=kind, num_lanes=lanes, constants=constants)
+    naive = [NaiveLane(B, max_lag, 0) for _ in range(lanes)]
+    version, working = 0, []
+
+    def finish(ticket):
+        working.remove(ticket)
+        ledger.finish([ticket])
+        naive[ticket % lanes].finished.add(ticket)
+
+    def take() -> bool:
+        overdue = ledger.overdue()
+        assert sorted(overdue) == naive_overdue(naive)
+        for ticket in overdue if truncate else ():
+            finish(ticket)
+        assert not (truncate and naive_overdue(naive)), "still waiting for what is due"
+        waited = len(working) % 2 == 0
+        batches, taken = [lane.batch() for lane in naive], ledger.take(naive[0].step, waited)
+        assert (taken is None) == any(batch is None for batch in batches)
+        for ticket in taken or ():
+            lane = naive[ticket % lanes]
+            assert lane.step <= lane.deadline[ticket], "trained on when it was too old"
+            lane.finished.discard(ticket), lane.deadline.pop(ticket)
+        for lane in naive if taken else ():
+            lane.step += 1
+        return taken is not None
+
+    for roll in rolls:
+        action, more = roll % 4, roll // 4
+        if action == 0:
+            held = max(0, version - more % 2)
+            for t in ledger.start(1 + more % 3, held):
+                naive[t.index % lanes].deadline[t.index] = held + max_lag
+                working.append(t.index)
+        elif action == 1 and working:
+            finish(working[more % len(working)])
+        elif action == 2 and take():
+            ledger.trained(more % 5)
+        elif action == 3:
+            version = naive[0].step
+        assert 0 <= ledger.overcommit <= max_lag * B * lanes
+        assert all(holds(list(lane.deadline.values()), lane.step, B) for lane in naive)
+    # Whatever the governor has come to, steps go on.
+    target = naive[0].step + 3
+    for _ in range(3 * (max_lag + 2) * B * lanes):
+        for t in ledger.start(100, naive[0].step):
+            naive[t.index % lanes].deadline[t.index] = t.deadline
+            working.append(t.index)
+        for ticket in list(working):
+            finish(ticket)
+        take()
+    assert naive[0].step >= target
+
+
+def test_a_straggler_is_overdue_at_its_last_step_once_others_make_up_the_batch():
+    ledger = TicketLedger(groups_per_step=2, max_lag=1, overcommit=2)
+    ledger.start(4, 0)  # deadline 1
+    ledger.finish([1, 2])
+    assert ledger.overdue() == [], "step 0 is not their last"
+    assert ledger.take(0) == [1, 2]
+    ledger.start(10, 1)  # 4 and 5
+    ledger.finish([3, 4])
+    assert ledger.take(1) is None and ledger.overdue() == [0]
+    ledger.finish([0])
+    assert ledger.overdue() == [] and ledger.take(1) == [0, 3]
+
+
+def test_a_trainer_that_waits_for_data_ends_no_straggler():
+    ledger = TicketLedger(groups_per_step=2, max_lag=1, overcommit=2)
+    ledger.start(4, 0)
+    ledger.finish([1, 2])
+    ledger.take(0)
+    ledger.start(10, 1)
+    ledger.finish([4])
+    assert ledger.take(1) is None and ledger.overdue() == []  # 0 and 3 are due; with 4 alone there is no batch
+
+
+def test_a_lane_that_waits_for_data_keeps_the_others_from_ending_stragglers():
+    ledger = TicketLedger(groups_per_step=2, max_lag=1, overcommit=4, num_lanes=2)
+    ledger.start(4, 0)  # two a lane, deadline 1
+    ledger.finish([0, 1])
+    assert ledger.take(0) == [0, 1]
+    ledger.start(10, 1)
+    ledger.finish([4])
+    assert ledger.overdue() == [], "lane 0 could do without ticket 2, but lane 1 has nothing"
+    ledger.finish([5])
+    assert ledger.overdue() == [2, 3]
 
 
 def test_synchronous_starts_one_batch_a_version_and_nothing_ahead():
@@ -240,15 +351,33 @@ def test_a_ticket_cannot_finish_twice_or_unstarted():
         ledger.finish([0])
 
 
-def test_auto_overcommit_grows_while_the_trainer_waits_and_shrinks_while_groups_queue():
-    governor = OvercommitGovernor(groups_per_step=16, max_lag=4)
-    start = governor.value
-    for _ in range(100):
-        governor.observe(waited=True, num_finished=0)
-    assert governor.value == 64
-    for _ in range(100):
-        governor.observe(waited=False, num_finished=16)
-    assert governor.value == 0 < start
+@pytest.mark.parametrize("kind", sorted(GOVERNORS))
+def test_a_resumed_governor_goes_on_as_if_nothing_had_been(kind):
+    def make():
+        return TicketLedger(groups_per_step=8, max_lag=4, overcommit=kind, constants=Constants(window=3, increase=2))
+
+    def go_on(ledger, steps):
+        values = []
+        for step in steps:
+            ledger.finish([t.index for t in ledger.start(8, step)])
+            assert ledger.take(step, waited=step % 3 > 0) is not None
+            ledger.trained((step * 7 % 5) / 5)
+            values.append(ledger.overcommit)
+        return values
+
+    whole = make()
+    want = go_on(whole, range(20))
+    assert len(set(want)) > 1, "it never moved"
+    for cut in (1, 4, 11):
+        first, second = make(), make()
+        go_on(first, range(cut))
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert go_on(second, range(cut, 20)) == want[cut:]
+
+
+def test_an_unknown_governor_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="overcommit='none': need a whole number, or one of auto, oppo, window"):
+        TicketLedger(groups_per_step=8, max_lag=4, overcommit="none")
 
 
 class Numbers:

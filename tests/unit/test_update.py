@@ -334,8 +334,10 @@ def test_metrics_by_hand(microbatch_tokens):
         "lag/max": 3.0,
         "tokens/trained": 10.0,
         "tokens/generated": 11.0,
+        "tokens/deadline_truncated": 0.0,
         "completion/length_mean": 11 / 5,
         "completion/truncated_fraction": 1 / 5,
+        "completion/deadline_truncated_fraction": 0.0,
         "parity/logprob_diff_max": math.log(6.0),  # the third token of group 0 is fresh
     }
     # Prompts of 2 and 1: 2 + 1 + 2 and 1 + 0 + 3 tokens, 9 of 20. A budget of 3 has 2 + 1 and 1 + 0; 2 + 2 and 1 + 3 pass it.
@@ -346,6 +348,19 @@ def test_metrics_by_hand(microbatch_tokens):
     assert got["kl/generator"] == pytest.approx(sum(k3) / 10, rel=1e-5)
     assert got["grad_norm"] > 0
     assert got.keys() == want.keys() | {"packing/padding_fraction", "kl/generator", "grad_norm"}
+
+
+def test_completions_cut_at_a_deadline_are_counted_and_not_trained_on():
+    aborted = ("stop", "aborted", "aborted")
+    groups = [
+        group(0, [2, 3, 0], [1.0, NAN, NAN], policy_versions=torch.tensor([4, 4, 2, 2, 2]), finish_reasons=aborted),
+        group(1, [0, 0], [NAN, NAN], policy_versions=torch.empty(0, dtype=torch.int64), finish_reasons=("aborted",) * 2),
+    ]
+    got = update_of(skip_zero_advantage=False).run(groups, VERSION, go_on)
+    assert got["completion/deadline_truncated_fraction"] == 4 / 5
+    assert (got["tokens/deadline_truncated"], got["tokens/generated"], got["tokens/trained"]) == (3.0, 5.0, 2.0)
+    # Of the two completions that have tokens; the others have no version.
+    assert (got["lag/mean"], got["lag/max"]) == ((VERSION - 4 + VERSION - 2) / 2, VERSION - 2)
 
 
 def test_metrics_of_a_loss_are_means_over_tokens_and_maxima():

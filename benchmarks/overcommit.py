@@ -1,0 +1,233 @@
+"""What overcommit and its governors buy under a heavy tail: seconds a step and mean lag, with real tickets, channels and loop.
+
+    python benchmarks/overcommit.py [--steps 60] [--max-lag 4] [--sigma 1] [--lag-sim FILE] [--json FILE]
+
+Two ranks, fake stations: a group keeps one of 16 slots busy for a log-normal time (mean 1.6 x a training step), a training step
+sleeps for --train-s. A batch is 8 groups, so an ideal step takes as long as training alone, and 16 slots could make a batch in
+0.8 of that. The reward that oppo and window follow is made up: it rises and levels off, with noise. --lag-sim: a file with
+`simulate(max_lag, overcommit, ...)`, whose prediction for the fixed settings is printed beside what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+from running import machine
+
+from llamarl.channel import Gather, Scatter
+from llamarl.controller import ExecutorController, RunSettings
+from llamarl.executor import Executor
+from llamarl.governors import Constants
+from llamarl.observe import RowWriter
+from llamarl.placement import init_world
+from llamarl.tickets import TicketLedger
+from llamarl.types import Completion, Group, ScoredCompletion
+from llamarl.wire import register
+
+B, SLOTS, MEAN = 8, 16, 1.6  # groups a step; groups at once; training steps that a group takes in the mean
+WARMUP = 5  # steps left out
+HEAD = "overcommit  deadline      step       lag   max    groups     cut  sim step   sim lag"
+SETTINGS = [(overcommit, False) for overcommit in ("0", f"{B // 2}", f"{B}", f"{2 * B}", "auto", "oppo", "window")]
+SETTINGS += [(f"{B // 2}", True), (f"{B}", True)]  # with on_deadline=truncate
+
+
+@register
+@dataclasses.dataclass(frozen=True, slots=True)
+class Version:
+    """Weights without weight."""
+
+    number: torch.Tensor  # [1]
+
+
+class FakeGenerator(Executor):
+    """A ticket keeps a slot busy for its time, which is a function of the ticket, and makes one token."""
+
+    name, poll_s = "generator", 0.002
+
+    def __init__(self, mean_s: float, sigma: float):
+        self.mean_s, self.sigma, self.version = mean_s, sigma, -1
+        self.waiting: deque[int] = deque()  # granted, without a slot
+        self.ends: dict[int, tuple[float, int]] = {}  # ticket -> when it ends, the version that began it
+
+    def step(self) -> bool:
+        arrived = self.inputs["policy"].take()
+        self.version = max([self.version, *(int(v.number) for v in arrived)])
+        if self.version < 0:
+            return False
+        ordered = set(self.tickets.to_truncate())
+        room = SLOTS - len(self.ends) - len(self.waiting)
+        granted = self.tickets.ask(0, room, self.version) if room > 0 else self.tickets.granted()
+        self.waiting += [ticket.index for ticket in granted]
+        now = time.monotonic()
+        while self.waiting and len(self.ends) < SLOTS:
+            ticket = self.waiting.popleft()
+            seconds = self.mean_s * random.Random(ticket).lognormvariate(-(self.sigma**2) / 2, self.sigma)
+            self.ends[ticket] = now + seconds, self.version
+        done = [t for t, (end, _) in self.ends.items() if end <= now or t in ordered]
+        for ticket in done:
+            end, version = self.ends.pop(ticket)
+            self.outputs["scored"].put(group(ticket, version, "stop" if end <= now else "aborted"))
+        return bool(done or granted or arrived)
+
+
+def group(ticket: int, version: int, reason: str) -> Group:
+    one = torch.ones(1, dtype=torch.int64)
+    sampled = Completion(ticket, 0, one, one, torch.zeros(1), one * version, reason)
+    return Group.of([ScoredCompletion(sampled, "score", 1.0, "")])
+
+
+class FakeTrainer(Executor):
+    """Sleeps through its steps and notes when each began, and how old what it trained on was."""
+
+    name, poll_s = "trainer", 0.002
+
+    def __init__(self, steps: int, train_s: float):
+        self.version, self.steps, self.train_s, self.done = 0, steps, train_s, False
+        self.groups: dict[int, Group] = {}
+        self.rewards, self.waits_since = random.Random(0), time.monotonic()
+        self.began: list[float] = []
+        self.lags: list[list[int]] = []
+        self.cut: list[int] = []
+        self.overcommit: list[int] = []
+
+    def setup(self) -> None:
+        self.publish()
+
+    def publish(self) -> None:
+        self.outputs["policy"].put(Version(torch.tensor([self.version])))
+
+    def step(self) -> bool:
+        arrived = self.inputs["scored"].take()
+        self.groups |= {g.ticket: g for g in arrived}
+        if arrived:
+            self.tickets.finish([g.ticket for g in arrived])
+        if self.version == self.steps:
+            self.done = True
+            return False
+        taken = self.tickets.take(self.version, waited=time.monotonic() - self.waits_since > 0.1 * self.train_s)
+        if taken is None:
+            return bool(arrived)
+        batch = [self.groups.pop(ticket) for ticket in taken]
+        self.began.append(time.monotonic())
+        self.lags.append([self.version - g.oldest_version for g in batch])
+        self.cut.append(sum(g.finish_reasons == ("aborted",) for g in batch))
+        time.sleep(self.train_s)
+        self.version += 1
+        self.tickets.trained(1 - math.exp(-3 * self.version / self.steps) + self.rewards.gauss(0, 0.02))
+        self.overcommit.append(self.tickets.overcommit)
+        self.publish()
+        self.metrics.report(self.version, {"loss/value": 0.0, "policy_version": self.version})
+        self.waits_since = time.monotonic()
+        return True
+
+
+def run_one(args: argparse.Namespace) -> None:
+    """On each of two ranks: one setting; the trainer's rank writes what it measured to --json."""
+    world = init_world(threads=1, deadline_s=120)
+    generator, trainer = FakeGenerator(MEAN * args.train_s, args.sigma), FakeTrainer(args.steps, args.train_s)
+    overcommit = int(args.one) if args.one.isdigit() else args.one
+    with tempfile.TemporaryDirectory() as folder:
+        ExecutorController(
+            executors=[generator, trainer],
+            channels=[Scatter("scored", generator, trainer), Gather("policy", trainer, generator, spread=False)],
+            placement={"trainer": (0,), "generator": (world.size - 1,)},
+            ledger=TicketLedger(
+                groups_per_step=B, max_lag=args.max_lag, overcommit=overcommit, constants=Constants(window=args.window)
+            ),
+            world=world,
+            settings=RunSettings(Path(folder), None, 1, 120.0, 30.0, truncate=args.truncate, straggler_factor=1e9),
+            make_writer=lambda: RowWriter(folder, [], eval_due=lambda step: False, first_step=1),
+        ).run()
+    if world.rank == 0:
+        lags = [lag for step in trainer.lags[WARMUP:] for lag in step]
+        measured = {
+            "step_s": (trainer.began[-1] - trainer.began[WARMUP]) / (len(trainer.began) - 1 - WARMUP),
+            "lag_mean": statistics.fmean(lags), "lag_max": max(lags), "cut_fraction": sum(trainer.cut[WARMUP:]) / len(lags),
+            "overcommit_mean": statistics.fmean(trainer.overcommit[WARMUP:]), "overcommit_last": trainer.overcommit[-1],
+        }  # fmt: skip
+        args.json.write_text(json.dumps(measured))
+
+
+def measure(args: argparse.Namespace, overcommit: str, truncate: bool, out: Path) -> dict:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, "--one", overcommit,
+        "--steps", str(args.steps), "--train-s", str(args.train_s), "--sigma", str(args.sigma), "--max-lag", str(args.max_lag),
+        "--window", str(args.window), "--json", str(out), *["--truncate"] * truncate,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"overcommit={overcommit} failed:\n" + "\n".join((done.stdout + done.stderr).splitlines()[-15:]))
+    return json.loads(out.read_text())
+
+
+def predictor(file: Path | None):
+    """simulate() of a file; None, saying so, if there is none."""
+    if file is None or not file.is_file():
+        print(f"no prediction: {f'{file} does not exist' if file else 'none was asked for (--lag-sim FILE)'}", file=sys.stderr)
+        return None
+    spec = importlib.util.spec_from_file_location("lag_sim", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.simulate
+
+
+def show(row: dict, train_s: float) -> str:
+    predicted = f"{row['predicted_step']:9.2f} {row['predicted_lag']:9.2f}" if "predicted_step" in row else f"{'-':>9} {'-':>9}"
+    return (
+        f"{row['overcommit']:>10} {'truncate' if row['truncate'] else 'wait':>9} {row['step_s'] / train_s:9.2f} {row['lag_mean']:9.2f} "
+        f"{row['lag_max']:5d} {row['overcommit_mean']:9.1f} {row['cut_fraction']:7.1%} {predicted}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--train-s", type=float, default=0.1)
+    parser.add_argument("--sigma", type=float, default=1.0, help="of the log of a group's time")
+    parser.add_argument("--max-lag", type=int, default=4)
+    parser.add_argument("--window", type=int, default=5, help="governor.window, steps")
+    parser.add_argument("--lag-sim", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--truncate", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        run_one(args)
+        return
+    simulate, rows = predictor(args.lag_sim), []
+    print(
+        f"B {B}, max_lag {args.max_lag}, sigma {args.sigma:g}, {args.steps} steps; step: in training steps of {args.train_s:g} s"
+    )
+    print(HEAD)
+    with tempfile.TemporaryDirectory() as folder:
+        for overcommit, truncate in SETTINGS:
+            measured = measure(args, overcommit, truncate, Path(folder) / "measured.json")
+            row = {"overcommit": overcommit, "truncate": truncate, **measured}
+            if simulate and overcommit.isdigit() and not truncate:
+                sizes = {"B": B, "slots": SLOTS, "mean_s": MEAN, "sigma": args.sigma}
+                step, lag, _ = simulate(args.max_lag, int(overcommit), **sizes, steps=2000)
+                row |= {"predicted_step": step, "predicted_lag": lag}
+            rows.append(row)
+            print(show(row, args.train_s), flush=True)
+    print(f"machine {machine()}")
+    if args.json:
+        values = {name: getattr(args, name) for name in ("max_lag", "sigma", "steps", "train_s", "window")}
+        result = {"benchmark": "overcommit", **values, "rows": rows, "machine": machine()}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The rules that choose overcommit, by hand arithmetic from where they are published."""
+
+import math
+
+import pytest
+
+from llamarl.governors import GOVERNORS, AutoGovernor, Constants, OppoGovernor, WindowGovernor
+
+
+def values_after(governor, rewards):
+    out = []
+    for reward in rewards:
+        governor.trained(reward)
+        out.append(governor.value)
+    return out
+
+
+def test_auto_grows_while_the_trainer_waits_and_shrinks_while_groups_queue():
+    governor = AutoGovernor(groups_per_step=16, max_lag=4)
+    assert governor.value == 8
+    governor.taken(waited=True, num_finished=7)
+    assert governor.value == 10  # an eighth of 16
+    governor.taken(waited=False, num_finished=7)
+    assert governor.value == 10
+    governor.taken(waited=True, num_finished=8)  # half a batch queues
+    assert governor.value == 8
+    for _ in range(100):
+        governor.taken(waited=True, num_finished=0)
+    assert governor.value == 64
+    for _ in range(100):
+        governor.taken(waited=False, num_finished=16)
+    assert governor.value == 0
+
+
+def test_oppo_is_equation_4():
+    governor = OppoGovernor(8, 4, Constants(start=4, least=1, most=9, window=2, increase=3, decrease=2))
+    # s_t = ((R_{t-1} - R_{t-2}) + (R_t - R_{t-1})) / 2
+    steps = [
+        (0.1, 4),  # no two differences yet
+        (0.5, 4),
+        (0.3, 7),  # (0.4 - 0.2) / 2 = 0.1
+        (0.5, 5),  # (-0.2 + 0.2) / 2 = 0: not above
+        (0.4, 8),  # (0.2 - 0.1) / 2 = 0.05
+        (0.9, 9),  # (-0.1 + 0.5) / 2 = 0.2; 11 is above most
+        (0.3, 7),  # (0.5 - 0.6) / 2 = -0.05
+        (0.2, 5),
+        (0.1, 3),
+        (0.0, 1),
+        (0.0, 1),  # least
+    ]
+    assert values_after(governor, [reward for reward, _ in steps]) == [value for _, value in steps]
+
+
+def test_oppo_decays_to_the_least_as_the_reward_converges():
+    governor = OppoGovernor(8, 4, Constants(start=5, window=3))
+    assert values_after(governor, [0.7] * 12) == [5, 5, 5, 4, 3, 2, 1, 0, 0, 0, 0, 0]
+
+
+def test_window_is_algorithm_1():
+    governor = WindowGovernor(8, 4, Constants(start=9, least=2, most=10, window=2))
+    steps = [
+        (1.0, 9),
+        (1.0, 9),
+        (2.0, 9),
+        (2.0, 7),  # d = 2 - 1: 9 - max(1, floor(9 / 4))
+        (2.0, 7),  # 2, 2, 2: fewer than 2W since the two that were kept
+        (2.0, 7),  # d = 0
+        (1.0, 7),
+        (0.0, 8),  # d = 0.5 - 2: 7 + max(1, floor(7 / 4))
+        (0.0, 8),
+        (0.0, 10),  # d = 0 - 0.5: 8 + 2
+        (-1.0, 10),
+        (-1.0, 10),  # 12 is above most
+    ]
+    assert values_after(governor, [reward for reward, _ in steps]) == [value for _, value in steps]
+
+
+def test_window_moves_by_one_where_a_quarter_is_less_and_stops_at_the_least():
+    governor = WindowGovernor(8, 4, Constants(start=3, least=1, window=1))
+    assert values_after(governor, [0, 1, 2, 3, 4]) == [3, 2, 1, 1, 1]
+
+
+def test_the_two_published_rules_answer_a_rising_reward_in_opposite_ways():
+    rising = [i / 10 for i in range(8)]
+    oppo, window = (GOVERNORS[kind](8, 4, Constants(start=8, window=2)) for kind in ("oppo", "window"))
+    assert values_after(oppo, rising)[-1] > 8 > values_after(window, rising)[-1]
+
+
+@pytest.mark.parametrize("kind", sorted(GOVERNORS))
+def test_a_step_without_a_reward_tells_nothing(kind):
+    governor = GOVERNORS[kind](8, 4, Constants(window=1))
+    governor.trained(1.0)
+    before = governor.value, list(governor.rewards)
+    governor.trained(math.nan)
+    assert (governor.value, governor.rewards) == before
+
+
+@pytest.mark.parametrize("kind", sorted(GOVERNORS))
+def test_without_lag_every_rule_stays_at_nothing_and_otherwise_within_max_lag_batches(kind):
+    synchronous, wide = GOVERNORS[kind](8, 0, Constants()), GOVERNORS[kind](8, 2, Constants(most=10**6, window=1, increase=100))
+    for i in range(60):
+        for governor in (synchronous, wide):
+            governor.taken(waited=True, num_finished=0)
+            governor.trained(-i if kind == "window" else i)
+    assert synchronous.value == 0 and wide.value == 16
+
+
+@pytest.mark.parametrize("kind", sorted(GOVERNORS))
+def test_a_checkpoint_of_wider_bounds_is_brought_within_these(kind):
+    governor = GOVERNORS[kind](8, 4, Constants(most=6))
+    governor.resume(30, [0.5])
+    assert governor.value == 6
