@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Callable
 
 import torch
 
@@ -252,20 +253,18 @@ class Generator(Executor):
 
     def _check_canary(self, canary: Canary) -> None:
         """What was swapped in, against what the trainer says of it. ParityError."""
-        logprobs_SV = torch.cat(
-            [
-                self.engine.score_all(s.token_ids[: s.given], s.token_ids[s.given :], self.sampling.temperature)
-                for s in canary.sequences
-            ]
-        ).cpu()
         where = {"version": self.version, "rank": self.group.rank}
         if self.quantize != "none":
-            kl = check_quantized(canary, logprobs_SV, **where, most=self.max_quantization_kl)
+            kl = check_quantized(canary, self._scored(self.engine.score_all, canary), **where, most=self.max_quantization_kl)
             self.metrics.add_mean("weights/quantization_kl", kl)
             return
-        scored = torch.tensor([token for s in canary.sequences for token in s.token_ids[s.given :]])
-        worst = check_canary(canary, logprobs_SV.gather(1, scored[:, None]).squeeze(1), **where, tolerance=self.parity_tolerance)
+        worst = check_canary(canary, self._scored(self.engine.score, canary), **where, tolerance=self.parity_tolerance)
         self.metrics.add_mean("parity/canary_diff_max", worst)
+
+    def _scored(self, score: Callable[..., torch.Tensor], canary: Canary) -> torch.Tensor:
+        """What one of the engine's ways to score says of all scored tokens, sequence after sequence, on the CPU."""
+        temperature = self.sampling.temperature
+        return torch.cat([score(s.token_ids[: s.given], s.token_ids[s.given :], temperature) for s in canary.sequences]).cpu()
 
     def _start_evaluation(self) -> None:
         """Completions of this replica's share of the held-out prompts."""

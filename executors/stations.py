@@ -8,6 +8,7 @@ from executors.generator import Generator
 from executors.reference import FrozenReference
 from executors.reward import RuleReward
 from executors.trainer import AdamSettings, FSDPTrainer
+from executors.vllm_generator import VLLMGenerator
 from llamarl.channel import Weights
 from llamarl.config import Config
 from llamarl.inference import SamplingParams
@@ -35,7 +36,7 @@ def sampling_of(config: Config, job: Job) -> SamplingParams:
 
 def build_generator(config: Config, job: Job) -> Generator:
     g = config.generator
-    return Generator(
+    settings = dict(
         model_path=str(job.model_path),
         model_dtype=config.model.dtype,
         prompts=job.prompts,
@@ -51,6 +52,11 @@ def build_generator(config: Config, job: Job) -> Generator:
         in_flight_updates=config.updates_in_flight,
         recompute_kv=g.recompute_kv,
         parity_tolerance=config.trainer.parity_tolerance,
+    )
+    if g.kind == "vllm":
+        return VLLMGenerator(**settings, gpu_memory_utilization=g.gpu_memory_utilization)
+    return Generator(
+        **settings,
         tensor_parallel=g.tensor_parallel,
         quantize=g.quantize,
         quantize_keep=tuple(g.quantize_keep),

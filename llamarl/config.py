@@ -15,7 +15,6 @@ Classes elsewhere take plain values; only recipes and the controller see a Confi
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -26,9 +25,9 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from llamarl.models.config import ModelConfig, read_config
+from llamarl.ranks import generator_problems, idle_ranks, placement_of, placement_problems, resolve_placement
 from llamarl.settings import (
-    Config, ConfigError, LossSettings, PlacementSettings, Problem, config_differences, did_you_mean, known_keys, load_config,
+    Config, ConfigError, LossSettings, Problem, config_differences, did_you_mean, known_keys, load_config,
     save_config, show, to_config, to_values,
 )  # fmt: skip
 
@@ -37,64 +36,11 @@ __all__ = [
     "load_config", "main", "placement_of", "resolve_placement", "save_config", "to_config", "to_values",
 ]  # fmt: skip
 
-COLOCATED = ("trainer", "generator", "reference")  # executors with a model on the device
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
-TINY_MODEL = Path(__file__).parent / "models" / "tiny"
 
 
 # --- Combinations: what no single value shows ---
-
-
-def resolve_placement(
-    placement: PlacementSettings, world_size: int, *, groups_per_step: int = 0, tensor_parallel: int = 1
-) -> dict[str, tuple[int, ...]]:
-    """Executor name -> its ranks, with every null filled in.
-
-    Trainers take the first half of the ranks (as many as divide groups_per_step, and leave a multiple of tensor_parallel
-    if that can be), generators the rest, as far as it makes whole replicas of tensor_parallel ranks, and reward and
-    reference a rank that hosts nothing yet or else the generators' last. One rank hosts everything. Executors of
-    placement.colocate share the ranks given for one of them, or all.
-    """
-    everyone = tuple(range(world_size))
-    if together := set(placement.colocate or ()):
-        given = [ranks for name in sorted(together) if (ranks := getattr(placement, name, None))]
-        shared = {name: list(given[0] if given else everyone) for name in together & set(COLOCATED)}
-        placement = dataclasses.replace(placement, **shared, colocate=None)
-    trainer = tuple(placement.trainer or ())
-    if not trainer:
-        free = [rank for rank in everyone if rank not in (placement.generator or ())] or everyone
-        size = max(1, min(world_size // 2, len(free)))
-        sizes = [n for n in range(size, 0, -1) if groups_per_step % n == 0]
-        whole = [n for n in sizes if placement.generator or (world_size - n) % tensor_parallel == 0 < world_size - n]
-        trainer = tuple(free[: (whole or [n for n in sizes if world_size - n >= tensor_parallel] or sizes)[0]])
-    rest = tuple(rank for rank in everyone if rank not in trainer)
-    replicas = rest[: len(rest) // tensor_parallel * tensor_parallel]
-    generator = tuple(placement.generator or replicas or rest or everyone)
-    spare = tuple(rank for rank in rest if rank not in generator) or generator
-    return {
-        "trainer": trainer,
-        "generator": generator,
-        "reward": tuple(placement.reward or spare[-1:]),
-        "reference": tuple(placement.reference or spare[-1:]),
-    }
-
-
-def placement_of(config: Config, world_size: int) -> dict[str, tuple[int, ...]]:
-    """Executor name -> its ranks in this run."""
-    return resolve_placement(
-        config.placement,
-        world_size,
-        groups_per_step=config.groups_per_step,
-        tensor_parallel=config.generator.tensor_parallel,
-    )
-
-
-def idle_ranks(config: Config, world_size: int) -> tuple[int, ...]:
-    """The ranks that would host nothing."""
-    placed = placement_of(config, world_size)
-    hosts = {rank for name, ranks in placed.items() if name != "reference" or config.reference.enabled for rank in ranks}
-    return tuple(rank for rank in range(world_size) if rank not in hosts)
 
 
 def check(config: Config, world_size: int, local_world_size: int | None = None) -> list[Problem]:
@@ -153,7 +99,7 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
         ("weights.transport", c.weights.transport in ("shm", "cuda_ipc") and hosts > 1,
          f"ranks on {hosts} hosts share no memory; weights.transport=gloo or nccl, or auto"),
     ]  # fmt: skip
-    problems = _placement_problems(config, world_size, problem)
+    problems = placement_problems(config, world_size, problem) + generator_problems(config, problem)
     problems += [problem(what, *keys.split()) for keys, wrong, what in impossible if wrong]
     for key, path in (("task.path", c.task.path), ("task.eval_path", c.task.eval_path), ("model.path", c.model.path)):
         needed = Path(path or ".") / ("config.json" if path and key == "model.path" else "")
@@ -162,86 +108,6 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
     if c.resume not in ("auto", "never") and not Path(c.resume).is_dir():
         problems.append(problem("no such directory; need auto, never or a checkpoint's directory", "resume"))
     return problems + _loss_problems(c.loss)
-
-
-def _placement_problems(c: Config, world_size: int, problem: Callable[..., Problem]) -> list[Problem]:
-    found = []
-    values = dataclasses.asdict(c.placement)
-    if (together := values.pop("colocate")) is not None:
-        if len(together) < 2 or not set(together) <= set(COLOCATED):
-            found.append(problem(f"need two or three of {', '.join(COLOCATED)}; or null", "placement.colocate"))
-        elif len({tuple(values[name]) for name in together if values[name]}) > 1:
-            found.append(problem("share their ranks, but are given different ones", *(f"placement.{n}" for n in together if values[n])))
-    for name, ranks in values.items():
-        if ranks is None:
-            continue
-        if not ranks or len(set(ranks)) < len(ranks):
-            found.append(problem("need at least one rank, each once; or null", f"placement.{name}"))
-        if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
-            ranks_are = f"ranks are 0 to {world_size - 1}" if world_size > 1 else "there is one rank, 0"
-            found.append(problem(f"no rank {show(outside)}: {ranks_are} (torchrun --nproc-per-node)", f"placement.{name}"))
-    if found:
-        return found
-    placed = placement_of(c, world_size)
-    return _trainer_problems(c, len(placed["trainer"]), problem) + _tensor_parallel_problems(c, placed, world_size, problem)
-
-
-def _trainer_problems(c: Config, num_ranks: int, problem: Callable[..., Problem]) -> list[Problem]:
-    """Ranks, groups or parts of the model that the trainer's topology cannot share out evenly."""
-    found, replicate, t = [], c.trainer.replicate, c.trainer.tensor_parallel
-    if num_ranks % (replicate * t):
-        keys = [f"trainer.{key}" for key, size in (("replicate", replicate), ("tensor_parallel", t)) if size > 1]
-        ranks = f"{num_ranks} trainer rank{'s' * (num_ranks > 1)}"
-        found.append(problem(f"{ranks} cannot be split so; set placement.trainer to a multiple of {replicate * t} ranks", *keys))
-    else:
-        lanes = num_ranks // t
-        ranks = f"{lanes} {'trainer ranks' if t == 1 else f'sets of {t} trainer ranks'}"
-        for key, amount in (("groups_per_step", c.groups_per_step), ("overcommit", c.overcommit)):
-            if not isinstance(amount, str) and amount % lanes:
-                found.append(problem(f"{ranks} cannot share it evenly; need a multiple of {lanes}", key))
-    if t > 1 and (model := _model(c)) is not None:
-        parts = [(model.num_attention_heads, "query heads"), (model.num_key_value_heads, "key/value heads")]
-        parts.append((model.intermediate_size, "hidden units (intermediate_size)"))
-        if uneven := [f"{count} {what}" for count, what in parts if count % t]:
-            what = f"the trainer splits the model evenly, but it has {' and '.join(uneven)}"
-            found.append(problem(what, "trainer.tensor_parallel"))
-    return found
-
-
-def _tensor_parallel_problems(
-    c: Config, placed: dict[str, tuple[int, ...]], world_size: int, problem: Callable[..., Problem]
-) -> list[Problem]:
-    """Replicas of the generator that are not whole, that the model has too few heads for, or that would wait for themselves."""
-    key, m, found = "generator.tensor_parallel", c.generator.tensor_parallel, []
-    if m == 1:
-        return found
-    generator = placed["generator"]
-    if len(generator) % m:
-        ranks = f"generator rank{'s' * (len(generator) > 1)} {show(list(generator))}"
-        if world_size <= m:
-            remedy = f"start at least {m + 1} ranks (torchrun --nproc-per-node={m + 1}), or lower it"
-        else:
-            remedy = (
-                f"set placement.generator to {m} ranks or a multiple, such as {show(list(range(world_size - m, world_size)))}"
-            )
-        found.append(problem(f"{ranks} cannot be split into replicas of {m}; {remedy}", key))
-    if (model := _model(c)) is not None and (heads := model.num_attention_heads) < m:
-        found.append(problem(f"the model has {heads} query heads, fewer than ranks to split them over; at most {heads}", key))
-    for first in range(0, len(generator), m) if c.max_lag else ():  # else one rests while the other works
-        both = sorted(set(generator[first : first + m]) & set(placed["trainer"]))
-        if len(both) > 1:
-            why = f"ranks {show(both)} would share a replica and the trainer, and each wait in one for the other"
-            what = f"{why}; place them apart, or max_lag=0"
-            found.append(problem(what, key, "placement.trainer", "placement.generator"))
-    return found
-
-
-def _model(c: Config) -> ModelConfig | None:
-    """The model's config; None if it cannot be read, which is told elsewhere."""
-    try:
-        return read_config(c.model.path or TINY_MODEL)
-    except (OSError, ValueError):
-        return None
 
 
 def _loss_problems(loss: LossSettings) -> list[Problem]:

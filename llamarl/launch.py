@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from llamarl.checkpoint import CheckpointError
-from llamarl.config import TINY_MODEL, Config, placement_of, to_values
+from llamarl.config import Config, placement_of, to_values
 from llamarl.control import DeadlineExceeded, PeerDied
 from llamarl.controller import RunSettings
 from llamarl.ddma.links import WeightsError
@@ -30,6 +30,7 @@ from llamarl.models.hf import load_tokenizer
 from llamarl.observe import RowWriter, build_sinks
 from llamarl.parity import ParityError
 from llamarl.placement import World, init_world, threads_per_rank
+from llamarl.ranks import TINY_MODEL
 from llamarl.run import RunDirectory, RunDirectoryError, open_run
 from llamarl.tasks.base import Task
 from llamarl.tasks.build import build_task

@@ -65,6 +65,7 @@ class TaskSettings:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorSettings:
+    kind: Literal["native", "vllm"]
     max_slots: Count
     chunk_tokens: Count
     top_k: Natural
@@ -80,6 +81,7 @@ class GeneratorSettings:
     quantize: Literal["none", "fp8", "int8"]
     quantize_keep: list[str]
     max_quantization_kl: Positive
+    gpu_memory_utilization: Annotated[float, Range(0, 1, open=True)] | None  # None: the native engine
 
 
 @dataclass(frozen=True, slots=True)

