@@ -164,12 +164,12 @@ class Subscriber:
             ready = begin["first"] + i + 1 if begin["staging"] else 0
             return link.fetch(begin["slot"], bucket.start, bucket.end - bucket.start, place, ready), link.fetch_digest()
 
-        found, coming = {}, fetch(order[0]) if order else None
+        found: dict[int, int] = {}
+        coming: list = [fetch(i) for i in order[:1]]
         for n, i in enumerate(order):
-            (arrived, said), coming = (
-                coming,
-                fetch(order[n + 1]) if n + 1 < len(order) else None,
-            )  # the next comes while this is digested
+            coming += [fetch(following) for following in order[n + 1 : n + 2]]  # which comes while this one is digested
+            arrived, said = coming[n]
+            coming[n] = None
             try:
                 data = arrived(self._deadline_s)
             except LinkTimeout as error:
