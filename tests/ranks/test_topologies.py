@@ -96,10 +96,13 @@ class Recorder:
     """Stands for the weights channel, metrics, control and tickets of a trainer."""
 
     stopping = signalled = False
-    bytes_per_sync = 0
+    bytes_per_sync = overcommit = 0
 
     def __init__(self):
         self.rows, self.canaries, self.parameters = [], [], []
+
+    def trained(self, reward: float) -> None:
+        """What governors of overcommit look at."""
 
     def bind(self, config, parameters, tensor_group) -> None:
         self.config, self.parameters = config, parameters
