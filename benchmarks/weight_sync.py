@@ -33,7 +33,7 @@ from torch import Tensor
 from llamarl.control import Control
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
-from llamarl.ddma.links import this_end
+from llamarl.ddma.transports import End, this_end
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
 from llamarl.placement import init_world, link_group
@@ -89,8 +89,6 @@ class Rank:
     def sync(self, transport: str) -> dict:
         store = self.store
         store.set(f"{transport}/end/{self.world.rank}", json.dumps(asdict(this_end(self.world.rank, self.device))))
-        from llamarl.ddma.links import End
-
         ends = [End(**json.loads(store.get(f"{transport}/end/{r}"))) for r in range(self.world.size)]
         route = WeightsRoute(
             "policy", sources=self.trainers, destinations=self.generators, source=self.source, destination=self.destination,

@@ -53,7 +53,6 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
 
     c, g, hosts = config, config.governor, -(-world_size // (local_world_size or world_size))
     truncates = c.on_deadline == "truncate"
-    longest = c.task.max_prompt_tokens + c.max_new_tokens
     impossible = [
         ("overcommit max_lag", c.max_lag == 0 and c.overcommit not in ("auto", 0),
          "without lag nothing can start ahead; overcommit=0, or max_lag=1"),
@@ -71,17 +70,6 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
          "a group of one has no baseline: its advantage is always 0; need at least 2"),
         ("group_size generator.max_slots", c.group_size > c.generator.max_slots,
          "a group does not fit the slots of a generator; raise generator.max_slots"),
-        ("generator.min_new_tokens max_new_tokens", c.generator.min_new_tokens > c.max_new_tokens,
-         "the least is more than the most"),
-        ("generator.cache_tokens", c.generator.cache_tokens is not None and c.generator.cache_tokens < longest,
-         f"does not hold one sequence of task.max_prompt_tokens + max_new_tokens; need at least {longest}, or null"),
-        ("generator.recompute_kv", c.generator.recompute_kv and not c.updates_in_flight,
-         "no completion is running when new weights are loaded; leave it out, or raise max_lag"),
-        ("generator.resume_partials max_lag", bool(c.generator.resume_partials) and c.max_lag == 0,
-         "a resumed synchronous run has the bits of an uninterrupted one, so its completions start again; leave it out"),
-        ("generator.resume_partials generator.in_flight_updates",
-         bool(c.generator.resume_partials) and c.max_lag > 0 and not c.updates_in_flight,
-         "would go on under other weights than they were begun with; leave one of them out"),
         ("loss.kl_coef reference.enabled", bool(c.loss.kl_coef) and not c.reference.enabled,
          "needs a reference: reference=frozen, or loss.kl_coef=0"),
         ("trainer.warmup_steps max_steps", c.trainer.warmup_steps > c.max_steps > 0,

@@ -39,7 +39,7 @@ from llamarl.checkpoint import Checkpointer
 from llamarl.control import Control, DeadlineExceeded
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
-from llamarl.ddma.links import End, this_end
+from llamarl.ddma.transports import End, this_end
 from llamarl.executor import POLL_S, Executor
 from llamarl.ledger import TicketDesk
 from llamarl.observe import Metrics, RowWriter, Trace

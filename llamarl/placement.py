@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from llamarl.allocator import keep_freed_memory
-from llamarl.ddma.links import End
+from llamarl.ddma.transports import End
 from llamarl.executor import ExecutorGroup
 
 _LINK_TIMEOUT = timedelta(days=7)  # a channel may be silent for long; deadlines are its users'

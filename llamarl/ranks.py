@@ -65,7 +65,25 @@ def idle_ranks(config: Config, world_size: int) -> tuple[int, ...]:
 
 
 def generator_problems(c: Config, problem: Callable[..., Problem]) -> list[Problem]:
-    """What only the other engine can do, and a vLLM that is absent."""
+    """What the generator cannot be asked for at once, or only of the other engine; and a vLLM that is absent."""
+    longest = c.task.max_prompt_tokens + c.max_new_tokens
+    impossible = [
+        ("generator.min_new_tokens max_new_tokens", c.generator.min_new_tokens > c.max_new_tokens,
+         "the least is more than the most"),
+        ("generator.cache_tokens", c.generator.cache_tokens is not None and c.generator.cache_tokens < longest,
+         f"does not hold one sequence of task.max_prompt_tokens + max_new_tokens; need at least {longest}, or null"),
+        ("generator.recompute_kv", c.generator.recompute_kv and not c.updates_in_flight,
+         "no completion is running when new weights are loaded; leave it out, or raise max_lag"),
+        ("generator.resume_partials max_lag", bool(c.generator.resume_partials) and c.max_lag == 0,
+         "a resumed synchronous run has the bits of an uninterrupted one, so its completions start again; leave it out"),
+        ("generator.resume_partials generator.in_flight_updates",
+         bool(c.generator.resume_partials) and c.max_lag > 0 and not c.updates_in_flight,
+         "would go on under other weights than they were begun with; leave one of them out"),
+    ]  # fmt: skip
+    return [problem(what, *keys.split()) for keys, wrong, what in impossible if wrong] + _engine_problems(c, problem)
+
+
+def _engine_problems(c: Config, problem: Callable[..., Problem]) -> list[Problem]:
     g = c.generator
     if g.kind == "native":
         memory = "generator.gpu_memory_utilization"

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llamarl.control import Control
-from llamarl.ddma.layout import FUSED, Buffer, Destination, Parameter, Source, buffer_of, travelling
-from llamarl.ddma.links import End, LocalLink, RankLink, WeightsError, choose_transports, make_slots
+from llamarl.ddma.layout import FUSED, Buffer, Destination, Source, buffer_of, travelling
+from llamarl.ddma.links import LocalLink, RankLink, WeightsError, make_slots
+from llamarl.ddma.transports import End, choose_transports
 from llamarl.ddma.plan import Plan, make_plan
 from llamarl.ddma.payload import Bucket, Progress, buckets_of, buckets_of_buffer, size_of
 from llamarl.ddma.subscriber import Incoming, Staged, Subscriber
@@ -84,7 +85,7 @@ class WeightsRoute:
         if peer == self.control.rank:
             return self._local
         transport = self.transport(peer, sending=sending)
-        return RankLink(peer, self._group, transport, payload_group=self._device_group if transport == "nccl" else None)
+        return RankLink(peer, self._group, transport, self._device_group if transport == "nccl" else None)
 
     def plan(self, config: ModelConfig) -> Plan:
         quantized = QUANTIZED.get(self.quantize)

@@ -16,7 +16,6 @@ import json
 import mmap
 import os
 import queue
-import socket
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -34,8 +33,6 @@ NUM_SLOTS = 2
 BLOCK_BYTES = 4 << 20  # copied and hashed while in cache
 POLL_S = 0.0002
 SHM_DIR = Path("/dev/shm")
-TRANSPORTS = ("auto", "shm", "gloo", "nccl", "cuda_ipc")
-_ON_DEVICE = ("nccl", "cuda_ipc")
 _FORWARD, _BACK, _PAYLOAD, _DIGEST = range(4)  # tags: to the receiver, to the sender, bytes, their digests
 
 
@@ -105,9 +102,7 @@ class Slots:
     """Memory that a sender stages into, and what lets a receiver elsewhere reach it."""
 
     tensors: list[Tensor]
-    counters: list[Tensor] = field(
-        default_factory=list
-    )  # [1] int64 each: buckets from the first on that are staged; none on a GPU
+    counters: list[Tensor] = field(default_factory=list)  # [1] int64 each: how many buckets are staged; none on a GPU
     paths: tuple[str, ...] = ()
 
     def forget_names(self) -> None:
@@ -223,13 +218,12 @@ class LocalLink:
 
 
 class RankLink(LocalLink):
-    """Ends on two ranks. Headers go by p2p on `group` (gloo); channel tells the links between the same two ranks apart."""
+    """Ends on two ranks. Headers go by p2p on `group` (gloo), bytes on payload_group (NCCL) if it is given."""
 
-    def __init__(self, peer: int, group: dist.ProcessGroup, transport: str, *, channel: int = 0, payload_group=None):
+    def __init__(self, peer: int, group: dist.ProcessGroup, transport: str, payload_group: dist.ProcessGroup | None = None):
         super().__init__()
         self.peer, self.transport, self._group = peer, transport, group
         self._payload_group = payload_group or group
-        self._tags = [channel * 4 + tag for tag in (_FORWARD, _BACK, _PAYLOAD, _DIGEST)]
 
     def offer(self, slots: Slots, base: int = 0) -> None:
         where: dict[str, object] = {"bytes": slots.tensors[0].numel(), "base": base}
@@ -251,7 +245,7 @@ class RankLink(LocalLink):
         self.send(Header(Kind.OFFER), to_receiver=False)
 
     def send(self, header: Header, to_receiver: bool = True) -> None:
-        tag = self._tags[_FORWARD if to_receiver else _BACK]
+        tag = _FORWARD if to_receiver else _BACK
         more = json.dumps(header.more).encode() if header.more is not None else b""
         fixed = torch.tensor([header.kind, header.version, len(more)])
         dist.send(fixed, self.peer, group=self._group, tag=tag)
@@ -259,7 +253,7 @@ class RankLink(LocalLink):
             dist.send(torch.frombuffer(bytearray(more), dtype=torch.uint8), self.peer, group=self._group, tag=tag)
 
     def recv(self, at_receiver: bool = True, timeout_s: float | None = None) -> Header:
-        tag = self._tags[_FORWARD if at_receiver else _BACK]
+        tag = _FORWARD if at_receiver else _BACK
         fixed = torch.zeros(3, dtype=torch.int64)
         self._receive(fixed, tag, timeout_s)
         kind, version, size = fixed.tolist()
@@ -276,14 +270,14 @@ class RankLink(LocalLink):
     def send_bytes(self, flat: Tensor) -> Callable[[], None] | None:
         if not self.streams:
             return None
-        return dist.isend(flat, self.peer, group=self._payload_group, tag=self._tags[_PAYLOAD]).wait
+        return dist.isend(flat, self.peer, group=self._payload_group, tag=_PAYLOAD).wait
 
     def fetch(
         self, slot: int, start: int, size: int, scratch: Tensor | None = None, staged: int = 0
     ) -> Callable[[float], Tensor]:
         if not self.streams:
             return super().fetch(slot, start, size, staged=staged)
-        work = dist.irecv(scratch, self.peer, group=self._payload_group, tag=self._tags[_PAYLOAD])
+        work = dist.irecv(scratch, self.peer, group=self._payload_group, tag=_PAYLOAD)
 
         def arrived(timeout_s: float) -> Tensor:
             _wait(work, timeout_s)
@@ -295,14 +289,14 @@ class RankLink(LocalLink):
         if not self.streams:
             return None
         word = torch.tensor([digest])
-        work = dist.isend(word, self.peer, group=self._group, tag=self._tags[_DIGEST])
+        work = dist.isend(word, self.peer, group=self._group, tag=_DIGEST)
         return lambda: (work.wait(), word) and None  # which must live until it has gone
 
     def fetch_digest(self) -> Callable[[float], int] | None:
         if not self.streams:
             return None
         word = torch.zeros(1, dtype=torch.int64)
-        work = dist.irecv(word, self.peer, group=self._group, tag=self._tags[_DIGEST])
+        work = dist.irecv(word, self.peer, group=self._group, tag=_DIGEST)
 
         def arrived(timeout_s: float) -> int:
             _wait(work, timeout_s)
@@ -349,71 +343,3 @@ def _open_device_memory(shared: dict) -> Tensor:
     )
     flat = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", shared["device"]))
     return flat.set_(storage, 0, (shared["bytes"],))
-
-
-# -- which transport ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """What a rank says of itself before any link is made."""
-
-    rank: int
-    host: str  # equal on ranks that share memory files
-    gpu: str | None  # the GPU's uuid, None on a CPU
-    nccl: bool = False
-
-
-def this_end(rank: int, device: torch.device) -> End:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    host = f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
-    if device.type != "cuda":
-        return End(rank, host, None)
-    return End(rank, host, str(torch.cuda.get_device_properties(device).uuid), dist.is_nccl_available())
-
-
-def choose_transports(asked: str, pairs: list[tuple[End, End]]) -> dict[tuple[int, int], str]:
-    """(sender rank, receiver rank) -> transport. `asked`: one of TRANSPORTS.
-
-    GPUs on one host use cuda_ipc, on several nccl; without GPUs on both sides shm on one host, gloo between two.
-    WeightsError with the reason and what can be done instead, if the one asked for cannot join a pair.
-    """
-    chosen = {}
-    everyone = {end.rank: end for pair in pairs for end in pair}
-    hosts, gpus = ({getattr(end, what) for end in everyone.values()} for what in ("host", "gpu"))
-    # NCCL's group spans all ranks, so two on one GPU keep the others from it too.
-    nccl = len(gpus) == len(everyone) and all(end.nccl for end in everyone.values())
-    on_device = None not in gpus and (nccl or len(hosts) == 1)
-    for a, b in pairs:
-        if a.rank == b.rank:
-            chosen[a.rank, b.rank] = "local"
-            continue
-        order = ("cuda_ipc", "nccl") if on_device else ("shm", "gloo")
-        if asked == "auto":
-            chosen[a.rank, b.rank] = next(t for t in order if _refusal(t, a, b) is None)
-            continue
-        if reason := _refusal(asked, a, b):
-            others = [
-                t for t in TRANSPORTS[1:] if t != asked and all(_refusal(t, x, y) is None for x, y in pairs if x.rank != y.rank)
-            ]
-            raise WeightsError(
-                f"weights.transport={asked}: ranks {a.rank} and {b.rank} {reason}; use {' or '.join(others)}, or auto"
-            )
-        chosen[a.rank, b.rank] = asked
-    return chosen
-
-
-def _refusal(transport: str, a: End, b: End) -> str | None:
-    """Why a transport cannot join two ranks; None if it can."""
-    if transport == "gloo":
-        return None
-    if transport in ("shm", "cuda_ipc") and a.host != b.host:
-        return "are on different hosts"
-    if transport in _ON_DEVICE and not (a.gpu and b.gpu):
-        return "do not both have a GPU"
-    if transport == "nccl":
-        if not (a.nccl and b.nccl):
-            return "run a torch without NCCL"
-        if a.gpu == b.gpu:
-            return "share one GPU, which NCCL refuses"
-    return None

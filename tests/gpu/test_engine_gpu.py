@@ -14,14 +14,6 @@ FLOAT32 = 1e-4  # nats; batches of other sizes sum in another order, with TF32 o
 PROMPTS = [[1, 5, 6, 14, 7, 8, 18], [1, 9, 9, 14, 9, 9, 18], [1, 6, 18]]
 
 
-@pytest.fixture(autouse=True)
-def exact_products():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
 def engine(cuda_graphs, **options):
     decoder = load_weights(build_decoder(read_config(tiny_directory())), tiny_directory(), device="cuda").eval()
     return Engine(decoder, max_slots=24, max_len=64, device="cuda", cuda_graphs=cuda_graphs, **options)

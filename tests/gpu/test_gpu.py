@@ -14,14 +14,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 FLOAT32 = 1e-4  # nats; GPU and CPU sum in another order, with TF32 off
 
 
-@pytest.fixture(autouse=True)
-def exact_products():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
 def decoder_on(device):
     return load_weights(build_decoder(read_config(tiny_directory())), tiny_directory(), device=device).eval()
 

@@ -18,14 +18,6 @@ KL = 5e-3  # nats a token; the CPU's scaled_mm is 1.3e-3 from the float32 model
 USUAL = {"fp8": "scaled_mm", "int8": "int_mm"}
 
 
-@pytest.fixture(autouse=True)
-def exact_products():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
 @pytest.fixture(params=list(QUANTIZED))
 def kind(request):
     if request.param == "fp8" and torch.cuda.get_device_capability() < (8, 9):

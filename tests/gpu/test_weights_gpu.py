@@ -8,7 +8,8 @@ import torch
 from llamarl.control import Control
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
-from llamarl.ddma.links import Digest, this_end
+from llamarl.ddma.links import Digest
+from llamarl.ddma.transports import this_end
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.models.scratch import tiny_directory

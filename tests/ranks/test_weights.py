@@ -285,7 +285,8 @@ def exchange(scenario: dict, rank: int, size: int) -> dict:
     from llamarl.ddma import ends
     from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
     from llamarl.ddma.layout import Destination, Source
-    from llamarl.ddma.links import WeightsError, this_end
+    from llamarl.ddma.links import WeightsError
+    from llamarl.ddma.transports import this_end
     from llamarl.ddma.payload import buckets_of, buckets_of_buffer
     from llamarl.placement import link_group
 

@@ -13,19 +13,8 @@ from hypothesis import given, settings, strategies as st
 from llamarl.control import Control, DeadlineExceeded
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source, buffer_of, travelling
-from llamarl.ddma.links import (
-    BLOCK_BYTES,
-    Digest,
-    End,
-    Header,
-    Kind,
-    LinkTimeout,
-    LocalLink,
-    Slots,
-    WeightsError,
-    _device_digest,
-    choose_transports,
-)
+from llamarl.ddma.links import BLOCK_BYTES, Digest, Header, Kind, LinkTimeout, LocalLink, Slots, WeightsError, _device_digest
+from llamarl.ddma.transports import End, choose_transports
 from llamarl.ddma.payload import buckets_of, buckets_of_buffer, size_of
 from llamarl.ddma.plan import make_plan
 from llamarl.ddma.subscriber import Incoming, Subscriber
@@ -894,3 +883,10 @@ def test_parameters_that_are_not_what_the_topology_says_are_refused():
         bound(parameters_of(), parameters_of(dtype=torch.bfloat16))
     with pytest.raises(WeightsError, match="other.weight: the generator's model has it, the trainer's weights do not"):
         bound(parameters_of(), {**parameters_of(), "other.weight": torch.nn.Parameter(torch.zeros(1))})
+
+
+def test_nccl_is_refused_where_two_ranks_of_one_side_share_a_gpu():
+    """They are no pair, but would be in one group with the others."""
+    a, b, c = (End(rank, "one", gpu, nccl=True) for rank, gpu in enumerate(("x", "x", "y")))
+    with pytest.raises(WeightsError, match="one NCCL group.*use shm or gloo or cuda_ipc"):
+        choose_transports("nccl", [(a, c), (b, c)])
