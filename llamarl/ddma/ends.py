@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llamarl.control import Control
+from llamarl.ddma.copies import Copier, fold
 from llamarl.ddma.layout import FUSED, Buffer, Destination, Source, buffer_of, travelling
 from llamarl.ddma.links import LocalLink, RankLink, WeightsError, make_slots
 from llamarl.ddma.transports import End, choose_transports
@@ -72,6 +73,9 @@ class WeightsRoute:
         # Both ends of every link digest in the same memory.
         gpus = all(ends[rank].gpu for rank in (*sources, *destinations))
         self.on_device = gpus and not on_host and not {"shm", "gloo"} & set(self._transports.values())
+        kernels = {ends[rank].kernel for rank in (*sources, *destinations)}
+        self.copier = Copier("device" if self.on_device else "lanes" if len(kernels) == 1 and "" not in kernels else "xxh3")
+        self.busy = _ranks_outnumber_cores(ends, {*sources, *destinations}, control.rank)
         in_place = all(self._transports[a, b] in _IN_PLACE for a in sources for b in destinations)
         self._feed = "direct" if in_place else "auto"
         if not in_place:  # what is handed on lies in a receiver's own memory, which no other process has mapped
@@ -133,7 +137,16 @@ class WeightsSender:
         self._views = {slot.data_ptr(): self._views_of(slot) for slot in slots.tensors}
         self._sources: list[list[Tensor]] = []
         self._pointers: list[int] = []
-        self._publisher = Publisher(route.name, slots, links, len(self._buckets), route.control, route.deadline_s)
+        self._publisher = Publisher(
+            route.name,
+            slots,
+            links,
+            len(self._buckets),
+            route.control,
+            route.deadline_s,
+            route.copier,
+            streams=not route.busy,
+        )
         return plan
 
     def publish(self, version: int, *, evaluate: bool, must_differ: bool, canary: Callable[[], dict] = dict) -> float:
@@ -150,8 +163,11 @@ class WeightsSender:
             if not name.endswith(SCALE):
                 shard, scale = _local(self._parameters[name]), self._scratch[name + SCALE]
                 quantize_rows(shard, self._route.quantize, quantized, scale, largest.get(name))
-        views = self._views[slot.data_ptr()]
+        views, copier = self._views[slot.data_ptr()], self._route.copier
         for number, (targets, sources) in enumerate(zip(views, self._current_sources())):
+            if copier.one_pass and self._device.type == "cpu":
+                progress.mark(number, digest=fold(map(copier.copy, targets, sources)))
+                continue
             torch._foreach_copy_(targets, sources, non_blocking=True)
             event = None
             if self._device.type == "cuda":
@@ -251,6 +267,7 @@ class WeightsReceiver:
             incoming,
             route.control,
             route.deadline_s,
+            route.copier,
             follower,
             in_order=route.destination.tp > 1,
         )
@@ -277,6 +294,12 @@ class WeightsReceiver:
     def close(self) -> None:
         if self._subscriber:
             self._subscriber.close()
+
+
+def _ranks_outnumber_cores(ends: list[End], ranks: set[int], me: int) -> bool:
+    """Whether those at work on this rank's host have less than a core each, so that what goes on at once only goes on slower."""
+    here = [end for end in ends if end.rank in ranks and end.host == ends[me].host]
+    return len(here) > ends[me].num_cores
 
 
 def _local(p: Tensor) -> Tensor:

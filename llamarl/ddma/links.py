@@ -26,11 +26,9 @@ from typing import Callable
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
 NUM_SLOTS = 2
-BLOCK_BYTES = 4 << 20  # copied and hashed while in cache
 POLL_S = 0.0002
 SHM_DIR = Path("/dev/shm")
 _FORWARD, _BACK, _PAYLOAD, _DIGEST = range(4)  # tags: to the receiver, to the sender, bytes, their digests
@@ -62,39 +60,6 @@ class Header:
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
-class Digest:
-    """64-bit digest of bytes that come in parts: XXH3 on a CPU, where only the bytes matter; on a GPU, which no byte should
-    leave for this, sums of the words in each of 512 columns, weighted: parts in another order show, whole 4 KiB rows inside one do not."""
-
-    def __init__(self):
-        self._state, self._on_device = xxhash.xxh3_64(), None
-
-    def update(self, flat: Tensor) -> None:
-        """A contiguous uint8 tensor."""
-        if flat.is_cuda:
-            d = _device_digest(flat)
-            self._on_device = d if self._on_device is None else self._on_device * 1000003 + d
-            return
-        for block in flat.split(BLOCK_BYTES):
-            self._state.update(block.numpy())
-
-    def value(self) -> int:
-        """Signed, so that it fits an int64. Waits for the device."""
-        if self._on_device is not None:
-            return int(self._on_device)
-        word = self._state.intdigest()
-        return word - (1 << 64) if word >> 63 else word
-
-
-def _device_digest(flat: Tensor) -> Tensor:
-    """[] int64, wrapping."""
-    whole = flat.numel() // 4096 * 4096
-    columns = torch.arange(512, device=flat.device) * 2 + 1
-    total = (flat[:whole].view(torch.int64).view(-1, 512).sum(0) * columns).sum()
-    tail = flat[whole:].long()
-    return total * 1000003 + (tail * (torch.arange(tail.numel(), device=flat.device) * 2 + 257)).sum() + flat.numel()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from llamarl.ddma.layout import Buffer, aligned
-from llamarl.ddma.links import BLOCK_BYTES, Digest
+from llamarl.ddma.copies import Copier, fold
 from llamarl.ddma.plan import Piece
 from llamarl.models.sharding import Box
 
@@ -42,15 +43,9 @@ class Bucket:
     def end(self) -> int:
         return self.moves[-1].end
 
-    def parts(self, flat: Tensor) -> list[Tensor]:
-        """The bytes of each move in the link's bytes `flat`, where neighbours without padding between them are one on a CPU."""
-        runs: list[list[int]] = []
-        for move in self.moves:
-            if runs and runs[-1][1] == move.start and not flat.is_cuda:
-                runs[-1][1] = move.end
-            else:
-                runs.append([move.start, move.end])
-        return [flat[a:b] for a, b in runs]
+    def digest(self, flat: Tensor, copier: Copier) -> int:
+        """Of the moves in the link's bytes `flat`."""
+        return fold(copier.digest(flat[move.start : move.end]) for move in self.moves)
 
 
 def buckets_of(pieces: list[Piece], limit: int = BUCKET_BYTES) -> list[Bucket]:
@@ -96,24 +91,29 @@ class Progress:
     def __init__(self, count: int, counter: Tensor | None = None):
         self._changed = threading.Condition()
         self._done: list[object] = [None] * count
+        self._digests: list[int | None] = [None] * count
         self._first, self._counter = 0, counter
         self._closed = False
 
     def reset(self) -> None:
         with self._changed:
-            self._done, self._first = [None] * len(self._done), 0
+            self._done, self._digests, self._first = [None] * len(self._done), [None] * len(self._done), 0
             if self._counter is not None:
                 self._counter.zero_()
 
-    def mark(self, index: int, event: "torch.cuda.Event | None" = None) -> None:
-        """event: the copies on a device that must end first."""
+    def mark(self, index: int, event: "torch.cuda.Event | None" = None, digest: int | None = None) -> None:
+        """event: the copies on a device that must end first. digest: of the bucket, where it is known already."""
         with self._changed:
-            self._done[index] = event or True
+            self._done[index], self._digests[index] = event or True, digest
             while self._first < len(self._done) and self._done[self._first] is True:
                 self._first += 1
             if self._counter is not None:
                 self._counter.fill_(self._first)
             self._changed.notify_all()
+
+    def digest(self, index: int) -> int | None:
+        """What the bucket was marked with."""
+        return self._digests[index]
 
     def wait(self, index: int) -> bool:
         """False if it was closed meanwhile."""
@@ -134,44 +134,31 @@ class Target:
     """Where the moves of a bucket go in one of the receiver's buffers."""
 
     def __init__(self, bucket: Bucket, of: Buffer, flat: Tensor):
-        self._copies: list[tuple[int, int, Tensor, bool]] = []  # start, end in the link's bytes; where to; whether flat bytes
-        self.in_place: Tensor | None = None  # the whole bucket as one range of the buffer
+        self._copies: list[
+            tuple[int, int, Tensor]
+        ] = []  # start, end in the link's bytes; where to, in the move's dtype and shape
+        begins: list[int | None] = []  # where each begins in the buffer, if it is one run there
         for move in bucket.moves:
-            held = of.held[move.piece.parameter.name]
-            at = _flat_start(move.piece.box, held.box)
-            size, itemsize = move.piece.num_bytes, held.parameter.dtype.itemsize
-            if at is None:
-                whole = flat[held.start : held.start + held.num_bytes].view(held.parameter.dtype).view(held.box.lengths)
-                self._copies.append((move.start, move.end, whole[move.piece.box.within(held.box)], False))
-                continue
-            begin = held.start + at * itemsize
-            last = self._copies[-1] if self._copies else None
-            joins = last and last[3] and not flat.is_cuda and last[1] == move.start
-            if joins and last[2].storage_offset() + last[2].numel() == flat.storage_offset() + begin:
-                first = last[2].storage_offset() - flat.storage_offset()
-                self._copies[-1] = (last[0], move.end, flat[first : begin + size], True)
-            else:
-                self._copies.append((move.start, move.end, flat[begin : begin + size], True))
-        if len(self._copies) == 1 and self._copies[0][3]:
-            self.in_place = self._copies[0][2]
+            held, box = of.held[move.piece.parameter.name], move.piece.box
+            whole = flat[held.start : held.start + held.num_bytes].view(held.parameter.dtype).view(held.box.lengths)
+            self._copies.append((move.start, move.end, whole[box.within(held.box)]))
+            at = _flat_start(box, held.box)
+            begins.append(None if at is None else held.start + at * held.parameter.dtype.itemsize)
+        first, moves = begins[0], bucket.moves
+        # No gaps: in the buffer they may be another sender's.
+        joined = first is not None and all(a.end == b.start for a, b in pairwise(moves))
+        joined = joined and all(at is not None and at - first == m.start - bucket.start for at, m in zip(begins, moves))
+        # The whole bucket as one range of the buffer, into which it can be received.
+        self.in_place: Tensor | None = flat[first : first + bucket.end - bucket.start] if joined else None
 
-    def write(self, source: Tensor, start: int) -> int:
-        """Copy the bucket's bytes, which begin at byte `start` of the link's, in; the digest of what is there then."""
-        state = Digest()
-        for begin, end, target, flat in self._copies:
-            data = source[begin - start : end - start]
-            if not flat:
-                target.copy_(data.view(target.dtype).view(target.shape))
-                state.update(target.contiguous().view(-1).view(torch.uint8))
-            elif data.data_ptr() == target.data_ptr() or target.is_cuda:
-                if data.data_ptr() != target.data_ptr():
-                    target.copy_(data)
-                state.update(target)
-            else:
-                for block, new in zip(target.split(BLOCK_BYTES), data.split(BLOCK_BYTES)):
-                    block.copy_(new)
-                    state.update(block)
-        return state.value()
+    def write(self, source: Tensor, start: int, copier: Copier) -> int:
+        """Copy the bucket's bytes, which begin at byte `start` of the link's, in; the bucket's digest."""
+        if self.in_place is not None and source.data_ptr() == self.in_place.data_ptr():
+            return fold(copier.digest(source[begin - start : end - start]) for begin, end, _ in self._copies)
+        return fold(
+            copier.copy(target, source[begin - start : end - start].view(target.dtype).view(target.shape))
+            for begin, end, target in self._copies
+        )
 
 
 def _flat_start(box: Box, held: Box) -> int | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from llamarl.control import Control, PeerDied
+from llamarl.ddma.copies import Copier
 from llamarl.ddma.layout import Buffer
 from llamarl.ddma.links import Header, Kind, LinkTimeout, LocalLink, Slots, WeightsError
 from llamarl.ddma.payload import Bucket, Cover, Progress, Target
@@ -50,12 +51,13 @@ class Subscriber:
         links: list[Incoming],
         control: Control,
         deadline_s: float,
+        copier: Copier,
         follower: Outgoing | None = None,
         in_order: bool = False,
     ):
         self.name, self._links, self._control, self._deadline_s, self._buffers = name, links, control, deadline_s, buffers
         self._targets = [[[Target(b, of, flat) for b in incoming.buckets] for incoming in links] for flat in buffers]
-        self._idle = 0
+        self._copier, self._idle = copier, 0
         self._state = threading.Condition()
         self._staged: Staged | None = None
         self._receiving: int | None = None  # version; its links that are not whole yet
@@ -176,7 +178,7 @@ class Subscriber:
                 raise WeightsError(
                     f"version {version} stopped on its way with buckets {order[n:]} of {len(incoming.buckets)} to come: {error}"
                 ) from error
-            found[i] = targets[i].write(data, incoming.buckets[i].start)
+            found[i] = targets[i].write(data, incoming.buckets[i].start, self._copier)
             # Handed on at once where it is known to be right; else when END has said so.
             if said and said(self._deadline_s) == found[i] and self._follower:
                 self._cover.arrived(index, i, self._whole)
@@ -229,7 +231,14 @@ class Subscriber:
             while (job := self._versions.get()) is not None:
                 version, evaluate, buffer = job  # which may be the live one by now
                 send_version(
-                    [out], version, buffer, self._buffers[buffer], self._whole, evaluate, lambda: self._wait_sealed(version)
+                    [out],
+                    version,
+                    buffer,
+                    self._buffers[buffer],
+                    self._whole,
+                    evaluate,
+                    lambda: self._wait_sealed(version),
+                    self._copier,
                 )
                 with self._state:
                     self._forwarding = False

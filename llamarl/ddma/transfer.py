@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from llamarl.control import Control, DeadlineExceeded, PeerDied
-from llamarl.ddma.links import NUM_SLOTS, Digest, Header, Kind, LocalLink, Slots, WeightsError
+from llamarl.ddma.copies import Copier
+from llamarl.ddma.links import NUM_SLOTS, Header, Kind, LocalLink, Slots, WeightsError
 from llamarl.ddma.payload import Bucket, Progress, size_of
 
 MAX_RETRIES = 3
@@ -57,6 +58,7 @@ def send_version(
     progress: Progress,
     evaluate: bool,
     canary: Callable[[], dict],
+    copier: Copier,
     staged: Callable[[], None] | None = None,
 ) -> dict[int, int]:
     """Send a version as it becomes whole, until every receiver has it. Returns bucket number -> digest.
@@ -80,7 +82,7 @@ def send_version(
         for place in range(max((len(indices) for _, indices in late), default=0)):
             for out, indices in late:
                 if place < len(indices):
-                    sent += _send_bucket(out, indices[place], version, data, progress, digests)
+                    sent += _send_bucket(out, indices[place], version, data, progress, digests, copier)
         for waits in filter(None, sent):
             waits()
         end = end if attempt else canary()
@@ -110,18 +112,16 @@ def _await(progress: Progress, out: Outgoing, indices: list[int], version: int) 
 
 
 def _send_bucket(
-    out: Outgoing, index: int, version: int, data: Tensor, progress: Progress, digests: dict[int, int]
+    out: Outgoing, index: int, version: int, data: Tensor, progress: Progress, digests: dict[int, int], copier: Copier
 ) -> list[Callable[[], None] | None]:
-    """Send a bucket once it is whole, and digest it while it is on its way. Returns what waits until it has gone."""
+    """Send a bucket once it is whole, and digest it, unless its copying did, on its way. Returns what waits until it has gone."""
     _await(progress, out, [index], version)
     number, bucket = out.first_bucket + index, out.buckets[index]
     flat = data[out.base : out.base + size_of(out.buckets)]
     waits = out.link.send_bytes(flat[bucket.start : bucket.end])
     if number not in digests:
-        state = Digest()
-        for part in bucket.parts(flat):
-            state.update(part)
-        digests[number] = state.value()
+        known = progress.digest(number)
+        digests[number] = bucket.digest(flat, copier) if known is None else known
     return [waits, out.link.send_digest(digests[number])]
 
 
@@ -156,10 +156,24 @@ class _Job:
 
 
 class Publisher:
-    """The trainer rank's end. links share `slots`, which hold `num_buckets` buckets."""
+    """The trainer rank's end. links share `slots`, which hold `num_buckets` buckets.
 
-    def __init__(self, name: str, slots: Slots, links: list[Outgoing], num_buckets: int, control: Control, deadline_s: float):
+    streams: a version is on its way while it is staged; else it waits for that, where both would share a core.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        slots: Slots,
+        links: list[Outgoing],
+        num_buckets: int,
+        control: Control,
+        deadline_s: float,
+        copier: Copier,
+        streams: bool = True,
+    ):
         self.name, self._links, self._control, self._deadline_s, self._slots = name, links, control, deadline_s, slots
+        self._copier, self._streams = copier, streams and bool(slots.counters)
         counters = slots.counters or [None] * NUM_SLOTS
         self._progress = [Progress(num_buckets, counter) for counter in counters]
         self._free: queue.Queue[int] = queue.Queue()
@@ -242,10 +256,10 @@ class Publisher:
 
     def _deliver(self, job: _Job) -> None:
         data, progress = self._slots.tensors[job.slot], self._progress[job.slot]
-        if not self._slots.counters:
+        if not self._streams:
             job.staged.wait()
-        staged = job.staged.wait if self._slots.counters else None
-        digests = send_version(self._links, job.version, job.slot, data, progress, job.evaluate, job.wait, staged)
+        staged = job.staged.wait if self._streams else None
+        digests = send_version(self._links, job.version, job.slot, data, progress, job.evaluate, job.wait, self._copier, staged)
         if job.must_differ and self.bytes_per_sync and digests == self._last:
             raise WeightsError(
                 f"weights of version {job.version} equal those of the version before, after an optimizer step: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from llamarl.ddma.copies import kernel_version
 from llamarl.ddma.links import WeightsError
 
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "cuda_ipc")
@@ -23,14 +25,17 @@ class End:
     host: str  # equal on ranks that share memory files
     gpu: str | None  # the GPU's uuid, None on a CPU
     nccl: bool = False
+    kernel: str = ""  # copies.kernel_version()
+    num_cores: int = 1  # that this process may use
 
 
 def this_end(rank: int, device: torch.device) -> End:
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+    on_cpu = {"kernel": kernel_version(), "num_cores": len(os.sched_getaffinity(0))}
     if device.type != "cuda":
-        return End(rank, host, None)
-    return End(rank, host, str(torch.cuda.get_device_properties(device).uuid), dist.is_nccl_available())
+        return End(rank, host, None, **on_cpu)
+    return End(rank, host, str(torch.cuda.get_device_properties(device).uuid), dist.is_nccl_available(), **on_cpu)
 
 
 def choose_transports(asked: str, pairs: list[tuple[End, End]]) -> dict[tuple[int, int], str]:

@@ -7,8 +7,8 @@ import torch
 
 from llamarl.control import Control
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
+from llamarl.ddma.copies import Copier, fold
 from llamarl.ddma.layout import Destination, Source
-from llamarl.ddma.links import Digest
 from llamarl.ddma.transports import this_end
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf
@@ -20,9 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def digest_of(flat: torch.Tensor) -> int:
-    state = Digest()
-    state.update(flat)
-    return state.value()
+    return fold([Copier("device").digest(flat)])
 
 
 def test_a_device_digest_sees_a_changed_byte_and_exchanged_words():

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as torch_box
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from llamarl.ddma.copies import Copier
 from llamarl.ddma.layout import Destination, Parameter, Source, buffer_of, travelling
 from llamarl.ddma.payload import Target, buckets_of, buckets_of_buffer, size_of
 from llamarl.ddma.plan import SMALL_BYTES, make_plan
@@ -254,7 +255,7 @@ def test_the_copies_of_a_receiver_are_those_of_the_index_arithmetic(topology):
             payload = payload_of(buckets, full)
             carry(buckets, payload, of, want, torch.zeros(of.num_bytes, dtype=torch.int32))
             for bucket in buckets:
-                Target(bucket, of, got).write(payload[bucket.start : bucket.end], bucket.start)
+                Target(bucket, of, got).write(payload[bucket.start : bucket.end], bucket.start, Copier("xxh3"))
         assert torch.equal(got, want)
 
 

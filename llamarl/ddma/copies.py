@@ -1,0 +1,131 @@
+"""Copies of pieces, and 64-bit digests of their bytes: what the two ends of a link compare.
+
+    lanes    CPU, where both ends have the kernel of native/copy.c: copied and digested in one pass over memory
+    xxh3     CPU without it: PyTorch copies, XXH3 reads each block again while it is in the cache
+    device   GPU, which no byte should leave for this: sums of the words in each of 512 columns, weighted; parts in another
+             order show, whole 4 KiB rows exchanged inside one do not
+
+A bucket's digest is folded from those of its moves, in their order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+from pathlib import Path
+from typing import Iterable, Literal
+
+import torch
+import xxhash
+from torch import Tensor
+
+from llamarl import native
+
+Method = Literal["lanes", "xxh3", "device"]
+BLOCK_BYTES = 4 << 20  # copied and hashed while in cache
+_FOLD, _WORD = 1000003, 1 << 64
+
+
+@functools.cache
+def kernel_version() -> str:
+    """Of the copying kernel that this process has; equal versions give equal digests. Empty without one."""
+    if _kernels() is None:
+        return ""
+    return hashlib.sha256((Path(native.__file__).parent / "copy.c").read_bytes()).hexdigest()[:16]
+
+
+class Copier:
+    """Copies and digests by one method."""
+
+    def __init__(self, method: Method):
+        self.method = method
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether the digest of a copy comes with it."""
+        return self.method == "lanes"
+
+    def copy(self, target: Tensor, source: Tensor) -> int | Tensor:
+        """Copy source to target, of the same shape; the digest of the target's bytes, row after row.
+
+        One of them is contiguous; dtypes may differ.
+        """
+        if self.method == "lanes" and (digest := _copy_in_lanes(target, source)) is not None:
+            return digest
+        if self.method == "xxh3" and target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype:
+            state = xxhash.xxh3_64()
+            for block, new in zip(_bytes(target).split(BLOCK_BYTES), _bytes(source).split(BLOCK_BYTES)):
+                block.copy_(new)
+                state.update(block.numpy())
+            return state.intdigest()
+        target.copy_(source)
+        return self.digest(target.contiguous())
+
+    def digest(self, of: Tensor) -> int | Tensor:
+        """The digest of a contiguous tensor's bytes: an int, or for `device` a tensor [] int64 that is not waited for."""
+        flat = _bytes(of)
+        if self.method == "device":
+            return _device_digest(flat)
+        if self.method == "lanes":
+            return _kernels().digest_of(flat.data_ptr(), flat.numel())
+        state = xxhash.xxh3_64()
+        for block in flat.split(BLOCK_BYTES):
+            state.update(block.numpy())
+        return state.intdigest()
+
+
+def fold(digests: Iterable[int | Tensor]) -> int:
+    """One digest of several, in order; signed, so that it fits an int64. Waits for the device."""
+    total: int | Tensor = 0
+    for digest in digests:
+        total = total * _FOLD + digest
+        total = total % _WORD if isinstance(total, int) else total
+    total = int(total)
+    return total - _WORD if total >> 63 > 0 else total
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@functools.cache
+def _kernels() -> ctypes.CDLL | None:
+    kernels = native.library("copy")
+    if kernels is not None:
+        address, count = ctypes.c_void_p, ctypes.c_uint64
+        kernels.digest_of.argtypes = [address, count]
+        kernels.copy_run.argtypes = [address, address, count]
+        kernels.copy_rows.argtypes = [address, count, address, count, count, count]
+        kernels.cast_rows.argtypes = [address, address, count, count, count]
+        for kernel in (kernels.digest_of, kernels.copy_run, kernels.copy_rows, kernels.cast_rows):
+            kernel.restype = count
+    return kernels
+
+
+def _copy_in_lanes(target: Tensor, source: Tensor) -> int | None:
+    """By a kernel; None if there is none for these dtypes or strides."""
+    if target.is_cuda or source.is_cuda:
+        return None
+    kernels, size = _kernels(), target.dtype.itemsize
+    if target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
+        return kernels.copy_run(target.data_ptr(), source.data_ptr(), target.numel() * size)
+    if target.dim() > 2 or target.stride(-1) != 1 or source.stride(-1) != 1:
+        return None
+    rows, width = (1, target.numel()) if target.dim() == 1 else target.shape
+    if target.dtype == source.dtype and (target.is_contiguous() or source.is_contiguous()):
+        strides = target.stride(0) * size, source.stride(0) * size
+        return kernels.copy_rows(target.data_ptr(), strides[0], source.data_ptr(), strides[1], width * size, rows)
+    if (source.dtype, target.dtype) == (torch.float32, torch.bfloat16) and target.is_contiguous():
+        return kernels.cast_rows(target.data_ptr(), source.data_ptr(), source.stride(0), width, rows)
+    return None
+
+
+def _device_digest(flat: Tensor) -> Tensor:
+    """[] int64, wrapping."""
+    flat = flat.clone() if flat.storage_offset() % 8 else flat  # words must lie on words
+    whole = flat.numel() // 4096 * 4096
+    columns = torch.arange(512, device=flat.device) * 2 + 1
+    total = (flat[:whole].view(torch.int64).view(-1, 512).sum(0) * columns).sum()
+    tail = flat[whole:].long()
+    return total * 1000003 + (tail * (torch.arange(tail.numel(), device=flat.device) * 2 + 257)).sum() + flat.numel()
