@@ -85,36 +85,48 @@ uint64_t digest_of(const char *bytes, uint64_t size) {
     return end(&d, size);
 }
 
-/* One run of bytes. Stores go past the cache where the target allows it: it is far larger, and is read by another core. */
-uint64_t copy_run(char *restrict target, const char *restrict source, uint64_t size) {
-    digest d;
-    begin(&d);
+/* A run of bytes; only the last of a piece may end within a stripe. Stores go past the cache where the target allows it:
+   it is far larger, and is read by another core. */
+static void copy_on(digest *d, char *restrict target, const char *restrict source, size_t size) {
+    digest s = *d;
     size_t at = 0;
-    if (((uintptr_t)target & 63) == 0) {
+    if (((uintptr_t)target & 63) == 0)
         for (; at + STRIPE <= size; at += STRIPE)
             for (int v = 0; v < NUM_VECTORS; v++) {
                 vector word = *(const vector *)(source + at + 64 * v);
                 stream(target + at + 64 * v, word);
-                d.lanes[v] = mixed(d.lanes[v], word);
+                s.lanes[v] = mixed(s.lanes[v], word);
             }
-        fence();
-    }
+    *d = s;
     for (; at < size; at += CHUNK) {
         size_t n = size - at < CHUNK ? size - at : CHUNK;
         memcpy(target + at, source + at, n);
-        take_in(&d, target + at, n);
+        take_in(d, target + at, n);
     }
+}
+
+uint64_t copy_run(char *restrict target, const char *restrict source, uint64_t size) {
+    digest d;
+    begin(&d);
+    copy_on(&d, target, source, size);
+    fence();
     return end(&d, size);
 }
 
 /* Rows of `width` bytes; the target's, or the source's, lie end to end and are what is digested. */
 uint64_t copy_rows(char *target, uint64_t target_stride, const char *source, uint64_t source_stride, uint64_t width, uint64_t rows) {
     if (target_stride == width && source_stride == width) return copy_run(target, source, width * rows);
-    int packs = target_stride == width;
     digest d;
     begin(&d);
-    uint64_t digested = 0, total = width * rows;
+    uint64_t total = width * rows;
+    if (width % STRIPE == 0) {
+        for (uint64_t row = 0; row < rows; row++) copy_on(&d, target + row * target_stride, source + row * source_stride, width);
+        fence();
+        return end(&d, total);
+    }
+    int packs = target_stride == width;
     const char *run = packs ? target : source;
+    uint64_t digested = 0;
     for (uint64_t row = 0; row < rows; row++) {
         uint64_t needed = packs ? row * width : (row + 1) * width; /* what is copied already, or is read next */
         while (digested + CHUNK <= needed || (!packs && digested < needed)) {
