@@ -33,6 +33,7 @@ from torch import Tensor
 from llamarl.control import Control
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
+from llamarl.ddma.transfer import give_way
 from llamarl.ddma.transports import End, this_end
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
@@ -70,7 +71,7 @@ class Rank:
         self.trains = self.world.rank in self.trainers
         names = [f"rank {r}" for r in range(self.world.size)]
         self.control = Control(self.store, rank=self.world.rank, world_size=self.world.size, leader=0, names=names)
-        self.groups = [link_group(self.trainers, self.generators) for _ in range(3)]
+        self.groups = [link_group(self.trainers, self.generators, behind=b) for b in (give_way, give_way, None)]
         self.shapes = parameter_shapes(self.config)
         self.control.start()
 
@@ -167,15 +168,15 @@ class Rank:
     def raw_gloo(self, plan) -> float:
         """Seconds for the plan's bytes by plain send and recv, a chunk at a time."""
         seconds, group = [], self.groups[2]
-        flat = torch.ones(CHUNK, dtype=torch.uint8)
         tp = self.destination.tp
+        flat = torch.ones(int(plan.bytes_to.sum()), dtype=torch.uint8)  # as large as what travels: no cache holds it
         for _ in range(WARM_UP + self.repeats):
             began = self.together()
             for r in range(self.destination.num_ranks):
                 for s in self.trainers:
                     size = int(plan.bytes_to[s, r % tp])
                     for at in range(0, size, CHUNK):
-                        part = flat[: min(CHUNK, size - at)]
+                        part = flat[at : at + min(CHUNK, size - at)]
                         if self.world.rank == s:
                             dist.send(part, self.generators[r], group=group, tag=100)
                         elif self.world.rank == self.generators[r]:

@@ -39,6 +39,7 @@ from llamarl.checkpoint import Checkpointer
 from llamarl.control import Control, DeadlineExceeded
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
+from llamarl.ddma.transfer import give_way
 from llamarl.ddma.transports import End, this_end
 from llamarl.executor import POLL_S, Executor
 from llamarl.ledger import TicketDesk
@@ -165,7 +166,7 @@ class ExecutorController:
 
     def _connect(self, channel: Channel, ends: list[End]):
         sources, destinations = self.placement[channel.source.name], self.placement[channel.destination.name]
-        group = link_group(sources, destinations)
+        group = link_group(sources, destinations, behind=give_way if isinstance(channel, Weights) else None)
         if not isinstance(channel, Weights):
             return connect(channel, sources, destinations, group, self.control)
         trainer, generator = channel.source, channel.destination

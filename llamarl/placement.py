@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Callable
 
 import numpy as np
 import torch
@@ -95,10 +97,18 @@ def _lines(mesh: np.ndarray, axis: int) -> list[tuple[int, ...]]:
     return [tuple(line) for line in np.moveaxis(mesh, axis, -1).reshape(-1, mesh.shape[axis]).tolist()]
 
 
-def link_group(sources: tuple[int, ...], destinations: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """Collective over the world: a gloo group for one channel's p2p, or None when both sides are one and the same rank."""
+def link_group(
+    sources: tuple[int, ...], destinations: tuple[int, ...], *, behind: Callable[[], None] | None = None
+) -> dist.ProcessGroup | None:
+    """Collective over the world: a gloo group for one channel's p2p, or None when both sides are one and the same rank.
+
+    behind: called in the thread that makes the group, whose priority the group's own thread takes over.
+    """
     ranks = sorted({*sources, *destinations})
-    return dist.new_group(ranks, backend="gloo", timeout=_LINK_TIMEOUT) if len(ranks) > 1 else None
+    if len(ranks) == 1:
+        return None
+    with ThreadPoolExecutor(1, initializer=behind) as maker:
+        return maker.submit(dist.new_group, ranks, backend="gloo", timeout=_LINK_TIMEOUT).result()
 
 
 def device_link_group(sources: tuple[int, ...], destinations: tuple[int, ...], ends: list[End]) -> dist.ProcessGroup | None:

@@ -19,7 +19,7 @@ from llamarl.ddma.layout import FUSED, Buffer, Destination, Source, buffer_of, t
 from llamarl.ddma.links import LocalLink, RankLink, WeightsError, make_slots
 from llamarl.ddma.transports import End, choose_transports
 from llamarl.ddma.plan import Plan, make_plan
-from llamarl.ddma.payload import Bucket, Progress, buckets_of, buckets_of_buffer, size_of
+from llamarl.ddma.payload import BUCKET_BYTES, Bucket, Progress, buckets_of, buckets_of_buffer, size_of
 from llamarl.ddma.subscriber import Incoming, Staged, Subscriber
 from llamarl.ddma.transfer import Outgoing, Publisher
 from llamarl.inference.quantize import QUANTIZED, quantize_rows
@@ -73,6 +73,7 @@ class WeightsRoute:
         # Both ends of every link digest in the same memory.
         gpus = all(ends[rank].gpu for rank in (*sources, *destinations))
         self.on_device = gpus and not on_host and not {"shm", "gloo"} & set(self._transports.values())
+        self.bucket_bytes = BUCKET_BYTES["cuda" if self.on_device else "cpu"]
         kernels = {ends[rank].kernel for rank in (*sources, *destinations)}
         self.copier = Copier("device" if self.on_device else "lanes" if len(kernels) == 1 and "" not in kernels else "xxh3")
         self.busy = _ranks_outnumber_cores(ends, {*sources, *destinations}, control.rank)
@@ -126,10 +127,12 @@ class WeightsSender:
         self._buckets: list[tuple[int, Bucket]] = []  # of all links: base in the slot, bucket
         links, base, peers = [], 0, []
         for t in range(route.destination.tp):
-            buckets = tuple(buckets_of(plan.pieces(self._rank, t)))
+            buckets = tuple(buckets_of(plan.pieces(self._rank, t), route.bucket_bytes))
             for replica in plan.feeds(self._rank) if buckets else []:
-                peers.append(peer := route.destinations[replica * route.destination.tp + t])
-                links.append(Outgoing(route.link(peer, sending=True), base, len(self._buckets), buckets))
+                place = replica * route.destination.tp + t
+                peers.append(peer := route.destinations[place])
+                handed_on = plan.follower(place) is not None
+                links.append(Outgoing(route.link(peer, sending=True), base, len(self._buckets), buckets, handed_on))
             self._buckets += [(base, bucket) for bucket in buckets]
             base += size_of(buckets)
         in_shared_memory = "shm" in {route.transport(peer, sending=True) for peer in peers}
@@ -240,11 +243,11 @@ class WeightsReceiver:
         device = parameters[0][1].device
         self._parameters = [p for _, p in parameters]
         feeders, upstream = plan.feeders(me)
-        whole = tuple(buckets_of_buffer(of))
+        whole = tuple(buckets_of_buffer(of, route.bucket_bytes))
         incoming = [
             Incoming(
                 route.link(route.sources[s], sending=False),
-                tuple(buckets_of(plan.pieces(s, t))),
+                tuple(buckets_of(plan.pieces(s, t), route.bucket_bytes)),
                 f"trainer rank {route.sources[s]}",
             )
             for s in feeders
@@ -252,9 +255,10 @@ class WeightsReceiver:
         if upstream is not None:
             peer = route.destinations[upstream]
             incoming = [Incoming(route.link(peer, sending=False), whole, f"generator rank {peer}")]
-        follower = plan.follower(me)
-        if follower is not None:
-            follower = Outgoing(route.link(route.destinations[follower], sending=True), 0, 0, whole)
+        after, follower = plan.follower(me), None
+        if after is not None:
+            handed_on = plan.follower(after) is not None
+            follower = Outgoing(route.link(route.destinations[after], sending=True), 0, 0, whole, handed_on)
         # On a GPU graphs hold the parameters' addresses, so weights are copied over; else two buffers change places.
         self._exchange = device.type == "cpu"
         where = {"device": device} if route.on_device else {"pin_memory": device.type == "cuda"}

@@ -14,7 +14,7 @@ from llamarl.ddma.copies import Copier, fold
 from llamarl.ddma.plan import Piece
 from llamarl.models.sharding import Box
 
-BUCKET_BYTES = 16 << 20
+BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}  # on a CPU a bucket stays in the cache between its arrival and its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Bucket:
         return fold(copier.digest(flat[move.start : move.end]) for move in self.moves)
 
 
-def buckets_of(pieces: list[Piece], limit: int = BUCKET_BYTES) -> list[Bucket]:
+def buckets_of(pieces: list[Piece], limit: int) -> list[Bucket]:
     """Lay pieces end to end, each on a cache line, in buckets of about `limit` bytes; a larger piece is cut by rows."""
     buckets, moves, at = [], [], 0
     for piece in pieces:
@@ -61,7 +61,7 @@ def buckets_of(pieces: list[Piece], limit: int = BUCKET_BYTES) -> list[Bucket]:
     return buckets + [Bucket(tuple(moves))] * bool(moves)
 
 
-def buckets_of_buffer(of: Buffer, limit: int = BUCKET_BYTES) -> list[Bucket]:
+def buckets_of_buffer(of: Buffer, limit: int) -> list[Bucket]:
     """The same for all that a receiver holds, where it lies in its buffer."""
     buckets, moves = [], []
     for held in sorted(of.held.values(), key=lambda h: h.start):

@@ -17,6 +17,8 @@ from llamarl.ddma.links import Header, Kind, LinkTimeout, LocalLink, Slots, Weig
 from llamarl.ddma.payload import Bucket, Cover, Progress, Target
 from llamarl.ddma.transfer import MAX_RETRIES, Outgoing, send_version, step_back
 
+AHEAD = 8  # buckets that may arrive before this thread, which works behind the model, comes to look at them
+
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
@@ -58,6 +60,7 @@ class Subscriber:
         self.name, self._links, self._control, self._deadline_s, self._buffers = name, links, control, deadline_s, buffers
         self._targets = [[[Target(b, of, flat) for b in incoming.buckets] for incoming in links] for flat in buffers]
         self._copier, self._idle = copier, 0
+        self._scratches: dict[tuple[int, int], Tensor] = {}
         self._state = threading.Condition()
         self._staged: Staged | None = None
         self._receiving: int | None = None  # version; its links that are not whole yet
@@ -158,30 +161,38 @@ class Subscriber:
         """Copy or receive these buckets into the idle buffer; the digest of each as it lies there."""
         link, targets, order = incoming.link, self._targets[self._idle][index], begin["buckets"]
 
-        def fetch(i: int):
-            """What waits for the bytes, and for the digest where it comes with them."""
+        def fetch(n: int):
+            """What waits for the bytes of the n-th, and for the digest where it comes with them."""
+            i = order[n]
             bucket, place = incoming.buckets[i], None
             if link.streams:
-                place = targets[i].in_place if targets[i].in_place is not None else self._scratch(bucket)
+                place = targets[i].in_place if targets[i].in_place is not None else self._scratch(index, n % AHEAD, bucket)
             ready = begin["first"] + i + 1 if begin["staging"] else 0
-            return link.fetch(begin["slot"], bucket.start, bucket.end - bucket.start, place, ready), link.fetch_digest()
+            said = link.fetch_digest() if self._follower else None
+            return link.fetch(begin["slot"], bucket.start, bucket.end - bucket.start, place, ready), said
 
         found: dict[int, int] = {}
-        coming: list = [fetch(i) for i in order[:1]]
+        def hand_on(n: int) -> None:
+            """At once what is known to be right; else it is when END has said so. A digest comes behind the bucket after its own."""
+            said = coming[n][1]
+            if said and said(self._deadline_s) == found[order[n]]:
+                self._cover.arrived(index, order[n], self._whole)
+
+        coming: list = [fetch(n) for n in range(min(AHEAD - 1, len(order)))]
         for n, i in enumerate(order):
-            coming += [fetch(following) for following in order[n + 1 : n + 2]]  # which comes while this one is digested
-            arrived, said = coming[n]
-            coming[n] = None
+            if n + AHEAD - 1 < len(order):
+                coming.append(fetch(n + AHEAD - 1))
             try:
-                data = arrived(self._deadline_s)
+                data = coming[n][0](self._deadline_s)
             except LinkTimeout as error:
                 raise WeightsError(
                     f"version {version} stopped on its way with buckets {order[n:]} of {len(incoming.buckets)} to come: {error}"
                 ) from error
             found[i] = targets[i].write(data, incoming.buckets[i].start, self._copier)
-            # Handed on at once where it is known to be right; else when END has said so.
-            if said and said(self._deadline_s) == found[i] and self._follower:
-                self._cover.arrived(index, i, self._whole)
+            if n:
+                hand_on(n - 1)
+        if order:
+            hand_on(len(order) - 1)
         return found
 
     def _end_of_versions(self, index: int) -> bool:
@@ -189,8 +200,12 @@ class Subscriber:
             self._versions.put(None)
         return False
 
-    def _scratch(self, bucket: Bucket) -> Tensor:
-        return torch.empty(bucket.end - bucket.start, dtype=torch.uint8, device=self._buffers[0].device)
+    def _scratch(self, index: int, which: int, bucket: Bucket) -> Tensor:
+        """One of a link's places for buckets that are scattered from there; kept, for fresh memory is slow."""
+        if (index, which) not in self._scratches:
+            largest = max(b.end - b.start for b in self._links[index].buckets)
+            self._scratches[index, which] = torch.empty(largest, dtype=torch.uint8, device=self._buffers[0].device)
+        return self._scratches[index, which][: bucket.end - bucket.start]
 
     def _claim(self, version: int, evaluate: bool) -> bool:
         """Wait until the idle buffer is this version's: dropping a staged one, unless that must be kept. False when closing."""

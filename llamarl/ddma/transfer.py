@@ -42,12 +42,16 @@ MAX_RETRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A sender's end of a link, and which of the sender's bytes it carries. Those with an equal base carry the same ones."""
+    """A sender's end of a link, and which of the sender's bytes it carries. Those with an equal base carry the same ones.
+
+    handed_on: the receiver hands each bucket on as soon as it knows it to be right, and is told its digest with it.
+    """
 
     link: LocalLink
     base: int
     first_bucket: int  # the number of this link's first bucket among the sender's
     buckets: tuple[Bucket, ...]
+    handed_on: bool = False
 
 
 def send_version(
@@ -122,19 +126,23 @@ def _send_bucket(
     if number not in digests:
         known = progress.digest(number)
         digests[number] = bucket.digest(flat, copier) if known is None else known
-    return [waits, out.link.send_digest(digests[number])]
+    return [waits, out.link.send_digest(digests[number])] if out.handed_on else [waits]
 
 
 NICE = 10  # of threads that work behind the model: a tenth of a core that both want
 
 
-def step_back(device: torch.device) -> None:
-    """This thread works behind the model: it gives way where there are too few cores, and its copies do not queue behind the
-    model's kernels."""
+def give_way() -> None:
+    """This thread, and those that it starts, work behind the model: they give way where there are too few cores."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
     except (OSError, AttributeError):
         pass  # no such thing on this system: all threads are equal
+
+
+def step_back(device: torch.device) -> None:
+    """This thread gives way, and its copies do not queue behind the model's kernels."""
+    give_way()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))

@@ -385,7 +385,7 @@ def test_a_version_that_never_begins_is_named_by_the_sender_that_runs_out_of_slo
 
 def test_generators_that_never_take_weights_are_named_within_the_deadline():
     link = SpyLink()
-    buckets = tuple(buckets_of(make_plan(CONFIG, PARAMETERS, Source(), Destination()).pieces(0, 0)))
+    buckets = tuple(buckets_of(make_plan(CONFIG, PARAMETERS, Source(), Destination()).pieces(0, 0), BUCKET))
     slots = Slots([torch.zeros(size_of(buckets), dtype=torch.uint8) for _ in range(2)])
     publisher = Publisher("policy", slots, [Outgoing(link, 0, 0, buckets)], len(buckets), alone(), 0.3, COPIER)
 
