@@ -164,6 +164,25 @@ def test_replicas_and_tensor_parallel_trainers_train_as_one_rank_does(synchronou
 
 
 @pytest.mark.slow
+def test_scales_of_rows_that_trainer_ranks_share_are_those_of_whole_rows(tmp_path):
+    """With int8, a scale of a part of a row would sample other tokens."""
+    common = ("generator.quantize=int8", "max_lag=0", "max_steps=2", "eval.every=0")
+    with Job(*SMALL, *common, run_dir=tmp_path / "one", ranks=1) as job:
+        assert job.wait() == 0, job.output
+        want = job.rows
+    three = ("placement.trainer=[0,1]", "placement.generator=[2]", "trainer.tensor_parallel=2")
+    with Job(*SMALL, *common, *three, run_dir=tmp_path / "run", ranks=3) as job:
+        assert job.wait() == 0, job.output
+        rows = job.rows
+    for row, expected in zip(rows, want, strict=True):
+        for name in ("reward/mean", "tokens/trained", "tokens/generated"):
+            assert row[name] == expected[name]
+        for name in ("loss/value", "grad_norm", "weights/quantization_kl"):
+            assert row[name] == pytest.approx(expected[name], abs=SHARDED, rel=SHARDED)
+    assert rows[-1]["weights/quantization_kl"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1])
 def test_two_ranks_that_share_the_generators_model_train_as_one_does(synchronous_run, tmp_path, lag):
     three = (f"max_lag={lag}", "placement.generator=[1,2]", "generator.tensor_parallel=2", "max_steps=3", "eval.every=3")
