@@ -15,6 +15,8 @@ from llamarl.inference import SamplingParams
 from llamarl.launch import Job
 from llamarl.learning.buffer import BUFFERS
 from llamarl.learning.losses import check_options, options_of, resolve_loss
+from llamarl.learning.losses.common import needs_all_completions
+from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.update import UpdateSettings
 from llamarl.parity import TOP
 
@@ -96,9 +98,12 @@ def build_references(config: Config, job: Job) -> list[FrozenReference]:
 
 
 def build_trainer(config: Config, job: Job) -> FSDPTrainer:
-    t, loss_fn = config.trainer, resolve_loss(config.loss.fn)
-    options = config.loss.keywords_for(options_of(loss_fn))
+    t, c, loss_fn = config.trainer, config.loss, resolve_loss(config.loss.fn)
+    options = c.options_for(options_of(loss_fn))
     check_options(loss_fn, options)
+    loss_fn = regularised(
+        partial(loss_fn, **options), kl_coef=c.kl_coef, kl_estimator=c.kl_estimator, entropy_coef=c.entropy_coef
+    )
     g = config.generator
     # Where the generator samples from another distribution on purpose, fresh tokens' logprobs are not the trainer's.
     differs = g.top_k > 0 or g.top_p < 1 or g.min_new_tokens > 0 or g.quantize != "none"
@@ -112,7 +117,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         temperature=config.temperature,
         advantages=t.advantages,
         # Exact where the loss is the policy gradient alone: such completions add nothing to it.
-        skip_zero_advantage=t.skip_zero_advantage and not options.get("kl_coef"),
+        skip_zero_advantage=t.skip_zero_advantage and not needs_all_completions(loss_fn),
         parity_tolerance=None if differs else t.parity_tolerance,
     )
     return FSDPTrainer(
@@ -122,7 +127,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         replicate=t.replicate,
         tensor_parallel=t.tensor_parallel,
         activation_checkpointing=t.activation_checkpointing,
-        loss_fn=partial(loss_fn, **options),
+        loss_fn=loss_fn,
         update=update,
         buffer=BUFFERS[config.buffer.kind](),
         adam=AdamSettings(beta1=t.beta1, beta2=t.beta2, eps=t.eps, weight_decay=t.weight_decay),

@@ -19,16 +19,17 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from llamarl.loss_options import LOSS_OPTIONS, NEED_REFERENCE, contradiction
 from llamarl.ranks import generator_problems, idle_ranks, placement_of, placement_problems, resolve_placement
 from llamarl.settings import (
-    Config, ConfigError, LossSettings, Problem, config_differences, did_you_mean, known_keys, load_config,
-    save_config, show, to_config, to_values,
+    Config, ConfigError, LossSettings, Problem, config_differences, convert, describe, did_you_mean, known_keys, load_config,
+    names_of, save_config, show, to_config, to_values,
 )  # fmt: skip
 
 __all__ = [
@@ -72,6 +73,8 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
          "a group does not fit the slots of a generator; raise generator.max_slots"),
         ("loss.kl_coef reference.enabled", bool(c.loss.kl_coef) and not c.reference.enabled,
          "needs a reference: reference=frozen, or loss.kl_coef=0"),
+        ("loss.fn reference.enabled", c.loss.fn in NEED_REFERENCE and not c.reference.enabled,
+         "compares with a reference: reference=frozen"),
         ("trainer.warmup_steps max_steps", c.trainer.warmup_steps > c.max_steps > 0,
          "the warm-up would not end"),
         ("task.path task.kind", c.task.kind in ("jsonl", "gsm8k", "hf_dataset") and not c.task.path,
@@ -99,28 +102,51 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
 
 
 def _loss_problems(loss: LossSettings) -> list[Problem]:
-    """A loss that does not exist, or options that it does not take."""
-    names = sorted(file.stem for file in (CONF_DIR / "loss").glob("*.yaml"))
-    if loss.fn in names:
-        options = [key for key in OmegaConf.load(CONF_DIR / "loss" / f"{loss.fn}.yaml") if key != "fn"]
-        keys = [f"loss.{name}" for name in options]
-        unknown = {f"loss.{name}" for name in loss.options} - set(keys)
-        return [Problem(key, "unknown key" + did_you_mean(key, keys)) for key in sorted(unknown)]
-    if ":" not in loss.fn:
-        what = f"need {' or '.join(names)} or module:function{did_you_mean(loss.fn, names)}"
-        return [Problem(f"loss.fn={loss.fn}", what, ("loss.fn",))]
-    from llamarl.learning.losses import (
-        check_options,
-        options_of,
-        resolve_loss,
-    )  # imports torch, so only for a loss of the user's own
+    """A loss that does not exist, or options that it does not take or that cannot be."""
+    files = {file.stem: OmegaConf.load(file)["loss"] for file in sorted((CONF_DIR / "loss").glob("*.yaml"))}
+    if ":" in loss.fn:
+        return _own_loss_problems(loss, list(files.values()))
+    where = f"loss.fn={loss.fn}"
+    if loss.fn not in files:
+        return [Problem(where, f"need {' or '.join(files)} or module:function{did_you_mean(loss.fn, list(files))}", ("loss.fn",))]
+    names = [name for name in files[loss.fn] if name != "fn"]
+    if not set(names) <= set(loss.options):
+        return [Problem(where, f"has options of its own; choose it with them: loss={loss.fn}", ("loss.fn",))]
+    keys, problems = [f"loss.{name}" for name in names], []
+    for name, value in loss.options.items():
+        key = f"loss.{name}"
+        if name not in names:
+            nearest = f"; {loss.fn} does not take it" if name in LOSS_OPTIONS else did_you_mean(key, keys)
+            problems.append(Problem(key, f"unknown key{nearest}", (key,)))
+            continue
+        try:
+            convert(value, LOSS_OPTIONS[name])
+        except ValueError:
+            hint = LOSS_OPTIONS[name]
+            nearest = did_you_mean(value, names_of(hint)) if isinstance(value, str) else ""
+            problems.append(Problem(f"{key}={show(value)}", f"need {describe(hint)}{nearest}", (key,)))
+    if not problems and (wrong := contradiction(loss.options)):
+        keys = [f"loss.{name}" for name in wrong[0].split()]
+        where = " ".join(f"{key}={show(loss.options[key[5:]])}" for key in keys)
+        problems.append(Problem(where, wrong[1], tuple(keys)))
+    return problems
 
+
+def _own_loss_problems(loss: LossSettings, published: list[Mapping[str, object]]) -> list[Problem]:
+    """The same for a function of the user's own, beside which the options of the chosen file in conf/loss are still there."""
+    from llamarl.learning.losses import check_options, options_of, resolve_loss  # imports torch, so only here
+
+    where, keys = f"loss.fn={loss.fn}", ("loss.fn",)
     try:
         fn = resolve_loss(loss.fn)
-        check_options(fn, loss.keywords_for(options_of(fn)))
+        check_options(fn, loss.options_for(options_of(fn)))
     except ValueError as error:
-        return [Problem(f"loss.fn={loss.fn}", line, ("loss.fn",)) for line in str(error).splitlines()]
-    return []
+        return [Problem(where, line, keys) for line in str(error).splitlines()]
+    dropped = set(loss.options) - set(loss.options_for(options_of(fn)))
+    given = [name for name in sorted(dropped) if loss.options[name] not in [None, *(options.get(name) for options in published)]]
+    return [
+        Problem(f"loss.{name}={show(loss.options[name])}", f"{loss.fn} does not take it", (f"loss.{name}",)) for name in given
+    ]
 
 
 # --- The command line ---
@@ -147,7 +173,7 @@ def check_command_line(
             problems.append(Problem(text.lstrip("+") if what.startswith("need") else key, what, (key,)))
             continue
         # Options of a loss are no part of the schema: Hydra must be told to add them.
-        own = key.startswith("loss.") and key not in known_keys()
+        own = key.startswith("loss.") and key[5:] not in ("fn", "kl_coef", "kl_estimator", "entropy_coef")
         accepted.append("++" * own + text.lstrip("+"))
         choices.append([(key, "++" * own + value.lstrip("+")) for value in values])
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):

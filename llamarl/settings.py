@@ -19,29 +19,8 @@ from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """low <= value <= high; low < value when open."""
-
-    low: float
-    high: float = math.inf
-    open: bool = False
-
-    def __contains__(self, value: float) -> bool:
-        return (self.low < value if self.open else self.low <= value) and value <= self.high
-
-    def __str__(self) -> str:
-        if self.high < math.inf:
-            return f"between {self.low} and {self.high}" + (f", {self.low} excluded" if self.open else "")
-        return f"above {self.low}" if self.open else f"of at least {self.low}"
-
-
-Count = Annotated[int, Range(1)]
-Natural = Annotated[int, Range(0)]
-Positive = Annotated[float, Range(0, open=True)]
-NonNegative = Annotated[float, Range(0)]
-Beta = Annotated[float, Range(0, 0.999999)]
+from llamarl.loss_options import LOSS_OPTIONS
+from llamarl.ranges import Beta, Count, Natural, NonNegative, Positive, Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +94,7 @@ class TrainerSettings:
     eps: Positive
     schedule: Literal["constant", "linear", "cosine", "wsd"]
     warmup_steps: Natural
-    advantages: Literal["group_mean", "group_mean_std"]
+    advantages: Literal["group_mean", "group_mean_std", "leave_one_out"]
     compute_dtype: Literal["float32", "bfloat16"]
     activation_checkpointing: bool
     parity_tolerance: Positive
@@ -125,19 +104,14 @@ class TrainerSettings:
 @dataclass(frozen=True, slots=True)
 class LossSettings:
     fn: str  # the name of a file in conf/loss, or module:function
-    ratio_cap: Positive | None
-    kl_coef: NonNegative | None
+    kl_coef: NonNegative
+    kl_estimator: Literal["k1", "k2", "k3"]
+    entropy_coef: NonNegative
     options: dict[str, object]  # every further key of loss.*, for the function alone
 
-    @property
-    def keywords(self) -> dict[str, object]:
-        """The keyword arguments that the loss function is called with; null values are left to its own defaults."""
-        named = {"ratio_cap": self.ratio_cap, "kl_coef": self.kl_coef, **self.options}
-        return {key: value for key, value in named.items() if value is not None}
-
-    def keywords_for(self, taken: set[str]) -> dict[str, object]:
-        """The same for a function of the user's own, which need not take the options of the losses that come with the package."""
-        return {key: value for key, value in self.keywords.items() if key in taken or key in self.options}
+    def options_for(self, taken: set[str]) -> dict[str, object]:
+        """The options for a function that takes these: one of the user's own need not take those that the package's losses have."""
+        return {key: value for key, value in self.options.items() if key in taken or key not in LOSS_OPTIONS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,13 +233,13 @@ def _hints(schema: type) -> dict[str, object]:
 
 @functools.cache
 def known_keys() -> tuple[str, ...]:
-    """Every key of the schema, sections included: ("max_steps", ..., "loss", "loss.fn", ...)."""
+    """Every key of the schema, sections and the options of all losses included: ("max_steps", ..., "loss", "loss.fn", ...)."""
     keys = []
     for key, hint in _hints(Config).items():
         keys.append(key)
         if is_dataclass(hint):
             keys += [f"{key}.{field.name}" for field in fields(hint) if field.name != "options"]
-    return tuple(keys)
+    return (*keys, *(f"loss.{name}" for name in LOSS_OPTIONS))
 
 
 def did_you_mean(key: str, names: Sequence[str]) -> str:
@@ -277,15 +251,15 @@ def did_you_mean(key: str, names: Sequence[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _describe(hint: object) -> str:
+def describe(hint: object) -> str:
     """What a value must be, in words."""
     if get_origin(hint) is Annotated:
         base, bounds = get_args(hint)
-        return f"{_describe(base)} {bounds}"
+        return f"{describe(base)} {bounds}"
     if get_origin(hint) is Literal:
         return " or ".join(get_args(hint))
     if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_describe(arm) for arm in get_args(hint))
+        return " or ".join(describe(arm) for arm in get_args(hint))
     words = {
         int: "a whole number",
         float: "a number",
@@ -298,33 +272,33 @@ def _describe(hint: object) -> str:
     return words[hint]
 
 
-def _names(hint: object) -> list[str]:
+def names_of(hint: object) -> list[str]:
     """The words among what a value may be."""
     if get_origin(hint) is Literal:
         return list(get_args(hint))
-    return [name for arm in get_args(hint) for name in _names(arm)]
+    return [name for arm in get_args(hint) for name in names_of(arm)]
 
 
-def _convert(value: object, hint: object) -> object:
+def convert(value: object, hint: object) -> object:
     """The value in the hint's type. ValueError, without words, if it does not fit."""
     origin = get_origin(hint)
     if origin is Annotated:
         base, bounds = get_args(hint)
-        converted = _convert(value, base)
+        converted = convert(value, base)
         if converted not in bounds:
             raise ValueError
         return converted
     if origin in (Union, types.UnionType):
         for arm in get_args(hint):
             try:
-                return _convert(value, arm)
+                return convert(value, arm)
             except ValueError:
                 continue
         raise ValueError
     if origin is Literal and value in get_args(hint):
         return value
     if origin is list and isinstance(value, list):
-        return [_convert(item, get_args(hint)[0]) for item in value]
+        return [convert(item, get_args(hint)[0]) for item in value]
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int and number and value == int(value):
         return int(value)
@@ -350,17 +324,17 @@ def _read(values: object, schema: type, prefix: str, problems: list[Problem]):
         if schema is LossSettings and name == "options":
             read[name], values = values, {}
         elif name not in values:
-            problems.append(Problem(key, f"missing; need {'a section' if is_dataclass(hint) else _describe(hint)}", (key,)))
+            problems.append(Problem(key, f"missing; need {'a section' if is_dataclass(hint) else describe(hint)}", (key,)))
         elif is_dataclass(hint):
             read[name] = _read(values.pop(name), hint, f"{key}.", problems)
         elif (value := values.pop(name)) == "???":
             problems.append(Problem(key, f"required: set {key}={name.upper()}", (key,)))
         else:
             try:
-                read[name] = _convert(value, hint)
+                read[name] = convert(value, hint)
             except ValueError:
-                nearest = did_you_mean(value, _names(hint)) if isinstance(value, str) else ""
-                problems.append(Problem(f"{key}={show(value)}", f"need {_describe(hint)}{nearest}", (key,)))
+                nearest = did_you_mean(value, names_of(hint)) if isinstance(value, str) else ""
+                problems.append(Problem(f"{key}={show(value)}", f"need {describe(hint)}{nearest}", (key,)))
     for name in values:
         problems.append(Problem(prefix + str(name), "unknown key" + did_you_mean(prefix + str(name), known_keys())))
     return schema(**read) if len(read) == len(fields(schema)) else None

@@ -1,7 +1,8 @@
-"""Rewards of a group become advantages. NaN marks a completion that must not be trained on: advantage 0, outside every mean.
+"""Rewards become advantages, by group, by token (GAE), or by choosing among the completions of a group.
 
-Rewards [..., G] give advantages of the same shape and dtype, float32 at least; leading dims are groups. A group with fewer
-than two valid rewards says nothing about which is better: all zeros.
+A group's functions take rewards [..., G] and give advantages of the same shape and dtype, float32 at least; leading dims are
+groups. NaN marks a completion that must not be trained on: advantage 0, outside every mean. A group with fewer than two valid
+rewards says nothing about which is better: all zeros.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-STD_EPS = 1e-6  # keeps a group of almost equal rewards from being blown up to unit variance
+from llamarl.learning.segments import mean_by
+
+STD_EPS = 1e-4  # TRL's; keeps a group of almost equal rewards from being blown up to unit variance
 
 
 def group_mean(rewards: Tensor) -> Tensor:
@@ -20,13 +23,88 @@ def group_mean(rewards: Tensor) -> Tensor:
 
 
 def group_mean_std(rewards: Tensor) -> Tensor:
-    """A_i = (r_i - mean(r)) / (std(r) + 1e-6), std over n - 1        (GRPO)"""
+    """A_i = (r_i - mean(r)) / (std(r) + 1e-4), std over n - 1        (GRPO, as TRL has it)"""
     centred, count = _centred(rewards)
     variance = centred.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)
     return (centred / (variance.sqrt() + STD_EPS)).to(_narrow(rewards))
 
 
-ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {"group_mean": group_mean, "group_mean_std": group_mean_std}
+def leave_one_out(rewards: Tensor) -> Tensor:
+    """A_i = r_i - mean of the others = n/(n - 1) (r_i - mean(r)), n valid rewards        (RLOO; TBA, eq. 6)"""
+    centred, count = _centred(rewards)
+    return (centred * count / (count - 1).clamp(min=1)).to(_narrow(rewards))
+
+
+ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "group_mean": group_mean,
+    "group_mean_std": group_mean_std,
+    "leave_one_out": leave_one_out,
+}
+
+
+def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """(advantages [R], returns [R]) of completions packed end to end.
+
+    A_t = sum_l (gamma lam)^l delta_{t+l},  delta_t = r_t + gamma V_{t+1} - V_t        (OPPO, eq. 1);  returns = A + V
+    rewards, values [R], lengths [N] int64 with sum R; nothing comes after a completion's last token: V = 0 there. Float64
+    inside, the values' dtype outside (float32 at least), no gradient. log2(longest) passes over [R], whatever N is.
+    ValueError for shapes that do not fit, or gamma or lam outside 0..1.
+    """
+    size = rewards.numel()
+    if rewards.shape != values.shape or rewards.dim() != 1 or int(lengths.sum()) != size:
+        shapes = f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, lengths that sum to {int(lengths.sum())}"
+        raise ValueError(f"need rewards and values [R] and lengths with sum R, got {shapes}")
+    if not 0 <= gamma <= 1 or not 0 <= lam <= 1:
+        raise ValueError(f"gamma={gamma}, lam={lam}: need 0..1")
+    r, v = rewards.detach().double(), values.detach().double()
+    # left: tokens of the same completion that come after
+    left = lengths.cumsum(0).repeat_interleave(lengths, output_size=size) - 1 - torch.arange(size, device=r.device)
+    advantages = r + gamma * _from_later(v, 1, left) - v
+    # After a pass with a step, each place holds its sum over the next 2 * step deltas.
+    step, longest = 1, int(lengths.max()) if lengths.numel() else 0
+    while step < longest:
+        advantages = advantages + (gamma * lam) ** step * _from_later(advantages, step, left)
+        step *= 2
+    return advantages.to(_narrow(values)), (advantages + v).to(_narrow(values))
+
+
+def _from_later(x: Tensor, step: int, left: Tensor) -> Tensor:
+    """x[t + step] where that is in the same completion, else 0."""
+    later = torch.zeros_like(x)
+    later[: max(0, x.numel() - step)] = x[step:]
+    return torch.where(left >= step, later, 0)
+
+
+def tb_log_z(log_pi_ref: Tensor, rewards: Tensor, groups: Tensor, trained: Tensor, *, beta: float) -> Tensor:
+    """[N]: for each completion the estimate of its prompt's log Z, without gradient; 0 of none.
+
+    log Z = mean over the group's trained completions of r/beta - log(pi/ref)(y)        (TBA, eq. 4)
+    log_pi_ref, rewards [N] (nats, reward), groups [N] int64 below N, trained [N] bool.
+    """
+    return mean_by(rewards / beta - log_pi_ref.detach(), groups, groups.numel(), trained)[groups]
+
+
+def best_and_worst(rewards: Tensor, groups: Tensor, trained: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(best, worst, differ): for group g, at place g of [N], the completions of highest and lowest reward        (Async RLHF, 4.2)
+
+    rewards [N], groups [N] int64 below N, trained [N] bool; NaN rewards are not chosen. Of equal rewards the first completion
+    is taken. differ [N] bool: the two have different rewards; best and worst mean something only there (elsewhere they are
+    valid places all the same, so that they can index).
+    """
+    size = rewards.numel()
+    valid = trained & ~rewards.isnan()
+    place = torch.arange(size, device=rewards.device)
+
+    def first_extreme(kind: str, nothing: float) -> tuple[Tensor, Tensor]:
+        r = torch.where(valid, rewards, nothing)
+        extreme = r.new_full((size,), nothing).scatter_reduce(0, groups, r, kind)
+        candidates = torch.where(valid & (r == extreme[groups]), place, size)
+        return extreme, place.new_full((size,), size).scatter_reduce(0, groups, candidates, "amin")
+
+    highest, best = first_extreme("amax", -torch.inf)
+    lowest, worst = first_extreme("amin", torch.inf)
+    limit = max(size - 1, 0)
+    return best.clamp(max=limit), worst.clamp(max=limit), highest > lowest
 
 
 def _centred(rewards: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from llamarl.learning.advantages import ADVANTAGES
 from llamarl.learning.logprobs import make_head
+from llamarl.learning.losses.common import Completions, needs_entropy_gradient, takes
 from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr, share_gradients
 from llamarl.learning.packing import filler, pack, to_device
 from llamarl.models.attention import PackedAttention
@@ -90,6 +91,7 @@ class PolicyUpdate:
             drop_zero_advantage=s.skip_zero_advantage,
         )
         sums = {**_batch_sums(groups, version), "tokens/trained": float(packing.num_loss_tokens)}
+        sums["_trained"] = float(packing.num_completions)
         budget = len(packing.microbatches) * s.microbatch_tokens
         sums |= {"_budget": float(budget), "_unused": packing.padding_fraction * budget}
         maxima = {"lag/max": float(max((version - g.oldest_version for g in groups if g.token_ids.numel()), default=0))}
@@ -104,7 +106,10 @@ class PolicyUpdate:
             self._agree_to_go_on(stop)
             # A rank with fewer microbatches than its peers takes part in their collectives with an empty one.
             batch = packing.microbatches[i] if i < len(packing.microbatches) else None
-            self._forward_backward(batch, version, num_loss_tokens, has_reference, step_sums, step_maxima)
+            completions = completions_of(
+                groups, packing.completions[i] if batch else [], num_completions=totals["_trained"], num_groups=totals["_groups"]
+            )
+            self._forward_backward(batch, completions, version, num_loss_tokens, has_reference, step_sums, step_maxima)
         self._agree_to_go_on(stop)
         norm = self._checked_norm(step_sums, version, groups)
         local_sums = {name: float(v) for name, v in step_sums.items()}
@@ -135,19 +140,22 @@ class PolicyUpdate:
         return Canary(sequences, scored.tolist(), top_ids, top_logprobs)
 
     def _forward_backward(
-        self, batch: PackedBatch | None, version: int, num_loss_tokens: float, has_reference: bool, sums: dict, maxima: dict
-    ) -> None:
-        batch = to_device(batch or filler(), self._device)
-        head = make_head(batch.labels, batch.rows, temperature=self.settings.temperature)
+        self, batch: PackedBatch | None, completions: Completions, version: int, num_loss_tokens: float, has_reference: bool,
+        sums: dict, maxima: dict,
+    ) -> None:  # fmt: skip
+        batch, fn = to_device(batch or filler(), self._device), self.loss_fn
+        head = make_head(batch.labels, batch.rows, temperature=self.settings.temperature, entropy_grad=needs_entropy_gradient(fn))
         attention = PackedAttention(batch.cu_seqlens, batch.parents)
         logprobs, entropy = self.decoder(batch.input_ids, batch.positions, attention, head)
-        loss, stats = self.loss_fn(
+        given = {"completions": completions.to(self._device), "entropy": entropy}
+        loss, stats = fn(
             logprobs,
             batch.generator_logprobs,
             batch.ref_logprobs if has_reference else None,
             batch.advantages,
             torch.ones_like(batch.labels, dtype=torch.bool),
             num_loss_tokens=num_loss_tokens,
+            **{name: value for name, value in given.items() if takes(fn, name)},
         )
         # FSDP averages gradients over data-parallel ranks; the denominator is global already.
         (loss * self._num_data_ranks).backward()
@@ -228,6 +236,27 @@ class PolicyUpdate:
         return sorted({n for part in joined for n in part.split(",") if n})
 
 
+def is_trained(group: Group) -> Tensor:
+    """[G] bool: completions that are trained on: with tokens and a reward, and not aborted."""
+    whole = torch.tensor([reason != "aborted" for reason in group.finish_reasons], dtype=torch.bool)
+    return whole & ~group.rewards.isnan() & (group.lengths > 0)
+
+
+def completions_of(groups: list[Group], numbers: list[int], *, num_completions: float, num_groups: float) -> Completions:
+    """Of a microbatch that holds these completions (numbered over all groups, in the order of their labels)."""
+    sizes = torch.tensor([g.lengths.numel() for g in groups], dtype=torch.int64)
+    group_of = torch.arange(len(groups)).repeat_interleave(sizes)
+    chosen, none = torch.tensor(numbers, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    lengths = torch.cat([none, *(g.lengths for g in groups)])[chosen]
+    return Completions(
+        index=torch.arange(chosen.numel()).repeat_interleave(lengths),
+        groups=group_of[chosen].unique(return_inverse=True)[1],
+        rewards=torch.cat([torch.zeros(0), *(g.rewards for g in groups)])[chosen],
+        num_completions=num_completions,
+        num_groups=num_groups,
+    )
+
+
 def _batch_sums(groups: list[Group], version: int) -> dict[str, float]:
     """Sums over this rank's groups, from which the batch's means are made."""
     rewards = torch.cat([g.rewards for g in groups]) if groups else torch.empty(0)
@@ -248,6 +277,7 @@ def _batch_sums(groups: list[Group], version: int) -> dict[str, float]:
         "_aborted_tokens": float(sum(aborted)),
         "_length": float(lengths.sum()),
         "_begun": float(len(oldest)),
+        "_groups": float(sum(int(is_trained(g).sum()) >= 2 for g in groups)),
         "_lag": float(sum(version - v for v in oldest)),
     }
 
@@ -287,5 +317,7 @@ def _metrics(totals: dict[str, float], maxima: dict[str, float], norm: float) ->
     }
     known = {"loss/value", "entropy", "kl/ref", "ratio/sum", "ratio/capped", "tokens/trained", "tokens"}
     extra = {k: v / rows for k, v in totals.items() if k not in known and not k.startswith("_")}
+    ending, trained = "/completions", max(1.0, totals.get("_trained", 0.0))
+    extra = {k.removesuffix(ending): totals[k] / trained if k.endswith(ending) else v for k, v in extra.items()}
     extra |= {k: v for k, v in maxima.items() if k not in {"parity/max", "ratio/max", "lag/max"}}
     return {**extra, **out}

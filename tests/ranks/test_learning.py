@@ -7,7 +7,6 @@ import dataclasses
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from llamarl.learning.advantages import group_mean
 from llamarl.learning.logprobs import make_head
 from llamarl.learning.losses.aipo import aipo
+from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.optim import build_optimizer, clip_grad_norm
 from llamarl.learning.packing import filler, pack
 from llamarl.learning.update import NotFinite, PolicyUpdate, StepAborted, UpdateSettings
@@ -113,7 +113,7 @@ def policy_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     groups = groups if rank == 0 else []
     out, everyone = {}, dist.group.WORLD if ranks > 1 else None
     optimizer = torch.optim.SGD(decoder.parameters())
-    loss = partial(aipo, kl_coef=0.1)
+    loss = regularised(aipo, kl_coef=0.1)
     update = PolicyUpdate(decoder, optimizer, loss, SETTINGS, group=everyone, device=torch.device("cpu"))
     weights = {name: whole(p.detach()).clone() for name, p in decoder.named_parameters()}
     # Neither what is not finite on one rank nor a stop request on another changes anything anywhere.

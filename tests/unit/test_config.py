@@ -24,6 +24,7 @@ from llamarl.config import (
     to_config,
     to_values,
 )
+from llamarl.loss_options import LOSS_OPTIONS, NEED_REFERENCE
 from llamarl.settings import PlacementSettings, known_keys
 
 RECIPE = """
@@ -32,7 +33,7 @@ from llamarl.config import main
 @main
 def run(config):
     assert "torch" not in __import__("sys").modules
-    print("ran", config.lr, config.dry_run, config.loss.keywords)
+    print("ran", config.lr, config.dry_run, config.loss.options["ratio_cap"])
 
 run()
 """
@@ -255,14 +256,75 @@ def test_ranks_on_several_hosts_share_no_memory():
 
 
 def test_options_of_a_loss_of_ones_own_are_those_that_it_takes(tmp_path, monkeypatch):
-    source = "def mine(t, g, r, a, m, *, num_loss_tokens, kl_coef=0.0, tau=1.0): ..."
+    source = "def mine(t, g, r, a, m, *, num_loss_tokens, completions, tau=1.0): ..."
     (tmp_path / "my_loss.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     assert complaints("loss.fn=my_loss:mine", "loss.ratio_cap=null", "loss.tau=0.5") == {}
     config = config_of("loss.fn=my_loss:mine", "loss.ratio_cap=null", "++loss.tau=0.5")
-    assert config.loss.keywords == {"kl_coef": 0.0, "tau": 0.5}
+    assert config.loss.options_for({"tau"}) == {"tau": 0.5}
     refused = complaints("loss.fn=my_loss:mine", "loss.tua=0.5")
     assert "tua" in refused["loss.fn=my_loss:mine"] and "ratio_cap" not in refused["loss.fn=my_loss:mine"]
+    # What the chosen file in conf/loss has is left out; what the user gives is not ignored.
+    assert complaints("loss.fn=my_loss:mine", "loss.ratio_cap=3") == {"loss.ratio_cap=3": "my_loss:mine does not take it"}
+
+
+def test_a_loss_of_ones_own_leaves_the_kl_to_the_run(tmp_path, monkeypatch):
+    (tmp_path / "my_kl_loss.py").write_text("def mine(t, g, r, a, m, *, num_loss_tokens, kl_coef=0.0): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "added around every loss" in complaints("loss.fn=my_kl_loss:mine")["loss.fn=my_kl_loss:mine"]
+
+
+LOSS_FILES = sorted((CONF_DIR / "loss").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", LOSS_FILES, ids=[file.stem for file in LOSS_FILES])
+def test_a_loss_is_chosen_with_its_published_options_advantages_and_reference(file):
+    written = OmegaConf.load(file)
+    config = config_of(f"loss={file.stem}")
+    assert config.loss.fn == file.stem and config.loss.options.keys() == written.loss.keys() - {"fn"} <= LOSS_OPTIONS.keys()
+    assert config.trainer.advantages == written.trainer.advantages
+    assert config.reference.enabled is (file.stem in NEED_REFERENCE)
+    assert (config.loss.kl_coef, config.loss.kl_estimator, config.loss.entropy_coef) == (0.0, "k3", 0.0)
+    assert complaints(f"loss={file.stem}", "trainer.advantages=group_mean", "loss.kl_coef=0.1", "reference=frozen") == {}
+
+
+@pytest.mark.parametrize(
+    "overrides, problem",
+    [
+        (["loss.ratio_cap=0"], {"loss.ratio_cap=0": "need a number above 0 or null"}),
+        (["loss.ratio_cap=inf"], {"loss.ratio_cap=inf": "need a number above 0 or null"}),
+        (["loss.ratio_level=tokn"], {"loss.ratio_level=tokn": "need token or sequence or sequence_mean; did you mean token?"}),
+        (["loss=tb", "loss.beta=0"], {"loss.beta=0": "need a number above 0"}),
+        (["loss=grpo", "loss.clip_low=1.5"], {"loss.clip_low=1.5": "need a number between 0 and 1"}),
+        (["loss=best_of_n", "loss.length_normalise=1"], {"loss.length_normalise=1": "need true or false"}),
+        (["loss.kl_estimator=k4"], {"loss.kl_estimator=k4": "need k1 or k2 or k3"}),
+        (["loss.entropy_coef=-1"], {"loss.entropy_coef=-1": "need a number of at least 0"}),
+        (["loss=rloo", "loss.ratio_cap=2"], {"loss.ratio_cap": "unknown key; rloo does not take it"}),
+        (["loss=tba", "loss.bta=2"], {"loss.bta": "unknown key; did you mean loss.beta?"}),
+        (["loss.fn=grpo"], {"loss.fn=grpo": "has options of its own; choose it with them: loss=grpo"}),
+        (
+            ["loss.ratio_mask_low=2", "loss.ratio_mask_high=1"],
+            {"loss.ratio_mask_low=2 loss.ratio_mask_high=1": "masks every ratio; the low bound must be below the high one"},
+        ),
+        (
+            ["loss=ppo", "loss.ratio_cap=1.1"],
+            {
+                "loss.ratio_cap=1.1 loss.clip_high=0.2": "a cap at or below 1 + clip_high = 1.2 leaves nothing to clip; raise it, or null"
+            },
+        ),
+        (
+            ["loss=tb", "reference.enabled=false"],
+            {"loss.fn=tb reference.enabled=false": "compares with a reference: reference=frozen"},
+        ),
+    ],
+)
+def test_an_option_of_a_loss_that_cannot_be_is_refused_before_anything_starts(overrides, problem):
+    assert complaints(*overrides) == problem
+
+
+def test_the_constant_of_dr_grpo_may_be_that_of_the_run():
+    assert complaints("loss=dr_grpo", "loss.max_tokens=${max_new_tokens}") == {}
+    assert config_of("loss=dr_grpo", "loss.max_tokens=${max_new_tokens}").loss.options["max_tokens"] == 6
 
 
 @pytest.mark.parametrize(
@@ -361,7 +423,9 @@ def test_automatic_placement_makes_whole_replicas(world_size, size, groups, trai
 def test_automatic_placement_makes_whole_replicas_wherever_it_can(world_size, groups_per_step, size):
     placed = resolve_placement(AUTO, world_size, groups_per_step=groups_per_step, tensor_parallel=size)
     assert len(placed["generator"]) % size == 0 or world_size <= size
-    assert groups_per_step % len(placed["trainer"]) == 0 and (world_size == 1 or not set(placed["trainer"]) & set(placed["generator"]))
+    assert groups_per_step % len(placed["trainer"]) == 0 and (
+        world_size == 1 or not set(placed["trainer"]) & set(placed["generator"])
+    )
 
 
 def test_replicas_that_cannot_be_are_refused_with_what_to_set():
@@ -420,7 +484,7 @@ def test_other_ranks_refuse_in_silence(recipe):
 
 def test_a_recipe_runs_typed_without_torch_and_without_files_left_behind(recipe, tmp_path):
     ended = recipe("+dry_run=true", "lr=3")
-    assert (ended.returncode, ended.stdout) == (0, "ran 3.0 True {'ratio_cap': 4.0, 'kl_coef': 0.0}\n"), ended.stderr
+    assert (ended.returncode, ended.stdout) == (0, "ran 3.0 True 4.0\n"), ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.py"]
 
 

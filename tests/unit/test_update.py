@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from llamarl.learning.losses.aipo import aipo
+from llamarl.learning.losses import LOSSES
+from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.packing import pack
 from llamarl.learning.update import NotFinite, PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.parity import ParityError, Sequence
@@ -14,6 +15,7 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder
 from llamarl.types import Group
 
+aipo = regularised(LOSSES["aipo"])  # the main job's
 NAN = float("nan")
 VOCAB, VERSION = 23, 5
 STEP = 5e-6  # float32 rounding of sums in another order, as a share of the largest change of a weight

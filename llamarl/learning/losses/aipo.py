@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from llamarl.learning.losses.common import Metrics, k3, log_ratio, masked, maximum, per_token, ratio
+from llamarl.learning.losses.common import Completions, Metrics, normalised
+from llamarl.learning.losses.ratios import importance_weight, policy_gradient
 
 
 def aipo(
@@ -16,36 +16,25 @@ def aipo(
     loss_mask: Tensor,
     *,
     num_loss_tokens: float,
-    ratio_cap: float = 4.0,
-    kl_coef: float = 0.0,
+    completions: Completions | None = None,
+    ratio_cap: float | None = 4.0,
+    ratio_mask_low: float | None = None,
+    ratio_mask_high: float | None = None,
+    ratio_level: str = "token",
+    normalise: str = "tokens",
 ) -> tuple[Tensor, Metrics]:
-    """-sum_t [ sg(min(pi/mu, rho)) A_t log pi - beta k3(pi, ref) ] / num_loss_tokens        (LlamaRL, AIPO; k3 as in GRPO)
+    """-sum_t sg(min(pi/mu, rho)) A_t log pi / num_loss_tokens        (LlamaRL, AIPO)
 
-    pi = trainer_logprobs, mu = generator_logprobs, rho = ratio_cap, beta = kl_coef, A = advantages; tensors [T], nats.
-    sg: no gradient goes through the weight. LlamaRL has beta = 0 and rho in [2, 10]. Without tokens the loss is 0 and still
-    has its (zero) gradient. ValueError for rho <= 0, beta < 0, or beta > 0 without ref_logprobs.
+    pi = trainer_logprobs, mu = generator_logprobs, rho = ratio_cap, A = advantages (reward minus its group's mean); tensors
+    [R], nats. sg: no gradient goes through the weight. LlamaRL has rho in [2, 10]. Without tokens the loss is 0 and still has
+    its (zero) gradient. ratio_mask_*, ratio_level: see ratios.py; normalise: see `normalised`. ValueError for impossible options.
 
-    metrics: ratio/sum, ratio/max (before the cap), ratio/capped (tokens above it), kl/generator (k3 estimate of
-    KL(mu || pi): how far off-policy the batch is), kl/ref (k3 estimate of KL(pi || ref)) with a reference.
+    metrics: ratio/sum, ratio/max (before the cap), ratio/capped (tokens above it), kl/generator.
     """
-    if not ratio_cap > 0 or not kl_coef >= 0:
-        raise ValueError(f"need ratio_cap > 0 and kl_coef >= 0, got {ratio_cap} and {kl_coef}")
-    if kl_coef > 0 and ref_logprobs is None:
-        raise ValueError(f"kl_coef={kl_coef} needs ref_logprobs: switch the reference on, or set kl_coef to 0")
-
-    off_policy = log_ratio(trainer_logprobs.detach(), generator_logprobs, loss_mask)
-    weight = masked(ratio(off_policy), loss_mask)
-    objective = weight.clamp(max=ratio_cap) * masked(advantages, loss_mask) * masked(trainer_logprobs, loss_mask)
-    loss = -per_token(objective.sum(), num_loss_tokens)
-    metrics = {
-        "ratio/sum": weight.sum(),
-        "ratio/max": maximum(weight),
-        "ratio/capped": (weight > ratio_cap).sum().to(weight.dtype),
-        "kl/generator": k3(off_policy).sum(),
-    }
-    if ref_logprobs is not None:
-        with torch.set_grad_enabled(kl_coef > 0 and torch.is_grad_enabled()):
-            kl_ref = k3(log_ratio(ref_logprobs, trainer_logprobs, loss_mask)).sum()
-        loss = loss + kl_coef * per_token(kl_ref, num_loss_tokens) if kl_coef > 0 else loss
-        metrics["kl/ref"] = kl_ref.detach()
-    return loss, metrics
+    weight, metrics = importance_weight(
+        trainer_logprobs, generator_logprobs, loss_mask, ratio_cap=ratio_cap, ratio_mask_low=ratio_mask_low,
+        ratio_mask_high=ratio_mask_high, ratio_level=ratio_level, completions=completions,
+    )  # fmt: skip
+    objective = policy_gradient(weight, advantages, trainer_logprobs, loss_mask)
+    objective = normalised(objective, loss_mask, normalise=normalise, num_loss_tokens=num_loss_tokens, completions=completions)
+    return -objective, metrics

@@ -1,29 +1,119 @@
-"""What losses share: ratio, KL, mask and denominator, and how their metrics add up.
+"""What losses share: mask, denominators, completions, ratio and KL of a token; what a loss declares of itself.
 
 A loss is a pure function
 
     loss(trainer_logprobs, generator_logprobs, ref_logprobs, advantages, loss_mask, *, num_loss_tokens, **options)
         -> (loss, metrics)
 
-All tensors are [T], nats; ref_logprobs is None without a reference. The loss is this microbatch's share: shares of all
-microbatches and ranks add up to the loss of the whole batch, because `num_loss_tokens` counts the whole batch (a per-rank
-mean would up-weight short ranks). A masked token adds nothing and gets a gradient of exactly zero, whatever its values are.
+All tensors are [R], nats, one element a label: the completion tokens of one microbatch, packed end to end; ref_logprobs is
+None without a reference. The loss is this microbatch's share: shares of all microbatches and ranks add up to the loss of the
+whole batch, because `num_loss_tokens` counts the whole batch (a per-rank mean would up-weight short ranks). A masked token
+adds nothing and gets a gradient of exactly zero, whatever its values are.
 
-metrics: 0-dim float tensors without gradient, on the device. A name that ends in "/max" is a maximum; all others are sums
-over trained tokens, so that microbatches and ranks add up (the trainer divides by the number of tokens).
+What a loss is given besides, if it declares a keyword-only parameter of that name (not an option, never set in a config):
+completions, a `Completions`; entropy [R], nats, with gradient.
+
+metrics: 0-dim float tensors without gradient, on the device. A name that ends in "/max" is a maximum. One that ends in
+"/completions" is a sum over completions: the trainer divides it by their number and drops the ending. All others are sums
+over trained tokens, which the trainer divides by the number of tokens.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+from dataclasses import dataclass, replace
+from typing import Callable, Mapping, TypeVar
 
 import torch
 from torch import Tensor
 
+from llamarl.learning.segments import mean_by, sum_by
+
 Metrics = dict[str, Tensor]
+Fn = TypeVar("Fn", bound=Callable)
 
 # exp() stops growing at e^20 = 4.9e8. Such a ratio is a broken run either way; the sums stay finite and say so.
 MAX_LOG_RATIO = 20.0
+# A square goes on along its tangent past this, for the same reason.
+MAX_SQUARED = 1e8
+
+# What is handed to a loss that declares it; everything else keyword-only is an option.
+GIVEN = ("num_loss_tokens", "completions", "entropy")
+
+
+@dataclass(frozen=True, slots=True)
+class Completions:
+    """Which label is whose in a microbatch of R labels, N completions, and how many there are in the whole batch."""
+
+    index: Tensor  # [R] int64: which of the N completions a label belongs to, ascending
+    groups: Tensor  # [N] int64: which of the microbatch's groups a completion belongs to, from 0
+    rewards: Tensor  # [N] float32, shaped; finite
+    num_completions: float  # trained completions of the whole batch, over all ranks
+    num_groups: float  # groups of the whole batch with at least two trained completions, over all ranks
+
+    def to(self, device: torch.device | str) -> "Completions":
+        """The same with every tensor on `device`."""
+        tensors = {name: getattr(self, name).to(device, non_blocking=True) for name in ("index", "groups", "rewards")}
+        return replace(self, **tensors)
+
+    def lengths(self, loss_mask: Tensor) -> Tensor:
+        """[N] float32: trained labels of each completion."""
+        return sum_by(loss_mask.float(), self.index, self.groups.numel())
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[N]: the sum of a completion's values [R]."""
+        return sum_by(values, self.index, self.groups.numel())
+
+    def group_mean(self, values: Tensor, valid: Tensor) -> Tensor:
+        """[N]: for each completion the mean of the valid [N] of its group's values [N], 0 of none."""
+        return mean_by(values, self.groups, self.groups.numel(), valid)[self.groups]
+
+
+# --- What a loss declares of itself ---
+
+
+def whole_groups(fn: Fn) -> Fn:
+    """Decorator: the loss couples the completions of a group, so all of them must be in one microbatch."""
+    fn.whole_groups = True
+    return fn
+
+
+def uses_all_completions(fn: Fn) -> Fn:
+    """Decorator: the loss has a gradient where the advantage is 0, so such completions must not be left out."""
+    fn.uses_all_completions = True
+    return fn
+
+
+def needs_whole_groups(fn: Callable) -> bool:
+    return _declares(fn, "whole_groups")
+
+
+def needs_all_completions(fn: Callable, options: Mapping[str, object] = {}) -> bool:
+    """Whether completions of advantage 0 add to the loss, by itself or by a KL or entropy term among the options."""
+    return _declares(fn, "uses_all_completions") or any(bool(options.get(name)) for name in ("kl_coef", "entropy_coef"))
+
+
+def takes(fn: Callable, name: str) -> bool:
+    """Whether a loss declares the parameter `name`, such as "completions"."""
+    return name in inspect.signature(fn).parameters
+
+
+def needs_entropy_gradient(fn: Callable) -> bool:
+    """Whether the entropy that the loss is given must carry a gradient."""
+    return getattr(fn, "entropy_gradient", takes(fn, "entropy"))
+
+
+def _declares(fn: Callable, mark: str) -> bool:
+    """Looks through functools.partial and functools.wraps."""
+    while fn is not None:
+        if getattr(fn, mark, False):
+            return True
+        fn = getattr(fn, "func", None) or getattr(fn, "__wrapped__", None)
+    return False
+
+
+# --- Tokens ---
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
@@ -51,6 +141,21 @@ def k3(log_ratio: Tensor) -> Tensor:
     return x.expm1() - x + math.expm1(MAX_LOG_RATIO) * beyond
 
 
+def half_square(x: Tensor) -> Tensor:
+    """x^2 / 2; past 1e8 along the tangent, so that it neither overflows nor loses its pull."""
+    inside = x.clamp(-MAX_SQUARED, MAX_SQUARED)
+    beyond = torch.relu(x.abs() - MAX_SQUARED)
+    return inside.square() / 2 + MAX_SQUARED * beyond
+
+
+def maximum(values: Tensor) -> Tensor:
+    """The largest, or 0 of none."""
+    return values.amax() if values.numel() else values.new_zeros(())
+
+
+# --- Denominators ---
+
+
 def per_token(total: Tensor, num_loss_tokens: float) -> Tensor:
     """total / num_loss_tokens, the trained tokens of the whole batch over all ranks; a batch without any has loss 0."""
     if num_loss_tokens < 0:
@@ -58,6 +163,30 @@ def per_token(total: Tensor, num_loss_tokens: float) -> Tensor:
     return total / max(num_loss_tokens, 1)
 
 
-def maximum(values: Tensor) -> Tensor:
-    """The largest, or 0 of none."""
-    return values.amax() if values.numel() else values.new_zeros(())
+def per_completion(total: Tensor, completions: Completions) -> Tensor:
+    """total / the trained completions of the whole batch over all ranks."""
+    return total / max(completions.num_completions, 1)
+
+
+def per_group(total: Tensor, completions: Completions) -> Tensor:
+    """total / the groups of the whole batch with at least two trained completions, over all ranks."""
+    return total / max(completions.num_groups, 1)
+
+
+def normalised(
+    objective: Tensor, loss_mask: Tensor, *, normalise: str, num_loss_tokens: float, completions: Completions | None
+) -> Tensor:
+    """The microbatch's share of the batch's mean of an objective [R] that is 0 where masked.
+
+    normalise="tokens":       sum_t o_t / num_loss_tokens: every token weighs the same        (TRL "dapo"; PRIME-RL)
+    normalise="completions":  sum_j (1/|y_j|) sum_t o_jt / num_completions: every completion does        (GRPO; TRL "grpo")
+    ValueError for another name, or for "completions" without completions.
+    """
+    if normalise == "tokens":
+        return per_token(objective.sum(), num_loss_tokens)
+    if normalise != "completions":
+        raise ValueError(f"normalise={normalise}: need tokens or completions")
+    if completions is None:
+        raise ValueError("normalise=completions needs the completions of the labels")
+    lengths = completions.lengths(loss_mask).clamp(min=1)
+    return per_completion((objective / lengths[completions.index]).sum(), completions)
