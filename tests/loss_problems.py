@@ -1,0 +1,85 @@
+"""Random microbatches for tests of losses, and slow views of them for oracles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from llamarl.learning.losses.common import Completions, takes
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A loss's tensors [R], float64, about a quarter of the labels masked; `completions` as the learner would give them."""
+
+    pi: Tensor
+    mu: Tensor
+    ref: Tensor
+    advantages: Tensor
+    mask: Tensor
+    completions: Completions
+    num_loss_tokens: float
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.pi, self.mu, self.ref, self.advantages, self.mask
+
+    def call(self, fn, **options):
+        """(loss, metrics) of the microbatch."""
+        given = {"completions": self.completions} if takes(fn, "completions") else {}
+        return fn(*self.tensors, num_loss_tokens=self.num_loss_tokens, **given, **options)
+
+    def gradient(self, fn, **options) -> Tensor:
+        return torch.autograd.grad(self.call(fn, **options)[0], self.pi)[0]
+
+    def labels(self, completion: int) -> Tensor:
+        """The trained labels of a completion."""
+        return ((self.completions.index == completion) & self.mask).nonzero().flatten()
+
+    def members(self) -> list[list[int]]:
+        """The trained completions of each group."""
+        groups = self.completions.groups.tolist()
+        return [[j for j, g in enumerate(groups) if g == k and len(self.labels(j))] for k in range(max(groups) + 1)]
+
+    def part(self, chosen: list[int]) -> "Problem":
+        """The microbatch that holds these completions of it; its denominators stay those of the batch."""
+        kept = torch.tensor([int(c) in chosen for c in self.completions.index], dtype=torch.bool)
+        order = {c: i for i, c in enumerate(sorted(chosen))}
+        c = self.completions
+        groups = c.groups[torch.tensor(sorted(chosen), dtype=torch.int64)]
+        return Problem(
+            *(t[kept] for t in self.tensors),
+            replace(
+                c,
+                index=torch.tensor([order[int(i)] for i in c.index[kept]], dtype=torch.int64),
+                groups=groups.unique(return_inverse=True)[1],
+                rewards=c.rewards[torch.tensor(sorted(chosen), dtype=torch.int64)],
+            ),
+            self.num_loss_tokens,
+        )
+
+
+def problem(sizes=(3, 2, 4), seed=0, spread=1.0) -> Problem:
+    """Groups of these sizes; logprobs of the three policies `spread` nats apart at most, advantages the same over a completion."""
+    random = torch.Generator().manual_seed(seed)
+    n = sum(sizes)
+    lengths = torch.randint(1, 5, (n,), generator=random)
+    index = torch.arange(n).repeat_interleave(lengths)
+    size = index.numel()
+    pi = -0.1 - torch.rand(size, generator=random, dtype=torch.float64)
+    mu, ref = pi + spread * (torch.rand(2, size, generator=random, dtype=torch.float64) - 0.5)
+    mask = torch.rand(size, generator=random) < 0.75
+    groups = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    trained = torch.zeros(n, dtype=torch.bool).scatter(0, index[mask], True)
+    full = sum(int((trained & (groups == g)).sum()) >= 2 for g in range(len(sizes)))
+    completions = Completions(
+        index=index,
+        groups=groups,
+        rewards=torch.randn(n, generator=random, dtype=torch.float64),
+        num_completions=float(trained.sum()),
+        num_groups=float(full),
+    )
+    advantages = torch.randn(n, generator=random, dtype=torch.float64)[index]
+    return Problem(pi.requires_grad_(), mu, ref, advantages, mask, completions, float(mask.sum()))

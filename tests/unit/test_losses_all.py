@@ -1,0 +1,221 @@
+"""What every loss owes: masks, microbatches, extremes, declarations, and options that are those of its file in conf/loss."""
+
+import functools
+import inspect
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from llamarl.config import CONF_DIR
+from llamarl.learning.losses import LOSSES, options_of
+from llamarl.learning.losses.common import GIVEN, needs_all_completions, needs_whole_groups, takes
+from llamarl.learning.losses.regularisers import regularised
+from tests.loss_problems import problem
+
+EXACT = dict(atol=1e-12, rtol=1e-11)  # float64 sums in another order
+every_loss = pytest.mark.parametrize("fn", LOSSES.values(), ids=LOSSES)
+COUPLED = {"online_dpo", "best_of_n", "tb", "tba"}
+KNOBS = {"ratio_cap", "ratio_mask_low", "ratio_mask_high", "ratio_level"}
+REGULARISERS = dict(kl_coef=0.1, entropy_coef=0.05)
+
+
+def test_the_losses_are_those_of_conf():
+    assert sorted(LOSSES) == sorted(file.stem for file in (CONF_DIR / "loss").glob("*.yaml"))
+    assert all(fn.__name__ == name for name, fn in LOSSES.items())
+
+
+@every_loss
+def test_published_options_are_the_functions_defaults(fn):
+    written = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "loss" / f"{fn.__name__}.yaml").loss)
+    assert written.pop("fn") == fn.__name__
+    parameters = inspect.signature(fn).parameters
+    assert written == {name: parameters[name].default for name in options_of(fn)}
+
+
+@every_loss
+def test_a_loss_says_what_it_couples_and_what_it_uses(fn):
+    wrapped = regularised(functools.partial(fn))
+    for form in (fn, functools.partial(fn), wrapped):
+        assert needs_whole_groups(form) is (fn.__name__ in COUPLED)
+        assert needs_all_completions(form) is (fn.__name__ in COUPLED | {"kimi_k2"})
+        assert takes(form, "completions")
+    assert needs_all_completions(fn, {"kl_coef": 0.1}) and needs_all_completions(regularised(fn, entropy_coef=0.1))
+    assert not needs_all_completions(LOSSES["aipo"], {"kl_coef": 0.0})
+
+
+@every_loss
+def test_without_advantage_there_is_a_gradient_exactly_where_the_loss_says_so(fn):
+    p = problem()
+    p = replace(p, advantages=torch.zeros_like(p.advantages))
+    assert bool((p.gradient(fn) != 0).any()) is needs_all_completions(fn)
+
+
+@every_loss
+@pytest.mark.parametrize("garbage", [math.inf, -math.inf, math.nan, 1e38])
+def test_masked_labels_add_nothing_and_get_zero_gradient_whatever_they_hold(fn, garbage):
+    clean, fn = problem(), regularised(fn, **REGULARISERS)
+    entropy = torch.rand(clean.pi.shape, dtype=torch.float64, requires_grad=True)
+    dirty = [torch.where(clean.mask, t.detach(), garbage) for t in (*clean.tensors[:4], entropy)]
+    dirty[0].requires_grad_(), dirty[4].requires_grad_()
+    soiled = replace(clean, pi=dirty[0], mu=dirty[1], ref=dirty[2], advantages=dirty[3])
+    (loss, metrics), (want, want_metrics) = soiled.call(fn, entropy=dirty[4]), clean.call(fn, entropy=entropy)
+    assert loss.item() == want.item() and math.isfinite(want.item())
+    assert {k: v.item() for k, v in metrics.items()} == {k: v.item() for k, v in want_metrics.items()}
+    loss.backward(), want.backward()
+    for got, right in ((dirty[0].grad, clean.pi.grad), (dirty[4].grad, entropy.grad)):
+        assert (got[~clean.mask] == 0).all() and torch.equal(got, right) and (got != 0).any()
+
+
+@every_loss
+@settings(max_examples=15, deadline=None)
+@given(places=st.lists(st.integers(0, 2), min_size=9, max_size=9), seed=st.integers(0, 5))
+def test_microbatches_add_up_to_the_batch(fn, places, seed):
+    whole = problem(seed=seed)
+    if needs_whole_groups(fn):
+        places = [places[g] for g in whole.completions.groups.tolist()]
+    fn = regularised(fn, kl_coef=0.1)
+    parts = [whole.part([j for j, place in enumerate(places) if place == k]) for k in range(3)]
+    want, want_metrics = whole.call(fn)
+    shares = [part.call(fn) for part in parts]
+    torch.testing.assert_close(sum(loss for loss, _ in shares), want, **EXACT)
+    gradient = torch.autograd.grad(sum(loss for loss, _ in shares), whole.pi)[0]
+    torch.testing.assert_close(gradient, torch.autograd.grad(want, whole.pi)[0], **EXACT)
+    for name, value in want_metrics.items():
+        joined = torch.stack([metrics[name] for _, metrics in shares])
+        torch.testing.assert_close(joined.amax() if name.endswith("/max") else joined.sum(), value, **EXACT)
+        assert value.dim() == 0 and not value.requires_grad and value.is_floating_point()
+
+
+@every_loss
+@pytest.mark.parametrize("gap", [100.0, -100.0, 1e20, -1e20])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_huge_log_ratios_stay_finite(fn, gap, sign):
+    p = problem()
+    single = [t.detach().float() for t in p.tensors[:4]]
+    pi = (single[0] - abs(gap) if gap > 0 else single[0]).requires_grad_()
+    far = pi.detach() + gap
+    completions = replace(p.completions, rewards=sign * p.completions.rewards.float())
+    extreme = replace(p, pi=pi, mu=far, ref=far, advantages=sign * single[3].abs(), completions=completions)
+    loss, metrics = extreme.call(regularised(fn, kl_coef=1e-3))
+    (gradient,) = torch.autograd.grad(loss, pi)
+    assert loss.isfinite() and gradient.isfinite().all() and all(value.isfinite() for value in metrics.values())
+
+
+@every_loss
+def test_no_labels_give_loss_zero_that_can_go_backward(fn):
+    p = problem().part([])
+    loss, metrics = p.call(regularised(fn, kl_coef=0.1))
+    loss.backward()
+    assert loss.item() == 0 and all(value == 0 for value in metrics.values())
+
+
+@every_loss
+def test_what_is_not_a_number_in_a_trained_label_reaches_the_loss(fn):
+    p = problem()
+    pi = p.pi.detach().clone()
+    pi[p.mask] = math.nan
+    assert replace(p, pi=pi.requires_grad_()).call(fn)[0].isnan()
+
+
+@every_loss
+def test_the_loss_depends_on_the_generators_logprobs_as_it_says(fn):
+    p = problem()
+    loss, moved = p.call(fn)[0], replace(p, mu=p.mu - 0.3).call(fn)[0]
+    assert (loss.item() == moved.item()) is (fn.__name__ in {"reinforce", "rloo", "online_dpo", "best_of_n", "tb"})
+
+
+# -- the knobs of ratios -----------------------------------------------------------------------------------------------------
+
+with_ratio = pytest.mark.parametrize(
+    "fn", [fn for fn in LOSSES.values() if "ratio_cap" in options_of(fn)], ids=lambda f: f.__name__
+)
+LEVELS = ("token", "sequence", "sequence_mean")
+
+
+@with_ratio
+def test_every_ratio_loss_has_the_same_knobs(fn):
+    assert options_of(fn) >= KNOBS and not set(GIVEN) & options_of(fn)
+
+
+@with_ratio
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_cap_or_a_mask_without_bound_is_none(fn, level):
+    p, none = problem(spread=3), dict(ratio_cap=None, ratio_mask_low=None, ratio_mask_high=None, ratio_level=level)
+    loss = p.call(fn, **none)[0]
+    for wide in ({"ratio_cap": math.inf}, {"ratio_mask_low": 0.0, "ratio_mask_high": math.inf}):
+        assert p.call(fn, **none | wide)[0].item() == loss.item()
+    tight = {"ratio_cap": 1.3, "ratio_mask_high": 1.3}
+    for name, bound in tight.items():
+        assert p.call(fn, **none | {name: bound})[0].item() != loss.item()
+
+
+@with_ratio
+@pytest.mark.parametrize("level", LEVELS)
+def test_labels_outside_the_mask_get_no_gradient_and_the_others_theirs(fn, level):
+    p, bounds = problem(spread=2), dict(ratio_mask_low=0.8, ratio_mask_high=1.25)
+    free = dict(ratio_cap=None, ratio_mask_low=None, ratio_mask_high=None, ratio_level=level)
+    ratios = torch.zeros_like(p.pi)
+    for j in range(p.completions.groups.numel()):
+        labels = p.labels(j)
+        gaps = (p.pi.detach() - p.mu)[labels]
+        ratios[labels] = {"token": gaps, "sequence": gaps.sum(), "sequence_mean": gaps.mean()}[level].exp()
+    kept = p.mask & (ratios >= 0.8) & (ratios <= 1.25)
+    got, metrics = p.gradient(fn, **free | bounds), p.call(fn, **free | bounds)[1]
+    assert 0 < kept.sum() < p.mask.sum() and metrics["ratio/masked"] == (p.mask & ~kept).sum()
+    assert (got[~kept] == 0).all()
+    torch.testing.assert_close(got[kept], p.gradient(fn, **free)[kept], **EXACT)
+    torch.testing.assert_close(metrics["ratio/sum"], ratios.sum(), **EXACT)
+    torch.testing.assert_close(metrics["ratio/max"], ratios.max(), **EXACT)
+
+
+@with_ratio
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratio_cap": 0.0}, "ratio_cap=0.0: need more than 0"),
+        ({"ratio_cap": math.nan}, "need more than 0"),
+        ({"ratio_mask_low": 2.0, "ratio_mask_high": 1.0}, "0 <= low < high"),
+        ({"ratio_mask_low": -1.0}, "0 <= low < high"),
+        ({"ratio_level": "word"}, "ratio_level=word: need token or sequence or sequence_mean"),
+    ],
+)
+def test_impossible_knobs_are_refused(fn, options, message):
+    with pytest.raises(ValueError, match=message):
+        problem().call(fn, **options)
+
+
+@pytest.mark.parametrize("option", [{"ratio_level": "sequence"}, {"normalise": "completions"}])
+def test_what_needs_completions_says_so(option):
+    p = problem()
+    with pytest.raises(ValueError, match="needs the completions"):
+        LOSSES["aipo"](*p.tensors, num_loss_tokens=1, **option)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("grpo", {"clip_low": 1.5}, "0 <= clip_low <= 1"),
+        ("ppo", {"clip_high": -0.1}, "clip_high >= 0"),
+        ("ppo", {"ratio_cap": 1.2}, "leaves nothing to clip"),
+        ("aipo", {"normalise": "words"}, "need tokens or completions"),
+        ("dr_grpo", {"max_tokens": 0}, "need at least 1"),
+        ("tb", {"beta": 0.0}, "more than 0"),
+        ("online_dpo", {"beta": -1.0}, "more than 0"),
+        ("tba", {"beta": -1.0}, "at least 0"),
+        ("kimi_k2", {"tau": -1.0}, "at least 0"),
+    ],
+)
+def test_impossible_options_are_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        problem().call(LOSSES[name], **options)
+
+
+@pytest.mark.parametrize("name", ["online_dpo", "tb", "tba"])
+def test_a_loss_that_compares_with_a_reference_needs_one(name):
+    with pytest.raises(ValueError, match="reference=frozen"):
+        replace(problem(), ref=None).call(LOSSES[name])

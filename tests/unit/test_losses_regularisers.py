@@ -1,0 +1,135 @@
+"""KL to the reference and entropy bonus around a loss: by hand, against exact KLs, and what they ask of the learner."""
+
+import functools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamarl.learning.losses import LOSSES
+from llamarl.learning.losses.common import MAX_LOG_RATIO, half_square, k3, needs_entropy_gradient, takes
+from llamarl.learning.losses.regularisers import ESTIMATORS, kl_to_reference, regularised
+from tests.loss_problems import problem
+
+HALF = math.log(0.5)
+
+
+def f64(*values, grad=False):
+    return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
+
+
+# pi 1/2, ref 1/4: x = log(ref/pi) = -log 2
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [("k1", math.log(2), math.log(2)), ("k2", math.log(2) ** 2 / 2, math.log(2)), ("k3", 0.5 - 1 + math.log(2), 1 - 0.5)],
+)
+def test_kl_term_by_hand(estimator, value, slope):
+    pi = f64(HALF, grad=True)
+    fn = regularised(LOSSES["aipo"], kl_coef=0.1, kl_estimator=estimator)
+    loss, metrics = fn(pi, f64(HALF), f64(2 * HALF), f64(0.0), torch.tensor([True]), num_loss_tokens=2)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.1 / 2 * value, abs=1e-15)
+    assert pi.grad.item() == pytest.approx(0.1 / 2 * slope, abs=1e-15)
+    assert metrics["kl/ref"].item() == pytest.approx(math.log(2) - 0.5, abs=1e-14) and not metrics["kl/ref"].requires_grad
+
+
+def test_estimators_and_the_gradients_of_k1_and_k2_are_the_exact_kls_in_the_mean():
+    # All tokens of a vocabulary, weighted by pi: the sample mean without sampling.
+    random = torch.Generator().manual_seed(0)
+    theta, ref = torch.randn(2, 8, generator=random, dtype=torch.float64)
+    theta.requires_grad_()
+    ref = ref.log_softmax(0)
+    exact = (theta.softmax(0) * (theta.log_softmax(0) - ref)).sum()
+    (slope,) = torch.autograd.grad(exact, theta)
+    p = theta.detach().softmax(0)
+    for estimator in ESTIMATORS:
+        mean = (p * kl_to_reference(ref - theta.log_softmax(0), estimator)).sum()
+        (got,) = torch.autograd.grad(mean, theta)
+        # k2's value is biased, k3's gradient is another divergence's
+        assert (mean.item() == pytest.approx(exact.item(), abs=1e-12)) is (estimator != "k2")
+        assert torch.allclose(got, slope, atol=1e-12) is (estimator != "k3")
+
+
+def test_entropy_bonus_by_hand():
+    pi, entropy = f64(HALF, HALF, grad=True), f64(2.0, 5.0, grad=True)
+    fn = regularised(LOSSES["aipo"], entropy_coef=0.3)
+    mask = torch.tensor([True, False])
+    loss, metrics = fn(pi, pi.detach(), None, f64(0.0, 0.0), mask, num_loss_tokens=4, entropy=entropy)
+    loss.backward()
+    assert loss.item() == pytest.approx(-0.3 * 2 / 4) and entropy.grad.tolist() == pytest.approx([-0.3 / 4, 0.0])
+    assert "kl/ref" not in metrics
+
+
+def test_without_coefficients_the_loss_is_untouched_and_the_reference_is_measured():
+    p = problem()
+    plain, around = p.call(LOSSES["aipo"]), p.call(regularised(LOSSES["aipo"]))
+    assert plain[0].item() == around[0].item() and around[1].keys() - plain[1].keys() == {"kl/ref"}
+    want = sum(math.expm1(x) - x for x in (p.ref - p.pi.detach())[p.mask].tolist())
+    assert around[1]["kl/ref"].item() == pytest.approx(want, rel=1e-12)
+
+
+def my_loss(trainer_logprobs, generator_logprobs, ref_logprobs, advantages, loss_mask, *, num_loss_tokens, entropy):
+    return -(trainer_logprobs + entropy).sum() / num_loss_tokens, {}
+
+
+def test_what_a_loss_is_given_goes_through():
+    assert [needs_entropy_gradient(fn) for fn in (LOSSES["aipo"], regularised(LOSSES["aipo"]), my_loss)] == [False, False, True]
+    assert needs_entropy_gradient(regularised(my_loss)) and needs_entropy_gradient(regularised(LOSSES["tb"], entropy_coef=0.1))
+    around = regularised(functools.partial(LOSSES["tb"], beta=0.5), kl_coef=0.1)
+    assert takes(around, "entropy") and takes(around, "completions") and not takes(regularised(my_loss), "completions")
+    entropy = f64(3.0, grad=True)
+    one = f64(1.0)
+    regularised(my_loss)(one, one, None, one, one.bool(), num_loss_tokens=1, entropy=entropy)[0].backward()
+    assert entropy.grad.item() == -1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kl_coef": -1.0}, "kl_coef >= 0"),
+        ({"entropy_coef": math.nan}, "entropy_coef >= 0"),
+        ({"kl_estimator": "k4"}, "need k1 or k2 or k3"),
+        ({"kl_coef": 0.1}, "switch the reference on"),
+        ({"entropy_coef": 0.1}, "entropy_grad=True"),
+    ],
+)
+def test_impossible_settings_are_refused(options, message):
+    one = torch.zeros(1, requires_grad=True)
+    with pytest.raises(ValueError, match=message):
+        fn = regularised(LOSSES["aipo"], **options)
+        fn(one, one, None, one, one.bool(), num_loss_tokens=1, entropy=one.detach())
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("gap", [100.0, 1e20])
+def test_a_policy_far_below_the_reference_is_still_pulled_up(estimator, gap):
+    pi = torch.tensor([-gap], requires_grad=True)
+    one = torch.ones(1)
+    fn = regularised(LOSSES["aipo"], kl_coef=1e-3, kl_estimator=estimator)
+    loss, metrics = fn(pi, pi.detach(), 0 * one, 0 * one, one.bool(), num_loss_tokens=1)
+    loss.backward()
+    assert loss.isfinite() and all(value.isfinite() for value in metrics.values())
+    assert math.isfinite(pi.grad.item()) and pi.grad.item() <= -0.09
+
+
+@given(x=st.floats(-50, 50))
+def test_k3_is_nonnegative_convex_and_smooth_past_its_limit(x):
+    points = f64(x - 0.5, x, x + 0.5, grad=True)
+    values = k3(points)
+    (slope,) = torch.autograd.grad(values.sum(), points)
+    assert (values >= 0).all() and (slope.diff() >= 0).all()
+    exact = math.expm1(min(x, MAX_LOG_RATIO)) * (1 + max(x - MAX_LOG_RATIO, 0)) - min(x, MAX_LOG_RATIO)
+    assert values[1].item() == pytest.approx(exact, rel=1e-9, abs=1e-15)
+
+
+def test_float32_k3_keeps_its_digits_near_zero():
+    assert k3(torch.tensor([1e-3])).item() == pytest.approx(math.expm1(1e-3) - 1e-3, rel=1e-3)
+
+
+def test_half_square_is_a_square_until_it_would_overflow():
+    x = torch.tensor([-3.0, 1e6, 1e20, -1e30], requires_grad=True)
+    values = half_square(x)
+    (slope,) = torch.autograd.grad(values.sum(), x)
+    assert values.tolist() == pytest.approx([4.5, 5e11, 1e28, 1e38], rel=1e-6) and slope.tolist() == [-3.0, 1e6, 1e8, -1e8]
