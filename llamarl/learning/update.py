@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llamarl.learning.advantages import ADVANTAGES
 from llamarl.learning.logprobs import make_head
-from llamarl.learning.losses.common import Completions, needs_entropy_gradient, takes
+from llamarl.learning.losses.common import Completions, needs_entropy_gradient, needs_whole_groups, takes
 from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr, share_gradients
 from llamarl.learning.packing import filler, pack, to_device
 from llamarl.models.attention import PackedAttention
@@ -109,6 +109,8 @@ class PolicyUpdate:
             completions = completions_of(
                 groups, packing.completions[i] if batch else [], num_completions=totals["_trained"], num_groups=totals["_groups"]
             )
+            if needs_whole_groups(self.loss_fn):
+                _check_whole(groups, packing.completions[i] if batch else [])
             self._forward_backward(batch, completions, version, num_loss_tokens, has_reference, step_sums, step_maxima)
         self._agree_to_go_on(stop)
         norm = self._checked_norm(step_sums, version, groups)
@@ -255,6 +257,16 @@ def completions_of(groups: list[Group], numbers: list[int], *, num_completions: 
         num_completions=num_completions,
         num_groups=num_groups,
     )
+
+
+def _check_whole(groups: list[Group], numbers: list[int]) -> None:
+    """ValueError if a group is in this microbatch and in another one."""
+    sizes = torch.tensor([g.lengths.numel() for g in groups], dtype=torch.int64)
+    trained = torch.cat([is_trained(g) for g in groups]) if groups else torch.zeros(0, dtype=torch.bool)
+    group_of = torch.arange(len(groups)).repeat_interleave(sizes)
+    here = group_of[torch.tensor(numbers, dtype=torch.int64)].unique()
+    if int((trained & torch.isin(group_of, here)).sum()) != len(numbers):
+        raise ValueError("the loss couples a group's completions, and a group does not fit: raise trainer.microbatch_tokens")
 
 
 def _batch_sums(groups: list[Group], version: int) -> dict[str, float]:
