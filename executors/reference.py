@@ -12,7 +12,7 @@ import torch
 
 from llamarl.executor import Executor
 from llamarl.learning.logprobs import make_head
-from llamarl.learning.packing import pack, to_device
+from llamarl.learning.packing import Targets, pack, to_device
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights
@@ -59,7 +59,8 @@ class FrozenReference(Executor):
         alike = dataclasses.replace(
             group, rewards=torch.ones(group.lengths.numel()), finish_reasons=("stop",) * group.lengths.numel()
         )
-        packing = pack([alike], [alike.rewards], budget_tokens=self.microbatch_tokens, drop_zero_advantage=False)
+        targets = [Targets.of(alike, alike.rewards)]
+        packing = pack([alike], targets, budget_tokens=self.microbatch_tokens, drop_zero_advantage=False)
         starts = (group.lengths.cumsum(0) - group.lengths).tolist()
         out = torch.empty(group.token_ids.numel())
         for batch, completions in zip(packing.microbatches, packing.completions):

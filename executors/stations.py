@@ -15,9 +15,11 @@ from llamarl.inference import SamplingParams
 from llamarl.launch import Job
 from llamarl.learning.buffer import BUFFERS
 from llamarl.learning.losses import check_options, options_of, resolve_loss
-from llamarl.learning.losses.common import needs_all_completions
+from llamarl.learning.losses.common import needs_all_completions, needs_whole_groups
 from llamarl.learning.losses.regularisers import regularised
+from llamarl.learning.shaping import Shaping
 from llamarl.learning.update import UpdateSettings
+from llamarl.learning.values import CriticSettings
 from llamarl.parity import TOP
 
 
@@ -117,8 +119,12 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         temperature=config.temperature,
         advantages=t.advantages,
         # Exact where the loss is the policy gradient alone: such completions add nothing to it.
-        skip_zero_advantage=t.skip_zero_advantage and not needs_all_completions(loss_fn),
+        skip_zero_advantage=t.skip_zero_advantage and t.advantages != "gae" and not needs_all_completions(loss_fn),
         parity_tolerance=None if differs else t.parity_tolerance,
+        whole_groups=needs_whole_groups(loss_fn),
+        minibatches_per_step=t.minibatches_per_step,
+        updates_per_batch=t.updates_per_batch,
+        shaping=Shaping(t.missing_eos_penalty, t.reward_kl_coef, t.whiten),
     )
     return FSDPTrainer(
         model_path=str(job.model_path),
@@ -135,7 +141,15 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         canary_top=0 if g.quantize == "none" else TOP,
         evaluate_at=job.eval_due,
         snapshot_at=job.snapshot_due,
+        critic=_critic_of(config),
     )
+
+
+def _critic_of(config: Config) -> CriticSettings | None:
+    t = config.trainer
+    if t.advantages != "gae":
+        return None
+    return CriticSettings(lr=t.value_lr, coef=t.value_coef, clip=t.value_clip, gamma=t.gamma, gae_lambda=t.gae_lambda)
 
 
 def build_weights(config: Config, trainer: FSDPTrainer, generator: Generator) -> Weights:

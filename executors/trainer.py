@@ -1,4 +1,4 @@
-"""FSDPTrainer: takes the groups of a step, makes one optimizer step, publishes the new weights, snapshots when due.
+"""FSDPTrainer: takes the groups of a step, makes its optimizer updates, publishes the new weights, snapshots when due.
 
 loop step    consumes                     waits for                          unblocked by
 take         groups in the buffer         a finished set for step v          groups from the reward; the ledger
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from dataclasses import dataclass
 from typing import Callable, Iterable
 
@@ -19,6 +20,7 @@ from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.optim import build_optimizer
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
+from llamarl.learning.values import Critic, CriticSettings
 from llamarl.models.fsdp import held_box, is_split, local, overlap, training_decoder, whole_parameters
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.models.sharding import Box
@@ -40,7 +42,7 @@ class AdamSettings:
 
 
 class FSDPTrainer(Executor):
-    """Policy version v is the number of optimizer steps in the weights; step v makes v + 1.
+    """Policy version v is the number of steps, of batches taken, in the weights; step v makes v + 1, in one update or several.
 
     replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel: ranks, one after another,
     that share each layer and train on the same groups.
@@ -66,11 +68,12 @@ class FSDPTrainer(Executor):
         canary_top: int,
         evaluate_at: Callable[[int], bool],
         snapshot_at: Callable[[int], bool],
+        critic: CriticSettings | None = None,
     ):
         self.model_path, self.model_dtype, self.compute_dtype = model_path, model_dtype, compute_dtype
         self.replicate, self.tensor_parallel = replicate, tensor_parallel
         self.activation_checkpointing, self.loss_fn, self.settings, self.adam = activation_checkpointing, loss_fn, update, adam
-        self.canary_prompts, self.canary_top = canary_prompts, canary_top
+        self.canary_prompts, self.canary_top, self.critic_settings = canary_prompts, canary_top, critic
         self.evaluate_at, self.snapshot_at = evaluate_at, snapshot_at
         self.version = 0
         self.buffer = buffer
@@ -100,6 +103,7 @@ class FSDPTrainer(Executor):
             eps=a.eps,
             weight_decay=a.weight_decay,
         )
+        self.critic = self._build_critic() if self.critic_settings else None
         self._update = PolicyUpdate(
             self.decoder,
             self.optimizer,
@@ -107,9 +111,20 @@ class FSDPTrainer(Executor):
             self.settings,
             group=self.group.process_group if self.group.size > 1 else None,
             device=self.group.device,
+            critic=self.critic,
         )
         self.weights = self.outputs["policy"]
         self.weights.bind(self.decoder.config, self._parameters, self.group.tensor_group)
+
+    def _build_critic(self) -> Critic:
+        return Critic(
+            self.decoder.config.hidden_size,
+            self.critic_settings,
+            betas=(self.adam.beta1, self.adam.beta2),
+            eps=self.adam.eps,
+            mesh=self.group.data_mesh(),
+            device=self.group.device,
+        )
 
     def step(self) -> bool:
         arrived = self._receive()
@@ -196,7 +211,7 @@ class FSDPTrainer(Executor):
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """This rank's shard: weights (float32), Adam's moments, the buffer; and which part of the model they are.
+        """This rank's shard: weights (float32), Adam's moments, the value head, the buffer; and which part of the model they are.
 
         What several ranks hold is stored by the first of them alone.
         """
@@ -219,6 +234,7 @@ class FSDPTrainer(Executor):
             tensors["buffer"] = torch.frombuffer(bytearray(buffered), dtype=torch.uint8)
         return {
             **tensors,
+            **(self.critic.state_dict() if self.critic and first_peer and self.group.replica == 0 else {}),
             "boxes": boxes,
             "version": self.version,
             "adam_step": steps[0] if steps else 0.0,
@@ -229,11 +245,12 @@ class FSDPTrainer(Executor):
     def load_state_dict(self, parts: Iterable[dict]) -> None:
         """From all ranks' parts, whatever their number was: each rank takes the rows and the groups that are its own now."""
         self.claim_device()
-        groups, buffered, adam_step = GroupBuffer(), [], 0.0
+        groups, buffered, adam_step, has_values = GroupBuffer(), [], 0.0, False
         for part in parts:
             self.version, adam_step = int(part["version"]), float(part["adam_step"])
             for name, p in self._parameters:
                 self._load_box(p, name, part)
+            has_values |= self.critic is not None and self.critic.load_state_dict(part)
             buffered += part["buffered"]
             if "buffer" in part:
                 kept = GroupBuffer()
@@ -241,6 +258,8 @@ class FSDPTrainer(Executor):
                 groups.put(kept.take(kept.tickets()))
         for _, p in self._parameters if adam_step else []:
             self.optimizer.state[p]["step"] = torch.tensor(adam_step, device=self.group.device)
+        if self.critic and not has_values:
+            warnings.warn("the checkpoint has no value head: this run's starts at 0", stacklevel=2)
         finished = self.tickets.reconcile(buffered)
         self.buffer.put([g for g in groups.take(groups.tickets()) if g.ticket in finished and self._is_mine(g.ticket)])
         self._published = -1
@@ -277,7 +296,8 @@ class FSDPTrainer(Executor):
         """Weights and the optimizer's moments; gradients end with the step."""
         self.optimizer.zero_grad(set_to_none=True)
         moments = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-        return [local(t) for t in (*self.decoder.parameters(), *moments)]
+        values = self.critic.offloadable() if self.critic else ()
+        return [*values, *(local(t) for t in (*self.decoder.parameters(), *moments))]
 
     def teardown(self) -> None:
         if hasattr(self, "weights"):

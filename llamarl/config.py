@@ -39,6 +39,7 @@ __all__ = [
 
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
+TOKEN_LOSSES = ("ppo", "aipo", "reinforce", "cispo", "icepop")  # whose advantages may differ from token to token
 
 
 # --- Combinations: what no single value shows ---
@@ -67,8 +68,12 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
          "starts below the least"),
         ("governor.start governor.most", None not in (g.start, g.most) and g.start > g.most,
          "starts above the most"),
-        ("group_size trainer.advantages", c.group_size < 2,
-         "a group of one has no baseline: its advantage is always 0; need at least 2"),
+        ("group_size trainer.advantages", c.group_size < 2 and c.trainer.advantages != "gae",
+         "a group of one has no baseline: its advantage is always 0; need at least 2, or trainer.advantages=gae"),
+        ("trainer.advantages loss.fn", c.trainer.advantages == "gae" and c.loss.fn not in TOKEN_LOSSES and ":" not in c.loss.fn,
+         f"gives each token its own advantage, which this loss does not use; group_mean, or loss={' or '.join(TOKEN_LOSSES)}"),
+        ("trainer.reward_kl_coef reference.enabled", c.trainer.reward_kl_coef > 0 and not c.reference.enabled,
+         "needs a reference: reference=frozen, or trainer.reward_kl_coef=0"),
         ("group_size generator.max_slots", c.group_size > c.generator.max_slots,
          "a group does not fit the slots of a generator; raise generator.max_slots"),
         ("loss.kl_coef reference.enabled", bool(c.loss.kl_coef) and not c.reference.enabled,

@@ -138,6 +138,10 @@ def _trainer_problems(c: Config, num_ranks: int, problem: Callable[..., Problem]
         for key, amount in (("groups_per_step", c.groups_per_step), ("overcommit", c.overcommit)):
             if not isinstance(amount, str) and amount % lanes:
                 found.append(problem(f"{ranks} cannot share it evenly; need a multiple of {lanes}", key))
+        n = c.trainer.minibatches_per_step
+        if n > 1 and c.groups_per_step % lanes == 0 and c.groups_per_step % (lanes * n):
+            what = f"{ranks} cannot cut their groups into {n} minibatches each; need a multiple of {lanes * n} groups"
+            found.append(problem(what, "groups_per_step", "trainer.minibatches_per_step"))
     if t > 1 and (model := _model(c)) is not None:
         parts = [(model.num_attention_heads, "query heads"), (model.num_key_value_heads, "key/value heads")]
         parts.append((model.intermediate_size, "hidden units (intermediate_size)"))

@@ -94,11 +94,21 @@ class TrainerSettings:
     eps: Positive
     schedule: Literal["constant", "linear", "cosine", "wsd"]
     warmup_steps: Natural
-    advantages: Literal["group_mean", "group_mean_std", "leave_one_out"]
+    advantages: Literal["group_mean", "group_mean_std", "leave_one_out", "gae"]
     compute_dtype: Literal["float32", "bfloat16"]
     activation_checkpointing: bool
     parity_tolerance: Positive
     skip_zero_advantage: bool
+    minibatches_per_step: Count
+    updates_per_batch: Count
+    missing_eos_penalty: float | None
+    reward_kl_coef: NonNegative
+    whiten: Literal["none", "rewards", "advantages", "both"]
+    gamma: Annotated[float, Range(0, 1)]
+    gae_lambda: Annotated[float, Range(0, 1)]
+    value_lr: Positive
+    value_coef: NonNegative
+    value_clip: Positive | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,10 +133,10 @@ class PackedBatch:
 
         prompt [10,11] with completions [12,13] and [14], then prompt [20] with completion [21,22]:
         input_ids  10 11 | 12 | 20 | 21    positions  0 1 2 0 1    cu_seqlens  0 2 3 4 5    parents  -1 0 -1 2
-        labels     12 13 14 21 22          rows       1 2 1 3 4
+        labels     12 13 14 21 22          rows       1 2 1 3 4      completions  0 0 1 2 2         groups   0 0 1
 
-    T input tokens in S segments; R labels, the trained tokens of all completions. Row r of the hidden states predicts
-    label r: a prompt's last token predicts the first token of each of its completions, and the last token of a
+    T input tokens in S segments; R labels, the trained tokens of all N completions, in order. Row r of the hidden states
+    predicts label r: a prompt's last token predicts the first token of each of its completions, and the last token of a
     completion is only ever a label.
     """
 
@@ -149,4 +149,9 @@ class PackedBatch:
     generator_logprobs: Tensor  # [R] float32
     ref_logprobs: Tensor  # [R] float32, 0 without a reference
     advantages: Tensor  # [R] float32
+    returns: Tensor  # [R] float32, what a value head is to say of each row; 0 without one
+    old_values: Tensor  # [R] float32, what it said before the step; 0 without one
     policy_versions: Tensor  # [R] int64
+    completions: Tensor  # [R] int64, which of the N completions a label belongs to, ascending
+    groups: Tensor  # [N] int64, which of the microbatch's groups a completion belongs to
+    rewards: Tensor  # [N] float32, shaped, finite

@@ -1,6 +1,7 @@
 """Groups become microbatches of a fixed token budget: greedy collation, then one gather for all tokens at once.
 
-The gradient does not depend on what is packed with what: `num_loss_tokens` counts the batch, never a microbatch.
+The gradient does not depend on what is packed with what: `num_loss_tokens`, `num_completions` and `num_groups` count the batch,
+never a microbatch, and a loss that couples the completions of a group gets every group whole.
 """
 
 from __future__ import annotations
@@ -17,13 +18,34 @@ from llamarl.types import Group, PackedBatch
 
 
 @dataclass(frozen=True, slots=True)
+class Targets:
+    """What a group is trained towards, made of its shaped rewards; T = all its completion tokens, end to end."""
+
+    rewards: Tensor  # [G] float32, shaped; NaN where the completion must not be trained on
+    advantages: Tensor  # [T] float32
+    returns: Tensor  # [T] float32, what the value head learns; [0] without one
+    old_values: Tensor  # [T] float32, what it said before the step; [0] without one
+
+    @classmethod
+    def of(cls, group: Group, advantages: Tensor, rewards: Tensor | None = None) -> "Targets":
+        """Every token of a completion has its completion's advantage ([G]). rewards [G]: shaped; None: the group's own."""
+        if advantages.shape != group.rewards.shape:
+            raise ValueError("advantages do not fit the groups: give one [G] tensor for each group")
+        none = torch.zeros(0)
+        shaped = group.rewards if rewards is None else rewards
+        return cls(shaped, advantages.float().repeat_interleave(group.lengths), none, none)
+
+
+@dataclass(frozen=True, slots=True)
 class Packing:
-    """One rank's share of an optimizer step. Add num_loss_tokens and num_completions over ranks before they divide a loss."""
+    """One rank's share of an optimizer update. Add the three counts that divide a loss over ranks first."""
 
     microbatches: list[PackedBatch]
     completions: list[list[int]]  # whose labels they hold, in order; numbered over all groups
+    places: list[Tensor]  # [R] int64 each: where its labels are among the completion tokens of all groups, end to end
     num_loss_tokens: int  # trained completion tokens, also those left out because their advantage is 0
-    num_completions: int  # trained completions, also those left out because their advantage is 0
+    num_completions: int  # trained completions, likewise
+    num_groups: int  # groups of at least two trained completions, likewise
     num_dropped: int  # completions left out because their advantage is 0
     num_masked: int  # completions that must not be trained on: no reward, aborted, or without tokens
     padding_fraction: float  # unused share of the token budget, 0..1
@@ -54,44 +76,57 @@ def collate(lengths: list[int], budget: int) -> list[list[int]]:
     return bins
 
 
-def pack(groups: list[Group], advantages: list[Tensor], *, budget_tokens: int, drop_zero_advantage: bool) -> Packing:
-    """Collate the trained completions of `groups` with their advantages ([G] a group) and shift them, on the CPU.
+def trainable(group: Group) -> Tensor:
+    """[G] bool: has tokens and a reward, and was not aborted."""
+    whole = torch.tensor([reason != "aborted" for reason in group.finish_reasons], dtype=torch.bool)
+    return whole & ~group.rewards.isnan() & (group.lengths > 0)
+
+
+def pack(
+    groups: list[Group], targets: list[Targets], *, budget_tokens: int, drop_zero_advantage: bool, whole_groups: bool = False
+) -> Packing:
+    """Collate the trained completions of `groups` with their targets and shift them, on the CPU.
 
     A prompt of P tokens is computed once for all completions of its group in a microbatch, which takes P + sum(L - 1) of
-    the budget; a group over the budget is cut into several. One completion over the budget gets a microbatch of its own
-    (warned once). Aborted completions and those with a NaN reward are left out and counted nowhere but in num_masked.
-    drop_zero_advantage also leaves out those whose advantage is 0: right for pure policy gradients, where they add nothing
-    and still count in the denominators; wrong with a KL or entropy term, which they would add.
-    ValueError for an empty prompt, advantages that do not fit or are not finite, or ref_logprobs in only some groups.
+    the budget; a group over the budget is cut into several, with whole_groups never. What cannot be cut and is over the
+    budget gets a microbatch of its own (warned once). Aborted completions and those with a NaN reward are left out and
+    counted nowhere but in num_masked. drop_zero_advantage also leaves out those whose advantages are all 0: right for pure
+    policy gradients, where they add nothing and still count in the denominators; wrong where a loss has other terms.
+    ValueError for an empty prompt, targets that do not fit or are not finite, or ref_logprobs in only some groups.
     """
     if not groups:
-        return Packing([], [], 0, 0, 0, 0, 0.0, False)
-    flat = _flatten(groups, advantages)
-    trainable = flat.trainable
-    kept = trainable & (flat.advantages != 0) if drop_zero_advantage else trainable
-    families = _families(groups, kept.tolist(), flat.lengths.tolist(), budget_tokens)
+        return Packing([], [], [], 0, 0, 0, 0, 0, 0.0, False)
+    flat = _flatten(groups, targets)
+    kept = flat.trainable & flat.has_advantage if drop_zero_advantage else flat.trainable
+    families = _families(groups, kept.tolist(), flat.lengths.tolist(), None if whole_groups else budget_tokens)
     bins = collate([f.size for f in families], budget_tokens)
-    microbatches = _build(flat, [[families[i] for i in b] for b in bins])
+    microbatches, places = _build(flat, [[families[i] for i in b] for b in bins])
     tokens = [batch.input_ids.numel() for batch in microbatches]
     if max(tokens, default=0) > budget_tokens:
-        _warn_too_long(budget_tokens)
+        _warn_too_long(budget_tokens, whole_groups)
     room = sum(max(t, budget_tokens) for t in tokens)
     return Packing(
         microbatches=microbatches,
         completions=[[c for i in b for c in families[i].completions] for b in bins],
-        num_loss_tokens=int(flat.lengths[trainable].sum()),
-        num_completions=int(trainable.sum()),
-        num_dropped=int(trainable.sum() - kept.sum()),
-        num_masked=int((~trainable).sum()),
+        places=places,
+        num_loss_tokens=int(flat.lengths[flat.trainable].sum()),
+        num_completions=int(flat.trainable.sum()),
+        num_groups=int((torch.bincount(flat.groups[flat.trainable]) > 1).sum()),
+        num_dropped=int(flat.trainable.sum() - kept.sum()),
+        num_masked=int((~flat.trainable).sum()),
         padding_fraction=1 - sum(tokens) / room if room else 0.0,
-        has_reference=flat.ref_logprobs is not None,
+        has_reference=flat.per_token["ref_logprobs"] is not None,
     )
 
 
 def filler() -> PackedBatch:
     """A microbatch that trains nothing: for a rank with fewer than its FSDP peers, who all must run the same number."""
     zero, none, number = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0)
-    return PackedBatch(zero, zero, torch.tensor([0, 1]), zero - 1, none, none, number, number, number, none)
+    return PackedBatch(
+        input_ids=zero, positions=zero, cu_seqlens=torch.tensor([0, 1]), parents=zero - 1, rows=none, labels=none,
+        generator_logprobs=number, ref_logprobs=number, advantages=number, returns=number, old_values=number,
+        policy_versions=none, completions=none, groups=none, rewards=number,
+    )  # fmt: skip
 
 
 def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
@@ -104,46 +139,73 @@ class _Flat:
     """All groups end to end: N completions, S = all prompt tokens, C = all completion tokens."""
 
     prompt_ids: Tensor  # [S]
-    token_ids: Tensor  # [C]
-    generator_logprobs: Tensor  # [C]
-    ref_logprobs: Tensor | None  # [C]
-    policy_versions: Tensor  # [C]
+    per_token: dict[str, Tensor | None]  # [C] each: what becomes a field of the labels; None: zeros
     prompt_starts: Tensor  # [N] into prompt_ids; completions of a group share theirs
     prompt_lengths: Tensor  # [N]
-    starts: Tensor  # [N] into token_ids
+    starts: Tensor  # [N] into the completion tokens
     lengths: Tensor  # [N]
-    advantages: Tensor  # [N]
+    groups: Tensor  # [N] number of its group
+    rewards: Tensor  # [N] float32, shaped
+    has_advantage: Tensor  # [N] bool: that of some token is not 0
     trainable: Tensor  # [N] bool
 
 
-def _flatten(groups: list[Group], advantages: list[Tensor]) -> _Flat:
-    if len(advantages) != len(groups) or any(a.shape != g.rewards.shape for a, g in zip(advantages, groups)):
-        raise ValueError("advantages do not fit the groups: give one [G] tensor for each group")
-    if len({g.ref_logprobs.numel() == g.token_ids.numel() for g in groups if g.token_ids.numel()}) > 1:
-        raise ValueError("ref_logprobs in some groups and not in others: every group must pass the reference, or none")
-    reference = any(g.ref_logprobs.numel() for g in groups)
+def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
+    _check(groups, targets)
     prompt_lengths = torch.tensor([g.prompt_ids.numel() for g in groups])
-    if not prompt_lengths.all():
-        raise ValueError("an empty prompt: the first token needs something to look at; let the task add a bos token")
     sizes = torch.tensor([g.lengths.numel() for g in groups])
-    lengths, all_advantages = torch.cat([g.lengths for g in groups]), torch.cat(advantages).float()
-    whole = torch.tensor([reason != "aborted" for g in groups for reason in g.finish_reasons])
-    trainable = whole & ~torch.cat([g.rewards for g in groups]).isnan() & (lengths > 0)
-    if not all_advantages[trainable].isfinite().all():
-        raise ValueError("an advantage is not finite; the function that made it must give 0 to what is not to be trained")
+    lengths, advantages = torch.cat([g.lengths for g in groups]), torch.cat([t.advantages for t in targets]).float()
+    rewards, able = torch.cat([t.rewards for t in targets]).float(), torch.cat([trainable(g) for g in groups])
+    has_advantage = torch.zeros(len(lengths)).index_add(
+        0, torch.arange(len(lengths)).repeat_interleave(lengths), (advantages != 0).float()
+    )
+
+    def joined(tensors: list[Tensor]) -> Tensor | None:
+        return torch.cat(tensors) if any(t.numel() for t in tensors) else None
+
     return _Flat(
         prompt_ids=torch.cat([g.prompt_ids for g in groups]),
-        token_ids=torch.cat([g.token_ids for g in groups]),
-        generator_logprobs=torch.cat([g.generator_logprobs for g in groups]),
-        ref_logprobs=torch.cat([g.ref_logprobs for g in groups]) if reference else None,
-        policy_versions=torch.cat([g.policy_versions for g in groups]),
+        per_token=dict(
+            labels=torch.cat([g.token_ids for g in groups]),
+            generator_logprobs=torch.cat([g.generator_logprobs for g in groups]),
+            ref_logprobs=joined([g.ref_logprobs for g in groups]),
+            advantages=advantages,
+            returns=joined([t.returns for t in targets]),
+            old_values=joined([t.old_values for t in targets]),
+            policy_versions=torch.cat([g.policy_versions for g in groups]),
+        ),
         prompt_starts=_starts(prompt_lengths).repeat_interleave(sizes),
         prompt_lengths=prompt_lengths.repeat_interleave(sizes),
         starts=_starts(lengths),
         lengths=lengths,
-        advantages=all_advantages,
-        trainable=trainable,
+        groups=torch.arange(len(groups)).repeat_interleave(sizes),
+        rewards=rewards,
+        has_advantage=has_advantage > 0,
+        trainable=able,
     )
+
+
+def _check(groups: list[Group], targets: list[Targets]) -> None:
+    if len(targets) != len(groups) or any(
+        t.rewards.shape != g.rewards.shape
+        or t.advantages.shape != g.token_ids.shape
+        or {t.returns.numel(), t.old_values.numel()} not in ({0}, {g.token_ids.numel()})
+        for t, g in zip(targets, groups)
+    ):
+        raise ValueError("targets do not fit the groups: give rewards [G] and an advantage for every token of each group")
+    if len({g.ref_logprobs.numel() == g.token_ids.numel() for g in groups if g.token_ids.numel()}) > 1:
+        raise ValueError("ref_logprobs in some groups and not in others: every group must pass the reference, or none")
+    if len({t.returns.numel() == g.token_ids.numel() for t, g in zip(targets, groups) if g.token_ids.numel()}) > 1:
+        raise ValueError("returns in some groups and not in others: a value head is trained on every group, or none")
+    if not all(g.prompt_ids.numel() for g in groups):
+        raise ValueError("an empty prompt: the first token needs something to look at; let the task add a bos token")
+    for g, t in zip(groups, targets):
+        able = trainable(g)
+        if not (t.advantages[able.repeat_interleave(g.lengths)].isfinite().all() and t.rewards[able].isfinite().all()):
+            raise ValueError(
+                f"ticket {g.ticket}: an advantage or a shaped reward is not finite; the function that made it must give a "
+                "number to what is to be trained"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +217,8 @@ class _Family:
     size: int  # packed tokens
 
 
-def _families(groups: list[Group], kept: list[bool], lengths: list[int], budget: int) -> list[_Family]:
-    """Kept completions by group, cut where one more would pass the budget."""
+def _families(groups: list[Group], kept: list[bool], lengths: list[int], budget: int | None) -> list[_Family]:
+    """Kept completions by group, cut where one more would pass the budget (None: never)."""
     families, n = [], 0
     for number, group in enumerate(groups):
         prompt = group.prompt_ids.numel()
@@ -165,7 +227,7 @@ def _families(groups: list[Group], kept: list[bool], lengths: list[int], budget:
         for completion in range(n, n + group.lengths.numel()):
             if not kept[completion]:
                 continue
-            if members and size + lengths[completion] - 1 > budget:
+            if members and budget is not None and size + lengths[completion] - 1 > budget:
                 families.append(_Family(number, members, size))
                 members, size = [], prompt
             members.append(completion)
@@ -176,16 +238,19 @@ def _families(groups: list[Group], kept: list[bool], lengths: list[int], budget:
     return families
 
 
-def _build(flat: _Flat, bins: list[list[_Family]]) -> list[PackedBatch]:
-    """Lay out the segments of all microbatches end to end, gather their tokens at once, then cut them apart."""
+def _build(flat: _Flat, bins: list[list[_Family]]) -> tuple[list[PackedBatch], list[Tensor]]:
+    """Lay out the segments of all microbatches end to end, gather their tokens at once, then cut them apart.
+
+    Returns the microbatches, and for each the places of its labels.
+    """
     if not bins:
-        return []
+        return [], []
     prompt_starts, prompt_lengths = flat.prompt_starts.tolist(), flat.prompt_lengths.tolist()
     starts, lengths = flat.starts.tolist(), flat.lengths.tolist()
     completions_at = flat.prompt_ids.numel()  # where completion tokens start in the source
     segments: list[tuple[int, int, int, int]] = []  # (place in the source, tokens, first position, parent)
     trained: list[tuple[int, int, int]] = []  # (completion, row of its prompt's last token, row of its first token)
-    cuts = [(0, 0, 0)]  # (tokens, segments, labels) before each microbatch
+    cuts = [(0, 0, 0, 0)]  # (tokens, segments, labels, completions) before each microbatch
     tokens = labels = 0
     for families in bins:
         first_segment = len(segments)
@@ -201,7 +266,7 @@ def _build(flat: _Flat, bins: list[list[_Family]]) -> list[PackedBatch]:
                     segments.append((completions_at + starts[c], lengths[c] - 1, prompt, parent))
                 tokens += lengths[c] - 1
                 labels += lengths[c]
-        cuts.append((tokens, len(segments), labels))
+        cuts.append((tokens, len(segments), labels, len(trained)))
     source, size, first, parents = torch.tensor(segments).T
     completion, prompt_row, own_row = torch.tensor(trained).T
     inside = _ramp(size)
@@ -211,29 +276,28 @@ def _build(flat: _Flat, bins: list[list[_Family]]) -> list[PackedBatch]:
     rows = torch.where(place == 0, prompt_row.repeat_interleave(count), own_row.repeat_interleave(count) + place - 1)
     token = flat.starts[completion].repeat_interleave(count) + place
     per_token = dict(
-        input_ids=torch.cat([flat.prompt_ids, flat.token_ids])[source.repeat_interleave(size) + inside],
+        input_ids=torch.cat([flat.prompt_ids, flat.per_token["labels"]])[source.repeat_interleave(size) + inside],
         positions=first.repeat_interleave(size) + inside,
     )
-    per_label = dict(
-        labels=flat.token_ids[token],
-        generator_logprobs=flat.generator_logprobs[token],
-        ref_logprobs=torch.zeros(len(token)) if flat.ref_logprobs is None else flat.ref_logprobs[token],
-        advantages=flat.advantages[completion].repeat_interleave(count),
-        policy_versions=flat.policy_versions[token],
-    )
+    per_label = {n: torch.zeros(len(token)) if values is None else values[token] for n, values in flat.per_token.items()}
     boundaries = torch.cat([torch.zeros(1, dtype=torch.int64), size.cumsum(0)])
-    microbatches = []
-    for (t0, s0, r0), (t1, s1, r1) in pairwise(cuts):
+    microbatches, places = [], []
+    for (t0, s0, r0, n0), (t1, s1, r1, n1) in pairwise(cuts):
+        inside_it = completion[n0:n1]
         microbatches.append(
             PackedBatch(
                 cu_seqlens=boundaries[s0 : s1 + 1] - t0,
                 parents=parents[s0:s1],
                 rows=rows[r0:r1] - t0,
+                completions=torch.arange(n1 - n0).repeat_interleave(count[n0:n1]),
+                groups=flat.groups[inside_it].unique(return_inverse=True)[1],
+                rewards=flat.rewards[inside_it],
                 **{name: values[t0:t1] for name, values in per_token.items()},
                 **{name: values[r0:r1] for name, values in per_label.items()},
             )
         )
-    return microbatches
+        places.append(token[r0:r1])
+    return microbatches, places
 
 
 def _ramp(sizes: Tensor) -> Tensor:
@@ -246,9 +310,12 @@ def _starts(lengths: Tensor) -> Tensor:
 
 
 @functools.cache
-def _warn_too_long(budget_tokens: int) -> None:
+def _warn_too_long(budget_tokens: int, whole_groups: bool) -> None:
+    what, remedy = ("sequences", "the longest prompt plus max_new_tokens")
+    if whole_groups:
+        what, remedy = ("groups (which this loss needs whole)", "the longest prompt plus group_size times max_new_tokens")
     warnings.warn(
-        f"sequences longer than trainer.microbatch_tokens={budget_tokens} get microbatches of their own and need more memory "
-        "than it promises; raise it to at least the longest prompt plus max_new_tokens",
+        f"{what} longer than trainer.microbatch_tokens={budget_tokens} get microbatches of their own and need more memory "
+        f"than it promises; raise it to at least {remedy}",
         stacklevel=3,
     )

@@ -1,12 +1,20 @@
-"""One optimizer step on taken groups: pack, forward and backward over microbatches, check, step.
+"""One step on the taken groups: shape rewards, pack, then N minibatches T times over, each forward, backward, check, update.
 
-Nothing changes before the check: a step that is aborted (a stop request) or not finite leaves weights and optimizer as they were.
+    step (policy version v -> v + 1)
+      old values of every token, no gradient             with a value head
+      rewards -> shaped -> advantages                    llamarl.learning.shaping, .advantages, .values
+      T passes (updates_per_batch) over
+        N minibatches (minibatches_per_step) of whole groups, one optimizer update each
+
+The old logprobs of every ratio are generator_logprobs, also in later updates of a step. Nothing changes before the check of
+the first update: a step that is aborted (a stop request) or not finite leaves weights and optimizer as they were. After it
+the step is finished before a stop is served, and what is not finite in a later update ends the run.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Callable
 
 import torch
@@ -14,15 +22,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.learning.advantages import ADVANTAGES
 from llamarl.learning.logprobs import make_head
-from llamarl.learning.losses.common import Completions, needs_entropy_gradient, needs_whole_groups, takes
+from llamarl.learning.losses.common import Completions, needs_entropy_gradient, takes
+from llamarl.learning.losses.ppo import value_loss
 from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr, share_gradients
-from llamarl.learning.packing import filler, pack, to_device
+from llamarl.learning.packing import Packing, Targets, filler, pack, to_device
+from llamarl.learning.reduction import Ranks
+from llamarl.learning.shaping import Shaping
+from llamarl.learning.step_metrics import batch_sums, metrics_of
+from llamarl.learning.targets import make_targets
+from llamarl.learning.values import Critic
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import is_split
+from llamarl.models.heads import only_values, with_values
 from llamarl.models.hf import named_parameters_hf
+from llamarl.models.sharding import span
 from llamarl.parity import Canary, ParityError, Sequence
 from llamarl.types import Group, PackedBatch
 
@@ -32,12 +47,12 @@ class StepAborted(Exception):
 
 
 class NotFinite(RuntimeError):
-    """The loss or the gradient is NaN or infinite; the weights were not touched."""
+    """The loss or the gradient of an update is NaN or infinite; that update was not made. The message says what the weights are."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """Plain values of an optimizer step. lr per step, tokens per microbatch."""
+    """Plain values of a step. Learning rate, warm-up and max_steps are in steps; the rate changes with every update of one."""
 
     lr: float
     schedule: str
@@ -46,15 +61,53 @@ class UpdateSettings:
     microbatch_tokens: int
     max_grad_norm: float
     temperature: float
-    advantages: str
+    advantages: str  # a name in ADVANTAGES; not used with a critic, whose advantages are GAE's
     skip_zero_advantage: bool
     parity_tolerance: float | None  # None: do not compare (the generator truncates its distribution)
+    whole_groups: bool = False  # the loss couples the completions of a group
+    minibatches_per_step: int = 1
+    updates_per_batch: int = 1
+    shaping: Shaping = field(default_factory=Shaping)
+
+
+@dataclass(frozen=True, slots=True)
+class _Minibatch:
+    """This rank's microbatches of an update, and what counts the update over all ranks."""
+
+    packing: Packing
+    num_microbatches: int  # the most that a rank has
+    num_loss_tokens: float
+    num_completions: float
+    num_groups: float
+    has_reference: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _At:
+    """Which update of which step."""
+
+    version: int
+    index: int  # of the update within the step
+    minibatches: int
+    passes: int
+    tickets: list[int]  # of the step, on this rank
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    def __str__(self) -> str:
+        if self.minibatches * self.passes == 1:
+            return f"step {self.version}"
+        done, place = divmod(self.index, self.minibatches)
+        return f"step {self.version}, minibatch {place + 1} of {self.minibatches}, pass {done + 1} of {self.passes}"
 
 
 class PolicyUpdate:
-    """Runs optimizer steps. Collective over `group` (the trainer's ranks), None for a single rank.
+    """Runs steps. Collective over `group` (the trainer's ranks), None for a single rank.
 
-    Ranks that share a tensor-parallel decoder are given the same groups; in sums over ranks they count once.
+    Ranks that share a tensor-parallel decoder are given the same groups; in sums over ranks they count once. A rank's groups
+    are cut into minibatches in the order given, as evenly as they go.
     """
 
     def __init__(
@@ -66,60 +119,41 @@ class PolicyUpdate:
         *,
         group: dist.ProcessGroup | None,
         device: torch.device,
+        critic: Critic | None = None,
     ):
         self.decoder, self.optimizer, self.loss_fn, self.settings = decoder, optimizer, loss_fn, settings
-        self._group, self._device = group, device
-        self._num_ranks = group.size() if group is not None else 1
+        self.critic, self._device = critic, device
         tp = decoder.tensor_parallel
-        self._num_data_ranks = self._num_ranks // (tp.size if tp else 1)
-        self._is_counted = tp is None or tp.rank == 0
+        self._ranks = Ranks(group, device, tp)
         split = [tp is not None and is_split(decoder, name) for name, _ in named_parameters_hf(decoder)]
         self._tensor_groups = [tp.group if s else None for s in split]
         self._copied = [p for p, s in zip(decoder.parameters(), split, strict=True) if tp and not s]
-        self._advantages = ADVANTAGES[settings.advantages]
+        self._copied += critic.parameters if tp and critic else []
 
     def run(self, groups: list[Group], version: int, stop: Callable[[], bool]) -> dict[str, float | None]:
         """Step `version` -> version + 1 on this rank's groups. Returns the step's metrics, the same on every rank.
 
-        StepAborted if any rank's stop() is true at a microbatch boundary; NotFinite; ParityError.
+        StepAborted if any rank's stop() is true at a microbatch boundary before the first update; NotFinite; ParityError.
         """
         s = self.settings
-        packing = pack(
-            groups,
-            [self._advantages(g.rewards) for g in groups],
-            budget_tokens=s.microbatch_tokens,
-            drop_zero_advantage=s.skip_zero_advantage,
+        n = s.minibatches_per_step
+        old_values = self._old_values(groups, version, stop) if self.critic else None
+        targets, of_targets = make_targets(
+            groups, s.shaping, advantages=s.advantages, critic=self.critic, old_values=old_values, ranks=self._ranks
         )
-        sums = {**_batch_sums(groups, version), "tokens/trained": float(packing.num_loss_tokens)}
-        sums["_trained"] = float(packing.num_completions)
-        budget = len(packing.microbatches) * s.microbatch_tokens
-        sums |= {"_budget": float(budget), "_unused": packing.padding_fraction * budget}
-        maxima = {"lag/max": float(max((version - g.oldest_version for g in groups if g.token_ids.numel()), default=0))}
-        maxima |= {"_microbatches": float(len(packing.microbatches)), "_reference": float(packing.has_reference)}
-        totals, maxima = self._reduce(sums, maxima)
-        num_loss_tokens, has_reference = totals["tokens/trained"], maxima.pop("_reference") > 0
-
-        self.optimizer.zero_grad(set_to_none=True)
-        step_sums: dict[str, Tensor] = {}
-        step_maxima: dict[str, Tensor] = {}
-        for i in range(int(maxima.pop("_microbatches"))):
-            self._agree_to_go_on(stop)
-            # A rank with fewer microbatches than its peers takes part in their collectives with an empty one.
-            batch = packing.microbatches[i] if i < len(packing.microbatches) else None
-            completions = completions_of(
-                groups, packing.completions[i] if batch else [], num_completions=totals["_trained"], num_groups=totals["_groups"]
-            )
-            if needs_whole_groups(self.loss_fn):
-                _check_whole(groups, packing.completions[i] if batch else [])
-            self._forward_backward(batch, completions, version, num_loss_tokens, has_reference, step_sums, step_maxima)
-        self._agree_to_go_on(stop)
-        norm = self._checked_norm(step_sums, version, groups)
-        local_sums = {name: float(v) for name, v in step_sums.items()}
-        step_totals, step_max = self._reduce(local_sums, {name: float(v) for name, v in step_maxima.items()})
-        self._check_parity(step_max, version)
-        set_lr(self.optimizer, lr_at(version, lr=s.lr, schedule=s.schedule, warmup_steps=s.warmup_steps, max_steps=s.max_steps))
-        self.optimizer.step()
-        return _metrics({**totals, **step_totals}, {**maxima, **step_max}, norm)
+        minibatches, totals, maxima = self._pack(groups, targets, version)
+        totals |= {"_rows": 0.0, "_trained": 0.0}
+        norms = []
+        for index in range(n * s.updates_per_batch):
+            at = _At(version, index, n, s.updates_per_batch, [g.ticket for g in groups])
+            sums, tops, norm = self._update(minibatches[index % n], at, stop)
+            totals["_trained"] += minibatches[index % n].num_completions
+            for name, value in sums.items():
+                totals[name] = totals.get(name, 0.0) + value
+            for name, value in tops.items():
+                maxima[name] = max(maxima.get(name, value), value)
+            norms.append(norm)
+        return {**metrics_of(totals, maxima, norms), **of_targets}
 
     @torch.no_grad()
     def canary(self, sequences: list[Sequence], *, top: int = 0) -> Canary:
@@ -141,195 +175,195 @@ class PolicyUpdate:
         top_ids, top_logprobs = (x.tolist() if top else [] for x in (likeliest.indices, likeliest.values))
         return Canary(sequences, scored.tolist(), top_ids, top_logprobs)
 
-    def _forward_backward(
-        self, batch: PackedBatch | None, completions: Completions, version: int, num_loss_tokens: float, has_reference: bool,
-        sums: dict, maxima: dict,
-    ) -> None:  # fmt: skip
-        batch, fn = to_device(batch or filler(), self._device), self.loss_fn
-        head = make_head(batch.labels, batch.rows, temperature=self.settings.temperature, entropy_grad=needs_entropy_gradient(fn))
-        attention = PackedAttention(batch.cu_seqlens, batch.parents)
-        logprobs, entropy = self.decoder(batch.input_ids, batch.positions, attention, head)
-        given = {"completions": completions.to(self._device), "entropy": entropy}
-        loss, stats = fn(
-            logprobs,
-            batch.generator_logprobs,
-            batch.ref_logprobs if has_reference else None,
-            batch.advantages,
-            torch.ones_like(batch.labels, dtype=torch.bool),
-            num_loss_tokens=num_loss_tokens,
-            **{name: value for name, value in given.items() if takes(fn, name)},
+    @torch.no_grad()
+    def _old_values(self, groups: list[Group], version: int, stop: Callable[[], bool]) -> Tensor:
+        """Collective: [C] values of all groups' completion tokens, end to end; 0 of those that are not trained on. NotFinite."""
+        nothing = [Targets.of(g, torch.zeros(g.lengths.numel())) for g in groups]
+        packing = pack(groups, nothing, budget_tokens=self.settings.microbatch_tokens, drop_zero_advantage=False)
+        out = torch.zeros(sum(g.token_ids.numel() for g in groups))
+        most = self._ranks.reduce({}, {"_": float(len(packing.microbatches))})[1]["_"]
+        for i in range(int(most)):
+            self._agree_to_go_on(stop)
+            mine = i < len(packing.microbatches)
+            batch = to_device(packing.microbatches[i] if mine else filler(), self._device)
+            attention = PackedAttention(batch.cu_seqlens, batch.parents)
+            values = self.decoder(batch.input_ids, batch.positions, attention, only_values(self.critic.head, batch.rows))
+            if mine:
+                out[packing.places[i]] = values.cpu()
+        if not math.isfinite(total := self._ranks.sum(values=float(out.sum()))["values"]):
+            raise NotFinite(f"trainer, step {version}: the value head's values sum to {total}; nothing was changed. Lower trainer.value_lr")
+        return out
+
+    def _pack(
+        self, groups: list[Group], targets: list[Targets], version: int
+    ) -> tuple[list[_Minibatch], dict[str, float], dict[str, float]]:
+        """Collective: the minibatches, and the sums and maxima of the whole batch over all ranks."""
+        s, n = self.settings, self.settings.minibatches_per_step
+        cuts = [span(len(groups), i, n) for i in range(n)]
+        packings = [
+            pack(
+                groups[a : a + count],
+                targets[a : a + count],
+                budget_tokens=s.microbatch_tokens,
+                drop_zero_advantage=s.skip_zero_advantage,
+                whole_groups=s.whole_groups,
+            )
+            for a, count in cuts
+        ]
+        sums = {**batch_sums(groups, version), "tokens/trained": float(sum(p.num_loss_tokens for p in packings))}
+        budgets = [len(p.microbatches) * s.microbatch_tokens for p in packings]
+        sums |= {"_budget": float(sum(budgets)), "_unused": sum(p.padding_fraction * b for p, b in zip(packings, budgets))}
+        maxima = {"lag/max": float(max((version - g.oldest_version for g in groups if g.token_ids.numel()), default=0))}
+        counts: dict[str, float] = {}
+        for i, p in enumerate(packings):
+            counts |= {f"tokens/{i}": p.num_loss_tokens, f"completions/{i}": p.num_completions, f"groups/{i}": p.num_groups}
+            maxima |= {f"_microbatches/{i}": float(len(p.microbatches)), f"_reference/{i}": float(p.has_reference)}
+        totals, maxima = self._ranks.reduce({**sums, **{f"_{k}": float(v) for k, v in counts.items()}}, maxima)
+        minibatches = [
+            _Minibatch(
+                p,
+                int(maxima.pop(f"_microbatches/{i}")),
+                *(totals.pop(f"_{what}/{i}") for what in ("tokens", "completions", "groups")),
+                has_reference=maxima.pop(f"_reference/{i}") > 0,
+            )
+            for i, p in enumerate(packings)
+        ]
+        return minibatches, totals, maxima
+
+    # -- one update ---------------------------------------------------------------------------------------------------
+
+    def _update(
+        self, minibatch: _Minibatch, at: _At, stop: Callable[[], bool]
+    ) -> tuple[dict[str, float], dict[str, float], float]:
+        """Collective: one optimizer update. Returns sums and maxima of its metrics over all ranks, and the gradient's norm."""
+        s, packing = self.settings, minibatch.packing
+        self._zero_grad()
+        local_sums: dict[str, Tensor] = {}
+        local_maxima: dict[str, Tensor] = {}
+        for i in range(minibatch.num_microbatches):
+            if at.first:
+                self._agree_to_go_on(stop)
+            # A rank with fewer microbatches than its peers takes part in their collectives with an empty one.
+            batch = packing.microbatches[i] if i < len(packing.microbatches) else None
+            self._forward_backward(batch, minibatch, at, local_sums, local_maxima)
+        if at.first:
+            self._agree_to_go_on(stop)
+        norm, value_norm = self._checked_norms(local_sums, at)
+        sums, maxima = self._ranks.reduce(
+            {name: float(v) for name, v in local_sums.items()}, {name: float(v) for name, v in local_maxima.items()}
         )
+        if at.first:
+            self._check_parity(maxima, at)
+        updates = at.minibatches * at.passes
+        factor = lr_at(
+            at.version * updates + at.index,
+            lr=1.0,
+            schedule=s.schedule,
+            warmup_steps=s.warmup_steps * updates,
+            max_steps=s.max_steps * updates,
+        )
+        set_lr(self.optimizer, s.lr * factor)
+        self.optimizer.step()
+        if self.critic:
+            self.critic.step(factor)
+            sums["value/grad_norm"] = value_norm
+        return sums, maxima, norm
+
+    def _forward_backward(
+        self, batch: PackedBatch | None, minibatch: _Minibatch, at: _At, sums: dict[str, Tensor], maxima: dict[str, Tensor]
+    ) -> None:
+        batch = to_device(batch or filler(), self._device)
+        loss, stats = self._loss(batch, minibatch, at)
         # FSDP averages gradients over data-parallel ranks; the denominator is global already.
-        (loss * self._num_data_ranks).backward()
-        stats = {
-            **stats,
-            "loss/value": loss.detach(),
-            "entropy": entropy.detach().sum(),
-            "_rows": torch.tensor(float(logprobs.numel())),
-        }
-        fresh = batch.policy_versions == version
-        difference = (logprobs.detach() - batch.generator_logprobs).abs().masked_fill(~fresh, -1.0)
-        stats["parity/max"] = difference.max() if logprobs.numel() else torch.tensor(-1.0)
-        for name, value in stats.items():
+        (loss * self._ranks.data_size).backward()
+        for name, value in {**stats, "loss/value": loss.detach()}.items():
             if name.endswith("/max"):
                 maxima[name] = torch.maximum(maxima.get(name, value), value)
             else:
                 sums[name] = sums.get(name, 0) + value
 
+    def _loss(self, batch: PackedBatch, minibatch: _Minibatch, at: _At) -> tuple[Tensor, dict[str, Tensor]]:
+        """This microbatch's share of the update's loss, and of its metrics."""
+        head = make_head(
+            batch.labels,
+            batch.rows,
+            temperature=self.settings.temperature,
+            entropy_grad=needs_entropy_gradient(self.loss_fn),
+        )
+        if self.critic:
+            head = with_values(head, self.critic.head, batch.rows)
+        attention = PackedAttention(batch.cu_seqlens, batch.parents)
+        logprobs, entropy, *values = self.decoder(batch.input_ids, batch.positions, attention, head)
+        every = torch.ones_like(batch.labels, dtype=torch.bool)
+        counted, given = {"num_loss_tokens": minibatch.num_loss_tokens}, {}
+        if takes(self.loss_fn, "completions"):
+            counts = (minibatch.num_completions, minibatch.num_groups)
+            given["completions"] = Completions(batch.completions, batch.groups, batch.rewards, *counts)
+        if takes(self.loss_fn, "entropy"):
+            given["entropy"] = entropy
+        loss, stats = self.loss_fn(
+            logprobs,
+            batch.generator_logprobs,
+            batch.ref_logprobs if minibatch.has_reference else None,
+            batch.advantages,
+            every,
+            **counted,
+            **given,
+        )
+        stats = {**stats, "entropy": entropy.detach().sum(), "_rows": torch.tensor(float(logprobs.numel()))}
+        # A loss may mask what is not finite, or not look at it; it is a broken batch all the same.
+        stats["_log_ratio"] = (logprobs.detach() - batch.generator_logprobs).sum()
+        if self.critic:
+            c = self.critic.settings
+            of_values, more = value_loss(values[0], batch.old_values, batch.returns, every, value_clip=c.clip, **counted)
+            loss = loss + c.coef * of_values
+            stats |= {**more, "value/loss": of_values.detach()}
+        if at.first:
+            fresh = batch.policy_versions == at.version
+            difference = (logprobs.detach() - batch.generator_logprobs).abs().masked_fill(~fresh, -1.0)
+            stats["parity/max"] = difference.max() if logprobs.numel() else torch.tensor(-1.0)
+        return loss, stats
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def _zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.critic:
+            self.critic.optimizer.zero_grad(set_to_none=True)
+
     def _agree_to_go_on(self, stop: Callable[[], bool]) -> None:
         """Collective. StepAborted on all ranks if one wants to stop."""
-        wanted = stop()
-        if self._num_ranks > 1:
-            flag = torch.tensor([float(wanted)], device=self._device)
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
-            wanted = bool(flag)
-        if wanted:
-            self.optimizer.zero_grad(set_to_none=True)
+        if self._ranks.any(stop()):
+            self._zero_grad()
             raise StepAborted
 
-    def _checked_norm(self, sums: dict[str, Tensor], version: int, groups: list[Group]) -> float:
+    def _checked_norms(self, sums: dict[str, Tensor], at: _At) -> tuple[float, float]:
+        """Collective: the norms of the policy's and the value head's gradients, before each is clipped. NotFinite."""
         if self._copied:
             share_gradients(self._copied, self.decoder.tensor_parallel.group)
-        norm = float(clip_grad_norm(self.decoder.parameters(), self.settings.max_grad_norm, tensor_groups=self._tensor_groups))
-        loss, _ = self._reduce({"loss": float(sums.get("loss/value", 0.0))}, {})
-        if not (math.isfinite(norm) and math.isfinite(loss["loss"])):
-            self.optimizer.zero_grad(set_to_none=True)
-            tickets = [g.ticket for g in groups]
+        most = self.settings.max_grad_norm
+        norm = float(clip_grad_norm(self.decoder.parameters(), most, tensor_groups=self._tensor_groups))
+        value_norm = float(clip_grad_norm(self.critic.parameters, most)) if self.critic else 0.0
+        total = self._ranks.sum(**{name: float(sums.get(name, 0.0)) for name in ("loss/value", "_log_ratio")})
+        loss, log_ratio = total["loss/value"], total["_log_ratio"]
+        if not all(map(math.isfinite, (norm, value_norm, loss, log_ratio))):
+            self._zero_grad()
+            state = f"the weights are those of version {at.version}"
+            if not at.first:
+                state = f"{at.index} updates of this step are in the weights already; go on from the last checkpoint (resume=auto)"
+            of_values = f" (value head: {value_norm})" if self.critic else ""
             raise NotFinite(
-                f"trainer, step {version}: loss {loss['loss']}, gradient norm {norm}; the weights are those of version {version}. "
-                f"Tickets on this rank: {tickets[:8]}. Lower lr, or loss.ratio_cap, or look at these groups' logprobs"
+                f"trainer, {at}: loss {loss}, gradient norm {norm}{of_values}, sum of log ratios {log_ratio}; {state}. "
+                f"Tickets on this rank: {at.tickets[:8]}. Lower lr, or loss.ratio_cap, or look at these groups' logprobs"
             )
-        return norm
+        return norm, value_norm
 
-    def _check_parity(self, maxima: dict[str, float], version: int) -> None:
+    def _check_parity(self, maxima: dict[str, float], at: _At) -> None:
         worst, allowed = maxima.get("parity/max", -1.0), self.settings.parity_tolerance
         if allowed is not None and not worst <= allowed:  # NaN too
+            self._zero_grad()
             raise ParityError(
-                f"trainer, step {version}: on tokens sampled from version {version} itself, trainer and generator logprobs differ by "
+                f"trainer, {at}: on tokens sampled from version {at.version} itself, trainer and generator logprobs differ by "
                 f"{worst:.4g}, more than {allowed:g}. The generator's weights or its sampling (temperature, top-k, top-p) are not the "
                 "trainer's; raise trainer.parity_tolerance only if the dtype explains it"
             )
-
-    def _reduce(self, sums: dict[str, float], maxima: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-        """Collective over the trainer's ranks, which may know different keys when a rank had no microbatch."""
-        if self._num_ranks == 1:
-            return dict(sums), dict(maxima)
-        out = []
-        for values, op, neutral in ((sums, dist.ReduceOp.SUM, 0.0), (maxima, dist.ReduceOp.MAX, -math.inf)):
-            names = self._all_names(sorted(values))
-            values = values if self._is_counted or op == dist.ReduceOp.MAX else {}
-            packed = torch.tensor([values.get(n, neutral) for n in names], dtype=torch.float64, device=self._device)
-            if names:
-                dist.all_reduce(packed, op, group=self._group)
-            out.append(dict(zip(names, packed.tolist())))
-        return out[0], out[1]
-
-    def _all_names(self, names: list[str]) -> list[str]:
-        """Collective: the union of every rank's metric names."""
-        text = ",".join(names).encode()
-        longest = torch.tensor([len(text)], device=self._device)
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._group)
-        mine = torch.zeros(int(longest), dtype=torch.uint8, device=self._device)
-        if text:
-            mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        parts = [torch.empty_like(mine) for _ in range(self._num_ranks)]
-        dist.all_gather(parts, mine, group=self._group)
-        joined = [bytes(p.tolist()).rstrip(b"\0").decode() for p in parts]
-        return sorted({n for part in joined for n in part.split(",") if n})
-
-
-def is_trained(group: Group) -> Tensor:
-    """[G] bool: completions that are trained on: with tokens and a reward, and not aborted."""
-    whole = torch.tensor([reason != "aborted" for reason in group.finish_reasons], dtype=torch.bool)
-    return whole & ~group.rewards.isnan() & (group.lengths > 0)
-
-
-def completions_of(groups: list[Group], numbers: list[int], *, num_completions: float, num_groups: float) -> Completions:
-    """Of a microbatch that holds these completions (numbered over all groups, in the order of their labels)."""
-    sizes = torch.tensor([g.lengths.numel() for g in groups], dtype=torch.int64)
-    group_of = torch.arange(len(groups)).repeat_interleave(sizes)
-    chosen, none = torch.tensor(numbers, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-    lengths = torch.cat([none, *(g.lengths for g in groups)])[chosen]
-    return Completions(
-        index=torch.arange(chosen.numel()).repeat_interleave(lengths),
-        groups=group_of[chosen].unique(return_inverse=True)[1],
-        rewards=torch.cat([torch.zeros(0), *(g.rewards for g in groups)])[chosen],
-        num_completions=num_completions,
-        num_groups=num_groups,
-    )
-
-
-def _check_whole(groups: list[Group], numbers: list[int]) -> None:
-    """ValueError if a group is in this microbatch and in another one."""
-    sizes = torch.tensor([g.lengths.numel() for g in groups], dtype=torch.int64)
-    trained = torch.cat([is_trained(g) for g in groups]) if groups else torch.zeros(0, dtype=torch.bool)
-    group_of = torch.arange(len(groups)).repeat_interleave(sizes)
-    here = group_of[torch.tensor(numbers, dtype=torch.int64)].unique()
-    if int((trained & torch.isin(group_of, here)).sum()) != len(numbers):
-        raise ValueError("the loss couples a group's completions, and a group does not fit: raise trainer.microbatch_tokens")
-
-
-def _batch_sums(groups: list[Group], version: int) -> dict[str, float]:
-    """Sums over this rank's groups, from which the batch's means are made."""
-    rewards = torch.cat([g.rewards for g in groups]) if groups else torch.empty(0)
-    lengths = torch.cat([g.lengths for g in groups]).double() if groups else torch.empty(0)
-    outcomes = [o for g in groups for o in g.outcomes]
-    reasons = [r for g in groups for r in g.finish_reasons]
-    valid = rewards[~rewards.isnan()].double()
-    aborted = [n for g in groups for n, r in zip(g.lengths.tolist(), g.finish_reasons) if r == "aborted"]
-    oldest = [v for g in groups for v in _oldest_per_completion(g)]
-    return {
-        "_completions": float(len(outcomes)),
-        "_valid": float(valid.numel()),
-        "_reward": float(valid.sum()),
-        "_reward_squared": float(valid.square().sum()),
-        "_errors": float(outcomes.count("error")),
-        "_truncated": float(reasons.count("length")),
-        "_aborted": float(len(aborted)),
-        "_aborted_tokens": float(sum(aborted)),
-        "_length": float(lengths.sum()),
-        "_begun": float(len(oldest)),
-        "_groups": float(sum(int(is_trained(g).sum()) >= 2 for g in groups)),
-        "_lag": float(sum(version - v for v in oldest)),
-    }
-
-
-def _oldest_per_completion(group: Group) -> list[int]:
-    """Of each completion that has tokens. Versions never fall within one, so its first token is its oldest."""
-    starts = group.lengths.cumsum(0) - group.lengths
-    return group.policy_versions[starts[group.lengths > 0]].tolist()
-
-
-def _metrics(totals: dict[str, float], maxima: dict[str, float], norm: float) -> dict[str, float | None]:
-    """The row's names from sums and maxima over all ranks."""
-    n, valid, rows = totals["_completions"], max(1.0, totals["_valid"]), max(1.0, totals.get("_rows", 0.0))
-    mean = totals["_reward"] / valid
-    fresh = maxima.get("parity/max", -1.0)
-    out = {
-        "loss/value": totals.get("loss/value", 0.0),
-        "grad_norm": norm,
-        "reward/mean": mean,
-        "reward/std": math.sqrt(max(0.0, totals["_reward_squared"] / valid - mean * mean)),
-        "reward/error_rate": totals["_errors"] / n,
-        "entropy": totals.get("entropy", 0.0) / rows,
-        "kl/ref": totals.get("kl/ref", 0.0) / rows,
-        "ratio/mean": totals.get("ratio/sum", rows) / rows,
-        "ratio/max": maxima.get("ratio/max", 1.0),
-        "ratio/capped_fraction": totals.get("ratio/capped", 0.0) / rows,
-        "lag/mean": totals["_lag"] / max(1.0, totals["_begun"]),
-        "lag/max": maxima["lag/max"],
-        "tokens/trained": totals["tokens/trained"],
-        "tokens/generated": totals["_length"],
-        "tokens/deadline_truncated": totals["_aborted_tokens"],
-        "completion/length_mean": totals["_length"] / n,
-        "completion/truncated_fraction": totals["_truncated"] / n,
-        "completion/deadline_truncated_fraction": totals["_aborted"] / n,
-        "packing/padding_fraction": totals["_unused"] / max(1.0, totals["_budget"]),
-        "parity/logprob_diff_max": fresh if fresh >= 0 else None,  # no fresh token in the batch
-    }
-    known = {"loss/value", "entropy", "kl/ref", "ratio/sum", "ratio/capped", "tokens/trained", "tokens"}
-    extra = {k: v / rows for k, v in totals.items() if k not in known and not k.startswith("_")}
-    ending, trained = "/completions", max(1.0, totals.get("_trained", 0.0))
-    extra = {k.removesuffix(ending): totals[k] / trained if k.endswith(ending) else v for k, v in extra.items()}
-    extra |= {k: v for k, v in maxima.items() if k not in {"parity/max", "ratio/max", "lag/max"}}
-    return {**extra, **out}

@@ -20,10 +20,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from llamarl.learning.advantages import group_mean
 from llamarl.learning.logprobs import make_head
 from llamarl.learning.losses.aipo import aipo
+from llamarl.learning.losses.common import per_completion
+from llamarl.learning.losses.ppo import ppo
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.optim import build_optimizer, clip_grad_norm
-from llamarl.learning.packing import filler, pack
+from llamarl.learning.packing import Targets, filler, pack
+from llamarl.learning.shaping import Shaping
 from llamarl.learning.update import NotFinite, PolicyUpdate, StepAborted, UpdateSettings
+from llamarl.learning.values import Critic, CriticSettings
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder
 from llamarl.types import Group
@@ -31,6 +35,7 @@ from llamarl.types import Group
 RANKS = 2
 MAX_NORM = 0.01  # well below the norm, so that clipping shows
 FLOAT32 = 2e-6  # float32 rounding of sums in another order, as a share of the largest value
+TWO_STEPS = 5e-6  # the same after four updates
 DEADLINE_S = 120
 
 
@@ -71,7 +76,8 @@ def groups_of(rank: int, ranks: int) -> list[Group]:
 def learn(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     """One optimizer step; every tensor of interest, whole."""
     groups = groups_of(rank, ranks)
-    packing = pack(groups, [group_mean(g.rewards) for g in groups], budget_tokens=25, drop_zero_advantage=False)
+    targets = [Targets.of(g, group_mean(g.rewards)) for g in groups]
+    packing = pack(groups, targets, budget_tokens=25, drop_zero_advantage=False)
     counts = torch.tensor([packing.num_loss_tokens, len(packing.microbatches)])
     longest = counts[1:].clone()
     if ranks > 1:
@@ -127,6 +133,51 @@ def policy_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     return out | {f"weight/{name}": whole(p.detach()).clone() for name, p in decoder.named_parameters()}
 
 
+def coupled(logprobs, _generator, _reference, _advantages, _mask, *, num_loss_tokens, completions):
+    """Squared log-probabilities of whole completions around their group's mean, which is of several microbatches' tokens."""
+    total = completions.sums(logprobs)
+    centred = total - completions.group_mean(total, torch.ones_like(total, dtype=torch.bool)) - completions.rewards
+    return per_completion(centred.square().sum(), completions), {"square/completions": centred.detach().square().sum()}
+
+
+def whole_group_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """Two steps of a loss over whole groups, two passes each; rank 0 has three groups and the other one."""
+    settings = dataclasses.replace(SETTINGS, whole_groups=True, updates_per_batch=2)
+    return stepped(decoder, rank, ranks, coupled, settings, None)
+
+
+def ppo_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """Two steps of PPO with a value head, two passes each, everything shaped and whitened over the ranks."""
+    everyone = init_device_mesh("cpu", (ranks,)) if ranks > 1 else None
+    shaping = Shaping(missing_eos_penalty=-1.0, reward_kl_coef=0.05, whiten="both")
+    settings = dataclasses.replace(SETTINGS, updates_per_batch=2, shaping=shaping)
+    critic = Critic(12, CriticSettings(0.05, 0.5, 0.2, 0.9, 0.8), betas=(0.9, 0.99), eps=1e-4, mesh=everyone, device=torch.device("cpu"))
+    out = stepped(decoder, rank, ranks, regularised(ppo), settings, critic)
+    out |= {f"head/{name}": whole(p.detach()).clone() for name, p in zip(("weight", "bias"), critic.parameters)}
+    if ranks > 1:
+        # What the ranks save fits the unsharded head, and what one saves fits the shards.
+        saved = critic.state_dict()
+        out |= {f"saved{rank}/{name}": value for name, value in saved.items() if isinstance(value, torch.Tensor)}
+        out[f"saved{rank}/rows"] = torch.tensor([saved["value_rows"][name][i][0] for name in ("weight", "bias") for i in (0, 1)])
+    return out
+
+
+def stepped(decoder, rank, ranks, loss_fn, settings, critic) -> dict[str, torch.Tensor]:
+    groups = [dataclasses.replace(g, ref_logprobs=torch.linspace(-4, -2, g.token_ids.numel())) for g in groups_of(rank, ranks)]
+    groups = [dataclasses.replace(g, finish_reasons=("stop", "length", "stop", "stop")) for g in groups]
+    group = dist.group.WORLD if ranks > 1 else None
+    optimizer = torch.optim.SGD(decoder.parameters())
+    update = PolicyUpdate(decoder, optimizer, loss_fn, settings, group=group, device=torch.device("cpu"), critic=critic)
+    out = {}
+    for version in range(2):
+        metrics = update.run(groups, version, lambda: False)
+        out |= {f"metric{version}/{name}": torch.tensor(value, dtype=torch.float64) for name, value in metrics.items() if value is not None}
+    return out | {f"weight/{name}": whole(p.detach()).clone() for name, p in decoder.named_parameters()}
+
+
+STEPS = {"update": policy_step, "coupled": whole_group_step, "ppo": ppo_step}
+
+
 def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -163,7 +214,8 @@ def main(rank: int, directory: Path) -> None:
     out = {"mixed": norm_over_mixed_placements()}
     for kind in ("tied", "untied"):
         out |= {f"{kind}/{name}": tensor.contiguous() for name, tensor in learn(sharded_decoder(kind), rank, RANKS).items()}
-    out |= {f"update/{name}": tensor.contiguous() for name, tensor in policy_step(sharded_decoder("tied"), rank, RANKS).items()}
+    for kind, step in STEPS.items():
+        out |= {f"{kind}/{name}": tensor.contiguous() for name, tensor in step(sharded_decoder("tied"), rank, RANKS).items()}
     save_file(out, directory / f"rank{rank}.safetensors")
     dist.destroy_process_group()
 
@@ -224,6 +276,33 @@ def test_a_policy_update_of_two_ranks_is_that_of_one_even_if_a_rank_has_no_group
             torch.testing.assert_close(rank[name], want, atol=FLOAT32, rtol=2 * FLOAT32, msg=lambda m: f"{name}: {m}")
     start = decoder_of(True).state_dict()
     assert max((one[f"update/weight/{name}"] - start[name]).abs().max().item() for name in start) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["coupled", "ppo"])
+def test_whole_groups_and_value_heads_learn_the_same_on_two_ranks(ranks, kind):
+    one = {f"{kind}/{name}": tensor for name, tensor in STEPS[kind](decoder_of(True), 0, 1).items()}
+    for rank in ranks:
+        got = {name for name in rank if name.startswith(f"{kind}/") and "/saved" not in name}
+        assert got == one.keys()
+        for name, want in one.items():
+            if name.endswith("padding_fraction"):
+                continue  # each rank fills its own microbatches
+            torch.testing.assert_close(rank[name], want, atol=TWO_STEPS, rtol=TWO_STEPS, msg=lambda m: f"{name}: {m}")
+    start = decoder_of(True).state_dict()
+    assert max((one[f"{kind}/weight/{name}"] - start[name]).abs().max().item() for name in start) > 1e-3
+
+
+def test_what_ranks_save_of_a_value_head_is_the_whole_of_it(ranks):
+    settings = CriticSettings(0.05, 0.5, 0.2, 0.9, 0.8)
+    critic = Critic(12, settings, betas=(0.9, 0.99), eps=1e-4, mesh=None, device=torch.device("cpu"))
+    for i, rank in enumerate(ranks):
+        part = {name.removeprefix(f"ppo/saved{i}/"): value for name, value in rank.items() if name.startswith(f"ppo/saved{i}/")}
+        w0, wn, b0, bn = part.pop("rows").tolist()
+        assert wn == 6 and bn == 1 - i  # twelve weights are shared evenly, the bias is the first rank's
+        critic.load_state_dict({**part, "value_rows": {"weight": [[w0], [wn]], "bias": [[b0], [bn]]}, "value_step": 4.0})
+    for name, p in zip(("weight", "bias"), critic.parameters):
+        assert torch.equal(p.detach(), ranks[0][f"ppo/head/{name}"])
+        assert critic.optimizer.state[p]["exp_avg_sq"].abs().sum() > 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Collation and packing: the worked example, a naive oracle, and that packing changes no gradient."""
 
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from llamarl.learning import packing
 from llamarl.learning.logprobs import make_head
 from llamarl.learning.losses.aipo import aipo
-from llamarl.learning.packing import collate, filler, pack, to_device
+from llamarl.learning.packing import Targets, collate, filler, pack, to_device, trainable
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder
 from llamarl.types import Group, PackedBatch
@@ -39,9 +40,10 @@ def group(prompt, completions, rewards=None, *, ticket=0, reasons=None, referenc
     )
 
 
-def packed(groups, advantages=None, budget=100, drop=False):
+def packed(groups, advantages=None, budget=100, drop=False, whole_groups=False):
     advantages = advantages or [torch.arange(1.0, g.lengths.numel() + 1) for g in groups]
-    return pack(groups, advantages, budget_tokens=budget, drop_zero_advantage=drop)
+    targets = [Targets.of(g, a) for g, a in zip(groups, advantages)]
+    return pack(groups, targets, budget_tokens=budget, drop_zero_advantage=drop, whole_groups=whole_groups)
 
 
 def assert_batches_equal(got: PackedBatch, want: PackedBatch):
@@ -98,7 +100,12 @@ def test_the_worked_example_of_packed_batch():
             generator_logprobs=torch.tensor([0.0, -0.125, -0.25, 0.0, -0.125]),
             ref_logprobs=torch.zeros(5),
             advantages=torch.tensor([0.5, 0.5, 0.25, -2.0, -2.0]),
+            returns=torch.zeros(5),
+            old_values=torch.zeros(5),
             policy_versions=torch.tensor([0, 1, 2, 0, 1]),
+            completions=torch.tensor([0, 0, 1, 2, 2]),
+            groups=torch.tensor([0, 0, 1]),
+            rewards=torch.tensor([1.0, 1.0, 1.0]),
         ),
     )
 
@@ -124,7 +131,12 @@ def sequences_of(groups, advantages):
                 generator_logprobs=g.generator_logprobs[own],
                 ref_logprobs=g.ref_logprobs[own] if g.ref_logprobs.numel() else torch.zeros(length),
                 advantages=a[i].expand(length),
+                returns=torch.zeros(length),
+                old_values=torch.zeros(length),
                 policy_versions=g.policy_versions[own],
+                completions=torch.zeros(length, dtype=torch.int64),
+                groups=torch.tensor([0]),
+                rewards=g.rewards[i : i + 1],
             )
     return out
 
@@ -137,6 +149,11 @@ def context(batch, row):
     seen = batch.input_ids[starts[parent] : starts[parent + 1]].tolist() if parent >= 0 else []
     assert parent < 0 or batch.parents[parent] == -1
     return seen + batch.input_ids[starts[segment] : row + 1].tolist()
+
+
+def group_of_completion(groups, number):
+    ends = list(accumulate(g.lengths.numel() for g in groups))
+    return next(i for i, end in enumerate(ends) if number < end)
 
 
 @st.composite
@@ -159,12 +176,12 @@ def random_groups(draw):
 
 
 @settings(deadline=None)
-@given(groups=random_groups(), budget=st.integers(1, 30), drop=st.booleans())
-def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(groups, budget, drop):
+@given(groups=random_groups(), budget=st.integers(1, 30), drop=st.booleans(), whole=st.booleans())
+def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(groups, budget, drop, whole):
     advantages = [torch.where(g.rewards.isnan(), 0, g.rewards) for g in groups]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        got = pack(groups, advantages, budget_tokens=budget, drop_zero_advantage=drop)
+        got = packed(groups, advantages, budget, drop, whole)
     trained = sequences_of(groups, advantages)
     kept = {n: s for n, s in trained.items() if not drop or s.advantages[0] != 0}
     assert sorted(n for members in got.completions for n in members) == sorted(kept)
@@ -176,10 +193,24 @@ def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(groups,
         assert [context(batch, row) for row in batch.rows.tolist()] == want
         assert batch.positions[batch.rows].tolist() == [len(tokens) - 1 for tokens in want]
         assert batch.input_ids.numel() == batch.positions.numel() == batch.cu_seqlens[-1]
-        assert batch.input_ids.numel() <= budget or len(members) == 1
+        owners = [group_of_completion(groups, n) for n in members]
+        assert batch.input_ids.numel() <= budget or len(members) == 1 or (whole and len(set(owners)) == 1)
+        assert batch.completions.tolist() == [i for i, s in enumerate(alone) for _ in s.labels]
+        assert batch.rewards.tolist() == [s.rewards.item() for s in alone]
+        assert sorted(set(batch.groups.tolist())) == list(range(len(set(owners))))
+        together = [[a == b for b in owners] for a in owners]
+        assert (batch.groups[:, None] == batch.groups[None]).tolist() == together
     assert got.num_loss_tokens == sum(s.labels.numel() for s in trained.values())
     assert (got.num_completions, got.num_dropped) == (len(trained), len(trained) - len(kept))
     assert got.num_masked == sum(g.lengths.numel() for g in groups) - len(trained)
+    sizes = [sum(group_of_completion(groups, n) == i for n in trained) for i in range(len(groups))]
+    assert got.num_groups == sum(size > 1 for size in sizes)
+    homes = {(group_of_completion(groups, n), i) for i, members in enumerate(got.completions) for n in members}
+    assert not whole or len(homes) == len({owner for owner, _ in homes})
+    tokens = torch.cat([g.token_ids for g in groups])
+    assert all(torch.equal(tokens[place], b.labels) for place, b in zip(got.places, got.microbatches, strict=True))
+    versions = torch.cat([g.policy_versions for g in groups])  # tell equal tokens of a group apart
+    assert all(torch.equal(versions[place], b.policy_versions) for place, b in zip(got.places, got.microbatches))
 
 
 def test_a_prompt_is_computed_once_for_all_its_completions_in_a_microbatch():
@@ -187,6 +218,33 @@ def test_a_prompt_is_computed_once_for_all_its_completions_in_a_microbatch():
     groups = [group([1, 2, 3], [[4] * 4, [5] * 4, [6] * 4])]
     for budget, want in ((12, [12]), (11, [9, 6]), (9, [9, 6]), (8, [6, 6, 6])):
         assert [b.input_ids.numel() for b in packed(groups, budget=budget).microbatches] == want
+
+
+def test_a_group_that_must_stay_whole_is_never_cut_and_is_warned_of():
+    # 3 + (4 - 1) * 3 = 12 tokens, and 1 + 1
+    groups = [group([1, 2, 3], [[4] * 4, [5] * 4, [6] * 4]), group([7], [[8, 9]], ticket=1)]
+    packing._warn_too_long.cache_clear()
+    with pytest.warns(UserWarning, match="groups .*microbatch_tokens=8"):
+        got = packed(groups, budget=8, whole_groups=True)
+    assert [b.input_ids.numel() for b in got.microbatches] == [12, 2]
+    assert [b.input_ids.numel() for b in packed(groups, budget=14, whole_groups=True).microbatches] == [14]
+
+
+def test_targets_by_token_reach_their_labels():
+    g = group([1], [[2, 3], [4, 5, 6]], [1.0, 2.0])
+    values = torch.arange(5.0)
+    targets = Targets(rewards=g.rewards + 10, advantages=values - 1, returns=values * 2, old_values=values * 3)
+    (batch,) = pack([g], [targets], budget_tokens=100, drop_zero_advantage=False).microbatches
+    assert batch.advantages.tolist() == [-1.0, 0.0, 1.0, 2.0, 3.0]
+    assert batch.returns.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0] and batch.old_values.tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
+    assert batch.rewards.tolist() == [11.0, 12.0]
+
+
+def test_only_completions_without_any_advantage_are_dropped():
+    g = group([1], [[2, 3], [4, 5], [6]])
+    targets = Targets(g.rewards, torch.tensor([0.0, -0.5, 0.0, 0.0, 0.0]), torch.zeros(0), torch.zeros(0))
+    got = pack([g], [targets], budget_tokens=100, drop_zero_advantage=True)
+    assert got.completions == [[0]] and got.num_dropped == 2
 
 
 def test_completions_are_numbered_over_all_groups_in_the_order_of_their_labels():
@@ -241,13 +299,40 @@ def test_a_sequence_over_the_budget_goes_alone_and_is_warned_of_once():
     [
         ([group([], [[1]])], None, "empty prompt"),
         ([group([1], [[1]])], [torch.zeros(2)], "do not fit"),
-        ([group([1], [[1]])], [torch.tensor([NAN])], "not finite"),
+        ([group([1], [[1]])], [torch.tensor([NAN])], "ticket 0: .*not finite"),
         ([group([1], [[1]]), group([1], [[1]], reference=True)], None, "some groups and not in others"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(groups, advantages, message):
     with pytest.raises(ValueError, match=message):
         packed(groups, advantages)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(advantages=torch.zeros(3)), "do not fit"),
+        (dict(rewards=torch.zeros(1)), "do not fit"),
+        (dict(returns=torch.zeros(2)), "do not fit"),
+        (dict(rewards=torch.tensor([1.0, NAN])), "not finite"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused(changes, message):
+    g = group([1], [[2], [3]])
+    with pytest.raises(ValueError, match=message):
+        pack([g], [replace(Targets.of(g, torch.zeros(2)), **changes)], budget_tokens=9, drop_zero_advantage=False)
+
+
+def test_returns_in_some_groups_alone_are_refused():
+    g = group([1], [[2], [3]])
+    some = [replace(Targets.of(g, torch.zeros(2)), returns=torch.zeros(2), old_values=torch.zeros(2)), Targets.of(g, torch.zeros(2))]
+    with pytest.raises(ValueError, match="returns in some groups"):
+        pack([g, g], some, budget_tokens=9, drop_zero_advantage=False)
+
+
+def test_what_can_be_trained_has_tokens_a_reward_and_was_not_aborted():
+    g = group([1], [[2], [], [3], [4]], [1.0, 1.0, NAN, 1.0], reasons=["length", "stop", "stop", "aborted"])
+    assert trainable(g).tolist() == [True, False, False, False]
 
 
 def test_reference_is_told_apart_from_zeros():

@@ -1,0 +1,111 @@
+"""Rewards before they become advantages: a set reward where the end token is missing, KL to the reference, whitening.
+
+    r_t = -beta (log mu_t - log ref_t) + [t is the last token] * score        (Async RLHF 2.1; OPPO eq. 1's r_t)
+
+    score = the task's reward, or missing_eos_penalty without an end token    (Async RLHF tables 4 and 7)
+    mu    = generator_logprobs, the policy that sampled the token; ref = ref_logprobs
+
+Advantages by token (GAE) take r_t; those by completion take its sum, the whole completion's reward. A completion that must
+not be trained on (no reward) keeps NaN, whatever its end.
+
+Shapes: G completions of a group, T their tokens end to end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable
+
+import torch
+from torch import Tensor
+
+from llamarl.types import Group
+
+WHITEN = ("none", "rewards", "advantages", "both")
+STD_EPS = 1e-8  # a batch of equal values stays what it is
+
+SumOverRanks = Callable[..., dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """missing_eos_penalty: the reward of a completion without an end token; None: its own. reward_kl_coef: beta, 0: no KL."""
+
+    missing_eos_penalty: float | None = None
+    reward_kl_coef: float = 0.0
+    whiten: str = "none"  # one of WHITEN
+
+    def __post_init__(self):
+        if self.whiten not in WHITEN or not self.reward_kl_coef >= 0:
+            raise ValueError(f"whiten={self.whiten} must be one of {', '.join(WHITEN)}, reward_kl_coef={self.reward_kl_coef} >= 0")
+
+    @property
+    def any(self) -> bool:
+        """Whether rewards are changed at all."""
+        return self.missing_eos_penalty is not None or self.reward_kl_coef > 0 or self.whitens("rewards")
+
+    def whitens(self, what: str) -> bool:
+        return self.whiten in (what, "both")
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """What a group is rewarded with. A completion's reward is the sum of its tokens' rewards."""
+
+    completions: Tensor  # [G] float32; NaN where the completion must not be trained on
+    tokens: Tensor  # [T] float32; 0 there
+
+
+def shape(group: Group, shaping: Shaping) -> Rewards:
+    """The shaped rewards of a group. ValueError for a KL without ref_logprobs."""
+    scores = group.rewards.double()
+    if shaping.missing_eos_penalty is not None:
+        ended = torch.tensor([reason == "stop" for reason in group.finish_reasons], dtype=torch.bool)
+        scores = torch.where(ended | scores.isnan(), scores, shaping.missing_eos_penalty)
+    tokens = torch.zeros(group.token_ids.numel(), dtype=torch.float64)
+    if shaping.reward_kl_coef > 0:
+        if group.ref_logprobs.numel() != tokens.numel():
+            raise ValueError(f"reward_kl_coef={shaping.reward_kl_coef} needs ref_logprobs: reference=frozen, or 0")
+        tokens = -shaping.reward_kl_coef * (group.generator_logprobs.double() - group.ref_logprobs)
+    trained = ~scores.isnan()
+    tokens = torch.where(trained.repeat_interleave(group.lengths), tokens, 0)
+    begun = group.lengths > 0
+    last = group.lengths.cumsum(0)[begun] - 1
+    whole = scores + _sum_by_completion(tokens, group.lengths)
+    tokens = tokens.index_add(0, last, scores.nan_to_num(0)[begun])
+    return Rewards(whole.float(), tokens.float())
+
+
+def whiten_rewards(groups: list[Group], rewards: list[Rewards], *, by_token: bool, total: SumOverRanks) -> list[Rewards]:
+    """Collective: rewards over their standard deviation in the batch, over tokens (GAE) or over completions; means stay.
+
+    total(**values): the sums over ranks. Huang et al. 2024 (the settings of Async RLHF's table 4) leave the mean for the
+    value head, and a mean over a group takes it away anyway.
+    """
+    trained = [~r.completions.isnan() & (g.lengths > 0) for r, g in zip(rewards, groups)]
+    if by_token:
+        of = [r.tokens[t.repeat_interleave(g.lengths)] for r, g, t in zip(rewards, groups, trained)]
+    else:
+        of = [r.completions[t] for r, t in zip(rewards, trained)]
+    _, std = moments(torch.cat([*of, torch.zeros(0)]), total)
+    return [Rewards(r.completions / (std + STD_EPS), r.tokens / (std + STD_EPS)) for r in rewards]
+
+
+def whiten_advantages(advantages: list[Tensor], trained: list[Tensor], *, total: SumOverRanks) -> list[Tensor]:
+    """Collective: (A - mean) / std over the batch's trained tokens on all ranks; 0 at the others. [T] and [T] bool each."""
+    mean, std = moments(torch.cat([*(a[t] for a, t in zip(advantages, trained)), torch.zeros(0)]), total)
+    return [torch.where(t, (a.double() - mean) / (std + STD_EPS), 0).float() for a, t in zip(advantages, trained)]
+
+
+def moments(values: Tensor, total: SumOverRanks) -> tuple[float, float]:
+    """Collective: mean, and standard deviation over n - 1 (0 of fewer than two), of all ranks' values. Two passes, float64."""
+    wide = values.double()
+    sums = total(count=float(wide.numel()), sum=float(wide.sum()))
+    mean = sums["sum"] / max(sums["count"], 1.0)
+    squares = total(squares=float((wide - mean).square().sum()))["squares"]
+    return mean, (squares / max(sums["count"] - 1, 1.0)) ** 0.5
+
+
+def _sum_by_completion(tokens: Tensor, lengths: Tensor) -> Tensor:
+    index = torch.arange(lengths.numel()).repeat_interleave(lengths)
+    return torch.zeros(lengths.numel(), dtype=tokens.dtype).index_add(0, index, tokens)

@@ -1,0 +1,125 @@
+"""Shaped rewards: hand arithmetic, and a slow float64 loop over tokens."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.learning.packing import trainable
+from llamarl.learning.shaping import STD_EPS, Shaping, moments, shape, whiten_advantages, whiten_rewards
+from tests.updating import NAN, group
+
+FLOAT32 = 1e-6
+
+
+def one_rank(**values):
+    return values
+
+
+def test_a_completion_without_an_end_token_gets_the_penalty_instead_of_its_reward():
+    g = group(1, [2, 1, 3, 1], [0.5, 1.0, 1.0, NAN], finish_reasons=("stop", "length", "aborted", "length"))
+    got = shape(g, Shaping(missing_eos_penalty=-1.0))
+    assert got.completions[:3].tolist() == [0.5, -1.0, -1.0] and math.isnan(got.completions[3])
+    assert got.tokens.tolist() == [0.0, 0.5, -1.0, 0.0, 0.0, -1.0, 0.0]
+    assert shape(g, Shaping()).completions[:3].tolist() == [0.5, 1.0, 1.0]
+
+
+def test_the_kl_is_taken_off_each_token_and_off_the_completion():
+    g = group(1, [2, 1], [1.0, 0.0], ref_logprobs=torch.tensor([-4.0, -2.0, -3.5]))
+    g.generator_logprobs[:] = torch.tensor([-3.0, -3.0, -3.0])
+    got = shape(g, Shaping(reward_kl_coef=0.1))
+    # log mu - log ref: 1, -1, 0.5; the score comes with the last token
+    assert got.tokens.tolist() == pytest.approx([-0.1, 0.1 + 1.0, -0.05])
+    assert got.completions.tolist() == pytest.approx([1.0, -0.05])
+
+
+def test_a_kl_needs_a_reference():
+    with pytest.raises(ValueError, match="reward_kl_coef=0.1 needs ref_logprobs"):
+        shape(group(1, [2], [1.0]), Shaping(reward_kl_coef=0.1))
+
+
+@pytest.mark.parametrize("wrong", [dict(whiten="all"), dict(reward_kl_coef=-1.0), dict(reward_kl_coef=NAN)])
+def test_impossible_shaping_is_refused(wrong):
+    with pytest.raises(ValueError, match="whiten="):
+        Shaping(**wrong)
+
+
+@st.composite
+def random_group(draw):
+    size = draw(st.integers(1, 4))
+    lengths = draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))
+    number = st.floats(-5, 0, width=32)
+    g = group(
+        draw(st.integers(0, 9)),
+        lengths,
+        draw(st.lists(st.sampled_from([0.0, 1.0, NAN]), min_size=size, max_size=size)),
+        finish_reasons=tuple(draw(st.lists(st.sampled_from(["stop", "length", "aborted"]), min_size=size, max_size=size))),
+    )
+    tokens = sum(lengths)
+    mu, ref = (torch.tensor(draw(st.lists(number, min_size=tokens, max_size=tokens))) for _ in range(2))
+    return dataclasses.replace(g, generator_logprobs=mu, ref_logprobs=ref)
+
+
+@settings(deadline=None)
+@given(g=random_group(), penalty=st.sampled_from([None, -1.0]), beta=st.sampled_from([0.0, 0.3]))
+def test_rewards_are_those_of_a_loop_over_tokens(g, penalty, beta):
+    got, place = shape(g, Shaping(penalty, beta)), 0
+    for i, length in enumerate(g.lengths.tolist()):
+        score = g.rewards[i].item()
+        if not math.isnan(score) and penalty is not None and g.finish_reasons[i] != "stop":
+            score = penalty
+        want = [-beta * (g.generator_logprobs[t].item() - g.ref_logprobs[t].item()) for t in range(place, place + length)]
+        whole = score + sum(want)
+        if length:
+            want[-1] += score
+        if math.isnan(score):
+            want = [0.0] * length
+        assert got.tokens[place : place + length].tolist() == pytest.approx(want, abs=FLOAT32 * 10)
+        assert got.completions[i].item() == pytest.approx(whole, abs=FLOAT32 * 10, nan_ok=True)
+        place += length
+
+
+def test_moments_by_hand():
+    assert moments(torch.tensor([1.0, 2.0, 6.0]), one_rank) == pytest.approx((3.0, math.sqrt(14 / 2)))
+    assert moments(torch.tensor([5.0]), one_rank) == (5.0, 0.0) and moments(torch.zeros(0), one_rank) == (0.0, 0.0)
+
+
+GROUPS = [
+    group(1, [2, 1, 3], [1.0, 0.0, NAN], ref_logprobs=torch.full((6,), -4.0)),
+    group(2, [1, 2], [0.5, 2.0], ref_logprobs=torch.full((3,), -2.5), finish_reasons=("stop", "length")),
+]
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+def test_whitened_rewards_have_unit_deviation_and_keep_their_mean_in_units_of_it(by_token):
+    rewards = [shape(g, Shaping(reward_kl_coef=0.2)) for g in GROUPS]
+    got = whiten_rewards(GROUPS, rewards, by_token=by_token, total=one_rank)
+    def trained(r):  # the last completion of the first group has no reward
+        tokens, completions = torch.cat([r[0].tokens[:3], r[1].tokens]), torch.cat([r[0].completions[:2], r[1].completions])
+        return tokens if by_token else completions
+
+    before, after = trained(rewards), trained(got)
+    assert after.std().item() == pytest.approx(1.0, abs=FLOAT32)
+    torch.testing.assert_close(after, before / before.std(), atol=FLOAT32, rtol=0)
+    for r in got:  # a completion's reward still is the sum of its tokens'
+        assert not r.completions.isnan().any() or r.completions.isnan().tolist() == [False, False, True]
+    assert got[0].completions[0].item() == pytest.approx(got[0].tokens[:2].sum().item(), abs=FLOAT32)
+
+
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_trained_tokens():
+    advantages = [torch.arange(6.0), torch.tensor([2.0, -1.0, 4.0])]
+    trained = [trainable(g).repeat_interleave(g.lengths) for g in GROUPS]
+    got = whiten_advantages(advantages, trained, total=one_rank)
+    assert got[0][3:].tolist() == [0.0] * 3
+    values = torch.cat([advantages[0][:3], advantages[1]]).double()
+    want = (values - values.mean()) / (values.std() + STD_EPS)
+    torch.testing.assert_close(torch.cat([got[0][:3], got[1]]).double(), want, atol=FLOAT32, rtol=0)
+
+
+def test_a_batch_of_equal_values_stays_finite():
+    alike = [torch.full((6,), 2.0), torch.full((3,), 2.0)]
+    trained = [trainable(g).repeat_interleave(g.lengths) for g in GROUPS]
+    assert all((a == 0).all() for a in whiten_advantages(alike, trained, total=one_rank))

@@ -1,0 +1,83 @@
+"""A tiny decoder, groups of random tokens, and a PolicyUpdate of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from llamarl.learning.losses.aipo import aipo
+from llamarl.learning.losses.regularisers import regularised
+from llamarl.learning.update import PolicyUpdate, UpdateSettings
+from llamarl.models.build import ModelConfig, build_decoder
+from llamarl.types import Group
+
+NAN = float("nan")
+VOCAB, VERSION = 23, 5
+STEP = 5e-6  # float32 rounding of sums in another order, as a share of the largest change of a weight
+SETTINGS = UpdateSettings(
+    lr=0.5,
+    schedule="linear",
+    warmup_steps=0,
+    max_steps=10,
+    microbatch_tokens=1000,
+    max_grad_norm=0.05,
+    temperature=0.7,
+    advantages="group_mean",
+    skip_zero_advantage=False,
+    parity_tolerance=None,
+)
+
+
+def go_on():
+    return False
+
+
+def decoder_of(uniform=False):
+    """Random weights. `uniform`: all logits are 0, so every logprob is -log(VOCAB)."""
+    config = ModelConfig("LlamaForCausalLM", VOCAB, 16, 24, 2, 4, 2, 4, 1e-6, 1e4, None, 64, False, False)
+    decoder = build_decoder(config, device="cpu")
+    random = torch.Generator().manual_seed(0)
+    for parameter in decoder.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=random) * 0.3
+    if uniform:
+        decoder.output.weight.data.zero_()
+    return decoder
+
+
+def update_of(decoder=None, loss_fn=None, optimizer=torch.optim.SGD, critic=None, **changes):
+    decoder = decoder or decoder_of()
+    made = dataclasses.replace(SETTINGS, **changes)
+    loss_fn = loss_fn or regularised(aipo)
+    made_by = optimizer(decoder.parameters(), lr=123.0)
+    return PolicyUpdate(decoder, made_by, loss_fn, made, group=None, device=torch.device("cpu"), critic=critic)
+
+
+def group(ticket, lengths, rewards, **fields):
+    """Random tokens with generator logprobs of -3 (near the decoder's), sampled from the version before."""
+    random = torch.Generator().manual_seed(ticket)
+    tokens, size = sum(lengths), len(lengths)
+    values = dict(
+        ticket=ticket,
+        prompt_ids=torch.randint(0, VOCAB, (1 + ticket % 5,), generator=random),
+        lengths=torch.tensor(lengths),
+        token_ids=torch.randint(0, VOCAB, (tokens,), generator=random),
+        generator_logprobs=torch.full((tokens,), -3.0),
+        policy_versions=torch.full((tokens,), VERSION - 1),
+        ref_logprobs=torch.empty(0),
+        rewards=torch.tensor(rewards),
+        finish_reasons=("stop",) * size,
+        outcomes=tuple("error" if math.isnan(r) else "score" for r in rewards),
+    )
+    return Group(**{**values, **fields})
+
+
+def groups_of():
+    """Completions with advantage 0 (in a group, and a whole group), one that failed and one that was cut off."""
+    return [
+        group(4, [6, 2, 9], [1.0, 0.5, 0.0]),
+        group(1, [3, 4], [1.0, 1.0]),
+        group(3, [1, 5, 2, 7], [0.0, 1.0, NAN, 1.0]),
+        group(7, [2, 2, 8], [0.0, 3.0, 1.0], finish_reasons=("stop", "aborted", "length")),
+    ]
