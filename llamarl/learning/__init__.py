@@ -1,4 +1,6 @@
-"""Learning: what stands between scored groups and an optimizer step. Only optim.clip_grad_norm and update.py communicate.
+"""Learning: what stands between scored groups and new weights. update.py makes a step of it; docs/learning.md tells its order.
 
-groups --advantages--> [G] a group --pack--> PackedBatch --decoder(head=make_head)--> trainer_logprobs --loss--> optim
+groups --shaping, advantages--> Targets --pack--> PackedBatch --decoder(head=make_head)--> trainer_logprobs --loss--> optim
+
+Ranks communicate through reduction.py, optim.clip_grad_norm and the decoder alone.
 """

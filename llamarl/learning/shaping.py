@@ -37,7 +37,9 @@ class Shaping:
 
     def __post_init__(self):
         if self.whiten not in WHITEN or not self.reward_kl_coef >= 0:
-            raise ValueError(f"whiten={self.whiten} must be one of {', '.join(WHITEN)}, reward_kl_coef={self.reward_kl_coef} >= 0")
+            raise ValueError(
+                f"whiten={self.whiten} must be one of {', '.join(WHITEN)}, reward_kl_coef={self.reward_kl_coef} >= 0"
+            )
 
     @property
     def any(self) -> bool:

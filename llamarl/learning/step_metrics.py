@@ -47,9 +47,7 @@ def _oldest_per_completion(group: Group) -> list[int]:
     return group.policy_versions[starts[group.lengths > 0]].tolist()
 
 
-def metrics_of(
-    totals: dict[str, float], maxima: dict[str, float], norms: list[float]
-) -> dict[str, float | None]:
+def metrics_of(totals: dict[str, float], maxima: dict[str, float], norms: list[float]) -> dict[str, float | None]:
     """The row's names from sums and maxima over all ranks and updates; norms: the gradient's, of each update."""
     n, valid, rows = totals["_completions"], max(1.0, totals["_valid"]), max(1.0, totals.get("_rows", 0.0))
     trained, updates = max(1.0, totals["_trained"]), len(norms)

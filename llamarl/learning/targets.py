@@ -1,6 +1,6 @@
 """What a batch is trained towards: its rewards shaped, made advantages of, whitened over all ranks.
 
-    rewards -> shape -> (whiten) -> advantages: of each group's completions, or GAE's of each token -> (whiten) -> Targets
+rewards -> shape -> (whiten) -> advantages: of each group's completions, or GAE's of each token -> (whiten) -> Targets
 """
 
 from __future__ import annotations

@@ -191,7 +191,9 @@ class PolicyUpdate:
             if mine:
                 out[packing.places[i]] = values.cpu()
         if not math.isfinite(total := self._ranks.sum(values=float(out.sum()))["values"]):
-            raise NotFinite(f"trainer, step {version}: the value head's values sum to {total}; nothing was changed. Lower trainer.value_lr")
+            raise NotFinite(
+                f"trainer, step {version}: the value head's values sum to {total}; nothing was changed. Lower trainer.value_lr"
+            )
         return out
 
     def _pack(
@@ -350,7 +352,9 @@ class PolicyUpdate:
             self._zero_grad()
             state = f"the weights are those of version {at.version}"
             if not at.first:
-                state = f"{at.index} updates of this step are in the weights already; go on from the last checkpoint (resume=auto)"
+                state = (
+                    f"{at.index} updates of this step are in the weights already; go on from the last checkpoint (resume=auto)"
+                )
             of_values = f" (value head: {value_norm})" if self.critic else ""
             raise NotFinite(
                 f"trainer, {at}: loss {loss}, gradient norm {norm}{of_values}, sum of log ratios {log_ratio}; {state}. "

@@ -84,7 +84,7 @@ class Critic:
         """This rank's shard of the head and of its moments, and which rows they are."""
         state: dict = {"value_rows": {}, "value_step": 0.0}
         for name, p in self._named:
-            rows = _rows(p)
+            rows = held_rows(p)
             state["value_rows"][name] = [rows.offsets, rows.lengths]
             state[f"value/{name}"] = local(p)
             moments = self.optimizer.state.get(p, {})
@@ -98,7 +98,7 @@ class Critic:
         if "value_rows" not in part:
             return False
         for name, p in self._named:
-            mine, theirs = _rows(p), Box(*map(tuple, part["value_rows"][name]))
+            mine, theirs = held_rows(p), Box(*map(tuple, part["value_rows"][name]))
             common = overlap(mine, theirs)
             local(p)[common.within(mine)].copy_(part[f"value/{name}"][common.within(theirs)])
             for key in _MOMENTS if part["value_step"] else ():
@@ -116,7 +116,8 @@ class Critic:
         return [local(t) for t in (*self.parameters, *moments)]
 
 
-def _rows(parameter: torch.nn.Parameter) -> Box:
+def held_rows(parameter: torch.nn.Parameter) -> Box:
+    """The part of a head's parameter that this rank holds."""
     if not isinstance(parameter, DTensor):
         return Box.whole(tuple(parameter.shape))
     first, count = local_rows(parameter)

@@ -26,11 +26,12 @@ from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses.aipo import aipo
 from llamarl.learning.optim import share_gradients
 from llamarl.learning.update import UpdateSettings
+from llamarl.learning.values import CriticSettings, held_rows
 from llamarl.ledger import TicketDesk
 from llamarl.models.build import Decoder
 from llamarl.models.config import read_config
 from llamarl.models.fsdp import held_box, local
-from llamarl.models.sharding import parameter_shapes
+from llamarl.models.sharding import Box, parameter_shapes
 from llamarl.placement import World, executor_group
 from llamarl.tickets import TicketLedger, lane_of
 from llamarl.types import Group, Prompt
@@ -54,6 +55,8 @@ BASE = {"vocab_size": 23, "hidden_size": 12, "intermediate_size": 20, "num_hidde
 STEPS, GROUPS = 2, 4  # groups a step: one for each data-parallel rank at most
 MAX_NORM = 0.01  # well below the norm, so that clipping shows
 ADAM = AdamSettings(beta1=0.9, beta2=0.99, eps=1e-4, weight_decay=0.1)
+CRITIC = CriticSettings(lr=0.05, coef=0.5, clip=0.2, gamma=0.9, gae_lambda=0.8)  # of the untied model
+VALUE_SHAPES = {"value.weight": (12,), "value.bias": (1,)}
 LOSS = 1e-5  # float32 rounding of sums in another order, relative
 VALUES = 5e-6  # the same as a share of the largest value; one rank's own gradients are 1.6e-6 from float64's
 DEADLINE_S = 240
@@ -130,6 +133,7 @@ def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Recorder
         model_path=str(model), model_dtype="float32", compute_dtype="float32", activation_checkpointing=model.name == "tied",
         replicate=group.replicate, tensor_parallel=group.tensor_parallel, loss_fn=partial(aipo), update=update, buffer=GroupBuffer(), adam=ADAM, canary_prompts=CanaryPrompts(),
         canary_top=0, evaluate_at=lambda version: False, snapshot_at=lambda version: False,
+        critic=CRITIC if model.name == "untied" else None,
     )  # fmt: skip
     recorder = Recorder()
     trainer.attach(group, {}, {"policy": recorder}, recorder, recorder, recorder, recorder)
@@ -137,13 +141,24 @@ def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Recorder
     return trainer, recorder
 
 
+def parameters_of(trainer: FSDPTrainer) -> dict[str, torch.nn.Parameter]:
+    """The policy's, and those of a value head."""
+    values = zip(VALUE_SHAPES, trainer.critic.parameters, strict=True) if trainer.critic else ()
+    return dict([*trainer._parameters, *values])
+
+
+def box_of(trainer: FSDPTrainer, name: str, parameter: torch.nn.Parameter) -> Box:
+    return held_rows(parameter) if name in VALUE_SHAPES else held_box(trainer.decoder, name, parameter)
+
+
 def moments_of(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
-    state = {name: trainer.optimizer.state[p] for name, p in trainer._parameters}
+    states = {**trainer.optimizer.state, **(trainer.critic.optimizer.state if trainer.critic else {})}
+    state = {name: states[p] for name, p in parameters_of(trainer).items()}
     return {f"{key}/{name}": local(s[key]) for name, s in state.items() for key in ("exp_avg", "exp_avg_sq", "step")}
 
 
 def weights_of(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
-    return {f"weight/{name}": local(p) for name, p in trainer._parameters}
+    return {f"weight/{name}": local(p) for name, p in parameters_of(trainer).items()}
 
 
 def learn(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
@@ -154,7 +169,7 @@ def learn(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
         trainer.buffer.put([group_of(t) for t in tickets])
         trainer._train(tickets)
         if step == 0:
-            out |= {f"grad/{name}": local(p.grad).clone() for name, p in trainer._parameters}
+            out |= {f"grad/{name}": local(p.grad).clone() for name, p in parameters_of(trainer).items()}
     return out | weights_of(trainer) | moments_of(trainer)
 
 
@@ -168,7 +183,7 @@ def go_on(trainer: FSDPTrainer, parts: list[dict]) -> dict[str, torch.Tensor]:
 
 
 def leave(trainer: FSDPTrainer, recorder: Recorder, tensors: dict[str, torch.Tensor], out: Path) -> None:
-    held = {name: held_box(trainer.decoder, name, p) for name, p in trainer._parameters}
+    held = {name: box_of(trainer, name, p) for name, p in parameters_of(trainer).items()}
     boxes = {name: [box.offsets, box.lengths] for name, box in held.items()}
     save_file({name: value.clone() for name, value in tensors.items()}, f"{out}.safetensors")
     Path(f"{out}.json").write_text(json.dumps({"boxes": boxes, "rows": recorder.rows, "canaries": recorder.canaries}))
@@ -247,7 +262,7 @@ class Left:
     def __init__(self, stem: Path, ranks: int, config):
         self.ranks = [json.loads(Path(f"{stem}.rank{r}.json").read_text()) for r in range(ranks)]
         parts = [load_file(f"{stem}.rank{r}.safetensors") for r in range(ranks)]
-        shapes = parameter_shapes(config)
+        shapes = parameter_shapes(config) | VALUE_SHAPES
         self.whole: dict[str, torch.Tensor] = {}
         self.copies: dict[str, torch.Tensor] = {}
         for key in parts[0]:
@@ -351,7 +366,7 @@ def test_metrics_and_canaries_are_those_of_one_rank(left, topology):
 def test_the_exported_model_is_what_the_ranks_hold(directory, model, left, topology):
     exported = load_file(directory / f"{model}.out" / f"{topology}.hf" / "model.safetensors")
     held = {name.removeprefix("weight/"): value for name, value in left(topology).whole.items() if name.startswith("weight/")}
-    assert exported.keys() == held.keys()
+    assert exported.keys() == held.keys() - VALUE_SHAPES.keys()
     assert all(torch.equal(exported[name], held[name]) for name in held)
 
 

@@ -97,6 +97,7 @@ GROUPS = [
 def test_whitened_rewards_have_unit_deviation_and_keep_their_mean_in_units_of_it(by_token):
     rewards = [shape(g, Shaping(reward_kl_coef=0.2)) for g in GROUPS]
     got = whiten_rewards(GROUPS, rewards, by_token=by_token, total=one_rank)
+
     def trained(r):  # the last completion of the first group has no reward
         tokens, completions = torch.cat([r[0].tokens[:3], r[1].tokens]), torch.cat([r[0].completions[:2], r[1].completions])
         return tokens if by_token else completions

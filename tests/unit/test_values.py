@@ -149,13 +149,16 @@ def test_explained_variance_by_hand():
     update = ppo_update(critic, shaping=Shaping())
     groups = [group(4, [2, 3], [1.0, 0.0])]
     assert update.run(groups, VERSION, go_on)["value/explained_variance"] == 0.0  # values of 0 explain nothing
-    assert ppo_update(critic, shaping=Shaping()).run([group(4, [2, 3], [1.0, 1.0])], VERSION, go_on)[
-        "value/explained_variance"
-    ] is None  # nothing to explain
+    assert (
+        ppo_update(critic, shaping=Shaping()).run([group(4, [2, 3], [1.0, 1.0])], VERSION, go_on)["value/explained_variance"]
+        is None
+    )  # nothing to explain
 
 
 def state_of(update):
-    return [p.tolist() for p in (*update.decoder.parameters(), *update.critic.parameters)], update.critic.state_dict()["value_step"]
+    return [p.tolist() for p in (*update.decoder.parameters(), *update.critic.parameters)], update.critic.state_dict()[
+        "value_step"
+    ]
 
 
 def test_a_stop_in_the_pass_for_old_values_changes_nothing():
