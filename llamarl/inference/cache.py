@@ -21,9 +21,7 @@ class SlotCache:
     """K/V of at most `max_slots` rows of at most `max_len` tokens: [S, G, L, K] a layer, S L about `budget` at most.
 
     On a GPU S and L are fixed from the start. On a CPU they grow with what is asked of them, because rows that lie close together are
-    read twice as fast. For one query a row plain products beat the attention kernel there (in float32 1.0 against 25 ms for 512
-    rows of 64 places). In float32 the keys lie in memory as [S, G, K, L], the right-hand side of such a product; in bfloat16
-    they are its left-hand side as they come.
+    read twice as fast.
     """
 
     def __init__(
@@ -40,13 +38,10 @@ class SlotCache:
     ):
         self.max_len, self.budget = _whole_blocks(max_len), budget
         self.num_kv_heads, self.head_dim, self.dtype, self.device = num_kv_heads, head_dim, dtype, device
-        self.by_products = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
-        self.across = self.by_products and dtype == torch.float32
         self._fixed = device.type != "cpu"
         # On a GPU the last two rows are for `score` and for the prompt that is prefilled in pieces.
         self.rows, self.capacity = (min(max_slots, self.rows_of(max_len)) + 2, self.max_len) if self._fixed else (0, _BLOCK)
-        self.keys = [self._empty(transposed=self.across) for _ in range(num_layers)]
-        self.values = [self._empty() for _ in range(num_layers)]
+        self.keys, self.values = ([self._empty() for _ in range(num_layers)] for _ in range(2))
 
     def rows_of(self, length: int) -> int:
         """How many rows of `length` tokens the budget holds, and one in any case."""
@@ -65,17 +60,14 @@ class SlotCache:
             self.capacity = _whole_blocks(length)
         self.rows = max(rows, min(self.rows, self.budget // self.capacity))
         kept_rows, kept_length = min(kept_rows, self.rows), min(kept_length, self.capacity)
-        for layers, transposed in ((self.keys, self.across), (self.values, False)):
+        for layers in (self.keys, self.values):
             for i, kept in enumerate(layers):
-                layers[i] = self._empty(transposed)
+                layers[i] = self._empty()
                 layers[i][:kept_rows, :, :kept_length] = kept[:kept_rows, :, :kept_length]
 
-    def _empty(self, transposed: bool = False) -> Tensor:
+    def _empty(self) -> Tensor:
         """[S, G, L, K] of zeros: places beyond a row's end are read too, and masked, which a NaN would survive."""
-        rows = (self.rows, self.num_kv_heads)
-        if transposed:
-            return torch.zeros(*rows, self.head_dim, self.capacity, dtype=self.dtype, device=self.device).transpose(2, 3)
-        return torch.zeros(*rows, self.capacity, self.head_dim, dtype=self.dtype, device=self.device)
+        return torch.zeros(self.rows, self.num_kv_heads, self.capacity, self.head_dim, dtype=self.dtype, device=self.device)
 
     def write(self, layer: int, slots_T: Tensor, positions_T: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> None:
         """Keep the K/V of tokens at their slots and positions."""
@@ -141,35 +133,30 @@ class Decode:
         self._rows, self._slots = slice(first_slot, end), torch.arange(first_slot, end, device=device)
         self._length = _whole_blocks(longest)
         unseen_NL = torch.arange(self._length, device=device) > positions_N[:, None]
-        dtype = torch.float32 if cache.by_products else cache.dtype
+        self._by_products = device.type == "cpu" and cache.dtype in (torch.float32, torch.bfloat16)
+        dtype = torch.float32 if self._by_products else cache.dtype
         bias_NL = torch.zeros(unseen_NL.shape, dtype=dtype, device=device).masked_fill_(unseen_NL, -torch.inf)
         self._bias_N11L = bias_NL[:, None, None, :]
 
     def attend(self, layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
-        q_NGRK = q_NHK.reshape(q_NHK.shape[0], self._cache.num_kv_heads, -1, self._cache.head_dim)
-        return self.attend_by_groups(layer, q_NGRK, k_NGK, v_NGK).view(q_NHK.shape)
-
-    def attend_by_groups(self, layer: int, q_NGRK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
-        """`attend` of query heads that lie by key/value head. Returns [N, H K] in the order of the heads."""
         cache = self._cache
         cache.write(layer, self._slots, self._positions, k_NGK, v_NGK)
         k_NGLK, v_NGLK = (cached[layer][self._rows, :, : self._length] for cached in (cache.keys, cache.values))
-        if cache.by_products:
-            seen = _attend_by_products(q_NGRK, k_NGLK, v_NGLK, self._bias_N11L, cache.across)
+        q_NGRK = q_NHK.reshape(q_NHK.shape[0], cache.num_kv_heads, -1, cache.head_dim)
+        if self._by_products:
+            seen = _attend_by_products(q_NGRK, k_NGLK, v_NGLK, self._bias_N11L)
         else:
             seen = F.scaled_dot_product_attention(q_NGRK, k_NGLK, v_NGLK, attn_mask=self._bias_N11L)
-        return seen.reshape(q_NGRK.shape[0], -1)
+        return seen.reshape(q_NHK.shape)
 
 
-def _attend_by_products(q_NGRK: Tensor, k_NGLK: Tensor, v_NGLK: Tensor, bias_N11L: Tensor, across: bool) -> Tensor:
-    """[N G, R, K]. bias_N11L in float32, and so is the softmax."""
+def _attend_by_products(q_NGRK: Tensor, k_NGLK: Tensor, v_NGLK: Tensor, bias_N11L: Tensor) -> Tensor:
+    """[N G, R, K]; the softmax in float32. On a CPU the attention kernel takes 25 times as long for one query a row."""
     q, k, v = (x.flatten(0, 1) for x in (q_NGRK, k_NGLK, v_NGLK))
-    # oneDNN's bfloat16 product reads keys that lie row by row twice as fast from the left.
-    scores = torch.bmm(q, k.transpose(1, 2)) if across else torch.bmm(k, q.transpose(1, 2)).transpose(1, 2)
-    shape = (*q_NGRK.shape[:3], k.shape[1])
-    biased = torch.empty(shape, dtype=torch.float32, device=q.device)  # contiguous, as the softmax wants it
-    torch.add(bias_N11L, scores.view(shape), alpha=q.shape[-1] ** -0.5, out=biased)
-    return torch.bmm(biased.softmax(-1).to(v.dtype).flatten(0, 1), v)
+    # The keys from the left: row by row they are read twice as fast there.
+    scores = torch.bmm(k, q.transpose(1, 2)).transpose(1, 2).view(*q_NGRK.shape[:3], -1)
+    weights = (bias_N11L + scores * q.shape[-1] ** -0.5).softmax(-1)
+    return torch.bmm(weights.to(v.dtype).flatten(0, 1), v)
 
 
 def _whole_blocks(length: int) -> int:

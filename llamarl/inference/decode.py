@@ -1,98 +1,134 @@
-"""One decode step of a decoder on a CPU, on projections that are packed once a policy version.
+"""One decode step of a decoder on a CPU, and the sampler, as C kernels (llamarl/native/decode.c).
 
-The module's own forward multiplies by weights as they lie, which oneDNN packs again at every call: for few rows that costs
-more than the product. Here they are packed once, q, k and v lie in one matrix, and silu, the gate and both residual sums
-are the products' epilogues. The packed weights are a second copy of the decoder's. The results are the module's up to
-rounding (tests/unit/test_engine.py holds them to it), and the norms and the embedding are read from it in place.
+The module's own forward multiplies by weights as they lie, which costs more than the product for few rows, and calls some thirty
+small operations a layer. Here the weights are laid out for the kernel once a policy version, which makes a second copy of them, and
+a token is one call. The results are the module's up to rounding (tests/unit/test_engine.py holds them to it); in bfloat16
+they are nearer to float32's, for the residual stream is float32. Where no compiler is, the module decodes.
 
 Shapes: N rows, D model, H query heads, G key/value heads, K head dim, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ctypes
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llamarl.inference.cache import Decode
+from llamarl.inference.cache import SlotCache
 from llamarl.models.attention import Attention
 from llamarl.models.build import Decoder, FeedForward, RMSNorm
+from llamarl.native import library
+
+_FLAGS = {torch.float32: ("-fopenmp",), torch.bfloat16: ("-fopenmp", "-DBF16")}
+_PANELS = ("qkv", "output", "gate", "up", "down")
+_LAYER = (*_PANELS, "qkv_bias", "attention_norm", "mlp_norm", "keys", "values")
 
 
-@dataclass(slots=True)
-class _Layer:
-    """Packed projections of one layer, [out, in] each before packing."""
-
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    output: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+class _Layer(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in _LAYER]
 
 
-class PackedDecode:
-    """Logits [N, V] of one token a row, as `decoder(tokens_N, positions_N, attention)` gives them."""
+class _Model(ctypes.Structure):
+    _fields_ = [(n, ctypes.c_int64) for n in ("layers", "hidden", "heads", "groups", "head_dim", "units", "vocab")]
+    _fields_ += [("eps", ctypes.c_double)] + [(n, ctypes.c_void_p) for n in ("layer", "embedding", "norm", "head")]
 
-    def __init__(self, decoder: Decoder):
-        self._decoder, self.stale = decoder, True
+
+class _Step(ctypes.Structure):
+    _fields_ = [(n, ctypes.c_int64) for n in ("rows", "first_slot", "capacity", "threads")]
+    _fields_ += [(n, ctypes.c_void_p) for n in ("tokens", "positions", "cos", "sin", "h", "qkv", "x", "gated", "logits")]
+
+
+class NativeDecode:
+    """Logits [N, V] float32 of one token a row, as `decoder(tokens_N, positions_N, Decode(cache, ...))` gives them."""
+
+    def __init__(self, decoder: Decoder, dtype: torch.dtype):
+        """RuntimeError where `fits` is false."""
+        self._decoder, self._dtype, self.stale = decoder, dtype, True
+        self._kernels = library("decode", *_FLAGS[dtype])
+        if self._kernels is None:
+            raise RuntimeError("the kernels of llamarl/native/decode.c are not there")
         self._seen: list[tuple[int, int]] = []
-        self._layers: list[_Layer] = []
+        self._kept: list[Tensor] = []  # what the structures below point to
+        self._layers = (_Layer * len(decoder.layers))()
+        self._model = _Model()
 
     @staticmethod
     def fits(decoder: Decoder, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether every projection is a whole, plain nn.Linear in a dtype that this CPU's oneDNN packs."""
-        if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-            return False
-        if dtype != torch.float32 and not (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        """Whether every module is what the kernel computes, in a dtype that it knows, and the kernel could be compiled."""
+        if device.type != "cpu" or dtype not in _FLAGS:
             return False
         plain = (nn.Linear, nn.Embedding, nn.Identity, RMSNorm, nn.SiLU)
         leaves = [m for m in decoder.modules() if not list(m.children())]
         if not all(type(m) in plain and all(type(p) is nn.Parameter for p in m.parameters()) for m in leaves):
             return False
+        # Pairs of bfloat16 are multiplied at once.
+        config = decoder.config
+        if any(n % 2 for n in (config.hidden_size, config.intermediate_size, config.head_dim)):
+            return False
         # A tensor-parallel rank communicates inside its modules; heads that divide unevenly are repeated there.
-        return all(type(layer.mlp) is FeedForward and not (layer.attn.tp or layer.attn.repeats) for layer in decoder.layers)
+        if not all(type(layer.mlp) is FeedForward and not (layer.attn.tp or layer.attn.repeats) for layer in decoder.layers):
+            return False
+        return library("decode", *_FLAGS[dtype]) is not None
 
     def refresh(self) -> None:
-        """Pack again if `stale`, or if a weight is another tensor than at the last packing or was written to since."""
+        """Lay out the weights again if `stale`, or if one is another tensor than the last time or was written to since."""
         # Inference tensors count no writes: there `stale` alone tells.
         seen = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._decoder.parameters()]
         if not self.stale and seen == self._seen:
             return
-        self._seen, self._layers, self.stale = seen, [], False
-        for layer in self._decoder.layers:
-            attn, mlp = layer.attn, layer.mlp
-            self._layers.append(
-                _Layer(
-                    qkv=_pack(_by_groups(attn, "weight")),
-                    qkv_bias=None if attn.q_proj.bias is None else _by_groups(attn, "bias"),
-                    output=_pack(attn.output_proj.weight),
-                    gate=_pack(mlp.w1.weight),
-                    up=_pack(mlp.w3.weight),
-                    down=_pack(mlp.w2.weight),
-                )
-            )
-        self._head = _pack(self._decoder.output_weight)
+        self._seen, self._kept, self.stale = seen, [], False
+        decoder, config = self._decoder, self._decoder.config
+        for layer, its in zip(self._layers, decoder.layers):
+            attn, mlp = its.attn, its.mlp
+            weights = (_by_groups(attn, "weight"), attn.output_proj.weight, mlp.w1.weight, mlp.w3.weight, mlp.w2.weight)
+            for name, weight in zip(_PANELS, weights):
+                setattr(layer, name, self._panels(weight))
+            layer.qkv_bias = None if attn.q_proj.bias is None else self._keep(_by_groups(attn, "bias").float())
+            layer.attention_norm = self._keep(its.sa_norm.scale.detach().float())
+            layer.mlp_norm = self._keep(its.mlp_norm.scale.detach().float())
+        self._model = _Model(
+            layers=len(decoder.layers), hidden=config.hidden_size, heads=config.num_attention_heads,
+            groups=config.num_key_value_heads, head_dim=config.head_dim, units=config.intermediate_size, vocab=config.vocab_size,
+            eps=decoder.norm.eps, layer=ctypes.addressof(self._layers), embedding=self._keep(decoder.tok_embeddings.weight.detach()),
+            norm=self._keep(decoder.norm.scale.detach().float()), head=self._panels(decoder.output_weight),
+        )  # fmt: skip
 
-    def __call__(self, tokens_N: Tensor, positions_N: Tensor, attention: Decode) -> Tensor:
-        decoder = self._decoder
-        config, rows = decoder.config, tokens_N.numel()
-        groups, head_dim = config.num_key_value_heads, config.head_dim
-        h_ND = F.embedding(tokens_N, decoder.tok_embeddings.weight)
-        cos, sin = (x[:, None].to(h_ND.dtype) for x in decoder.rotary(positions_N, attention.longest))  # [N, 1, 1, K]
-        sin[..., : head_dim // 2].neg_()  # so that rotating is x cos + (x's halves exchanged) sin
-        for i, (packed, layer) in enumerate(zip(self._layers, decoder.layers)):
-            qkv = _linear(_norm(layer.sa_norm, h_ND), packed.qkv, packed.qkv_bias).view(rows, groups, -1, head_dim)
-            qk = qkv[:, :, :-1]
-            qk = torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin)
-            seen = attention.attend_by_groups(i, qk[:, :, :-1], qk[:, :, -1], qkv[:, :, -1])
-            h_ND = _linear_with(seen, packed.output, h_ND, "add")
-            x_ND = _norm(layer.mlp_norm, h_ND)
-            gated = _linear_with(x_ND, packed.up, _linear(x_ND, packed.gate, None, "swish"), "mul")
-            h_ND = _linear_with(gated, packed.down, h_ND, "add")
-        return _linear(_norm(decoder.norm, h_ND), self._head, None)
+    def _keep(self, tensor: Tensor) -> int:
+        """Its address, which stays good until the next refresh."""
+        self._kept.append(tensor.contiguous())
+        return self._kept[-1].data_ptr()
+
+    def _panels(self, weight_OI: Tensor) -> int:
+        """A weight as the kernel reads it: [O / width, I / unit, width, unit], a unit being four bytes, zeros behind the last O."""
+        width = self._kernels.panel_width()
+        units = F.pad(weight_OI.detach(), (0, 0, 0, -len(weight_OI) % width)).view(torch.float32)
+        return self._keep(units.view(-1, width, units.shape[1]).transpose(1, 2))
+
+    def __call__(self, tokens_N: Tensor, positions_N: Tensor, cache: SlotCache, first_slot: int, longest: int) -> Tensor:
+        """Row i reads and extends slot first_slot + i. longest: more than any position."""
+        assert longest <= cache.capacity, f"place {longest} of a cache of {cache.capacity}"
+        model, rows, dtype = self._model, tokens_N.numel(), self._dtype
+        for layer, keys, values in zip(self._layers, cache.keys, cache.values):
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+        seen = model.heads * model.head_dim
+        tensors = {
+            "tokens": tokens_N,
+            "positions": positions_N,
+            "h": torch.empty(rows, model.hidden),
+            "qkv": torch.empty(rows, seen + 2 * model.groups * model.head_dim),
+            "x": torch.empty(rows, max(model.hidden, seen), dtype=dtype),
+            "gated": torch.empty(rows, model.units, dtype=dtype),
+            "logits": torch.empty(rows, model.vocab),
+        }
+        tensors["cos"], tensors["sin"] = self._decoder.rotary(positions_N, longest)
+        step = _Step(rows=rows, first_slot=first_slot, capacity=cache.capacity, threads=torch.get_num_threads())
+        for name, tensor in tensors.items():
+            assert tensor.is_contiguous(), name
+            setattr(step, name, tensor.data_ptr())
+        self._kernels.decode(ctypes.byref(model), ctypes.byref(step))
+        return tensors["logits"]
 
 
 def _by_groups(attn: Attention, name: str) -> Tensor:
@@ -100,19 +136,3 @@ def _by_groups(attn: Attention, name: str) -> Tensor:
     parts = (getattr(m, name).detach() for m in (attn.q_proj, attn.k_proj, attn.v_proj))
     parts = [p.view(attn.num_cached_kv_heads, -1, attn.head_dim, *p.shape[1:]) for p in parts]
     return torch.cat(parts, dim=1).flatten(0, 2)
-
-
-def _norm(norm: RMSNorm, x_ND: Tensor) -> Tensor:
-    return F.rms_norm(x_ND, norm.scale.shape, norm.scale, norm.eps)
-
-
-def _pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-
-
-def _linear(x: Tensor, packed: Tensor, bias: Tensor | None, then: str = "none") -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, then, [], "")
-
-
-def _linear_with(x: Tensor, packed: Tensor, other: Tensor, how: str) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise.binary(x, other, packed, None, how)

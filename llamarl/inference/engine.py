@@ -26,7 +26,7 @@ from torch import Tensor
 
 from llamarl.allocator import keep_freed_memory
 from llamarl.inference.cache import Decode, SlotCache
-from llamarl.inference.decode import PackedDecode
+from llamarl.inference.decode import NativeDecode
 from llamarl.inference.graph import DecodeGraphs
 from llamarl.inference.prefill import Job, batches, extend, prefill, recompute
 from llamarl.inference.rows import Partial, Request, Rows
@@ -94,7 +94,9 @@ class Engine:
         self._staging: int | None = None  # the slot of the prompt that is prefilled in pieces
         self._recompute_due = False
         self._version = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._packed = PackedDecode(self.decoder) if PackedDecode.fits(self.decoder, self.device, self.dtype) else None
+        self._native = (
+            NativeDecode(self.decoder, self.dtype) if NativeDecode.fits(self.decoder, self.device, self.dtype) else None
+        )
         self._graphs = None
         if cuda_graphs and self.device.type == "cuda" and decoder.tensor_parallel is None:
             self._graphs = DecodeGraphs(self.device, self._cache.rows - 2, self._cache.capacity, self._decode_rows)
@@ -172,8 +174,8 @@ class Engine:
         if chunk < 1:
             raise ValueError(f"chunk={chunk}: need at least 1 token")
         before = self._num_sampled()
-        if self._packed:
-            self._packed.refresh()
+        if self._native:
+            self._native.refresh()
         if self._recompute_due:
             self._recompute()
         self._start()
@@ -208,8 +210,8 @@ class Engine:
         """
         self.policy_version = version
         self._version.fill_(version)
-        if self._packed:
-            self._packed.stale = True
+        if self._native:
+            self._native.stale = True
         self._recompute_due |= recompute_kv
 
     @torch.no_grad()
@@ -284,8 +286,8 @@ class Engine:
         tokens = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
         params = SamplingParams(max_new_tokens=max(1, tokens.numel()), temperature=temperature)
         request = self._request(0, 0, prompt_ids, params)
-        if self._packed:
-            self._packed.refresh()
+        if self._native:
+            self._native.refresh()
         slot = max(self.num_live, -1 if self._staging is None else self._staging) + (self._staging is not None)
         slot = slot if self.device.type == "cpu" else self._cache.rows - 2
         self._reserve(slot + 1, request.max_tokens)
@@ -388,7 +390,9 @@ class Engine:
 
     def _decode(self, first_slot: int, tokens_N: Tensor, positions_N: Tensor, longest: int) -> Tensor:
         """One token a row, in slots first_slot onwards. Logits [N, V] of the next."""
-        return (self._packed or self.decoder)(tokens_N, positions_N, Decode(self._cache, positions_N, longest, first_slot))
+        if self._native:
+            return self._native(tokens_N, positions_N, self._cache, first_slot, longest)
+        return self.decoder(tokens_N, positions_N, Decode(self._cache, positions_N, longest, first_slot))
 
     @torch.inference_mode()
     def _retire(self, aborted: bool = False) -> None:

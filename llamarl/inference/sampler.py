@@ -6,11 +6,14 @@ the worker. Shapes: N rows, V vocabulary, S stop tokens, B blocks.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from llamarl.native import library
 
 _BLOCK = 256  # of the vocabulary; the CDF is summed by blocks, then inside one
 _LIKELIEST = 256  # where top-k and top-p look first
@@ -125,29 +128,31 @@ def _cut(logits_NV: Tensor, top_k_N: Tensor | None, top_p_N: Tensor | None, widt
 
 
 def sample(logits_NV: Tensor, uniforms_N: Tensor, greedy_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(tokens [N] int64, their logprobs [N] float32) by the inverse CDF of the logits; the argmax where greedy_N."""
+    """(tokens [N] int64, their logprobs [N] float32) by the inverse CDF of the logits; the (first) likeliest where greedy_N.
+
+    On a CPU in one call (llamarl/native/decode.c); the two ways differ where rounding puts a uniform on the other side of a
+    token's edge.
+    """
+    kernels = library("decode", "-fopenmp") if logits_NV.device.type == "cpu" else None
+    if kernels:
+        return _sample_natively(kernels, logits_NV.float().contiguous(), uniforms_N.contiguous(), greedy_N)
     weights_NV = logits_NV.softmax(1, dtype=torch.float32)  # one pass over V; sums to one up to rounding
-    if logits_NV.shape[1] <= 2 * _BLOCK:
-        cdf_NV = weights_NV.cumsum(1, dtype=torch.float64)
-        total = cdf_NV[:, -1:]
-        tokens = _first_above(cdf_NV, uniforms_N[:, None] * total)
-    else:
-        tokens, total = _sample_by_blocks(weights_NV, uniforms_N[:, None])
+    tokens, total = _sample_by_blocks(weights_NV, uniforms_N[:, None])
     if greedy_N is not None:
-        tokens = torch.where(greedy_N[:, None], _argmax(logits_NV), tokens)
+        tokens = torch.where(greedy_N[:, None], logits_NV.argmax(1, keepdim=True), tokens)
     logprobs = (weights_NV.gather(1, tokens).double() / total).log_().float()
     return tokens.squeeze(1), logprobs.squeeze(1)
 
 
-def _argmax(logits_NV: Tensor) -> Tensor:
-    """[N, 1]. By block maxima, because a CPU's argmax takes ten times as long as its maximum."""
-    vocab = logits_NV.shape[1]
-    if vocab % _BLOCK or vocab == _BLOCK or logits_NV.device.type != "cpu":
-        return logits_NV.argmax(1, keepdim=True)
-    logits_NBW = logits_NV.view(logits_NV.shape[0], -1, _BLOCK)
-    block = logits_NBW.amax(2).argmax(1, keepdim=True)
-    inside_NW = logits_NBW.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
-    return block * _BLOCK + inside_NW.argmax(1, keepdim=True)
+def _sample_natively(
+    kernels: ctypes.CDLL, logits_NV: Tensor, uniforms_N: Tensor, greedy_N: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    rows, vocab = logits_NV.shape
+    tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    addresses = [None if t is None else ctypes.c_void_p(t.data_ptr()) for t in (uniforms_N, greedy_N, tokens, logprobs)]
+    counts = (ctypes.c_int64(n) for n in (rows, vocab, torch.get_num_threads()))
+    kernels.sample(ctypes.c_void_p(logits_NV.data_ptr()), *addresses, *counts)
+    return tokens, logprobs
 
 
 def _sample_by_blocks(weights_NV: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,14 +167,14 @@ def _sample_by_blocks(weights_NV: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, 
     block = _first_above(cdf_NB, target)
     before = torch.where(block > 0, cdf_NB.gather(1, (block - 1).clamp(min=0)), 0.0)
     inside_NW = weights_NBW.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
-    return block * _BLOCK + _first_above(inside_NW.cumsum(1, dtype=torch.float64), target - before), total
+    tokens = block * _BLOCK + _first_above(inside_NW.cumsum(1, dtype=torch.float64), target - before)
+    return tokens.clamp_(max=vocab - 1), total  # NaN logits would be past the end; the caller sees them in the logprobs
 
 
 def _first_above(cdf_NV: Tensor, target_N1: Tensor) -> Tensor:
     """[N, 1]: the first entry whose cumulative weight exceeds the target, so never one of weight zero."""
     # Rounding (of block sums in float32) may carry a target to the very end, where only zero weights follow.
     target = torch.minimum(target_N1, cdf_NV[:, -1:] * (1 - 2.0**-52))
-    # NaN logits would be past the end; the caller sees them in the logprobs.
     return torch.searchsorted(cdf_NV, target, right=True).clamp_(max=cdf_NV.shape[1] - 1)
 
 

@@ -25,8 +25,8 @@ _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11")
 
 
 @functools.cache
-def library(name: str) -> ctypes.CDLL | None:
-    """The kernels of NAME.c, or None (warned once) where no compiler makes them or LLAMARL_NATIVE=0 forbids them."""
+def library(name: str, *flags: str) -> ctypes.CDLL | None:
+    """The kernels of NAME.c compiled with more flags, or None (warned once) where no compiler makes them or LLAMARL_NATIVE=0."""
     if os.environ.get("LLAMARL_NATIVE", "1") == "0":
         return None
     source = _HERE / f"{name}.c"
@@ -34,7 +34,7 @@ def library(name: str) -> ctypes.CDLL | None:
     if compiler is None:
         return _without(name, "there is no C compiler (set CC, or install gcc or clang)")
     try:
-        return ctypes.CDLL(str(_compiled(compiler, source)))
+        return ctypes.CDLL(str(_compiled(compiler, source, flags)))
     except subprocess.CalledProcessError as error:
         return _without(name, f"{compiler} failed: {error.stderr.strip()[-300:]}")
     except subprocess.TimeoutExpired:
@@ -43,17 +43,17 @@ def library(name: str) -> ctypes.CDLL | None:
         return _without(name, str(error))
 
 
-def _compiled(compiler: str, source: Path) -> Path:
+def _compiled(compiler: str, source: Path, flags: tuple[str, ...] = ()) -> Path:
     """The shared library of `source`, made if it is not there. Processes may make it at once: the last rename wins, all are equal."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_LIMIT_S, check=True).stdout
-    key = "\n".join([source.read_text(), *_FLAGS, compiler, version, _cpu()])
+    key = "\n".join([source.read_text(), *_FLAGS, *flags, compiler, version, _cpu()])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamarl"
     target = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not target.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / target.name
-            command = [compiler, *_FLAGS, str(source), "-o", str(made), "-lm"]
+            command = [compiler, *_FLAGS, *flags, str(source), "-o", str(made), "-lm"]
             subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
             os.replace(made, target)
     return target

@@ -8,13 +8,16 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from llamarl.inference.decode import NativeDecode
 from llamarl.inference.engine import Engine
 from llamarl.inference.sampler import SamplingParams
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf
+from llamarl.native import library
 
 TOLERANCE = 1e-5  # fp32 logprobs by two routes
+TOLERANCE_OF_TWO = 2e-5  # both of which round: prompts in other pieces, then sampled
 MAX_LEN = 40
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -31,6 +34,20 @@ def random_decoder(seed=0, config=CONFIG, scale=0.3):
             noise = torch.randn(parameter.shape, generator=generator) * scale
             parameter.copy_(torch.ones_like(noise) if "norm" in name else noise)
     return decoder
+
+
+@pytest.fixture(params=["native", "module"])
+def way(request, monkeypatch):
+    """Both ways to decode on a CPU: the C kernel, and the module with PyTorch's operations."""
+    if request.param == "module":
+        monkeypatch.setattr(NativeDecode, "fits", staticmethod(lambda *_: False))
+    else:
+        needs_kernels()
+
+
+def needs_kernels():
+    if library("decode", "-fopenmp") is None:
+        pytest.skip("no C compiler, or LLAMARL_NATIVE=0")
 
 
 def engine(max_slots=8, max_len=MAX_LEN, **kwargs):
@@ -58,7 +75,7 @@ def full_forward_logprobs(decoder, completion, temperature=1.0, banned=()):
 PROMPTS = [[1, 5, 9], [1, 7], [3], [2, 4, 6, 8, 10, 12, 14], [1, 5, 9, 11]]
 
 
-def test_greedy_equals_transformers_generate(tmp_path):
+def test_greedy_equals_transformers_generate(way, tmp_path):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=61, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
@@ -73,7 +90,7 @@ def test_greedy_equals_transformers_generate(tmp_path):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_generator_logprobs_equal_a_fresh_full_forward(temperature):
+def test_generator_logprobs_equal_a_fresh_full_forward(way, temperature):
     e = engine(max_slots=5)
     params = SamplingParams(24, temperature=temperature, stop_token_ids=(2, 3), n=3)
     completions = [c for group in e.generate(PROMPTS, params) for c in group]
@@ -246,21 +263,21 @@ def assert_parity(e, completions):
         torch.testing.assert_close(c.generator_logprobs, full_forward_logprobs(e.decoder, c), atol=TOLERANCE, rtol=0)
 
 
-def test_the_longest_completion_fills_its_slot_and_no_other():
+def test_the_longest_completion_fills_its_slot_and_no_other(way):
     e = engine(max_slots=2, max_len=16)  # a whole number of blocks: the place behind it is the next slot's first
     e.submit(0, [1, 2, 3, 4], SamplingParams(12))
     e.submit(1, [5], SamplingParams(15))
     assert_parity(e, drain(e, chunk=20).values())
 
 
-def test_rows_that_ended_but_were_not_yet_taken_out_do_not_lengthen_the_cache():
+def test_rows_that_ended_but_were_not_yet_taken_out_do_not_lengthen_the_cache(way):
     e = engine(max_slots=41)
     e.submit(0, [1] * 8, SamplingParams(8))  # ends at place 16 of 16, alone, four tokens before the others
     e.submit(1, [5], SamplingParams(12, n=40))
     assert_parity(e, drain(e, chunk=20).values())
 
 
-def test_the_cache_grows_under_running_rows():
+def test_the_cache_grows_under_running_rows(way):
     e = engine(max_slots=4)
     e.submit(0, PROMPTS[0], SamplingParams(13))
     e.step(4)
@@ -331,7 +348,7 @@ def test_what_does_not_fit_is_refused_at_submit():
             Engine(random_decoder(), max_slots=2, max_len=MAX_LEN, **options)
 
 
-def test_a_full_engine_still_scores():
+def test_a_full_engine_still_scores(way):
     e = engine(max_slots=1)
     e.submit(0, [1], SamplingParams(9))
     e.step(1)
@@ -356,33 +373,61 @@ def test_bfloat16_agrees_with_its_own_full_forward():
         assert (c.generator_logprobs - expected).abs().mean() < 0.05  # bf16 logits of size ~4 are 2^-6 apart
 
 
-# --- The packed decode path ---
+# --- The native decode path ---
 
 
-def test_the_packed_path_takes_biases_untied_heads_and_both_dtypes():
-    config = dataclasses.replace(CONFIG, attention_bias=True, tie_word_embeddings=False, num_attention_heads=6)
-    for dtype, tolerance in ((torch.float32, TOLERANCE), (torch.bfloat16, 0.25)):
-        e = Engine(random_decoder(config=config), max_slots=4, max_len=MAX_LEN, dtype=dtype)
-        assert e._packed is not None
-        for c in e.generate([PROMPTS[3]], SamplingParams(16, n=4))[0]:
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 48, 64, 80, 128])
+@pytest.mark.parametrize("heads, groups, vocab", [(6, 2, 31), (4, 4, 97)])
+def test_the_native_path_takes_any_heads_biases_and_both_dtypes(head_dim, heads, groups, vocab):
+    needs_kernels()
+    config = dataclasses.replace(
+        CONFIG, attention_bias=True, tie_word_embeddings=groups == 2, num_attention_heads=heads, num_key_value_heads=groups,
+        head_dim=head_dim, vocab_size=vocab, intermediate_size=106,
+    )
+    for dtype, tolerance in ((torch.float32, TOLERANCE), (torch.bfloat16, 0.4)):
+        e = Engine(random_decoder(config=config, scale=0.15), max_slots=11, max_len=100, dtype=dtype)
+        assert e._native is not None
+        for c in e.generate([PROMPTS[3]], SamplingParams(80, n=11))[0]:  # longer than what attention reads at once
             difference = (c.generator_logprobs - full_forward_logprobs(e.decoder, c).float()).abs()
             assert difference.max() < tolerance
 
 
-def test_the_packed_path_in_bfloat16_is_as_near_float32_as_the_module_is():
+def test_a_row_of_the_native_path_does_not_depend_on_the_others_or_on_threads():
+    needs_kernels()
+    e = engine(max_slots=70)
+    prompts = [[1 + i % 30, 5, i % 7] for i in range(70)]
+    together = e.generate(prompts, SamplingParams(20))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        again = e.generate(prompts, SamplingParams(20))
+    finally:
+        torch.set_num_threads(threads)
+    for (a,), (b,) in zip(together, again):
+        assert torch.equal(a.token_ids, b.token_ids) and torch.equal(a.generator_logprobs, b.generator_logprobs)
+    with torch.inference_mode():
+        e._reserve(70, MAX_LEN)
+        tokens, positions = torch.arange(70) % 31, torch.full((70,), 9)
+        whole = e._native(tokens, positions, e._cache, 0, 10)
+        for first, end in ((0, 1), (3, 10), (8, 70)):
+            assert torch.equal(e._native(tokens[first:end], positions[first:end], e._cache, first, 10), whole[first:end])
+
+
+def test_the_native_path_in_bfloat16_is_as_near_float32_as_the_module_is():
+    needs_kernels()
     exact = random_decoder(scale=0.2)
     e = Engine(random_decoder(scale=0.2), max_slots=64, max_len=MAX_LEN, dtype=torch.bfloat16)
     exact.load_state_dict({name: p.float() for name, p in e.decoder.state_dict().items()})
-    packed, module = [], []
+    native, module = [], []
     for c in e.generate([PROMPTS[3]], SamplingParams(24, n=64))[0]:
         truth = full_forward_logprobs(exact, c)
-        packed.append((c.generator_logprobs - truth).abs())
+        native.append((c.generator_logprobs - truth).abs())
         module.append((full_forward_logprobs(e.decoder, c).float() - truth).abs())
-    assert torch.cat(packed).mean() < 1.25 * torch.cat(module).mean()
+    assert torch.cat(native).mean() < torch.cat(module).mean()
 
 
 @pytest.mark.parametrize("how", ["data", "copy", "told"])
-def test_weights_are_packed_anew_when_they_are_exchanged_or_written(how):
+def test_weights_are_native_anew_when_they_are_exchanged_or_written(how):
     e, new = engine(), random_decoder(1)
     e.generate([PROMPTS[0]], SamplingParams(4))
     with torch.no_grad():
@@ -406,7 +451,7 @@ def test_a_projection_that_is_no_plain_linear_is_left_to_the_module():
     decoder = random_decoder()
     decoder.layers[1].mlp.w2.__class__ = Halved
     e = Engine(decoder, max_slots=2, max_len=MAX_LEN)
-    assert e._packed is None
+    assert e._native is None
     assert_parity(e, e.generate([PROMPTS[0]], SamplingParams(9))[0])
 
 
@@ -548,7 +593,7 @@ def test_a_completion_interrupted_anywhere_goes_on_in_another_engine(steps, slot
     assert found.keys() == expected.keys()
     for key, c in expected.items():
         assert torch.equal(found[key].token_ids, c.token_ids) and found[key].finish_reason == c.finish_reason
-        torch.testing.assert_close(found[key].generator_logprobs, c.generator_logprobs, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(found[key].generator_logprobs, c.generator_logprobs, atol=TOLERANCE_OF_TWO, rtol=0)
     for p in partials:
         versions, had = found[p.stream, p.ticket, p.sample_index].policy_versions, p.token_ids.numel()
         assert versions.tolist() == [0] * had + [5] * (versions.numel() - had)

@@ -4,12 +4,22 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from llamarl.inference import sampler
 from llamarl.inference.sampler import SamplingParams, process, sample, sample_keys, stream_key, uniforms
 
 TOLERANCE = 1e-5  # float32 logprobs against float64
 CHI2_STDEVS = 5  # chi-square of d degrees of freedom: mean d, variance 2d
 LARGE = 1500  # a vocabulary beyond the one-pass CDF, and no multiple of a block
 WHOLE = 1536  # six blocks
+
+
+@pytest.fixture(params=["native", "torch"])
+def way(request, monkeypatch):
+    """Both ways to sample: the C kernel and PyTorch's operations."""
+    if request.param == "torch":
+        monkeypatch.setattr(sampler, "library", lambda *_: None)
+    elif sampler.library("decode", "-fopenmp") is None:
+        pytest.skip("no C compiler, or LLAMARL_NATIVE=0")
 
 
 def draws(count, seed=0, ticket=0):
@@ -54,7 +64,7 @@ def test_uniforms_are_uniform_and_unlike_between_keys_and_counters():
 
 
 @pytest.mark.parametrize("vocab", [256, 512, 768, WHOLE])
-def test_the_greedy_token_is_the_first_of_the_likeliest(vocab):
+def test_the_greedy_token_is_the_first_of_the_likeliest(way, vocab):
     logits = torch.randn(50, vocab, generator=torch.Generator().manual_seed(0)).round()  # many ties
     tokens, logprobs = sample(logits, draws(50), torch.ones(50, dtype=torch.bool))
     assert torch.equal(tokens, (logits == logits.amax(1, keepdim=True)).int().argmax(1))
@@ -62,7 +72,7 @@ def test_the_greedy_token_is_the_first_of_the_likeliest(vocab):
 
 
 @pytest.mark.parametrize("vocab", [52, LARGE])
-def test_frequencies_follow_the_softmax(vocab):
+def test_frequencies_follow_the_softmax(way, vocab):
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0)) * 1.5
     count = 60_000
     tokens, logprobs = [], []
@@ -81,7 +91,7 @@ def test_frequencies_follow_the_softmax(vocab):
 
 @pytest.mark.parametrize("vocab", [52, LARGE])
 @pytest.mark.parametrize("u", [0.0, 1 - 2.0**-53])
-def test_a_token_of_probability_zero_is_never_sampled(vocab, u):
+def test_a_token_of_probability_zero_is_never_sampled(way, vocab, u):
     logits = torch.full((vocab - 2, vocab), -math.inf)
     possible = torch.arange(1, vocab - 1)  # row i may only sample token i+1
     logits[possible - 1, possible] = 0.0
@@ -89,7 +99,7 @@ def test_a_token_of_probability_zero_is_never_sampled(vocab, u):
     assert torch.equal(tokens, possible) and not logprobs.any()
 
 
-def test_rounding_of_block_sums_never_carries_a_sample_past_the_last_possible_token():
+def test_rounding_of_block_sums_never_carries_a_sample_past_the_last_possible_token(way):
     logits = torch.randn(200, LARGE, generator=torch.Generator().manual_seed(0))
     logits[:, 1000:] = -math.inf  # in the middle of a block
     tokens, _ = sample(logits, torch.full((200,), 1 - 2.0**-53, dtype=torch.float64))
@@ -115,6 +125,27 @@ def test_processed_logprobs_equal_a_naive_float64_reference(seed, vocab, tempera
     assert logprobs[0].item() == pytest.approx(expected[tokens[0]].item(), abs=TOLERANCE)
     if temperature == 0:
         assert tokens[0] == logits.argmax()
+
+
+def test_both_ways_to_sample_agree(monkeypatch):
+    if sampler.library("decode", "-fopenmp") is None:
+        pytest.skip("no C compiler, or LLAMARL_NATIVE=0")
+    logits = torch.randn(3000, LARGE, generator=torch.Generator().manual_seed(0)) * 3
+    logits[:, 700:800], greedy = -math.inf, torch.arange(3000) % 7 == 0
+    got = sample(logits, draws(3000), greedy)
+    monkeypatch.setattr(sampler, "library", lambda *_: None)
+    expected = sample(logits, draws(3000), greedy)
+    same = got[0] == expected[0]
+    assert (~same).sum() <= 1  # where a uniform lies within rounding of a token's edge
+    torch.testing.assert_close(got[1][same], expected[1][same], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("vocab", [5, LARGE])
+def test_nan_logits_give_a_token_of_the_vocabulary_and_a_nan_logprob(way, vocab):
+    logits = torch.zeros(2, vocab)
+    logits[0, 3] = math.nan
+    tokens, logprobs = sample(logits, torch.tensor([0.9, 0.9], dtype=torch.float64))
+    assert tokens.max() < vocab and logprobs.isnan().tolist() == [True, False]
 
 
 def test_ties_with_the_last_kept_token_are_kept():
