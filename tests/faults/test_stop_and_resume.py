@@ -69,12 +69,20 @@ def test_trainer_ranks_stop_at_the_same_step_and_the_run_goes_on_with_one(tmp_pa
 UNFINISHED = ("max_lag=2", "max_new_tokens=240", "generator.min_new_tokens=200", "generator.chunk_tokens=4", "eval.every=0", "checkpoint.every=0")
 
 
+REPLICAS = ("placement.trainer=[0]", "placement.generator=[1,2]", "placement.reward=[2]")
+# In waves of three groups, so that some are always amid one.
+SHARED = (
+    "placement.trainer=[0]", "placement.generator=[1,2]", "placement.reward=[0]", "generator.tensor_parallel=2", "generator.max_slots=12",
+)  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("resume", [True, False])
-def test_a_run_stopped_amid_long_completions_goes_on_with_them(tmp_path, ranks, resume):
-    """Begun on two generators and gone on with by one or two; each ticket is trained on once."""
-    three = ("placement.trainer=[0]", "placement.generator=[1,2]", "placement.reward=[2]")
+@pytest.mark.parametrize(
+    "three, ranks, resume",
+    [(REPLICAS, 2, True), (REPLICAS, 2, False), (REPLICAS, 3, True), (REPLICAS, 3, False), (SHARED, 2, True), (SHARED, 3, True)],
+)
+def test_a_run_stopped_amid_long_completions_goes_on_with_them(tmp_path, three, ranks, resume):
+    """Begun on two generators, or one of two ranks, and gone on with by one rank or by as many; each ticket is trained on once."""
     with Job(*SMALL, *UNFINISHED, *three, "max_steps=100000", run_dir=tmp_path / "run", ranks=3) as job:
         job.until(lambda: len(job.rows) >= 2, "two steps")
         os.kill(job.process.pid, signal.SIGTERM)
