@@ -24,6 +24,7 @@ import torch.distributed as dist
 from llamarl import wire
 from llamarl.control import Control, PeerDied
 from llamarl.executor import Executor
+from llamarl.models.sharding import HEAD
 from llamarl.p2p import recv_message, send_closed, send_message
 from llamarl.tickets import lane_of
 
@@ -74,7 +75,7 @@ class Weights(Channel):
 
     dtype: str = field(default="float32", kw_only=True)  # that travels: the destination's
     quantize: str = field(default="none", kw_only=True)  # none, or what the projections travel as: fp8, int8
-    keep: tuple[str, ...] = field(default=(), kw_only=True)  # fragments of names of projections that are not quantised
+    keep: tuple[str, ...] = field(default=(HEAD,), kw_only=True)  # fragments of names of weights that are not quantised
     transport: str = field(default="auto", kw_only=True)
 
 

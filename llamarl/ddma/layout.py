@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from llamarl.models.config import ModelConfig
-from llamarl.models.sharding import SCALE, Box, is_quantized, parameter_shapes, tensor_parallel_box
+from llamarl.models.sharding import HEAD, SCALE, Box, is_quantized, parameter_shapes, tensor_parallel_box
 
 ALIGN_BYTES = 64  # everything starts on a cache line
 FUSED = {  # tensors that engines keep as one -> the parameters in it, one after another
@@ -79,9 +79,9 @@ class Destination:
 
 
 def travelling(
-    config: ModelConfig, dtype: torch.dtype, quantized: torch.dtype | None = None, keep: tuple[str, ...] = ()
+    config: ModelConfig, dtype: torch.dtype, quantized: torch.dtype | None = None, keep: tuple[str, ...] = (HEAD,)
 ) -> list[Parameter]:
-    """What a model's weights are on their way. quantized: the projections' dtype; those whose name holds one of `keep` stay in dtype."""
+    """What a model's weights are on their way. quantized: of what is_quantized names, but for `keep`."""
     out = []
     for name, shape in parameter_shapes(config).items():
         if quantized is not None and is_quantized(name, shape, keep):

@@ -172,6 +172,7 @@ class Subscriber:
             return link.fetch(begin["slot"], bucket.start, bucket.end - bucket.start, place, ready), said
 
         found: dict[int, int] = {}
+
         def hand_on(n: int) -> None:
             """At once what is known to be right; else it is when END has said so. A digest comes behind the bucket after its own."""
             said = coming[n][1]

@@ -69,7 +69,7 @@ class Engine:
         self.decoder = decoder.to(device=self.device, dtype=dtype)
         self.max_slots, self.max_len = max_slots, max_len
         self.policy_version = 0
-        self.dtype = decoder.output_weight.dtype
+        self.dtype = decoder.tok_embeddings.weight.dtype
         budget = max_slots * max_len if cache_tokens is None else cache_tokens
         if budget < max_len or prefill_chunk < 1:
             raise ValueError(

@@ -39,7 +39,7 @@ def prefill_ids(decoder: Decoder, cache: SlotCache, first_slot: int, prompts: li
         x.to(cache.device) for x in (tokens_T, positions_T, slots_T, ends_N, prompt_R, slots_N)
     )
     context = Prefill(cache, F.pad(ends_N, (1, 0)), slots_T, positions_T)
-    logits_NV = decoder(tokens_T, positions_T, context, lambda h_TD, w_VD: F.linear(h_TD[ends_N - 1], w_VD))
+    logits_NV = decoder(tokens_T, positions_T, context, lambda h_TD, w_VD: decoder.project(h_TD[ends_N - 1], w_VD))
     if prompt_R.numel() > len(prompts):
         cache.share(slots_N, prompt_R, first_slot, context.longest)
     return logits_NV[prompt_R]
@@ -48,7 +48,7 @@ def prefill_ids(decoder: Decoder, cache: SlotCache, first_slot: int, prompts: li
 def extend(decoder: Decoder, cache: SlotCache, slot: int, start: int, ids: Tensor) -> Tensor:
     """Keep the K/V of the next tokens of one slot, whose places before `start` are kept already. Logits [1, V] of the last."""
     context = Extend(cache, slot, start, ids.numel())
-    return decoder(ids.to(cache.device), context.positions, context, lambda h_TD, w_VD: F.linear(h_TD[-1:], w_VD))
+    return decoder(ids.to(cache.device), context.positions, context, lambda h_TD, w_VD: decoder.project(h_TD[-1:], w_VD))
 
 
 def recompute(decoder: Decoder, cache: SlotCache, sequences: list[Tensor]) -> None:

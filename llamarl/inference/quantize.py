@@ -3,7 +3,7 @@
     trainer:    q, scale = quantize_rows(shard, "fp8")          # of its own rows, before they travel
     generator:  quantize_decoder(decoder, "fp8")                # its projections hold `weight` and `weight_scale`
 
-A weight is q * scale[:, None]. Embeddings, norms, biases and lm_head stay as they are. Shapes: T tokens, I in, O out.
+A weight is q * scale[:, None]. Embeddings, norms and biases stay as they are, and lm_head unless it is asked for. Shapes: T tokens, I in, O out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llamarl.models.hf import hf_name
-from llamarl.models.sharding import is_quantized
+from llamarl.models.sharding import HEAD, is_quantized
 
 QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _LARGEST = {"fp8": 448.0, "int8": 127.0}  # -128 is not used: the numbers are symmetric
@@ -154,17 +154,18 @@ def _widen(q: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def quantize_decoder(decoder: nn.Module, kind: str, skip: tuple[str, ...] = ()) -> None:
-    """Replace the projections of decoder.layers that is_quantized names by QuantizedLinear, in place, with their numbers.
+def quantize_decoder(decoder: nn.Module, kind: str, skip: tuple[str, ...] = (HEAD,)) -> None:
+    """Replace what is_quantized names by QuantizedLinear, in place, with its numbers.
 
     On the meta device there are none: shapes alone. ValueError for an unknown kind, or a fragment that is in no name.
     """
     quantized_dtype(kind)
-    linears = {n: m for n, m in decoder.layers.named_modules(prefix="layers") if isinstance(m, nn.Linear)}
+    linears = {n: m for n, m in decoder.named_modules() if isinstance(m, nn.Linear)}
     names = {path: hf_name(f"{path}.weight") for path in linears}
-    unknown = [fragment for fragment in skip if not any(fragment in name for name in names.values())]
+    known = [f"{HEAD}.weight", *names.values()]  # which a tied model has not
+    unknown = [fragment for fragment in skip if not any(fragment in name for name in known)]
     if unknown:
-        raise ValueError(f"quantise all but {unknown}: no projection is named so; they are {', '.join(names.values())[:200]}...")
+        raise ValueError(f"quantise all but {unknown}: no weight is named so; they are {', '.join(names.values())[:200]}...")
     for path, name in names.items():
         old = linears.pop(path)  # so that each is freed before the next is quantised
         if is_quantized(name, old.weight.shape, skip):

@@ -71,6 +71,10 @@ class Decoder(TransformerDecoder):
         """[V, D], or the rank's rows of a split vocabulary: the embedding itself when tied."""
         return self.tok_embeddings.weight if self.config.tie_word_embeddings else self.output.weight
 
+    def project(self, h_TD: Tensor, weight_VD: Tensor) -> Tensor:
+        """Logits [T, V] of hidden states: by the output weight, or, where that is quantised, by its module."""
+        return self.output(h_TD) if hasattr(self.output, "weight_scale") else F.linear(h_TD, weight_VD)
+
     @property
     def num_cached_kv_heads(self) -> int:
         """K/V heads a layer that this rank's attention hands to its context."""
@@ -81,9 +85,10 @@ class Decoder(TransformerDecoder):
         tokens_T: Tensor,
         positions_T: Tensor,
         attention: AttentionContext,
-        head: Callable[[Tensor, Tensor], object] = F.linear,
+        head: Callable[[Tensor, Tensor], object] | None = None,
     ):
-        """Logits [T, V] in the model's dtype, or what `head` makes of the normed hidden states and the output weight.
+        """Logits [T, V] in the model's dtype, or what `head` (default: `project`) makes of the normed hidden states and the
+        output weight.
 
         Collective over the ranks of a tensor-parallel decoder. Where these split the vocabulary, `head` must return the
         logits [..., V / ranks] of the rows that it is given, and every rank gets them all.
@@ -96,7 +101,7 @@ class Decoder(TransformerDecoder):
                 h = checkpoint(layer, h, mask=attention, input_pos=rotary, use_reentrant=False)
             else:
                 h = layer(h, mask=attention, input_pos=rotary)
-        h, tp = self.norm(h), self.tensor_parallel
+        h, tp, head = self.norm(h), self.tensor_parallel, head or self.project
         if tp is None or not tp.split_vocabulary:
             return head(h, self.output_weight)
         return gathered(head(copied(h, tp), self.output_weight), self.config.vocab_size, tp)

@@ -126,9 +126,14 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def is_quantized(name: str, shape: tuple[int, ...], keep: tuple[str, ...] = ()) -> bool:
+HEAD = "lm_head"  # quantised only where asked: every logit passes through it
+
+
+def is_quantized(name: str, shape: tuple[int, ...], keep: tuple[str, ...] = (HEAD,)) -> bool:
     """Whether a quantised generator holds this parameter in one byte an element; its scales are another, named name + SCALE.
 
-    The projections of the layers are, but for those whose Hugging Face name holds a fragment of `keep` ("down_proj", "layers.0.").
+    The projections of the layers and an untied head are, but for those whose Hugging Face name holds a fragment of `keep`
+    ("lm_head", "down_proj", "layers.0.").
     """
-    return len(shape) == 2 and name.endswith("_proj.weight") and not any(fragment in name for fragment in keep)
+    matrix = len(shape) == 2 and (name.endswith("_proj.weight") or name == f"{HEAD}.weight")
+    return matrix and not any(fragment in name for fragment in keep)

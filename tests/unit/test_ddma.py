@@ -161,7 +161,7 @@ class Ends:
         self.publishers = []
         for link, buckets in zip(links, self.buckets):
             slots = Slots([torch.zeros(size_of(buckets), dtype=torch.uint8) for _ in range(2)])
-            out = Outgoing(link, 0, 0, buckets)
+            out = Outgoing(link, 0, 0, buckets, handed_on=follower is not None)
             self.publishers.append(Publisher("policy", slots, [out], len(buckets), self.sending, deadline_s, COPIER))
         self.of = buffer_of(CONFIG, PARAMETERS, Destination(), 0)
         buffers = [torch.zeros(self.of.num_bytes, dtype=torch.uint8) for _ in range(num_buffers)]
@@ -590,15 +590,16 @@ class Follower:
     receiving = sending
 
 
-def hand_on(link) -> Outgoing:
-    return Outgoing(link, 0, 0, tuple(buckets_of_buffer(buffer_of(CONFIG, PARAMETERS, Destination(), 0), BUCKET)))
+def hand_on(link, further=False) -> Outgoing:
+    """further: the receiver hands on too."""
+    return Outgoing(link, 0, 0, tuple(buckets_of_buffer(buffer_of(CONFIG, PARAMETERS, Destination(), 0), BUCKET)), further)
 
 
 @LINKS
 @pytest.mark.parametrize("sources", [1, 3])
 def test_the_second_and_third_replica_get_everything_through_the_first(kind, sources):
     one, two, control = kind(), kind(), alone()
-    ends = Ends(*(kind() for _ in range(sources)), follower=hand_on(one))
+    ends = Ends(*(kind() for _ in range(sources)), follower=hand_on(one, further=True))
     second, third = Follower(one, control, hand_on(two)), Follower(two, control)
     for v in range(6):
         ends.publish(v, evaluate=v == 3)
@@ -807,7 +808,7 @@ def test_quantised_weights_arrive_as_quantising_the_whole_makes_them(quantize):
             )
         else:
             assert torch.equal(generator[name].data, p.data.bfloat16())
-    assert sum(name.endswith("_scale") for name in generator) == 2 * 7 - 1
+    assert sum(name.endswith("_scale") for name in generator) == 2 * 7 - 1 + 1  # the projections of two layers but one, the head
     sender.close(), receiver.close()
     control.check()
 

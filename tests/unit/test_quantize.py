@@ -25,7 +25,7 @@ from llamarl.inference.quantize import (
 )
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder
-from llamarl.models.config import read_config
+from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.models.scratch import tiny_directory
 
@@ -328,6 +328,26 @@ def test_names_shapes_and_dtypes_are_what_is_quantized_says(kind):
         quantize_decoder(build_decoder(read_config(tiny_directory())), kind, ("dwon_proj",))
 
 
+UNTIED = ModelConfig("LlamaForCausalLM", 96, 32, 64, 2, 4, 2, 8, 1e-5, 1e4, None, 64, False, False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_untied_head_is_quantised_where_it_is_asked_for(kind):
+    torch.manual_seed(0)
+    decoder = build_decoder(UNTIED, device="cpu").requires_grad_(False)
+    for p in decoder.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    tokens, attention = torch.arange(12), PackedAttention(torch.tensor([0, 12]))
+    quantize_decoder(decoder, kind)
+    kept = decoder(tokens, tokens, attention)
+    hidden = decoder(tokens, tokens, attention, lambda h_TD, w_VD: h_TD)
+    quantize_decoder(decoder, kind, ())
+    assert isinstance(decoder.output, QuantizedLinear) and decoder.output.weight.dtype == QUANTIZED[kind]
+    logits = decoder(tokens, tokens, attention)
+    assert torch.equal(logits, decoder.output(hidden)) and not torch.equal(logits, kept)
+    torch.testing.assert_close(logits, kept, rtol=0, atol=0.05 * kept.abs().max().item())
+
+
 def test_what_always_stays_and_what_is_skipped():
     q_proj, bias = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.bias"
     assert is_quantized(q_proj, (8, 8)) and is_quantized(q_proj, (8, 8), ("layers.1.", "o_proj"))
@@ -335,6 +355,7 @@ def test_what_always_stays_and_what_is_skipped():
     assert not is_quantized(q_proj, (8,))  # rows have scales, and a vector has no rows
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert not is_quantized(name, (52, 8))
+    assert is_quantized("lm_head.weight", (52, 8), ()) and not is_quantized("model.embed_tokens.weight", (52, 8), ())
     assert not is_quantized("model.layers.0.input_layernorm.weight", (8,))
 
 
