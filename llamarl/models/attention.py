@@ -48,6 +48,7 @@ class PackedAttention:
             behind = parents[is_child]
             self._parts.append(_Part(starts[is_child], lengths[is_child], starts[behind], lengths[behind]))
             self.longest = max(self.longest, int((lengths[is_child] + lengths[behind]).max()))
+        self.padded_tokens = sum(part.queries.numel() for part in self._parts)  # places that the kernel computes
         self.whole = len(self._parts) == 1 and self._parts[0].dense
         if not self.whole:
             order = torch.cat([part.tokens for part in self._parts])
