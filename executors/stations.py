@@ -20,6 +20,7 @@ from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings
+from llamarl.models.lora import Lora
 from llamarl.parity import TOP
 
 
@@ -142,6 +143,8 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         evaluate_at=job.eval_due,
         snapshot_at=job.snapshot_due,
         critic=_critic_of(config),
+        lora=Lora(t.lora.rank, t.lora.alpha, tuple(t.lora.targets), config.seed) if t.lora.rank else None,
+        ema_decay=t.ema_decay,
     )
 
 

@@ -8,6 +8,8 @@ publish      -                            a free staging slot                the
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
 import time
 import warnings
@@ -18,17 +20,22 @@ import torch
 
 from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
+from llamarl.learning.ema import WeightAverage
 from llamarl.learning.optim import build_optimizer
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings
 from llamarl.models.fsdp import held_box, is_split, local, overlap, training_decoder, whole_parameters
 from llamarl.models.hf import export, named_parameters_hf
+from llamarl.models.lora import Lora, PolicyWeights
 from llamarl.models.sharding import Box
 from llamarl.models.tp import TensorParallel
 from llamarl.parity import Prompts, canary_sequences
 from llamarl.tickets import lane_of
 
 _OPTIMIZER_STATE = ("exp_avg", "exp_avg_sq")
+EMA = "_ema"  # behind the name of an exported directory: the averaged weights
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,8 @@ class FSDPTrainer(Executor):
     """Policy version v is the number of steps, of batches taken, in the weights; step v makes v + 1, in one update or several.
 
     replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel: ranks, one after another,
-    that share each layer and train on the same groups.
+    that share each layer and train on the same groups. lora: train adapters alone; generators and directories get merged
+    weights. ema_decay: keep an exponential moving average of the weights, and export it too.
     canary_prompts, canary_top: see llamarl.parity. evaluate_at(version): whether that version must be evaluated; snapshot_at(version): whether to checkpoint it.
     """
 
@@ -69,10 +77,13 @@ class FSDPTrainer(Executor):
         evaluate_at: Callable[[int], bool],
         snapshot_at: Callable[[int], bool],
         critic: CriticSettings | None = None,
+        lora: Lora | None = None,
+        ema_decay: float | None = None,
     ):
         self.model_path, self.model_dtype, self.compute_dtype = model_path, model_dtype, compute_dtype
         self.replicate, self.tensor_parallel = replicate, tensor_parallel
         self.activation_checkpointing, self.loss_fn, self.settings, self.adam = activation_checkpointing, loss_fn, update, adam
+        self.lora, self.ema_decay = lora, ema_decay
         self.canary_prompts, self.canary_top, self.critic_settings = canary_prompts, canary_top, critic
         self.evaluate_at, self.snapshot_at = evaluate_at, snapshot_at
         self.version = 0
@@ -93,8 +104,11 @@ class FSDPTrainer(Executor):
             compute_dtype=getattr(torch, self.compute_dtype),
             activation_checkpointing=self.activation_checkpointing,
             tensor_parallel=parts if parts.size > 1 else None,
+            lora=self.lora,
         )
-        self._parameters = list(named_parameters_hf(self.decoder))
+        # What is trained and saved, adapters and no frozen weights; and what the policy is to everybody else.
+        self._parameters = [(name, p) for name, p in named_parameters_hf(self.decoder) if p.requires_grad]
+        self._policy = PolicyWeights(self.decoder)
         a = self.adam
         self.optimizer = build_optimizer(
             [p for _, p in self._parameters],
@@ -104,6 +118,9 @@ class FSDPTrainer(Executor):
             weight_decay=a.weight_decay,
         )
         self.critic = self._build_critic() if self.critic_settings else None
+        self._average = None
+        if self.ema_decay is not None:
+            self._average = WeightAverage((p for _, p in self._parameters), self.optimizer, self.ema_decay)
         self._update = PolicyUpdate(
             self.decoder,
             self.optimizer,
@@ -114,7 +131,7 @@ class FSDPTrainer(Executor):
             critic=self.critic,
         )
         self.weights = self.outputs["policy"]
-        self.weights.bind(self.decoder.config, self._parameters, self.group.tensor_group)
+        self.weights.bind(self.decoder.config, self._policy.parameters, self.group.tensor_group)
 
     def _build_critic(self) -> Critic:
         return Critic(
@@ -193,6 +210,7 @@ class FSDPTrainer(Executor):
     def _publish(self, *, must_differ: bool) -> float:
         self.claim_device()
         sequences = canary_sequences(self.canary_prompts, first=self._published < 0)
+        self._policy.refresh()
         stall_s = self.weights.publish(
             self.version,
             evaluate=self.evaluate_at(self.version),
@@ -211,7 +229,8 @@ class FSDPTrainer(Executor):
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """This rank's shard: weights (float32), Adam's moments, the value head, the buffer; and which part of the model they are.
+        """This rank's shard: trained weights (float32) and their average, Adam's moments, the value head, the buffer; and which
+        part of the model they are.
 
         What several ranks hold is stored by the first of them alone.
         """
@@ -224,6 +243,8 @@ class FSDPTrainer(Executor):
             box = held_box(self.decoder, name, p)
             boxes[name] = [box.offsets, box.lengths]
             tensors[f"model/{name}"] = local(p)
+            if self._average:
+                tensors[f"ema/{name}"] = local(self._average.of(p))
             state = self.optimizer.state.get(p, {})
             for key in _OPTIMIZER_STATE:
                 if key in state:
@@ -237,16 +258,26 @@ class FSDPTrainer(Executor):
             **(self.critic.state_dict() if self.critic and first_peer and self.group.replica == 0 else {}),
             "boxes": boxes,
             "version": self.version,
+            "lora": self._lora_state(),
             "adam_step": steps[0] if steps else 0.0,
             "buffered": self.buffer.tickets() if first_peer else [],
         }
 
     @torch.no_grad()
     def load_state_dict(self, parts: Iterable[dict]) -> None:
-        """From all ranks' parts, whatever their number was: each rank takes the rows and the groups that are its own now."""
+        """From all ranks' parts, whatever their number was: each rank takes the rows and the groups that are its own now.
+
+        ValueError if it was saved with other adapters than this run's.
+        """
         self.claim_device()
-        groups, buffered, adam_step, has_values = GroupBuffer(), [], 0.0, False
+        groups, buffered, adam_step, has_values, averaged = GroupBuffer(), [], 0.0, False, False
         for part in parts:
+            if part.get("lora") != self._lora_state():
+                raise ValueError(
+                    f"the checkpoint was saved with trainer.lora={part.get('lora')}, this run has {self._lora_state()}: resume with "
+                    "the same, or start a run of its own from the checkpoint's hf/ with model.path"
+                )
+            averaged |= any(key.startswith("ema/") for key in part)
             self.version, adam_step = int(part["version"]), float(part["adam_step"])
             for name, p in self._parameters:
                 self._load_box(p, name, part)
@@ -260,6 +291,9 @@ class FSDPTrainer(Executor):
             self.optimizer.state[p]["step"] = torch.tensor(adam_step, device=self.group.device)
         if self.critic and not has_values:
             warnings.warn("the checkpoint has no value head: this run's starts at 0", stacklevel=2)
+        if self._average and not averaged:
+            log.warning("the checkpoint holds no average of the weights: it starts again from the weights of version %d", self.version)
+            self._average.restart()
         finished = self.tickets.reconcile(buffered)
         self.buffer.put([g for g in groups.take(groups.tickets()) if g.ticket in finished and self._is_mine(g.ticket)])
         self._published = -1
@@ -274,6 +308,8 @@ class FSDPTrainer(Executor):
         mine, theirs = held_box(self.decoder, name, parameter), Box(*map(tuple, part["boxes"][name]))
         common = overlap(mine, theirs)
         local(parameter)[common.within(mine)].copy_(part[f"model/{name}"][common.within(theirs)])
+        if self._average and f"ema/{name}" in part:
+            local(self._average.of(parameter))[common.within(mine)].copy_(part[f"ema/{name}"][common.within(theirs)])
         for key in _OPTIMIZER_STATE:
             if f"{key}/{name}" in part:
                 state = self.optimizer.state[parameter]
@@ -282,22 +318,35 @@ class FSDPTrainer(Executor):
                 local(state[key])[common.within(mine)].copy_(part[f"{key}/{name}"][common.within(theirs)])
 
     def export(self, out: str) -> None:
-        """Collective over the first replica: write the policy as a Hugging Face directory (rank 0 writes, one tensor whole at a time)."""
+        """Collective over the first replica: write the policy as a Hugging Face directory, and its average as OUT_ema if there is one.
+
+        Rank 0 writes, one tensor whole at a time.
+        """
         if self.group.replica > 0:
             return
-        whole = whole_parameters(self.decoder, self._parameters)
+        self._write(self._policy.with_values(lambda p: p), out)
+        if self._average:
+            self._write(self._policy.with_values(self._average.of), out + EMA)
+
+    def _write(self, weights: Iterable[tuple[str, torch.Tensor]], out: str) -> None:
+        whole = whole_parameters(self.decoder, weights)
         if self.group.index == 0:
             export(whole, self.model_path, out, dtype=getattr(torch, self.model_dtype))
         else:
             for _ in whole:
                 pass
 
+    def _lora_state(self) -> dict | None:
+        """As it comes back from JSON."""
+        return {**dataclasses.asdict(self.lora), "targets": sorted(self.lora.targets)} if self.lora else None
+
     def offloadable(self) -> list[torch.Tensor]:
-        """Weights and the optimizer's moments; gradients end with the step."""
+        """Weights, their average and the optimizer's moments; gradients end with the step."""
         self.optimizer.zero_grad(set_to_none=True)
         moments = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
         values = self.critic.offloadable() if self.critic else ()
-        return [*values, *(local(t) for t in (*self.decoder.parameters(), *moments))]
+        kept = [*values, *self._policy.buffers(), *(self._average.tensors() if self._average else [])]
+        return [*(local(t) for t in (*self.decoder.parameters(), *moments)), *kept]
 
     def teardown(self) -> None:
         if hasattr(self, "weights"):

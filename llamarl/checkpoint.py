@@ -4,7 +4,7 @@
                         step_20/trainer.rank0.safetensors tensors of one executor on one of its ranks
                                 trainer.rank0.json        its other state
                                 controller.rank0.json     ...
-                                hf/                       a directory that transformers loads
+                                hf/, hf_ema/              directories that transformers loads: the weights, and their average if kept
                                 manifest.json             bytes and SHA-256 of every file; written last
                         step_40.tmp/                      being written
 

@@ -83,6 +83,13 @@ class BufferSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraSettings:
+    rank: Natural
+    alpha: Positive
+    targets: list[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]]
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerSettings:
     replicate: Count
     tensor_parallel: Count
@@ -97,6 +104,8 @@ class TrainerSettings:
     advantages: Literal["group_mean", "group_mean_std", "leave_one_out", "gae"]
     compute_dtype: Literal["float32", "bfloat16"]
     activation_checkpointing: bool
+    lora: LoraSettings
+    ema_decay: Annotated[float, Range(0, 0.9999999)] | None
     parity_tolerance: Positive
     skip_zero_advantage: bool
     minibatches_per_step: Count
@@ -244,12 +253,15 @@ def _hints(schema: type) -> dict[str, object]:
 @functools.cache
 def known_keys() -> tuple[str, ...]:
     """Every key of the schema, sections and the options of all losses included: ("max_steps", ..., "loss", "loss.fn", ...)."""
-    keys = []
-    for key, hint in _hints(Config).items():
-        keys.append(key)
-        if is_dataclass(hint):
-            keys += [f"{key}.{field.name}" for field in fields(hint) if field.name != "options"]
-    return (*keys, *(f"loss.{name}" for name in LOSS_OPTIONS))
+
+    def below(schema: type, prefix: str) -> list[str]:
+        keys = []
+        for name, hint in _hints(schema).items():
+            if schema is not LossSettings or name != "options":
+                keys += [prefix + name, *(below(hint, f"{prefix}{name}.") if is_dataclass(hint) else ())]
+        return keys
+
+    return (*below(Config, ""), *(f"loss.{name}" for name in LOSS_OPTIONS))
 
 
 def did_you_mean(key: str, names: Sequence[str]) -> str:
@@ -270,6 +282,8 @@ def describe(hint: object) -> str:
         return " or ".join(get_args(hint))
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(describe(arm) for arm in get_args(hint))
+    if get_origin(hint) is list and get_origin(get_args(hint)[0]) is Literal:
+        return f"a list of some of {', '.join(get_args(get_args(hint)[0]))}"
     words = {
         int: "a whole number",
         float: "a number",
@@ -406,11 +420,11 @@ def load_config(path: str | Path) -> Config:
 def config_differences(old: Config, new: Config) -> dict[str, tuple[object, object]]:
     """key -> (old value, new value), for every key whose value is not the same."""
 
-    def flat(config: Config) -> dict[str, object]:
+    def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
         pairs = {}
-        for key, value in to_values(config).items():
-            pairs.update({f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value})
+        for key, value in values.items():
+            pairs.update(flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
         return pairs
 
-    before, after = flat(old), flat(new)
+    before, after = flat(to_values(old)), flat(to_values(new))
     return {key: (before.get(key), after.get(key)) for key in {**before, **after} if before.get(key) != after.get(key)}

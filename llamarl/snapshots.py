@@ -49,7 +49,8 @@ class Snapshots:
         self._checkpointer.save_part(step, trainer.name, trainer.group.index, trainer.state_dict())
         trainer.export(str(folder / "hf"))
         if trainer.group.index == 0:
-            self._checkpointer.register_files(step, "hf", sorted((folder / "hf").iterdir()))
+            # With an average of the weights there is hf_ema beside it.
+            self._checkpointer.register_files(step, "hf", sorted(folder.glob("hf*/*")))
 
     def serve(self) -> bool:
         """Save what the leader asked for, and seal what is whole. Called by the loop between steps; says if it did something."""

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import load_weights, local_rows
+from llamarl.models.lora import Lora, add_lora, reset_lora
 from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
 from llamarl.models.tp import TensorParallel
 
@@ -29,22 +30,28 @@ def training_decoder(
     compute_dtype: torch.dtype,
     activation_checkpointing: bool = False,
     tensor_parallel: TensorParallel | None = None,
+    lora: Lora | None = None,
 ) -> Decoder:
     """A decoder with float32 master weights that computes in compute_dtype and reduces in float32.
 
     mesh: [shard], or [replicate, shard] for replicas of the shards (HSDP): the ranks that hold the same tensor-parallel
     part, which must hold embedding and head whole. Collective over both from the first use on. One rank in float32 needs no
-    wrapper and gets none, nor a mesh. FileNotFoundError or ValueError naming the file when the directory is not whole.
+    wrapper and gets none, nor a mesh. lora: the weights are frozen, and only adapters beside them require gradients.
+    FileNotFoundError or ValueError naming the file when the directory is not whole.
     """
     assert tensor_parallel is None or not tensor_parallel.split_vocabulary, "the loss needs the whole head"
     decoder = build_decoder(read_config(path), dtype=torch.float32, tensor_parallel=tensor_parallel)
     decoder.activation_checkpointing = activation_checkpointing
+    if lora:
+        add_lora(decoder, lora)
     if (mesh is not None and mesh.size() > 1) or compute_dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         for layer in decoder.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=mesh.shape[-1] > 1)
         fully_shard(decoder, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     load_weights(decoder, path, device=device)
+    if lora:
+        reset_lora(decoder, lora)
     return decoder.train()
 
 
@@ -56,12 +63,12 @@ def tensor_box(decoder: Decoder, name: str) -> Box:
 
 def is_split(decoder: Decoder, name: str) -> bool:
     """Whether tensor-parallel ranks hold different parts of a parameter, not each the whole."""
-    return tensor_box(decoder, name).lengths != parameter_shapes(decoder.config)[name]
+    return decoder.tensor_parallel is not None and tensor_box(decoder, name).lengths != parameter_shapes(decoder.config)[name]
 
 
 def held_box(decoder: Decoder, name: str, parameter: nn.Parameter) -> Box:
     """The part of a parameter that this rank holds."""
-    box = tensor_box(decoder, name)
+    box = tensor_box(decoder, name) if decoder.tensor_parallel else Box.whole(tuple(parameter.shape))
     return box.cut(0, *local_rows(parameter)) if isinstance(parameter, DTensor) else box
 
 

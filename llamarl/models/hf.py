@@ -32,6 +32,7 @@ _NAMES = (  # decoder name -> Hugging Face name
     ("layers.{}.mlp.w2.", "model.layers.{}.mlp.down_proj."),
     ("layers.{}.mlp.w3.", "model.layers.{}.mlp.up_proj."),
 )
+ADAPTERS = (".lora_a", ".lora_b")  # ends of the names of parameters that no directory has (llamarl.models.lora)
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 _COPIED = (
     "config.json",
@@ -61,7 +62,7 @@ def hf_name(name: str) -> str:
 
 
 def named_parameters_hf(decoder: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(Hugging Face name, parameter), in the decoder's order. Wrapper prefixes of checkpointing are dropped."""
+    """(Hugging Face name, parameter), in the decoder's order, adapters included. Wrapper prefixes of checkpointing are dropped."""
     for name, parameter in decoder.named_parameters():
         yield hf_name(name.replace("_checkpoint_wrapped_module.", "")), parameter
 
@@ -115,13 +116,13 @@ def load_weights(
 ) -> nn.Module:
     """Fill a decoder (on the meta device or not) from a model directory, one tensor at a time. Returns it.
 
-    Sharded parameters (DTensor) read their own rows only, and a tensor-parallel decoder its own part of each. ValueError
-    naming tensors that are absent, unknown, or of another shape; nothing is loaded by halves then.
+    Sharded parameters (DTensor) read their own rows only, and a tensor-parallel decoder its own part of each. Adapters are
+    left as they are. ValueError naming tensors that are absent, unknown, or of another shape; nothing is loaded by halves then.
     """
     from torch.distributed.tensor import DTensor
 
     source = SafetensorsDir(path)
-    wanted = dict(named_parameters_hf(decoder))
+    wanted = _of_directories(decoder)
     unused = {k for k in source.keys() if not k.endswith("rotary_emb.inv_freq")} - set(wanted) - {"lm_head.weight"}
     problems = [f"{name}: absent" for name in wanted if name not in source.keys()]
     problems += [f"{name}: not in this architecture" for name in unused]
@@ -136,7 +137,7 @@ def load_weights(
 
     if any(p.is_meta for p in wanted.values()):
         decoder.to_empty(device=device)
-        wanted = dict(named_parameters_hf(decoder))
+        wanted = _of_directories(decoder)
     for name, parameter in wanted.items():
         box = Box.whole(shapes[name])
         if tp:
@@ -145,6 +146,10 @@ def load_weights(
             box, parameter = box.cut(0, *local_rows(parameter)), parameter.to_local()
         parameter.copy_(source.get_slice(name)[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.lengths))])
     return decoder.to(dtype) if dtype else decoder
+
+
+def _of_directories(decoder: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in named_parameters_hf(decoder) if not name.endswith(ADAPTERS)}
 
 
 def local_rows(parameter) -> tuple[int, int]:

@@ -1,0 +1,50 @@
+"""The exponential moving average of the weights: e <- d e + (1 - d) w after each optimizer step, from the initial weights on."""
+
+from __future__ import annotations
+
+from typing import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class WeightAverage:
+    """Averages of the parameters that require a gradient, in float32, sharded as they are; frozen ones are their own average.
+
+    decay d in [0, 1). It follows the optimizer by itself: every optimizer.step() is counted, and nothing else.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, decay: float):
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay={decay}: need at least 0 and below 1")
+        self.decay = decay
+        trained = [p for p in parameters if p.requires_grad]
+        self._averages = {p: p.detach().float().clone() for p in trained}
+        self._hook = optimizer.register_step_post_hook(lambda *_: self.update())
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """One step of the average."""
+        averages = [_local(e) for e in self._averages.values()]
+        weights = [_local(p).float() for p in self._averages]
+        torch._foreach_lerp_(averages, weights, 1 - self.decay)
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The average of a parameter: sharded like it, or itself if it is frozen."""
+        return self._averages.get(parameter, parameter)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """From the weights as they are."""
+        for p, average in self._averages.items():
+            _local(average).copy_(_local(p))
+
+    def tensors(self) -> list[Tensor]:
+        """This rank's parts of the averages."""
+        return [_local(e) for e in self._averages.values()]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,206 @@
+"""LoRA against dense arithmetic, and the average of the weights, in one process. Several ranks: tests/ranks/test_adapters.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from llamarl.config import ConfigError, check_command_line, compose_config
+from llamarl.learning.ema import WeightAverage
+from llamarl.models import hf
+from llamarl.models.attention import PackedAttention
+from llamarl.models.build import build_decoder, read_config
+from llamarl.models.fsdp import training_decoder
+from llamarl.models.lora import Lora, LoraLinear, PolicyWeights, add_lora, reset_lora
+
+MERGED = 1e-5  # float32 logits of size 1: the product is added before or after
+GRADIENTS = 1e-5  # of the largest: norms are float32
+LORA = Lora(rank=3, alpha=7.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"), seed=5)
+TOKENS = torch.arange(40) * 7 % 53
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Random, with weights so large that every one of them shows in the logits."""
+    path = tmp_path_factory.mktemp("lora")
+    config = Qwen2Config(vocab_size=53, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
+                         num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    draw = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=draw) * 0.2 + (p.dim() == 1)
+    model.save_pretrained(path)
+    return path
+
+
+def adapted(directory, lora=LORA, b=0.05):
+    """A decoder whose B are not zero, as after training."""
+    decoder = training_decoder(directory, mesh=None, device=torch.device("cpu"), compute_dtype=torch.float32, lora=lora)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for m in adapters(decoder):
+            m.lora_b.normal_(0, b, generator=draw)
+    return decoder
+
+
+def adapters(decoder):
+    return [m for m in decoder.modules() if isinstance(m, LoraLinear)]
+
+
+def logits(decoder, **kwargs):
+    inputs = (TOKENS, torch.arange(len(TOKENS)), PackedAttention(torch.tensor([0, 25, 40])))
+    return functional_call(decoder, kwargs, inputs) if kwargs else decoder(*inputs)
+
+
+def plain(directory):
+    return hf.load_weights(build_decoder(read_config(directory)), directory)
+
+
+def test_adapters_start_as_nothing_and_only_they_are_trained(directory):
+    decoder = adapted(directory, b=0.0)
+    assert torch.equal(logits(decoder), logits(plain(directory)))
+    logits(decoder).square().mean().backward()
+    trained = {n for n, p in decoder.named_parameters() if p.grad is not None}
+    assert trained == {n for n, p in decoder.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 2 * 4 and all(n.endswith((".lora_a", ".lora_b")) for n in trained)
+    bound = max(m.lora_a.abs().max() * m.in_features**0.5 for m in adapters(decoder))
+    assert 0.9 < bound <= 1 and not any(m.lora_b.any() for m in adapters(decoder))
+
+
+def test_gradients_are_those_of_a_dense_product(directory):
+    """Against a plain decoder whose weights are W + alpha/r B A as functions of A and B, in float64."""
+    decoder, reference = adapted(directory).double(), plain(directory).double()
+    leaves, weights = {}, dict(reference.named_parameters())
+    for name, p in decoder.named_parameters():
+        if name.endswith(("lora_a", "lora_b")):
+            leaves[name] = p.detach().clone().requires_grad_()
+    for name in {n.rpartition(".")[0] for n in leaves}:
+        product = leaves[f"{name}.lora_b"] @ leaves[f"{name}.lora_a"]
+        weights[f"{name}.weight"] = weights[f"{name}.weight"].detach() + 7.0 / 3 * product
+    upstream = torch.randn(len(TOKENS), 53, generator=torch.Generator().manual_seed(2)).double()
+    want, got = logits(reference, **weights), logits(decoder)
+    assert (want - got).abs().max() < MERGED < want.std()
+    (want * upstream).sum().backward()
+    (got * upstream).sum().backward()
+    largest = max(p.grad.abs().max() for p in leaves.values())
+    for name, p in decoder.named_parameters():
+        if name in leaves:
+            assert leaves[name].grad.abs().max() > 0.01 * largest
+            assert (p.grad - leaves[name].grad).abs().max() <= GRADIENTS * largest, name
+
+
+def test_merged_weights_give_the_same_logits_and_are_refreshed_in_place(directory, tmp_path):
+    decoder = adapted(directory)
+    policy = PolicyWeights(decoder)
+    pointers = [p.data_ptr() for _, p in policy.parameters]
+    policy.refresh()
+    for change in (0.0, 0.03):
+        with torch.no_grad():
+            for m in adapters(decoder):
+                m.lora_b.add_(change)
+        policy.refresh()
+        merged = plain(directory)
+        with torch.no_grad():
+            for (name, p), (other, value) in zip(hf.named_parameters_hf(merged), policy.parameters, strict=True):
+                assert name == other
+                p.copy_(value)
+        assert (logits(merged) - logits(decoder)).abs().max() <= MERGED
+    assert (logits(merged) - logits(plain(directory))).abs().max() > 100 * MERGED
+    assert [p.data_ptr() for _, p in policy.parameters] == pointers, "the weight channel reads them where they were"
+    hf.export(policy.with_values(lambda p: p), directory, tmp_path / "hf", dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():
+        assert (theirs(TOKENS[None, :25]).logits[0] - logits(decoder)[:25]).abs().max() <= 2 * MERGED
+
+
+def test_frozen_weights_stay_the_same_bits(directory):
+    decoder = adapted(directory)
+    before = {n: p.detach().clone() for n, p in decoder.named_parameters()}
+    optimizer = torch.optim.AdamW([p for p in decoder.parameters() if p.requires_grad], lr=0.1, weight_decay=0.1)
+    logits(decoder).square().mean().backward()
+    optimizer.step()
+    for name, p in decoder.named_parameters():
+        assert torch.equal(p, before[name]) != name.endswith(("lora_a", "lora_b")), name
+
+
+def test_a_target_that_is_absent_is_named(directory):
+    with pytest.raises(ValueError, match="no projection is called lm_head"):
+        add_lora(build_decoder(read_config(directory)), dataclasses.replace(LORA, targets=("q_proj", "lm_head")))
+
+
+def test_values_of_adapters_follow_from_the_seed(directory):
+    first, same, other = (adapted(directory, dataclasses.replace(LORA, seed=s)) for s in (1, 1, 2))
+    for decoder, lora in ((first, LORA), (same, LORA)):
+        reset_lora(decoder, lora)
+    assert all(torch.equal(a.lora_a, b.lora_a) for a, b in zip(adapters(first), adapters(same)))
+    assert not any(torch.equal(a.lora_a, b.lora_a) for a, b in zip(adapters(first), adapters(other)))
+
+
+# -- the average of the weights --------------------------------------------------------------------------------------------
+
+
+def test_the_average_is_that_of_hand_arithmetic():
+    """w: 1, then -0.5 a step; d = 0.75:  e = 1, 0.75 + 0.25 * 0.5 = 0.875, 0.75 * 0.875 + 0.25 * 0 = 0.65625"""
+    w, frozen = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.full((1,), 9.0), requires_grad=False)
+    optimizer = torch.optim.SGD([w], lr=0.5)
+    average = WeightAverage([w, frozen], optimizer, 0.75)
+    seen = []
+    for _ in range(2):
+        w.grad = torch.ones(1)
+        optimizer.step()
+        seen.append(average.of(w).item())
+    assert seen == [0.875, 0.65625] and w.item() == 0.0
+    assert average.of(frozen) is frozen
+    average.restart()
+    assert average.of(w).item() == 0.0
+
+
+def test_the_average_of_bfloat16_weights_is_kept_in_float32():
+    """Steps of 1/512 of the average: bfloat16 would lose them."""
+    w = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    average = WeightAverage([w], torch.optim.SGD([w], lr=0.0), 511 / 512)
+    with torch.no_grad():
+        w.fill_(2.0)
+    average.update()
+    assert average.of(w).item() == pytest.approx(1 + 1 / 512, abs=1e-7)
+
+
+def test_a_decay_that_forgets_nothing_is_refused():
+    with pytest.raises(ValueError, match="decay=1"):
+        WeightAverage([], torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), 1)
+
+
+# -- what is refused before anything starts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides, ranks, said",
+    [
+        ("trainer.lora.rank=8 trainer.tensor_parallel=2 placement.trainer=[0,1]", 3, "adapters of split projections"),
+        ("trainer.lora.rank=8 trainer.lora.targets=[]", 1, "nothing to adapt"),
+        ("trainer.lora.targets=[qproj]", 1, "need a list of some of q_proj"),
+        ("trainer.lora.rnk=8", 1, "did you mean trainer.lora.rank?"),
+        ("trainer.ema_decay=1", 1, "trainer.ema_decay=1"),
+    ],
+)
+def test_what_cannot_be_is_said(overrides, ranks, said):
+    with pytest.raises(ConfigError) as caught:
+        check_command_line(overrides.split(), world_size=ranks)
+    assert said in str(caught.value)
+
+
+def test_settings_reach_the_trainer():
+    from types import SimpleNamespace
+
+    from executors.stations import build_trainer
+
+    overrides = ["trainer.lora.rank=8", "trainer.lora.alpha=16", "trainer.lora.targets=[q_proj,up_proj]", "trainer.ema_decay=0.9", "seed=4"]
+    job = SimpleNamespace(model_path="", prompts=None, eval_due=None, snapshot_due=None)
+    trainer = build_trainer(compose_config(overrides), job)
+    assert trainer.lora == Lora(8, 16.0, ("q_proj", "up_proj"), 4) and trainer.ema_decay == 0.9
+    plain = build_trainer(compose_config([]), job)
+    assert plain.lora is None and plain.ema_decay is None

@@ -1,0 +1,279 @@
+"""Adapters and averaged weights on several ranks: the same as on one, saved and resumed bit for bit.
+
+Each rank is this file run as a script: it trains on every topology, resumes from what others saved, and leaves what it held.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from executors.stations import build_trainer
+from executors.trainer import FSDPTrainer
+from llamarl.config import compose_config
+from llamarl.ddma.layout import Source, travelling
+from llamarl.executor import ExecutorGroup
+from llamarl.models.config import read_config
+from llamarl.models.fsdp import local
+from llamarl.models.sharding import parameter_shapes
+from llamarl.placement import World, executor_group
+from llamarl.tickets import lane_of
+from llamarl.types import Group
+
+WORLD, STEPS, GROUPS = 4, 2, 4
+TOPOLOGIES = {"fsdp4": 1, "hsdp2x2": 2}  # replicate; the rest are shards
+LORA = ["trainer.lora.rank=3", "trainer.lora.targets=[q_proj,o_proj,down_proj]", "trainer.lora.alpha=6"]  # rank 3: none on one of 4 shards
+CASES = {"lora": [*LORA, "trainer.ema_decay=0.5"], "whole": ["trainer.ema_decay=0.5"]}
+CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 23, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64}  # fmt: skip
+VALUES = 1e-5  # float32 sums in another order, as a share of the largest value
+DEADLINE_S = 200
+
+
+def write_model(path: Path) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    draw = torch.Generator().manual_seed(0)
+    shapes = parameter_shapes(read_config(path))
+    save_file({n: torch.randn(s, generator=draw) * 0.4 + (len(s) == 1) for n, s in shapes.items()}, path / "model.safetensors")
+    return path
+
+
+def group_of(ticket: int) -> Group:
+    draw = torch.Generator().manual_seed(ticket)
+    lengths = torch.randint(1, 9, (4,), generator=draw)
+    tokens = torch.randint(0, 23, (int(lengths.sum()),), generator=draw)
+    return Group(
+        ticket=ticket, prompt_ids=torch.randint(0, 23, (3,), generator=draw), lengths=lengths, token_ids=tokens,
+        generator_logprobs=torch.full(tokens.shape, -3.0), policy_versions=torch.full_like(tokens, -1), ref_logprobs=torch.empty(0),
+        rewards=torch.tensor([1.0, 0.0, 0.5, float("nan")]), finish_reasons=("stop",) * 4, outcomes=("score",) * 3 + ("error",),
+    )  # fmt: skip
+
+
+class Peers:
+    """Stands for the weights channel, metrics, control and tickets. Holds what generators would have been sent."""
+
+    stopping = signalled = False
+    bytes_per_sync = overcommit = 0
+
+    def __init__(self):
+        self.published = {}
+
+    def bind(self, config, parameters, tensor_group) -> None:
+        self.config, self.parameters = config, parameters
+
+    def publish(self, version, **_) -> float:
+        self.published = {name: local(p).clone() for name, p in self.parameters}
+        return 0.0
+
+    def reconcile(self, buffered) -> set[int]:
+        return set(buffered)
+
+    def trained(self, reward) -> None: ...
+
+    def report(self, step, row) -> None: ...
+
+    def finish(self, tickets) -> None: ...
+
+
+def trainer_of(model: Path, group: ExecutorGroup, case: str) -> tuple[FSDPTrainer, Peers]:
+    config = compose_config(["lr=0.02", "trainer.eps=1e-4", "trainer.microbatch_tokens=30", "group_size=4", *CASES[case]])
+    # One process would be refused a second replica.
+    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, replicate=group.replicate))
+    never = {"eval_due": lambda version: False, "snapshot_due": lambda version: False}
+    trainer = build_trainer(config, SimpleNamespace(model_path=model, prompts=[group_of(i) for i in range(99)], **never))
+    peers = Peers()
+    trainer.attach(group, {}, {"policy": peers}, peers, peers, peers, peers)
+    trainer.setup()
+    return trainer, peers
+
+
+def learn(trainer: FSDPTrainer, first: int, steps: int) -> None:
+    lanes = trainer.group.data_size
+    for step in range(first, first + steps):
+        mine = [t for t in range(step * GROUPS, (step + 1) * GROUPS) if lane_of(t, lanes) == trainer.group.data_index]
+        trainer.buffer.put([group_of(t) for t in mine])
+        trainer._train(mine)
+
+
+def held(trainer: FSDPTrainer, peers: Peers) -> dict[str, torch.Tensor]:
+    out = {f"weight/{name}": local(p) for name, p in trainer._parameters}
+    out |= {f"ema/{name}": local(trainer._average.of(p)) for name, p in trainer._parameters}
+    out |= {f"exp_avg/{name}": local(trainer.optimizer.state[p]["exp_avg"]) for name, p in trainer._parameters}
+    return out | {f"sent/{name}": p for name, p in peers.published.items()}
+
+
+def save_state(trainer: FSDPTrainer, stem: Path) -> None:
+    state = trainer.state_dict()
+    tensors = {name: value.contiguous() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    save_file(tensors, f"{stem}.safetensors")
+    Path(f"{stem}.json").write_text(json.dumps({name: value for name, value in state.items() if name not in tensors}))
+
+
+def load_states(folder: Path, name: str, ranks: int) -> list[dict]:
+    stems = [folder / f"{name}.state.rank{rank}" for rank in range(ranks)]
+    return [json.loads(Path(f"{stem}.json").read_text()) | load_file(f"{stem}.safetensors") for stem in stems]
+
+
+def leave(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    save_file({name: value.clone().contiguous() for name, value in tensors.items()}, file)
+
+
+def run(root: Path, group: ExecutorGroup, case: str, name: str, rank: int) -> None:
+    """Train, leave what is held, save, export, go on."""
+    trainer, peers = trainer_of(root / "model", group, case)
+    learn(trainer, 0, STEPS)
+    leave(held(trainer, peers), root / f"{case}.{name}.rank{rank}")
+    save_state(trainer, root / f"{case}.{name}.state.rank{rank}")
+    trainer.export(str(root / f"{case}.{name}.hf"))
+    learn(trainer, STEPS, 1)
+    leave(held(trainer, peers), root / f"{case}.{name}.after.rank{rank}")
+
+
+def resume(root: Path, group: ExecutorGroup, case: str, name: str, ranks: int, rank: int) -> None:
+    trainer, peers = trainer_of(root / "model", group, case)
+    trainer.load_state_dict(load_states(root, f"{case}.{name}", ranks))
+    learn(trainer, STEPS, 1)
+    leave(held(trainer, peers), root / f"{case}.{name}.resumed.rank{rank}")
+
+
+def main(rank: int, root: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(root / "store"), WORLD), rank=rank, world_size=WORLD)
+    world, everyone = World(rank, WORLD, WORLD, torch.device("cpu")), tuple(range(WORLD))
+    groups = {n: executor_group("trainer", everyone, world, DEADLINE_S, replicate=r) for n, r in TOPOLOGIES.items()}
+    for case in CASES:
+        for name, group in groups.items():
+            run(root, group, case, name, rank)
+        dist.barrier()
+        resume(root, groups["fsdp4"], case, "fsdp4", WORLD, rank)
+    dist.destroy_process_group()
+
+
+def alone() -> ExecutorGroup:
+    return ExecutorGroup("trainer", (0,), 0, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("adapters")
+    write_model(root / "model")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen([sys.executable, __file__, str(r), str(root)], env=environment) for r in range(WORLD)]
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        for case in CASES:
+            run(root, alone(), case, "one", 0)
+            resume(root, alone(), case, "one", 1, 0)
+        assert [p.wait(max(1, deadline - time.monotonic())) for p in processes] == [0] * WORLD
+    finally:
+        for process in processes:
+            process.kill()
+    return root
+
+
+@pytest.fixture(params=list(CASES))
+def case(request) -> str:
+    return request.param
+
+
+def whole(root: Path, stem: str, shards: int) -> dict[str, torch.Tensor]:
+    """Tensors of the first replica's shards, joined by rows."""
+    parts = [load_file(root / f"{stem}.rank{r}") for r in range(shards)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_ranks_learn_and_send_what_one_rank_does(root, case, name):
+    got, want = whole(root, f"{case}.{name}", WORLD // TOPOLOGIES[name]), whole(root, f"{case}.one", 1)
+    assert got.keys() == want.keys()
+    for kind in ("weight", "ema", "exp_avg", "sent"):
+        names = [key for key in want if key.startswith(kind)]
+        largest = max(want[key].abs().max() for key in names)
+        assert names and max((got[key] - want[key]).abs().max() for key in names) <= VALUES * largest, kind
+
+
+def test_what_is_sent_is_merged_and_has_every_weight(root):
+    sent, start = whole(root, "lora.one", 1), load_file(root / "model" / "model.safetensors")
+    adapted = {name for name in start if any(t in name for t in ("q_proj", "o_proj", "down_proj"))}
+    for name, value in start.items():
+        assert torch.equal(sent[f"sent/{name}"], value) != (name in adapted), name
+    for name in adapted:
+        a, b = (sent[f"weight/{name.removesuffix('weight')}lora_{x}"] for x in "ab")
+        assert (sent[f"sent/{name}"] - (start[name] + 2.0 * b @ a)).abs().max() <= VALUES
+
+
+@pytest.mark.parametrize("name", ["one", *TOPOLOGIES])
+def test_exports_are_the_weights_and_their_average(root, case, name):
+    shards = 1 if name == "one" else WORLD // TOPOLOGIES[name]
+    left, start = whole(root, f"{case}.{name}", shards), load_file(root / "model" / "model.safetensors")
+    for suffix, kind in (("", "weight"), ("_ema", "ema")):
+        exported = load_file(root / f"{case}.{name}.hf{suffix}" / "model.safetensors")
+        assert exported.keys() == start.keys()
+        for key, value in exported.items():
+            stem = key.removesuffix("weight")
+            if f"{kind}/{stem}lora_a" in left:
+                want = start[key] + 2.0 * left[f"{kind}/{stem}lora_b"] @ left[f"{kind}/{stem}lora_a"]
+            else:
+                want = left.get(f"{kind}/{key}", start[key])
+            assert (value - want).abs().max() <= VALUES, key
+    assert any(not torch.equal(left[f"ema/{key[7:]}"], left[key]) for key in left if key.startswith("weight/"))
+
+
+@pytest.mark.parametrize("name, ranks", [("one", 1), ("fsdp4", WORLD)])
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(root, case, name, ranks):
+    for rank in range(ranks):
+        got, want = (load_file(root / f"{case}.{name}.{when}.rank{rank}") for when in ("resumed", "after"))
+        before = load_file(root / f"{case}.{name}.rank{rank}")
+        assert all(torch.equal(got[key], want[key]) for key in want)
+        assert any(not torch.equal(before[key], want[key]) for key in want if key.startswith("ema/"))
+
+
+def test_a_checkpoint_holds_adapters_and_no_frozen_weights(root):
+    for name, ranks in (("one", 1), *((name, WORLD) for name in TOPOLOGIES)):
+        names = {key for part in load_states(root, f"lora.{name}", ranks) for key in part}
+        assert {key for key in names if key.startswith("model/")} and not any(key.endswith(".weight") for key in names)
+
+
+def test_rows_of_adapters_are_where_their_projections_are(root):
+    """B's shard and W's have the same rows, so that merging gathers no weight."""
+    config = read_config(root / "model")
+    source = Source(fsdp=WORLD)
+    for rank in range(WORLD):
+        left = load_file(root / f"lora.fsdp4.rank{rank}")
+        for p in travelling(config, torch.float32):
+            assert tuple(left[f"sent/{p.name}"].shape) == source.box(config, p, rank).lengths
+            b = left.get(f"weight/{p.name.removesuffix('weight')}lora_b")
+            assert b is None or b.shape[0] == left[f"sent/{p.name}"].shape[0]
+
+
+def test_other_adapters_than_were_saved_are_refused(root):
+    state = load_states(root, "lora.one", 1)
+    for case in ("whole", "lora"):
+        trainer, _ = trainer_of(root / "model", alone(), case)
+        if case == "lora":
+            state[0]["lora"]["alpha"] = 5.0
+        with pytest.raises(ValueError, match="was saved with trainer.lora="):
+            trainer.load_state_dict(state)
+
+
+def test_a_checkpoint_without_an_average_starts_one_anew(root, caplog):
+    state = load_states(root, "whole.one", 1)
+    plain = [{key: value for key, value in state[0].items() if not key.startswith("ema/")}]
+    trainer, _ = trainer_of(root / "model", alone(), "whole")
+    trainer.load_state_dict(plain)
+    assert "starts again from the weights of version 2" in caplog.text
+    assert all(torch.equal(trainer._average.of(p), p) for _, p in trainer._parameters)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
