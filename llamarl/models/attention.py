@@ -17,8 +17,10 @@ from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import heads_of
 from llamarl.models.tp import KeyValueSharing, TensorParallel, copied, summed
 
-# Up to this length the CPU's fused kernel, made for long sequences, takes 2 to 15 times as long as plain products.
-SHORT = 256
+# Up to this many keys the CPU's fused kernel, made for long sequences, takes up to 15 times as long as plain products.
+SHORT = {torch.bfloat16: 512, torch.float32: 256, torch.float64: 256}
+# Pairs of query and key whose cost is that of a kernel call more: segments of unlike lengths are padded no further.
+CALL = {"cpu": 1 << 13, "cuda": 1 << 20}
 
 
 class AttentionContext(Protocol):
@@ -34,7 +36,7 @@ class PackedAttention:
 
     cu_seqlens [S+1]: where each segment starts, and the total. parents [S]: the segment that this one continues and sees
     whole, or -1; None: all -1. The completions of a group are children of its prompt, which is computed once. Segments
-    are padded to the longest of their kind for the kernel alone. Parents have no parents themselves.
+    of like length are padded to the longest of them for the kernel alone. Parents have no parents themselves.
     """
 
     def __init__(self, cu_seqlens: Tensor, parents: Tensor | None = None):
@@ -42,12 +44,12 @@ class PackedAttention:
         if parents is None:
             parents = torch.full_like(lengths, -1)
         is_child = parents >= 0
-        self._parts = [_Part(starts[~is_child], lengths[~is_child], None, None)]
-        self.longest = self._parts[0].longest
-        if bool(is_child.any()):
-            behind = parents[is_child]
-            self._parts.append(_Part(starts[is_child], lengths[is_child], starts[behind], lengths[behind]))
-            self.longest = max(self.longest, int((lengths[is_child] + lengths[behind]).max()))
+        prefixes = torch.where(is_child, lengths[parents], 0)  # -1 reads the last segment's, which is not taken
+        self.longest, self._parts = int((lengths + prefixes).max()), []
+        for kind in (~is_child, is_child):
+            for places in _alike(kind.nonzero().squeeze(1), lengths, prefixes):
+                behind = (starts[parents[places]], prefixes[places]) if kind is is_child else (None, None)
+                self._parts.append(_Part(starts[places], lengths[places], *behind))
         self.padded_tokens = sum(part.queries.numel() for part in self._parts)  # places that the kernel computes
         self.whole = len(self._parts) == 1 and self._parts[0].dense
         if not self.whole:
@@ -57,6 +59,22 @@ class PackedAttention:
     def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
         parts = [part.attend(q_THK, k_TGK, v_TGK, self.whole) for part in self._parts]
         return parts[0] if self.whole else torch.cat(parts).index_select(0, self._back_T)
+
+
+def _alike(places: Tensor, lengths: Tensor, prefixes: Tensor) -> list[Tensor]:
+    """The segments at these places, longest first, cut into classes: one ends where its padding would cost as much as a call."""
+    if not places.numel():
+        return []
+    places = places[lengths[places].argsort(descending=True, stable=True)]
+    queries, behind, limit = lengths[places].tolist(), prefixes[places].tolist(), CALL["cpu" if lengths.device.type == "cpu" else "cuda"]
+    cuts, waste, most = [0], 0, 0
+    for i, (n, p) in enumerate(zip(queries, behind)):
+        longest, most = queries[cuts[-1]], max(most, p)
+        waste += longest * (longest + most) - n * (n + p)
+        if waste > limit:
+            cuts.append(i)
+            waste, most = 0, p
+    return list(places.tensor_split(cuts[1:]))
 
 
 class _Part:
@@ -87,7 +105,7 @@ class _Part:
             return x.view(self.count, -1, *x.shape[1:]).transpose(1, 2)
 
         q, k, v = padded(q_THK, self.queries), padded(k_TGK, self.keys), padded(v_TGK, self.keys)
-        if q.device.type == "cpu" and self.longest + self.prefix <= SHORT:
+        if q.device.type == "cpu" and self.longest + self.prefix <= SHORT.get(q.dtype, 256):
             out = masked_products(q, k, v, self.mask)
         else:
             causal = self.mask is None
@@ -99,33 +117,33 @@ class _Part:
 
 
 def masked_products(q_NHLK: Tensor, k_NGMK: Tensor, v_NGMK: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention [N, H, L, K] by plain batched products, in float32 or wider; holds all N H L M weights.
+    """Attention [N, H, L, K] by plain batched products; holds all N H L M weights.
 
+    Sums and the softmax are float32's or wider; in bfloat16 scores and weights are rounded to it between the products.
     mask: bool, broadcast to [N, 1, L, M], true where a key is seen; None: causal, L = M.
     """
     n, heads, longest, head_dim = q_NHLK.shape
     groups, keys = k_NGMK.shape[1:3]
-    wide = torch.promote_types(q_NHLK.dtype, torch.float32)
-    q = q_NHLK.to(wide).reshape(n, groups, -1, head_dim) * head_dim**-0.5  # the query heads of one key head as more rows
-    scores = (q @ k_NGMK.to(wide).transpose(-1, -2)).view(n, heads, longest, keys)
+    q = q_NHLK.reshape(n, groups, -1, head_dim) * head_dim**-0.5  # the query heads of one key head as more rows
+    scores = (q @ k_NGMK.transpose(-1, -2)).view(n, heads, longest, keys)
     if mask is None:
         hidden = torch.ones(longest, longest, dtype=torch.bool, device=q.device).triu(1)
     else:
         hidden = ~mask
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).view(n, groups, -1, keys)
-    return (weights @ v_NGMK.to(wide)).view(n, heads, longest, head_dim).to(q_NHLK.dtype)
+    return (weights @ v_NGMK).view(n, heads, longest, head_dim)
 
 
 class Rotary:
     """Rotary position embedding in Hugging Face's half-split layout, so that weights need no permutation.
 
-    scaling: the HF config's rope_scaling (None; type default, linear or llama3). Tables are float32 and grow on demand.
+    scaling: the HF config's rope_scaling (None; type default, linear, llama3 or yarn). Tables are float32 and grow on demand.
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: dict | None):
         steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")  # real numbers even while parameters are meta
         inv_freq = 1.0 / theta ** (steps / head_dim)
-        self.inv_freq = _scale_frequencies(inv_freq, scaling or {})
+        self.inv_freq, self.factor = _scale_frequencies(inv_freq, theta, scaling or {})
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, positions_T: Tensor, longest: int) -> tuple[Tensor, Tensor]:
@@ -139,23 +157,50 @@ class Rotary:
             size = max(256, 1 << (longest - 1).bit_length())
             angles = torch.outer(torch.arange(size, dtype=torch.float32), self.inv_freq)
             angles = torch.cat([angles, angles], dim=-1)[:, None, :]
-            table = self._tables[device] = (angles.cos().to(device), angles.sin().to(device))
+            table = self._tables[device] = tuple((table * self.factor).to(device) for table in (angles.cos(), angles.sin()))
         return table
 
 
-def _scale_frequencies(inv_freq: Tensor, scaling: dict) -> Tensor:
+def _scale_frequencies(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]:
+    """The frequencies [K/2] of a context that was stretched after training, and what cos and sin are multiplied by."""
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return inv_freq
-    if kind == "linear":
-        return inv_freq / scaling["factor"]
-    if kind == "llama3":
-        old = scaling["original_max_position_embeddings"]
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        turns = old * inv_freq / (2 * math.pi)
-        smooth = ((turns - low) / (high - low)).clamp(0, 1)
-        return inv_freq * (smooth + (1 - smooth) / scaling["factor"])
-    raise ValueError(f"rope_scaling type {kind!r} is not supported; supported: default, linear, llama3")
+    try:
+        if kind == "default":
+            return inv_freq, 1.0
+        if kind == "linear":
+            return inv_freq / scaling["factor"], 1.0
+        if kind == "llama3":
+            old = scaling["original_max_position_embeddings"]
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            turns = old * inv_freq / (2 * math.pi)
+            smooth = ((turns - low) / (high - low)).clamp(0, 1)
+            return inv_freq * (smooth + (1 - smooth) / scaling["factor"]), 1.0
+        if kind == "yarn":
+            return _yarn(inv_freq, theta, scaling)
+    except KeyError as error:
+        raise ValueError(f"rope_scaling of type {kind!r} lacks {error.args[0]}") from error
+    raise ValueError(f"rope_scaling type {kind!r} is not supported; supported: default, linear, llama3, yarn")
+
+
+def _yarn(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]:
+    """Dims that turn more than beta_fast times in the original context stay, those below beta_slow are stretched by `factor`,
+    a ramp between; cos and sin are multiplied by 0.1 ln(factor) + 1          (Peng et al. 2023, YaRN, 3.2 to 3.4)
+    """
+    half, factor, old = inv_freq.numel(), scaling["factor"], scaling["original_max_position_embeddings"]
+    # The (real) dim that makes so many turns: old / (2 pi theta^(d / half)) = turns.
+    fast, slow = (scaling.get(key) or default for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)))
+    low, high = (half * math.log(old / (2 * math.pi * turns)) / math.log(theta) for turns in (fast, slow))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    stretched = ((torch.arange(half, device=inv_freq.device) - low) / max(high - low, 0.001)).clamp(0, 1)
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    weights = [scaling.get(key) for key in ("mscale", "mscale_all_dim")]
+    both = magnitude(weights[0]) / magnitude(weights[1]) if all(weights) else magnitude(1.0)
+    return inv_freq * (1 - stretched) + inv_freq / factor * stretched, scaling.get("attention_factor") or both
 
 
 def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-FAMILIES = {  # architecture -> whether q, k and v carry a bias where the config does not say
+FAMILIES = {  # architecture -> whether q, k and v carry a bias
     "LlamaForCausalLM": False,
     "MistralForCausalLM": False,
     "Qwen2ForCausalLM": True,
@@ -62,8 +62,10 @@ def read_config(path: str | Path) -> ModelConfig:
     if architecture not in FAMILIES:
         raise ValueError(
             f"{file}: architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}. "
-            "A family with Llama's blocks is one line in FAMILIES in llamarl/models/config.py"
+            "docs/models.md says how to add one"
         )
+    if architecture == "MistralForCausalLM":
+        raw.setdefault("sliding_window", 4096)  # transformers' own default
     if raw.get("sliding_window") and raw.get("use_sliding_window", architecture == "MistralForCausalLM"):
         if raw["sliding_window"] < raw.get("max_position_embeddings", 0):
             raise ValueError(
@@ -71,6 +73,9 @@ def read_config(path: str | Path) -> ModelConfig:
             )
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{file}: hidden_act {raw['hidden_act']} is not supported; supported: silu")
+    for key in ("attention_bias", "mlp_bias"):  # transformers reads them for Llama alone
+        if architecture == "LlamaForCausalLM" and raw.get(key):
+            raise ValueError(f"{file}: {key} is not supported: it puts biases on projections that are computed without; no Llama has it")
     # transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling.
     rope = raw.get("rope_parameters") or {}
     scaling = raw.get("rope_scaling") or ({k: v for k, v in rope.items() if k != "rope_theta"} or None)
@@ -90,7 +95,7 @@ def read_config(path: str | Path) -> ModelConfig:
             rope_scaling=scaling,
             max_position_embeddings=raw.get("max_position_embeddings", 2048),
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            attention_bias=raw.get("attention_bias", FAMILIES[architecture]),
+            attention_bias=FAMILIES[architecture],
         )
     except KeyError as error:
         raise ValueError(f"{file}: missing field {error.args[0]}") from error

@@ -25,13 +25,21 @@ SIZES = {"vocab_size": 53, "hidden_size": 48, "intermediate_size": 80, "num_hidd
          "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0}  # fmt: skip
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 32}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 CONFIGS = {
     "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama_untied": LlamaConfig(**SIZES, tie_word_embeddings=False, rms_norm_eps=1e-3),
     "llama_llama3_rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
     "llama_linear_rope": LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}),
+    "llama_without_groups": LlamaConfig(**SIZES | {"num_key_value_heads": 6}, tie_word_embeddings=False, rms_norm_eps=1e-5),  # Llama 2
+    "llama_llama3_rope_tied": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),  # Llama 3.2
     "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=16),
+    "mistral_short_context": MistralConfig(**SIZES, sliding_window=128, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen2_untied": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "qwen2_yarn": Qwen2Config(**SIZES, rope_parameters=YARN),  # Qwen2.5 at 128 k
+    "llama_yarn_bounds": LlamaConfig(**SIZES, rope_parameters=YARN | {"truncate": False, "beta_fast": 3.0, "beta_slow": 0.4, "mscale": 0.7, "mscale_all_dim": 0.4}),
+    "llama_yarn_factor": LlamaConfig(**SIZES, rope_parameters=YARN | {"attention_factor": 1.3}),
 }
 
 
@@ -96,7 +104,7 @@ def test_logits_equal_transformers(directories, name):
     assert (got - want).abs().max() <= LOGITS
 
 
-@pytest.mark.parametrize("name", ["llama_llama3_rope", "llama_linear_rope"])
+@pytest.mark.parametrize("name", ["llama_llama3_rope", "llama_linear_rope", "qwen2_yarn", "llama_yarn_bounds", "llama_yarn_factor"])
 @torch.no_grad()
 def test_rope_scaling_changes_the_logits(directories, name):
     """Otherwise the parity above would not show a scaling that is ignored."""
@@ -204,11 +212,15 @@ def test_a_pickled_model_is_refused(copied):
 
 
 CONFIG_ERRORS = {
-    "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM"),
+    "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, .*docs/models.md"),
     "missing": ({"hidden_size": None}, "missing field hidden_size"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act gelu"),
     "window": ({"architectures": ["MistralForCausalLM"], "sliding_window": 32}, "sliding-window attention is not supported"),
-    "rope": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn' is not supported"),
+    "rope": ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope' is not supported"),
+    "rope_field": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn' lacks factor"),
+    "biases": ({"attention_bias": True}, "attention_bias is not supported"),
+    "mlp_biases": ({"mlp_bias": True}, "mlp_bias is not supported"),
+    "silent_window": ({"architectures": ["MistralForCausalLM"], "sliding_window": None, "max_position_embeddings": 9000}, "sliding-window"),
 }
 
 
@@ -229,15 +241,21 @@ def test_a_config_that_is_absent_or_broken_is_named(copied, tmp_path):
         read_config(copied)
 
 
+def use_kernels(monkeypatch, short, call):
+    """Plain products up to `short` keys; segments of unlike lengths apart where padding costs more than `call` pairs."""
+    monkeypatch.setattr(attention, "SHORT", dict.fromkeys(attention.SHORT, short))
+    monkeypatch.setattr(attention, "CALL", {"cpu": call, "cuda": call})
+
+
 def pack(lengths):
     return torch.tensor([0, *lengths]).cumsum(0), torch.cat([torch.arange(n) for n in lengths])
 
 
-@pytest.mark.parametrize("short", [0, 256], ids=["fused_kernel", "plain_products"])
+@pytest.mark.parametrize("short, call", [(0, 1 << 13), (256, 1 << 13), (256, 0), (9, 20)], ids=["fused", "plain", "classes", "both"])
 @pytest.mark.parametrize("lengths", [[7, 1, 12, 3], [9, 9, 9], [1], [40, 2]], ids=str)
 @pytest.mark.parametrize("name", ["llama_untied", "qwen2"])
-def test_packed_sequences_give_their_separate_logits_and_gradients(directories, monkeypatch, name, lengths, short):
-    monkeypatch.setattr(attention, "SHORT", short)
+def test_packed_sequences_give_their_separate_logits_and_gradients(directories, monkeypatch, name, lengths, short, call):
+    use_kernels(monkeypatch, short, call)
     decoder, total = ours(directories[name]).double(), sum(lengths)
     cu_seqlens, positions = pack(lengths)
     tokens, labels = random_tokens(total), random_tokens(total, seed=2)
@@ -286,11 +304,11 @@ def family_layout(families):
     return torch.tensor([0, *lengths]).cumsum(0), torch.tensor(parents), torch.tensor(positions), branches
 
 
-@pytest.mark.parametrize("short", [0, 256], ids=["fused_kernel", "plain_products"])
+@pytest.mark.parametrize("short, call", [(0, 1 << 13), (256, 1 << 13), (256, 0), (9, 20)], ids=["fused", "plain", "classes", "both"])
 @pytest.mark.parametrize("case", FAMILIES)
 @pytest.mark.parametrize("name", ["llama_llama3_rope", "qwen2"])
-def test_completions_that_share_a_prompt_give_their_separate_logits_and_gradients(directories, monkeypatch, name, case, short):
-    monkeypatch.setattr(attention, "SHORT", short)
+def test_completions_that_share_a_prompt_give_their_separate_logits_and_gradients(directories, monkeypatch, name, case, short, call):
+    use_kernels(monkeypatch, short, call)
     decoder = ours(directories[name]).double()
     cu_seqlens, parents, positions, branches = family_layout(FAMILIES[case])
     tokens = random_tokens(len(positions))
