@@ -1,9 +1,12 @@
 """Supervised warm start: a model learns a task's own answers until it is right often enough for RL to begin.
 
     python recipes/sft.py --out DIR --task addition --target-accuracy 0.6               # from the embedded tiny model
-    python recipes/sft.py --out DIR --model HF_DIR --lr 1e-5 --task jsonl --path pairs.jsonl --answer-key completion
+    python recipes/sft.py --out DIR --model HF_DIR --lr 1e-5 --task jsonl --path rows.jsonl
     torchrun --nproc-per-node=2 recipes/sft.py ...                                      # data parallel, same batches
     python recipes/sft.py --make-tiny                                                   # how llamarl/models/tiny was made
+
+A row of a JSONL file has a "prompt" and a "completion" (or an "answer"), or "messages": a conversation, whose assistant turns are
+learned, in the tokenizer's chat template. Bad rows are named FILE:LINE, all before training begins.
 
 Accuracy is the share of held-out prompts whose greedy completion is the answer, token for token, measured on the weights
 as they will be saved. Ctrl-C or SIGTERM ends it after the step at hand and saves. Exit status: 0, 1 if the target was not
@@ -17,8 +20,10 @@ import argparse
 import signal
 import sys
 import tempfile
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,11 +32,12 @@ from rich.progress import Progress
 
 from llamarl.learning import sft
 from llamarl.learning.optim import build_optimizer, lr_at, set_lr
+from llamarl.learning.sft_data import read_pairs
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_tokenizer, load_weights
 from llamarl.models.scratch import TINY_CONFIG, random_weights, tiny_directory, write_directory
 from llamarl.placement import World, init_world
-from llamarl.tasks.build import KINDS, build_task, forgetful_addition
+from llamarl.tasks.build import KINDS, build_task, forgetful_addition, hold_out
 
 TINY_STEPS = 700  # of the embedded model
 
@@ -45,8 +51,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--make-tiny", action="store_true", help="make the embedded model anew, at --out or at its own place")
     add("--task", choices=KINDS, default="addition")
     add("--path", type=Path, help="the task's file or directory")
+    add("--eval-path", type=Path, help="held-out rows; none: a part of --path")
     add("--prompt-key", default="prompt")
-    add("--answer-key", default="answer", help="names the text to learn")
+    add("--answer-key", help="names the text to learn; none: answer, or in JSONL completion if there is one")
+    add("--messages-key", default="messages", help="names the conversation of a JSONL row")
     add("--name", help="which reasoning_gym task")
     add("--no-chat", action="store_true", help="ignore the tokenizer's chat template")
     add("--target-accuracy", type=float, help="0 to 1; stop once it is reached")
@@ -89,11 +97,36 @@ class StopRequest:
         signal.signal(signum, signal.SIG_DFL)
 
 
-def train(decoder, task, tokenizer, world: World, args, stop: StopRequest, progress: Progress) -> tuple[int, float]:
-    """Collective over the world: until the target, the last step or a stop request. Returns (steps done, last accuracy)."""
-    longest = decoder.config.max_position_embeddings
+class Data(NamedTuple):
+    """Training pairs by number, and those held out."""
+
+    num_train: int
+    train_pair: Callable[[int], sft.Pair]
+    held_out: list[sft.Pair]
+
+
+def read_data(args: argparse.Namespace, tokenizer, longest: int) -> Data:
+    """ValueError naming what is wrong, by FILE:LINE in a JSONL file."""
+    if args.task == "jsonl" and args.path:
+        keys = {"prompt_key": args.prompt_key, "answer_key": args.answer_key, "messages_key": args.messages_key}
+        read = partial(read_pairs, tokenizer=tokenizer, max_tokens=longest, chat=not args.no_chat, **keys)
+        pairs = read(args.path)
+        if args.eval_path:
+            return Data(len(pairs), pairs.__getitem__, read(args.eval_path)[: args.num_eval])
+        kept, held = hold_out(len(pairs), args.num_eval)
+        return Data(len(kept), lambda i: pairs[kept[i]], [pairs[i] for i in held])
+    task = forgetful_addition(tokenizer) if args.make_tiny else build_task(
+        args.task, tokenizer, path=args.path, eval_path=args.eval_path, prompt_key=args.prompt_key, name=args.name,
+        answer_key=args.answer_key or "answer", chat=not args.no_chat, max_prompt_tokens=longest, num_eval=args.num_eval,
+    )  # fmt: skip
     train_pair = lru_cache(65_536)(lambda i: sft.make_pair(task.train_prompt(i), tokenizer, longest))
     held_out = [sft.make_pair(task.eval_prompt(j), tokenizer, longest) for j in range(min(task.num_eval, args.num_eval))]
+    return Data(task.num_train, train_pair, held_out)
+
+
+def train(decoder, data: Data, world: World, args, stop: StopRequest, progress: Progress) -> tuple[int, float]:
+    """Collective over the world: until the target, the last step or a stop request. Returns (steps done, last accuracy)."""
+    held_out = data.held_out
     limits = {"budget_tokens": args.microbatch_tokens, "device": world.device}
     optimizer = build_optimizer(decoder.parameters(), lr=args.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
     bar, last, loss = progress.add_task("sft", total=args.max_steps), float("nan"), float("nan")
@@ -107,8 +140,8 @@ def train(decoder, task, tokenizer, world: World, args, stop: StopRequest, progr
             if args.target_accuracy is not None and last >= args.target_accuracy or step == args.max_steps:
                 return step, last
         set_lr(optimizer, lr_at(step, lr=args.lr, schedule="linear", warmup_steps=args.warmup_steps, max_steps=args.max_steps))
-        batch = sft.sample_batch(task.num_train, args.batch_size, seed=args.seed, step=step)
-        loss = sft.train_step(decoder, optimizer, [train_pair(i) for i in batch[world.rank :: world.size]], **limits)
+        batch = sft.sample_batch(data.num_train, args.batch_size, seed=args.seed, step=step)
+        loss = sft.train_step(decoder, optimizer, [data.train_pair(i) for i in batch[world.rank :: world.size]], **limits)
         progress.update(bar, advance=1, description=f"sft  loss {loss:.3f}  accuracy {last:.1%}")
 
 
@@ -122,13 +155,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.make_tiny:
             write_directory(like, TINY_CONFIG)
         tokenizer, decoder = load_tokenizer(like), build_decoder(read_config(like))
-        task = forgetful_addition(tokenizer) if args.make_tiny else build_task(
-            args.task, tokenizer, path=args.path, prompt_key=args.prompt_key, answer_key=args.answer_key, name=args.name,
-            chat=not args.no_chat, max_prompt_tokens=decoder.config.max_position_embeddings, num_eval=args.num_eval,
-        )  # fmt: skip
+        data = read_data(args, tokenizer, decoder.config.max_position_embeddings)
         decoder = random_weights(decoder, seed=args.seed) if args.random_init else load_weights(decoder, like)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            steps, last = train(decoder.to(world.device), task, tokenizer, world, args, stop, progress)
+            steps, last = train(decoder.to(world.device), data, world, args, stop, progress)
         if world.rank == 0:
             sft.save_directory(decoder, like, args.out, getattr(torch, args.dtype))
     dist.destroy_process_group()

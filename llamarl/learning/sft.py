@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llamarl.learning.logprobs import chunked_logprobs
 from llamarl.learning.optim import clip_grad_norm
+from llamarl.learning.packing import collate
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.hf import export, named_parameters_hf
@@ -25,10 +26,11 @@ from llamarl.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A prompt and the completion to learn."""
+    """A prompt and the completion to learn, or a conversation."""
 
     token_ids: Tensor  # [P + L] int64; the completion ends with the end-of-text token
-    prompt_length: int  # P
+    prompt_length: int  # P, at least 1: what comes before the first learned token
+    learned: Tensor | None = None  # [P + L] bool; None: all that follows the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class PairBatch:
     labels: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     cu_seqlens: Tensor  # [N+1] int64
-    rows: Tensor  # [R] int64, in order
+    rows: Tensor  # [R] int64, in order: the places whose label is learned
     rows_per_pair: Tensor  # [N] int64
 
 
@@ -66,26 +68,26 @@ def make_pair(prompt: Prompt, tokenizer, max_tokens: int) -> Pair:
 def pack_pairs(pairs: list[Pair], device: str | torch.device = "cpu") -> PairBatch:
     """One batch of at least one pair, each with a prompt of at least one token."""
     lengths = torch.tensor([p.token_ids.numel() for p in pairs])
-    prompts = torch.tensor([p.prompt_length for p in pairs])
+    learned = torch.cat([_learned(p) for p in pairs])
     tokens, ends = torch.cat([p.token_ids for p in pairs]), lengths.cumsum(0)
     keep = torch.ones(tokens.numel(), dtype=torch.bool)
     keep[ends - 1] = False  # the last token of a pair is only ever a label
     inputs = lengths - 1
     cu_seqlens = F.pad(inputs.cumsum(0), (1, 0))
     positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].repeat_interleave(inputs)
-    rows = (positions >= (prompts - 1).repeat_interleave(inputs)).nonzero().squeeze(1)
-    parts = (tokens[keep], tokens.roll(-1)[keep], positions, cu_seqlens, rows, lengths - prompts)
+    rows = learned.roll(-1)[keep].nonzero().squeeze(1)
+    parts = (tokens[keep], tokens.roll(-1)[keep], positions, cu_seqlens, rows, torch.stack([_learned(p).sum() for p in pairs]))
     return PairBatch(*(part.to(device) for part in parts))
 
 
+def _learned(pair: Pair) -> Tensor:
+    """[P + L] bool."""
+    return torch.arange(pair.token_ids.numel()) >= pair.prompt_length if pair.learned is None else pair.learned
+
+
 def split_pairs(pairs: list[Pair], budget_tokens: int) -> list[list[Pair]]:
-    """Longest first, cut where a microbatch, padded to its longest, would pass the budget. A longer pair goes alone."""
-    parts: list[list[Pair]] = []
-    for pair in sorted(pairs, key=lambda p: -p.token_ids.numel()):
-        if not parts or (len(parts[-1]) + 1) * parts[-1][0].token_ids.numel() > budget_tokens:
-            parts.append([])
-        parts[-1].append(pair)
-    return parts
+    """Microbatches of at most budget_tokens, longest first into the first with room (Magistral). A longer pair goes alone."""
+    return [[pairs[i] for i in part] for part in collate([p.token_ids.numel() for p in pairs], budget_tokens)]
 
 
 def pair_loss(decoder: Decoder, batch: PairBatch, *, num_loss_tokens: int) -> Tensor:
@@ -101,7 +103,8 @@ def pair_loss(decoder: Decoder, batch: PairBatch, *, num_loss_tokens: int) -> Te
 def greedy_matches(decoder: Decoder, batch: PairBatch) -> Tensor:
     """[N] bool: does greedy decoding give exactly the pair's completion, end token and all?
 
-    One forward pass tells: it does if and only if each token of the completion is the most likely after those before it.
+    One forward pass tells: it does if and only if each token of the completion is the most likely after those before it. Of a
+    conversation each reply counts as if the earlier ones had been given so.
     """
 
     def head(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:

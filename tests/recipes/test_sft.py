@@ -110,11 +110,11 @@ def test_pairs_that_cannot_be_learned_say_why(tokenizer):
         sft.make_pair(Prompt(torch.tensor([1, 4, 4]), "00", {"answer": "1"}), tokenizer, 4)
 
 
-def test_splitting_keeps_every_pair_and_the_padded_budget():
+def test_splitting_keeps_every_pair_and_the_budget():
     pairs = [pair([1] * (i % 7 + 1), [2] * (i % 3 + 1)) for i in range(40)] + [pair([1] * 50, [2])]
     parts = sft.split_pairs(pairs, 30)
     assert sorted(map(id, (p for part in parts for p in part))) == sorted(map(id, pairs))
-    assert all(len(part) == 1 or len(part) * max(p.token_ids.numel() for p in part) <= 30 for part in parts)
+    assert all(len(part) == 1 or sum(p.token_ids.numel() for p in part) <= 30 for part in parts)
     assert len(parts[0]) == 1 and parts[0][0].token_ids.numel() == 51
 
 
@@ -266,6 +266,28 @@ def test_a_model_from_nothing_learns_a_jsonl_file(recipe, tmp_path, capsys):
     arguments = "--random-init --target-accuracy 1 --max-steps 60 --warmup-steps 5 --batch-size 16 --threads 1".split()
     assert recipe.main(["--out", str(tmp_path / "out"), *data, *arguments]) == 0
     assert "greedy accuracy 100.0% of 10 held out" in capsys.readouterr().out
+
+
+def test_conversations_are_learned_and_held_out_rows_may_be_given(recipe, tmp_path, tokenizer, capsys):
+    template = "<bos>{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in tiny_directory().iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    reply = template + "{% if add_generation_prompt %}a:{% endif %}"
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": reply}))
+    said = [{"role": "assistant", "content": "yes"}]
+    turns = [[{"role": "user", "content": f"{i}?"}, *said, {"role": "user", "content": "no?"}, *said] for i in range(40)]
+    for name, part in (("train", turns[:30]), ("held", turns[30:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in part))
+    data = ["--model", str(model), "--task", "jsonl", "--path", str(tmp_path / "train.jsonl"), "--eval-path", str(tmp_path / "held.jsonl")]
+    arguments = "--target-accuracy 1 --max-steps 60 --warmup-steps 5 --batch-size 16 --threads 1".split()
+    assert recipe.main(["--out", str(tmp_path / "out"), *data, *arguments]) == 0
+    assert "greedy accuracy 100.0% of 10 held out" in capsys.readouterr().out
+    (tmp_path / "train.jsonl").write_text('{"messages": []}\n')
+    with pytest.raises(ValueError, match="train.jsonl:1: "):
+        recipe.main(["--out", str(tmp_path / "out2"), *data, *arguments])
 
 
 def test_bad_arguments_are_reported_at_once(recipe, capsys):

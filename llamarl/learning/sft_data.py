@@ -1,0 +1,122 @@
+"""Supervised pairs from JSON lines: a prompt and its completion, or a conversation whose assistant turns are learned.
+
+    {"prompt": "1+1=", "completion": "2"}
+    {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, {"role": "user", ...}, ...]}
+
+Text that is given and text that is learned are tokenised apart, as in RL, where the prompt is tokens before the completion is text.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import torch
+
+from llamarl.learning.sft import Pair
+from llamarl.tasks.base import PromptMaker
+from llamarl.tasks.jsonl import missing_key, read_jsonl
+
+ANSWER_KEYS = ("completion", "answer")  # where the row says nothing else
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def read_pairs(
+    path: str | Path,
+    tokenizer,
+    *,
+    max_tokens: int,
+    prompt_key: str = "prompt",
+    answer_key: str | None = None,
+    messages_key: str = "messages",
+    chat: bool = True,
+) -> list[Pair]:
+    """All rows of a file, tokenised; a row with `messages_key` is a conversation, any other has a prompt and an answer.
+
+    tokenizer: transformers'. answer_key None: the first of ANSWER_KEYS that the row has. chat: a prompt is a user turn of the
+    tokenizer's chat template, if it has one. FileNotFoundError, or ValueError naming FILE:LINE of each bad row (the first ten).
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer names no eos_token; set it in tokenizer_config.json")
+    maker = PromptMaker(tokenizer, chat=chat, system_prompt=None, max_prompt_tokens=max_tokens)
+
+    def to_pair(row: dict) -> Pair:
+        if messages_key in row:
+            pair = conversation_pair(row[messages_key], tokenizer)
+        else:
+            pair = _prompt_pair(row, tokenizer, maker, prompt_key, answer_key)
+        if pair.token_ids.numel() > max_tokens:
+            raise ValueError(f"{pair.token_ids.numel()} tokens, the model takes {max_tokens}; shorten the row or leave it out")
+        return pair
+
+    return read_jsonl(path, to_pair)
+
+
+def conversation_pair(messages: object, tokenizer) -> Pair:
+    """A conversation in the tokenizer's chat template; learned is each assistant turn up to and with the token that ends it.
+
+    ValueError, saying what is wrong, for messages that are not right, or a template that is absent or shows an earlier turn
+    otherwise once later ones follow.
+    """
+    _check_messages(messages)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("a conversation, but the tokenizer has no chat template; give rows a prompt and a completion")
+
+    def shown(count: int, reply: bool) -> str:
+        from jinja2.exceptions import TemplateError
+
+        try:
+            return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=reply)
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses it: {error}") from error
+
+    whole, at = shown(len(messages), reply=False), 0
+    ids: list[int] = []
+    learned: list[bool] = []
+    for i in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
+        given, done = shown(i, reply=True), shown(i + 1, reply=False)
+        if not (given.startswith(whole[:at]) and done.startswith(given) and whole.startswith(done)):
+            raise ValueError(
+                f"the chat template shows message {i + 1} otherwise once others follow it, so its tokens are not those of a reply; "
+                "split the conversation into one row a reply"
+            )
+        context = tokenizer(given[at:], add_special_tokens=False)["input_ids"]
+        reply = tokenizer(done[len(given) :], add_special_tokens=False)["input_ids"]
+        # What the template puts behind the end token is never sampled: it belongs to the next turn's context.
+        ends = [place for place, token in enumerate(reply) if token == tokenizer.eos_token_id]
+        size = ends[-1] + 1 if ends else len(reply)
+        ids += context + reply
+        learned += [False] * len(context) + [True] * size + [False] * (len(reply) - size)
+        at = len(done)
+    last = max(place for place, is_learned in enumerate(learned) if is_learned) + 1
+    prompt = learned.index(True)
+    if prompt == 0:
+        raise ValueError("the chat template begins with the reply: its first token has nothing before it")
+    return Pair(torch.tensor(ids[:last]), prompt, torch.tensor(learned[:last]))
+
+
+def _prompt_pair(row: dict, tokenizer, maker: PromptMaker, prompt_key: str, answer_key: str | None) -> Pair:
+    key = answer_key or next((k for k in ANSWER_KEYS if k in row), ANSWER_KEYS[0])
+    for needed in (prompt_key, key):
+        if needed not in row:
+            raise ValueError(missing_key(needed, row))
+        if not isinstance(row[needed], (str, int, float)) or row[needed] == "":
+            raise ValueError(f'"{needed}" must be text that is not empty, this is {type(row[needed]).__name__}')
+    prompt = maker.ids(str(row[prompt_key]))
+    completion = tokenizer(str(row[key]), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    return Pair(torch.tensor(prompt + completion), len(prompt))
+
+
+def _check_messages(messages: object) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError('"messages" must be a list of {"role": ..., "content": ...}')
+    for i, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise ValueError(f'message {i} must be {{"role": ..., "content": text}}')
+        if message.get("role") not in ROLES:
+            raise ValueError(f'message {i} has role {message.get("role")!r}; there is {", ".join(ROLES)}')
+    for one, other in itertools.pairwise(messages):
+        if one["role"] == other["role"] == "assistant":
+            raise ValueError("two assistant messages in a row; join them")
+    if all(message["role"] != "assistant" for message in messages):
+        raise ValueError("no assistant message: there is nothing to learn")
