@@ -34,7 +34,7 @@ from llamarl.learning.targets import make_targets
 from llamarl.learning.values import Critic
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
-from llamarl.models.fsdp import is_split
+from llamarl.models.fsdp import drop_gradients, is_split, next_backward
 from llamarl.models.heads import only_values, with_values
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.sharding import span
@@ -247,6 +247,7 @@ class PolicyUpdate:
                 self._agree_to_go_on(stop)
             # A rank with fewer microbatches than its peers takes part in their collectives with an empty one.
             batch = packing.microbatches[i] if i < len(packing.microbatches) else None
+            next_backward(self.decoder, last=i + 1 == minibatch.num_microbatches)
             self._forward_backward(batch, minibatch, at, local_sums, local_maxima)
         if at.first:
             self._agree_to_go_on(stop)
@@ -337,6 +338,7 @@ class PolicyUpdate:
         """Collective. StepAborted on all ranks if one wants to stop."""
         if self._ranks.any(stop()):
             self._zero_grad()
+            drop_gradients(self.decoder)
             raise StepAborted
 
     def _checked_norms(self, sums: dict[str, Tensor], at: _At) -> tuple[float, float]:

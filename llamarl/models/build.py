@@ -60,6 +60,7 @@ class Decoder(TransformerDecoder):
     """
 
     activation_checkpointing = False  # recompute each layer in backward
+    whole_on_each_rank = False  # wrapped by FSDP for its precision or its replicas, and not sharded
 
     def __init__(self, config: ModelConfig, tensor_parallel: TensorParallel | None = None, **parts):
         super().__init__(**parts)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from llamarl.models.build import Decoder, build_decoder, read_config
@@ -49,10 +49,32 @@ def training_decoder(
         for layer in decoder.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=mesh.shape[-1] > 1)
         fully_shard(decoder, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        decoder.whole_on_each_rank = mesh.shape[-1] == 1
     load_weights(decoder, path, device=device)
     if lora:
         reset_lora(decoder, lora)
     return decoder.train()
+
+
+def next_backward(decoder: Decoder, *, last: bool) -> None:
+    """Before each microbatch of an optimizer step, `last` with its last one: where a rank holds every weight of its part, weights
+    are cast once a step and gradients add up in float32, to be reduced once. Sharded ones do so at every microbatch.
+    """
+    if decoder.whole_on_each_rank:
+        decoder.set_requires_gradient_sync(last)
+        decoder.set_reshard_after_backward(last)
+
+
+def drop_gradients(decoder: Decoder) -> None:
+    """Forget what microbatches have added up so far, on a step that ends before its last one."""
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13; before
+            for parameter in (p for group in groups if group for p in group.fsdp_params):
+                parameter.unsharded_accumulated_grad = None
+            module.reshard()
+    decoder.zero_grad(set_to_none=True)
 
 
 def tensor_box(decoder: Decoder, name: str) -> Box:
