@@ -137,7 +137,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         loss_fn=loss_fn,
         update=update,
         buffer=BUFFERS[config.buffer.kind](),
-        adam=AdamSettings(beta1=t.beta1, beta2=t.beta2, eps=t.eps, weight_decay=t.weight_decay),
+        adam=AdamSettings(beta1=t.beta1, beta2=t.beta2, eps=t.eps, weight_decay=t.weight_decay, kind=t.optimizer),
         canary_prompts=job.prompts,
         canary_top=0 if g.quantize == "none" else TOP,
         evaluate_at=job.eval_due,

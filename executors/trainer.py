@@ -21,7 +21,7 @@ import torch
 from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.ema import WeightAverage
-from llamarl.learning.optim import build_optimizer
+from llamarl.learning.optim import MOMENTS, build_optimizer, moment, moment_scale, settle_moments
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings
 from llamarl.models.fsdp import held_box, is_split, local, overlap, training_decoder, whole_parameters
@@ -32,7 +32,6 @@ from llamarl.models.tp import TensorParallel
 from llamarl.parity import Prompts, canary_sequences
 from llamarl.tickets import lane_of
 
-_OPTIMIZER_STATE = ("exp_avg", "exp_avg_sq")
 EMA = "_ema"  # behind the name of an exported directory: the averaged weights
 
 log = logging.getLogger(__name__)
@@ -40,12 +39,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AdamSettings:
-    """AdamW's own knobs."""
+    """AdamW's own knobs; see build_optimizer."""
 
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
+    kind: str = "adamw"
 
 
 class FSDPTrainer(Executor):
@@ -116,6 +116,7 @@ class FSDPTrainer(Executor):
             betas=(a.beta1, a.beta2),
             eps=a.eps,
             weight_decay=a.weight_decay,
+            kind=a.kind,
         )
         self.critic = self._build_critic() if self.critic_settings else None
         self._average = None
@@ -246,9 +247,11 @@ class FSDPTrainer(Executor):
             if self._average:
                 tensors[f"ema/{name}"] = local(self._average.of(p))
             state = self.optimizer.state.get(p, {})
-            for key in _OPTIMIZER_STATE:
+            for key in MOMENTS:
                 if key in state:
-                    tensors[f"{key}/{name}"] = local(state[key])
+                    tensors[f"{key}/{name}"] = moment(state[key])
+                    if (scale := moment_scale(state[key])) is not None:
+                        tensors[f"{key}_scale/{name}"] = scale
         steps = [float(s["step"]) for s in self.optimizer.state.values()]
         buffered = self.buffer.to_bytes() if first_peer else b""
         if buffered:
@@ -287,6 +290,7 @@ class FSDPTrainer(Executor):
                 kept = GroupBuffer()
                 kept.load_bytes(part["buffer"].numpy().tobytes())
                 groups.put(kept.take(kept.tickets()))
+        settle_moments(self.optimizer)
         for _, p in self._parameters if adam_step else []:
             self.optimizer.state[p]["step"] = torch.tensor(adam_step, device=self.group.device)
         if self.critic and not has_values:
@@ -310,12 +314,14 @@ class FSDPTrainer(Executor):
         local(parameter)[common.within(mine)].copy_(part[f"model/{name}"][common.within(theirs)])
         if self._average and f"ema/{name}" in part:
             local(self._average.of(parameter))[common.within(mine)].copy_(part[f"ema/{name}"][common.within(theirs)])
-        for key in _OPTIMIZER_STATE:
+        for key in MOMENTS:
             if f"{key}/{name}" in part:
                 state = self.optimizer.state[parameter]
                 if key not in state:
                     state[key] = torch.zeros_like(parameter)
                 local(state[key])[common.within(mine)].copy_(part[f"{key}/{name}"][common.within(theirs)])
+                if mine == theirs and f"{key}_scale/{name}" in part:
+                    state[f"{key}_scale"] = part[f"{key}_scale/{name}"]
 
     def export(self, out: str) -> None:
         """Collective over the first replica: write the policy as a Hugging Face directory, and its average as OUT_ema if there is one.

@@ -82,6 +82,8 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
          "compares with a reference: reference=frozen"),
         ("trainer.lora.rank trainer.tensor_parallel", c.trainer.lora.rank > 0 and c.trainer.tensor_parallel > 1,
          "adapters of split projections are not supported; trainer.tensor_parallel=1 (FSDP2 shards), or trainer.lora.rank=0"),
+        ("trainer.optimizer offload", c.trainer.optimizer == "adamw8bit" and c.offload,
+         "8-bit moments cannot leave the device; trainer.optimizer=adamw, or offload=false"),
         ("trainer.lora.targets trainer.lora.rank", c.trainer.lora.rank > 0 and not c.trainer.lora.targets,
          "nothing to adapt: name projections, such as trainer.lora.targets=[q_proj,v_proj]"),
         ("trainer.warmup_steps max_steps", c.trainer.warmup_steps > c.max_steps > 0,

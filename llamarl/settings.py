@@ -95,6 +95,7 @@ class TrainerSettings:
     tensor_parallel: Count
     microbatch_tokens: Count
     max_grad_norm: Positive
+    optimizer: Literal["adamw", "adamw8bit"]
     weight_decay: NonNegative
     beta1: Beta
     beta2: Beta

@@ -4,7 +4,7 @@
     trainer_logprobs, entropy = decoder(batch.input_ids, batch.positions, attention, head)     # [R] each
 
 Forward keeps two numbers a token; backward multiplies each chunk's logits again, one GEMM beside the two it needs anyway.
-Logits that are few (a small vocabulary or a short batch) are kept instead.
+Logits that take little room (a small vocabulary or a short batch) are kept instead.
 
 Shapes: T tokens, C tokens of a chunk, R trained rows, D model, V vocab. GEMMs run in the model's dtype, the softmax in
 float32 (float64 where the model is float64).
@@ -19,6 +19,8 @@ from torch import Tensor
 
 # Up to this many logits (16 MiB of float32) are one chunk, kept for backward: recomputing them would cost more than it saves.
 KEEP_LOGITS = 1 << 22
+# Up to this many bytes they are kept for backward in the model's dtype, though chunks are smaller: less than a chunk's buffers.
+KEEP_BYTES = 1 << 26
 
 
 def chunked_logprobs(
@@ -83,12 +85,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk = _Chunk(tokens if keep else min(tokens, chunk_tokens), weight_VD, temperature)
         logprobs = hidden_TD.new_empty(tokens, dtype=chunk.wide_CV.dtype)
         entropy = torch.empty_like(logprobs)
+        fits = tokens * vocab * weight_VD.element_size() <= KEEP_BYTES
+        logits_TV = weight_VD.new_empty(tokens, vocab) if fits and not keep else None
         for part in chunk.parts(tokens):
-            logp_CV = chunk.log_softmax(hidden_TD[part])
+            logp_CV = chunk.log_softmax(chunk.logits(hidden_TD[part], None if logits_TV is None else logits_TV[part]))
             torch.gather(logp_CV, 1, labels_T[part, None], out=logprobs[part, None])
             torch.sum(chunk.exp(logp_CV).mul_(logp_CV), dim=1, out=entropy[part])
         entropy.neg_()
-        ctx.save_for_backward(hidden_TD, weight_VD, labels_T, entropy, chunk.logp_CV if keep else None)
+        ctx.save_for_backward(hidden_TD, weight_VD, labels_T, entropy, chunk.logp_CV if keep else None, logits_TV)
         ctx.temperature, ctx.chunk_tokens, ctx.entropy_grad = temperature, chunk.size, entropy_grad
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -98,7 +102,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden_TD, weight_VD, labels_T, entropy, kept = ctx.saved_tensors
+        hidden_TD, weight_VD, labels_T, entropy, kept, logits_TV = ctx.saved_tensors
         a = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs / ctx.temperature
         b = grad_entropy / ctx.temperature if ctx.entropy_grad and grad_entropy is not None else None
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
@@ -107,7 +111,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk = _Chunk(ctx.chunk_tokens, weight_VD, ctx.temperature)
         parts = chunk.parts(hidden_TD.shape[0])
         for part in parts:
-            logp_CV = chunk.log_softmax(hidden_TD[part]) if kept is None else kept
+            logits_CV = chunk.logits(hidden_TD[part]) if logits_TV is None and kept is None else None
+            logp_CV = kept if kept is not None else chunk.log_softmax(logits_TV[part] if logits_CV is None else logits_CV)
             scale = -a[part, None] if b is None else (logp_CV + entropy[part, None]).mul_(-b[part, None]).sub_(a[part, None])
             grad_CV = chunk.exp(logp_CV).mul_(scale).scatter_add_(1, labels_T[part, None], a[part, None])
             grad_CV = chunk.narrow(grad_CV)
@@ -138,13 +143,16 @@ class _Chunk:
     def parts(self, tokens: int) -> list[slice]:
         return [slice(i, min(i + self.size, tokens)) for i in range(0, tokens, max(self.size, 1))]
 
-    def log_softmax(self, hidden_CD: Tensor) -> Tensor:
-        """[C, V] in float32 or wider, from logits in the model's dtype. The next call overwrites it."""
-        rows = hidden_CD.shape[0]
-        wide = self._widen(torch.mm(hidden_CD, self._weight_DV, out=self._logits_CV[:rows]))
+    def logits(self, hidden_CD: Tensor, out: Tensor | None = None) -> Tensor:
+        """[C, V] in the model's dtype, in `out` or a buffer that the next call overwrites."""
+        return torch.mm(hidden_CD, self._weight_DV, out=self._logits_CV[: hidden_CD.shape[0]] if out is None else out)
+
+    def log_softmax(self, logits_CV: Tensor) -> Tensor:
+        """[C, V] in float32 or wider; the logits stay as they are. The next call overwrites it."""
+        wide = self._widen(logits_CV)
         if self._temperature != 1.0:
-            wide.div_(self._temperature)
-        return torch.log_softmax(wide, dim=1, out=self.logp_CV[:rows])
+            wide = torch.div(wide, self._temperature, out=self.wide_CV[: len(wide)])
+        return torch.log_softmax(wide, dim=1, out=self.logp_CV[: len(wide)])
 
     def exp(self, logp_CV: Tensor) -> Tensor:
         """exp(logp_CV), in the buffer of the logits."""

@@ -20,12 +20,21 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # progress 0..1 after the wa
 }
 
 
-def build_optimizer(
-    parameters: Iterable[nn.Parameter], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
-    """AdamW, fused, over plain or sharded (DTensor) parameters. Norm scales and biases (one dim) are not decayed.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
-    Parameters that do not require gradients are left out; ValueError if none do.
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    kind: str = "adamw",
+) -> torch.optim.Optimizer:
+    """AdamW over plain or sharded (DTensor) parameters. Norm scales and biases (one dim) are not decayed.
+
+    kind: adamw, fused; adamw8bit, torchao's, whose moments take a byte each, in blocks of 256 (Dettmers et al. 2022). Parameters that do not require gradients are left out; ValueError if none do.
     """
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
@@ -34,14 +43,74 @@ def build_optimizer(
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
+    groups = [g for g in groups if g["params"]]
+    if kind == "adamw8bit":
+        from torchao.optim import AdamW8bit
+
+        optimizer = AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
+        if trained[0].device.type == "cpu":
+            _never_compile(optimizer)
+        return optimizer
     # A tensor learning rate would need its own device copy; fused takes the float that lr_at gives.
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def _never_compile(optimizer: torch.optim.Optimizer) -> None:
+    """torchao compiles the arithmetic for every shape, half a minute each on a CPU; the same operations run as they are."""
+    step = optimizer.step
+
+    def eager(closure=None):
+        with torch.compiler.set_stance("force_eager"):
+            return step(closure)
+
+    optimizer.step = eager
+
+
+def moment(value: Tensor) -> Tensor:
+    """This rank's part of one of MOMENTS, as a plain tensor; of 8-bit ones what they stand for, in float32."""
+    value = value.detach()
+    own = value.to_local() if isinstance(value, DTensor) else value
+    return own.dequantize() if hasattr(own, "codes") else own
+
+
+def moment_scale(value: Tensor) -> Tensor | None:
+    """What the blocks of an 8-bit moment are multiplied by, this rank's part; None for a plain one."""
+    own = value.to_local() if isinstance(value, DTensor) else value
+    return getattr(own, "scale", None)
+
+
+@torch.no_grad()
+def settle_moments(optimizer: torch.optim.Optimizer) -> None:
+    """After plain moments were put into its state: in the form that it keeps.
+
+    8-bit ones with KEY_scale beside KEY, as `moment` and `moment_scale` gave them, are the same bits again; without it (they
+    were cut in other blocks) they are rounded once more.
+    """
+    if not hasattr(optimizer, "_new_buffer"):
+        return
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap
+
+    for p, state in optimizer.state.items():
+        for key in (k for k in MOMENTS if k in state):
+            kept, scale = optimizer._new_buffer(p, signed=key == "exp_avg"), state.pop(f"{key}_scale", None)
+            own, values = kept.to_local() if isinstance(kept, DTensor) else kept, moment(state[key])
+            if scale is not None and hasattr(own, "codes"):
+                # In units of their blocks, where the largest code is 1 in every block: no scale is chosen anew.
+                unit = values.view(len(scale), -1) / scale.clamp(min=1e-12).view(-1, 1)
+                own.codes.copy_(quantize_8bit_with_qmap(unit, own.qmap).view_as(own.codes))
+                own.scale.copy_(scale)
+            else:
+                own.copy_(values)
+            state[key] = kept
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Use `lr` from the next step on."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def lr_at(step: int, *, lr: float, schedule: str = "constant", warmup_steps: int = 0, max_steps: int) -> float:

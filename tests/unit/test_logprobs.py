@@ -13,11 +13,18 @@ from llamarl.learning.logprobs import chunked_logprobs, make_head
 FP32_TOLERANCE = 3e-6  # nats; logits of order 10 carry float32 rounding of 1e-6
 
 
-@pytest.fixture(params=["kept", "recomputed"])
+WAYS = {"kept": (1 << 22, 0), "narrow": (0, 1 << 26), "recomputed": (0, 0)}  # KEEP_LOGITS, KEEP_BYTES
+
+
+@pytest.fixture(params=list(WAYS))
 def path(request, monkeypatch):
-    """Both ways to backward: logits kept, and multiplied again chunk by chunk."""
-    if request.param == "recomputed":
-        monkeypatch.setattr(module, "KEEP_LOGITS", 0)
+    """The ways to backward: logits kept as they are or in the model's dtype, and multiplied again chunk by chunk."""
+    go(monkeypatch, request.param)
+
+
+def go(monkeypatch, way):
+    for name, value in zip(("KEEP_LOGITS", "KEEP_BYTES"), WAYS[way]):
+        monkeypatch.setattr(module, name, value)
 
 
 def problem(tokens, dim, vocab, dtype=torch.float64, seed=0):
@@ -38,12 +45,10 @@ def oracle(hidden, weight, labels, temperature):
 def test_float32_values_are_those_of_float64_for_every_shape_and_chunk(tokens, vocab, chunk, temperature):
     hidden, weight, labels = problem(tokens, 6, vocab, torch.float32)
     want = oracle(hidden, weight, labels, temperature)
-    for keep in (1 << 22, 0):
-        module.KEEP_LOGITS, old = keep, module.KEEP_LOGITS
-        try:
+    for way in WAYS:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            go(monkeypatch, way)
             got = chunked_logprobs(hidden, weight, labels, temperature=temperature, chunk_tokens=chunk)
-        finally:
-            module.KEEP_LOGITS = old
         for ours, exact in zip(got, want):
             assert ours.dtype == torch.float32
             torch.testing.assert_close(ours.double(), exact, atol=FP32_TOLERANCE / temperature, rtol=FP32_TOLERANCE)
@@ -109,7 +114,7 @@ def test_bfloat16_logits_get_a_float32_softmax(path):
 
 def test_bfloat16_weight_gradients_of_many_chunks_add_up_in_float32(monkeypatch):
     # 1024 equal terms: added in bfloat16 they would stop growing at 256.
-    monkeypatch.setattr(module, "KEEP_LOGITS", 0)
+    go(monkeypatch, "recomputed")
     hidden, weight = torch.ones(1024, 4, dtype=torch.bfloat16), torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True)
     chunked_logprobs(hidden, weight, torch.zeros(1024, dtype=torch.int64), chunk_tokens=1)[0].sum().backward()
     assert weight.grad.tolist() == [[512.0] * 4, [-512.0] * 4]
@@ -139,7 +144,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
 def test_no_tensor_grows_with_tokens_times_vocab(monkeypatch, entropy_grad):
-    monkeypatch.setattr(module, "KEEP_LOGITS", 0)
+    go(monkeypatch, "recomputed")
     tokens, dim, vocab, chunk = 400, 4, 50, 10
     hidden, weight, labels = problem(tokens, dim, vocab, torch.float32)
     with LargestTensor() as seen:
@@ -183,3 +188,15 @@ def test_no_labels_give_zero_gradients_not_none(path):
 def test_wrong_arguments_are_named(labels, options, message):
     with pytest.raises(ValueError, match=message):
         chunked_logprobs(torch.zeros(4, 2), torch.zeros(5, 2), labels, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_logits_give_the_bits_of_recomputed_ones(monkeypatch, dtype):
+    found = []
+    for way in ("narrow", "recomputed"):
+        go(monkeypatch, way)
+        hidden, weight, labels = problem(30, 6, 40, dtype)
+        values = chunked_logprobs(hidden, weight, labels, temperature=0.7, chunk_tokens=8, entropy_grad=True)
+        (values[0].sum() + values[1].square().sum()).backward()
+        found.append((*values, hidden.grad, weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found)) and found[0][3].abs().max() > 0.1

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from llamarl.learning.optim import SCHEDULES, build_optimizer, clip_grad_norm, lr_at, set_lr
+from llamarl.learning.optim import (
+    MOMENTS, SCHEDULES, build_optimizer, clip_grad_norm, lr_at, moment, moment_scale, set_lr, settle_moments,
+)  # fmt: skip
 
 ADAM = dict(lr=0.1, betas=(0.9, 0.95), eps=1e-8)
 
@@ -123,3 +125,50 @@ def test_a_broken_gradient_shows_in_the_norm(bad):
 
 def test_no_gradients_have_norm_zero():
     assert clip_grad_norm([parameter(1.0)], 1.0).item() == 0
+
+
+# -- 8-bit moments -----------------------------------------------------------------------------------------------------------
+
+BLOCK = 3 * 0.0071  # of a block's largest: three roundings to the codes, which are 0.0141 apart where they are coarsest
+
+
+def matrix(seed: int = 0) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(64, 128, generator=torch.Generator().manual_seed(seed)))
+
+
+def steps(optimizer, p: torch.nn.Parameter, numbers) -> None:
+    for i in numbers:
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 + i))
+        set_lr(optimizer, 0.01 / (i + 1))
+        optimizer.step()
+
+
+def test_8_bit_moments_follow_those_of_adamw_and_take_a_byte():
+    exact, small = matrix(), matrix()
+    both = {kind: build_optimizer([p], weight_decay=0.1, kind=kind, **ADAM) for kind, p in (("adamw", exact), ("adamw8bit", small))}
+    for optimizer, p in zip(both.values(), (exact, small)):
+        steps(optimizer, p, range(3))
+    for key in MOMENTS:
+        want, got = both["adamw"].state[exact][key], both["adamw8bit"].state[small][key]
+        assert got.codes.dtype == torch.uint8 and got.codes.numel() == want.numel()
+        error = (moment(got) - want).view(-1, 256).abs().amax(1) / want.view(-1, 256).abs().amax(1)
+        assert 0 < error.max() <= BLOCK
+    assert ((small - exact).abs() / (exact - matrix()).abs().mean()).mean() < 0.1
+
+
+def test_8_bit_moments_saved_as_numbers_go_on_with_the_same_bits():
+    p = matrix()
+    optimizer = build_optimizer([p], weight_decay=0.1, kind="adamw8bit", **ADAM)
+    steps(optimizer, p, range(2))
+    again = torch.nn.Parameter(p.detach().clone())
+    resumed = build_optimizer([again], weight_decay=0.1, kind="adamw8bit", **ADAM)
+    for key in MOMENTS:
+        kept = optimizer.state[p][key]
+        resumed.state[again] |= {key: moment(kept).clone(), f"{key}_scale": moment_scale(kept).clone()}
+    resumed.state[again]["step"] = torch.tensor(2.0)
+    settle_moments(resumed)
+    for o, q in ((optimizer, p), (resumed, again)):
+        steps(o, q, [2])
+    assert torch.equal(p, again) and not torch.equal(p, matrix())
+    for key in MOMENTS:
+        assert torch.equal(optimizer.state[p][key].codes, resumed.state[again][key].codes)
