@@ -9,7 +9,7 @@ even     4 microbatches of 512 packed tokens, then the optimizer's step. Model F
          labels alone, causal attention's by half) a second, against the rate of the same products by themselves: every
          shape of the model forward and both ways backward, at its share of the FLOPs.
 uneven   groups of 8 completions of log-normal lengths (sigma 1, at most 8 times the median) behind prompts of 32 tokens, in
-         microbatches of 4 times the longest sequence. Tokens are those of prompts and completions, a prompt once a completion.
+         microbatches of 4 times the longest sequence. Padding is that of 1,024 such completions. Tokens are those of prompts and completions, a prompt once a completion.
          TRL's step is GRPOTrainer's own loss, its backward and AdamW on the same tokens, padded as TRL pads a generation
          batch; `trimmed`: cut to the longest of each of its microbatches, which TRL does not do.
 
@@ -247,7 +247,9 @@ def measure_uneven(model: Path, dtype: str, args: argparse.Namespace) -> dict:
         seconds(step), [trl.ask(word) for word in words]
         peak_mib(since_reset=True)
         rows = [(seconds(step), *(trl.ask(word)["s"] for word in words)) for _ in range(args.repeats)]
-        out = {"tokens": tokens, "longest": max(sequences), "padding": padding(groups, budget)}
+        many = uneven_groups(read_config(model).vocab_size, 1024, args.median)
+        most = 4 * max(PROMPT + n for g in many for n in g.lengths.tolist())
+        out = {"tokens": tokens, "longest": max(sequences), "padding": padding(many, most)}
         out |= {"tokens_per_s": tokens / statistics.median(row[0] for row in rows), "peak_mib": peak_mib()}
         for i, word in enumerate(words, start=1):
             name = "trl" if word == "step" else f"trl_{word}"
