@@ -105,7 +105,9 @@ def our_step(model: Path, dtype: str, budget: int, groups: list) -> Callable[[],
     job = SimpleNamespace(model_path=model, prompts=None, eval_due=lambda _: False, snapshot_due=lambda _: False)
     trainer = build_trainer(compose_config(overrides), job)
     world = torch.distributed.group.WORLD
-    trainer.attach(ExecutorGroup("trainer", (0,), 0, torch.device("cpu"), world, shard_group=world), {}, {"policy": nothing}, *[nothing] * 4)
+    trainer.attach(
+        ExecutorGroup("trainer", (0,), 0, torch.device("cpu"), world, shard_group=world), {}, {"policy": nothing}, *[nothing] * 4
+    )
     trainer.setup()
     return lambda: trainer._update.run(groups, 1, lambda: False)
 

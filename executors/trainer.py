@@ -296,7 +296,9 @@ class FSDPTrainer(Executor):
         if self.critic and not has_values:
             warnings.warn("the checkpoint has no value head: this run's starts at 0", stacklevel=2)
         if self._average and not averaged:
-            log.warning("the checkpoint holds no average of the weights: it starts again from the weights of version %d", self.version)
+            log.warning(
+                "the checkpoint holds no average of the weights: it starts again from the weights of version %d", self.version
+            )
             self._average.restart()
         finished = self.tickets.reconcile(buffered)
         self.buffer.put([g for g in groups.take(groups.tickets()) if g.ticket in finished and self._is_mine(g.ticket)])

@@ -114,7 +114,7 @@ def _check_messages(messages: object) -> None:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             raise ValueError(f'message {i} must be {{"role": ..., "content": text}}')
         if message.get("role") not in ROLES:
-            raise ValueError(f'message {i} has role {message.get("role")!r}; there is {", ".join(ROLES)}')
+            raise ValueError(f"message {i} has role {message.get('role')!r}; there is {', '.join(ROLES)}")
     for one, other in itertools.pairwise(messages):
         if one["role"] == other["role"] == "assistant":
             raise ValueError("two assistant messages in a row; join them")

@@ -66,7 +66,11 @@ def _alike(places: Tensor, lengths: Tensor, prefixes: Tensor) -> list[Tensor]:
     if not places.numel():
         return []
     places = places[lengths[places].argsort(descending=True, stable=True)]
-    queries, behind, limit = lengths[places].tolist(), prefixes[places].tolist(), CALL["cpu" if lengths.device.type == "cpu" else "cuda"]
+    queries, behind, limit = (
+        lengths[places].tolist(),
+        prefixes[places].tolist(),
+        CALL["cpu" if lengths.device.type == "cpu" else "cuda"],
+    )
     cuts, waste, most = [0], 0, 0
     for i, (n, p) in enumerate(zip(queries, behind)):
         longest, most = queries[cuts[-1]], max(most, p)

@@ -75,7 +75,9 @@ def read_config(path: str | Path) -> ModelConfig:
         raise ValueError(f"{file}: hidden_act {raw['hidden_act']} is not supported; supported: silu")
     for key in ("attention_bias", "mlp_bias"):  # transformers reads them for Llama alone
         if architecture == "LlamaForCausalLM" and raw.get(key):
-            raise ValueError(f"{file}: {key} is not supported: it puts biases on projections that are computed without; no Llama has it")
+            raise ValueError(
+                f"{file}: {key} is not supported: it puts biases on projections that are computed without; no Llama has it"
+            )
     # transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling.
     rope = raw.get("rope_parameters") or {}
     scaling = raw.get("rope_scaling") or ({k: v for k, v in rope.items() if k != "rope_theta"} or None)

@@ -57,13 +57,17 @@ def add_lora(decoder: nn.Module, lora: Lora) -> nn.Module:
     decoder.requires_grad_(False)
     found = set()
     for name, module in list(decoder.named_modules()):
-        target = hf_name(f"{name}.weight").split(".")[-2] if isinstance(module, nn.Linear) and name.startswith("layers.") else None
+        target = (
+            hf_name(f"{name}.weight").split(".")[-2] if isinstance(module, nn.Linear) and name.startswith("layers.") else None
+        )
         if target in lora.targets:
             found.add(target)
             parent, _, child = name.rpartition(".")
             setattr(decoder.get_submodule(parent), child, LoraLinear(module, lora.rank, lora.alpha))
     if missing := set(lora.targets) - found:
-        raise ValueError(f"no projection is called {', '.join(sorted(missing))}; choose among q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj")
+        raise ValueError(
+            f"no projection is called {', '.join(sorted(missing))}; choose among q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
+        )
     return decoder
 
 

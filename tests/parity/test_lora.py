@@ -184,7 +184,11 @@ def test_a_decay_that_forgets_nothing_is_refused():
         ("trainer.lora.rank=8 trainer.lora.targets=[]", 1, "nothing to adapt"),
         ("trainer.lora.targets=[qproj]", 1, "need a list of some of q_proj"),
         ("trainer.lora.rnk=8", 1, "did you mean trainer.lora.rank?"),
-        ("trainer.optimizer=adamw8bit offload=true max_lag=0 placement.colocate=[trainer,generator]", 1, "8-bit moments cannot leave"),
+        (
+            "trainer.optimizer=adamw8bit offload=true max_lag=0 placement.colocate=[trainer,generator]",
+            1,
+            "8-bit moments cannot leave",
+        ),
         ("trainer.ema_decay=1", 1, "trainer.ema_decay=1"),
     ],
 )
@@ -199,7 +203,13 @@ def test_settings_reach_the_trainer():
 
     from executors.stations import build_trainer
 
-    overrides = ["trainer.lora.rank=8", "trainer.lora.alpha=16", "trainer.lora.targets=[q_proj,up_proj]", "trainer.ema_decay=0.9", "seed=4"]
+    overrides = [
+        "trainer.lora.rank=8",
+        "trainer.lora.alpha=16",
+        "trainer.lora.targets=[q_proj,up_proj]",
+        "trainer.ema_decay=0.9",
+        "seed=4",
+    ]
     job = SimpleNamespace(model_path="", prompts=None, eval_due=None, snapshot_due=None)
     trainer = build_trainer(compose_config(overrides), job)
     assert trainer.lora == Lora(8, 16.0, ("q_proj", "up_proj"), 4) and trainer.ema_decay == 0.9

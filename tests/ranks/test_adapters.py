@@ -31,7 +31,11 @@ from llamarl.types import Group
 
 WORLD, STEPS, GROUPS = 4, 2, 4
 TOPOLOGIES = {"fsdp4": 1, "hsdp2x2": 2}  # replicate; the rest are shards
-LORA = ["trainer.lora.rank=3", "trainer.lora.targets=[q_proj,o_proj,down_proj]", "trainer.lora.alpha=6"]  # rank 3: none on one of 4 shards
+LORA = [
+    "trainer.lora.rank=3",
+    "trainer.lora.targets=[q_proj,o_proj,down_proj]",
+    "trainer.lora.alpha=6",
+]  # rank 3: none on one of 4 shards
 CASES = {"lora": [*LORA, "trainer.ema_decay=0.5"], "whole": ["trainer.ema_decay=0.5"]}
 CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 23, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64}  # fmt: skip

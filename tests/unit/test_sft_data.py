@@ -37,7 +37,9 @@ def rows(path, *lines):
 
 
 @pytest.mark.parametrize(
-    "messages", [[ONE, SAID[0]], [SYSTEM, ONE, SAID[0], TWO, SAID[1]], [ONE, SAID[0], TWO], [SYSTEM, SAID[2], ONE, TWO, SAID[1]]], ids=range(4)
+    "messages",
+    [[ONE, SAID[0]], [SYSTEM, ONE, SAID[0], TWO, SAID[1]], [ONE, SAID[0], TWO], [SYSTEM, SAID[2], ONE, TWO, SAID[1]]],
+    ids=range(4),
 )
 def test_what_is_learned_is_what_transformers_marks_as_the_assistants(chatting, messages):
     pair = conversation_pair(messages, chatting)
@@ -54,7 +56,7 @@ def test_a_packed_conversation_learns_every_reply_and_nothing_else(chatting):
     batch = sft.pack_pairs(pairs)
     assert chatting.decode(batch.labels[batch.rows]) == "2<eos>12<eos>" + chatting.decode([6, 2])
     assert batch.rows_per_pair.tolist() == [2 + 3, 2]
-    before = pairs[0].token_ids[: -1][pairs[0].learned[1:]]
+    before = pairs[0].token_ids[:-1][pairs[0].learned[1:]]
     assert batch.input_ids[batch.rows][:5].tolist() == before.tolist()
 
 
@@ -63,7 +65,9 @@ def test_a_prompt_and_its_completion_end_with_the_end_token(tokenizer, tmp_path)
     first, second = read_pairs(file, tokenizer, max_tokens=99)
     assert tokenizer.decode(first.token_ids) == "<bos>1+1=2<eos>" and first.prompt_length == 5
     assert tokenizer.decode(second.token_ids) == "<bos>1+2=3<eos>"
-    (named,) = read_pairs(rows(tmp_path / "b.jsonl", {"q": "1", "a": "2"}), tokenizer, max_tokens=9, prompt_key="q", answer_key="a")
+    (named,) = read_pairs(
+        rows(tmp_path / "b.jsonl", {"q": "1", "a": "2"}), tokenizer, max_tokens=9, prompt_key="q", answer_key="a"
+    )
     assert tokenizer.decode(named.token_ids) == "<bos>12<eos>"
 
 
@@ -101,7 +105,9 @@ def test_a_bad_row_is_named_by_file_and_line(tokenizer, tmp_path, what):
 
 def test_a_template_that_changes_earlier_turns_or_refuses_is_named(chatting, tmp_path):
     file = rows(tmp_path / "bad.jsonl", {"messages": [ONE, SAID[0], TWO, SAID[1]]})
-    chatting.chat_template = TEMPLATE.replace("{{ m['content'] }}<eos>", "{% if loop.last %}think {% endif %}{{ m['content'] }}<eos>")
+    chatting.chat_template = TEMPLATE.replace(
+        "{{ m['content'] }}<eos>", "{% if loop.last %}think {% endif %}{{ m['content'] }}<eos>"
+    )
     with pytest.raises(ValueError, match="bad.jsonl:1: the chat template shows message 2 otherwise"):
         read_pairs(file, chatting, max_tokens=99)
     chatting.chat_template = "{% if messages|length > 1 %}{{ raise_exception('no system') }}{% endif %}"
