@@ -302,7 +302,7 @@ def arguments() -> argparse.Namespace:
     add("--model", type=Path, help="a Hugging Face directory")
     add("--peer", type=Path, default=ROOT.parent / "shared" / "peer")
     add("--dtype", default="bfloat16,float32")
-    add("--cases", default="even,uneven")
+    add("--even-only", action="store_true")
     add("--against", default="", choices=("", "trl"))
     add("--trl-python", help="the interpreter that TRL is installed in")
     add("--completions", type=int, default=64)
@@ -338,7 +338,7 @@ def main() -> None:
                 continue
             for dtype in args.dtype.split(","):
                 even = measure_even(path, dtype, args)
-                uneven = measure_uneven(path, dtype, args) if "uneven" in args.cases else None
+                uneven = None if args.even_only else measure_uneven(path, dtype, args)
                 result["models"].setdefault(path.name, {})[dtype] = {"even": even, "uneven": uneven}
                 show(path.name, dtype, even, uneven)
     torch.distributed.destroy_process_group()
