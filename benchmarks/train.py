@@ -114,12 +114,14 @@ def our_step(model: Path, dtype: str, budget: int, groups: list) -> Callable[[],
 
 def padding(groups: list, budget: int) -> dict[str, float]:
     """Unused shares: of microbatches of single sequences by Magistral's order; of those that we make; and within attention."""
-    from llamarl.learning.packing import collate, pack
+    from llamarl.learning.packing import Targets, collate, pack
     from llamarl.models.attention import PackedAttention
 
     sequences = [g.prompt_ids.numel() + n - 1 for g in groups for n in g.lengths.tolist()]
     bins = collate(sequences, budget)
-    packing = pack(groups, [torch.ones_like(g.rewards) for g in groups], budget_tokens=budget, drop_zero_advantage=False)
+    packing = pack(
+        groups, [Targets.of(g, torch.ones_like(g.rewards)) for g in groups], budget_tokens=budget, drop_zero_advantage=False
+    )
     sizes = [batch.input_ids.numel() for batch in packing.microbatches]
     padded = sum(PackedAttention(b.cu_seqlens, b.parents).padded_tokens for b in packing.microbatches)
     return {
