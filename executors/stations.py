@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Callable
 
 from executors.generator import Generator
-from executors.reference import FrozenReference
+from executors.reference import FrozenReference, ResettingReference
 from executors.reward import RuleReward
 from executors.trainer import AdamSettings, FSDPTrainer
 from executors.vllm_generator import VLLMGenerator
-from llamarl.channel import Weights
+from llamarl.channel import REFERENCE_WEIGHTS, Weights
 from llamarl.config import Config
 from llamarl.inference import SamplingParams
 from llamarl.launch import Job
-from llamarl.learning.buffer import BUFFERS
+from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import needs_all_completions, needs_whole_groups
 from llamarl.learning.losses.regularisers import regularised
+from llamarl.learning.replay import Draw, ReplayBuffer
+from llamarl.learning.schedules import beta_at
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings
@@ -90,14 +93,37 @@ def build_references(config: Config, job: Job) -> list[FrozenReference]:
     """None, or one."""
     if not config.reference.enabled:
         return []
+    settings = dict(
+        model_path=str(job.model_path),
+        model_dtype=config.model.dtype,
+        temperature=config.temperature,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+    )
+    every = config.reference.reset_every
     return [
-        FrozenReference(
-            model_path=str(job.model_path),
-            model_dtype=config.model.dtype,
-            temperature=config.temperature,
-            microbatch_tokens=config.trainer.microbatch_tokens,
-        )
+        ResettingReference(**settings, reset_every=every, deadline_s=config.deadline_s) if every else FrozenReference(**settings)
     ]
+
+
+def build_buffer(config: Config, job: Job) -> GroupBuffer:
+    """This trainer rank's; a replay buffer has its share of the prompts and of the room."""
+    b = config.buffer
+    if b.kind == "fifo":
+        return GroupBuffer()
+    peers, ranks = config.trainer.tensor_parallel, job.placement["trainer"]
+    lanes = len(ranks) // peers
+    draw = Draw(config.groups_per_step // lanes, config.trained_per_prompt, b.most_on_policy, b.priority, b.temperature)
+    lane = ranks.index(job.world.rank) // peers if job.world.rank in ranks else 0
+    return ReplayBuffer(draw, sync_period=b.sync_period, max_size=b.max_size // lanes, seed=config.seed, rank=lane)
+
+
+def step_options(config: Config) -> Callable[[int], dict[str, float]]:
+    """The options of the loss that follow a schedule."""
+    s = config.beta_schedule
+    if s.kind == "constant":
+        return lambda step: {}
+    first = float(config.loss.options["beta"])
+    return lambda step: {"beta": beta_at(step, first, kind=s.kind, final=s.final, end_step=s.end_step, cut_step=s.cut_step)}
 
 
 def build_trainer(config: Config, job: Job) -> FSDPTrainer:
@@ -114,6 +140,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         lr=config.lr,
         schedule=t.schedule,
         warmup_steps=t.warmup_steps,
+        decay_steps=t.decay_steps,
         max_steps=config.max_steps,
         microbatch_tokens=t.microbatch_tokens,
         max_grad_norm=t.max_grad_norm,
@@ -136,7 +163,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         activation_checkpointing=t.activation_checkpointing,
         loss_fn=loss_fn,
         update=update,
-        buffer=BUFFERS[config.buffer.kind](),
+        buffer=build_buffer(config, job),
         adam=AdamSettings(beta1=t.beta1, beta2=t.beta2, eps=t.eps, weight_decay=t.weight_decay, kind=t.optimizer),
         canary_prompts=job.prompts,
         canary_top=0 if g.quantize == "none" else TOP,
@@ -145,6 +172,8 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         critic=_critic_of(config),
         lora=Lora(t.lora.rank, t.lora.alpha, tuple(t.lora.targets), config.seed) if t.lora.rank else None,
         ema_decay=t.ema_decay,
+        step_options=step_options(config),
+        resets_reference=job.reference_due,
     )
 
 
@@ -153,6 +182,13 @@ def _critic_of(config: Config) -> CriticSettings | None:
     if t.advantages != "gae":
         return None
     return CriticSettings(lr=t.value_lr, coef=t.value_coef, clip=t.value_clip, gamma=t.gamma, gae_lambda=t.gae_lambda)
+
+
+def build_reference_weights(config: Config, trainer: FSDPTrainer, references: list[FrozenReference]) -> list[Weights]:
+    """The policy's way to a reference that is reset to it. None, or one."""
+    if not config.reference.reset_every:
+        return []
+    return [Weights(REFERENCE_WEIGHTS, trainer, references[0], dtype=config.model.dtype, transport=config.weights.transport)]
 
 
 def build_weights(config: Config, trainer: FSDPTrainer, generator: Generator) -> Weights:

@@ -2,6 +2,7 @@
 
 loop step    consumes                     waits for                          unblocked by
 take         groups in the buffer         a finished set for step v          groups from the reward; the ledger
+                                          room for its weights               the generators' receipt of older weights
 train        that batch                   -                                  -
 publish      -                            a free staging slot                the generators' receipt of older weights
 """
@@ -18,6 +19,7 @@ from typing import Callable, Iterable
 
 import torch
 
+from llamarl.channel import REFERENCE_WEIGHTS, RESET
 from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.ema import WeightAverage
@@ -31,6 +33,7 @@ from llamarl.models.sharding import Box
 from llamarl.models.tp import TensorParallel
 from llamarl.parity import Prompts, canary_sequences
 from llamarl.tickets import lane_of
+from llamarl.types import Group
 
 EMA = "_ema"  # behind the name of an exported directory: the averaged weights
 
@@ -54,7 +57,9 @@ class FSDPTrainer(Executor):
     replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel: ranks, one after another,
     that share each layer and train on the same groups. lora: train adapters alone; generators and directories get merged
     weights. ema_decay: keep an exponential moving average of the weights, and export it too.
-    canary_prompts, canary_top: see llamarl.parity. evaluate_at(version): whether that version must be evaluated; snapshot_at(version): whether to checkpoint it.
+    step_options(step): options of the loss that change from step to step. resets_reference(version): whether the reference
+    takes that version's weights. canary_prompts, canary_top: see llamarl.parity. evaluate_at(version): whether that version
+    must be evaluated; snapshot_at(version): whether to checkpoint it.
     """
 
     name = "trainer"
@@ -79,6 +84,8 @@ class FSDPTrainer(Executor):
         critic: CriticSettings | None = None,
         lora: Lora | None = None,
         ema_decay: float | None = None,
+        step_options: Callable[[int], dict[str, float]] = lambda step: {},
+        resets_reference: Callable[[int], bool] = lambda version: False,
     ):
         self.model_path, self.model_dtype, self.compute_dtype = model_path, model_dtype, compute_dtype
         self.replicate, self.tensor_parallel = replicate, tensor_parallel
@@ -86,6 +93,7 @@ class FSDPTrainer(Executor):
         self.lora, self.ema_decay = lora, ema_decay
         self.canary_prompts, self.canary_top, self.critic_settings = canary_prompts, canary_top, critic
         self.evaluate_at, self.snapshot_at = evaluate_at, snapshot_at
+        self.step_options, self.resets_reference = step_options, resets_reference
         self.version = 0
         self.buffer = buffer
         self.done = False
@@ -130,9 +138,13 @@ class FSDPTrainer(Executor):
             group=self.group.process_group if self.group.size > 1 else None,
             device=self.group.device,
             critic=self.critic,
+            step_options=self.step_options,
         )
         self.weights = self.outputs["policy"]
         self.weights.bind(self.decoder.config, self._policy.parameters, self.group.tensor_group)
+        self.reference_weights = self.outputs.get(REFERENCE_WEIGHTS)
+        if self.reference_weights is not None:
+            self.reference_weights.bind(self.decoder.config, self._policy.parameters, self.group.tensor_group)
 
     def _build_critic(self) -> Critic:
         return Critic(
@@ -152,7 +164,7 @@ class FSDPTrainer(Executor):
         if self.done:
             return arrived
         tickets = None
-        if self.version < self.settings.max_steps:
+        if self.version < self.settings.max_steps and self._has_room():
             tickets = self.tickets.take(self.version, waited=time.monotonic() - self._wait_since > 0.02)
         if tickets is not None:
             self._train(tickets)
@@ -162,9 +174,19 @@ class FSDPTrainer(Executor):
             return True
         return arrived
 
+    def _has_room(self) -> bool:
+        """Whether the weights of this step can leave.
+
+        A step that waited for that would keep this rank's own generator from taking earlier ones in.
+        """
+        resets = self.reference_weights is not None and self.resets_reference(self.version + 1)
+        return self.weights.has_room() and (not resets or self.reference_weights.has_room())
+
     def waiting_for(self) -> str | None:
         if self.done:
             return None
+        if self.version < self.settings.max_steps and not self._has_room():
+            return f"weights: the receipt of those before version {self.version} by the generators"
         return f"data: the groups of step {self.version} ({len(self.buffer)} here) from the reward; {self.tickets.waits_for()}"
 
     # -- one step -----------------------------------------------------------------------------------------------------
@@ -180,17 +202,19 @@ class FSDPTrainer(Executor):
         self.claim_device()
         began = time.monotonic()
         waited_s = began - self._wait_since
-        groups = self.buffer.take(tickets)
+        groups = self.buffer.take(tickets, self.version)
         try:
             metrics = self._update.run(groups, self.version, lambda: self.control.stopping or self.control.signalled)
         except StepAborted:
-            self.buffer.put(groups)
+            self.buffer.untake(groups)
             self.tickets.untake(self.version)
             self._finish()
             return
+        metrics |= self._reported(groups)
         self.version += 1
         self.tickets.trained(metrics["reward/mean"] if metrics["tokens/trained"] else math.nan)
         stall_s = self._publish(must_differ=metrics["grad_norm"] > 0)
+        self._reset_reference()
         if self.group.index == 0:
             self.metrics.report(
                 self.version,
@@ -207,6 +231,26 @@ class FSDPTrainer(Executor):
         if self.snapshot_at(self.version) and self.version < self.settings.max_steps:
             self.snapshots.save(self.version, self)
         self._wait_since = time.monotonic()
+
+    def _reported(self, groups: list[Group]) -> dict[str, float | None]:
+        """Metrics of the buffer, of scheduled options and of the reference. Collective where they need all ranks."""
+        out: dict[str, float | None] = {f"loss/{name}": value for name, value in self.step_options(self.version).items()}
+        sums, maxima = self.buffer.sums(self.version)
+        if self.reference_weights is not None:
+            maxima["_reference"] = float(max((g.ref_version for g in groups), default=0))
+        if sums or maxima:
+            sums, maxima = self._update.over_ranks(sums, maxima)
+        if "_reference" in maxima:
+            out["reference/version"] = maxima.pop("_reference")
+        return out | (self.buffer.report(sums, maxima) if sums else {})
+
+    def _reset_reference(self) -> None:
+        """Send these weights to the reference if it is to take them. Mail tells of it, in order with that of snapshots."""
+        if self.reference_weights is None or not self.resets_reference(self.version):
+            return
+        self.reference_weights.publish(self.version, evaluate=True, must_differ=False)  # evaluate: not to be overtaken
+        for rank in self.reference_weights.receivers if self.control.is_leader else ():
+            self.control.post(rank, RESET, {"version": self.version})
 
     def _publish(self, *, must_differ: bool) -> float:
         self.claim_device()
@@ -253,17 +297,14 @@ class FSDPTrainer(Executor):
                     if (scale := moment_scale(state[key])) is not None:
                         tensors[f"{key}_scale/{name}"] = scale
         steps = [float(s["step"]) for s in self.optimizer.state.values()]
-        buffered = self.buffer.to_bytes() if first_peer else b""
-        if buffered:
-            tensors["buffer"] = torch.frombuffer(bytearray(buffered), dtype=torch.uint8)
         return {
             **tensors,
             **(self.critic.state_dict() if self.critic and first_peer and self.group.replica == 0 else {}),
+            **(self.buffer.state_dict() if first_peer else {"buffered": []}),
             "boxes": boxes,
             "version": self.version,
             "lora": self._lora_state(),
             "adam_step": steps[0] if steps else 0.0,
-            "buffered": self.buffer.tickets() if first_peer else [],
         }
 
     @torch.no_grad()
@@ -273,7 +314,7 @@ class FSDPTrainer(Executor):
         ValueError if it was saved with other adapters than this run's.
         """
         self.claim_device()
-        groups, buffered, adam_step, has_values, averaged = GroupBuffer(), [], 0.0, False, False
+        stored, adam_step, has_values, averaged = [], 0.0, False, False
         for part in parts:
             if part.get("lora") != self._lora_state():
                 raise ValueError(
@@ -285,11 +326,7 @@ class FSDPTrainer(Executor):
             for name, p in self._parameters:
                 self._load_box(p, name, part)
             has_values |= self.critic is not None and self.critic.load_state_dict(part)
-            buffered += part["buffered"]
-            if "buffer" in part:
-                kept = GroupBuffer()
-                kept.load_bytes(part["buffer"].numpy().tobytes())
-                groups.put(kept.take(kept.tickets()))
+            stored.append({key: part[key] for key in ("buffer", "buffered", "held") if key in part})
         settle_moments(self.optimizer)
         for _, p in self._parameters if adam_step else []:
             self.optimizer.state[p]["step"] = torch.tensor(adam_step, device=self.group.device)
@@ -300,8 +337,8 @@ class FSDPTrainer(Executor):
                 "the checkpoint holds no average of the weights: it starts again from the weights of version %d", self.version
             )
             self._average.restart()
-        finished = self.tickets.reconcile(buffered)
-        self.buffer.put([g for g in groups.take(groups.tickets()) if g.ticket in finished and self._is_mine(g.ticket)])
+        finished = self.tickets.reconcile([ticket for part in stored for ticket in part["buffered"]])
+        self.buffer.load(stored, finished, self._is_mine)
         self._published = -1
 
     def _is_mine(self, ticket: int) -> bool:
@@ -357,5 +394,6 @@ class FSDPTrainer(Executor):
         return [*(local(t) for t in (*self.decoder.parameters(), *moments)), *kept]
 
     def teardown(self) -> None:
-        if hasattr(self, "weights"):
-            self.weights.close()
+        for weights in (getattr(self, "weights", None), getattr(self, "reference_weights", None)):
+            if weights is not None:
+                weights.close()

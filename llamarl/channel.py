@@ -29,6 +29,10 @@ from llamarl.p2p import recv_message, send_closed, send_message
 from llamarl.tickets import lane_of
 
 
+REFERENCE_WEIGHTS = "reference_policy"  # the channel of the weights that the reference is reset to
+RESET = "reset"  # the leader's word that a version was sent there; in order with its word of snapshots
+
+
 @dataclass(frozen=True)
 class Channel:
     """One arrow of the graph."""

@@ -15,6 +15,7 @@ Classes elsewhere take plain values; only recipes and the controller see a Confi
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -54,13 +55,14 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
         return Problem(" ".join(f"{key}={show(value)}" for key, value in shown), what, keys)
 
     c, g, hosts = config, config.governor, -(-world_size // (local_world_size or world_size))
+    ahead = c.max_lag != 0
     truncates = c.on_deadline == "truncate"
     impossible = [
         ("overcommit max_lag", c.max_lag == 0 and c.overcommit not in ("auto", 0),
          "without lag nothing can start ahead; overcommit=0, or max_lag=1"),
         ("on_deadline max_lag", truncates and c.max_lag == 0,
          "without lag every ticket is due at its own step, and none could stand in for it; on_deadline=wait, or max_lag=1"),
-        ("on_deadline overcommit", truncates and c.max_lag > 0 and c.overcommit == 0,
+        ("on_deadline overcommit", truncates and ahead and c.overcommit == 0,
          "ends a straggler once others make up its batch, and none are started beyond one; overcommit=auto, or on_deadline=wait"),
         ("governor.least governor.most", g.most is not None and g.least > g.most,
          "the least is more than the most"),
@@ -88,6 +90,11 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
          "nothing to adapt: name projections, such as trainer.lora.targets=[q_proj,v_proj]"),
         ("trainer.warmup_steps max_steps", c.trainer.warmup_steps > c.max_steps > 0,
          "the warm-up would not end"),
+        ("trainer.decay_steps trainer.schedule", c.trainer.decay_steps is not None and c.trainer.schedule != "wsd",
+         "only wsd ends with a decay; trainer.schedule=wsd, or null"),
+        ("trainer.decay_steps trainer.warmup_steps max_steps",
+         c.trainer.decay_steps is not None and c.trainer.decay_steps + c.trainer.warmup_steps > c.max_steps > 0,
+         "warm-up and decay are longer than the run"),
         ("task.path task.kind", c.task.kind in ("jsonl", "gsm8k", "hf_dataset") and not c.task.path,
          "needs its data: task.path=PATH"),
         ("task.name task.kind", c.task.kind == "reasoning_gym" and not c.task.name,
@@ -96,13 +103,13 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
          "needs the run to go on with: run_dir=DIR"),
         ("offload", c.offload and not c.placement.colocate,
          "moves executors that share a device out of each other's way; name them: placement.colocate=[trainer,generator]"),
-        ("offload max_lag", c.offload and c.max_lag > 0,
+        ("offload max_lag", c.offload and ahead,
          "with any lag trainer and generator work at the same time, so neither can leave the device; max_lag=0"),
         ("weights.transport", c.weights.transport in ("shm", "cuda_ipc") and hosts > 1,
          f"ranks on {hosts} hosts share no memory; weights.transport=gloo or nccl, or auto"),
     ]  # fmt: skip
     problems = placement_problems(config, world_size, problem) + generator_problems(config, problem)
-    problems += [problem(what, *keys.split()) for keys, wrong, what in impossible if wrong]
+    problems += [problem(what, *keys.split()) for keys, wrong, what in impossible + _replay_rules(config) if wrong]
     for key, path in (("task.path", c.task.path), ("task.eval_path", c.task.eval_path), ("model.path", c.model.path)):
         needed = Path(path or ".") / ("config.json" if path and key == "model.path" else "")
         if not needed.exists():
@@ -110,6 +117,56 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
     if c.resume not in ("auto", "never") and not Path(c.resume).is_dir():
         problems.append(problem("no such directory; need auto, never or a checkpoint's directory", "resume"))
     return problems + _loss_problems(c.loss)
+
+
+def _replay_rules(c: Config) -> list[tuple[str, bool, str]]:
+    """(keys, whether it is wrong, the remedy) of a replay buffer, a reference that is reset, and a schedule of beta."""
+    b, s = c.buffer, c.beta_schedule
+    replay, unbounded = b.kind == "replay", c.max_lag is None
+    needed = ("sync_period", "most_on_policy", "priority", "temperature", "max_size")
+    own, given = (*needed, "completions_per_prompt", "initial_completions"), dataclasses.asdict(b)
+    trained, beta = c.groups_per_step * c.trained_per_prompt, c.loss.options.get("beta")
+    set_for_fifo = [key for key in own if not replay and given[key] is not None]
+    unset = [key for key in needed if replay and given[key] is None]
+    return [
+        *((f"buffer.{key}", True, "is the replay buffer's: buffer=replay, or null") for key in set_for_fifo),
+        *((f"buffer.{key}", True, "the replay buffer needs it; start from buffer=replay") for key in unset),
+        ("max_lag buffer.kind", unbounded and not replay,
+         "no bound is for a buffer that has one of its own: buffer=replay, or max_lag=1"),
+        ("overcommit max_lag", unbounded and c.overcommit in ("oppo", "window"),
+         "their rules are for a bounded lag; a number of groups, or auto: no limit"),
+        ("on_deadline max_lag", unbounded and c.on_deadline == "truncate",
+         "without a bound nothing has a deadline; on_deadline=wait, or generator.max_seconds"),
+        ("buffer.max_size groups_per_step", replay and b.max_size is not None and b.max_size < trained,
+         f"does not hold the {trained} completions of a step; raise it"),
+        ("buffer.completions_per_prompt group_size", replay and c.trained_per_prompt > c.group_size,
+         "a prompt has fewer completions than are trained on at once: TBA's S >= K; raise group_size"),
+        ("buffer.completions_per_prompt trainer.advantages",
+         replay and b.completions_per_prompt == 1 < c.group_size and c.trainer.advantages != "gae",
+         "one completion of a prompt has no baseline: its advantage is always 0; need at least 2, or trainer.advantages=gae"),
+        ("buffer.initial_completions max_lag",
+         replay and not unbounded and (b.initial_completions or 0) > c.groups_per_step * c.group_size,
+         "with a bounded lag a step begins with one batch; max_lag=null, or a smaller fill"),
+        ("buffer.initial_completions buffer.max_size",
+         replay and b.max_size is not None and (b.initial_completions or 0) > b.max_size,
+         "the buffer does not hold its initial fill"),
+        ("reference.reset_every reference.enabled", c.reference.reset_every is not None and not c.reference.enabled,
+         "needs a reference: reference=reset"),
+        ("reference.reset_every buffer.kind", c.reference.reset_every is not None and replay,
+         "what the buffer holds was scored by earlier references; reference=frozen, or buffer=fifo"),
+        ("reference.reset_every offload", c.reference.reset_every is not None and c.offload,
+         "the policy's weights travel to the reference while others have the device; offload=false, or reference=frozen"),
+        ("beta_schedule.kind loss.fn", s.kind != "constant" and not isinstance(beta, (int, float)),
+         "needs a loss with an option beta, and its first value: loss.beta=0.01"),
+        ("beta_schedule.kind beta_schedule.final", s.kind != "constant" and s.final is None,
+         "needs the value to end at"),
+        ("beta_schedule.kind beta_schedule.end_step", s.kind != "constant" and s.end_step is None,
+         "needs the step at which the line ends"),
+        ("beta_schedule.kind beta_schedule.cut_step", s.kind == "cut" and s.cut_step is None,
+         "needs the step from which the final value holds"),
+        ("beta_schedule.kind", s.kind == "constant" and any(v is not None for v in (s.final, s.end_step, s.cut_step)),
+         "does not read final, end_step and cut_step; linear, or cut"),
+    ]  # fmt: skip
 
 
 def _loss_problems(loss: LossSettings) -> list[Problem]:

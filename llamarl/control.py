@@ -98,6 +98,10 @@ class Control:
             out.append(box.popleft())
         return out
 
+    def has(self, topic: str) -> bool:
+        """Whether a message of a topic waits to be taken."""
+        return bool(self._mail[topic])
+
     def on(self, topic: str, handler: Callable[[int, dict], None]) -> None:
         """Have a topic's messages handled at once, on the listener thread (or the poster's, in one process)."""
         self._handlers[topic] = handler

@@ -134,6 +134,9 @@ class Executor:
         if self.turns is not None:
             self.turns.claim(self.name)
 
+    def before_snapshot(self, step: int) -> None:
+        """The trainer is past this step; `state_dict` follows, and must hold nothing that was made after it."""
+
     def state_dict(self) -> dict[str, torch.Tensor | int | float | str | list]:
         """What a checkpoint must hold to go on after this station's last step. Tensors and JSON values."""
         return {}

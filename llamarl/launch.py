@@ -25,6 +25,7 @@ from llamarl.control import DeadlineExceeded, PeerDied
 from llamarl.controller import RunSettings
 from llamarl.ddma.links import WeightsError
 from llamarl.governors import Constants
+from llamarl.learning.replay import lag_bound
 from llamarl.learning.update import NotFinite
 from llamarl.models.hf import load_tokenizer
 from llamarl.observe import RowWriter, build_sinks
@@ -125,7 +126,19 @@ class Job:
             num_lanes=len(self.placement["trainer"]) // c.trainer.tensor_parallel,
             num_generators=len(self.placement["generator"]) // c.generator.tensor_parallel,
             resume_in_work=c.resumes_partials,
+            initial_groups=self.initial_groups,
         )  # fmt: skip
+
+    @property
+    def initial_groups(self) -> int:
+        """Groups that a replay buffer holds before the first step."""
+        completions, size = self.config.buffer.initial_completions, self.config.group_size
+        return self.config.groups_per_step if completions is None else -(-completions // size)
+
+    def reference_due(self, version: int) -> bool:
+        """Whether the reference is reset to this version."""
+        every = self.config.reference.reset_every
+        return bool(every) and version > 0 and version % every == 0
 
     def writer(self) -> RowWriter:
         """The leader's book of metrics, with the console and what else the config asks for."""
@@ -145,13 +158,22 @@ class Job:
 
     def announce(self) -> None:
         c = self.config
-        overcommit = f"overcommit {c.overcommit}" if c.max_lag else "synchronous"
+        overcommit = "synchronous" if c.max_lag == 0 else f"overcommit {c.overcommit}"
+        if c.buffer.kind == "replay":
+            overcommit += f", replay of the newest {c.buffer.max_size:,} completions"
+            lanes = len(self.placement["trainer"]) // c.trainer.tensor_parallel
+            if c.max_lag is not None:
+                most = lag_bound(
+                    max_lag=c.max_lag, completions_per_step=c.groups_per_step // lanes * c.group_size, group_size=c.group_size,
+                    sync_period=c.buffer.sync_period, max_size=c.buffer.max_size // lanes,
+                )  # fmt: skip
+                overcommit += f", at most {most:,} steps old"
         print(
             f"llamarl  {self.model_path.name} on {c.task.kind}, {c.groups_per_step} x {c.group_size} completions a step, {c.loss.fn}"
         )
         print(f"ranks    {self.hosts}  ({self.world.device.type}, {torch.get_num_threads()} thread(s) each)")
         ends = ", stragglers end at their deadline" if c.on_deadline == "truncate" else ""
-        print(f"async    max_lag {c.max_lag}, {overcommit}{ends}")
+        print(f"async    max_lag {'none' if c.max_lag is None else c.max_lag}, {overcommit}{ends}")
         resumed = f", resumed from {self.run.resume_from.name}" if self.run.resume_from else ""
         print(f"run      {self.run.path}{resumed}", flush=True)
 

@@ -134,8 +134,8 @@ class TicketDesk:
             self._ledger.trained(reward)
 
     @property
-    def overcommit(self) -> int:
-        """Groups, as the governor has it now; of interest on the leader."""
+    def overcommit(self) -> int | None:
+        """Groups, as the governor has it now; None: no limit. Of interest on the leader."""
         return self._ledger.overcommit
 
     def waits_for(self) -> str:

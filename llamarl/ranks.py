@@ -77,7 +77,7 @@ def generator_problems(c: Config, problem: Callable[..., Problem]) -> list[Probl
         ("generator.resume_partials max_lag", bool(c.generator.resume_partials) and c.max_lag == 0,
          "a resumed synchronous run has the bits of an uninterrupted one, so its completions start again; leave it out"),
         ("generator.resume_partials generator.in_flight_updates",
-         bool(c.generator.resume_partials) and c.max_lag > 0 and not c.updates_in_flight,
+         bool(c.generator.resume_partials) and c.max_lag != 0 and not c.updates_in_flight,
          "would go on under other weights than they were begun with; leave one of them out"),
     ]  # fmt: skip
     return [problem(what, *keys.split()) for keys, wrong, what in impossible if wrong] + _engine_problems(c, problem)
@@ -170,7 +170,7 @@ def _tensor_parallel_problems(
         found.append(problem(f"{ranks} cannot be split into replicas of {m}; {remedy}", key))
     if (model := _model(c)) is not None and (heads := model.num_attention_heads) < m:
         found.append(problem(f"the model has {heads} query heads, fewer than ranks to split them over; at most {heads}", key))
-    for first in range(0, len(generator), m) if c.max_lag else ():  # else one rests while the other works
+    for first in range(0, len(generator), m) if c.max_lag != 0 else ():  # else one rests while the other works
         both = sorted(set(generator[first : first + m]) & set(placed["trainer"]))
         if len(both) > 1:
             why = f"ranks {show(both)} would share a replica and the trainer, and each wait in one for the other"

@@ -28,6 +28,7 @@ _IDENTITY = (
     "max_new_tokens",
     "temperature",
     "max_lag",
+    "buffer.kind",
     "model.path",
     "task.kind",
     "task.path",

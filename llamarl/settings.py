@@ -75,11 +75,27 @@ class RewardSettings:
 @dataclass(frozen=True, slots=True)
 class ReferenceSettings:
     enabled: bool
+    reset_every: Count | None
 
 
 @dataclass(frozen=True, slots=True)
 class BufferSettings:
-    kind: Literal["fifo"]
+    kind: Literal["fifo", "replay"]
+    sync_period: Count | None  # the rest is replay's; None: fifo
+    most_on_policy: Annotated[float, Range(0, 1)] | None
+    priority: Literal["softmax", "uniform"] | None
+    temperature: Positive | None
+    completions_per_prompt: Count | None
+    max_size: Count | None
+    initial_completions: Natural | None
+
+
+@dataclass(frozen=True, slots=True)
+class BetaScheduleSettings:
+    kind: Literal["constant", "linear", "cut"]
+    final: NonNegative | None
+    end_step: Count | None
+    cut_step: Natural | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +118,7 @@ class TrainerSettings:
     eps: Positive
     schedule: Literal["constant", "linear", "cosine", "wsd"]
     warmup_steps: Natural
+    decay_steps: Count | None
     advantages: Literal["group_mean", "group_mean_std", "leave_one_out", "gae"]
     compute_dtype: Literal["float32", "bfloat16"]
     activation_checkpointing: bool
@@ -186,7 +203,7 @@ class Config:
     resume: str
     seed: Natural
     dry_run: bool
-    max_lag: Natural
+    max_lag: Natural | None
     overcommit: Natural | Literal["auto", "oppo", "window"]
     on_deadline: Literal["wait", "truncate"]
     straggler_factor: Annotated[float, Range(1)]
@@ -200,6 +217,7 @@ class Config:
     heartbeat_timeout_s: Positive
     offload: bool
     governor: GovernorSettings
+    beta_schedule: BetaScheduleSettings
     eval: EvalSettings
     checkpoint: CheckpointSettings
     weights: WeightsSettings
@@ -215,16 +233,21 @@ class Config:
     placement: PlacementSettings
 
     @property
+    def trained_per_prompt(self) -> int:
+        """Completions of a prompt that a step trains on."""
+        return self.buffer.completions_per_prompt or self.group_size
+
+    @property
     def updates_in_flight(self) -> bool:
         """Whether a generator takes in new weights while completions are running."""
         in_flight = self.generator.in_flight_updates
-        return self.max_lag > 0 if in_flight is None else in_flight
+        return self.max_lag != 0 if in_flight is None else in_flight
 
     @property
     def resumes_partials(self) -> bool:
         """Whether a checkpoint's unfinished completions go on."""
         resume = self.generator.resume_partials
-        return self.max_lag > 0 and self.updates_in_flight if resume is None else resume
+        return self.max_lag != 0 and self.updates_in_flight if resume is None else resume
 
 
 @dataclass(frozen=True, slots=True)

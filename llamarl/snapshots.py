@@ -58,6 +58,7 @@ class Snapshots:
         for _, message in asked:
             for executor in self._executors:
                 if has_state(executor) and executor.name != "trainer":
+                    executor.before_snapshot(message["step"])
                     self._checkpointer.save_part(message["step"], executor.name, executor.group.index, executor.state_dict())
         self._checkpointer.pump()
         return bool(asked)

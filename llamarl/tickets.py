@@ -20,6 +20,11 @@ holds recent weights).
 
 With n data-parallel trainer ranks ("lanes"), ticket t belongs to lane perm[t mod n], and the rules hold for each lane with
 B/n and its share of overcommit. All lanes take together.
+
+max_lag None is for a replay buffer, which is handed everything and bounds staleness by its size. Every deadline is NEVER, so
+that (1) says nothing, and what is left of the rules is
+  admission   a ticket may start while started-and-unfinished < B + overcommit (None: while there is room in the channels);
+  take        step v hands over all that is finished; step 0 waits for an initial fill, no other step waits.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from llamarl.governors import GOVERNORS, Constants, Governor
 from llamarl.types import Prompt, Ticket
 
 LANE_SEED = 20  # of the pre-set permutation
+NEVER = 1 << 62  # deadline of a ticket that any step may train on
 
 
 class TrainPrompts(Protocol):
@@ -87,10 +93,11 @@ class Lane:
     """The rules of this module for one data-parallel rank: tickets `first`, `first + stride`, ... Not thread-safe; TicketLedger is.
 
     num_shares > 1: the lane's tickets are dealt to that many generators in turn, each with a cursor of its own.
+    fill: groups that step 0 waits for where a take hands over everything; None: a take is one batch.
     """
 
-    def __init__(self, first: int, stride: int, groups_per_step: int, num_shares: int = 1):
-        self.groups_per_step = groups_per_step
+    def __init__(self, first: int, stride: int, groups_per_step: int, num_shares: int = 1, fill: int | None = None):
+        self.groups_per_step, self.fill = groups_per_step, fill
         self.deadlines: dict[int, int] = {}  # started and untrained
         self.finished: set[int] = set()
         self.again: list[int] = []  # to start once more, before new ones
@@ -104,7 +111,9 @@ class Lane:
     def _place(self, ticket: int) -> int:
         return (ticket - self._first) // self._stride
 
-    def may_start(self, share: int, deadline: int, step: int, overcommit: int) -> bool:
+    def may_start(self, share: int, deadline: int, step: int, overcommit: int | None) -> bool:
+        if self.fill is not None:
+            return overcommit is None or len(self.deadlines) - len(self.finished) < self.groups_per_step + overcommit
         if len(self._cursors) > 1 and self._place(self.next_ticket(share)) >= (step + 1) * self.groups_per_step:
             return False  # its share of this batch is started
         return (
@@ -123,7 +132,9 @@ class Lane:
         return Ticket(ticket, deadline)
 
     def choose(self, step: int) -> list[int] | None:
-        """The batch of step `step`, earliest deadline first, or None if it must wait."""
+        """What step `step` takes, earliest deadline first, or None if it must wait."""
+        if self.fill is not None:
+            return sorted(self.finished) if step or len(self.finished) >= self.fill else None
         due = sorted(self.finished, key=lambda t: (self.deadlines[t], t))[: self.groups_per_step]
         if len(due) < self.groups_per_step:
             return None
@@ -133,7 +144,7 @@ class Lane:
 
     def overdue(self, step: int) -> list[int]:
         """Unfinished tickets whose last step is `step`, once a batch of others is finished."""
-        if len(self.finished) < self.groups_per_step:
+        if len(self.finished) < self.groups_per_step or self.fill is not None:
             return []
         return sorted(t for t, d in self.deadlines.items() if d <= step and t not in self.finished)
 
@@ -173,22 +184,26 @@ class TicketLedger:
     overcommit: groups, or the name of a governor, with its constants. num_generators: with max_lag 0 a lane's tickets are
     dealt to them in turn, so that what is sampled does not depend on who asks first; otherwise a ticket goes to whoever asks.
     resume_in_work: over a resume, tickets whose partial completions were saved stay started, with their deadlines.
+    max_lag None: a replay buffer takes everything, and step 0 waits for initial_groups; overcommit is then a number of groups,
+    or auto: no limit.
     """
 
     def __init__(
         self,
         *,
         groups_per_step: int,
-        max_lag: int,
+        max_lag: int | None,
         overcommit: int | str,
         constants: Constants = Constants(),
         num_lanes: int = 1,
         num_generators: int = 1,
         resume_in_work: bool = False,
+        initial_groups: int = 1,
     ):
         if groups_per_step % num_lanes:
             raise ValueError(f"groups_per_step={groups_per_step} does not split over {num_lanes} trainer ranks")
-        if max_lag < 0 or (max_lag == 0 and overcommit not in (0, "auto")):
+        bounded = max_lag is not None
+        if bounded and (max_lag < 0 or (max_lag == 0 and overcommit not in (0, "auto"))):
             raise ValueError(
                 f"max_lag={max_lag} with overcommit={overcommit}: synchronous training starts nothing ahead; set overcommit=0"
             )
@@ -196,18 +211,21 @@ class TicketLedger:
         self.step = 0  # v, the next step to be taken
         self.governor: Governor | None = None
         if isinstance(overcommit, str):
-            if overcommit not in GOVERNORS:
-                raise ValueError(f"overcommit={overcommit!r}: need a whole number, or one of {', '.join(GOVERNORS)}")
-            self.governor = GOVERNORS[overcommit](groups_per_step, max_lag, constants)
-        self._overcommit = 0 if isinstance(overcommit, str) else overcommit
+            rules = list(GOVERNORS) if bounded else ["auto"]
+            if overcommit not in rules:
+                raise ValueError(f"overcommit={overcommit!r}: need a whole number, or one of {', '.join(rules)}")
+            self.governor = GOVERNORS[overcommit](groups_per_step, max_lag, constants) if bounded else None
+        self._overcommit = None if isinstance(overcommit, str) else overcommit
         self._num_shares = num_generators if max_lag == 0 else 1
         self._resume_in_work = resume_in_work
-        self._lanes = [Lane(i, num_lanes, groups_per_step // num_lanes, self._num_shares) for i in range(num_lanes)]
+        fill = None if bounded else max(1, -(-initial_groups // num_lanes))
+        self._lanes = [Lane(i, num_lanes, groups_per_step // num_lanes, self._num_shares, fill) for i in range(num_lanes)]
         self._taken: tuple[int, dict[int, int]] | None = None
         self._lock = threading.RLock()
 
     @property
-    def overcommit(self) -> int:
+    def overcommit(self) -> int | None:
+        """Groups; None: no limit."""
         return self.governor.value if self.governor else self._overcommit
 
     @property
@@ -223,14 +241,11 @@ class TicketLedger:
         """Up to `count` tickets for a generator that holds weights `version`; fewer, or none, if the rules forbid more."""
         granted: list[Ticket] = []
         with self._lock:
-            deadline, extra, n = version + self.max_lag, self.overcommit, len(self._lanes)
-            share = generator % self._num_shares
+            extra, n, share = self.overcommit, len(self._lanes), generator % self._num_shares
+            deadline = NEVER if self.max_lag is None else version + self.max_lag
+            extras = [extra if extra is None else extra // n + (i < extra % n) for i in range(n)]
             while len(granted) < count:
-                able = [
-                    lane
-                    for i, lane in enumerate(self._lanes)
-                    if lane.may_start(share, deadline, self.step, extra // n + (i < extra % n))
-                ]
+                able = [lane for lane, more in zip(self._lanes, extras) if lane.may_start(share, deadline, self.step, more)]
                 if not able:
                     break
                 granted.append(min(able, key=lambda lane: lane.next_ticket(share)).start(share, deadline))
@@ -246,7 +261,7 @@ class TicketLedger:
                 lane.finished.add(ticket)
 
     def take(self, step: int, waited: bool = False) -> list[int] | None:
-        """All lanes' batches of step `step`, lane after lane, earliest deadline first; None while a lane must wait.
+        """What all lanes hand over to step `step`, lane after lane, earliest deadline first; None while a lane must wait.
 
         Taking is final unless `untake` follows. ValueError if `step` is not the next one.
         """

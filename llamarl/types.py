@@ -31,7 +31,7 @@ class Ticket:
     """One unit of work: "make a group for prompt `index`". Made by the ledger, consumed by a generator."""
 
     index: int  # dense from 0, in prompt order; PromptStream(task, seed)[index] is its prompt
-    deadline: int  # the last optimizer step that may train on it: version when started + max_lag
+    deadline: int  # the last optimizer step that may train on it: version when started + max_lag (tickets.NEVER without one)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,7 @@ class Group:
     rewards: Tensor  # [G] float32, NaN where the completion must not be trained on
     finish_reasons: tuple[str, ...]  # G
     outcomes: tuple[str, ...]  # G
+    ref_version: int = 0  # policy version of the reference that made ref_logprobs; 0: the weights that training started from
 
     def __post_init__(self):
         tokens, size = int(self.lengths.sum()), self.lengths.numel()

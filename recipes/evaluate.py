@@ -28,7 +28,7 @@ from llamarl.run import RunDirectory
 from llamarl.tasks.pool import Outcome, RewardPool
 from llamarl.types import Completion, Prompt
 
-OF_THE_RUN = "task reward eval generator model.dtype group_size max_new_tokens temperature seed threads max_lag".split()
+OF_THE_RUN = "task reward eval generator model.dtype group_size max_new_tokens temperature seed threads max_lag buffer".split()
 OUR_OWN = "generator.tensor_parallel generator.quantize generator.quantize_keep".split()  # as the engine here is
 
 

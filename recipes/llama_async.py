@@ -10,7 +10,9 @@ prompts -> Generator -> Reward -> (Reference ->) Trainer
 
 from itertools import pairwise
 
-from executors.stations import build_generator, build_references, build_reward, build_trainer, build_weights
+from executors.stations import (
+    build_generator, build_reference_weights, build_references, build_reward, build_trainer, build_weights,
+)  # fmt: skip
 from llamarl.channel import Gather, Scatter
 from llamarl.config import Config, main
 from llamarl.controller import ExecutorController
@@ -34,6 +36,7 @@ def run(config: Config) -> None:
                 *(Gather("scored", a, b) for a, b in pairwise(scorers)),
                 Scatter("groups", scorers[-1], trainer),
                 build_weights(config, trainer, generator),
+                *build_reference_weights(config, trainer, references),
             ],
             placement=job.placement,
             ledger=job.ledger(),

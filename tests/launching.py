@@ -157,3 +157,8 @@ def hangs_on_one(prompt: str, completion: str, meta: dict) -> float:
 
 def fails(prompt: str, completion: str, meta: dict) -> float:
     raise RuntimeError("no verdict")
+
+
+def with_beta(trainer_logprobs, generator_logprobs, ref_logprobs, advantages, loss_mask, *, num_loss_tokens, beta):
+    """A loss with a coefficient that can follow a schedule: REINFORCE times beta."""
+    return -beta * (advantages * trainer_logprobs)[loss_mask].sum() / max(num_loss_tokens, 1), {}

@@ -159,6 +159,16 @@ class WeightsSender:
         """
         return self._publisher.publish(version, self._stage, evaluate=evaluate, must_differ=must_differ, canary=canary)
 
+    def has_room(self) -> bool:
+        """False where `publish` would wait for a receiver that only this rank's own loop can move on."""
+        route = self._route
+        return route.control.rank not in route.destinations or self._publisher.has_room()
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """Ranks."""
+        return self._route.destinations
+
     @torch.no_grad()
     def _stage(self, slot: Tensor, progress: Progress) -> None:
         largest = self._largest_of_split_rows()

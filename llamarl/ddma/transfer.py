@@ -222,6 +222,10 @@ class Publisher:
         job.sealed.set()
         return held_s
 
+    def has_room(self) -> bool:
+        """Whether a slot is free: `publish` then does not wait."""
+        return not self._free.empty()
+
     def _free_slot(self, version: int) -> int:
         until = time.monotonic() + self._deadline_s
         while time.monotonic() < until:

@@ -1,45 +1,85 @@
-"""Finished groups that wait at a trainer rank for their step. The ledger decides which are taken, and how stale they may be."""
+"""Finished groups that wait at a trainer rank for their step. The ledger decides which are handed over, and when.
+
+A buffer is put what comes, and at each step it takes what the ledger hands over and gives what the step trains on:
+
+    fifo      the groups that were handed over, once                                   this file
+    replay    completions of everything that was, drawn anew at each step (TBA)        llamarl.learning.replay
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
 from llamarl import wire
 from llamarl.types import Group
+
+Sums = dict[str, float]
 
 
 class GroupBuffer:
     """fifo: groups by ticket. Which leave is the ledger's word (earliest deadline first)."""
 
     def __init__(self):
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, Group] = {}  # come, and not handed over
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def put(self, groups: list[Group]) -> None:
-        """ValueError for a ticket that is here already: each is trained on once."""
+        """ValueError for a ticket that is here already: each is handed over once."""
         for group in groups:
             if group.ticket in self._groups:
                 raise ValueError(f"group {group.ticket} came twice")
             self._groups[group.ticket] = group
 
-    def take(self, tickets: list[int]) -> list[Group]:
-        """These groups, in ticket order. KeyError for one that has not come."""
+    def take(self, tickets: list[int], step: int) -> list[Group]:
+        """The groups that step `step` trains on, given those that the ledger hands over. KeyError for one that has not come."""
+        return self._hand_over(tickets)
+
+    def untake(self, groups: list[Group]) -> None:
+        """The step just taken is given up: everything is as before it. groups: what `take` returned."""
+        self.put(groups)
+
+    def _hand_over(self, tickets: list[int]) -> list[Group]:
+        """In ticket order."""
         missing = [t for t in tickets if t not in self._groups]
         if missing:
             raise KeyError(f"groups {missing[:4]} were taken by the ledger but have not reached this rank")
         return [self._groups.pop(t) for t in sorted(tickets)]
 
     def tickets(self) -> list[int]:
+        """Of the groups that wait to be handed over."""
         return sorted(self._groups)
 
-    def to_bytes(self) -> bytes:
-        """All groups as one wire message; empty bytes when there are none."""
-        return wire.encode([self._groups[t] for t in self.tickets()]) if self._groups else b""
+    def sums(self, step: int) -> tuple[Sums, Sums]:
+        """(sums, maxima) over this rank of what `report` needs; empty where there is nothing to tell."""
+        return {}, {}
 
-    def load_bytes(self, message: bytes) -> None:
-        self._groups = {}
-        if message:
-            self.put(wire.decode(message))
+    def report(self, sums: Sums, maxima: Sums) -> dict[str, float | None]:
+        """Metrics from the sums and maxima of all ranks."""
+        return {}
+
+    # -- snapshots ----------------------------------------------------------------------------------------------------
+
+    def stored(self) -> list[Group]:
+        """Every group that a snapshot must hold."""
+        return [self._groups[t] for t in self.tickets()]
+
+    def state_dict(self) -> dict:
+        """Groups as one wire message `buffer` (uint8, absent without groups); `buffered`: tickets not handed over."""
+        groups = self.stored()
+        message = {"buffer": torch.frombuffer(bytearray(wire.encode(groups)), dtype=torch.uint8)} if groups else {}
+        return {**message, "buffered": self.tickets()}
+
+    def load(self, parts: Iterable[Mapping], finished: set[int], is_mine: Callable[[int], bool]) -> None:
+        """Of what all ranks stored, this one's. finished: tickets that the ledger counts as finished and not handed over."""
+        for part in parts:
+            buffered = set(part["buffered"]) & finished
+            self.put([g for g in decoded(part) if g.ticket in buffered and is_mine(g.ticket)])
 
 
-BUFFERS: dict[str, type[GroupBuffer]] = {"fifo": GroupBuffer}
+def decoded(part: Mapping) -> list[Group]:
+    """The groups of a stored part."""
+    return wire.decode(part["buffer"].numpy().tobytes()) if "buffer" in part else []

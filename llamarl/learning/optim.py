@@ -113,11 +113,13 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
-def lr_at(step: int, *, lr: float, schedule: str = "constant", warmup_steps: int = 0, max_steps: int) -> float:
+def lr_at(
+    step: int, *, lr: float, schedule: str = "constant", warmup_steps: int = 0, max_steps: int, decay_steps: int | None = None
+) -> float:
     """The learning rate of optimizer step `step`, from 0: up a line to `lr` in warmup_steps, then by `schedule` until max_steps.
 
-    constant | linear (to 0) | cosine (to 0) | wsd (lr, then a line to 0 over the last fifth). No step below max_steps has
-    rate 0. ValueError for an unknown schedule or a warm-up that leaves no steps.
+    constant | linear (to 0) | cosine (to 0) | wsd (lr, then a line to 0 over the last decay_steps, or the last fifth). No step
+    below max_steps has rate 0. ValueError for an unknown schedule or a warm-up that leaves no steps.
     """
     if schedule not in SCHEDULES:
         close = difflib.get_close_matches(schedule, SCHEDULES, n=1)
@@ -128,6 +130,8 @@ def lr_at(step: int, *, lr: float, schedule: str = "constant", warmup_steps: int
     if step < warmup_steps:
         return lr * (step + 1) / (warmup_steps + 1)
     progress = min((step - warmup_steps) / (max_steps - warmup_steps), 1.0)
+    if schedule == "wsd" and decay_steps is not None:
+        return lr * min(1.0, (1.0 - progress) * (max_steps - warmup_steps) / decay_steps)
     return lr * SCHEDULES[schedule](progress)
 
 

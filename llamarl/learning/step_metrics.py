@@ -1,8 +1,9 @@
 """A step's row of metrics: sums over this rank's groups, what the updates add, and the means that they become.
 
 Names: "/max" ends maxima; "/completions" ends sums over completions, whose mean is over completions under the name without
-it; all other sums are over labels and their mean is over those that were computed ("/sum" becomes "/mean"). A step of several updates is one row: its
-means are over the labels and completions of all of them; losses and gradient norms are means over the updates.
+it; all other sums are over labels and their mean is over those that were computed ("/sum" becomes "/mean"). A step of several
+updates is one row: its means are over the labels and completions of all of them; losses and gradient norms are means over the
+updates.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _oldest_per_completion(group: Group) -> list[int]:
 
 def metrics_of(totals: dict[str, float], maxima: dict[str, float], norms: list[float]) -> dict[str, float | None]:
     """The row's names from sums and maxima over all ranks and updates; norms: the gradient's, of each update."""
-    n, valid, rows = totals["_completions"], max(1.0, totals["_valid"]), max(1.0, totals.get("_rows", 0.0))
+    n, valid, rows = max(1.0, totals["_completions"]), max(1.0, totals["_valid"]), max(1.0, totals.get("_rows", 0.0))
     trained, updates = max(1.0, totals["_trained"]), len(norms)
     mean = totals["_reward"] / valid
     fresh = maxima.get("parity/max", -1.0)

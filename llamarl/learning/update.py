@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from llamarl.learning.lags import lag_histogram
 from llamarl.learning.logprobs import make_head
 from llamarl.learning.losses.common import Completions, needs_entropy_gradient, takes
 from llamarl.learning.losses.ppo import value_loss
@@ -64,6 +65,7 @@ class UpdateSettings:
     advantages: str  # a name in ADVANTAGES; not used with a critic, whose advantages are GAE's
     skip_zero_advantage: bool
     parity_tolerance: float | None  # None: do not compare (the generator truncates its distribution)
+    decay_steps: int | None = None  # of wsd, in steps; None: the last fifth
     whole_groups: bool = False  # the loss couples the completions of a group
     minibatches_per_step: int = 1
     updates_per_batch: int = 1
@@ -107,7 +109,8 @@ class PolicyUpdate:
     """Runs steps. Collective over `group` (the trainer's ranks), None for a single rank.
 
     Ranks that share a tensor-parallel decoder are given the same groups; in sums over ranks they count once. A rank's groups
-    are cut into minibatches in the order given, as evenly as they go.
+    are cut into minibatches in the order given, as evenly as they go. step_options(step): options of the loss that change from
+    step to step, over those that it has.
     """
 
     def __init__(
@@ -120,9 +123,10 @@ class PolicyUpdate:
         group: dist.ProcessGroup | None,
         device: torch.device,
         critic: Critic | None = None,
+        step_options: Callable[[int], dict[str, float]] = lambda step: {},
     ):
         self.decoder, self.optimizer, self.loss_fn, self.settings = decoder, optimizer, loss_fn, settings
-        self.critic, self._device = critic, device
+        self.critic, self.step_options, self._device = critic, step_options, device
         tp = decoder.tensor_parallel
         self._ranks = Ranks(group, device, tp)
         split = [tp is not None and is_split(decoder, name) for name, _ in named_parameters_hf(decoder)]
@@ -264,6 +268,7 @@ class PolicyUpdate:
             schedule=s.schedule,
             warmup_steps=s.warmup_steps * updates,
             max_steps=s.max_steps * updates,
+            decay_steps=s.decay_steps and s.decay_steps * updates,
         )
         set_lr(self.optimizer, s.lr * factor)
         self.optimizer.step()
@@ -312,8 +317,14 @@ class PolicyUpdate:
             every,
             **counted,
             **given,
+            **self.step_options(at.version),
         )
-        stats = {**stats, "entropy": entropy.detach().sum(), "_rows": torch.tensor(float(logprobs.numel()))}
+        stats = {
+            **stats,
+            **lag_histogram(at.version - batch.policy_versions),
+            "entropy": entropy.detach().sum(),
+            "_rows": torch.tensor(float(logprobs.numel())),
+        }
         # A loss may mask what is not finite, or not look at it; it is a broken batch all the same.
         stats["_log_ratio"] = (logprobs.detach() - batch.generator_logprobs).sum()
         if self.critic:
@@ -373,3 +384,7 @@ class PolicyUpdate:
                 f"{worst:.4g}, more than {allowed:g}. The generator's weights or its sampling (temperature, top-k, top-p) are not the "
                 "trainer's; raise trainer.parity_tolerance only if the dtype explains it"
             )
+
+    def over_ranks(self, sums: dict[str, float], maxima: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+        """Collective: sums and maxima over the trainer's ranks."""
+        return self._ranks.reduce(sums, maxima)

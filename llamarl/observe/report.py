@@ -67,6 +67,13 @@ PANELS = (
     ),
     Panel("Ratio, capped share", (("ratio/capped_fraction", "of trained tokens"),), percent=True),
     Panel("Lag", (("lag/max", "max"), ("lag/mean", "mean")), "Optimizer steps between sampling and training.", smooth=False),
+    Panel(
+        "Trained tokens by lag",
+        tuple((f"lag/tokens/{lags}", f"{lags} steps") for lags in ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")),
+        "What a replay buffer's most-on-policy probability and size make of it.",
+        percent=True,
+    ),
+    Panel("Replay buffer, age", (("buffer/age_max", "max"), ("buffer/age_mean", "mean")), "Steps, of what it holds.", smooth=False),
     Panel("Completion length", (("completion/length_mean", "tokens, mean"),)),
     Panel(
         "Truncated completions",

@@ -497,3 +497,35 @@ def test_help_and_the_composed_config_are_hydras(recipe):
 
 def test_multirun_runs_every_point(recipe):
     assert [line.split()[1] for line in recipe("--multirun", "lr=1,2").stdout.splitlines()] == ["1.0", "2.0"]
+
+
+@pytest.mark.parametrize("overrides, where, remedy", [
+    (["max_lag=null"], "max_lag=null buffer.kind=fifo", "buffer=replay"),
+    (["buffer=replay", "overcommit=oppo"], "overcommit=oppo max_lag=null", "auto: no limit"),
+    (["buffer=replay", "on_deadline=truncate"], "on_deadline=truncate max_lag=null", "generator.max_seconds"),
+    (["buffer=replay", "buffer.max_size=100"], "buffer.max_size=100 groups_per_step=64", "512 completions"),
+    (["buffer=replay", "buffer.completions_per_prompt=9"], "buffer.completions_per_prompt=9 group_size=8", "S >= K"),
+    (["buffer=replay", "max_lag=2", "buffer.initial_completions=1000"], "buffer.initial_completions=1000 max_lag=2", "one batch"),
+    (["buffer=replay", "buffer.initial_completions=100001"], "buffer.initial_completions=100001 buffer.max_size=100000", "initial fill"),
+    (["buffer=replay", "buffer.priority=null"], "buffer.priority=null", "start from buffer=replay"),
+    (["buffer.sync_period=2"], "buffer.sync_period=2", "buffer=replay"),
+    (["buffer=replay", "reference=reset"], "reference.reset_every=50 buffer.kind=replay", "buffer=fifo"),
+    (["reference.reset_every=50"], "reference.reset_every=50 reference.enabled=false", "reference=reset"),
+    (["beta_schedule.kind=linear", "beta_schedule.final=0.1", "beta_schedule.end_step=5"], "beta_schedule.kind=linear loss.fn=aipo", "loss.beta"),
+    (["beta_schedule.final=0.1"], "beta_schedule.kind=constant", "linear, or cut"),
+    (["trainer.decay_steps=5"], "trainer.decay_steps=5 trainer.schedule=constant", "wsd"),
+    (["trainer.schedule=wsd", "trainer.decay_steps=101"], "trainer.decay_steps=101 trainer.warmup_steps=0 max_steps=100", "longer than the run"),
+])  # fmt: skip
+def test_what_replay_reset_and_schedules_cannot_go_with_is_told_with_the_remedy(overrides, where, remedy):
+    found = complaints(*overrides)
+    assert where in found and remedy in found[where]
+
+
+def test_a_cut_needs_its_step_and_what_fits_is_accepted():
+    line = ["loss.fn=tests.launching:with_beta", "loss.beta=1.0", "beta_schedule.kind=cut", "beta_schedule.final=0.1", "beta_schedule.end_step=9"]
+    assert complaints(*line) == {"beta_schedule.kind=cut beta_schedule.cut_step=null": "needs the step from which the final value holds"}
+    assert complaints(*line, "beta_schedule.cut_step=3") == {}
+    for accepted in (["buffer=replay"], ["buffer=replay", "max_lag=0"], ["buffer=replay", "overcommit=30"], ["reference=reset", "loss.kl_coef=0.1"]):
+        assert complaints(*accepted) == {}
+    config = config_of("buffer=replay")
+    assert config.max_lag is None and config.updates_in_flight and config.resumes_partials and config.trained_per_prompt == config.group_size

@@ -127,6 +127,16 @@ def test_no_gradients_have_norm_zero():
     assert clip_grad_norm([parameter(1.0)], 1.0).item() == 0
 
 
+def test_wsd_decays_over_the_steps_that_it_is_given():
+    """TBA, table 2: warm-up 50, stable 450, decay 500."""
+
+    def at(step):
+        return lr_at(step, lr=1e-5, schedule="wsd", warmup_steps=50, max_steps=1000, decay_steps=500)
+
+    assert [at(50), at(499), at(500)] == pytest.approx([1e-5] * 3) and at(24) == pytest.approx(1e-5 * 25 / 51)
+    assert [at(750), at(999)] == pytest.approx([0.5e-5, 1e-5 / 500])
+
+
 # -- 8-bit moments -----------------------------------------------------------------------------------------------------------
 
 BLOCK = 3 * 0.0071  # of a block's largest: three roundings to the codes, which are 0.0141 apart where they are coarsest

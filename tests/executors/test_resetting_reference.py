@@ -1,0 +1,176 @@
+"""ResettingReference alone: which version scores a group, when it takes one in, and what a snapshot holds."""
+
+from collections import defaultdict, deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from executors.reference import FrozenReference, ResettingReference
+from llamarl.channel import REFERENCE_WEIGHTS, RESET
+from llamarl.control import DeadlineExceeded
+from llamarl.executor import ExecutorGroup
+from llamarl.models.hf import named_parameters_hf
+from llamarl.models.scratch import tiny_directory
+from llamarl.snapshots import has_state
+from llamarl.types import Group
+
+
+class FakeChannel:
+    name = "groups"
+
+    def __init__(self):
+        self.records, self.room = deque(), True
+
+    def take(self, limit=None):
+        return [self.records.popleft() for _ in range(min(limit or len(self.records), len(self.records)))]
+
+    def put(self, record):
+        self.records.append(record)
+
+    def has_room(self):
+        return self.room
+
+
+class FakeWeights:
+    """Brings versions in order; version v has every parameter scaled by 1 + v / 1000."""
+
+    def __init__(self):
+        self.coming = deque()
+
+    @property
+    def staged(self):
+        return SimpleNamespace(version=self.coming[0]) if self.coming else None
+
+    def bind(self, config, parameters):
+        self.parameters = [(p, p.detach().clone()) for _, p in parameters]
+
+    def swap(self):
+        version = self.coming.popleft()
+        for p, start in self.parameters:
+            p.data = start * (1 + version / 1000)
+        return version, True, {}
+
+    def close(self):
+        pass
+
+
+class FakeControl:
+    def __init__(self):
+        self.mail, self.waited = defaultdict(list), None
+
+    def take(self, topic):
+        out, self.mail[topic] = [(0, m) for m in self.mail[topic]], []
+        return out
+
+    def has(self, topic):
+        return bool(self.mail[topic])
+
+    def check(self):
+        pass
+
+    def wait(self, timeout_s):
+        if self.waited:
+            self.waited()
+
+
+@pytest.fixture
+def station():
+    return make()
+
+
+def make(reset_every=10, deadline_s=5.0):
+    ours = ResettingReference(
+        model_path=str(tiny_directory()), model_dtype="float32", temperature=1.0, microbatch_tokens=500, reset_every=reset_every, deadline_s=deadline_s
+    )  # fmt: skip
+    inputs = {"scored": FakeChannel(), REFERENCE_WEIGHTS: FakeWeights()}
+    ours.attach(ExecutorGroup("reference", (0,), 0, torch.device("cpu")), inputs, {"groups": FakeChannel()}, FakeControl(), None)
+    ours.setup()
+    return ours
+
+
+def group(ticket, *versions):
+    return Group(
+        ticket=ticket, prompt_ids=torch.tensor([1, 5]), lengths=torch.tensor([len(versions)]), token_ids=torch.arange(3, 3 + len(versions)),
+        generator_logprobs=torch.zeros(len(versions)), policy_versions=torch.tensor(versions, dtype=torch.int64), ref_logprobs=torch.empty(0),
+        rewards=torch.ones(1), finish_reasons=("stop",), outcomes=("score",),
+    )  # fmt: skip
+
+
+def sent(ours):
+    return {g.ticket: g for g in ours.outputs["groups"].take()}
+
+
+def reset(ours, version, *, told=True):
+    ours.weights.coming.append(version)
+    if told:
+        ours.control.mail[RESET].append({"version": version})
+
+
+def test_a_group_waits_for_the_reference_of_its_newest_token(station):
+    station.inputs["scored"].records.extend([group(0, 3, 9), group(1, 9, 10), group(2), group(3, 25)])
+    assert station.step() and sent(station).keys() == {0, 2}
+    assert not station.step() and "version 10 from the trainer, to score ticket 1" in station.waiting_for()
+    reset(station, 10)
+    assert station.step()
+    (first,) = sent(station).values()
+    assert (first.ticket, first.ref_version) == (1, 10) and station.version == 10
+    reset(station, 20)
+    assert station.step() and sent(station)[3].ref_version == 20 and station.waiting_for() is None
+
+
+def test_scores_are_those_of_the_version_that_was_taken_in(station):
+    station.inputs["scored"].records.append(group(0, 0, 0))
+    station.step()
+    before = sent(station)[0].ref_logprobs
+    reset(station, 10)
+    station.inputs["scored"].records.append(group(0, 11, 11))
+    station.step()
+    after = sent(station)[0].ref_logprobs
+    alone = FrozenReference(model_path=str(tiny_directory()), model_dtype="float32", temperature=1.0, microbatch_tokens=500)
+    alone.attach(station.group, {"scored": FakeChannel()}, {"groups": FakeChannel()}, None, None)
+    alone.setup()
+    assert torch.equal(alone.score(group(0, 0, 0)), before)
+    for p in alone.decoder.parameters():
+        p.data *= 1.01
+    assert torch.equal(alone.score(group(0, 0, 0)), after) and not torch.equal(before, after)
+
+
+def test_no_version_is_taken_in_that_the_trainer_has_not_told_of_or_ahead_of_a_snapshot(station):
+    reset(station, 10, told=False)
+    assert not station.step() and station.version == 0
+    station.control.mail["snapshot"].append({"step": 9})
+    station.control.mail[RESET].append({"version": 10})
+    assert not station.step() and station.version == 0
+    station.control.take("snapshot")
+    station.before_snapshot(9)
+    assert station.version == 0, "version 10 was made after step 9"
+    assert station.step() and station.version == 10
+
+
+def test_a_snapshot_waits_for_what_was_sent_before_it(station):
+    station.control.mail[RESET].append({"version": 10})
+    station.control.waited = lambda: (
+        station.weights.coming.append(10) if station.version == 0 and not station.weights.coming else None
+    )
+    station.before_snapshot(10)
+    assert station.version == 10 and station.state_dict()["version"] == 10
+
+
+def test_a_snapshot_does_not_wait_for_ever():
+    ours = make(deadline_s=0.05)
+    ours.control.mail[RESET].append({"version": 10})
+    with pytest.raises(DeadlineExceeded, match="for version 10 from the trainer"):
+        ours.before_snapshot(10)
+
+
+def test_a_resumed_reference_has_the_weights_of_its_version(station):
+    assert [k for k in station.state_dict()] == ["version"], "the starting weights are where the model is"
+    reset(station, 10)
+    station.step()
+    state, resumed = station.state_dict(), make()
+    resumed.load_state_dict(iter([state]))
+    assert resumed.version == 10 and torch.equal(resumed.score(group(0, 12, 12)), station.score(group(0, 12, 12)))
+    names = {f"model/{name}" for name, _ in named_parameters_hf(station.decoder)}
+    assert state.keys() == names | {"version"}
+    assert has_state(station) and not has_state(FrozenReference.__new__(FrozenReference))

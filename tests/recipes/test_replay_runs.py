@@ -1,0 +1,106 @@
+"""The main job with a replay buffer, with a beta that falls, and with a reference that is reset."""
+
+import json
+
+import pytest
+
+from tests.launching import GROUPS, SMALL, STEPS, Job, untimed
+
+S, K = 6, 4
+SYNCHRONOUS = (
+    "buffer=replay",
+    "max_lag=0",
+    f"group_size={S}",
+    f"buffer.completions_per_prompt={K}",
+    "buffer.sync_period=2",
+    "buffer.max_size=60",
+)
+FREE = (
+    "buffer=replay", f"buffer.initial_completions={6 * 4}", "overcommit=4", "buffer.most_on_policy=0.5", "loss.fn=tests.launching:with_beta",
+    "loss.beta=1.0", "beta_schedule.kind=cut", "beta_schedule.final=0.25", "beta_schedule.end_step=4", "beta_schedule.cut_step=3",
+)  # fmt: skip
+RESET = ("reference=reset", "reference.reset_every=2", "max_lag=0", "loss.kl_coef=0.01", "checkpoint.every=1")
+
+
+@pytest.fixture(scope="module")
+def synchronous_replay(tmp_path_factory):
+    with Job(*SMALL, *SYNCHRONOUS, run_dir=tmp_path_factory.mktemp("replay") / "run") as job:
+        assert job.wait() == 0, job.output
+        yield job
+
+
+def test_each_step_draws_from_all_that_has_joined_and_within_its_bound(synchronous_replay):
+    rows = synchronous_replay.rows[1:]
+    batch = GROUPS * S
+    # Steps 0 and 2 join: one batch, then two more of which the oldest group of nine and a half leaves.
+    assert [row["buffer/size"] for row in rows] == [batch, batch, 60, 60]
+    assert [row["buffer/hidden"] for row in rows] == [0, batch, 0, batch]
+    assert all(sum(row[name] for name in row if name.startswith("lag/tokens/")) == pytest.approx(1) for row in rows)
+    assert [row["buffer/age_max"] for row in rows] == [0, 1, 2, 3]
+    bound = 0 + (60 - S) // batch + 2 - 1
+    assert max(row["lag/max"] for row in rows) <= bound == 3 and f"at most {bound} steps old" in synchronous_replay.output
+    assert any(row["lag/max"] > 0 for row in rows), "nothing was replayed"
+
+
+def test_a_resumed_run_draws_and_trains_as_one_that_was_not_stopped(synchronous_replay, tmp_path):
+    """On two ranks and in one process alike."""
+    for end in (2, STEPS):
+        with Job(*SMALL, *SYNCHRONOUS, f"max_steps={end}", "resume=auto", run_dir=tmp_path / "run", ranks=2) as job:
+            assert job.wait() == 0, job.output
+    assert "resumed from step_2" in job.output
+    assert untimed(job.rows) == untimed(synchronous_replay.rows)
+
+
+def test_without_a_bound_every_group_is_handed_over_once_and_beta_falls(tmp_path):
+    with Job(*SMALL, *FREE, "max_steps=5", "eval.every=0", "checkpoint.every=0", run_dir=tmp_path / "run", ranks=2) as job:
+        assert job.wait() == 0, job.output
+    rows = job.rows[-5:]
+    assert [row["loss/beta"] for row in rows] == pytest.approx([1.0, 0.8125, 0.625, 0.25, 0.25])
+    assert rows[0]["buffer/size"] >= 6 * 4 and rows[0]["lag/max"] == 0
+    assert all(row["lag/max"] <= row["step"] - 1 for row in rows)
+    assert "max_lag none, overcommit 4, replay of the newest 100,000 completions" in job.output
+    ledger = json.loads((job.checkpoint / "controller.rank0.json").read_text())["ledger"]
+    trainer = json.loads((job.checkpoint / "trainer.rank0.json").read_text())
+    handed = [ticket for ticket, _, _ in trainer["held"]]
+    assert len(handed) == len(set(handed)) and sorted(handed + ledger["again"] + trainer["buffered"]) == list(
+        range(ledger["frontier"])
+    )
+
+
+@pytest.fixture(scope="module")
+def reset_run(tmp_path_factory):
+    with Job(*SMALL, *RESET, run_dir=tmp_path_factory.mktemp("reset") / "run") as job:
+        assert job.wait() == 0, job.output
+        yield job
+
+
+def test_a_reference_is_reset_every_so_many_steps(reset_run):
+    rows = reset_run.rows[1:]
+    assert [row["reference/version"] for row in rows] == [0, 0, 2, 2]
+    assert [row["kl/ref"] == 0 for row in rows] == [True, False, True, False], (
+        "the policy is its own reference right after a reset"
+    )
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_reference_of_one_that_was_not_stopped(reset_run, tmp_path):
+    for end in (2, 3, STEPS):  # at a reset, after it, and to the end
+        with Job(*SMALL, *RESET, f"max_steps={end}", "resume=auto", run_dir=tmp_path / "run", ranks=2) as job:
+            assert job.wait() == 0, job.output
+    assert untimed(job.rows)[-1] == untimed(reset_run.rows)[-1]
+
+
+@pytest.mark.slow
+def test_two_trainer_ranks_have_a_share_each_and_one_goes_on_with_both(tmp_path):
+    three = ("placement.trainer=[0,1]", "placement.generator=[2]", "placement.reward=[2]")
+    quiet = ("eval.every=0", "checkpoint.every=0")
+    with Job(*SMALL, *FREE, *three, *quiet, "max_steps=3", run_dir=tmp_path / "run", ranks=3) as job:
+        assert job.wait() == 0, job.output
+        held = [json.loads((job.checkpoint / f"trainer.rank{i}.json").read_text())["held"] for i in (0, 1)]
+        size = job.rows[-1]["buffer/size"]
+    tickets = [{ticket for ticket, _, _ in part} for part in held]
+    assert [{t % 2 for t in part} for part in tickets] in ([{0}, {1}], [{1}, {0}]) and all(tickets)
+    with Job(*SMALL, *FREE, *quiet, "max_steps=4", "resume=auto", run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+    again = json.loads((job.checkpoint / "trainer.rank0.json").read_text())["held"]
+    assert {t for t, _, _ in again} >= tickets[0] | tickets[1] and job.rows[-1]["buffer/size"] >= size

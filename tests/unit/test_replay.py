@@ -1,0 +1,314 @@
+"""The replay buffer against a naive model of it, its draws against their probabilities, and its bound on lag."""
+
+import math
+from collections import Counter
+from itertools import permutations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.learning.lags import BUCKETS, bucket_name, lag_histogram
+from llamarl.learning.replay import Draw, ReplayBuffer, draw_completions, generator_of, lag_bound
+from llamarl.types import Group
+
+NAN = float("nan")
+QUANTILE = 3.72  # of the standard normal, one in ten thousand: seeds are fixed, so a right buffer passes always
+
+
+def group(ticket, *, prompt=None, rewards=(0.0, 1.0), version=0, reasons=None, lengths=None):
+    """Each completion is known by its tokens: ticket * 100 + its place."""
+    n = len(rewards)
+    lengths = torch.tensor(lengths or [1 + (ticket + i) % 3 for i in range(n)])
+    token = torch.arange(n) + 100 * ticket
+    tokens = token.repeat_interleave(lengths)
+    return Group(
+        ticket=ticket,
+        prompt_ids=torch.tensor([7, ticket if prompt is None else prompt]),
+        lengths=lengths,
+        token_ids=tokens,
+        generator_logprobs=-tokens.float(),
+        policy_versions=torch.full_like(tokens, version),
+        ref_logprobs=tokens.float() / 2,
+        rewards=torch.tensor(rewards),
+        finish_reasons=tuple(reasons or ("stop",) * n),
+        outcomes=tuple("error" if math.isnan(r) else "score" for r in rewards),
+    )
+
+
+def draw(prompts=2, completions=2, most_on_policy=0.5, priority="softmax", temperature=1.0):
+    return Draw(prompts, completions, most_on_policy, priority, temperature)
+
+
+def buffer_of(*, sync_period=1, max_size=1000, seed=0, rank=0, **how):
+    return ReplayBuffer(draw(**how), sync_period=sync_period, max_size=max_size, seed=seed, rank=rank)
+
+
+def names_of(g):
+    """What each completion of a group is known by."""
+    return [int(part[0]) for part in g.token_ids.split(g.lengths.tolist())]
+
+
+class Naive:
+    """What may be drawn at a step, by the letter: lists of (taken, joined, group), all of it gone through at each question."""
+
+    def __init__(self, sync_period, max_size):
+        self.k, self.max_size, self.hidden, self.held = sync_period, max_size, [], []
+
+    def take(self, groups, step):
+        self.hidden += [(step, g) for g in groups]
+        if step % self.k == 0 and self.hidden:
+            self.held += [(taken, step, g) for taken, g in self.hidden]
+            self.hidden = []
+            self.held.sort(key=lambda x: (x[0], x[2].ticket))
+            while sum(len(g.rewards) for _, _, g in self.held) > self.max_size:
+                self.held.pop(0)
+
+    def drawable(self):
+        """{prompt: {name: (is it of the newest join)}}"""
+        out = {}
+        for _, joined, g in self.held:
+            for i, reward in enumerate(g.rewards.tolist()):
+                if not math.isnan(reward) and g.finish_reasons[i] != "aborted":
+                    out.setdefault(int(g.prompt_ids[1]), {})[100 * g.ticket + i] = joined
+        newest = max((joined for names in out.values() for joined in names.values()), default=-1)
+        return {prompt: {name: joined == newest for name, joined in names.items()} for prompt, names in out.items()}
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    sync_period=st.integers(1, 3), max_size=st.integers(4, 24), k=st.integers(1, 4), prompts=st.integers(1, 4),
+    m=st.sampled_from([0.0, 0.5, 1.0]), priority=st.sampled_from(["softmax", "uniform"]),
+    steps=st.lists(st.lists(st.tuples(st.integers(0, 3), st.lists(st.sampled_from([0.0, 1.0, NAN, 2.5]), min_size=1, max_size=4)), max_size=3),
+                   min_size=1, max_size=8),
+    give_up=st.sets(st.integers(0, 7)),
+)  # fmt: skip
+def test_what_is_drawn_is_what_a_naive_buffer_could_give(sync_period, max_size, k, prompts, m, priority, steps, give_up):
+    ours = buffer_of(
+        sync_period=sync_period, max_size=max_size, completions=k, prompts=prompts, most_on_policy=m, priority=priority
+    )
+    naive, ticket = Naive(sync_period, max_size), 0
+    for step, come in enumerate(steps):
+        groups = [group(ticket + i, prompt=p, rewards=tuple(rewards), version=step) for i, (p, rewards) in enumerate(come)]
+        ticket += len(groups)
+        ours.put(groups)
+        assert ours.tickets() == [g.ticket for g in groups]
+        got = ours.take([g.ticket for g in groups], step)
+        if step in give_up:
+            ours.untake(got)
+            assert ours.tickets() == [g.ticket for g in groups]
+            again = ours.take([g.ticket for g in groups], step)
+            assert [names_of(g) for g in again] == [names_of(g) for g in got]
+        naive.take(groups, step)
+        drawable = naive.drawable()
+        assert len(got) == (prompts if drawable else 0)
+        sums, maxima = ours.sums(step)
+        assert sums["size"] == sum(map(len, drawable.values())) and sums["prompts"] == len(drawable)
+        assert sums["hidden"] == sum(len(g.rewards) for _, g in naive.hidden)
+        asked = Counter(int(g.prompt_ids[1]) for g in got)
+        recent_prompts = {p for p, names in drawable.items() if any(names.values())}
+        if m == 0 and got:
+            assert max(asked.values()) - min(asked[p] for p in drawable) <= 1, "each prompt before any twice"
+        drawn = []
+        for g in got:
+            names = drawable[int(g.prompt_ids[1])]
+            chosen = names_of(g)
+            drawn += chosen
+            assert set(chosen) <= set(names) and len(chosen) == k
+            if m == 1:
+                assert int(g.prompt_ids[1]) in recent_prompts and all(names[c] for c in chosen)
+            pool = [c for c, recent in names.items() if recent] if m == 1 else list(names)
+            if m != 0.5 and len(pool) >= k:
+                assert len(set(chosen)) == k, "with replacement only where there are too few"
+            expected = [next(x for _, _, x in naive.held if x.ticket == c // 100) for c in chosen]
+            assert g.rewards.tolist() == [x.rewards[c % 100].item() for x, c in zip(expected, chosen)]
+            assert g.generator_logprobs.tolist() == (-g.token_ids.float()).tolist()
+            assert g.ref_logprobs.tolist() == (g.token_ids.float() / 2).tolist()
+            versions = [v for x, c, n in zip(expected, chosen, g.lengths.tolist()) for v in [int(x.policy_versions[0])] * n]
+            assert g.policy_versions.tolist() == versions and g.ticket == max(c // 100 for c in chosen)
+        assert sums["drawn"] == len(drawn) and sums["duplicates"] == len(drawn) - len(set(drawn))
+        flat = {c: recent for names in drawable.values() for c, recent in names.items()}
+        assert sums["on_policy"] == sum(flat[c] for c in drawn)
+
+
+# -- probabilities ---------------------------------------------------------------------------------------------------------
+
+
+def chi_square(counts, probabilities):
+    """How many standard deviations of the normal the statistic is out, by Wilson and Hilferty's cube root."""
+    n, expected = sum(counts.values()), {x: p for x, p in probabilities.items() if p > 0}
+    assert set(counts) <= set(expected) and min(expected.values()) * n > 5
+    statistic, df = sum((counts[x] - n * p) ** 2 / (n * p) for x, p in expected.items()), len(expected) - 1
+    return ((statistic / df) ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
+
+
+def many(n, rewards, prompts, newest, how):
+    """Rows drawn at n steps. Those of one prompt are independent, those of several are not: then only one a step."""
+    columns = torch.tensor(rewards), torch.tensor(prompts), torch.tensor(newest)
+    return [row for step in range(n) for row in draw_completions(*columns, how, generator_of(0, step, 0)).tolist()]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_softmax_priority_draws_in_proportion_to_the_exponential_of_the_reward(temperature):
+    rewards = [0.0, 1.0, -0.5, 2.0, 1.0]
+    rows = many(8, rewards, [0] * 5, [False] * 5, draw(500, 1, 0.0, "softmax", temperature))
+    weights = [math.exp(r / temperature) for r in rewards]
+    assert chi_square(Counter(r[0] for r in rows), {i: w / sum(weights) for i, w in enumerate(weights)}) < QUANTILE
+
+
+def test_uniform_priority_looks_at_no_reward():
+    rows = many(8, [0.0, 9.0, -9.0], [0] * 3, [False] * 3, draw(500, 1, 0.0, "uniform", 0.1))
+    assert chi_square(Counter(r[0] for r in rows), dict.fromkeys(range(3), 1 / 3)) < QUANTILE
+
+
+def test_without_replacement_it_is_one_after_the_other():
+    """p(i, then j) = p_i * p_j / (1 - p_i)."""
+    weights = [math.exp(r) for r in (0.0, 1.0, 1.5, -0.5)]
+    p = [w / sum(weights) for w in weights]
+    rows = many(8, [0.0, 1.0, 1.5, -0.5], [0] * 4, [True] * 4, draw(750, 2, 0.0))
+    pairs = {(i, j): p[i] * p[j] / (1 - p[i]) for i, j in permutations(range(4), 2)}
+    assert chi_square(Counter(map(tuple, rows)), pairs) < QUANTILE
+
+
+def test_with_replacement_where_there_are_too_few_draws_are_independent():
+    p = [1 / (1 + math.e), math.e / (1 + math.e)]
+    rows = many(8, [0.0, 1.0], [0, 0], [True] * 2, draw(400, 3, 0.0))
+    triples = {(a, b, c): p[a] * p[b] * p[c] for a in (0, 1) for b in (0, 1) for c in (0, 1)}
+    assert chi_square(Counter(map(tuple, rows)), triples) < QUANTILE
+
+
+@pytest.mark.parametrize("m", [0.25, 0.95])
+def test_the_most_on_policy_probability_and_what_it_leads_to(m):
+    """Prompt 0 has an old and a new completion, 1 an old one, 2 a new one; K = 1, uniform."""
+    rows = many(3000, [0.0] * 4, [0, 0, 1, 2], [False, True, False, True], draw(1, 1, m, "uniform"))
+    old0, new0, old1, new2 = (1 - m) / 6, m / 2 + (1 - m) / 6, (1 - m) / 3, m / 2 + (1 - m) / 3
+    assert chi_square(Counter(r[0] for r in rows), {0: old0, 1: new0, 2: old1, 3: new2}) < QUANTILE
+
+
+def test_the_most_on_policy_ones_are_equally_likely_whatever_their_rewards():
+    rows = many(8, [0.0, 3.0, 1.0, 5.0], [0] * 4, [True, True, True, False], draw(500, 1, 1.0, "softmax"))
+    assert chi_square(Counter(r[0] for r in rows), dict.fromkeys(range(3), 1 / 3)) < QUANTILE
+
+
+def test_prompts_are_equally_likely_whatever_they_hold():
+    prompts = [0] * 5 + [1] + [2] * 2
+    rows = many(2000, [0.0] * 8, prompts, [False] * 8, draw(2, 1, 0.0, "softmax"))
+    assert chi_square(Counter(prompts[r[0]] for r in rows), dict.fromkeys(range(3), 1 / 3)) < QUANTILE
+
+
+def test_a_draw_is_a_function_of_seed_step_and_rank():
+    rows = {}
+    for seed, step, rank in [(0, 0, 0), (0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]:
+        ours = buffer_of(seed=seed, rank=rank, prompts=4, completions=3)
+        ours.put([group(t, rewards=(0.0, 1.0, 2.0, 3.0)) for t in range(20)])
+        got = [names_of(g) for g in ours.take(list(range(20)), step)]
+        assert rows.setdefault((seed, step, rank), got) == got
+    assert len({str(r) for r in rows.values()}) == 4
+
+
+# -- what is held ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_must_not_be_trained_on_is_never_drawn_and_takes_its_place():
+    ours = buffer_of(prompts=1, completions=1, max_size=6)
+    bad = group(0, rewards=(NAN, 1.0, 1.0, 1.0), reasons=("stop", "aborted", "stop", "stop"), lengths=[1, 2, 0, 1])
+    ours.put([bad])
+    assert {n for step in range(20) for g in ours.take([0] if step == 0 else [], step) for n in names_of(g)} == {3}
+    ours.put([group(1), group(2)])
+    ours.take([1, 2], 20)
+    assert ours.sums(20)[0]["size"] == 4, "four of the first group and four of the others are more than six"
+
+
+def test_nothing_to_draw_gives_no_groups():
+    ours = buffer_of()
+    ours.put([group(0, rewards=(NAN, NAN))])
+    assert ours.take([0], 0) == [] and ours.report(*ours.sums(0))["buffer/on_policy_fraction"] == 0
+
+
+def test_metrics_by_hand():
+    ours = buffer_of(sync_period=2, prompts=1, completions=3, most_on_policy=1.0)
+    ours.put([group(0, version=0), group(1, version=1), group(2, version=3)])
+    ours.take([0], 0), ours.take([1], 2)
+    ours.take([2], 3)
+    told = ours.report(*ours.sums(3))
+    assert told == {
+        "buffer/size": 4, "buffer/prompts": 2, "buffer/hidden": 2, "buffer/age_mean": (3 + 3 + 2 + 2) / 4, "buffer/age_max": 3,
+        "buffer/on_policy_fraction": 1, "buffer/duplicates": 3 - len(set(ours._drawn.flatten().tolist())),
+    }  # fmt: skip
+    assert told["buffer/duplicates"] >= 1
+
+
+def test_lags_of_tokens_are_counted_once_each():
+    lags = torch.tensor([0, 0, 1, 2, 3, 4, 8, 15, 40, 64, 1000])
+    counts = {name: int(n) for name, n in lag_histogram(lags).items()}
+    assert counts == {
+        "lag/tokens/0": 2, "lag/tokens/1": 1, "lag/tokens/2-3": 2, "lag/tokens/4-7": 1, "lag/tokens/8-15": 2, "lag/tokens/16-31": 0,
+        "lag/tokens/32-63": 1, "lag/tokens/64+": 2,
+    }  # fmt: skip
+    assert [bucket_name(*b) for b in BUCKETS] == list(counts) and not any(n for n in lag_histogram(lags[:0]).values())
+
+
+@pytest.mark.parametrize(
+    "k, max_lag, max_size, batch, size", [(1, 0, 8, 2, 4), (1, 2, 30, 2, 4), (3, 1, 25, 2, 4), (2, 0, 100, 3, 5), (4, 3, 9, 1, 3)]
+)
+def test_the_bound_on_lag_holds_and_is_reached(k, max_lag, max_size, batch, size):
+    """Each step brings a batch that was sampled max_lag steps before."""
+    ours, worst = buffer_of(sync_period=k, max_size=max_size, prompts=1, completions=1, priority="uniform"), 0
+    for step in range(80):
+        tickets = list(range(step * batch, (step + 1) * batch))
+        ours.put([group(t, rewards=(0.0,) * size, version=step - max_lag) for t in tickets])
+        (got,) = ours.take(tickets, step)
+        worst = max(worst, int(ours.sums(step)[1]["age_max"]))
+        assert step - got.oldest_version <= worst
+    assert worst == lag_bound(
+        max_lag=max_lag, completions_per_step=batch * size, group_size=size, sync_period=k, max_size=max_size
+    )
+
+
+# -- snapshots -------------------------------------------------------------------------------------------------------------
+
+
+def fill(ours, steps, lanes=1, lane=0):
+    for step in range(steps):
+        tickets = [t for t in range(step * 4, step * 4 + 4) if t % lanes == lane]
+        ours.put([group(t, prompt=t % 6, version=step) for t in tickets])
+        ours.take(tickets, step)
+    late = [t for t in range(1000, 1003) if t % lanes == lane]
+    ours.put([group(t) for t in late])
+    return ours
+
+
+def test_a_resumed_buffer_draws_what_the_other_would_have():
+    make = dict(sync_period=3, max_size=20, prompts=3, completions=3)
+    ours, resumed = fill(buffer_of(**make), 8), buffer_of(**make)
+    resumed.load([ours.state_dict()], {1000, 1002}, lambda ticket: True)
+    assert resumed.tickets() == [1000, 1002], "1001 starts again: the ledger does not count it as finished"
+    ours.take([1001], 8), resumed.take([], 8)
+    ours._waiting, resumed._waiting = [], []
+    for step in (9, 10, 12):
+        handed = [1000, 1002] if step == 9 else []
+        got = [[names_of(g) for g in b.take(handed, step)] for b in (ours, resumed)]
+        assert got[0] == got[1] and ours.sums(step) == resumed.sums(step)
+
+
+def test_two_ranks_go_on_as_one_that_holds_what_both_held():
+    parts = [fill(buffer_of(max_size=1000, rank=lane), 5, lanes=2, lane=lane).state_dict() for lane in (0, 1)]
+    whole, one = fill(buffer_of(), 5), buffer_of()
+    one.load(parts, {1000, 1001, 1002}, lambda ticket: True)
+    assert one.tickets() == whole.tickets()
+    assert [names_of(g) for g in one.take([], 7)] == [names_of(g) for g in whole.take([], 7)]
+    mine = buffer_of()
+    mine.load(parts, set(), lambda ticket: ticket % 2 == 1)
+    assert {g.ticket % 2 for g in mine.stored()} == {1} and mine.tickets() == []
+
+
+def test_wrong_use_is_refused():
+    ours = buffer_of()
+    ours.put([group(3)])
+    with pytest.raises(ValueError, match="group 3 came twice"):
+        ours.put([group(3)])
+    with pytest.raises(KeyError, match="groups \\[4\\] were taken"):
+        ours.take([3, 4], 0)
+    with pytest.raises(ValueError, match="softmax and uniform"):
+        buffer_of(priority="best")
