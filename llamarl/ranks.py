@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from llamarl.conversion import Problem, show
 from llamarl.models.config import ModelConfig, read_config
-from llamarl.settings import Config, PlacementSettings, Problem, show
+from llamarl.settings import Config, PlacementSettings
 
 COLOCATED = ("trainer", "generator", "reference")  # executors with a model on the device
 TINY_MODEL = Path(__file__).parent / "models" / "tiny"

@@ -13,7 +13,7 @@ import torch
 
 from llamarl.evaluation import pass_at_k
 from llamarl.models.scratch import tiny_directory
-from llamarl.settings import load_config
+from llamarl.conversion import load_config
 from tests.launching import EVAL_PROMPTS, ROOT, SMALL, STEPS, Job, untimed
 
 RECIPE = ROOT / "recipes" / "evaluate.py"

@@ -25,7 +25,8 @@ from llamarl.config import (
     to_values,
 )
 from llamarl.loss_options import LOSS_OPTIONS, NEED_REFERENCE
-from llamarl.settings import PlacementSettings, known_keys
+from llamarl.conversion import known_keys
+from llamarl.settings import PlacementSettings
 
 RECIPE = """
 from llamarl.config import main
