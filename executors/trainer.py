@@ -55,8 +55,8 @@ class FSDPTrainer(Executor):
     """Policy version v is the number of steps, of batches taken, in the weights; step v makes v + 1, in one update or several.
 
     replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel: ranks, one after another,
-    that share each layer and train on the same groups. lora: train adapters alone; generators and directories get merged
-    weights. ema_decay: keep an exponential moving average of the weights, and export it too.
+    that share each layer and train on the same groups. lora: train adapters alone; generators, a reference that is reset and
+    directories get merged weights. ema_decay: keep an exponential moving average of the weights, and export it too.
     step_options(step): options of the loss that change from step to step. resets_reference(version): whether the reference
     takes that version's weights. canary_prompts, canary_top: see llamarl.parity. evaluate_at(version): whether that version
     must be evaluated; snapshot_at(version): whether to checkpoint it.

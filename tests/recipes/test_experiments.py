@@ -30,8 +30,6 @@ def loss_of(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_it_is_accepted_on_ranks_and_fits_its_model(name, ranks, given):
-    if not (CONF_DIR / "loss" / f"{loss_of(name)}.yaml").exists():
-        pytest.skip(f"no conf/loss/{loss_of(name)}.yaml")
     overrides = [f"+experiment={name}", *given]
     check_command_line(overrides, world_size=ranks)
     config = compose_config(overrides)
@@ -41,8 +39,6 @@ def test_it_is_accepted_on_ranks_and_fits_its_model(name, ranks, given):
 
 
 def test_what_the_papers_tables_say(given):
-    if not (CONF_DIR / "loss" / "tb.yaml").exists():
-        pytest.skip("no conf/loss/tb.yaml")
     two, three, four = (compose_config([f"+experiment=tba_table{n}", *given]) for n in (2, 3, 4))
     batches = [c.groups_per_step * c.trained_per_prompt for c in (two, three, four)]
     assert batches == [140, 160, 512] and [c.max_steps for c in (two, three, four)] == [1000, 256, 400]
@@ -54,7 +50,5 @@ def test_what_the_papers_tables_say(given):
 
 
 def test_the_command_line_still_changes_an_experiment(given):
-    if not (CONF_DIR / "loss" / "tb.yaml").exists():
-        pytest.skip("no conf/loss/tb.yaml")
     config = compose_config(["task=reasoning_gym", "max_steps=700", given[0], "+experiment=tba_table2", "loss.beta=0.014"])
     assert (config.task.kind, config.max_steps, config.loss.options["beta"]) == ("reasoning_gym", 700, 0.014)

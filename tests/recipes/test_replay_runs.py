@@ -15,11 +15,16 @@ SYNCHRONOUS = (
     "buffer.sync_period=2",
     "buffer.max_size=60",
 )
+# One thread: two on cores that others use too wait for each other at the end of every operation.
 FREE = (
-    "buffer=replay", f"buffer.initial_completions={6 * 4}", "overcommit=4", "buffer.most_on_policy=0.5", "loss.fn=tests.launching:with_beta",
-    "loss.beta=1.0", "beta_schedule.kind=cut", "beta_schedule.final=0.25", "beta_schedule.end_step=4", "beta_schedule.cut_step=3",
+    "threads=1", "buffer=replay", f"buffer.initial_completions={6 * 4}", "overcommit=4", "buffer.most_on_policy=0.5",
+    "loss.fn=tests.launching:with_beta", "loss.beta=1.0", "beta_schedule.kind=cut", "beta_schedule.final=0.25", "beta_schedule.end_step=4", "beta_schedule.cut_step=3",
 )  # fmt: skip
-RESET = ("reference=reset", "reference.reset_every=2", "max_lag=0", "loss.kl_coef=0.01", "checkpoint.every=1")
+KL = 0.5  # of the reward
+RESET = (
+    "reference=reset", "reference.reset_every=2", "max_lag=0", "loss.kl_coef=0.01", f"trainer.reward_kl_coef={KL}", "lr=1e-3",
+    "checkpoint.every=1",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +85,8 @@ def test_a_reference_is_reset_every_so_many_steps(reset_run):
     assert [row["kl/ref"] == 0 for row in rows] == [True, False, True, False], (
         "the policy is its own reference right after a reset"
     )
+    taken_off = [row["reward/mean"] - row["reward/shaped_mean"] for row in rows]
+    assert [abs(off) > 1e-3 for off in taken_off] == [False, True, False, True], "the reward's KL is to the same reference"
 
 
 @pytest.mark.slow
@@ -104,3 +111,44 @@ def test_two_trainer_ranks_have_a_share_each_and_one_goes_on_with_both(tmp_path)
         assert job.wait() == 0, job.output
     again = json.loads((job.checkpoint / "trainer.rank0.json").read_text())["held"]
     assert {t for t, _, _ in again} >= tickets[0] | tickets[1] and job.rows[-1]["buffer/size"] >= size
+
+
+REDUCED = (
+    "model=tiny", "task=addition", "task.max_prompt_tokens=64", "max_new_tokens=6", "max_steps=3", "groups_per_step=8", "group_size=5",
+    "lr=3e-5", "threads=1", "eval.every=0", "checkpoint.every=0", "generator.max_slots=64",
+)  # fmt: skip
+REPLAYED = ("buffer.completions_per_prompt=4", "buffer.initial_completions=40", "overcommit=4", "beta_schedule.end_step=2")
+
+
+@pytest.mark.parametrize(
+    "name, overrides, betas",
+    [
+        ("tba_table2", (*REPLAYED, "trainer.warmup_steps=1", "trainer.decay_steps=1"), [0.012, 0.008, 0.004]),
+        pytest.param("tba_table3", (*REPLAYED, "beta_schedule.cut_step=1"), [1.0, 0.05, 0.05], marks=pytest.mark.slow),
+        pytest.param("tba_table4", ("reference.reset_every=1", "max_lag=0"), None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_published_setting_runs_at_a_smaller_size(name, overrides, betas, tmp_path):
+    with Job(f"+experiment={name}", *REDUCED, *overrides, run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+    rows = job.rows[-3:]
+    assert all(row["grad_norm"] > 0 for row in rows)
+    if betas is None:
+        assert [row["reference/version"] for row in rows] == [0, 1, 2]
+        assert [row["tba/log_ratio"] for row in rows] == pytest.approx([0, 0, 0], abs=1e-4), "the policy is its own reference"
+    else:
+        assert [row["loss/beta"] for row in rows] == pytest.approx(betas)
+        assert rows[0]["tb/log_ratio"] == pytest.approx(0, abs=1e-4) and abs(rows[-1]["tb/log_ratio"]) > 1e-3
+
+
+def test_ppo_with_a_value_head_trains_on_what_is_replayed_in_minibatches(tmp_path):
+    ppo = ("loss=ppo", "trainer.advantages=gae", "trainer.minibatches_per_step=2", "trainer.updates_per_batch=2")
+    quiet = ("eval.every=0", "checkpoint.every=2")
+    for end in (2, STEPS):
+        with Job(*SMALL, *SYNCHRONOUS, *ppo, *quiet, f"max_steps={end}", "resume=auto", run_dir=tmp_path / "run") as job:
+            assert job.wait() == 0, job.output
+    assert "no value head" not in job.output and "resumed from step_2" in job.output
+    rows = job.rows[-STEPS:]
+    assert max(row["lag/max"] for row in rows) > 0 and all(row["value/grad_norm"] > 0 for row in rows)
+    assert all(sum(row[name] for name in row if name.startswith("lag/tokens/")) == pytest.approx(1) for row in rows)
+    assert [row["buffer/size"] for row in rows] == [24, 24, 60, 60]
