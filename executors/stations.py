@@ -161,6 +161,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         replicate=t.replicate,
         tensor_parallel=t.tensor_parallel,
         activation_checkpointing=t.activation_checkpointing,
+        cpu_offload=t.cpu_offload,
         loss_fn=loss_fn,
         update=update,
         buffer=build_buffer(config, job),

@@ -73,6 +73,7 @@ class FSDPTrainer(Executor):
         replicate: int = 1,
         tensor_parallel: int = 1,
         activation_checkpointing: bool,
+        cpu_offload: bool = False,
         loss_fn: Callable,
         update: UpdateSettings,
         buffer: GroupBuffer,
@@ -90,7 +91,7 @@ class FSDPTrainer(Executor):
         self.model_path, self.model_dtype, self.compute_dtype = model_path, model_dtype, compute_dtype
         self.replicate, self.tensor_parallel = replicate, tensor_parallel
         self.activation_checkpointing, self.loss_fn, self.settings, self.adam = activation_checkpointing, loss_fn, update, adam
-        self.lora, self.ema_decay = lora, ema_decay
+        self.lora, self.ema_decay, self.cpu_offload = lora, ema_decay, cpu_offload
         self.canary_prompts, self.canary_top, self.critic_settings = canary_prompts, canary_top, critic
         self.evaluate_at, self.snapshot_at = evaluate_at, snapshot_at
         self.step_options, self.resets_reference = step_options, resets_reference
@@ -104,6 +105,8 @@ class FSDPTrainer(Executor):
 
     def setup(self) -> None:
         g = self.group
+        if self.cpu_offload and g.device.type == "cpu":
+            log.warning("trainer.cpu_offload: this trainer computes on a CPU, so its weights are in host memory anyway")
         parts = TensorParallel(g.tensor_index, g.tensor_parallel, g.tensor_group, split_vocabulary=False)
         self.decoder = training_decoder(
             self.model_path,
@@ -113,6 +116,7 @@ class FSDPTrainer(Executor):
             activation_checkpointing=self.activation_checkpointing,
             tensor_parallel=parts if parts.size > 1 else None,
             lora=self.lora,
+            cpu_offload=self.cpu_offload,
         )
         # What is trained and saved, adapters and no frozen weights; and what the policy is to everybody else.
         self._parameters = [(name, p) for name, p in named_parameters_hf(self.decoder) if p.requires_grad]
@@ -329,7 +333,7 @@ class FSDPTrainer(Executor):
             stored.append({key: part[key] for key in ("buffer", "buffered", "held") if key in part})
         settle_moments(self.optimizer)
         for _, p in self._parameters if adam_step else []:
-            self.optimizer.state[p]["step"] = torch.tensor(adam_step, device=self.group.device)
+            self.optimizer.state[p]["step"] = torch.tensor(adam_step, device=p.device)
         if self.critic and not has_values:
             warnings.warn("the checkpoint has no value head: this run's starts at 0", stacklevel=2)
         if self._average and not averaged:

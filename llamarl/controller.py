@@ -184,7 +184,9 @@ class ExecutorController:
 
     def _exchange_ends(self) -> list[End]:
         """What every rank says of its host and GPU."""
-        mine, store = this_end(self.world.rank, self.world.device), self.world.store()
+        in_host_memory = any(getattr(e, "cpu_offload", False) for e in self.local)
+        device, store = torch.device("cpu") if in_host_memory else self.world.device, self.world.store()
+        mine = this_end(self.world.rank, device)
         if store is None:
             return [mine]
         store.set(f"end/{self.world.rank}", json.dumps(dataclasses.asdict(mine)))

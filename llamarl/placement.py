@@ -66,9 +66,9 @@ def init_world(*, threads: int | None, deadline_s: float) -> World:
 
 
 def backend_of(device: torch.device, ranks: tuple[int, ...]) -> str:
-    """NCCL between GPUs; gloo on CPUs, and where ranks share one GPU, which NCCL refuses."""
+    """NCCL between GPUs, and gloo for what is in host memory; gloo on CPUs, and where ranks share one GPU, which NCCL refuses."""
     shared = device.type == "cuda" and len(ranks) > torch.cuda.device_count() == 1
-    return "nccl" if device.type == "cuda" and not shared else "gloo"
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo"
 
 
 def executor_group(

@@ -112,6 +112,7 @@ class TrainerSettings:
     advantages: Literal["group_mean", "group_mean_std", "leave_one_out", "gae"]
     compute_dtype: Literal["float32", "bfloat16"]
     activation_checkpointing: bool
+    cpu_offload: bool
     lora: LoraSettings
     ema_decay: Annotated[float, Range(0, 0.9999999)] | None
     parity_tolerance: Positive

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from llamarl.models.build import Decoder, build_decoder, read_config
@@ -31,12 +31,14 @@ def training_decoder(
     activation_checkpointing: bool = False,
     tensor_parallel: TensorParallel | None = None,
     lora: Lora | None = None,
+    cpu_offload: bool = False,
 ) -> Decoder:
     """A decoder with float32 master weights that computes in compute_dtype and reduces in float32.
 
     mesh: [shard], or [replicate, shard] for replicas of the shards (HSDP): the ranks that hold the same tensor-parallel
     part, which must hold embedding and head whole. Collective over both from the first use on. One rank in float32 needs no
     wrapper and gets none, nor a mesh. lora: the weights are frozen, and only adapters beside them require gradients.
+    cpu_offload: masters, gradients and so the optimizer's moments are in host memory, a layer's weights on the device while it computes.
     FileNotFoundError or ValueError naming the file when the directory is not whole.
     """
     assert tensor_parallel is None or not tensor_parallel.split_vocabulary, "the loss needs the whole head"
@@ -44,13 +46,15 @@ def training_decoder(
     decoder.activation_checkpointing = activation_checkpointing
     if lora:
         add_lora(decoder, lora)
-    if (mesh is not None and mesh.size() > 1) or compute_dtype != torch.float32:
+    if (mesh is not None and mesh.size() > 1) or compute_dtype != torch.float32 or cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         for layer in decoder.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=mesh.shape[-1] > 1)
-        fully_shard(decoder, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        decoder.whole_on_each_rank = mesh.shape[-1] == 1
-    load_weights(decoder, path, device=device)
+            shard = mesh.shape[-1] > 1 or cpu_offload
+            fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=shard)
+        fully_shard(decoder, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+        decoder.whole_on_each_rank = mesh.shape[-1] == 1 and not cpu_offload
+    load_weights(decoder, path, device=torch.device("cpu") if cpu_offload else device)
     if lora:
         reset_lora(decoder, lora)
     return decoder.train()

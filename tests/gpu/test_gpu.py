@@ -8,6 +8,7 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights
 from llamarl.models.scratch import tiny_directory
+from tests.launching import SMALL, Job
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -44,23 +45,13 @@ def test_the_engine_samples_on_the_gpu_what_the_module_scores():
             assert torch.allclose(fresh, completion.generator_logprobs, atol=FLOAT32)
 
 
-def test_new_weights_are_copied_in_place_so_that_addresses_stay():
-    from llamarl.control import Control
-    from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
-
-    control = Control(None, rank=0, world_size=1, leader=0, names=["all"])
-    route = WeightsRoute(
-        "policy", sources=(0,), destinations=(0,), dtype=torch.float32, transport="auto", hosts=["here"], group=None, control=control, deadline_s=10
-    )  # fmt: skip
-    source, target = torch.nn.Parameter(torch.randn(5, 3).cuda()), torch.nn.Parameter(torch.zeros(5, 3).cuda())
-    sender, receiver = WeightsSender(route), WeightsReceiver(route)
-    sender.bind([("w", source)]), receiver.bind([("w", target)])
-    address = target.data_ptr()
-    sender.publish(1, evaluate=False, must_differ=False)
-    for _ in range(500):
-        if receiver.staged:
-            break
-        control.check(), control.wait(0.01)
-    assert receiver.swap() == (1, False)
-    assert target.data_ptr() == address and torch.equal(source, target)
-    sender.close(), receiver.close()
+def test_a_trainer_in_host_memory_trains_as_one_on_the_gpu(tmp_path):
+    rows = []
+    for offload in ("false", "true"):
+        with Job(*SMALL, "max_lag=0", f"trainer.cpu_offload={offload}", run_dir=tmp_path / offload) as job:
+            assert job.wait() == 0, job.output
+        rows.append(job.rows[1])
+    for name in ("reward/mean", "tokens/trained"):
+        assert rows[0][name] == rows[1][name]
+    for name in ("loss/value", "grad_norm"):
+        assert rows[1][name] == pytest.approx(rows[0][name], abs=FLOAT32, rel=FLOAT32)

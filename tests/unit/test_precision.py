@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from llamarl.learning.optim import build_optimizer
 from llamarl.models.attention import PackedAttention
@@ -20,8 +21,8 @@ def mesh():
     dist.destroy_process_group()
 
 
-def decoder_of(mesh):
-    return training_decoder(tiny_directory(), mesh=mesh, device=torch.device("cpu"), compute_dtype=torch.bfloat16)
+def decoder_of(mesh, **options):
+    return training_decoder(tiny_directory(), mesh=mesh, device=torch.device("cpu"), compute_dtype=torch.bfloat16, **options)
 
 
 def backward(decoder, seed: int, *, last: bool = True) -> None:
@@ -82,3 +83,15 @@ def test_a_step_that_is_dropped_leaves_nothing_for_the_next(mesh):
         backward(decoder, 2)
     want, got = gradients(clean), gradients(dropped)
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_offloaded_masters_get_the_same_gradients(mesh):
+    """On a CPU there is nowhere to go; that weights come and go layer by layer must change nothing."""
+    plain, offloaded = decoder_of(mesh), decoder_of(mesh, cpu_offload=True)
+    for decoder in (plain, offloaded):
+        backward(decoder, 0, last=False)
+        backward(decoder, 1)
+    for module in (offloaded, *offloaded.layers):
+        assert isinstance(module._get_fsdp_state()._fsdp_param_group.offload_policy, CPUOffloadPolicy)
+    for (name, want), (_, got) in zip(gradients(plain).items(), gradients(offloaded).items(), strict=True):
+        assert torch.equal(want, got), name
