@@ -18,7 +18,8 @@ SYNCHRONOUS = (
 # One thread: two on cores that others use too wait for each other at the end of every operation.
 FREE = (
     "threads=1", "buffer=replay", f"buffer.initial_completions={6 * 4}", "overcommit=4", "buffer.most_on_policy=0.5",
-    "loss.fn=tests.launching:with_beta", "loss.beta=1.0", "beta_schedule.kind=cut", "beta_schedule.final=0.25", "beta_schedule.end_step=4", "beta_schedule.cut_step=3",
+    "loss.fn=tests.launching:with_beta", "loss.beta=1.0", "beta_schedule.kind=cut", "beta_schedule.final=0.25",
+    "beta_schedule.end_step=4", "beta_schedule.cut_step=3",
 )  # fmt: skip
 KL = 0.5  # of the reward
 RESET = (
@@ -114,8 +115,8 @@ def test_two_trainer_ranks_have_a_share_each_and_one_goes_on_with_both(tmp_path)
 
 
 REDUCED = (
-    "model=tiny", "task=addition", "task.max_prompt_tokens=64", "max_new_tokens=6", "max_steps=3", "groups_per_step=8", "group_size=5",
-    "lr=3e-5", "threads=1", "eval.every=0", "checkpoint.every=0", "generator.max_slots=64",
+    "model=tiny", "task=addition", "task.max_prompt_tokens=64", "max_new_tokens=6", "max_steps=3", "groups_per_step=8",
+    "group_size=5", "lr=3e-5", "threads=1", "eval.every=0", "checkpoint.every=0", "generator.max_slots=64",
 )  # fmt: skip
 REPLAYED = ("buffer.completions_per_prompt=4", "buffer.initial_completions=40", "overcommit=4", "beta_schedule.end_step=2")
 
