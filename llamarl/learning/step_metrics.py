@@ -61,7 +61,7 @@ def metrics_of(totals: dict[str, float], maxima: dict[str, float], norms: list[f
         "reward/std": math.sqrt(max(0.0, totals["_reward_squared"] / valid - mean * mean)),
         "reward/error_rate": totals["_errors"] / n,
         "entropy": totals.get("entropy", 0.0) / rows,
-        "kl/ref": totals.get("kl/ref", 0.0) / rows,
+        "kl/ref": totals["kl/ref"] / rows if "kl/ref" in totals else None,  # no reference
         "ratio/mean": totals.get("ratio/sum", rows) / rows,
         "ratio/max": maxima.get("ratio/max", 1.0),
         "ratio/capped_fraction": totals.get("ratio/capped", 0.0) / rows,
