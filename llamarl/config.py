@@ -186,6 +186,12 @@ def main(recipe: Callable[[Config], None] | None = None, *, config_name: str = "
 
     @functools.wraps(recipe)
     def job(composed: DictConfig) -> None:
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
+        hydra = HydraConfig.get()
+        if hydra.mode == RunMode.MULTIRUN and composed.run_dir is None:
+            composed.run_dir = hydra.runtime.output_dir  # the runs of a sweep side by side, for recipes/compare.py
         try:
             config = to_config(composed)
             if problems := check(config, world_size, local_world_size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ class World:
         return dist.PrefixStore("llamarl", dist.distributed_c10d._get_default_store())
 
 
+_jobs = itertools.count()  # of this process: --multirun has several
+
+
 def init_world(*, threads: int | None, deadline_s: float) -> World:
     """Join the processes that torchrun started, or be alone. Devices: a GPU a local rank where there are any, else the CPU.
 
@@ -58,9 +62,9 @@ def init_world(*, threads: int | None, deadline_s: float) -> World:
         if local_size == size:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        # torchrun's store outlives restarted workers: a new attempt must not read what the dead ones left there.
+        # torchrun's store outlives restarted workers and the jobs of a sweep: none must read what an earlier one left there.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"attempt-{attempt}", store)
+        store = dist.PrefixStore(f"attempt-{attempt}-job-{next(_jobs)}", store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank, size, local_size, device)
 
