@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llamarl.combinations import CONF_DIR, check
@@ -46,6 +46,11 @@ __all__ = [
     "Config", "ConfigError", "Problem", "check", "check_command_line", "compose_config", "config_differences", "idle_ranks",
     "load_config", "main", "placement_of", "resolve_placement", "save_config", "to_config", "to_values",
 ]  # fmt: skip
+
+
+# Arithmetic between values, for conf/experiment: what keeps its meaning while another value is swept.
+OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
+OmegaConf.register_new_resolver("over", lambda a, b: -(-a // b), replace=True)  # rounded up
 
 
 def check_command_line(

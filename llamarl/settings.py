@@ -12,10 +12,6 @@ from typing import Annotated, Literal
 from llamarl.loss_options import LOSS_OPTIONS
 from llamarl.ranges import Beta, Count, Natural, NonNegative, Positive, Range
 
-# Arithmetic between values, for conf/experiment: what keeps its meaning while another value is swept.
-OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
-OmegaConf.register_new_resolver("over", lambda a, b: -(-a // b), replace=True)  # rounded up
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:

@@ -183,27 +183,28 @@ def test_every_option_of_a_group_fits_its_schema(group, option):
 # --- The README and the documents ---
 
 README = text_of(ROOT / "README.md")
+EXPERIMENTS = text_of(ROOT / "docs" / "experiments.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 OVERRIDE = re.compile(r"^\+?[a-z_]+(?:\.[a-z_]+)*=[^=]*$")
 USERS = {"DIR": str(TINY), "FILE": "train.jsonl"}  # what a placeholder stands for in a check
 
 
-def blocks(language: str) -> list[str]:
-    return [body for name, body in BLOCK.findall(README) if name == language]
+def blocks(language: str, text: str = README) -> list[str]:
+    return [body for name, body in BLOCK.findall(text) if name == language]
 
 
-def commands() -> list[list[str]]:
-    """Command lines of README's shell blocks and of its code spans, as words."""
-    lines = [line for body in blocks("bash") for line in body.replace("\\\n", " ").splitlines() if not line.startswith("#")]
-    lines += [span for span in SPAN.findall(BLOCK.sub("", README)) if " " in span]
+def commands(text: str = README) -> list[list[str]]:
+    """Command lines of a document's shell blocks and of its code spans, as words."""
+    lines = [line for body in blocks("bash", text) for line in body.replace("\\\n", " ").splitlines() if not line.startswith("#")]
+    lines += [span for span in SPAN.findall(BLOCK.sub("", text)) if " " in span]
     return [words for line in lines for part in line.split("&&") if (words := shlex.split(part, comments=True))]
 
 
-def hydra_commands() -> list[tuple[int, list[str]]]:
+def hydra_commands(text: str = README) -> list[tuple[int, list[str]]]:
     """(ranks, overrides) of every run of a recipe under Hydra, and of every code span of overrides alone."""
     found = []
-    for words in commands() + [[span] for span in SPAN.findall(BLOCK.sub("", README))]:
+    for words in commands(text) + [[span] for span in SPAN.findall(BLOCK.sub("", text))]:
         recipe = [i for i, word in enumerate(words) if word in ("recipes/llama_async.py", "recipes/custom_executor.py")]
         options = dict(word.split("=", 1) for word in words if word.startswith("--n") and "=" in word)
         ranks = int(options.get("--nnodes", 1)) * int(options.get("--nproc-per-node", 1))
@@ -234,9 +235,10 @@ def validate(ranks: int, overrides: list[str]) -> None:
     given = []
     for word in overrides:
         key, _, value = word.partition("=")
-        given.append(f"{key}={USERS.get(value, value)}")
+        given += [f"{key}={USERS.get(value, value)}"] if value else []
     resumes = "resume=auto" in given and not any(word.startswith("run_dir=") for word in given)
-    check_command_line(given + ["run_dir=runs/mine"] * resumes, world_size=ranks)
+    multirun = "--multirun" in overrides
+    check_command_line(given + ["run_dir=runs/mine"] * resumes, world_size=ranks, multirun=multirun)
 
 
 def test_readme_commands_are_found():
@@ -254,6 +256,20 @@ def test_readme_commands_are_accepted(users_folder, monkeypatch):
             validate(ranks, overrides)
         except ConfigError as error:
             pytest.fail(f"README has `{' '.join(overrides)}` on {ranks} ranks: {error}")
+
+
+@pytest.mark.parametrize("ranks, overrides", hydra_commands(EXPERIMENTS))
+def test_commands_of_docs_experiments_are_accepted(users_folder, ranks, overrides):
+    validate(ranks, overrides)
+
+
+def test_docs_experiments_sweeps_and_lists_every_experiment():
+    sweeps = [overrides for _, overrides in hydra_commands(EXPERIMENTS) if "--multirun" in overrides]
+    assert len(sweeps) >= 7
+    listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `.*?\|", EXPERIMENTS, re.MULTILINE))))
+    assert listed == {file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml")}
+    with pytest.raises(ConfigError, match="overcommit"):
+        validate(1, ["--multirun", "+experiment=async_rlhf_table10", "model.path=DIR", "task.path=../x", "max_lag=0,1", "overcommit=3"])
 
 
 def test_a_wrong_command_would_be_refused(users_folder):
@@ -276,8 +292,8 @@ def test_readme_keys_and_paths_exist():
 
 
 def test_readme_scripts_take_the_options_that_it_gives_them():
-    scripts = {"recipes/sft.py", "recipes/fetch_smollm2.py", "recipes/evaluate.py"}
-    plain = [words for words in commands() if scripts & set(words)]
+    scripts = {"recipes/sft.py", "recipes/fetch_smollm2.py", "recipes/evaluate.py", "recipes/compare.py"}
+    plain = [words for words in commands() + commands(EXPERIMENTS) if scripts & set(words)]
     assert {word for words in plain for word in words} >= scripts
     for words in plain:
         source = (ROOT / next(word for word in words if word.startswith("recipes/"))).read_text()
