@@ -21,7 +21,8 @@ import numpy as np
 from llamarl.observe.report import SMOOTH_FROM, column_of, moving_mean
 from llamarl.observe.rows import EVALUATED, FILE_NAME, Row
 from llamarl.observe.sinks import read_rows
-from llamarl.settings import Config, config_differences, did_you_mean, load_config, show
+from llamarl.conversion import config_differences, did_you_mean, load_config, show
+from llamarl.settings import Config
 
 REWARD, KL, SECONDS, STEP = "reward/mean", "kl/ref", "time/wall_s", "step"
 # Sections or keys that do not make another variant.

@@ -1,0 +1,105 @@
+"""Published settings beyond TBA's: what the papers' tables say, sweeps that keep what a study holds fixed, and reduced runs."""
+
+import pytest
+
+from llamarl.config import CONF_DIR, ConfigError, compose_config
+from tests.launching import Job
+from tests.recipes.test_experiments import given  # noqa: F401
+
+NAMES = sorted(file.stem for file in (CONF_DIR / "experiment").glob("*.yaml"))
+TABLE_4 = ("async_rlhf_table4", "async_rlhf_table4_rloo", "async_rlhf_table4_online_dpo")
+
+
+@pytest.fixture
+def settings(given):  # noqa: F811
+    return lambda name, *overrides: compose_config([f"+experiment={name}", *given, *overrides])
+
+
+def completions(config):
+    return config.groups_per_step * config.group_size
+
+
+def test_table_4_of_async_rlhf(settings):
+    ppo, rloo, dpo = (settings(name) for name in TABLE_4)
+    for c in (ppo, rloo, dpo):
+        assert (c.lr, c.trainer.schedule, c.temperature) == (3e-6, "linear", 0.7)
+        assert completions(c) == 512 and completions(c) * c.max_steps == 131_072
+        assert (c.task.max_prompt_tokens, c.max_new_tokens, c.trainer.missing_eos_penalty) == (512, 128, -1)
+        assert (c.trainer.updates_per_batch, c.max_lag, c.overcommit) == (1, 1, c.groups_per_step)
+        assert not c.updates_in_flight and c.reference.enabled
+    assert (ppo.trainer.reward_kl_coef, rloo.trainer.reward_kl_coef, dpo.trainer.reward_kl_coef) == (0.05, 0.05, 0)
+    assert (ppo.group_size, rloo.group_size, dpo.group_size) == (1, 2, 2)
+    assert (ppo.trainer.advantages, rloo.loss.fn, dpo.loss.options["beta"]) == ("gae", "proximal_rloo", 0.1)
+
+
+def test_tables_7_and_10_of_async_rlhf(settings):
+    dpo, ppo = settings("async_rlhf_table7"), settings("async_rlhf_table7_ppo")
+    for c in (dpo, ppo):
+        assert (c.lr, c.trainer.schedule, c.temperature) == (8e-7, "linear", 0.7)
+        assert (completions(c), c.max_steps) == (256, -(-100_000 // 256))
+        assert (c.task.max_prompt_tokens, c.max_new_tokens, c.trainer.missing_eos_penalty) == (512, 1024, -10)
+    assert (dpo.loss.options["beta"], ppo.trainer.reward_kl_coef) == (0.03, 0.01)
+    dpo, rloo = settings("async_rlhf_table10"), settings("async_rlhf_table10_rloo")
+    for c in (dpo, rloo):
+        assert (c.lr, c.trainer.schedule, c.temperature) == (3e-6, "constant", 0.7)
+        assert (c.groups_per_step, c.group_size, c.task.max_prompt_tokens, c.max_new_tokens) == (252, 4, 512, 512)
+        assert c.groups_per_step * c.max_steps == 129_024 and completions(c) * c.max_steps == 516_096
+    assert dpo.loss.options["beta"] == rloo.trainer.reward_kl_coef == 0.05
+
+
+def test_oppo_llamarl_and_magistral(settings):
+    oppo, aipo, magistral = (settings(name) for name in ("oppo", "llamarl_aipo", "magistral"))
+    assert (completions(oppo), oppo.overcommit, oppo.trainer.advantages, oppo.loss.fn) == (112, "oppo", "gae", "ppo")
+    assert (oppo.governor.increase, oppo.governor.decrease, oppo.governor.least) == (1, 1, 0)
+    assert (aipo.loss.fn, aipo.trainer.advantages) == ("aipo", "group_mean") and 2 <= aipo.loss.options["ratio_cap"] <= 10
+    assert completions(aipo) == completions(magistral) == 2048
+    assert aipo.updates_in_flight and magistral.updates_in_flight and not magistral.generator.recompute_kv
+    assert 0.26 <= magistral.loss.options["clip_high"] <= 0.28 and not magistral.reference.enabled
+    assert magistral.overcommit + magistral.groups_per_step <= 2 * magistral.groups_per_step  # pending/batch of at most 2
+    assert magistral.trainer.minibatches_per_step == magistral.trainer.updates_per_batch == 1
+
+
+@pytest.mark.parametrize("name", TABLE_4)
+@pytest.mark.parametrize("n", [1, 4, 64])
+def test_n_minibatches_keep_minibatch_updates_and_episodes(settings, name, n):
+    c = settings(name, f"trainer.minibatches_per_step={n}")
+    assert completions(c) / n == 512
+    assert (c.max_steps * n, completions(c) * c.max_steps) == (256, 131_072)
+
+
+def test_a_number_of_steps_that_does_not_divide_is_rounded_up(settings):
+    assert settings(TABLE_4[0], "trainer.minibatches_per_step=3").max_steps == 86
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_max_lag_alone_tells_synchronous_from_cleanba(settings, lag):
+    c = settings("async_rlhf_table10", f"max_lag={lag}")
+    assert (c.max_lag, c.overcommit) == (lag, 252 * lag)
+
+
+def test_a_value_that_others_are_made_from_must_be_right_itself(settings):
+    with pytest.raises(ConfigError, match="trainer.minibatches_per_step=x"):
+        settings(TABLE_4[0], "trainer.minibatches_per_step=x")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_it_runs_at_a_reduced_size(name, tmp_path):
+    small = (
+        "model=tiny",
+        "task=addition",
+        "task.max_prompt_tokens=16",
+        "task.chat=false",
+        "groups_per_step=4",
+        "max_new_tokens=6",
+        "threads=1",
+    )
+    steps = ("max_steps=2", "eval.num_prompts=20", "eval.every=2", "checkpoint.every=0")
+    replay = "completions_per_prompt" in (CONF_DIR / "experiment" / f"{name}.yaml").read_text()
+    scheduled = ("trainer.warmup_steps=0", "trainer.decay_steps=1") if name == "tba_table2" else ()
+    filled = ("buffer.initial_completions=48", "group_size=20", "buffer.completions_per_prompt=4") if replay else ()
+    with Job(f"+experiment={name}", *small, *steps, *scheduled, *filled, run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+        rows = job.rows
+    assert [row["step"] for row in rows] == [0, 1, 2] and all(row["grad_norm"] > 0 for row in rows[1:])
+    assert (rows[1]["kl/ref"] is None) == (name in ("llamarl_aipo", "magistral"))
