@@ -101,5 +101,6 @@ def test_it_runs_at_a_reduced_size(name, tmp_path):
     with Job(f"+experiment={name}", *small, *steps, *scheduled, *filled, run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
         rows = job.rows
-    assert [row["step"] for row in rows] == [0, 1, 2] and all(row["grad_norm"] > 0 for row in rows[1:])
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert any(row["grad_norm"] > 0 for row in rows[1:])  # replay by reward may draw equal rewards alone
     assert (rows[1]["kl/ref"] is None) == (name in ("llamarl_aipo", "magistral"))
