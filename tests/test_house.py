@@ -269,7 +269,8 @@ def test_docs_experiments_sweeps_and_lists_every_experiment():
     listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `.*?\|", EXPERIMENTS, re.MULTILINE))))
     assert listed == {file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml")}
     with pytest.raises(ConfigError, match="overcommit"):
-        validate(1, ["--multirun", "+experiment=async_rlhf_table10", "model.path=DIR", "task.path=../x", "max_lag=0,1", "overcommit=3"])
+        overrides = ["+experiment=async_rlhf_table10", "model.path=DIR", "task.path=FILE", "max_lag=0,1", "overcommit=3"]
+        validate(1, ["--multirun", *overrides])
 
 
 def test_a_wrong_command_would_be_refused(users_folder):

@@ -45,9 +45,12 @@ def make(tmp_path):
 def three(make):
     """lr=1: seeds 0 and 1, the second twice as slow; lr=2, which gets nowhere."""
     return [
-        make("a", "lr=1", "seed=0", wall_s=[0, 10, 20, 30, 40], eval__accuracy=[0.1, 0.3, 0.5, 0.7, 0.6], kl__ref=[None, 0.1, 0.2, 0.3, 0.4]),
-        make("b", "lr=1", "seed=1", wall_s=[0, 20, 40, 60, 80], eval__accuracy=[0.1, 0.5, 0.5, 0.9, 0.9], kl__ref=[None, 0.3, 0.2, 0.5, 0.6]),
-        make("c", "lr=2", "seed=0", wall_s=[0, 5, 10, 15, 20], eval__accuracy=[0.1, 0.2, 0.3, 0.4, 0.3], kl__ref=[None, 0.1, 0.1, 0.1, 0.1]),
+        make("a", "lr=1", "seed=0", wall_s=[0, 10, 20, 30, 40],
+             eval__accuracy=[0.1, 0.3, 0.5, 0.7, 0.6], kl__ref=[None, 0.1, 0.2, 0.3, 0.4]),
+        make("b", "lr=1", "seed=1", wall_s=[0, 20, 40, 60, 80],
+             eval__accuracy=[0.1, 0.5, 0.5, 0.9, 0.9], kl__ref=[None, 0.3, 0.2, 0.5, 0.6]),
+        make("c", "lr=2", "seed=0", wall_s=[0, 5, 10, 15, 20],
+             eval__accuracy=[0.1, 0.2, 0.3, 0.4, 0.3], kl__ref=[None, 0.1, 0.1, 0.1, 0.1]),
     ]  # fmt: skip
 
 
