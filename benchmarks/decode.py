@@ -6,7 +6,8 @@ Every request has PROMPT tokens and samples exactly --new-tokens (no stop token)
 taken in turn, so that a busy minute of the machine falls on all. The bound is one decode step's products alone, on packed
 weights that are cold (a set a layer), and the live cache's bytes at the measured read bandwidth; on a GPU it is weights and
 cache at the measured copy bandwidth. --uneven also compares log-normal lengths (at most 8 times the median; 256 requests
-over 32 slots) with equal ones. --cpu-time counts the process's CPU seconds instead of the clock's: for one thread on a machine
+over 32 slots) with equal ones, and prints what an engine could reach that spends nothing but its decode steps (timed by rows and
+context) and the prefill: long rows read more, and the last of them run alone. --cpu-time counts the process's CPU seconds instead of the clock's: for one thread on a machine
 that others use.
 """
 
@@ -18,7 +19,8 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -155,18 +157,25 @@ def read_s() -> float:
 # --- Uneven lengths ---
 
 
+SLOTS, REQUESTS, LONG = 32, 256, 256  # LONG: tokens of the second context at which a step is timed
+ROWS = (1, 2, 4, 8, 16, 24, 32)
+
+
 def uneven(args: argparse.Namespace) -> dict[str, float]:
-    """Tokens/s at log-normal and at equal lengths of the same mean: 256 requests over 32 slots."""
+    """Tokens/s at log-normal and at equal lengths: the same prompts, slots and number of tokens; and what greedy admission could reach."""
     from llamarl.inference import Engine, SamplingParams
 
     median = max(8, args.new_tokens // 2)
-    noise = torch.randn(256, generator=torch.Generator().manual_seed(0)) * math.log(8) / 2.5
+    noise = torch.randn(REQUESTS, generator=torch.Generator().manual_seed(0)) * math.log(8) / 2.5
     lengths = (median * noise.exp()).clamp(1, 8 * median).long().tolist()
-    mean = round(sum(lengths) / len(lengths))
-    engine = Engine.from_hf(args.model, dtype=args.dtype, max_slots=32, max_len=PROMPT + 8 * median, device=args.device)
+    total = sum(lengths)
+    equal = [total // REQUESTS + (i < total % REQUESTS) for i in range(REQUESTS)]
+    max_len = max(LONG + 32, PROMPT + 8 * median)
+    engine = Engine.from_hf(args.model, dtype=args.dtype, max_slots=SLOTS, max_len=max_len, device=args.device)
+    asked = prompts(REQUESTS, engine.decoder.config.vocab_size)
 
     def run(wanted: list[int]) -> float:
-        for ticket, (prompt, n) in enumerate(zip(prompts(256, engine.decoder.config.vocab_size), wanted)):
+        for ticket, (prompt, n) in enumerate(zip(asked, wanted)):
             engine.submit(ticket, prompt, SamplingParams(n))
 
         def drain():
@@ -174,11 +183,52 @@ def uneven(args: argparse.Namespace) -> dict[str, float]:
                 engine.step(CHUNK)
 
         took = seconds(drain)
-        return sum(c.token_ids.numel() for _, c in engine.pop_finished()) / took
+        assert sum(c.token_ids.numel() for _, c in engine.pop_finished()) == sum(wanted)
+        return took
 
-    rates = [(run(lengths), run([mean] * 256)) for _ in range(max(1, args.repeats - 1))]
-    found = {"uneven": statistics.median(a for a, _ in rates), "equal": statistics.median(b for _, b in rates)}
-    return found | {"ratio": found["uneven"] / found["equal"], "mean_tokens": mean}
+    def step_s(rows: int, prompt_tokens: int) -> float:
+        for ticket in range(rows):
+            engine.submit(ticket, (asked[ticket] * LONG)[:prompt_tokens], SamplingParams(32))
+        engine.step(1)
+        took = seconds(lambda: engine.step(8)) / 8
+        engine.abort()
+        engine.pop_finished()
+        return took
+
+    run([2] * REQUESTS)
+    found: dict[str, list[float]] = {"uneven": [], "equal": [], "ideal_uneven": [], "ideal_equal": []}
+    for _ in range(max(1, args.repeats - 1)):
+        found["uneven"].append(run(lengths))
+        costs = [[step_s(n, tokens) for tokens in (PROMPT, LONG)] for n in ROWS]
+        prefill = run([1] * REQUESTS)
+        found["equal"].append(run(equal))
+        for name, wanted in (("ideal_uneven", lengths), ("ideal_equal", equal)):
+            found[name].append(prefill + sum(step_cost(costs, rows, places) for rows, places in greedy(wanted)))
+    rates = {name: total / statistics.median(times) for name, times in found.items()}
+    best = rates["ideal_uneven"] / rates["ideal_equal"]
+    return rates | {"ratio": rates["uneven"] / rates["equal"], "ideal_ratio": best, "mean_tokens": total / REQUESTS}
+
+
+def greedy(wanted: list[int]) -> Iterator[tuple[int, int]]:
+    """(rows, places attended to in all) of each decode step when a slot that comes free is filled at once, in order."""
+    waiting, live = deque(wanted), []  # tokens made, tokens wanted
+    while waiting or live:
+        while waiting and len(live) < SLOTS:
+            live.append((1, waiting.popleft()))  # its prefill makes the first
+        live = [(made, n) for made, n in live if made < n]
+        if live and (len(live) == SLOTS or not waiting):
+            yield len(live), sum(PROMPT + made for made, _ in live)
+            live = [(made + 1, n) for made, n in live]
+
+
+def step_cost(costs: list[list[float]], rows: int, places: int) -> float:
+    """Seconds of a step: linear between the timed numbers of rows, and in the mean context of a row."""
+    more = next(i for i, n in enumerate(ROWS) if n >= rows)
+    less = max(0, more - 1)
+    part = (rows - ROWS[less]) / max(1, ROWS[more] - ROWS[less])
+    short, long = (costs[less][k] + part * (costs[more][k] - costs[less][k]) for k in (0, 1))
+    # Timed over 8 steps behind two tokens, so at 6 places more than the prompt in the mean.
+    return short + (long - short) * (places / rows - PROMPT - 6) / (LONG - PROMPT)
 
 
 def measure(args: argparse.Namespace, batch: int, names: list[str]) -> dict[str, float]:
@@ -227,7 +277,7 @@ def main() -> None:
         rivals.remove("vllm")
         print("vllm   absent: not importable here")
     table = {}
-    for batch in (int(b) for b in args.batch.split(",")):
+    for batch in (int(b) for b in args.batch.split(",") if b):
         row = table[batch] = measure(args, batch, [*rivals, "engine"])
         ratios = [f"{row['engine'] / row[name]:.2f} x {name}" for name in rivals]
         rates = "   ".join(f"{name} {rate:8.0f}" for name, rate in row.items())
@@ -240,7 +290,10 @@ def main() -> None:
     }  # fmt: skip
     if args.uneven:
         result["uneven"] = uneven(args)
-        print("uneven lengths: {uneven:.0f} tok/s, equal {equal:.0f}: {ratio:.0%}".format(**result["uneven"]))
+        print(
+            "uneven lengths: {uneven:.0f} tok/s, equal {equal:.0f}: {ratio:.0%}; at these costs of a step the best that greedy "
+            "admission reaches: {ideal_uneven:.0f}, equal {ideal_equal:.0f}: {ideal_ratio:.0%}".format(**result["uneven"])
+        )
     print(f"{args.threads} threads, {args.device}, {args.dtype}, machine {result['machine']}")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

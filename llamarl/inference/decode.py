@@ -1,8 +1,8 @@
-"""One decode step of a decoder on a CPU, and the sampler, as C kernels (llamarl/native/decode.c).
+"""A decoder's pass over the cache on a CPU, one call of a C kernel (llamarl/native/decode.c): a token a row, or whole prompts.
 
 The module's own forward multiplies by weights as they lie, which costs more than the product for few rows, and calls some thirty
-small operations a layer. Here the weights are laid out for the kernel once a policy version, which makes a second copy of them, and
-a token is one call. The results are the module's up to rounding (tests/unit/test_engine.py holds them to it); in bfloat16
+small operations a layer. Here the weights are laid out for the kernel once a policy version, which makes a second copy of them.
+The results are the module's up to rounding (tests/unit/test_engine.py holds them to it); in bfloat16
 they are nearer to float32's, for the residual stream is float32. Where no compiler is, the module decodes.
 
 Shapes: N rows, D model, H query heads, G key/value heads, K head dim, V vocabulary.
@@ -23,6 +23,7 @@ from llamarl.native import library
 
 _FLAGS = {torch.float32: ("-fopenmp",), torch.bfloat16: ("-fopenmp", "-DBF16")}
 _PANELS = ("qkv", "output", "gate", "up", "down")
+_GIVEN = ("tokens", "positions", "slots", "last")
 _LAYER = (*_PANELS, "qkv_bias", "attention_norm", "mlp_norm", "keys", "values")
 
 
@@ -36,12 +37,12 @@ class _Model(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_int64) for n in ("rows", "first_slot", "capacity", "threads")]
-    _fields_ += [(n, ctypes.c_void_p) for n in ("tokens", "positions", "cos", "sin", "h", "qkv", "x", "gated", "logits")]
+    _fields_ = [(n, ctypes.c_int64) for n in ("rows", "outputs", "capacity", "threads")]
+    _fields_ += [(n, ctypes.c_void_p) for n in (*_GIVEN, "cos", "sin", "h", "qkv", "x", "gated", "logits")]
 
 
 class NativeDecode:
-    """Logits [N, V] float32 of one token a row, as `decoder(tokens_N, positions_N, Decode(cache, ...))` gives them."""
+    """What `decoder` computes in the contexts Decode, Prefill and Extend of a cache. Logits [N, V] float32."""
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype):
         """RuntimeError where `fits` is false."""
@@ -106,27 +107,30 @@ class NativeDecode:
         units = F.pad(weight_OI.detach(), (0, 0, 0, -len(weight_OI) % width)).view(torch.float32)
         return self._keep(units.view(-1, width, units.shape[1]).transpose(1, 2))
 
-    def __call__(self, tokens_N: Tensor, positions_N: Tensor, cache: SlotCache, first_slot: int, longest: int) -> Tensor:
-        """Row i reads and extends slot first_slot + i. longest: more than any position."""
+    def __call__(
+        self, tokens_N: Tensor, positions_N: Tensor, cache: SlotCache, slots_N: Tensor, longest: int, last_M: Tensor | None = None
+    ) -> Tensor:
+        """Row i reads slots_N[i] up to positions_N[i] < longest, which it fills. last_M: ascending rows, the only ones with logits."""
         assert longest <= cache.capacity, f"place {longest} of a cache of {cache.capacity}"
         model, rows, dtype = self._model, tokens_N.numel(), self._dtype
+        outputs = rows if last_M is None else last_M.numel()
         for layer, keys, values in zip(self._layers, cache.keys, cache.values):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
         seen = model.heads * model.head_dim
-        tensors = {
-            "tokens": tokens_N,
-            "positions": positions_N,
+        tensors = dict(zip(_GIVEN, (tokens_N, positions_N, slots_N, last_M)))
+        tensors["cos"], tensors["sin"] = self._decoder.rotary(positions_N, longest)
+        tensors |= {
             "h": torch.empty(rows, model.hidden),
             "qkv": torch.empty(rows, seen + 2 * model.groups * model.head_dim),
             "x": torch.empty(rows, max(model.hidden, seen), dtype=dtype),
             "gated": torch.empty(rows, model.units, dtype=dtype),
-            "logits": torch.empty(rows, model.vocab),
+            "logits": torch.empty(outputs, model.vocab),
         }
-        tensors["cos"], tensors["sin"] = self._decoder.rotary(positions_N, longest)
-        step = _Step(rows=rows, first_slot=first_slot, capacity=cache.capacity, threads=torch.get_num_threads())
+        step = _Step(rows=rows, outputs=outputs, capacity=cache.capacity, threads=torch.get_num_threads())
         for name, tensor in tensors.items():
-            assert tensor.is_contiguous(), name
-            setattr(step, name, tensor.data_ptr())
+            if tensor is not None:
+                assert tensor.is_contiguous(), name
+                setattr(step, name, tensor.data_ptr())
         self._kernels.decode(ctypes.byref(model), ctypes.byref(step))
         return tensors["logits"]
 

@@ -28,7 +28,7 @@ from llamarl.allocator import keep_freed_memory
 from llamarl.inference.cache import Decode, SlotCache
 from llamarl.inference.decode import NativeDecode
 from llamarl.inference.graph import DecodeGraphs
-from llamarl.inference.prefill import Job, batches, extend, prefill, recompute
+from llamarl.inference.prefill import Job, Prompter, batches
 from llamarl.inference.rows import Partial, Request, Rows
 from llamarl.inference.sampler import SamplingParams, process
 from llamarl.models.build import Decoder, build_decoder, read_config
@@ -97,6 +97,7 @@ class Engine:
         self._native = (
             NativeDecode(self.decoder, self.dtype) if NativeDecode.fits(self.decoder, self.device, self.dtype) else None
         )
+        self._prompter = Prompter(self.decoder, self._cache, self._native)
         self._graphs = None
         if cuda_graphs and self.device.type == "cuda" and decoder.tensor_parallel is None:
             self._graphs = DecodeGraphs(self.device, self._cache.rows - 2, self._cache.capacity, self._decode_rows)
@@ -291,7 +292,7 @@ class Engine:
         slot = max(self.num_live, -1 if self._staging is None else self._staging) + (self._staging is not None)
         slot = slot if self.device.type == "cpu" else self._cache.rows - 2
         self._reserve(slot + 1, request.max_tokens)
-        logits = [prefill(self.decoder, self._cache, slot, [(request, 0, 1)])]
+        logits = [self._prompter.prefill(slot, [(request, 0, 1)])]
         for i in range(tokens.numel() - 1):
             position = request.prompt_ids.numel() + i
             at = torch.tensor([position], device=self.device)
@@ -312,11 +313,8 @@ class Engine:
         while jobs:
             size = 1 if jobs[0][0].num_cached else next(batches([request.ids.numel() for request, _, _ in jobs]))
             batch, jobs = jobs[:size], jobs[size:]
-            logits_RV = (
-                self._prefill_last(first, batch[0])
-                if batch[0][0].num_cached
-                else prefill(self.decoder, self._cache, first, batch)
-            )
+            in_pieces = batch[0][0].num_cached
+            logits_RV = self._prefill_last(first, batch[0]) if in_pieces else self._prompter.prefill(first, batch)
             rows = slice(first, first + logits_RV.shape[0])
             self._rows.append(rows, logits_RV, self._version, self._demands)
             first = rows.stop
@@ -352,7 +350,7 @@ class Engine:
                 self._staging = self.num_live if self.device.type == "cpu" else self._cache.rows - 1
             self._reserve(self._staging + 1, request.max_tokens)
             end = request.num_cached + self._prefill_chunk
-            extend(self.decoder, self._cache, self._staging, request.num_cached, ids[request.num_cached : end])
+            self._prompter.extend(self._staging, request.num_cached, ids[request.num_cached : end])
             request.num_cached = end
             if self._running:
                 return False
@@ -361,7 +359,7 @@ class Engine:
     def _prefill_last(self, first: int, job: Job) -> Tensor:
         """The last piece of a long prompt, whose K/V go from the staging slot to rows first.. of its samples. Logits [R, V]."""
         (request, begin, end), slot = job, self._staging
-        logits_1V = extend(self.decoder, self._cache, slot, request.num_cached, request.ids[request.num_cached :])
+        logits_1V = self._prompter.extend(slot, request.num_cached, request.ids[request.num_cached :])
         rows = torch.zeros(end - begin, dtype=torch.int64, device=self.device)
         self._cache.share(torch.tensor([slot], device=self.device), rows, first, request.ids.numel())
         request.num_cached, self._staging = 0, None
@@ -377,7 +375,7 @@ class Engine:
         """The cache under the new weights: what the rows have read, and a long prompt's pieces from the first on."""
         tokens, counts = self._rows.tokens.cpu(), self._rows.count[: self.num_live].tolist()
         read = [torch.cat([r.prompt_ids, tokens[i, : counts[i] - 1]]) for i, (r, _) in enumerate(self._running)]
-        recompute(self.decoder, self._cache, read)
+        self._prompter.recompute(read)
         for request in self._waiting:
             request.num_cached = 0
         self._staging, self._recompute_due = None, False
@@ -391,7 +389,8 @@ class Engine:
     def _decode(self, first_slot: int, tokens_N: Tensor, positions_N: Tensor, longest: int) -> Tensor:
         """One token a row, in slots first_slot onwards. Logits [N, V] of the next."""
         if self._native:
-            return self._native(tokens_N, positions_N, self._cache, first_slot, longest)
+            slots_N = torch.arange(first_slot, first_slot + tokens_N.numel())
+            return self._native(tokens_N, positions_N, self._cache, slots_N, longest)
         return self.decoder(tokens_N, positions_N, Decode(self._cache, positions_N, longest, first_slot))
 
     @torch.inference_mode()

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.inference.cache import Extend, Prefill, SlotCache
+from llamarl.inference.decode import NativeDecode
 from llamarl.inference.rows import Request
 from llamarl.models.build import Decoder
 
@@ -21,43 +22,57 @@ Job = tuple[Request, int, int]
 _PREFILL_TOKENS = 4096  # of one prefill, padding included
 
 
-def prefill(decoder: Decoder, cache: SlotCache, first_slot: int, jobs: list[Job]) -> Tensor:
-    """Run each prompt once and keep its K/V in a slot for each sample, from first_slot on. Next logits [R, V]."""
-    prompts = [request.ids for request, _, _ in jobs]
-    return prefill_ids(decoder, cache, first_slot, prompts, [end - begin for _, begin, end in jobs])
+class Prompter:
+    """Runs prompts through the decoder: by the native path where there is one, else by the module."""
 
+    def __init__(self, decoder: Decoder, cache: SlotCache, native: NativeDecode | None):
+        self._decoder, self._cache, self._native = decoder, cache, native
 
-def prefill_ids(decoder: Decoder, cache: SlotCache, first_slot: int, prompts: list[Tensor], copies: list[int]) -> Tensor:
-    """`prefill` of token ids on the CPU: prompt i goes to the next copies[i] slots."""
-    lengths_N, copies_N = torch.tensor([p.numel() for p in prompts]), torch.tensor(copies)
-    ends_N, slots_N = lengths_N.cumsum(0), first_slot + copies_N.cumsum(0) - copies_N
-    starts_T, slots_T = torch.stack([ends_N - lengths_N, slots_N]).repeat_interleave(lengths_N, dim=1)
-    prompt_R = torch.arange(len(prompts)).repeat_interleave(copies_N)
-    tokens_T = torch.cat(prompts)
-    positions_T = torch.arange(tokens_T.numel()) - starts_T
-    tokens_T, positions_T, slots_T, ends_N, prompt_R, slots_N = (
-        x.to(cache.device) for x in (tokens_T, positions_T, slots_T, ends_N, prompt_R, slots_N)
-    )
-    context = Prefill(cache, F.pad(ends_N, (1, 0)), slots_T, positions_T)
-    logits_NV = decoder(tokens_T, positions_T, context, lambda h_TD, w_VD: decoder.project(h_TD[ends_N - 1], w_VD))
-    if prompt_R.numel() > len(prompts):
-        cache.share(slots_N, prompt_R, first_slot, context.longest)
-    return logits_NV[prompt_R]
+    def prefill(self, first_slot: int, jobs: list[Job]) -> Tensor:
+        """Run each prompt once and keep its K/V in a slot for each sample, from first_slot on. Next logits [R, V]."""
+        return self._prefill(first_slot, [r.ids for r, _, _ in jobs], [end - begin for _, begin, end in jobs])
 
+    def _prefill(self, first_slot: int, prompts: list[Tensor], copies: list[int]) -> Tensor:
+        """`prefill` of token ids on the CPU: prompt i goes to the next copies[i] slots."""
+        lengths_N, copies_N = torch.tensor([p.numel() for p in prompts]), torch.tensor(copies)
+        ends_N, slots_N = lengths_N.cumsum(0), first_slot + copies_N.cumsum(0) - copies_N
+        starts_T, slots_T = torch.stack([ends_N - lengths_N, slots_N]).repeat_interleave(lengths_N, dim=1)
+        prompt_R = torch.arange(len(prompts)).repeat_interleave(copies_N)
+        tokens_T = torch.cat(prompts)
+        positions_T = torch.arange(tokens_T.numel()) - starts_T
+        longest, cache = int(lengths_N.max()), self._cache
+        if self._native:
+            logits_NV = self._native(tokens_T, positions_T, cache, slots_T, longest, ends_N - 1)
+        else:
+            tokens_T, positions_T, slots_T, ends_N, prompt_R, slots_N = (
+                x.to(cache.device) for x in (tokens_T, positions_T, slots_T, ends_N, prompt_R, slots_N)
+            )
+            context = Prefill(cache, F.pad(ends_N, (1, 0)), slots_T, positions_T)
+            logits_NV = self._project_last(tokens_T, positions_T, context, ends_N - 1)
+        if prompt_R.numel() == len(prompts):
+            return logits_NV
+        cache.share(slots_N, prompt_R, first_slot, longest)
+        return logits_NV[prompt_R]
 
-def extend(decoder: Decoder, cache: SlotCache, slot: int, start: int, ids: Tensor) -> Tensor:
-    """Keep the K/V of the next tokens of one slot, whose places before `start` are kept already. Logits [1, V] of the last."""
-    context = Extend(cache, slot, start, ids.numel())
-    return decoder(ids.to(cache.device), context.positions, context, lambda h_TD, w_VD: decoder.project(h_TD[-1:], w_VD))
+    def extend(self, slot: int, start: int, ids: Tensor) -> Tensor:
+        """Keep the K/V of the next tokens of one slot, whose places before `start` are kept. Logits [1, V] of the last."""
+        count, cache = ids.numel(), self._cache
+        if self._native:
+            positions, slots = torch.arange(start, start + count), torch.full((count,), slot)
+            return self._native(ids.contiguous(), positions, cache, slots, start + count, torch.tensor([count - 1]))
+        context = Extend(cache, slot, start, count)
+        return self._project_last(ids.to(cache.device), context.positions, context, slice(-1, None))
 
+    def recompute(self, sequences: list[Tensor]) -> None:
+        """The K/V of rows 0.. anew: row i has read sequences[i]."""
+        first = 0
+        for batch in batches([s.numel() for s in sequences]):
+            self._prefill(first, sequences[first : first + batch], [1] * batch)
+            first += batch
 
-def recompute(decoder: Decoder, cache: SlotCache, sequences: list[Tensor]) -> None:
-    """The K/V of rows 0.. anew: row i has read sequences[i]."""
-    first = 0
-    for batch in batches([s.numel() for s in sequences]):
-        rows = sequences[first : first + batch]
-        prefill_ids(decoder, cache, first, rows, [1] * batch)
-        first += batch
+    def _project_last(self, tokens_T: Tensor, positions_T: Tensor, context: Prefill | Extend, last: Tensor | slice) -> Tensor:
+        project = self._decoder.project
+        return self._decoder(tokens_T, positions_T, context, lambda h_TD, w_VD: project(h_TD[last], w_VD))
 
 
 def batches(lengths: list[int]) -> Iterator[int]:

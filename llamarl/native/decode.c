@@ -1,4 +1,5 @@
-/* One decode step of a Llama decoder on a CPU, and the sampler. llamarl/inference/decode.py calls both.
+/* One pass of a Llama decoder on a CPU over a token a row or over whole prompts, and the sampler. llamarl/inference/decode.py calls
+   both.
 
    Element type of weights, activations and cache: float, or bfloat16 with -DBF16. Sums, norms, softmax and the residual stream
    are float. Every output number is summed by one thread in one order, so it depends neither on the threads nor on the other rows.
@@ -83,12 +84,13 @@ typedef struct {
 } Model;
 
 typedef struct {
-    i64 rows, first_slot, capacity, threads;
-    const i64 *tokens, *positions; /* [N] */
+    i64 rows, outputs, capacity, threads;
+    const i64 *tokens, *positions, *slots; /* [N]; a slot may have many rows: each sees the places up to its own */
+    const i64 *last;                       /* [outputs]: rows whose logits are wanted; NULL for all */
     const float *cos, *sin;        /* [N, K] */
     float *h, *qkv;                /* scratch: [N, D], [N, (H + 2 G) K] */
     elem *x, *gated;               /* scratch: [N, max(D, H K)], [N, I] */
-    float *logits;                 /* [N, V] */
+    float *logits;                 /* [outputs, V] */
 } Step;
 
 INLINE float sum_of(vec v) {
@@ -218,11 +220,11 @@ static void project_gated(const elem *x, const Layer *layer, i64 inputs, i64 out
     }
 }
 
-/* y = h / rms(h) * scale, row by row. By all threads. */
-static void normalise(const float *h, const float *scale, i64 rows, i64 wide, double eps, elem *y) {
+/* y = h / rms(h) * scale, row by row, or of the rows in `which`. By all threads. */
+static void normalise(const float *h, const float *scale, const i64 *which, i64 rows, i64 wide, double eps, elem *y) {
 #pragma omp for schedule(static)
     for (i64 row = 0; row < rows; row++) {
-        const float *from = h + row * wide;
+        const float *from = h + (which ? which[row] : row) * wide;
         float squares = 0;
 #pragma omp simd reduction(+ : squares)
         for (i64 i = 0; i < wide; i++) squares += from[i] * from[i];
@@ -282,19 +284,33 @@ INLINE void rotate(const float *x, const float *cos, const float *sin, i64 K, fl
     }
 }
 
-/* The R query heads of one key/value head of one row: turn queries and key, keep key and value, attend to all places so far. */
+INLINE i64 place_in_cache(const Model *m, const Step *s, i64 row, i64 group) { /* of its slot's first key or value */
+    return (s->slots[row] * m->groups + group) * s->capacity * m->head_dim;
+}
+
+INLINE const float *queries_of(const Model *m, const Step *s, i64 row, i64 group) { /* then come the key and the value */
+    return s->qkv + (row * m->groups + group) * (m->heads / m->groups + 2) * m->head_dim;
+}
+
+/* Turn the key of one row and one key/value head by its place; keep it and the value. */
+static void keep(const Model *m, const Step *s, const Layer *layer, i64 row, i64 group) {
+    const i64 K = m->head_dim, at = place_in_cache(m, s, row, group) + s->positions[row] * K;
+    const float *k = queries_of(m, s, row, group) + m->heads / m->groups * K, *v = k + K;
+    float key[K];
+    rotate(k, s->cos + row * K, s->sin + row * K, K, key);
+    for (i64 i = 0; i < K; i++) layer->keys[at + i] = narrow(key[i]), layer->values[at + i] = narrow(v[i]);
+}
+
+/* The R query heads of one key/value head of one row: turn them, attend to all places up to the row's own. */
 INLINE void attend_in(const Model *m, const Step *s, const Layer *layer, i64 row, i64 group, const i64 vectors, const int ragged) {
     const i64 K = m->head_dim, R = m->heads / m->groups, place = s->positions[row];
-    const float *q = s->qkv + (row * m->groups + group) * (R + 2) * K, *cos = s->cos + row * K, *sin = s->sin + row * K;
-    const i64 start = ((s->first_slot + row) * m->groups + group) * s->capacity * K;
-    elem *keys = layer->keys + start, *values = layer->values + start;
+    const float *q = queries_of(m, s, row, group), *cos = s->cos + row * K, *sin = s->sin + row * K;
+    const elem *keys = layer->keys + place_in_cache(m, s, row, group), *values = layer->values + (keys - layer->keys);
     vec turned[R * vectors], sums[R * vectors], buffer[PLACES * vectors], weights[R][PLACES / LANES], parts[LANES];
-    float most[R], total[R], key[K];
+    float most[R], total[R];
     memset(turned, 0, sizeof turned);
     memset(sums, 0, sizeof sums);
     if (ragged) memset(buffer, 0, sizeof buffer);
-    rotate(q + R * K, cos, sin, K, key);
-    for (i64 k = 0; k < K; k++) keys[place * K + k] = narrow(key[k]), values[place * K + k] = narrow(q[(R + 1) * K + k]);
     for (i64 r = 0; r < R; r++) {
         rotate(q + r * K, cos, sin, K, (float *)(turned + r * vectors));
         for (i64 v = 0; v < vectors; v++) turned[r * vectors + v] *= 1 / sqrtf(K);
@@ -353,7 +369,7 @@ static void attend(const Model *m, const Step *s, const Layer *layer, i64 row, i
     }
 }
 
-/* --- the step --- */
+/* --- the pass --- */
 
 int panel_width(void) { return WIDTH; }
 
@@ -366,17 +382,19 @@ void decode(const Model *m, const Step *s) {
             for (i64 i = 0; i < D; i++) s->h[row * D + i] = widen(m->embedding[s->tokens[row] * D + i]);
         for (i64 i = 0; i < m->layers; i++) {
             const Layer *layer = m->layer + i;
-            normalise(s->h, layer->attention_norm, N, D, m->eps, s->x);
+            normalise(s->h, layer->attention_norm, NULL, N, D, m->eps, s->x);
             project(s->x, layer->qkv, D, seen + 2 * m->groups * m->head_dim, N, layer->qkv_bias, 0, s->qkv);
+#pragma omp for schedule(static)
+            for (i64 item = 0; item < N * m->groups; item++) keep(m, s, layer, item / m->groups, item % m->groups);
 #pragma omp for schedule(dynamic, 4)
             for (i64 item = 0; item < N * m->groups; item++) attend(m, s, layer, item / m->groups, item % m->groups);
             project(s->x, layer->output, seen, D, N, NULL, 1, s->h);
-            normalise(s->h, layer->mlp_norm, N, D, m->eps, s->x);
+            normalise(s->h, layer->mlp_norm, NULL, N, D, m->eps, s->x);
             project_gated(s->x, layer, D, m->units, N, s->gated);
             project(s->gated, layer->down, m->units, D, N, NULL, 1, s->h);
         }
-        normalise(s->h, m->norm, N, D, m->eps, s->x);
-        project(s->x, m->head, D, m->vocab, N, NULL, 0, s->logits);
+        normalise(s->h, m->norm, s->last, s->outputs, D, m->eps, s->x);
+        project(s->x, m->head, D, m->vocab, s->outputs, NULL, 0, s->logits);
     }
 }
 

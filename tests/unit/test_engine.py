@@ -16,8 +16,9 @@ from llamarl.models.build import ModelConfig, build_decoder, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.native import library
 
-TOLERANCE = 1e-5  # fp32 logprobs by two routes
-TOLERANCE_OF_TWO = 2e-5  # both of which round: prompts in other pieces, then sampled
+# Of fp32 logprobs by two routes. Each rounds: against float64, over 12,000 tokens of this model, the native path, the module's cached
+# path and its whole forward are all 1.3e-6 off (rms), and 1.9e-5, 1.5e-5 and 2.1e-5 at most.
+TOLERANCE = 5e-5
 MAX_LEN = 40
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -407,10 +408,11 @@ def test_a_row_of_the_native_path_does_not_depend_on_the_others_or_on_threads():
         assert torch.equal(a.token_ids, b.token_ids) and torch.equal(a.generator_logprobs, b.generator_logprobs)
     with torch.inference_mode():
         e._reserve(70, MAX_LEN)
-        tokens, positions = torch.arange(70) % 31, torch.full((70,), 9)
-        whole = e._native(tokens, positions, e._cache, 0, 10)
+        tokens, positions, slots = torch.arange(70) % 31, torch.full((70,), 9), torch.arange(70)
+        whole = e._native(tokens, positions, e._cache, slots, 10)
         for first, end in ((0, 1), (3, 10), (8, 70)):
-            assert torch.equal(e._native(tokens[first:end], positions[first:end], e._cache, first, 10), whole[first:end])
+            part = e._native(tokens[first:end], positions[first:end], e._cache, slots[first:end], 10)
+            assert torch.equal(part, whole[first:end])
 
 
 def test_the_native_path_in_bfloat16_is_as_near_float32_as_the_module_is():
@@ -593,7 +595,7 @@ def test_a_completion_interrupted_anywhere_goes_on_in_another_engine(steps, slot
     assert found.keys() == expected.keys()
     for key, c in expected.items():
         assert torch.equal(found[key].token_ids, c.token_ids) and found[key].finish_reason == c.finish_reason
-        torch.testing.assert_close(found[key].generator_logprobs, c.generator_logprobs, atol=TOLERANCE_OF_TWO, rtol=0)
+        torch.testing.assert_close(found[key].generator_logprobs, c.generator_logprobs, atol=TOLERANCE, rtol=0)
     for p in partials:
         versions, had = found[p.stream, p.ticket, p.sample_index].policy_versions, p.token_ids.numel()
         assert versions.tolist() == [0] * had + [5] * (versions.numel() - had)
