@@ -80,14 +80,6 @@ class SlotCache:
             cached = cached[:, :, : _whole_blocks(length)]
             cached.index_copy_(0, target, cached.index_select(0, source))
 
-    def share(self, slots_N: Tensor, choice_R: Tensor, first_slot: int, length: int) -> None:
-        """Slot first_slot + r gets the first `length` places of slot slots_N[choice_R[r]]."""
-        for cached in (*self.keys, *self.values):
-            cached = cached[:, :, : _whole_blocks(length)]
-            torch.index_select(
-                cached.index_select(0, slots_N), 0, choice_R, out=cached[first_slot : first_slot + choice_R.numel()]
-            )
-
 
 class Prefill:
     """Attention of whole prompts end to end, whose K/V are kept in slots_T at positions_T."""

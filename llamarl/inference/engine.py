@@ -37,7 +37,7 @@ from llamarl.types import Completion, FinishReason
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _CHUNK = 32  # of `generate`
-_WORTH_MOVING = 16  # rows are made dense again once one in this many has ended
+_WORTH_MOVING = 8  # once one row in this many has ended, the others are made dense and new ones admitted
 
 
 class Engine:
@@ -160,10 +160,9 @@ class Engine:
     @torch.no_grad()
     def export_partials(self) -> list[Partial]:
         """Every sample that has not ended, as it is between two steps. The engine keeps them: abort() lets go."""
-        nothing = torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0, dtype=torch.int64)
         recorded = self._rows.recorded(list(range(self.num_live))) if self._running else []
         samples = [(request, index, had) for (request, index), had in zip(self._running, recorded)]
-        samples += [(r, i, r.recorded or nothing) for r in self._waiting for i in range(r.num_started, r.end)]
+        samples += [(r, i, r.recorded) for r in self._waiting for i in range(r.num_started, r.end)]
         return [Partial(r.stream, r.ticket, i, r.prompt_ids, *had, r.params) for r, i, had in samples]
 
     @torch.inference_mode()
@@ -250,10 +249,9 @@ class Engine:
         if any(request.num_cached for request in stopped):
             self._staging = None
         self._waiting = deque(request for request in self._waiting if not meant(request))
-        nothing = torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0, dtype=torch.int64)
         for request in stopped:
             for index in range(request.num_started, request.end):
-                self._finish(request, index, *(request.recorded or nothing), "aborted")
+                self._finish(request, index, *request.recorded, "aborted")
         return len(rows) + sum(request.num_waiting for request in stopped)
 
     def generate(self, prompts: Sequence[Tensor | Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
@@ -360,8 +358,8 @@ class Engine:
         """The last piece of a long prompt, whose K/V go from the staging slot to rows first.. of its samples. Logits [R, V]."""
         (request, begin, end), slot = job, self._staging
         logits_1V = self._prompter.extend(slot, request.num_cached, request.ids[request.num_cached :])
-        rows = torch.zeros(end - begin, dtype=torch.int64, device=self.device)
-        self._cache.share(torch.tensor([slot], device=self.device), rows, first, request.ids.numel())
+        targets = torch.arange(first, first + end - begin, device=self.device)
+        self._cache.copy(torch.full_like(targets, slot), targets, request.ids.numel())
         request.num_cached, self._staging = 0, None
         return logits_1V.expand(end - begin, -1)
 
@@ -417,12 +415,13 @@ class Engine:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _emit(self, ended: list[int], aborted: bool) -> None:
-        for row, (token_ids, logprobs, versions) in zip(ended, self._rows.recorded(ended)):
-            if not logprobs.isfinite().all():
-                raise RuntimeError(
-                    f"logits are not finite under policy version {self.policy_version}: "
-                    f"its weights hold NaN or infinity, or overflow {self.dtype}"
-                )
+        recorded = self._rows.recorded(ended)
+        if not torch.cat([logprobs for _, logprobs, _ in recorded]).isfinite().all():
+            raise RuntimeError(
+                f"logits are not finite under policy version {self.policy_version}: "
+                f"its weights hold NaN or infinity, or overflow {self.dtype}"
+            )
+        for row, (token_ids, logprobs, versions) in zip(ended, recorded):
             request, sample_index = self._running[row]
             stopped = int(token_ids[-1]) in request.params.stop_token_ids
             reason = "aborted" if aborted else "stop" if stopped else "length"

@@ -51,7 +51,8 @@ class Prompter:
             logits_NV = self._project_last(tokens_T, positions_T, context, ends_N - 1)
         if prompt_R.numel() == len(prompts):
             return logits_NV
-        cache.share(slots_N, prompt_R, first_slot, longest)
+        slots_R = torch.arange(first_slot, first_slot + prompt_R.numel(), device=cache.device)
+        cache.copy(slots_N[prompt_R], slots_R, longest)
         return logits_NV[prompt_R]
 
     def extend(self, slot: int, start: int, ids: Tensor) -> Tensor:

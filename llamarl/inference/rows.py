@@ -5,6 +5,7 @@ Shapes: R rows, L places, S stop tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -56,7 +57,7 @@ class Request:
                 f"ticket {ticket}: prompt ids {int(low)}..{int(high)} or stop tokens {params.stop_token_ids} lie outside "
                 f"the model's vocabulary of {vocab_size}; is the tokenizer another model's?"
             )
-        done = self.partial.token_ids if self.partial else prompt[:0]
+        done = self.recorded[0]
         if done.numel() >= params.max_new_tokens or (done.numel() and int(done[-1]) in params.stop_token_ids):
             raise ValueError(f"ticket {ticket}: a completion of {done.numel()} tokens that has ended cannot go on")
 
@@ -70,15 +71,16 @@ class Request:
         return self.prompt_ids.numel() + self.params.max_new_tokens
 
     @property
-    def recorded(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Tokens, logprobs and versions of a partial completion."""
-        had = self.partial
-        return (had.token_ids, had.generator_logprobs, had.policy_versions) if had else None
+    def recorded(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, logprobs and versions of a partial completion; of one that has not begun, none."""
+        if had := self.partial:
+            return had.token_ids, had.generator_logprobs, had.policy_versions
+        return torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0, dtype=torch.int64)
 
     @property
     def ids(self) -> Tensor:
         """What is prefilled before its samples start."""
-        return torch.cat([self.prompt_ids, self.partial.token_ids]) if self.partial else self.prompt_ids
+        return torch.cat([self.prompt_ids, self.recorded[0]]) if self.partial else self.prompt_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,45 +115,32 @@ class Rows:
 
     @classmethod
     def empty(cls, max_slots: int, max_len: int, device: torch.device) -> "Rows":
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(max_slots, *shape, dtype=dtype, device=device)
+        dtypes = {"live": torch.bool, "temperature": torch.float32, "top_p": torch.float64, "logprobs": torch.float32}
+        widths = {"stops": [1], "tokens": [max_len], "logprobs": [max_len], "versions": [max_len]}
 
-        return cls(
-            token=zeros(),
-            position=zeros(),
-            count=zeros(),
-            live=zeros(dtype=torch.bool),
-            key=zeros(),
-            max_new_tokens=zeros(),
-            min_new_tokens=zeros(),
-            temperature=zeros(dtype=torch.float32),
-            top_k=zeros(),
-            top_p=zeros(dtype=torch.float64),
-            stops=zeros(1),
-            tokens=zeros(max_len),
-            logprobs=zeros(max_len, dtype=torch.float32),
-            versions=zeros(max_len),
-        )
+        def zeros(name: str) -> Tensor:
+            return torch.zeros(max_slots, *widths.get(name, []), dtype=dtypes.get(name, torch.int64), device=device)
+
+        return cls(**{field.name: zeros(field.name) for field in fields(cls)})
 
     def start(self, first: int, jobs: list[tuple[Request, int, int]]) -> None:
         """Rows from `first` on become samples begin..end-1 of each (request, begin, end)."""
         sizes = torch.tensor([end - begin for _, begin, end in jobs])
         rows = slice(first, first + int(sizes.sum()))
 
-        def spread(values: list, dtype: torch.dtype = torch.int64) -> Tensor:
+        def spread(values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(values, dtype=dtype).repeat_interleave(sizes, dim=0).to(self.token.device)
 
         params = [request.params for request, _, _ in jobs]
-        self.position[rows] = spread([request.ids.numel() - 1 for request, _, _ in jobs])
+        index = torch.cat([torch.arange(begin, end) for _, begin, end in jobs]).to(self.token.device)
+        keys, lengths = zip(*((stream_key(r.params.seed, r.stream, r.ticket), r.ids.numel()) for r, _, _ in jobs))
+        self.key[rows] = sample_keys(spread(keys), index)
+        self.position[rows] = spread(lengths) - 1
         self.count[rows] = 0
         self.live[rows] = True
-        index = torch.cat([torch.arange(begin, end) for _, begin, end in jobs]).to(self.token.device)
-        self.key[rows] = sample_keys(spread([stream_key(r.params.seed, r.stream, r.ticket) for r, _, _ in jobs]), index)
-        self.max_new_tokens[rows] = spread([p.max_new_tokens for p in params])
-        self.min_new_tokens[rows] = spread([p.min_new_tokens for p in params])
-        self.temperature[rows] = spread([p.temperature for p in params], torch.float32)
-        self.top_k[rows] = spread([p.top_k for p in params])
-        self.top_p[rows] = spread([p.top_p for p in params], torch.float64)
+        for name in ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p"):
+            table = getattr(self, name)
+            table[rows] = spread([getattr(p, name) for p in params], table.dtype)
         width = max(self.stops.shape[1], *(len(p.stop_token_ids) for p in params))
         if width > self.stops.shape[1]:
             self.stops = torch.nn.functional.pad(self.stops, (0, width - self.stops.shape[1]), value=-1)
@@ -159,11 +148,9 @@ class Rows:
         row = first
         for request, begin, end in jobs:
             if request.partial:
-                count = request.partial.token_ids.numel()
-                self.count[row] = count
-                self.tokens[row, :count] = request.partial.token_ids.to(self.token.device)
-                self.logprobs[row, :count] = request.partial.generator_logprobs.to(self.token.device)
-                self.versions[row, :count] = request.partial.policy_versions.to(self.token.device)
+                self.count[row] = count = request.recorded[0].numel()
+                for table, had in zip((self.tokens, self.logprobs, self.versions), request.recorded):
+                    table[row, :count] = had
             row += end - begin
 
     def demands(self, num_rows: int) -> Demands:
