@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 import traceback
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -287,12 +286,10 @@ def exchange(scenario: dict, rank: int, size: int) -> dict:
     from llamarl.ddma.layout import Destination, Source
     from llamarl.ddma.links import WeightsError
     from llamarl.ddma.transports import this_end
-    from llamarl.ddma.payload import buckets_of, buckets_of_buffer
     from llamarl.placement import link_group
 
     # So small that links have several buckets and matrices are cut.
-    limit = scenario.get("bucket_bytes", 700)
-    ends.buckets_of, ends.buckets_of_buffer = partial(buckets_of, limit=limit), partial(buckets_of_buffer, limit=limit)
+    ends.BUCKET_BYTES = {"cpu": scenario.get("bucket_bytes", 700)}
     sources, destinations = tuple(scenario["sources"]), tuple(scenario["destinations"])
     config, source, destination = (
         config_of(scenario.get("scale", 1)),
