@@ -1,0 +1,130 @@
+"""Many small main jobs, one process each, forked from one that has imported what they import; what is finished is kept.
+
+A run of the tiny model is over in seconds, of which a fresh interpreter spends most on imports. A run is named by its overrides, so
+that a study that was cut off goes on where it was, and studies that share runs make them once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import runpy
+import shutil
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from running import ROOT
+
+KEPT = {
+    "step", "reward/mean", "eval/accuracy", "lag/mean", "lag/max", "ratio/mean", "ratio/max", "ratio/capped_fraction", "grad_norm",
+    "entropy", "kl/generator", "time/wall_s", "time/evaluated_s", "loss/value", "buffer/size",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run. rows: a dict a step of KEPT; failed: the error that ended it, or None; cpu_s: of the whole process."""
+
+    overrides: tuple[str, ...]
+    rows: list[dict]
+    failed: str | None
+    cpu_s: float
+    load: float  # runnable processes of the machine, the minute's mean, at its end
+
+
+def store(folder: Path, overrides: tuple[str, ...]) -> Path:
+    """The file that keeps this run."""
+    return folder / f"{hashlib.sha256(json.dumps(sorted(overrides)).encode()).hexdigest()[:16]}.json"
+
+
+def load_run(folder: Path, overrides: tuple[str, ...]) -> Run | None:
+    file = store(folder, overrides)
+    if not file.exists():
+        return None
+    kept = json.loads(file.read_text())
+    return Run(tuple(kept["overrides"]), kept["rows"], kept["failed"], kept["cpu_s"], kept["load"])
+
+
+def make(folder: Path, wanted: list[tuple[str, ...]], *, jobs: int) -> None:
+    """Make, `jobs` at a time, and keep in `folder` those that are not kept there yet. RuntimeError for one that does not run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = [w for w in dict.fromkeys(wanted) if not store(folder, w).exists()]
+    if missing:
+        _import_all()
+    running: dict[int, tuple[str, ...]] = {}
+    while missing or running:
+        while missing and len(running) < jobs:
+            overrides = missing.pop(0)
+            running[_fork(folder, overrides)] = overrides
+        pid, status, usage = os.wait4(-1, 0)
+        overrides = running.pop(pid)
+        run = _finish(folder, overrides, status, usage)
+        last = next((r["eval/accuracy"] for r in reversed(run.rows) if r.get("eval/accuracy") is not None), None)
+        print(
+            f"{run.cpu_s:5.0f} s  {len(missing) + len(running):3} left  accuracy {last}  {run.failed or ''}  {' '.join(overrides)}",
+            flush=True,
+        )
+
+
+def _import_all() -> None:
+    """What a main job imports, lazily or not. No thread may be running here: a forked child has one."""
+    sys.path.insert(0, str(ROOT))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import hydra  # noqa: F401
+    import torchtune.models.llama3  # noqa: F401
+    import transformers  # noqa: F401
+
+    import executors.stations  # noqa: F401
+    import executors.trainer  # noqa: F401
+
+
+def _scratch(folder: Path, overrides: tuple[str, ...]) -> Path:
+    return store(folder, overrides).with_suffix("")
+
+
+def _fork(folder: Path, overrides: tuple[str, ...]) -> int:
+    scratch = _scratch(folder, overrides)
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    sys.stdout.flush()
+    if pid := os.fork():
+        return pid
+    with open(scratch / "log", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    recipe = str(ROOT / "recipes" / "llama_async.py")
+    sys.argv = [recipe, f"run_dir={scratch / 'run'}", *overrides]
+    code = 1
+    try:
+        runpy.run_path(recipe, run_name="__main__")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # a child must never go on as its parent
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _finish(folder: Path, overrides: tuple[str, ...], status: int, usage: resource.struct_rusage) -> Run:
+    """Keep its rows and remove the rest. A run that was refused or killed is an error; one that diverged is a result."""
+    scratch = _scratch(folder, overrides)
+    failed, log = None, (scratch / "log").read_text().splitlines()
+    if status:
+        failed = next((line for line in reversed(log) if "NotFinite" in line), None)
+        if failed is None:
+            raise RuntimeError(f"{' '.join(overrides)} failed, status {status}:\n" + "\n".join(log[-15:]))
+    lines = (scratch / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [{k: v for k, v in json.loads(line).items() if k in KEPT or k.startswith("buffer/")} for line in lines]
+    run = Run(overrides, rows, failed, usage.ru_utime + usage.ru_stime, os.getloadavg()[0])
+    partial = store(folder, overrides).with_suffix(".part")
+    partial.write_text(json.dumps({**run.__dict__, "finished_at": time.time()}))
+    partial.replace(store(folder, overrides))
+    shutil.rmtree(scratch)
+    return run

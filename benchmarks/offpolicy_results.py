@@ -1,0 +1,204 @@
+"""What benchmarks/offpolicy.py makes of finished runs: numbers, Markdown tables, JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from forked import Run
+
+TARGETS = (0.8, 0.9)
+TO_TARGET = ("search", "table", "tba")  # studies of how soon, rather than how far
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting of a study. panel: the plot, or the table's column, that it is in; curve: its name there."""
+
+    study: str
+    panel: str
+    curve: str
+    overrides: tuple[str, ...]
+    updates_a_step: int = 1
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A case with its runs, one a seed."""
+
+    case: Case
+    runs: tuple[Run, ...]
+
+
+def accuracies(rows: list[dict]) -> list[tuple[int, float]]:
+    """(step, held-out accuracy) of the evaluated rows."""
+    return [(r["step"], r["eval/accuracy"]) for r in rows if r.get("eval/accuracy") is not None]
+
+
+def steps_to(rows: list[dict], target: float) -> float:
+    """The first evaluated step at which held-out accuracy is `target` or more; inf: none."""
+    return next((step for step, accuracy in accuracies(rows) if accuracy >= target), math.inf)
+
+
+def seconds_to(rows: list[dict], target: float) -> float:
+    """Wall seconds from the run's first weights to the end of that evaluation; inf: none."""
+    reached = steps_to(rows, target)
+    return next((r["time/evaluated_s"] for r in rows if r["step"] == reached), math.inf)
+
+
+def final(run: Run) -> float:
+    """The last accuracy measured."""
+    return accuracies(run.rows)[-1][1]
+
+
+def best(run: Run) -> float:
+    return max(accuracy for _, accuracy in accuracies(run.rows))
+
+
+def settled_lag(run: Run) -> float:
+    """Mean lag of the trained completions, in steps, over the second half of the run: the window fills in the first."""
+    trained = [r for r in run.rows if r["step"] > 0]
+    return statistics.mean(r["lag/mean"] for r in trained[len(trained) // 2 :])
+
+
+def choose_rate(curves: list[Curve]) -> str:
+    """Of one loss's search: the rate with the fewest steps to 90 %, then the best accuracy, over all its runs."""
+
+    def order(curve: Curve) -> tuple[float, float]:
+        return (
+            statistics.median(steps_to(run.rows, TARGETS[-1]) for run in curve.runs),
+            -statistics.mean(best(run) for run in curve.runs),
+        )
+
+    return min(curves, key=order).case.curve.removeprefix("lr ")
+
+
+def spread(values: Iterable[float], form: str) -> str:
+    """Mean, and the range over seeds."""
+    values = list(values)
+    return f"{statistics.mean(values):{form}} ({min(values):{form}}–{max(values):{form}})"
+
+
+def median(values: Iterable[float], form: str = ".0f") -> str:
+    """Median over seeds, and the range; "-": half of them or more never did."""
+    values = sorted(values)
+    middle = statistics.median_low(values) if math.isinf(values[-1]) else statistics.median(values)
+    if math.isinf(statistics.median(values)) or math.isinf(middle):
+        reached = sum(not math.isinf(v) for v in values)
+        return "-" if not reached else f"- ({reached} of {len(values)})"
+    return f"{middle:{form}} ({values[0]:{form}}–{'never' if math.isinf(values[-1]) else format(values[-1], form)})"
+
+
+def tables(study: str, curves: list[Curve]) -> str:
+    """A study's Markdown table."""
+    return _to_target(curves) if study in ("table", "tba") else _search(curves) if study == "search" else _finals(curves)
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
+
+
+def _grid(curves: list[Curve]) -> tuple[list[str], list[str], dict[tuple[str, str], Curve]]:
+    """(curves' names, panels in order of their number, the curve of each pair)."""
+    cells = {(c.case.curve, c.case.panel): c for c in curves}
+    panels = sorted(dict.fromkeys(panel for _, panel in cells), key=_number)
+    return list(dict.fromkeys(name for name, _ in cells)), panels, cells
+
+
+def _number(panel: str) -> float:
+    found = re.search(r"[\d.]+(e-?\d+)?", panel)
+    return float(found[0]) if found else 0.0
+
+
+def _finals(curves: list[Curve]) -> str:
+    """Accuracy after the last step and the lag that was reached, a column a panel."""
+    names, panels, cells = _grid(curves)
+    rows = [["final accuracy, %", *(p or "all seeds" for p in panels)]]
+    for name in names:
+        rows.append([name, *(_final(cells[name, p]) for p in panels)])
+    for name in names if panels == [""] else names[:1]:
+        lag = [spread([settled_lag(r) for r in cells[name, p].runs], ".1f") for p in panels]
+        rows.append([f"mean lag, steps: {name}" if panels == [""] else "mean lag, steps", *lag])
+    return _markdown(rows)
+
+
+def _final(curve: Curve) -> str:
+    diverged = sum(run.failed is not None for run in curve.runs)
+    return spread([100 * final(run) for run in curve.runs], ".1f") + (f"; {diverged} diverged" if diverged else "")
+
+
+def _search(curves: list[Curve]) -> str:
+    losses = list(dict.fromkeys(c.case.panel for c in curves))
+    rates = sorted(dict.fromkeys(c.case.curve for c in curves), key=_number)
+    rows = [["steps to 90 % (best %)", *rates, "chosen"]]
+    for loss in losses:
+        by_rate = {c.case.curve: c for c in curves if c.case.panel == loss}
+        cells = [_sought(by_rate[rate]) if rate in by_rate else "" for rate in rates]
+        rows.append([loss, *cells, choose_rate(list(by_rate.values()))])
+    return _markdown(rows)
+
+
+def _sought(curve: Curve) -> str:
+    run = curve.runs[0]
+    steps = steps_to(run.rows, TARGETS[-1])
+    return f"{'-' if math.isinf(steps) else steps} ({100 * best(run):.1f})"
+
+
+def _to_target(curves: list[Curve]) -> str:
+    """Steps, wall and CPU seconds to the targets; soonest first."""
+    rows = [["loss", "lr", "steps to 80 %", "steps to 90 %", "s to 80 %", "s to 90 %", "CPU s", "best, %", "mean lag"]]
+
+    def soon(curve: Curve) -> tuple[float, float]:
+        return statistics.median(steps_to(r.rows, 0.9) for r in curve.runs), -statistics.mean(best(r) for r in curve.runs)
+
+    for curve in sorted(curves, key=soon):
+        runs = curve.runs
+        rows.append([
+            curve.case.curve, curve.case.panel.removeprefix("lr "),
+            *(median(steps_to(r.rows, t) for r in runs) for t in TARGETS), *(median(seconds_to(r.rows, t) for r in runs) for t in TARGETS),
+            spread([r.cpu_s for r in runs], ".0f"), spread([100 * best(r) for r in runs], ".1f"),
+            f"{statistics.mean(settled_lag(r) for r in runs):.1f}",
+        ])  # fmt: skip
+    return _markdown(rows)
+
+
+def refresh(file: Path, study: str, table: str) -> None:
+    """Write a study's table between its markers. ValueError if the file has none."""
+    text = file.read_text()
+    fresh, found = re.subn(
+        rf"(<!-- table {study} -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{table}\n{m[2]}", text, flags=re.DOTALL
+    )
+    if not found:
+        raise ValueError(f"{file} has no lines `<!-- table {study} -->` and `<!-- end -->`; add them where the table goes")
+    file.write_text(fresh)
+
+
+def write_json(file: Path, curves: list[Curve], about: dict) -> None:
+    """Everything that tables and plots are made of."""
+    cases = [
+        {
+            "study": c.case.study, "panel": c.case.panel, "curve": c.case.curve, "overrides": c.case.overrides,
+            "updates_a_step": c.case.updates_a_step, "runs": [_summary(run) for run in c.runs],
+        }
+        for c in curves
+    ]  # fmt: skip
+    lines = ",\n".join(json.dumps(case) for case in cases)
+    file.write_text(f'{{"about": {json.dumps(about)},\n"cases": [\n{lines}\n]}}\n')
+
+
+def _summary(run: Run) -> dict:
+    trained = [r for r in run.rows if r["step"] > 0]  # the start is evaluated, as step 0
+    return {
+        "accuracy": accuracies(run.rows),
+        "seconds": [round(r["time/evaluated_s"], 2) for r in run.rows if r.get("eval/accuracy") is not None],
+        "reward": [round(r["reward/mean"], 3) for r in trained],
+        "lag": [round(r["lag/mean"], 2) for r in trained],
+        "settled_lag": round(settled_lag(run), 3),
+        "ratio_max": round(max(r["ratio/max"] for r in trained), 2),
+        "failed": run.failed, "cpu_s": round(run.cpu_s, 2), "load": round(run.load, 2),
+    }  # fmt: skip
