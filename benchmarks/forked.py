@@ -7,6 +7,7 @@ that a study that was cut off goes on where it was, and studies that share runs 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import resource
@@ -24,6 +25,7 @@ KEPT = {
     "step", "reward/mean", "eval/accuracy", "lag/mean", "lag/max", "ratio/mean", "ratio/max", "ratio/capped_fraction", "grad_norm",
     "entropy", "kl/generator", "time/wall_s", "time/evaluated_s", "loss/value", "buffer/size",
 }  # fmt: skip
+IMPORTED = ("hydra", "torchtune.models.llama3", "transformers", "executors.stations", "executors.trainer")
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,8 @@ def _import_all() -> None:
     """What a main job imports, lazily or not. No thread may be running here: a forked child has one."""
     sys.path.insert(0, str(ROOT))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import hydra  # noqa: F401
-    import torchtune.models.llama3  # noqa: F401
-    import transformers  # noqa: F401
-
-    import executors.stations  # noqa: F401
-    import executors.trainer  # noqa: F401
+    for module in IMPORTED:
+        importlib.import_module(module)
 
 
 def _scratch(folder: Path, overrides: tuple[str, ...]) -> Path:
@@ -105,11 +103,12 @@ def _fork(folder: Path, overrides: tuple[str, ...]) -> int:
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
-    except BaseException:  # a child must never go on as its parent
+    except Exception:  # noqa: BLE001 - into the run's log, for the parent to judge
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    finally:  # whatever happened, a child never goes on as its parent
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _finish(folder: Path, overrides: tuple[str, ...], status: int, usage: resource.struct_rusage) -> Run:
