@@ -109,13 +109,11 @@ def table_cases(steps: int, rates: dict[str, str]) -> list[Case]:
 
 def tba_cases(steps: int, rates: dict[str, str]) -> list[Case]:
     """TBA on fresh groups is `table`'s; with its own buffer the searchers run free and a step draws from all that there is."""
-    replay = tuple(
-        s for s in settings("tba", steps=steps, rate=rates["tba"]) if not s.startswith(("max_lag=", "overcommit="))
-    )  # fmt: skip
-    fifo = [c for c in table_cases(steps, rates) if c.curve in ("tba", "online_dpo", "grpo")]
+    fresh = [c for c in table_cases(steps, rates) if c.curve in ("tba", "online_dpo", "grpo")]
+    free = tuple(s for s in settings("tba", steps=steps, rate=rates["tba"]) if not s.startswith("max_lag="))
     return [
-        *(Case("tba", c.panel, c.curve, c.overrides) for c in fifo),
-        Case("tba", f"lr {rates['tba']}", "tba, replay", (*replay, "buffer=replay", *TO_TARGET)),
+        *(Case("tba", c.panel, c.curve, c.overrides) for c in fresh),
+        Case("tba", f"lr {rates['tba']}", "tba, replay", (*free, "buffer=replay", *TO_TARGET)),
     ]
 
 
