@@ -108,12 +108,15 @@ def table_cases(steps: int, rates: dict[str, str]) -> list[Case]:
 
 
 def tba_cases(steps: int, rates: dict[str, str]) -> list[Case]:
-    """TBA on fresh groups is `table`'s; with its own buffer the searchers run free and a step draws from all that there is."""
+    """TBA on fresh groups is `table`'s. With its own buffer a step draws from all that there is: each step waits for a batch of
+    new groups (max_lag 1), or waits for none, as published (max_lag null)."""
     fresh = [c for c in table_cases(steps, rates) if c.curve in ("tba", "online_dpo", "grpo")]
-    free = tuple(s for s in settings("tba", steps=steps, rate=rates["tba"]) if not s.startswith("max_lag="))
+    waits = settings("tba", steps=steps, rate=rates["tba"])
+    free = tuple("max_lag=null" if s.startswith("max_lag=") else s for s in waits)
     return [
         *(Case("tba", c.panel, c.curve, c.overrides) for c in fresh),
-        Case("tba", f"lr {rates['tba']}", "tba, replay", (*free, "buffer=replay", *TO_TARGET)),
+        Case("tba", f"lr {rates['tba']}", "tba, replay, max_lag 1", ("buffer=replay", *waits, *TO_TARGET)),
+        Case("tba", f"lr {rates['tba']}", "tba, replay, max_lag null", ("buffer=replay", *free, *TO_TARGET)),
     ]
 
 
