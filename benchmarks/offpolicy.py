@@ -112,7 +112,8 @@ def tba_cases(steps: int, rates: dict[str, str]) -> list[Case]:
     new groups (max_lag 1), or waits for none, as published (max_lag null)."""
     fresh = [c for c in table_cases(steps, rates) if c.curve in ("tba", "online_dpo", "grpo")]
     waits = settings("tba", steps=steps, rate=rates["tba"])
-    free = tuple("max_lag=null" if s.startswith("max_lag=") else s for s in waits)
+    # Where the trainer never waits, a turn of the one process is a step, in which a worker scores no more than 64 completions.
+    free = (*("max_lag=null" if s.startswith("max_lag=") else s for s in waits), "reward.num_workers=4")
     return [
         *(Case("tba", c.panel, c.curve, c.overrides) for c in fresh),
         Case("tba", f"lr {rates['tba']}", "tba, replay, max_lag 1", ("buffer=replay", *waits, *TO_TARGET)),
