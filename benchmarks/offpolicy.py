@@ -172,7 +172,7 @@ def main() -> None:
     curves: list[Curve] = []
     for name in args.study or STUDIES:
         curves += (found := study(name, args))
-        plot(name, found, args.plots / f"offpolicy_{name}.png")
+        plot(name, found, args.plots)
         print(f"\n{name}\n{tables(name, found)}\n", flush=True)
         if args.text.exists():
             refresh(args.text, name, tables(name, found))

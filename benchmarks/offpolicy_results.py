@@ -66,16 +66,15 @@ def settled_lag(run: Run) -> float:
     return statistics.mean(r["lag/mean"] for r in trained[len(trained) // 2 :])
 
 
+def soonest_first(curve: Curve) -> tuple[float, float]:
+    """Sort key: the median of the steps to the last target, then the best accuracy."""
+    steps = statistics.median(steps_to(run.rows, TARGETS[-1]) for run in curve.runs)
+    return steps, -statistics.mean(best(run) for run in curve.runs)
+
+
 def choose_rate(curves: list[Curve]) -> str:
-    """Of one loss's search: the rate with the fewest steps to 90 %, then the best accuracy, over all its runs."""
-
-    def order(curve: Curve) -> tuple[float, float]:
-        return (
-            statistics.median(steps_to(run.rows, TARGETS[-1]) for run in curve.runs),
-            -statistics.mean(best(run) for run in curve.runs),
-        )
-
-    return min(curves, key=order).case.curve.removeprefix("lr ")
+    """Of one loss's search: the rate that is soonest at 90 %."""
+    return min(curves, key=soonest_first).case.curve.removeprefix("lr ")
 
 
 def spread(values: Iterable[float], form: str) -> str:
@@ -103,7 +102,7 @@ def _markdown(rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
 
 
-def _grid(curves: list[Curve]) -> tuple[list[str], list[str], dict[tuple[str, str], Curve]]:
+def grid(curves: list[Curve]) -> tuple[list[str], list[str], dict[tuple[str, str], Curve]]:
     """(curves' names, panels in order of their number, the curve of each pair)."""
     cells = {(c.case.curve, c.case.panel): c for c in curves}
     panels = sorted(dict.fromkeys(panel for _, panel in cells), key=_number)
@@ -117,7 +116,7 @@ def _number(panel: str) -> float:
 
 def _finals(curves: list[Curve]) -> str:
     """Accuracy after the last step and the lag that was reached, a column a panel."""
-    names, panels, cells = _grid(curves)
+    names, panels, cells = grid(curves)
     rows = [["final accuracy, %", *(p or "all seeds" for p in panels)]]
     for name in names:
         rows.append([name, *(_final(cells[name, p]) for p in panels)])
@@ -152,11 +151,7 @@ def _sought(curve: Curve) -> str:
 def _to_target(curves: list[Curve]) -> str:
     """Steps, wall and CPU seconds to the targets; soonest first."""
     rows = [["loss", "lr", "steps to 80 %", "steps to 90 %", "s to 80 %", "s to 90 %", "CPU s", "best, %", "mean lag"]]
-
-    def soon(curve: Curve) -> tuple[float, float]:
-        return statistics.median(steps_to(r.rows, 0.9) for r in curve.runs), -statistics.mean(best(r) for r in curve.runs)
-
-    for curve in sorted(curves, key=soon):
+    for curve in sorted(curves, key=soonest_first):
         runs = curve.runs
         rows.append([
             curve.case.curve, curve.case.panel.removeprefix("lr "),
