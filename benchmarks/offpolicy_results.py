@@ -86,8 +86,8 @@ def spread(values: Iterable[float], form: str) -> str:
 def median(values: Iterable[float], form: str = ".0f") -> str:
     """Median over seeds, and the range; "-": half of them or more never did."""
     values = sorted(values)
-    middle = statistics.median_low(values) if math.isinf(values[-1]) else statistics.median(values)
-    if math.isinf(statistics.median(values)) or math.isinf(middle):
+    middle = statistics.median(values)
+    if math.isinf(middle):
         reached = sum(not math.isinf(v) for v in values)
         return "-" if not reached else f"- ({reached} of {len(values)})"
     return f"{middle:{form}} ({values[0]:{form}}–{'never' if math.isinf(values[-1]) else format(values[-1], form)})"

@@ -67,6 +67,7 @@ def test_a_median_over_seeds_says_how_many_never_arrived(modules):
     assert median([30, 10, 20]) == "20 (10–30)"
     assert median([30, math.inf, 20]) == "30 (20–never)"
     assert median([30, math.inf, math.inf]) == "- (1 of 3)"
+    assert median([30, math.inf]) == "- (1 of 2)"
     assert median([math.inf, math.inf]) == "-"
 
 
