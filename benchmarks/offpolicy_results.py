@@ -117,18 +117,25 @@ def _number(panel: str) -> float:
 def _finals(curves: list[Curve]) -> str:
     """Accuracy after the last step and the lag that was reached, a column a panel."""
     names, panels, cells = grid(curves)
+    seeds = max(len(c.runs) for c in curves)
     rows = [["final accuracy, %", *(p or "all seeds" for p in panels)]]
     for name in names:
-        rows.append([name, *(_final(cells[name, p]) for p in panels)])
-    for name in names if panels == [""] else names[:1]:
-        lag = [spread([settled_lag(r) for r in cells[name, p].runs], ".1f") for p in panels]
-        rows.append([f"mean lag, steps: {name}" if panels == [""] else "mean lag, steps", *lag])
+        rows.append([name, *(_final(cells[name, p], seeds) if (name, p) in cells else "" for p in panels)])
+    if panels == [""]:
+        rows += [[f"mean lag, steps: {c.case.curve}", spread([settled_lag(r) for r in c.runs], ".1f")] for c in curves]
+    else:
+        by_panel = [[settled_lag(r) for c in curves if c.case.panel == p for r in c.runs] for p in panels]
+        if any(map(any, by_panel)):
+            rows.append(["mean lag, steps", *(spread(lags, ".1f") for lags in by_panel)])
     return _markdown(rows)
 
 
-def _final(curve: Curve) -> str:
+def _final(curve: Curve, seeds: int) -> str:
+    """What befell a case; said where it has fewer runs than others, or not all of them ended."""
     diverged = sum(run.failed is not None for run in curve.runs)
-    return spread([100 * final(run) for run in curve.runs], ".1f") + (f"; {diverged} diverged" if diverged else "")
+    return spread([100 * final(run) for run in curve.runs], ".1f") + (
+        f"; {diverged} diverged" * bool(diverged) + f"; seeds: {len(curve.runs)}" * (len(curve.runs) < seeds)
+    )
 
 
 def _search(curves: list[Curve]) -> str:
