@@ -115,18 +115,20 @@ def _number(panel: str) -> float:
 
 
 def _finals(curves: list[Curve]) -> str:
-    """Accuracy after the last step and the lag that was reached, a column a panel."""
+    """Accuracy after the last step, a row a panel and a column a curve, and the lag that was reached."""
     names, panels, cells = grid(curves)
     seeds = max(len(c.runs) for c in curves)
-    rows = [["final accuracy, %", *(p or "all seeds" for p in panels)]]
-    for name in names:
-        rows.append([name, *(_final(cells[name, p], seeds) if (name, p) in cells else "" for p in panels)])
+    lags = {p: [settled_lag(r) for c in curves if c.case.panel == p for r in c.runs] for p in panels}
     if panels == [""]:
-        rows += [[f"mean lag, steps: {c.case.curve}", spread([settled_lag(r) for r in c.runs], ".1f")] for c in curves]
-    else:
-        by_panel = [[settled_lag(r) for c in curves if c.case.panel == p for r in c.runs] for p in panels]
-        if any(map(any, by_panel)):
-            rows.append(["mean lag, steps", *(spread(lags, ".1f") for lags in by_panel)])
+        head = ["", "final accuracy, %", "mean lag, steps"]
+        return _markdown(
+            [head, *([c.case.curve, _final(c, seeds), spread([settled_lag(r) for r in c.runs], ".1f")] for c in curves)]
+        )
+    lagged = any(map(any, lags.values()))
+    rows = [["final accuracy, %", *names, *["mean lag, steps"] * lagged]]
+    for p in panels:
+        found = [_final(cells[name, p], seeds) if (name, p) in cells else "" for name in names]
+        rows.append([p, *found, *[spread(lags[p], ".1f")] * lagged])
     return _markdown(rows)
 
 
@@ -134,7 +136,7 @@ def _final(curve: Curve, seeds: int) -> str:
     """What befell a case; said where it has fewer runs than others, or not all of them ended."""
     diverged = sum(run.failed is not None for run in curve.runs)
     return spread([100 * final(run) for run in curve.runs], ".1f") + (
-        f"; {diverged} diverged" * bool(diverged) + f"; seeds: {len(curve.runs)}" * (len(curve.runs) < seeds)
+        f"; {diverged} diverged" * bool(diverged) + f" x{len(curve.runs)}" * (len(curve.runs) < seeds)
     )
 
 
