@@ -210,7 +210,7 @@ def test_settings_reach_the_trainer():
         "trainer.ema_decay=0.9",
         "seed=4",
     ]
-    job = SimpleNamespace(model_path="", prompts=None, eval_due=None, snapshot_due=None)
+    job = SimpleNamespace(model_path="", prompts=None, eval_due=None, snapshot_due=None, reference_due=None)
     trainer = build_trainer(compose_config(overrides), job)
     assert trainer.lora == Lora(8, 16.0, ("q_proj", "up_proj"), 4) and trainer.ema_decay == 0.9
     plain = build_trainer(compose_config([]), job)
