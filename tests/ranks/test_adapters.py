@@ -93,7 +93,7 @@ def trainer_of(model: Path, group: ExecutorGroup, case: str) -> tuple[FSDPTraine
     config = compose_config(["lr=0.02", "trainer.eps=1e-4", "trainer.microbatch_tokens=30", "group_size=4", *CASES[case]])
     # One process would be refused a second replica.
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, replicate=group.replicate))
-    never = {"eval_due": lambda version: False, "snapshot_due": lambda version: False}
+    never = {"eval_due": lambda version: False, "snapshot_due": lambda version: False, "reference_due": lambda version: False}
     trainer = build_trainer(config, SimpleNamespace(model_path=model, prompts=[group_of(i) for i in range(99)], **never))
     peers = Peers()
     trainer.attach(group, {}, {"policy": peers}, peers, peers, peers, peers)
