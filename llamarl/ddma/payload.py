@@ -134,9 +134,8 @@ class Target:
     """Where the moves of a bucket go in one of the receiver's buffers."""
 
     def __init__(self, bucket: Bucket, of: Buffer, flat: Tensor):
-        self._copies: list[
-            tuple[int, int, Tensor]
-        ] = []  # start, end in the link's bytes; where to, in the move's dtype and shape
+        # Start and end in the link's bytes; where to, in the move's dtype and shape.
+        self._copies: list[tuple[int, int, Tensor]] = []
         begins: list[int | None] = []  # where each begins in the buffer, if it is one run there
         for move in bucket.moves:
             held, box = of.held[move.piece.parameter.name], move.piece.box
