@@ -88,8 +88,8 @@ def pack(
     """Collate the trained completions of `groups` with their targets and shift them, on the CPU.
 
     A prompt of P tokens is computed once for all completions of its group in a microbatch, which takes P + sum(L - 1) of
-    the budget; a group over the budget is cut into several, with whole_groups never. What cannot be cut and is over the
-    budget gets a microbatch of its own (warned once). Aborted completions and those with a NaN reward are left out and
+    the budget; a group is cut where it is over the budget, or where its parts fill holes that save a whole microbatch, and
+    with whole_groups never. What cannot be cut and is over the budget gets a microbatch of its own (warned once). Aborted completions and those with a NaN reward are left out and
     counted nowhere but in num_masked. drop_zero_advantage also leaves out those whose advantages are all 0: right for pure
     policy gradients, where they add nothing and still count in the denominators; wrong where a loss has other terms.
     ValueError for an empty prompt, targets that do not fit or are not finite, or ref_logprobs in only some groups.
@@ -99,15 +99,17 @@ def pack(
     flat = _flatten(groups, targets)
     kept = flat.trainable & flat.has_advantage if drop_zero_advantage else flat.trainable
     families = _families(groups, kept.tolist(), flat.lengths.tolist(), None if whole_groups else budget_tokens)
-    bins = collate([f.size for f in families], budget_tokens)
-    microbatches, places = _build(flat, [[families[i] for i in b] for b in bins])
+    bins = [[families[i] for i in b] for b in collate([f.size for f in families], budget_tokens)]
+    if not whole_groups:
+        bins = _without_emptiest(bins, flat.prompt_lengths.tolist(), flat.lengths.tolist(), budget_tokens)
+    microbatches, places = _build(flat, bins)
     tokens = [batch.input_ids.numel() for batch in microbatches]
     if max(tokens, default=0) > budget_tokens:
         _warn_too_long(budget_tokens, whole_groups)
     room = sum(max(t, budget_tokens) for t in tokens)
     return Packing(
         microbatches=microbatches,
-        completions=[[c for i in b for c in families[i].completions] for b in bins],
+        completions=[[c for family in b for c in family.completions] for b in bins],
         places=places,
         num_loss_tokens=int(flat.lengths[flat.trainable].sum()),
         num_completions=int(flat.trainable.sum()),
@@ -218,24 +220,42 @@ class _Family:
 
 
 def _families(groups: list[Group], kept: list[bool], lengths: list[int], budget: int | None) -> list[_Family]:
-    """Kept completions by group, cut where one more would pass the budget (None: never)."""
+    """Kept completions by group; what a prompt and its completions have over the budget is collated (None: never)."""
     families, n = [], 0
     for number, group in enumerate(groups):
         prompt = group.prompt_ids.numel()
-        members: list[int] = []
-        size = prompt
-        for completion in range(n, n + group.lengths.numel()):
-            if not kept[completion]:
-                continue
-            if members and budget is not None and size + lengths[completion] - 1 > budget:
-                families.append(_Family(number, members, size))
-                members, size = [], prompt
-            members.append(completion)
-            size += lengths[completion] - 1
-        if members:
-            families.append(_Family(number, members, size))
+        own = [c for c in range(n, n + group.lengths.numel()) if kept[c]]
         n += group.lengths.numel()
+        sizes = [lengths[c] - 1 for c in own]
+        parts = collate(sizes, max(1, sum(sizes) if budget is None else budget - prompt))
+        families += [_Family(number, sorted(own[i] for i in part), prompt + sum(sizes[i] for i in part)) for part in parts]
     return families
+
+
+def _without_emptiest(
+    bins: list[list[_Family]], prompt_lengths: list[int], lengths: list[int], budget: int
+) -> list[list[_Family]]:
+    """While the completions of the emptiest microbatch fit into the holes of the others, they go there: one microbatch less.
+
+    The longest goes first, where its prompt is computed anyway or else into the first hole that holds a prompt more.
+    """
+    while len(bins) > 1:
+        emptiest = min(range(len(bins)), key=lambda b: sum(family.size for family in bins[b]))
+        others = [{family.prompt: family for family in b} for i, b in enumerate(bins) if i != emptiest]
+        free = [budget - sum(family.size for family in b.values()) for b in others]
+        moved = [(family.prompt, c) for family in bins[emptiest] for c in family.completions]
+        for prompt, completion in sorted(moved, key=lambda m: -lengths[m[1]]):
+            costs = [lengths[completion] - 1 + (0 if prompt in b else prompt_lengths[completion]) for b in others]
+            fitting = [b for b, (cost, room) in enumerate(zip(costs, free)) if cost <= room]
+            if not fitting:
+                return bins
+            place = min(fitting, key=lambda b: prompt not in others[b])
+            family = others[place].get(prompt, _Family(prompt, [], prompt_lengths[completion]))
+            size = family.size + lengths[completion] - 1
+            others[place][prompt] = _Family(prompt, sorted([*family.completions, completion]), size)
+            free[place] -= costs[place]
+        bins = [list(b.values()) for b in others]
+    return bins
 
 
 def _build(flat: _Flat, bins: list[list[_Family]]) -> tuple[list[PackedBatch], list[Tensor]]:

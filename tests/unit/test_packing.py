@@ -198,6 +198,7 @@ def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(groups,
         assert batch.completions.tolist() == [i for i, s in enumerate(alone) for _ in s.labels]
         assert batch.rewards.tolist() == [s.rewards.item() for s in alone]
         assert sorted(set(batch.groups.tolist())) == list(range(len(set(owners))))
+        assert (batch.parents < 0).sum() == len(set(owners)), "a prompt twice in a microbatch"
         together = [[a == b for b in owners] for a in owners]
         assert (batch.groups[:, None] == batch.groups[None]).tolist() == together
     assert got.num_loss_tokens == sum(s.labels.numel() for s in trained.values())
@@ -218,6 +219,23 @@ def test_a_prompt_is_computed_once_for_all_its_completions_in_a_microbatch():
     groups = [group([1, 2, 3], [[4] * 4, [5] * 4, [6] * 4])]
     for budget, want in ((12, [12]), (11, [9, 6]), (9, [9, 6]), (8, [6, 6, 6])):
         assert [b.input_ids.numel() for b in packed(groups, budget=budget).microbatches] == want
+
+
+def test_a_group_is_cut_where_its_completions_fill_holes_and_save_a_microbatch():
+    # 1 + 2 * 2, 1 + 4 and 1 + 5 tokens of 9: three microbatches whole. The first's completions fit in the others' holes.
+    groups = [group([n], [[n] * (size + 1)] * count, ticket=n) for n, size, count in ((1, 2, 2), (2, 4, 1), (3, 5, 1))]
+    assert [b.input_ids.numel() for b in packed(groups, budget=9, whole_groups=True).microbatches] == [6, 5, 5]
+    got = packed(groups, budget=9)
+    assert [b.input_ids.tolist() for b in got.microbatches] == [[3] * 6 + [1] * 3, [2] * 5 + [1] * 3]
+    assert got.completions == [[3, 0], [2, 1]] and [b.groups.tolist() for b in got.microbatches] == [[1, 0], [1, 0]]
+    # Two tokens less, and one completion finds no hole: nothing is moved
+    assert [b.input_ids.numel() for b in packed(groups, budget=7).microbatches] == [6, 5, 5]
+
+
+def test_a_group_over_the_budget_is_cut_to_fill_its_microbatches():
+    # 1 + 5, 4, 3 and 2 tokens of 8: in order three pieces, collated two
+    groups = [group([1], [[2] * 6, [3] * 5, [4] * 4, [5] * 3])]
+    assert packed(groups, budget=8).completions == [[0, 3], [1, 2]]
 
 
 def test_a_group_that_must_stay_whole_is_never_cut_and_is_warned_of():
