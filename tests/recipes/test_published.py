@@ -87,11 +87,12 @@ def test_a_value_that_others_are_made_from_must_be_right_itself(settings):
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs_at_a_reduced_size(name, tmp_path):
     small = (
-        "model=tiny", "task=addition", "task.max_prompt_tokens=16", "task.chat=false", "groups_per_step=4", "max_new_tokens=6",
+        "model=tiny", "task=addition", "task.max_prompt_tokens=16", "task.chat=false", "groups_per_step=8", "max_new_tokens=6",
         "threads=1", "max_steps=2", "eval.num_prompts=20", "eval.every=2", "checkpoint.every=0",
     )  # fmt: skip
     with Job(f"+experiment={name}", *small, run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
         rows = job.rows
     assert [row["step"] for row in rows] == [0, 1, 2] and any(row["grad_norm"] > 0 for row in rows[1:])
-    assert (rows[1]["kl/ref"] is None) == (name in ("llamarl_aipo", "magistral"))
+    # Null also in a step whose groups are each of one reward, which by chance some are.
+    assert all(row["kl/ref"] is None for row in rows[1:]) == (name in ("llamarl_aipo", "magistral"))
