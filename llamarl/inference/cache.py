@@ -76,9 +76,14 @@ class SlotCache:
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first `length` places of slots `source` to slots `target`."""
+        length = _whole_blocks(length)
+        one = source.numel() == 1 and source.device.type == "cpu"
         for cached in (*self.keys, *self.values):
-            cached = cached[:, :, : _whole_blocks(length)]
-            cached.index_copy_(0, target, cached.index_select(0, source))
+            cached = cached[:, :, :length]
+            if one:
+                cached[int(target)] = cached[int(source)]
+            else:
+                cached.index_copy_(0, target, cached.index_select(0, source))
 
 
 class Prefill:

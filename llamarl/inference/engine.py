@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from llamarl.allocator import keep_freed_memory
-from llamarl.inference.cache import Decode, SlotCache
-from llamarl.inference.decode import NativeDecode
+from llamarl.inference.cache import SlotCache
 from llamarl.inference.graph import DecodeGraphs
-from llamarl.inference.prefill import Job, Prompter, batches
 from llamarl.inference.rows import Partial, Request, Rows
+from llamarl.inference.runner import Job, ModelRunner, batches
 from llamarl.inference.sampler import SamplingParams, process
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf
@@ -37,7 +36,8 @@ from llamarl.types import Completion, FinishReason
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _CHUNK = 32  # of `generate`
-_WORTH_MOVING = 8  # once one row in this many has ended, the others are made dense and new ones admitted
+# Ended rows are taken out, and new ones admitted, once the products computed for them in vain cost about what that costs.
+_WASTE = 2e8
 
 
 class Engine:
@@ -94,10 +94,8 @@ class Engine:
         self._staging: int | None = None  # the slot of the prompt that is prefilled in pieces
         self._recompute_due = False
         self._version = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._native = (
-            NativeDecode(self.decoder, self.dtype) if NativeDecode.fits(self.decoder, self.device, self.dtype) else None
-        )
-        self._prompter = Prompter(self.decoder, self._cache, self._native)
+        self._runner = ModelRunner(self.decoder, self._cache)
+        self._flops = 2 * sum(p.numel() for p in decoder.parameters())  # of a row's token
         self._graphs = None
         if cuda_graphs and self.device.type == "cuda" and decoder.tensor_parallel is None:
             self._graphs = DecodeGraphs(self.device, self._cache.rows - 2, self._cache.capacity, self._decode_rows)
@@ -167,34 +165,39 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, chunk: int) -> int:
-        """Admit what fits, then decode up to `chunk` tokens for every row. Returns the number of tokens sampled.
+        """Admit what fits, and sample up to `chunk` tokens for every row. Returns how many were sampled.
 
         RuntimeError if the logits were not finite.
         """
         if chunk < 1:
             raise ValueError(f"chunk={chunk}: need at least 1 token")
         before = self._num_sampled()
-        if self._native:
-            self._native.refresh()
+        self._runner.refresh()
         if self._recompute_due:
             self._recompute()
-        self._start()
-        longest = self._longest()
+        first, jobs = self._admit()
+        if first:
+            self._demands = self._rows.demands(first)
         if self._graphs:
             self._graphs.check([*self.decoder.parameters(), *self.cache_tensors(), *self._rows.tables()])
-        for _ in range(chunk if self._running else 0):
+        waste, longest = 0.0, 0  # longest 0: to be looked up
+        for turn in range(chunk if self._running else 0):
             # Counting the ended rows waits for the device: between tokens that is free on a CPU alone.
-            if self.device.type == "cpu" and self._num_ended() * _WORTH_MOVING >= self.num_live:
+            between = turn and self.device.type == "cpu"
+            ended = self.num_live - int(self._rows.live[: self.num_live].sum()) if between else 0
+            waste += ended * self._flops
+            if waste >= _WASTE or ended == self.num_live:
                 self._retire()
-                self._start(pieces=False)
+                first, jobs = self._admit(pieces=False)
+                waste, longest = 0.0, 0
                 if not self._running:
                     break
-                longest = self._longest()
-            if self._graphs:
-                self._graphs.run(self.num_live, longest, self._demands)
+            if jobs:
+                self._start(first, jobs)
+                jobs, longest = [], 0
             else:
-                self._decode_rows(self.num_live, longest)
-            longest = min(longest + 1, self._cache.capacity)
+                longest = min(longest + 1, self._cache.capacity) if longest else self._longest(self.num_live)
+                self._advance(self.num_live, longest)
         self._retire()
         return self._num_sampled() - before
 
@@ -210,8 +213,7 @@ class Engine:
         """
         self.policy_version = version
         self._version.fill_(version)
-        if self._native:
-            self._native.stale = True
+        self._runner.weights_changed()
         self._recompute_due |= recompute_kv
 
     @torch.no_grad()
@@ -285,16 +287,15 @@ class Engine:
         tokens = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
         params = SamplingParams(max_new_tokens=max(1, tokens.numel()), temperature=temperature)
         request = self._request(0, 0, prompt_ids, params)
-        if self._native:
-            self._native.refresh()
+        self._runner.refresh()
         slot = max(self.num_live, -1 if self._staging is None else self._staging) + (self._staging is not None)
         slot = slot if self.device.type == "cpu" else self._cache.rows - 2
         self._reserve(slot + 1, request.max_tokens)
-        logits = [self._prompter.prefill(slot, [(request, 0, 1)])]
+        logits = [self._runner.prefill(slot, [(request, 0, 1)])]
         for i in range(tokens.numel() - 1):
             position = request.prompt_ids.numel() + i
             at = torch.tensor([position], device=self.device)
-            logits.append(self._decode(slot, tokens[i : i + 1], at, position + 1))
+            logits.append(self._runner.decode(slot, tokens[i : i + 1], at, position + 1))
         processed = process(torch.cat(logits), temperature_N=torch.tensor([temperature], device=self.device))
         return processed.log_softmax(1)[: tokens.numel()]
 
@@ -303,22 +304,11 @@ class Engine:
         request.check(self.decoder.config.vocab_size, self.max_len)
         return request
 
-    def _start(self, *, pieces: bool = True) -> None:
-        """Admit what fits, prefill it, and sample its first tokens. pieces: also go on with a prompt prefilled in pieces."""
-        first, jobs = self._admit(pieces)
-        if self._running:
-            self._demands = self._rows.demands(self.num_live)
-        while jobs:
-            size = 1 if jobs[0][0].num_cached else next(batches([request.ids.numel() for request, _, _ in jobs]))
-            batch, jobs = jobs[:size], jobs[size:]
-            in_pieces = batch[0][0].num_cached
-            logits_RV = self._prefill_last(first, batch[0]) if in_pieces else self._prompter.prefill(first, batch)
-            rows = slice(first, first + logits_RV.shape[0])
-            self._rows.append(rows, logits_RV, self._version, self._demands)
-            first = rows.stop
+    def _admit(self, *, pieces: bool = True) -> tuple[int, list[Job]]:
+        """Give free slots to waiting samples, in order. Returns the first new row, and the jobs of the new rows.
 
-    def _admit(self, pieces: bool) -> tuple[int, list[Job]]:
-        """Give free slots to waiting samples, in order. Returns the first new row, and the jobs of the new rows."""
+        pieces: also go on with a prompt that is prefilled in pieces.
+        """
         first, jobs = self.num_live, []
         longest = max((request.max_tokens for request, _ in self._running), default=0) if self._waiting else 0
         while self._waiting:
@@ -334,7 +324,6 @@ class Engine:
             if not request.num_waiting:
                 self._waiting.popleft()
         if jobs:
-            self._rows.start(first, jobs)
             self._retired_tokens -= sum(r.partial.token_ids.numel() for r, _, _ in jobs if r.partial)
             self._reserve(self.num_live, 0)
         return first, jobs
@@ -348,7 +337,7 @@ class Engine:
                 self._staging = self.num_live if self.device.type == "cpu" else self._cache.rows - 1
             self._reserve(self._staging + 1, request.max_tokens)
             end = request.num_cached + self._prefill_chunk
-            self._prompter.extend(self._staging, request.num_cached, ids[request.num_cached : end])
+            self._runner.extend(self._staging, request.num_cached, ids[request.num_cached : end])
             request.num_cached = end
             if self._running:
                 return False
@@ -357,7 +346,7 @@ class Engine:
     def _prefill_last(self, first: int, job: Job) -> Tensor:
         """The last piece of a long prompt, whose K/V go from the staging slot to rows first.. of its samples. Logits [R, V]."""
         (request, begin, end), slot = job, self._staging
-        logits_1V = self._prompter.extend(slot, request.num_cached, request.ids[request.num_cached :])
+        logits_1V = self._runner.extend(slot, request.num_cached, request.ids[request.num_cached :])
         targets = torch.arange(first, first + end - begin, device=self.device)
         self._cache.copy(torch.full_like(targets, slot), targets, request.ids.numel())
         request.num_cached, self._staging = 0, None
@@ -373,23 +362,43 @@ class Engine:
         """The cache under the new weights: what the rows have read, and a long prompt's pieces from the first on."""
         tokens, counts = self._rows.tokens.cpu(), self._rows.count[: self.num_live].tolist()
         read = [torch.cat([r.prompt_ids, tokens[i, : counts[i] - 1]]) for i, (r, _) in enumerate(self._running)]
-        self._prompter.recompute(read)
+        self._runner.recompute(read)
         for request in self._waiting:
             request.num_cached = 0
         self._staging, self._recompute_due = None, False
 
-    def _decode_rows(self, num_rows: int, longest: int) -> None:
-        """One token for each of the first rows: decoded, sampled and recorded in place."""
-        rows = slice(0, num_rows)
-        logits_RV = self._decode(0, self._rows.token[rows], self._rows.position[rows], longest)
-        self._rows.append(rows, logits_RV, self._version, self._demands)
+    def _start(self, first: int, jobs: list[Job]) -> None:
+        """A token for every row: those before `first` decode, the new ones are prefilled; natively both in one pass."""
+        done = 0  # rows that have their token
+        if first and (not self._runner.native or jobs[0][0].num_cached):
+            self._advance(first, self._longest(first))
+            done = first
+        self._rows.start(first, jobs)
+        self._demands = self._rows.demands(self.num_live)
+        while jobs:
+            size = 1 if jobs[0][0].num_cached else next(batches([request.ids.numel() for request, _, _ in jobs]))
+            batch, jobs = jobs[:size], jobs[size:]
+            if batch[0][0].num_cached:
+                logits_RV = self._prefill_last(first, batch[0])
+            else:
+                along = (self._rows.token[:first], self._rows.position[:first]) if done < first else ()
+                logits_RV = self._runner.prefill(first, batch, *along)
+            rows = slice(done, done + logits_RV.shape[0])
+            self._rows.append(rows, logits_RV, self._version, self._demands)
+            first = done = rows.stop
 
-    def _decode(self, first_slot: int, tokens_N: Tensor, positions_N: Tensor, longest: int) -> Tensor:
-        """One token a row, in slots first_slot onwards. Logits [N, V] of the next."""
-        if self._native:
-            slots_N = torch.arange(first_slot, first_slot + tokens_N.numel())
-            return self._native(tokens_N, positions_N, self._cache, slots_N, longest)
-        return self.decoder(tokens_N, positions_N, Decode(self._cache, positions_N, longest, first_slot))
+    def _advance(self, num_rows: int, longest: int) -> None:
+        """A token for each of the first rows."""
+        if self._graphs:
+            self._graphs.run(num_rows, longest, self._demands)
+        else:
+            self._decode_rows(num_rows, longest)
+
+    def _decode_rows(self, num_rows: int, longest: int) -> None:
+        """`_advance` without a graph: decoded, sampled and recorded in place."""
+        rows = slice(0, num_rows)
+        logits_RV = self._runner.decode(0, self._rows.token[rows], self._rows.position[rows], longest)
+        self._rows.append(rows, logits_RV, self._version, self._demands)
 
     @torch.inference_mode()
     def _retire(self, aborted: bool = False) -> None:
@@ -400,11 +409,10 @@ class Engine:
         if num_live == num_rows:
             return
         self._emit([row for row in range(num_rows) if not live[row]], aborted)
-        holes = [row for row in range(num_live) if not live[row]]
-        if holes:
+        if holes := [row for row in range(num_live) if not live[row]]:
             movers = [row for row in range(num_live, num_rows) if live[row]]
             source, target = (torch.tensor(x, device=self.device) for x in (movers, holes))
-            self._cache.copy(source, target, self._longest())
+            self._cache.copy(source, target, self._longest(num_rows))
             rows.move(source, target)
             for mover, hole in zip(movers, holes):
                 self._running[hole] = self._running[mover]
@@ -432,12 +440,9 @@ class Engine:
         completion = Completion(request.ticket, index, request.prompt_ids, tokens, logprobs, versions, reason)
         self._finished.append((request.stream, completion))
 
-    def _num_ended(self) -> int:
-        return self.num_live - int(self._rows.live[: self.num_live].sum())
-
-    def _longest(self) -> int:
-        """Places that the next token of any row attends to."""
-        return int(self._rows.position[: self.num_live].max()) + 1 if self._running else 0
+    def _longest(self, num_rows: int) -> int:
+        """Places that the next token of any of the first rows attends to."""
+        return int(self._rows.position[:num_rows].max()) + 1 if num_rows else 0
 
     def _num_sampled(self) -> int:
         """Tokens sampled so far, ever."""

@@ -227,7 +227,8 @@ def _families(groups: list[Group], kept: list[bool], lengths: list[int], budget:
         own = [c for c in range(n, n + group.lengths.numel()) if kept[c]]
         n += group.lengths.numel()
         sizes = [lengths[c] - 1 for c in own]
-        parts = collate(sizes, max(1, sum(sizes) if budget is None else budget - prompt))
+        room = max(1, sum(sizes)) if budget is None else budget - prompt
+        parts = collate(sizes, room) if room > 0 else [[i] for i in range(len(own))]
         families += [_Family(number, sorted(own[i] for i in part), prompt + sum(sizes[i] for i in part)) for part in parts]
     return families
 

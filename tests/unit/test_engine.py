@@ -165,7 +165,7 @@ def test_new_weights_stamp_later_tokens_and_keep_the_cache():
     e, old, new = engine(max_slots=4), random_decoder(0), random_decoder(1)
     e.weights_changed(3)
     e.submit(0, PROMPTS[0], SamplingParams(12))
-    assert e.step(4) == 5
+    assert e.step(5) == 5
     with torch.no_grad():
         for parameter, value in zip(e.decoder.parameters(), new.parameters()):
             parameter.copy_(value)
@@ -292,7 +292,7 @@ def test_aborted_samples_keep_their_tokens_and_the_rest_go_on():
     # Longer than the first cache and with more stop tokens than the first table, so that both are made anew while stepping.
     e.submit(1, PROMPTS[1], SamplingParams(30, stop_token_ids=(2, 3), min_new_tokens=30, n=3))
     e.submit(0, PROMPTS[2], SamplingParams(10), stream=1)
-    e.step(3)
+    e.step(4)
     assert e.abort(0, stream=0) == 2
     assert e.abort(0, stream=0) == 0
     aborted = [c for _, c in e.pop_finished()]
@@ -305,13 +305,13 @@ def test_aborted_samples_keep_their_tokens_and_the_rest_go_on():
     e.submit(5, PROMPTS[0], SamplingParams(10, n=5))
     e.step(1)
     assert e.abort() == 5 and (e.num_live, e.num_waiting) == (0, 0)
-    assert sorted((c.sample_index, c.token_ids.numel()) for _, c in e.pop_finished()) == [(0, 2), (1, 2), (2, 2), (3, 0), (4, 0)]
+    assert sorted((c.sample_index, c.token_ids.numel()) for _, c in e.pop_finished()) == [(0, 1), (1, 1), (2, 1), (3, 0), (4, 0)]
 
 
 def test_prompts_beyond_one_prefill_are_prefilled_in_parts(monkeypatch):
     params = SamplingParams(4, n=2)
     whole = engine(max_slots=10).generate(PROMPTS, params)
-    monkeypatch.setattr("llamarl.inference.prefill._PREFILL_TOKENS", 6)
+    monkeypatch.setattr("llamarl.inference.runner._PREFILL_TOKENS", 6)
     parts = engine(max_slots=10).generate(PROMPTS, params)
     for group, expected in zip(parts, whole):
         assert [c.token_ids.tolist() for c in group] == [c.token_ids.tolist() for c in expected]
@@ -387,7 +387,7 @@ def test_the_native_path_takes_any_heads_biases_and_both_dtypes(head_dim, heads,
     )
     for dtype, tolerance in ((torch.float32, TOLERANCE), (torch.bfloat16, 0.4)):
         e = Engine(random_decoder(config=config, scale=0.15), max_slots=11, max_len=100, dtype=dtype)
-        assert e._native is not None
+        assert e._runner.native is not None
         for c in e.generate([PROMPTS[3]], SamplingParams(80, n=11))[0]:  # longer than what attention reads at once
             difference = (c.generator_logprobs - full_forward_logprobs(e.decoder, c).float()).abs()
             assert difference.max() < tolerance
@@ -409,9 +409,9 @@ def test_a_row_of_the_native_path_does_not_depend_on_the_others_or_on_threads():
     with torch.inference_mode():
         e._reserve(70, MAX_LEN)
         tokens, positions, slots = torch.arange(70) % 31, torch.full((70,), 9), torch.arange(70)
-        whole = e._native(tokens, positions, e._cache, slots, 10)
+        whole = e._runner.native(tokens, positions, e._cache, slots, 10)
         for first, end in ((0, 1), (3, 10), (8, 70)):
-            part = e._native(tokens[first:end], positions[first:end], e._cache, slots[first:end], 10)
+            part = e._runner.native(tokens[first:end], positions[first:end], e._cache, slots[first:end], 10)
             assert torch.equal(part, whole[first:end])
 
 
@@ -453,7 +453,7 @@ def test_a_projection_that_is_no_plain_linear_is_left_to_the_module():
     decoder = random_decoder()
     decoder.layers[1].mlp.w2.__class__ = Halved
     e = Engine(decoder, max_slots=2, max_len=MAX_LEN)
-    assert e._native is None
+    assert e._runner.native is None
     assert_parity(e, e.generate([PROMPTS[0]], SamplingParams(9))[0])
 
 
@@ -467,12 +467,12 @@ def test_a_long_prompt_is_prefilled_in_pieces_between_which_rows_decode():
     expected = engine(max_slots=6).generate([LONG], params)[0]
     e = Engine(random_decoder(), max_slots=6, max_len=MAX_LEN, prefill_chunk=7)
     e.submit(9, PROMPTS[1], SamplingParams(30, n=2))
-    assert e.step(2) == 6
+    assert e.step(3) == 6
     e.submit(0, LONG, params)
     for _ in range(3):  # 7, 14, 21 of 23 tokens
         assert e.step(2) == 4 and (e.num_live, e.num_waiting) == (2, 3)
         assert e.score(PROMPTS[0], [4, 5]).isfinite().all()
-    assert e.step(2) == 4 + 9 and e.num_live == 5
+    assert e.step(2) == 4 + 6 and e.num_live == 5
     found = drain(e)
     assert [found[0, 0, i].token_ids.tolist() for i in range(3)] == [c.token_ids.tolist() for c in expected]
     assert_parity(e, found.values())
@@ -549,7 +549,7 @@ def test_recomputed_keys_and_values_are_those_of_the_new_weights():
 def test_weights_that_make_the_next_token_certain_do_so_at_once(recompute_kv):
     e = engine()
     e.submit(0, PROMPTS[0], SamplingParams(12, n=3))
-    e.step(3)
+    e.step(4)
     e.load_weights(dict(named_parameters_hf(certain_decoder(17))), 2, recompute_kv=recompute_kv)
     for c in drain(e).values():
         assert c.token_ids[c.policy_versions == 2].tolist() == [17] * 8
