@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--target", type=float, default=0.8)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0, help="other ones than those on which settings were chosen")
     parser.add_argument("--eval-every", type=int, default=5)
     parser.add_argument("--trl-python")
     parser.add_argument("--trl-script")
@@ -65,11 +66,13 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     result: dict = {"benchmark": "time_to_reward", "target": args.target, "overrides": args.overrides, "machine": machine()}
+    result["first_seed"] = args.first_seed
     with tempfile.TemporaryDirectory() as scratch:
-        times = [ours(Path(scratch), seed, args) for seed in range(args.seeds)]
+        seeds = range(args.first_seed, args.first_seed + args.seeds)
+        times = [ours(Path(scratch), seed, args) for seed in seeds]
     result["llamarl_s"], result["llamarl_median_s"] = times, statistics.median(times) if None not in times else None
     if args.trl_python:
-        peers = [trl(seed, args) for seed in range(args.seeds)]
+        peers = [trl(seed, args) for seed in seeds]
         result["trl_s"], result["trl_median_s"] = peers, statistics.median(peers) if None not in peers else None
         result["ours_over_trl"] = result["llamarl_median_s"] / result["trl_median_s"]
     print(json.dumps(result) if args.json else "\n".join(f"{k:18} {v}" for k, v in result.items()))

@@ -102,7 +102,7 @@ def our_step(model: Path, dtype: str, budget: int, groups: list) -> Callable[[],
         "trainer.skip_zero_advantage=false", "lr=1e-6",
     ]  # fmt: skip
     nothing = SimpleNamespace(bind=lambda *_: None)
-    job = SimpleNamespace(model_path=model, prompts=None, eval_due=lambda _: False, snapshot_due=lambda _: False)
+    job = SimpleNamespace(model_path=model, prompts=None, eval_due=lambda _: False, snapshot_due=lambda _: False, reference_due=lambda _: False)
     trainer = build_trainer(compose_config(overrides), job)
     world = torch.distributed.group.WORLD
     trainer.attach(

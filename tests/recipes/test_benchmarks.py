@@ -1,0 +1,53 @@
+"""Every benchmark runs to its end and prints figures, at the smallest size; what they are is nobody's claim here."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from llamarl.ranks import TINY_MODEL
+from tests.launching import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def run(name, *arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_train(tmp_path):
+    run("train", "--model", TINY_MODEL, "--dtype", "float32", "--completions", 16, "--repeats", 1, "--json", tmp_path / "train.json")
+    (found,) = json.loads((tmp_path / "train.json").read_text())["models"].values()
+    rates = found["float32"]
+    assert rates["even"]["tokens_per_s"] > 0 and 0 <= rates["uneven"]["padding"]["ours"] < 1
+
+
+def test_decode(tmp_path):
+    size = ("--batch", 4, "--new-tokens", 8, "--against", "hf", "--dtype", "float32", "--repeats", 1)
+    run("decode", "--model", TINY_MODEL, *size, "--json", tmp_path / "decode.json")
+    assert "engine" in (tmp_path / "decode.json").read_text()
+
+
+@pytest.mark.parametrize("name, arguments", [
+    ("machinery", ("--steps", 3, "--json")),
+    ("step", ("--steps", 2, "--json")),
+    ("time_to_reward", ("--seeds", 1, "--target", 0.1, "--json")),
+])  # fmt: skip
+def test_those_that_print_json(name, arguments):
+    assert json.loads(run(name, *arguments).splitlines()[-1])
+
+
+def test_overcommit(tmp_path):
+    run("overcommit", "--steps", 4, "--learn", 0, "--train-s", 0.02, "--json", tmp_path / "found.json")
+    assert json.loads((tmp_path / "found.json").read_text())
+
+
+def test_quantized(tmp_path):
+    run("quantized", "--steps", 2, "--seeds", 1, "--json", tmp_path / "found.json")
+    assert json.loads((tmp_path / "found.json").read_text())
