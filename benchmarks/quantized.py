@@ -25,7 +25,7 @@ def measure(folder: Path, kind: str, seed: int, steps: int, overrides: list[str]
     kls = [r["weights/quantization_kl"] for r in rows if r.get("weights/quantization_kl") is not None]
     return {
         "accuracy": rows[-1]["eval/accuracy"],
-        "reward": statistics.mean(r["reward/mean"] for r in rows[-10:]),
+        "reward": statistics.mean(r["reward/mean"] for r in rows[1:][-10:]),
         "bytes": rows[-1]["weights/bytes"],
         "kl": statistics.mean(kls) if kls else None,
     }

@@ -22,7 +22,8 @@ def run(name, *arguments):
 
 
 def test_train(tmp_path):
-    run("train", "--model", TINY_MODEL, "--dtype", "float32", "--completions", 16, "--repeats", 1, "--json", tmp_path / "train.json")
+    size = ("--model", TINY_MODEL, "--dtype", "float32", "--completions", 16, "--repeats", 1)
+    run("train", *size, "--peer", tmp_path, "--json", tmp_path / "train.json")
     (found,) = json.loads((tmp_path / "train.json").read_text())["models"].values()
     rates = found["float32"]
     assert rates["even"]["tokens_per_s"] > 0 and 0 <= rates["uneven"]["padding"]["ours"] < 1
@@ -36,7 +37,7 @@ def test_decode(tmp_path):
 
 @pytest.mark.parametrize("name, arguments", [
     ("machinery", ("--steps", 3, "--json")),
-    ("step", ("--steps", 2, "--json")),
+    ("step", ("--steps", 3, "--json")),
     ("time_to_reward", ("--seeds", 1, "--target", 0.1, "--json")),
 ])  # fmt: skip
 def test_those_that_print_json(name, arguments):
@@ -44,7 +45,7 @@ def test_those_that_print_json(name, arguments):
 
 
 def test_overcommit(tmp_path):
-    run("overcommit", "--steps", 4, "--learn", 0, "--train-s", 0.02, "--json", tmp_path / "found.json")
+    run("overcommit", "--steps", 14, "--learn", 0, "--train-s", 0.02, "--json", tmp_path / "found.json")
     assert json.loads((tmp_path / "found.json").read_text())
 
 
