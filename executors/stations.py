@@ -152,7 +152,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         whole_groups=needs_whole_groups(loss_fn),
         minibatches_per_step=t.minibatches_per_step,
         updates_per_batch=t.updates_per_batch,
-        shaping=Shaping(t.missing_eos_penalty, t.reward_kl_coef, t.whiten),
+        shaping=Shaping(t.missing_eos_penalty, t.reward_kl_coef, t.whiten, t.reward_kl_estimator),
     )
     return FSDPTrainer(
         model_path=str(job.model_path),

@@ -121,6 +121,7 @@ class TrainerSettings:
     updates_per_batch: Count
     missing_eos_penalty: float | None
     reward_kl_coef: NonNegative
+    reward_kl_estimator: Literal["k1", "k2", "k3"]
     whiten: Literal["none", "rewards", "advantages", "both"]
     gamma: Annotated[float, Range(0, 1)]
     gae_lambda: Annotated[float, Range(0, 1)]

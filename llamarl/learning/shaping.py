@@ -1,6 +1,8 @@
 """Rewards before they become advantages: a set reward where the end token is missing, KL to the reference, whitening.
 
-    r_t = -beta (log mu_t - log ref_t) + [t is the last token] * score        (Async RLHF 2.1; OPPO eq. 1's r_t)
+    r_t = -beta KL_t + [t is the last token] * score        (Async RLHF 2.1; OPPO eq. 1's r_t)
+
+    KL_t  = -x (k1, the papers'), x^2 / 2 (k2) or exp(x) - 1 - x (k3), of x = log ref_t - log mu_t        (Schulman)
 
     score = the task's reward, or missing_eos_penalty without an end token    (Async RLHF tables 4 and 7)
     mu    = generator_logprobs, the policy that sampled the token; ref = ref_logprobs
@@ -19,6 +21,8 @@ from typing import Callable
 import torch
 from torch import Tensor
 
+from llamarl.learning.losses.common import half_square, k3
+from llamarl.learning.losses.regularisers import ESTIMATORS
 from llamarl.types import Group
 
 WHITEN = ("none", "rewards", "advantages", "both")
@@ -34,11 +38,13 @@ class Shaping:
     missing_eos_penalty: float | None = None
     reward_kl_coef: float = 0.0
     whiten: str = "none"  # one of WHITEN
+    reward_kl_estimator: str = "k1"  # one of ESTIMATORS
 
     def __post_init__(self):
-        if self.whiten not in WHITEN or not self.reward_kl_coef >= 0:
+        if self.whiten not in WHITEN or self.reward_kl_estimator not in ESTIMATORS or not self.reward_kl_coef >= 0:
             raise ValueError(
-                f"whiten={self.whiten} must be one of {', '.join(WHITEN)}, reward_kl_coef={self.reward_kl_coef} >= 0"
+                f"whiten={self.whiten} must be one of {', '.join(WHITEN)}, reward_kl_coef={self.reward_kl_coef} >= 0, "
+                f"reward_kl_estimator={self.reward_kl_estimator} one of {', '.join(ESTIMATORS)}"
             )
 
     @property
@@ -68,7 +74,9 @@ def shape(group: Group, shaping: Shaping) -> Rewards:
     if shaping.reward_kl_coef > 0:
         if group.ref_logprobs.numel() != tokens.numel():
             raise ValueError(f"reward_kl_coef={shaping.reward_kl_coef} needs ref_logprobs: reference=frozen, or 0")
-        tokens = -shaping.reward_kl_coef * (group.generator_logprobs.double() - group.ref_logprobs)
+        x = group.ref_logprobs - group.generator_logprobs.double()
+        kl = {"k1": torch.neg, "k2": half_square, "k3": k3}[shaping.reward_kl_estimator](x)
+        tokens = -shaping.reward_kl_coef * kl
     trained = ~scores.isnan()
     tokens = torch.where(trained.repeat_interleave(group.lengths), tokens, 0)
     begun = group.lengths > 0

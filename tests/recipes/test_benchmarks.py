@@ -37,7 +37,7 @@ def test_decode(tmp_path):
 
 @pytest.mark.parametrize("name, arguments", [
     ("machinery", ("--steps", 3, "--json")),
-    ("step", ("--steps", 3, "--json")),
+    ("step", ("--steps", 4, "--json")),
     ("time_to_reward", ("--seeds", 1, "--target", 0.1, "--json")),
 ])  # fmt: skip
 def test_those_that_print_json(name, arguments):

@@ -27,13 +27,17 @@ def test_a_completion_without_an_end_token_gets_the_penalty_instead_of_its_rewar
     assert shape(g, Shaping()).completions[:3].tolist() == [0.5, 1.0, 1.0]
 
 
-def test_the_kl_is_taken_off_each_token_and_off_the_completion():
+@pytest.mark.parametrize(
+    "estimator, kl",  # of log ref - log mu = -1, 1, -0.5
+    [("k1", [1, -1, 0.5]), ("k2", [0.5, 0.5, 0.125]), ("k3", [math.exp(-1), math.e - 2, math.exp(-0.5) - 0.5])],
+)
+def test_the_kl_is_taken_off_each_token_and_off_the_completion(estimator, kl):
     g = group(1, [2, 1], [1.0, 0.0], ref_logprobs=torch.tensor([-4.0, -2.0, -3.5]))
     g.generator_logprobs[:] = torch.tensor([-3.0, -3.0, -3.0])
-    got = shape(g, Shaping(reward_kl_coef=0.1))
-    # log mu - log ref: 1, -1, 0.5; the score comes with the last token
-    assert got.tokens.tolist() == pytest.approx([-0.1, 0.1 + 1.0, -0.05])
-    assert got.completions.tolist() == pytest.approx([1.0, -0.05])
+    got = shape(g, Shaping(reward_kl_coef=0.1, reward_kl_estimator=estimator))
+    # the score comes with the last token
+    assert got.tokens.tolist() == pytest.approx([-0.1 * kl[0], -0.1 * kl[1] + 1.0, -0.1 * kl[2]])
+    assert got.completions.tolist() == pytest.approx([1.0 - 0.1 * (kl[0] + kl[1]), -0.1 * kl[2]])
 
 
 def test_a_kl_needs_a_reference():
@@ -41,7 +45,7 @@ def test_a_kl_needs_a_reference():
         shape(group(1, [2], [1.0]), Shaping(reward_kl_coef=0.1))
 
 
-@pytest.mark.parametrize("wrong", [dict(whiten="all"), dict(reward_kl_coef=-1.0), dict(reward_kl_coef=NAN)])
+@pytest.mark.parametrize("wrong", [dict(whiten="all"), dict(reward_kl_coef=-1.0), dict(reward_kl_coef=NAN), dict(reward_kl_estimator="k4")])
 def test_impossible_shaping_is_refused(wrong):
     with pytest.raises(ValueError, match="whiten="):
         Shaping(**wrong)
