@@ -36,7 +36,7 @@ from llamarl.types import Completion, FinishReason
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _CHUNK = 32  # of `generate`
-# Ended rows are taken out, and new ones admitted, once the products computed for them in vain cost about what that costs.
+# Ended rows are taken out, and new ones admitted, once about as many operations were done for them in vain as that is worth.
 _WASTE = 2e8
 
 
@@ -95,7 +95,7 @@ class Engine:
         self._recompute_due = False
         self._version = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._runner = ModelRunner(self.decoder, self._cache)
-        self._flops = 2 * sum(p.numel() for p in decoder.parameters())  # of a row's token
+        self._flops = 2 * config.num_parameters  # of a row's token; the same on every tensor-parallel rank
         self._graphs = None
         if cuda_graphs and self.device.type == "cuda" and decoder.tensor_parallel is None:
             self._graphs = DecodeGraphs(self.device, self._cache.rows - 2, self._cache.capacity, self._decode_rows)
