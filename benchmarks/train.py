@@ -96,14 +96,17 @@ def our_step(model: Path, dtype: str, budget: int, groups: list) -> Callable[[],
     from executors.stations import build_trainer
     from llamarl.config import compose_config
     from llamarl.executor import ExecutorGroup
+    from llamarl.launch import Job
+    from llamarl.placement import World
+    from llamarl.run import RunDirectory
 
     overrides = [
         "model=hf", f"model.path={model}", "model.dtype=float32", f"trainer.compute_dtype={dtype}", f"trainer.microbatch_tokens={budget}",
-        "trainer.skip_zero_advantage=false", "lr=1e-6",
+        "trainer.skip_zero_advantage=false", "lr=1e-6", "eval.every=0", "checkpoint.every=0",
     ]  # fmt: skip
     nothing = SimpleNamespace(bind=lambda *_: None)
-    job = SimpleNamespace(model_path=model, prompts=None, eval_due=lambda _: False, snapshot_due=lambda _: False, reference_due=lambda _: False)
-    trainer = build_trainer(compose_config(overrides), job)
+    config = compose_config(overrides)
+    trainer = build_trainer(config, Job(config, World(0, 1, 1, torch.device("cpu")), RunDirectory(Path(), None)))
     world = torch.distributed.group.WORLD
     trainer.attach(
         ExecutorGroup("trainer", (0,), 0, torch.device("cpu"), world, shard_group=world), {}, {"policy": nothing}, *[nothing] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +11,15 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from llamarl.config import ConfigError, check_command_line, compose_config
+from llamarl.launch import Job
 from llamarl.learning.ema import WeightAverage
 from llamarl.models import hf
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.fsdp import training_decoder
 from llamarl.models.lora import Lora, LoraLinear, PolicyWeights, add_lora, reset_lora
+from llamarl.placement import World
+from llamarl.run import RunDirectory
 
 MERGED = 1e-5  # float32 logits of size 1: the product is added before or after
 GRADIENTS = 1e-5  # of the largest: norms are float32
@@ -199,9 +203,11 @@ def test_what_cannot_be_is_said(overrides, ranks, said):
 
 
 def test_settings_reach_the_trainer():
-    from types import SimpleNamespace
-
     from executors.stations import build_trainer
+
+    def trainer_of(*overrides):
+        config = compose_config(overrides)
+        return build_trainer(config, Job(config, World(0, 1, 1, torch.device("cpu")), RunDirectory(Path(), None)))
 
     overrides = [
         "trainer.lora.rank=8",
@@ -210,8 +216,7 @@ def test_settings_reach_the_trainer():
         "trainer.ema_decay=0.9",
         "seed=4",
     ]
-    job = SimpleNamespace(model_path="", prompts=None, eval_due=None, snapshot_due=None, reference_due=None)
-    trainer = build_trainer(compose_config(overrides), job)
+    trainer = trainer_of(*overrides)
     assert trainer.lora == Lora(8, 16.0, ("q_proj", "up_proj"), 4) and trainer.ema_decay == 0.9
-    plain = build_trainer(compose_config([]), job)
+    plain = trainer_of()
     assert plain.lora is None and plain.ema_decay is None

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,10 +21,12 @@ from executors.trainer import FSDPTrainer
 from llamarl.config import compose_config
 from llamarl.ddma.layout import Source, travelling
 from llamarl.executor import ExecutorGroup
+from llamarl.launch import Job
 from llamarl.models.config import read_config
 from llamarl.models.fsdp import local
 from llamarl.models.sharding import parameter_shapes
 from llamarl.placement import World, executor_group
+from llamarl.run import RunDirectory
 from llamarl.tickets import lane_of
 from llamarl.types import Group
 
@@ -90,11 +91,12 @@ class Peers:
 
 
 def trainer_of(model: Path, group: ExecutorGroup, case: str) -> tuple[FSDPTrainer, Peers]:
-    config = compose_config(["lr=0.02", "trainer.eps=1e-4", "trainer.microbatch_tokens=30", "group_size=4", *CASES[case]])
+    config = compose_config(["eval.every=0", "checkpoint.every=0", "lr=0.02", "trainer.eps=1e-4", "trainer.microbatch_tokens=30", "group_size=4", *CASES[case]])
     # One process would be refused a second replica.
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, replicate=group.replicate))
-    never = {"eval_due": lambda version: False, "snapshot_due": lambda version: False, "reference_due": lambda version: False}
-    trainer = build_trainer(config, SimpleNamespace(model_path=model, prompts=[group_of(i) for i in range(99)], **never))
+    job = Job(config, World(0, WORLD, WORLD, group.device), RunDirectory(Path(), None))
+    job.model_path, job.prompts = model, [group_of(i) for i in range(99)]
+    trainer = build_trainer(config, job)
     peers = Peers()
     trainer.attach(group, {}, {"policy": peers}, peers, peers, peers, peers)
     trainer.setup()
