@@ -7,13 +7,13 @@
     decode       one chunk of tokens      room in the completions channel     the reward
 
 A version marked for evaluation is pinned: the held-out prompts run beside the tickets, and no newer version is taken in
-until they are done.
+until they are done. Those that come meanwhile overtake each other, so that no other replica waits for this one.
 
 A checkpoint holds the completions of groups that are not whole: on resume partial ones go on and ended ones are sent again, if
 the ledger then counts their ticket as in work. Otherwise their ticket starts again.
 
 With tensor_parallel > 1 that many ranks share a copy of the model. The first of them does all of this; the others do what it
-tells them, in its order, and send nothing (llamarl.lockstep). Such a replica takes in every version, one after another.
+tells them, in its order, and send nothing (llamarl.lockstep).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Generator(Executor):
         self.version = -1
         self._sampled = 0  # tokens
         self._torn = False
-        self._commands = {"swap": self._swap, "decode": self._decode}
+        self._commands = {"swap": self._swap, "skip": self._skip, "decode": self._decode}
         self._evaluating = 0  # completions of held-out prompts still to finish
         self._open: dict[int, list[Completion]] = {}  # ticket -> those sent, while its group is not whole
         self._send_again: list[Completion] = []  # what a resumed run had sent
@@ -187,7 +187,8 @@ class Generator(Executor):
 
     def _swap_weights(self) -> bool:
         if self._evaluating or (not self.in_flight_updates and self.engine.num_live):
-            return False
+            version = self.replica.skippable(self.weights)
+            return version is not None and self._together("skip", version=version)
         version = self.replica.agreed(self.weights)
         return version is not None and self._together("swap", version=version)
 
@@ -209,6 +210,10 @@ class Generator(Executor):
         if evaluate:
             self._start_evaluation()
         return True
+
+    def _skip(self, version: int) -> bool:
+        self.weights.skip(version)
+        return False
 
     def _decode(self, tickets: list[int], ended: list[int], chunk: int) -> bool:
         """Start tickets, end others where they are, and sample a chunk."""

@@ -7,10 +7,10 @@ keep them together. JSON messages over the control (data never goes there):
     lockstep    leader -> peers   the peer's step      do this next
     held        peer -> leader    the leader's step    this version is staged here
 
-New weights reach every rank of a replica on its own, and all must swap the same version. So each takes in every version, in
-order: what is staged stays until it is swapped, though a newer one may wait behind it, and the leader has a version swapped
-once all hold it. Were one rank to skip a version while another keeps it, the newer one could not come: a sender serves its
-receivers together. A replica of one rank posts nothing and takes the newest.
+New weights reach every rank of a replica on its own, and all must swap the same version. So what is staged stays until the
+leader, once all hold it, has all swap it, or skip it for a newer one that waits behind it while the replica is pinned. Were one
+rank to skip a version while another keeps it, the newer one could not come: a sender serves its receivers together. A replica
+of one rank posts nothing and takes the newest.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ class StagedWeights(Protocol):
 
     @property
     def staged(self) -> tuple | None: ...  # version first
+
+    @property
+    def overtakable(self) -> bool: ...  # by one that waits for its place
 
 
 class Lockstep:
@@ -72,3 +75,7 @@ class Lockstep:
         self._held.update((peer, message["version"]) for peer, message in self._control.take("held"))
         staged = weights.staged
         return staged[0] if staged is not None and all(self._held.get(peer) == staged[0] for peer in self.peers) else None
+
+    def skippable(self, weights: StagedWeights) -> int | None:
+        """Leader: the version that is staged on every rank and that holds up a newer one, or None."""
+        return self.agreed(weights) if weights.overtakable else None

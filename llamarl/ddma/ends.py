@@ -291,6 +291,15 @@ class WeightsReceiver:
         """What `swap` would bring in, or None."""
         return self._subscriber.staged
 
+    @property
+    def overtakable(self) -> bool:
+        """See Subscriber.overtakable."""
+        return self._subscriber.overtakable
+
+    def skip(self, version: int) -> None:
+        """See Subscriber.skip."""
+        self._subscriber.skip(version)
+
     @torch.no_grad()
     def swap(self) -> Staged | None:
         """Put the staged version in place: an exchange of pointers on CPU, one copy (graphs stay valid) on a GPU."""

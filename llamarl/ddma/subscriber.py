@@ -41,8 +41,8 @@ class Subscriber:
     """The generator rank's end: receives into the idle buffer, hands it over at `swap`.
 
     buffers: two that change places at a swap, or one whose content the caller copies out. follower: the link to the
-    replica that this one hands its weights on to. in_order: no version is overtaken by a newer one, whether it must be
-    evaluated or not; ranks that share a copy of the model need that, to take the same ones.
+    replica that this one hands its weights on to. in_order: no version is overtaken by a newer one before `skip` says so;
+    ranks that share a copy of the model need that, to take the same ones.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Subscriber:
         self._staged: Staged | None = None
         self._receiving: int | None = None  # version; its links that are not whole yet
         self._missing: set[int] = set()
+        self._newest = -1  # version that has begun to come, though the idle buffer may not be its yet
         self._completed = [-1] * len(links)
         self._in_order, self._closing = in_order, False
         self._follower, self._forwarding = follower, False
@@ -80,6 +81,19 @@ class Subscriber:
     def staged(self) -> Staged | None:
         """The version that waits for `swap`, or None."""
         return self._staged
+
+    @property
+    def overtakable(self) -> bool:
+        """Whether a newer version waits for the place of the staged one, which need not be evaluated."""
+        staged = self._staged
+        return staged is not None and not staged.evaluate and self._newest > staged.version
+
+    def skip(self, version: int) -> None:
+        """Let go of the staged version, if it is this one, for a newer one to come."""
+        with self._state:
+            if self._staged is not None and self._staged.version == version:
+                self._staged = None
+                self._state.notify_all()
 
     def swap(self, take: Callable[[Tensor], None]) -> Staged | None:
         """Hand the staged version's buffer [bytes] uint8 to take(). None if there is none.
@@ -216,6 +230,7 @@ class Subscriber:
             return self._receiving is None and not kept and not self._forwarding
 
         with self._state:
+            self._newest = max(self._newest, version)
             self._state.wait_for(lambda: self._closing or self._receiving == version or free())
             if self._closing:
                 return False

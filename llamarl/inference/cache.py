@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.models.attention import PackedAttention
+from llamarl.models.build import Decoder
 
 _BLOCK = 16  # places are read in whole blocks: the CPU's softmax and products are slow on a ragged tail
 
@@ -24,24 +25,14 @@ class SlotCache:
     read twice as fast.
     """
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        max_slots: int,
-        max_len: int,
-        budget: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
+    def __init__(self, decoder: Decoder, max_slots: int, max_len: int, budget: int):
         self.max_len, self.budget = _whole_blocks(max_len), budget
-        self.num_kv_heads, self.head_dim, self.dtype, self.device = num_kv_heads, head_dim, dtype, device
-        self._fixed = device.type != "cpu"
+        self.num_kv_heads, self.head_dim = decoder.num_cached_kv_heads, decoder.config.head_dim
+        self.dtype, self.device = decoder.tok_embeddings.weight.dtype, decoder.tok_embeddings.weight.device
+        self._fixed = self.device.type != "cpu"
         # On a GPU the last two rows are for `score` and for the prompt that is prefilled in pieces.
         self.rows, self.capacity = (min(max_slots, self.rows_of(max_len)) + 2, self.max_len) if self._fixed else (0, _BLOCK)
-        self.keys, self.values = ([self._empty() for _ in range(num_layers)] for _ in range(2))
+        self.keys, self.values = ([self._empty() for _ in decoder.layers] for _ in range(2))
 
     def rows_of(self, length: int) -> int:
         """How many rows of `length` tokens the budget holds, and one in any case."""

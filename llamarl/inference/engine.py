@@ -31,7 +31,7 @@ from llamarl.inference.rows import Partial, Request, Rows
 from llamarl.inference.runner import Job, ModelRunner, batches
 from llamarl.inference.sampler import SamplingParams, process
 from llamarl.models.build import Decoder, build_decoder, read_config
-from llamarl.models.hf import load_weights, named_parameters_hf
+from llamarl.models.hf import load_weights
 from llamarl.types import Completion, FinishReason
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -63,7 +63,7 @@ class Engine:
     ):
         if max_slots < 1 or max_len < 2:
             raise ValueError(f"max_slots={max_slots}, max_len={max_len}: need at least 1 slot and 2 tokens")
-        config, self.device = decoder.config, torch.device(device)
+        self.device = torch.device(device)
         if self.device.type == "cpu":
             keep_freed_memory()
         self.decoder = decoder.to(device=self.device, dtype=dtype)
@@ -75,16 +75,7 @@ class Engine:
             raise ValueError(
                 f"cache_tokens={cache_tokens}, prefill_chunk={prefill_chunk}: need at least max_len={max_len} places and 1 token"
             )
-        self._cache = SlotCache(
-            num_layers=config.num_hidden_layers,
-            max_slots=max_slots,
-            max_len=max_len,
-            budget=budget,
-            num_kv_heads=decoder.num_cached_kv_heads,
-            head_dim=config.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        self._cache = SlotCache(decoder, max_slots, max_len, budget)
         self._prefill_chunk = prefill_chunk
         self._rows = Rows.empty(max_slots, max_len, self.device)
         self._running: list[tuple[Request, int]] = []  # row -> its request and sample index
@@ -95,7 +86,7 @@ class Engine:
         self._recompute_due = False
         self._version = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._runner = ModelRunner(self.decoder, self._cache)
-        self._flops = 2 * config.num_parameters  # of a row's token; the same on every tensor-parallel rank
+        self._flops = 2 * decoder.config.num_parameters  # of a row's token; the same on every tensor-parallel rank
         self._graphs = None
         if cuda_graphs and self.device.type == "cuda" and decoder.tensor_parallel is None:
             self._graphs = DecodeGraphs(self.device, self._cache.rows - 2, self._cache.capacity, self._decode_rows)
@@ -216,22 +207,12 @@ class Engine:
         self._runner.weights_changed()
         self._recompute_due |= recompute_kv
 
-    @torch.no_grad()
     def load_weights(self, source: str | Path | Mapping[str, Tensor], version: int, *, recompute_kv: bool = False) -> None:
-        """Take a directory's weights, or tensors by their Hugging Face names (all of them), as those of `version`.
+        """Take a directory's weights, or whole tensors by their Hugging Face names (all of them), as those of `version`.
 
         ValueError naming what is absent, unknown or of another shape; nothing is loaded by halves then.
         """
-        if isinstance(source, (str, Path)):
-            load_weights(self.decoder, source)
-        else:
-            wanted = dict(named_parameters_hf(self.decoder))
-            odd = wanted.keys() ^ source.keys()
-            odd |= {name for name in wanted.keys() & source.keys() if wanted[name].shape != source[name].shape}
-            if odd:
-                raise ValueError(f"weights absent, unknown or of another shape: {', '.join(sorted(odd)[:20])}")
-            for name, parameter in wanted.items():
-                parameter.copy_(source[name])
+        load_weights(self.decoder, source)
         self.weights_changed(version, recompute_kv=recompute_kv)
 
     def abort(self, ticket: int | None = None, *, stream: int | None = None) -> int:

@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Iterable, Iterator
+from typing import Iterable, Iterator, Mapping
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -103,6 +103,9 @@ class SafetensorsDir:
     def get(self, name: str) -> Tensor:
         return self.get_slice(name)[...]
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.get_slice(name).get_shape())
+
     def get_slice(self, name: str):
         """A lazily sliced tensor. KeyError naming the directory if it is absent."""
         if name not in self._where:
@@ -110,18 +113,33 @@ class SafetensorsDir:
         return self._where[name].get_slice(name)
 
 
+class _Given(dict[str, Tensor]):
+    """Whole tensors in memory, read as a directory's are."""
+
+    path = "the weights given"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self[name].shape)
+
+    get_slice = dict.__getitem__
+
+
 @torch.no_grad()
 def load_weights(
-    decoder: nn.Module, path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+    decoder: nn.Module,
+    source: str | Path | Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
 ) -> nn.Module:
-    """Fill a decoder (on the meta device or not) from a model directory, one tensor at a time. Returns it.
+    """Fill a decoder (on the meta device or not), one tensor at a time, from a model directory or whole tensors by its names. Returns it.
 
     Sharded parameters (DTensor) read their own rows only, and a tensor-parallel decoder its own part of each. Adapters are
     left as they are. ValueError naming tensors that are absent, unknown, or of another shape; nothing is loaded by halves then.
     """
     from torch.distributed.tensor import DTensor
 
-    source = SafetensorsDir(path)
+    source = _Given(source) if isinstance(source, Mapping) else SafetensorsDir(source)
     wanted = _of_directories(decoder)
     unused = {k for k in source.keys() if not k.endswith("rotary_emb.inv_freq")} - set(wanted) - {"lm_head.weight"}
     problems = [f"{name}: absent" for name in wanted if name not in source.keys()]
@@ -129,8 +147,7 @@ def load_weights(
     tp = getattr(decoder, "tensor_parallel", None)
     shapes = parameter_shapes(decoder.config) if tp else {name: tuple(p.shape) for name, p in wanted.items()}
     for name in wanted.keys() & source.keys():
-        shape = tuple(source.get_slice(name).get_shape())
-        if shape != shapes[name]:
+        if (shape := source.shape(name)) != shapes[name]:
             problems.append(f"{name}: shape {shape}, the config says {shapes[name]}")
     if problems:
         raise ValueError(f"{source.path}: weights do not fit config.json:\n  " + "\n  ".join(sorted(problems)[:20]))

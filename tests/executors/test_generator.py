@@ -30,7 +30,7 @@ class Weights:
     """Stages the same tiny weights under whatever version a test says."""
 
     def __init__(self, in_order):
-        self.staged, self.in_order = None, in_order
+        self.staged, self.in_order, self.overtakable = None, in_order, False
 
     def bind(self, config, parameters):
         source = SafetensorsDir(tiny_directory())
@@ -40,9 +40,14 @@ class Weights:
     def arrive(self, version, evaluate=False):
         """A version comes whole; says whether there was room for it."""
         kept = self.staged is not None and (self.staged.evaluate or self.in_order)
+        self.overtakable = kept and not self.staged.evaluate
         if not kept:
             self.staged = Staged(version, evaluate, {})
         return not kept
+
+    def skip(self, version):
+        assert self.staged.version == version
+        self.staged, self.overtakable = None, False
 
     def swap(self):
         taken, self.staged = self.staged, None
@@ -518,6 +523,46 @@ def test_no_rank_skips_a_version_that_another_may_have_staged(replica):
             assert not g.weights.arrive(version + 1), "a newer version overtakes what is not swapped"
         settle(leader, peer)
         assert leader.version == peer.version == version
+
+
+def test_while_a_replica_is_pinned_newer_versions_overtake_each_other_on_all_its_ranks(replica):
+    leader, peer = replica(new_tokens=20, chunk=1, eval_samples=1)
+    both = (leader, peer)
+    for g in both:
+        g.weights.arrive(0, evaluate=True)
+    for _ in range(4):
+        peer.step(), leader.step()
+    assert leader.version == 0 and leader._evaluating
+    for version in (1, 2, 3):
+        assert all(g.weights.arrive(version) for g in both), "a pinned replica holds up a version"
+        assert not leader.weights.arrive(version + 1)
+        for _ in range(3):
+            peer.step(), leader.step(), peer.step()
+        assert leader._evaluating and leader.weights.staged is None and peer.weights.staged is None
+    for g in both:
+        assert g.weights.arrive(4, evaluate=True) and not g.weights.arrive(5)
+    for _ in range(3):
+        peer.step(), leader.step()
+    assert leader._evaluating and leader.weights.staged.version == peer.weights.staged.version == 4, "4 must be evaluated"
+    leader.tickets.grants = 0
+    settle(leader, peer)
+    assert leader.version == peer.version == 4
+
+
+def test_a_version_is_not_skipped_before_every_rank_holds_it(replica):
+    leader, peer = replica(new_tokens=20, chunk=1, eval_samples=1)
+    for g in (leader, peer):
+        g.weights.arrive(0, evaluate=True)
+    for _ in range(3):
+        peer.step(), leader.step()
+    leader.weights.arrive(1), leader.weights.arrive(2)
+    for _ in range(3):
+        peer.step(), leader.step()
+    assert leader._evaluating and leader.weights.staged.version == 1
+    peer.weights.arrive(1)
+    for _ in range(3):
+        peer.step(), leader.step()
+    assert leader._evaluating and leader.weights.staged is peer.weights.staged is None
 
 
 def test_a_peer_samples_what_its_leader_samples_and_sends_nothing(replica):

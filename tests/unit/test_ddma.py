@@ -484,6 +484,27 @@ def test_in_order_none_is_overtaken():
     ends.close()
 
 
+def test_in_order_a_version_gives_way_when_it_is_skipped():
+    ends = Ends(in_order=True)
+    ends.publish(0), ends.staged(0)
+    assert not ends.subscriber.overtakable, "nothing newer waits"
+    ends.publish(1)
+    until(lambda: ends.subscriber.overtakable, ends.sending, ends.receiving)
+    ends.subscriber.skip(7)
+    assert ends.subscriber.staged.version == 0, "another version was meant"
+    ends.subscriber.skip(0)
+    ends.staged(1)
+    assert not ends.subscriber.overtakable and ends.swap().version == 1 and torch.equal(ends.live, bytes_of(1))
+    ends.close()
+
+
+def test_what_must_be_evaluated_is_never_overtakable():
+    ends = Ends(in_order=True)
+    ends.publish(0, evaluate=True), ends.publish(1)
+    assert stays(ends, 0) and not ends.subscriber.overtakable
+    ends.close()
+
+
 def test_while_a_version_comes_there_is_nothing_to_swap_and_the_old_one_is_untouched():
     gate = threading.Event()
 
