@@ -62,6 +62,12 @@ class Copier:
         target.copy_(source)
         return self.digest(target.contiguous())
 
+    def copy_rows(self, targets: list[Tensor], sources: list[Tensor]) -> list[int | Tensor]:
+        """`copy` of several. Sources that are columns of the same rows are read together, in the order in which they lie in memory."""
+        if self.method == "lanes" and len(targets) > 1 and (digests := _pack_in_lanes(targets, sources)) is not None:
+            return digests
+        return list(map(self.copy, targets, sources))
+
     def digest(self, of: Tensor) -> int | Tensor:
         """The digest of a contiguous tensor's bytes: an int, or for `device` a tensor [] int64 that is not waited for."""
         flat = _bytes(of)
@@ -97,8 +103,9 @@ def _kernels() -> ctypes.CDLL | None:
         kernels.digest_of.argtypes = [address, count]
         kernels.copy_run.argtypes = [address, address, count]
         kernels.copy_rows.argtypes = [address, count, address, count, count, count]
-        kernels.cast_rows.argtypes = [address, address, count, count, count]
-        for kernel in (kernels.digest_of, kernels.copy_run, kernels.copy_rows, kernels.cast_rows):
+        kernels.pack_rows.argtypes = [count, address, address, address, count, count, ctypes.c_int, address]
+        kernels.pack_rows.restype = None
+        for kernel in (kernels.digest_of, kernels.copy_run, kernels.copy_rows):
             kernel.restype = count
     return kernels
 
@@ -116,9 +123,27 @@ def _copy_in_lanes(target: Tensor, source: Tensor) -> int | None:
     if target.dtype == source.dtype and (target.is_contiguous() or source.is_contiguous()):
         strides = target.stride(0) * size, source.stride(0) * size
         return kernels.copy_rows(target.data_ptr(), strides[0], source.data_ptr(), strides[1], width * size, rows)
-    if (source.dtype, target.dtype) == (torch.float32, torch.bfloat16) and target.is_contiguous():
-        return kernels.cast_rows(target.data_ptr(), source.data_ptr(), source.stride(0), width, rows)
-    return None
+    packed = _pack_in_lanes([target], [source])
+    return packed and packed[0]
+
+
+def _pack_in_lanes(targets: list[Tensor], sources: list[Tensor]) -> list[int] | None:
+    """Rows to contiguous targets, by a kernel that goes through all sources row by row; None if it cannot."""
+    first, count = sources[0], len(sources)
+    casts = first.dtype != targets[0].dtype
+    if first.is_cuda or (casts and (first.dtype, targets[0].dtype) != (torch.float32, torch.bfloat16)):
+        return None
+    rows, stride = (1, 0) if first.dim() == 1 else (len(first), first.stride(0))
+    for target, source in zip(targets, sources):
+        alike = source.dim() == first.dim() <= 2 and source.dtype == first.dtype and target.dtype == targets[0].dtype
+        same_rows = rows == 1 or (len(source) == rows and source.stride(0) == stride)
+        if not (alike and same_rows and source.stride(-1) == 1 and target.is_contiguous()):
+            return None
+    size, address = first.element_size(), ctypes.c_void_p * count
+    given = [address(*(t.data_ptr() for t in tensors)) for tensors in (targets, sources)]
+    widths, digests = (ctypes.c_uint64 * count)(*(s.shape[-1] * size for s in sources)), (ctypes.c_uint64 * count)()
+    _kernels().pack_rows(count, *given, widths, stride * size, rows, casts, digests)
+    return list(digests)
 
 
 def _device_digest(flat: Tensor) -> Tensor:

@@ -135,6 +135,7 @@ class WeightsSender:
                 links.append(Outgoing(route.link(peer, sending=True), base, len(self._buckets), buckets, handed_on))
             self._buckets += [(base, bucket) for bucket in buckets]
             base += size_of(buckets)
+        self._passes = _passes([bucket for _, bucket in self._buckets])
         in_shared_memory = "shm" in {route.transport(peer, sending=True) for peer in peers}
         slots = make_slots(base, self._device if route.on_device else torch.device("cpu"), shared=in_shared_memory)
         self._views = {slot.data_ptr(): self._views_of(slot) for slot in slots.tensors}
@@ -176,17 +177,27 @@ class WeightsSender:
             if not name.endswith(SCALE):
                 shard, scale = _local(self._parameters[name]), self._scratch[name + SCALE]
                 quantize_rows(shard, self._route.quantize, quantized, scale, largest.get(name))
-        views, copier = self._views[slot.data_ptr()], self._route.copier
-        for number, (targets, sources) in enumerate(zip(views, self._current_sources())):
-            if copier.one_pass and self._device.type == "cpu":
-                progress.mark(number, digest=fold(map(copier.copy, targets, sources)))
-                continue
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+        views, sources = self._views[slot.data_ptr()], self._current_sources()
+        if self._route.copier.one_pass and self._device.type == "cpu":
+            return self._stage_in_one_pass(views, sources, progress)
+        for number, (targets, held) in enumerate(zip(views, sources)):
+            torch._foreach_copy_(targets, held, non_blocking=True)
             event = None
             if self._device.type == "cuda":
                 event = torch.cuda.Event()
                 event.record()
             progress.mark(number, event)
+
+    def _stage_in_one_pass(self, views: list[list[Tensor]], sources: list[list[Tensor]], progress: Progress) -> None:
+        digests = [[0] * len(targets) for targets in views]
+        left = [len(targets) for targets in views]
+        for moves in self._passes:
+            found = self._route.copier.copy_rows([views[n][i] for n, i in moves], [sources[n][i] for n, i in moves])
+            for (number, i), digest in zip(moves, found):
+                digests[number][i] = digest
+                left[number] -= 1
+                if not left[number]:
+                    progress.mark(number, digest=fold(digests[number]))
 
     def _largest_of_split_rows(self) -> dict[str, Tensor]:
         """Absmax of each row of the quantised weights whose columns lie on several ranks. Collective over these."""
@@ -323,6 +334,16 @@ def _ranks_outnumber_cores(ends: list[End], ranks: set[int], me: int) -> bool:
     """Whether those at work on this rank's host have less than a core each, so that what goes on at once only goes on slower."""
     here = [end for end in ends if end.rank in ranks and end.host == ends[me].host]
     return len(here) > ends[me].num_cores
+
+
+def _passes(buckets: list[Bucket]) -> list[list[tuple[int, int]]]:
+    """(bucket, move in it) of all moves, those of the same rows of a parameter together: half a row at a time is read at half the speed."""
+    together: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
+    for number, bucket in enumerate(buckets):
+        for i, move in enumerate(bucket.moves):
+            box = move.piece.box
+            together.setdefault((move.piece.parameter.name, box.offsets[0], box.lengths[0]), []).append((number, i))
+    return list(together.values())
 
 
 def _local(p: Tensor) -> Tensor:

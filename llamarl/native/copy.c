@@ -145,31 +145,69 @@ static inline uint16_t bfloat16_of(uint32_t bits) { /* to nearest, ties to even 
     return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
 
-/* float32 rows of `width` elements, which need not be end to end, to bfloat16 that are; of which the digest is. */
-uint64_t cast_rows(uint16_t *restrict target, const uint32_t *restrict source, uint64_t source_stride, uint64_t width, uint64_t rows) {
-    enum { COUNT = 2 * STRIPE }; /* few enough that they are read back before they have left the store buffers */
+/* Rows on their way to a contiguous target; what is not a whole stripe yet, or was cast, waits in `chunk`. */
+enum { PACK = 4 * STRIPE }; /* few enough that they are read back before they have left the store buffers */
+typedef struct {
+    char chunk[PACK] __attribute__((aligned(64)));
     digest d;
-    begin(&d);
-    uint64_t total = width * rows, row = 0, column = 0;
-    for (uint64_t at = 0; at < total;) {
-        uint16_t chunk[COUNT] __attribute__((aligned(64)));
-        uint64_t n = total - at < COUNT ? total - at : COUNT, filled = 0;
-        while (filled < n) {
-            uint64_t run = width - column < n - filled ? width - column : n - filled;
-            const uint32_t *from = source + row * source_stride + column;
-            for (uint64_t i = 0; i < run; i++) chunk[filled + i] = bfloat16_of(from[i]);
-            filled += run;
-            column += run;
-            if (column == width) column = 0, row++;
+    char *target;
+    uint64_t waiting, total;
+} packer;
+
+static inline void put(packer *p, const char *from, uint64_t size) {
+    copy_on(&p->d, p->target, from, size);
+    p->target += size;
+    p->total += size;
+}
+
+static inline void flush(packer *p) {
+    put(p, p->chunk, p->waiting);
+    p->waiting = 0;
+}
+
+static void pack_copy(packer *p, const char *from, uint64_t size) {
+    if (p->waiting) {
+        uint64_t n = size < STRIPE - p->waiting ? size : STRIPE - p->waiting;
+        memcpy(p->chunk + p->waiting, from, n);
+        from += n;
+        size -= n;
+        if ((p->waiting += n) < STRIPE) return;
+        flush(p);
+    }
+    put(p, from, size - size % STRIPE);
+    memcpy(p->chunk, from + size - size % STRIPE, p->waiting = size % STRIPE);
+}
+
+static void pack_cast(packer *p, const uint32_t *restrict from, uint64_t count) {
+    while (count) {
+        uint64_t room = (PACK - p->waiting) / 2, n = count < room ? count : room;
+        uint16_t *restrict to = (uint16_t *)(p->chunk + p->waiting);
+        for (uint64_t i = 0; i < n; i++) to[i] = bfloat16_of(from[i]);
+        from += n;
+        count -= n;
+        if ((p->waiting += 2 * n) == PACK) flush(p);
+    }
+}
+
+/* Pieces of the same rows, each of which becomes contiguous: row i of each is read before row i + 1 of any, so that what lies side by
+   side is read in one run. widths: in bytes of the source. casts: float32 to bfloat16, of which the digests are. */
+void pack_rows(uint64_t count, char *const *targets, const char *const *sources, const uint64_t *widths, uint64_t source_stride,
+               uint64_t rows, int casts, uint64_t *digests) {
+    packer packers[count];
+    for (uint64_t i = 0; i < count; i++) {
+        begin(&packers[i].d);
+        packers[i].target = targets[i];
+        packers[i].waiting = packers[i].total = 0;
+    }
+    for (uint64_t row = 0; row < rows; row++)
+        for (uint64_t i = 0; i < count; i++) {
+            const char *from = sources[i] + row * source_stride;
+            if (casts) pack_cast(&packers[i], (const uint32_t *)from, widths[i] / 4);
+            else pack_copy(&packers[i], from, widths[i]);
         }
-        take_in(&d, (const char *)chunk, 2 * n);
-        uint64_t bytes = 0;
-        if ((((uintptr_t)(target + at)) & 63) == 0) {
-            for (; bytes + 64 <= 2 * n; bytes += 64) stream((char *)(target + at) + bytes, *(const vector *)((char *)chunk + bytes));
-        }
-        memcpy((char *)(target + at) + bytes, (char *)chunk + bytes, 2 * n - bytes);
-        at += n;
+    for (uint64_t i = 0; i < count; i++) {
+        flush(&packers[i]);
+        digests[i] = end(&packers[i].d, packers[i].total);
     }
     fence();
-    return end(&d, 2 * total);
 }

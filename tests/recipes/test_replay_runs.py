@@ -48,6 +48,7 @@ def test_each_step_draws_from_all_that_has_joined_and_within_its_bound(synchrono
     assert any(row["lag/max"] > 0 for row in rows), "nothing was replayed"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_and_trains_as_one_that_was_not_stopped(synchronous_replay, tmp_path):
     """On two ranks and in one process alike."""
     for end in (2, STEPS):
@@ -142,6 +143,7 @@ def test_a_published_setting_runs_at_a_smaller_size(name, overrides, betas, tmp_
         assert rows[0]["tb/log_ratio"] == pytest.approx(0, abs=1e-4) and abs(rows[-1]["tb/log_ratio"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_ppo_with_a_value_head_trains_on_what_is_replayed_in_minibatches(tmp_path):
     ppo = ("loss=ppo", "trainer.advantages=gae", "trainer.minibatches_per_step=2", "trainer.updates_per_batch=2")
     quiet = ("eval.every=0", "checkpoint.every=2")

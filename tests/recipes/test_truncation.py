@@ -44,7 +44,7 @@ def run_slow(folder, *overrides, ranks=None) -> tuple[list[dict], str]:
     return [row for row in rows if row["step"]], done.stderr
 
 
-@pytest.mark.parametrize("ranks", [None, 2])
+@pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_at_its_deadline_a_straggler_ends_and_the_rest_of_its_step_is_trained_on(tmp_path, ranks):
     rows, _ = run_slow(tmp_path, "on_deadline=truncate", ranks=ranks)
     (cut,) = [row for row in rows if row["completion/deadline_truncated_fraction"]]
@@ -56,6 +56,7 @@ def test_at_its_deadline_a_straggler_ends_and_the_rest_of_its_step_is_trained_on
     assert max(row["lag/max"] for row in rows) <= 1 and len(rows) == 4
 
 
+@pytest.mark.slow
 def test_otherwise_its_step_waits_for_it_and_the_log_names_it(tmp_path):
     rows, log = run_slow(tmp_path)
     assert [row["completion/deadline_truncated_fraction"] for row in rows] == [0] * 4

@@ -102,6 +102,24 @@ def test_a_copy_is_torchs_copy_with_the_digest_of_what_is_there(
         assert torch.equal(around, left)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.int8, torch.int8), (torch.float16, torch.float32)]),
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 700), st.integers(0, 40)), min_size=1, max_size=4), st.integers(0, 30),
+)  # fmt: skip
+def test_columns_of_the_same_rows_are_copied_as_each_alone_would_be(method, dtypes, pieces, rows):
+    target_dtype, source_dtype = dtypes
+    whole = (torch.randn(rows + 1, 1000) * 30).to(source_dtype)
+    sources = [whole[:, at : at + width] if rows else whole[0, at : at + width] for at, width, _ in pieces]
+    arounds = [torch.zeros(first + s.numel() + 5, dtype=target_dtype) for s, (*_, first) in zip(sources, pieces)]
+    targets = [flat[first : first + s.numel()].view(s.shape) for flat, s, (*_, first) in zip(arounds, sources, pieces)]
+    digests = Copier(method).copy_rows(targets, sources)
+    for flat, target, source, found, (*_, first) in zip(arounds, targets, sources, digests, pieces):
+        assert torch.equal(target, source.to(target_dtype)) and fold([found]) == digest(target, method)
+        assert not flat[:first].any() and not flat[first + source.numel() :].any()
+
+
 @needs_kernel
 def test_the_cast_rounds_as_torch_does():
     bits = torch.cat([torch.arange(-(2**31), 2**31, 9973), torch.tensor([0x7F800000, 0x7F800001, 0x7FC00000, -0x800000, 1, -1])])
