@@ -35,6 +35,23 @@ def kernel_version() -> str:
     return hashlib.sha256((Path(native.__file__).parent / "copy.c").read_bytes()).hexdigest()[:16]
 
 
+class _Move(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("target", "start", "stride", "width", "rows")]
+
+
+class Scatter:
+    """Where the parts of a run of bytes go: (first byte of the part, target), each of at most two dimensions with dense rows."""
+
+    def __init__(self, parts: list[tuple[int, Tensor]]):
+        self.parts = parts
+        self.moves = (_Move * len(parts))()
+        for move, (start, target) in zip(self.moves, parts):
+            rows = 1 if target.is_contiguous() else len(target)
+            width = target.nbytes // rows
+            stride = width if rows == 1 else target.stride(0) * target.itemsize
+            move.target, move.start, move.stride, move.width, move.rows = target.data_ptr(), start, stride, width, rows
+
+
 class Copier:
     """Copies and digests by one method."""
 
@@ -67,6 +84,19 @@ class Copier:
         if self.method == "lanes" and len(targets) > 1 and (digests := _pack_in_lanes(targets, sources)) is not None:
             return digests
         return list(map(self.copy, targets, sources))
+
+    def scatter(self, source: Tensor, where: Scatter) -> int:
+        """Copy the parts of `source` [bytes] uint8 to their places, but for those that lie there already. Their digests, folded."""
+        if self.method == "lanes" and not source.is_cuda:
+            digests = (ctypes.c_uint64 * len(where.parts))()
+            _kernels().copy_moves(len(where.parts), where.moves, source.data_ptr(), digests)
+            return fold(digests)
+        found = []
+        for start, target in where.parts:
+            part = source[start : start + target.nbytes].view(target.dtype).view(target.shape)
+            there = part.data_ptr() == target.data_ptr()
+            found.append(self.digest(part) if there else self.copy(target, part))
+        return fold(found)
 
     def digest(self, of: Tensor) -> int | Tensor:
         """The digest of a contiguous tensor's bytes: an int, or for `device` a tensor [] int64 that is not waited for."""
@@ -104,7 +134,8 @@ def _kernels() -> ctypes.CDLL | None:
         kernels.copy_run.argtypes = [address, address, count]
         kernels.copy_rows.argtypes = [address, count, address, count, count, count]
         kernels.pack_rows.argtypes = [count, address, address, address, count, count, ctypes.c_int, address]
-        kernels.pack_rows.restype = None
+        kernels.copy_moves.argtypes = [count, address, address, address]
+        kernels.pack_rows.restype = kernels.copy_moves.restype = None
         for kernel in (kernels.digest_of, kernels.copy_run, kernels.copy_rows):
             kernel.restype = count
     return kernels

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llamarl.ddma.layout import Buffer, aligned
-from llamarl.ddma.copies import Copier, fold
+from llamarl.ddma.copies import Copier, Scatter, fold
 from llamarl.ddma.plan import Piece
 from llamarl.models.sharding import Box
 
@@ -134,15 +134,15 @@ class Target:
     """Where the moves of a bucket go in one of the receiver's buffers."""
 
     def __init__(self, bucket: Bucket, of: Buffer, flat: Tensor):
-        # Start and end in the link's bytes; where to, in the move's dtype and shape.
-        self._copies: list[tuple[int, int, Tensor]] = []
+        parts: list[tuple[int, Tensor]] = []
         begins: list[int | None] = []  # where each begins in the buffer, if it is one run there
         for move in bucket.moves:
             held, box = of.held[move.piece.parameter.name], move.piece.box
             whole = flat[held.start : held.start + held.num_bytes].view(held.parameter.dtype).view(held.box.lengths)
-            self._copies.append((move.start, move.end, whole[box.within(held.box)]))
+            parts.append((move.start - bucket.start, whole[box.within(held.box)]))
             at = _flat_start(box, held.box)
             begins.append(None if at is None else held.start + at * held.parameter.dtype.itemsize)
+        self._scatter = Scatter(parts)
         first, moves = begins[0], bucket.moves
         # No gaps: in the buffer they may be another sender's.
         joined = first is not None and all(a.end == b.start for a, b in pairwise(moves))
@@ -150,14 +150,9 @@ class Target:
         # The whole bucket as one range of the buffer, into which it can be received.
         self.in_place: Tensor | None = flat[first : first + bucket.end - bucket.start] if joined else None
 
-    def write(self, source: Tensor, start: int, copier: Copier) -> int:
-        """Copy the bucket's bytes, which begin at byte `start` of the link's, in; the bucket's digest."""
-        if self.in_place is not None and source.data_ptr() == self.in_place.data_ptr():
-            return fold(copier.digest(source[begin - start : end - start]) for begin, end, _ in self._copies)
-        return fold(
-            copier.copy(target, source[begin - start : end - start].view(target.dtype).view(target.shape))
-            for begin, end, target in self._copies
-        )
+    def write(self, source: Tensor, copier: Copier) -> int:
+        """Copy the bucket's bytes [bytes] uint8 in, unless they were received in place; the bucket's digest."""
+        return copier.scatter(source, self._scatter)
 
 
 def _flat_start(box: Box, held: Box) -> int | None:

@@ -203,7 +203,7 @@ class Subscriber:
                 raise WeightsError(
                     f"version {version} stopped on its way with buckets {order[n:]} of {len(incoming.buckets)} to come: {error}"
                 ) from error
-            found[i] = targets[i].write(data, incoming.buckets[i].start, self._copier)
+            found[i] = targets[i].write(data, self._copier)
             if n:
                 hand_on(n - 1)
         if order:

@@ -140,6 +140,18 @@ uint64_t copy_rows(char *target, uint64_t target_stride, const char *source, uin
     return end(&d, total);
 }
 
+/* Where a part of a run of bytes goes: rows of `width` bytes, `stride` apart. */
+typedef struct { char *target; uint64_t start, stride, width, rows; } move;
+
+/* All parts of a run, but for those that lie where they go already and are only digested. */
+void copy_moves(uint64_t count, const move *moves, const char *source, uint64_t *digests) {
+    for (const move *m = moves; m < moves + count; m++) {
+        const char *from = source + m->start;
+        *digests++ = from == m->target ? digest_of(from, m->width * m->rows)
+                                       : copy_rows(m->target, m->stride, from, m->width, m->width, m->rows);
+    }
+}
+
 static inline uint16_t bfloat16_of(uint32_t bits) { /* to nearest, ties to even */
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from llamarl import native
-from llamarl.ddma.copies import BLOCK_BYTES, Copier, fold, kernel_version
+from llamarl.ddma.copies import BLOCK_BYTES, Copier, Scatter, fold, kernel_version
 
 needs_kernel = pytest.mark.skipif(not kernel_version(), reason="needs a C compiler")
 METHODS = ["xxh3", "device", pytest.param("lanes", marks=needs_kernel)]  # the device's works on a CPU too
@@ -118,6 +118,35 @@ def test_columns_of_the_same_rows_are_copied_as_each_alone_would_be(method, dtyp
     for flat, target, source, found, (*_, first) in zip(arounds, targets, sources, digests, pieces):
         assert torch.equal(target, source.to(target_dtype)) and fold([found]) == digest(target, method)
         assert not flat[:first].any() and not flat[first + source.numel() :].any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["flat", "whole", "columns"]), st.sampled_from(DTYPES), st.integers(1, 20), st.integers(1, 300), st.integers(0, 9)),
+        min_size=1, max_size=5,
+    ),
+    st.integers(0, 20), st.booleans(),
+)  # fmt: skip
+def test_parts_of_a_run_go_to_their_places_with_the_digests_that_their_sender_finds(method, kinds, gap, received_in_place):
+    targets, parts, at = [view_of(*kind) for kind in kinds], [], 0
+    for target in targets:
+        at = -(-(at + gap) // 8) * 8
+        parts.append((at, target))
+        at += target.nbytes
+    source = noise(at)
+    if received_in_place:
+        parts = [(start, source[start : start + t.nbytes].view(t.dtype).view(t.shape)) for start, t in parts]
+    sent = [source[start : start + t.nbytes].view(t.dtype).view(t.shape).clone() for start, t in parts]
+    around = [t._base.clone() for t in targets if t._is_view()]
+    found = Copier(method).scatter(source, Scatter(parts))
+    assert found == fold(Copier(method).digest(s) for s in sent) and torch.equal(source, noise(at))
+    assert all(torch.equal(t.contiguous().view(torch.uint8), s.view(torch.uint8)) for (_, t), s in zip(parts, sent))
+    if not received_in_place:
+        for target in targets:
+            target.zero_()
+    assert all(torch.equal(t._base, before) for t, before in zip([t for t in targets if t._is_view()], around))
 
 
 @needs_kernel

@@ -255,7 +255,7 @@ def test_the_copies_of_a_receiver_are_those_of_the_index_arithmetic(topology):
             payload = payload_of(buckets, full)
             carry(buckets, payload, of, want, torch.zeros(of.num_bytes, dtype=torch.int32))
             for bucket in buckets:
-                Target(bucket, of, got).write(payload[bucket.start : bucket.end], bucket.start, Copier("xxh3"))
+                Target(bucket, of, got).write(payload[bucket.start : bucket.end], Copier("xxh3"))
         assert torch.equal(got, want)
 
 
