@@ -121,6 +121,7 @@ class FSDPTrainer(Executor):
         # What is trained and saved, adapters and no frozen weights; and what the policy is to everybody else.
         self._parameters = [(name, p) for name, p in named_parameters_hf(self.decoder) if p.requires_grad]
         self._policy = PolicyWeights(self.decoder)
+        self._shards = list(self.decoder.parameters())  # as they are now: after a forward FSDP shows its root's gathered ones
         a = self.adam
         self.optimizer = build_optimizer(
             [p for _, p in self._parameters],
@@ -395,7 +396,7 @@ class FSDPTrainer(Executor):
         moments = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
         values = self.critic.offloadable() if self.critic else ()
         kept = [*values, *self._policy.buffers(), *(self._average.tensors() if self._average else [])]
-        return [*(local(t) for t in (*self.decoder.parameters(), *moments)), *kept]
+        return [*(local(t) for t in (*self._shards, *moments)), *kept]
 
     def teardown(self) -> None:
         for weights in (getattr(self, "weights", None), getattr(self, "reference_weights", None)):

@@ -28,6 +28,7 @@ class World:
     size: int
     local_size: int
     device: torch.device
+    gpus: tuple[str, ...] = ()  # of every rank, the uuid of its GPU, or "" without one; empty: nobody has one
 
     def store(self) -> dist.Store | None:
         """The control plane's own corner of the c10d Store; None in a world of one."""
@@ -48,16 +49,19 @@ def init_world(*, threads: int | None, deadline_s: float) -> World:
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if threads:
         torch.set_num_threads(threads)
-    # oneDNN's path is the fast one on AMD, and its result is float32's to the last bits; GPUs may use TF32.
-    torch.set_float32_matmul_precision("medium" if not torch.cuda.is_available() else "high")
-    device = torch.device("cpu")
+    # oneDNN's path is the fast one on AMD, and its result is float32's to the last bits. A GPU's TF32 is not: the trainer's
+    # and the generator's kernels would differ by more than the parity that a float32 run is held to.
+    torch.set_float32_matmul_precision("highest" if torch.cuda.is_available() else "medium")
+    device, gpu = torch.device("cpu"), ""
     keep_freed_memory()
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
     timeout = timedelta(seconds=deadline_s)
     if size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        gpus = (gpu,)
     else:
         if local_size == size:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -66,13 +70,15 @@ def init_world(*, threads: int | None, deadline_s: float) -> World:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt-{attempt}-job-{next(_jobs)}", store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    return World(rank, size, local_size, device)
+        store.set(f"gpu/{rank}", gpu)
+        gpus = tuple(store.get(f"gpu/{r}").decode() for r in range(size))
+    return World(rank, size, local_size, device, gpus)
 
 
-def backend_of(device: torch.device, ranks: tuple[int, ...]) -> str:
-    """NCCL between GPUs, and gloo for what is in host memory; gloo on CPUs, and where ranks share one GPU, which NCCL refuses."""
-    shared = device.type == "cuda" and len(ranks) > torch.cuda.device_count() == 1
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo"
+def backend_of(world: World, ranks: tuple[int, ...]) -> str:
+    """NCCL between GPUs, and gloo for what is in host memory; gloo on CPUs, and where ranks share a GPU, which NCCL refuses."""
+    gpus = [world.gpus[rank] for rank in ranks] if world.gpus else [""]
+    return "cpu:gloo,cuda:nccl" if "" not in gpus and len(set(gpus)) == len(gpus) else "gloo"
 
 
 def executor_group(
@@ -82,7 +88,7 @@ def executor_group(
 
     def make(members: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
         """A group for each of these disjoint sets of ranks; returns this rank's."""
-        backend, timeout = backend_of(world.device, ranks), timedelta(seconds=deadline_s)
+        backend, timeout = backend_of(world, ranks), timedelta(seconds=deadline_s)
         made = [(m, dist.new_group(m, backend=backend, timeout=timeout)) for m in members]
         return next((group for m, group in made if world.rank in m), None)
 

@@ -6,6 +6,7 @@ generator    receiver.bind(config, named_parameters);  receiver.swap() between t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Callable
 
 import torch
@@ -69,7 +70,8 @@ class WeightsRoute:
         t = destination.tp
         handed_on = [(a, b) for i, a in enumerate(destinations) for b in destinations[i % t :: t] if b > a]
         pairs = [(a, b) for a in sources for b in destinations] + handed_on
-        self._transports = choose_transports(transport, [(ends[a], ends[b]) for a, b in pairs])
+        joined = [replace(end, gpu=None) for end in ends] if on_host else ends
+        self._transports = choose_transports(transport, [(joined[a], joined[b]) for a, b in pairs])
         # Both ends of every link digest in the same memory.
         gpus = all(ends[rank].gpu for rank in (*sources, *destinations))
         self.on_device = gpus and not on_host and not {"shm", "gloo"} & set(self._transports.values())
@@ -149,7 +151,7 @@ class WeightsSender:
             route.control,
             route.deadline_s,
             route.copier,
-            streams=not route.busy,
+            streams=not route.busy and self._device.type == "cpu",  # a device's copies are not counted as they end
         )
         return plan
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.models.attention import PackedAttention
+from llamarl.models.attention import PackedAttention, fused
 from llamarl.models.build import Decoder
 
 _BLOCK = 16  # places are read in whole blocks: the CPU's softmax and products are slow on a ragged tail
@@ -103,9 +103,7 @@ class Extend:
         cache = self._cache
         cache.write(layer, self._slots, self.positions, k_TGK, v_TGK)
         k, v = (kept[layer][self._slot, :, : self.longest].contiguous()[None] for kept in (cache.keys, cache.values))
-        q = q_THK.transpose(0, 1)[None]
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=self._seen, enable_gqa=q.shape[1] != k.shape[1])
-        return seen[0].transpose(0, 1)
+        return fused(q_THK.transpose(0, 1)[None], k, v, self._seen)[0].transpose(0, 1)
 
 
 class Decode:

@@ -169,8 +169,7 @@ class Engine:
         first, jobs = self._admit()
         if first:
             self._demands = self._rows.demands(first)
-        if self._graphs:
-            self._graphs.check([*self.decoder.parameters(), *self.cache_tensors(), *self._rows.tables()])
+        self._check_graphs()
         waste, longest = 0.0, 0  # longest 0: to be looked up
         for turn in range(chunk if self._running else 0):
             # Counting the ended rows waits for the device: between tokens that is free on a CPU alone.
@@ -356,6 +355,7 @@ class Engine:
             done = first
         self._rows.start(first, jobs)
         self._demands = self._rows.demands(self.num_live)
+        self._check_graphs()
         while jobs:
             size = 1 if jobs[0][0].num_cached else next(batches([request.ids.numel() for request, _, _ in jobs]))
             batch, jobs = jobs[:size], jobs[size:]
@@ -367,6 +367,10 @@ class Engine:
             rows = slice(done, done + logits_RV.shape[0])
             self._rows.append(rows, logits_RV, self._version, self._demands)
             first = done = rows.stop
+
+    def _check_graphs(self) -> None:
+        if self._graphs:
+            self._graphs.check([*self.decoder.parameters(), *self.cache_tensors(), *self._rows.tables()])
 
     def _advance(self, num_rows: int, longest: int) -> None:
         """A token for each of the first rows."""

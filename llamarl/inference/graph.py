@@ -8,6 +8,7 @@ weights are copied in place. If any of these has moved, all graphs are recorded 
 from __future__ import annotations
 
 from typing import Callable, Hashable, Iterable
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ _LENGTHS = 256  # places: the cache is read in multiples of so many
 
 
 class DecodeGraphs:
-    """record(rows, longest): the work of one token, in place, for the first `rows` rows and `longest` places."""
+    """record(rows, longest): a method that does the work of one token, in place, for the first `rows` rows and `longest` places."""
 
     def __init__(self, device: torch.device, max_rows: int, max_len: int, record: Callable[[int, int], None]):
-        self._device, self._max_rows, self._max_len, self._record = device, max_rows, max_len, record
+        # Weakly, so that graphs go with their engine, and not when garbage is collected amid another's recording.
+        self._device, self._max_rows, self._max_len, self._record = device, max_rows, max_len, WeakMethod(record)
+        self._stream = torch.cuda.Stream(device)
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._addresses: list[int] = []
         self._pool = torch.cuda.graph_pool_handle()
@@ -29,6 +32,7 @@ class DecodeGraphs:
         addresses = [t.data_ptr() for t in tensors]
         if addresses != self._addresses:
             self._graphs.clear()
+            self._pool = torch.cuda.graph_pool_handle()
             self._addresses = addresses
 
     def run(self, rows: int, longest: int, demands: Hashable) -> None:
@@ -38,14 +42,14 @@ class DecodeGraphs:
         if key in self._graphs:
             self._graphs[key].replay()
             return
-        here, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
-            self._record(rows, longest)
-        here.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):  # records and does not run
-            self._record(rows, longest)
+        here, graph, record = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph(), self._record()
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            record(rows, longest)
+        here.wait_stream(self._stream)
+        # Records and does not run. Other threads, which move weights, may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            record(rows, longest)
         self._graphs[key] = graph
 
     def _bucket(self, rows: int) -> int:

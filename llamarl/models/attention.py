@@ -112,12 +112,18 @@ class _Part:
         if q.device.type == "cpu" and self.longest + self.prefix <= SHORT.get(q.dtype, 256):
             out = masked_products(q, k, v, self.mask)
         else:
-            causal = self.mask is None
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=self.mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-            )
+            out = fused(q, k, v, self.mask)
         out = out.transpose(1, 2).flatten(0, 1)
         return out if whole else out.index_select(0, self.valid)
+
+
+def fused(q_NHLK: Tensor, k_NGMK: Tensor, v_NGMK: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention [N, H, L, K] by PyTorch's kernels; mask as in `masked_products`."""
+    shared = q_NHLK.shape[1] // k_NGMK.shape[1]
+    if mask is not None and shared > 1 and q_NHLK.is_cuda:
+        # No GPU's kernel takes a mask and fewer key heads; all weights at once would be held instead.
+        k_NGMK, v_NGMK, shared = k_NGMK.repeat_interleave(shared, 1), v_NGMK.repeat_interleave(shared, 1), 1
+    return F.scaled_dot_product_attention(q_NHLK, k_NGMK, v_NGMK, attn_mask=mask, is_causal=mask is None, enable_gqa=shared > 1)
 
 
 def masked_products(q_NHLK: Tensor, k_NGMK: Tensor, v_NGMK: Tensor, mask: Tensor | None) -> Tensor:

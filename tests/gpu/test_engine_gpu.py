@@ -66,7 +66,7 @@ def test_graphs_read_weights_that_are_copied_in_place_and_stamp_the_new_version(
         completions.append(drain(e))
     assert_same(*completions)
     for c in completions[0].values():
-        assert c.policy_versions.tolist() == [0] * 7 + [3] * (c.token_ids.numel() - 7)
+        assert c.policy_versions.tolist() == [0] * 6 + [3] * (c.token_ids.numel() - 6)
 
 
 def test_graphs_are_recorded_anew_when_parameters_move():

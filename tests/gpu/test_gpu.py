@@ -48,7 +48,7 @@ def test_the_engine_samples_on_the_gpu_what_the_module_scores():
 def test_a_trainer_in_host_memory_trains_as_one_on_the_gpu(tmp_path):
     rows = []
     for offload in ("false", "true"):
-        with Job(*SMALL, "max_lag=0", f"trainer.cpu_offload={offload}", run_dir=tmp_path / offload) as job:
+        with Job(*SMALL, "max_lag=0", f"trainer.cpu_offload={offload}", run_dir=tmp_path / offload, env={"CUDA_VISIBLE_DEVICES": "0"}) as job:
             assert job.wait() == 0, job.output
         rows.append(job.rows[1])
     for name in ("reward/mean", "tokens/trained"):
