@@ -772,6 +772,16 @@ def test_what_a_replica_hands_on_lies_in_its_own_memory_so_it_goes_by_gloo_on_on
     assert route.link(0, sending=False).transport == route.link(2, sending=True).transport == "gloo"
 
 
+@pytest.mark.parametrize("on_host, transport", [(False, "cuda_ipc"), (True, "shm")])
+def test_weights_that_are_staged_on_the_host_of_two_gpus_do_not_travel_between_devices(on_host, transport):
+    route = WeightsRoute(
+        "policy", sources=(0,), destinations=(1,), source=Source(), destination=Destination(), dtype=torch.float32, quantize="none",
+        keep=(), transport="auto", on_host=on_host, ends=GPU[:2], group=None, device_group=None,
+        control=Control(None, rank=0, world_size=2, leader=0, names=["a", "b"]), deadline_s=PATIENCE_S,
+    )  # fmt: skip
+    assert route.link(1, sending=True).transport == transport and route.on_device is not on_host
+
+
 # -- the bound ends ----------------------------------------------------------------------------------------------------------
 
 
