@@ -138,7 +138,7 @@ def main() -> None:
             placement={"trainer": (0,), "generator": (last,), "reward": (last,)},
             ledger=TicketLedger(groups_per_step=GROUPS, max_lag=2, overcommit=2 * GROUPS),
             world=world,
-            settings=RunSettings(Path(folder), None, 1, 60.0, 30.0),
+            settings=RunSettings(Path(folder), None, 1, 60.0, 30.0, 10.0),
             make_writer=lambda: RowWriter(folder, [], eval_due=lambda step: False, first_step=1),
         ).run()
         if world.rank == 0:

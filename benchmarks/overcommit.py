@@ -152,7 +152,7 @@ def run_one(args: argparse.Namespace) -> None:
                 groups_per_step=B, max_lag=args.max_lag, overcommit=overcommit, constants=Constants(window=args.window)
             ),
             world=world,
-            settings=RunSettings(Path(folder), None, 1, 120.0, 30.0, truncate=args.truncate, straggler_factor=1e9),
+            settings=RunSettings(Path(folder), None, 1, 120.0, 30.0, 10.0, truncate=args.truncate, straggler_factor=1e9),
             make_writer=lambda: RowWriter(folder, [], eval_due=lambda step: False, first_step=1),
         ).run()
     if world.rank == 0:

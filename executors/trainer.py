@@ -29,13 +29,14 @@ from llamarl.learning.values import Critic, CriticSettings
 from llamarl.models.fsdp import held_box, is_split, local, overlap, training_decoder, whole_parameters
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.models.lora import Lora, PolicyWeights
-from llamarl.models.sharding import Box
+from llamarl.models.sharding import Box, parameter_shapes
 from llamarl.models.tp import TensorParallel
 from llamarl.parity import Prompts, canary_sequences
 from llamarl.tickets import lane_of
 from llamarl.types import Group
 
 EMA = "_ema"  # behind the name of an exported directory: the averaged weights
+_OTHER_MODEL = ": it is another model's; resume with the model.path that it was trained from"
 
 log = logging.getLogger(__name__)
 
@@ -316,10 +317,11 @@ class FSDPTrainer(Executor):
     def load_state_dict(self, parts: Iterable[dict]) -> None:
         """From all ranks' parts, whatever their number was: each rank takes the rows and the groups that are its own now.
 
-        ValueError if it was saved with other adapters than this run's.
+        ValueError if it was saved with other adapters than this run's, or from a model of other shapes.
         """
         self.claim_device()
         stored, adam_step, has_values, averaged = [], 0.0, False, False
+        missing = {name: held_box(self.decoder, name, p).numel for name, p in self._parameters}  # elements
         for part in parts:
             if part.get("lora") != self._lora_state():
                 raise ValueError(
@@ -328,10 +330,15 @@ class FSDPTrainer(Executor):
                 )
             averaged |= any(key.startswith("ema/") for key in part)
             self.version, adam_step = int(part["version"]), float(part["adam_step"])
+            self._check_fits(part["boxes"])
             for name, p in self._parameters:
-                self._load_box(p, name, part)
+                missing[name] -= self._load_box(p, name, part)
             has_values |= self.critic is not None and self.critic.load_state_dict(part)
             stored.append({key: part[key] for key in ("buffer", "buffered", "held") if key in part})
+        if absent := [name for name, elements in missing.items() if elements]:
+            raise ValueError(
+                f"the checkpoint lacks {', '.join(absent[:5])}, or parts of it, which this run's model has{_OTHER_MODEL}"
+            )
         settle_moments(self.optimizer)
         for _, p in self._parameters if adam_step else []:
             self.optimizer.state[p]["step"] = torch.tensor(adam_step, device=p.device)
@@ -349,10 +356,20 @@ class FSDPTrainer(Executor):
     def _is_mine(self, ticket: int) -> bool:
         return lane_of(ticket, self.group.data_size) == self.group.data_index
 
-    def _load_box(self, parameter: torch.nn.Parameter, name: str, part: dict) -> None:
-        """What a saved part holds of this rank's part of a parameter, and of its moments."""
+    def _check_fits(self, boxes: dict[str, list]) -> None:
+        """ValueError if a saved part is of tensors that this model does not have, or of larger ones."""
+        shapes, known = parameter_shapes(self.decoder.config), dict(self._parameters)
+        for name, (offsets, lengths) in boxes.items():
+            shape = shapes.get(name) or (tuple(known[name].shape) if name in known else None)
+            if shape is None or len(shape) != len(lengths) or any(o + n > m for o, n, m in zip(offsets, lengths, shape)):
+                raise ValueError(
+                    f"the checkpoint's {name} does not fit this run's model, where its shape is {shape}{_OTHER_MODEL}"
+                )
+
+    def _load_box(self, parameter: torch.nn.Parameter, name: str, part: dict) -> int:
+        """What a saved part holds of this rank's part of a parameter, and of its moments. Returns how many elements of it."""
         if name not in part["boxes"]:
-            return
+            return 0
         mine, theirs = held_box(self.decoder, name, parameter), Box(*map(tuple, part["boxes"][name]))
         common = overlap(mine, theirs)
         local(parameter)[common.within(mine)].copy_(part[f"model/{name}"][common.within(theirs)])
@@ -366,6 +383,7 @@ class FSDPTrainer(Executor):
                 local(state[key])[common.within(mine)].copy_(part[f"{key}/{name}"][common.within(theirs)])
                 if mine == theirs and f"{key}_scale/{name}" in part:
                     state[f"{key}_scale"] = part[f"{key}_scale/{name}"]
+        return common.numel
 
     def export(self, out: str) -> None:
         """Collective over the first replica: write the policy as a Hugging Face directory, and its average as OUT_ema if there is one.

@@ -1,6 +1,6 @@
 """Channels: typed, named, bounded, in-order, one-way. In one process a queue; across ranks p2p over a group of its own.
 
-A recipe declares them (Gather, Scatter, Broadcast, Weights) between executors; the controller connects this rank's ends.
+A recipe declares them (Gather, Scatter, Weights) between executors; the controller connects this rank's ends.
 
     thread              consumes        waits for                 unblocked by            produces
     sender (a peer)     outbox          a record in the outbox    put(); close()          one message of all that waits
@@ -64,13 +64,6 @@ class Scatter(Channel):
         peers = self.destination.tensor_parallel
         first = lane_of(record.ticket, num_destinations // peers) * peers
         return list(range(first, first + peers))
-
-
-class Broadcast(Channel):
-    """Every destination rank gets every record (tensor-parallel peers)."""
-
-    def route(self, record, num_destinations):
-        return list(range(num_destinations))
 
 
 @dataclass(frozen=True)

@@ -95,11 +95,6 @@ def verify(path: str | Path, *, hashes: bool = True) -> list[str]:
     return problems
 
 
-def step_of(path: str | Path) -> int:
-    """The step boundary that a checkpoint was taken at."""
-    return _read_manifest(Path(path))["step"]
-
-
 def ranks_of(path: str | Path, name: str) -> list[int]:
     """The ranks (places within the executor) that saved a part of `name`. CheckpointError if none did."""
     parts = _read_manifest(Path(path))["parts"]

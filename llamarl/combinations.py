@@ -12,10 +12,14 @@ from omegaconf import OmegaConf
 from llamarl.conversion import Problem, convert, describe, did_you_mean, names_of, show, to_values
 from llamarl.loss_options import LOSS_OPTIONS, NEED_REFERENCE, contradiction
 from llamarl.ranks import generator_problems, placement_problems
-from llamarl.settings import Config, LossSettings
+from llamarl.settings import Config, LossSettings, TaskSettings
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 TOKEN_LOSSES = ("ppo", "aipo", "reinforce", "cispo", "icepop")  # whose advantages may differ from token to token
+FILE_TASKS, KEYED_TASKS = ("jsonl", "gsm8k", "hf_dataset"), ("jsonl", "hf_dataset")
+READ_BY = {  # keys that only these kinds of task read
+    "path": FILE_TASKS, "eval_path": FILE_TASKS, "prompt_key": KEYED_TASKS, "answer_key": KEYED_TASKS, "name": ("reasoning_gym",),
+}  # fmt: skip
 
 Rule = tuple[str, bool, str]  # the keys, whether they are wrong, the remedy
 
@@ -46,10 +50,6 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
          "starts above the most"),
         ("group_size generator.max_slots", c.group_size > c.generator.max_slots,
          "a group does not fit the slots of a generator; raise generator.max_slots"),
-        ("task.path task.kind", c.task.kind in ("jsonl", "gsm8k", "hf_dataset") and not c.task.path,
-         "needs its data: task.path=PATH"),
-        ("task.name task.kind", c.task.kind == "reasoning_gym" and not c.task.name,
-         "needs the name of a problem, such as task.name=chain_sum"),
         ("resume run_dir", c.resume == "auto" and not c.run_dir,
          "needs the run to go on with: run_dir=DIR"),
         ("offload", c.offload and not c.placement.colocate,
@@ -62,16 +62,44 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
     problems = placement_problems(config, world_size, problem) + generator_problems(config, problem)
     problems += [
         problem(what, *keys.split())
-        for keys, wrong, what in impossible + _learning_rules(config) + _replay_rules(config)
+        for keys, wrong, what in impossible + _task_rules(config) + _learning_rules(config) + _replay_rules(config)
         if wrong
     ]
+    unread = [f"task.{key}" for key in _unread(c.task)]
     for key, path in (("task.path", c.task.path), ("task.eval_path", c.task.eval_path), ("model.path", c.model.path)):
         needed = Path(path or ".") / ("config.json" if path and key == "model.path" else "")
-        if not needed.exists():
+        if key not in unread and not needed.exists():
             problems.append(problem(f"no such file: {needed}", key))
     if c.resume not in ("auto", "never") and not Path(c.resume).is_dir():
         problems.append(problem("no such directory; need auto, never or a checkpoint's directory", "resume"))
     return problems + _loss_problems(c.loss)
+
+
+def _task_rules(c: Config) -> list[Rule]:
+    """Of the task, its reward and evaluation."""
+    kind, aims = c.task.kind, c.eval.target is not None
+    return [
+        *((f"task.{key} task.kind", True, f"only task={' or '.join(READ_BY[key])} reads it; {kind} has {show(own)}")
+          for key, own in _unread(c.task).items()),
+        ("task.path task.kind", kind in FILE_TASKS and not c.task.path,
+         "needs its data: task.path=PATH"),
+        ("task.name task.kind", kind == "reasoning_gym" and not c.task.name,
+         "needs the name of a problem, such as task.name=chain_sum"),
+        ("task.answer_key reward.fn", kind in KEYED_TASKS and c.task.answer_key is None and c.reward.fn is None,
+         "the task's own reward compares with an answer; reward.fn=module:function, or task.answer_key=answer"),
+        ("eval.target eval.every", aims and c.eval.every == 0,
+         "nothing is evaluated, so no target is reached; eval.every=10, or eval.target=null"),
+        ("eval.target eval.num_prompts", aims and c.eval.num_prompts == 0,
+         "nothing is evaluated, so no target is reached; eval.num_prompts=500, or eval.target=null"),
+    ]  # fmt: skip
+
+
+def _unread(task: TaskSettings) -> dict[str, object]:
+    """The keys that the kind does not read and that are not as in its own file, with the file's values."""
+    published = OmegaConf.load(CONF_DIR / "task" / f"{task.kind}.yaml")
+    published = published.get("task", published)
+    ignored = [key for key, kinds in READ_BY.items() if task.kind not in kinds]
+    return {key: published[key] for key in ignored if getattr(task, key) != published[key]}
 
 
 def _learning_rules(c: Config) -> list[Rule]:

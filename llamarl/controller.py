@@ -49,9 +49,6 @@ from llamarl.placement import World, device_link_group, executor_group, link_gro
 from llamarl.snapshots import CONTROLLER, Snapshots, has_state
 from llamarl.tickets import TicketLedger
 
-STOP_S = 18.0  # from a stop request to the last sealed snapshot
-
-
 @dataclass(frozen=True, slots=True)
 class RunSettings:
     """Where a run writes and how patient it is."""
@@ -61,6 +58,7 @@ class RunSettings:
     keep_checkpoints: int
     deadline_s: float
     heartbeat_timeout_s: float
+    stop_s: float  # from a stop request to the sealed checkpoint
     offload: tuple[str, ...] = ()  # executors that take turns on the device that they share
     target_accuracy: float | None = None  # end once the evaluation reaches it
     trace: bool = True
@@ -129,15 +127,19 @@ class ExecutorController:
 
     def connect(self) -> None:
         """Collective over the world: groups and channel ends, in the order of the recipe, then attach and set up."""
+        self.control.start()
+        self._meet("start")
         ends = self._exchange_ends()
         inputs: dict[str, dict] = {e.name: {} for e in self.executors}
         outputs: dict[str, dict] = {e.name: {} for e in self.executors}
         for channel in self.channels:
+            self._meet(f"channel {channel.name} from {channel.source.name} to {channel.destination.name}")
             sender, receiver = self._connect(channel, ends)
             self._ends += [end for end in (sender, receiver) if end is not None]
             outputs[channel.source.name][channel.name] = sender
             inputs[channel.destination.name][channel.name] = receiver
         for executor in self.executors:
+            self._meet(f"executor {executor.name}")
             ranks = self.placement[executor.name]
             group = executor_group(
                 executor.name, ranks, self.world, self.settings.deadline_s,
@@ -154,7 +156,6 @@ class ExecutorController:
                 self.tickets,
                 self.snapshots,
             )
-        self.control.start()
         turns = Turns(self.settings.offload)
         for executor in self.local:
             executor.setup()
@@ -181,6 +182,22 @@ class ExecutorController:
         )  # fmt: skip
         rank = self.world.rank
         return (WeightsSender(route) if rank in sources else None), (WeightsReceiver(route) if rank in destinations else None)
+
+    def _meet(self, place: str) -> None:
+        """Wait for all ranks, for what they make together next waits without end. DeadlineExceeded names those that are not here."""
+        store, until = self.world.store(), time.monotonic() + self.settings.deadline_s
+        if store is None:
+            return
+        store.set(f"met/{place}/{self.world.rank}", "")
+        while absent := [r for r in range(self.world.size) if not store.check([f"met/{place}/{r}"])]:
+            self.control.check()
+            if time.monotonic() > until:
+                names = ", ".join(f"{rank} ({self.control.names[rank]})" for rank in absent)
+                raise DeadlineExceeded(
+                    f"rank {self.world.rank} waited {self.settings.deadline_s:.0f} s at the start for ranks {names}, to make {place} "
+                    "with them. See what they last said, or raise deadline_s"
+                )
+            time.sleep(0.01)
 
     def _exchange_ends(self) -> list[End]:
         """What every rank says of its host and GPU."""
@@ -228,15 +245,25 @@ class ExecutorController:
             if self.control.take("end"):
                 return
             if self.control.is_leader and self._is_over():
-                self.snapshots.wait_sealed(STOP_S if self.control.stopping else self.settings.deadline_s)
+                self.snapshots.wait_sealed("stop_s" if self.control.stopping else "deadline_s", self._patience_s)
                 self.control.post_all("end", {})
+                continue
             if self.control.stopping:
-                stop_at = stop_at or time.monotonic() + STOP_S
+                stop_at = stop_at or time.monotonic() + self._patience_s
                 if time.monotonic() > stop_at:
-                    where = f"rank {self.world.rank} ({self.control.names[self.world.rank]})"
-                    raise DeadlineExceeded(f"{where} could not end within {STOP_S:.0f} s of the stop request")
+                    why = "raise stop_s" if self.control.is_leader else f"rank {self.leader} has not said so: see what it said last"
+                    raise DeadlineExceeded(
+                        f"rank {self.world.rank} ({self.control.names[self.world.rank]}) could not end within {self._patience_s:.0f} s "
+                        f"of the stop request: {why}"
+                    )
             if not worked:
                 self.control.wait(min(e.poll_s for e in self.local) if self.local else POLL_S)
+
+    @property
+    def _patience_s(self) -> float:
+        """For an end that was asked for. The others wait for the leader, which may be writing: it alone says what is too slow."""
+        stops = self.control.stopping and self.control.is_leader
+        return self.settings.stop_s if stops else self.settings.deadline_s
 
     def _step(self, executor: Executor, clock: _Clock) -> bool:
         began = time.monotonic()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 _CLOSED = -1
 
@@ -30,13 +29,3 @@ def recv_message(rank: int, group: dist.ProcessGroup, tag: int = 0) -> bytes | N
 
 def send_closed(rank: int, group: dist.ProcessGroup, tag: int = 0) -> None:
     dist.send(torch.tensor([_CLOSED]), rank, group=group, tag=tag)
-
-
-def send_tensor(flat: Tensor, rank: int, group: dist.ProcessGroup, tag: int = 0) -> None:
-    """A contiguous uint8 tensor whose length the peer knows."""
-    dist.send(flat, rank, group=group, tag=tag)
-
-
-def recv_tensor(flat: Tensor, rank: int, group: dist.ProcessGroup, tag: int = 0) -> None:
-    """Fill a contiguous uint8 tensor in place."""
-    dist.recv(flat, rank, group=group, tag=tag)

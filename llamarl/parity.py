@@ -37,10 +37,6 @@ class Sequence:
     token_ids: list[int]
     given: int
 
-    @property
-    def num_scored(self) -> int:
-        return len(self.token_ids) - self.given
-
 
 @dataclass(frozen=True, slots=True)
 class Canary:

@@ -53,7 +53,10 @@ def open_run(config: Config, world: World) -> RunDirectory:
         try:
             run = _decide(config)
             answer = {"path": str(run.path), "resume_from": str(run.resume_from or "")}
-        except (ValueError, FileNotFoundError) as error:  # a damaged checkpoint, an old config.yaml, a directory in use
+        except (
+            ValueError,
+            OSError,
+        ) as error:  # a damaged checkpoint, an old config.yaml, a directory in use or that cannot be made
             answer = {"error": str(error)}
         if store is not None:
             store.set("run", json.dumps(answer))
@@ -75,20 +78,22 @@ def _decide(config: Config) -> RunDirectory:
     if used and resume == "never":
         raise RunDirectoryError(f"{path} holds a run already; go on with resume=auto, or choose another run_dir")
     resume_from = None if resume == "never" else find(resume, path)
-    if used and (path / "config.yaml").is_file() and resume_from:
-        _check_same_run(load_config(path / "config.yaml"), config, path)
+    saved = resume_from.parents[1] / "config.yaml" if resume_from else None
+    if saved and saved.is_file():
+        _check_same_run(load_config(saved), config, resume_from)
     path.mkdir(parents=True, exist_ok=True)
     (path / "launch.json").write_text(json.dumps({"launch": _launch_id()}))
     save_config(config, path / "config.yaml")
     return RunDirectory(path.absolute(), resume_from.absolute() if resume_from else None)
 
 
-def _check_same_run(old: Config, new: Config, path: Path) -> None:
+def _check_same_run(old: Config, new: Config, checkpoint: Path) -> None:
     changed = {k: v for k, v in config_differences(old, new).items() if k in _IDENTITY}
     if changed:
         lines = "\n".join(f"  {key}: {was} in the checkpoint, {now} now" for key, (was, now) in changed.items())
         raise RunDirectoryError(
-            f"{path}: this would be another run, not that one going on:\n{lines}\nUse the old values, or another run_dir"
+            f"{checkpoint}: this would be another run, not that one going on:\n{lines}\n"
+            f"Use the old values, or start a run of its own from the checkpoint's weights: model=hf model.path={checkpoint / 'hf'}"
         )
 
 

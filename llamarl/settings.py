@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 from llamarl.loss_options import LOSS_OPTIONS
 from llamarl.ranges import Beta, Count, Natural, NonNegative, Positive, Range
 
+Seed = Annotated[int, Range(0, 2**63 - 1)]  # what torch and the counters of sampling hold
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
@@ -25,7 +27,7 @@ class TaskSettings:
     path: str | None
     eval_path: str | None
     prompt_key: str
-    answer_key: str
+    answer_key: str | None  # None: no reference answer
     name: str | None
     chat: bool
     system_prompt: str | None
@@ -193,7 +195,7 @@ class Config:
     max_steps: Natural
     run_dir: str | None
     resume: str
-    seed: Natural
+    seed: Seed
     dry_run: bool
     max_lag: Natural | None
     overcommit: Natural | Literal["auto", "oppo", "window"]
@@ -207,6 +209,7 @@ class Config:
     threads: Count | None
     deadline_s: Positive
     heartbeat_timeout_s: Positive
+    stop_s: Positive
     offload: bool
     governor: GovernorSettings
     beta_schedule: BetaScheduleSettings

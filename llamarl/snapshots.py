@@ -77,14 +77,18 @@ class Snapshots:
         trained = [e for e in self._executors if e.name == "trainer"]
         self._saved = trained[0].version if trained else -1
 
-    def wait_sealed(self, deadline_s: float) -> None:
-        """On the leader: until the last snapshot is valid on disk. DeadlineExceeded names the parts that are missing."""
+    def wait_sealed(self, limit: str, deadline_s: float) -> None:
+        """On the leader: until the last snapshot is valid on disk. DeadlineExceeded names the parts that are missing.
+
+        limit: the config key that deadline_s is the value of.
+        """
         until = time.monotonic() + deadline_s
         while self._saved >= 0 and not self._checkpointer.sealed(self._saved):
             self.serve()
             if time.monotonic() > until:
                 missing = self._checkpointer.missing(self._saved)
                 raise DeadlineExceeded(
-                    f"checkpoint of step {self._saved}: parts {missing} did not come within {deadline_s:.0f} s; the one before it is valid"
+                    f"checkpoint of step {self._saved}: parts {missing} did not come within {deadline_s:.0f} s; the one before it is "
+                    f"valid. Raise {limit} if that is slow rather than stuck"
                 )
             self._control.wait(0.02)

@@ -228,11 +228,6 @@ class TicketLedger:
         """Groups; None: no limit."""
         return self.governor.value if self.governor else self._overcommit
 
-    @property
-    def num_untrained(self) -> int:
-        with self._lock:
-            return sum(len(lane.deadlines) for lane in self._lanes)
-
     def _lane(self, ticket: int) -> Lane:
         # Lane i of the ledger holds tickets i mod n; lane_of names the rank that trains on them.
         return self._lanes[ticket % len(self._lanes)]
@@ -306,6 +301,7 @@ class TicketLedger:
         """Started and not finished."""
         with self._lock:
             return {t for lane in self._lanes for t in lane.deadlines if t not in lane.finished}
+
     def overdue(self) -> list[int]:
         """Unfinished tickets whose last step is the next one, once every lane that waits could do without them."""
         with self._lock:

@@ -2,13 +2,16 @@
 
 torchrun --standalone --nproc-per-node=2 recipes/custom_executor.py max_steps=3
 
-prompts -> Generator -> Reward -> LengthPenalty -> Trainer
-               ^------------ policy weights -----------'
+prompts -> Generator -> Reward -> (Reference ->) LengthPenalty -> Trainer
+               ^------------------- policy weights -------------------'
 """
 
 import dataclasses
+from itertools import pairwise
 
-from executors.stations import build_generator, build_reward, build_trainer, build_weights
+from executors.stations import (
+    build_generator, build_reference_weights, build_references, build_reward, build_trainer, build_weights,
+)  # fmt: skip
 from llamarl.channel import Gather, Scatter
 from llamarl.config import Config, main
 from llamarl.controller import ExecutorController
@@ -41,17 +44,20 @@ def run(config: Config) -> None:
     with launch(config) as job:
         generator = build_generator(config, job)
         reward = build_reward(config, job)
+        references = build_references(config, job)  # none, or one
         penalty = LengthPenalty(per_token=0.05)
         trainer = build_trainer(config, job)
+        scorers = [reward, *references, penalty]
 
         ExecutorController(
-            executors=[generator, reward, penalty, trainer],
+            executors=[generator, *scorers, trainer],
             channels=[
                 Gather("completions", generator, reward),
-                Gather("evaluations", generator, reward),
-                Gather("scored", reward, penalty),
+                Gather("evaluations", generator, reward, spread=False),
+                *(Gather("scored", a, b) for a, b in pairwise(scorers)),
                 Scatter("groups", penalty, trainer),
                 build_weights(config, trainer, generator),
+                *build_reference_weights(config, trainer, references),
             ],
             placement=job.placement | {penalty.name: job.placement["reward"]},  # it is light: beside the reward
             ledger=job.ledger(),

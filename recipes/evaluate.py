@@ -6,7 +6,7 @@
 
 Keys of the main job's config (key=value) say which task, reward and sampling; beside a run's config.yaml they change what
 they name. Each completion becomes a line of --out. The weights are taken as they were saved: not quantised, not split.
-Exit status: 0, or 2 for a directory, a key or data that cannot be used.
+Exit status: 0, or 2 for a directory, a key, data or an --out that cannot be used.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import torch.distributed as dist
@@ -83,6 +84,15 @@ def answer(engine: Engine, job: Job, prompts: list[Prompt], num_samples: int) ->
     return sorted(completions, key=lambda c: (c.ticket, c.sample_index))
 
 
+def check_writable(out: Path) -> None:
+    """Makes its directory. ValueError if the file could not be written."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        (out.open("a") if out.exists() else tempfile.TemporaryFile(dir=out.parent)).close()
+    except OSError as error:
+        raise ValueError(f"--out {out}: cannot be written: {error}") from error
+
+
 def write(out: Path, prompts: list[Prompt], completions: list[Completion], scored: list[tuple[str, Outcome]]) -> None:
     with out.open("w") as file:
         for c, (text, outcome) in zip(completions, scored):
@@ -118,7 +128,7 @@ def report(config: Config, completions: list[Completion], outcomes: list[Outcome
 
 
 def run(args: argparse.Namespace) -> None:
-    """ValueError or FileNotFoundError for what cannot be used."""
+    """ValueError or OSError for what cannot be used."""
     model, made_by = evaluation.find_model(args.directory)
     config = config_of(model, made_by, args.overrides)
     world = init_world(threads=threads_per_rank(config.threads, synchronous=config.max_lag == 0), deadline_s=config.deadline_s)
@@ -128,6 +138,7 @@ def run(args: argparse.Namespace) -> None:
     count = min(args.num_prompts or config.eval.num_prompts, job.task.num_eval)
     if not count:
         raise ValueError("no held-out prompts: set eval.num_prompts, or task.eval_path=FILE")
+    check_writable(args.out)
     prompts = [job.task.eval_prompt(j) for j in range(count)]
     k, g = config.eval.num_samples if args.samples is None else args.samples, config.generator
     engine = Engine.from_hf(
@@ -142,9 +153,9 @@ def run(args: argparse.Namespace) -> None:
         texts = [job.decode(c.token_ids.tolist()) for c in completions]
         asked = [prompts[c.ticket] for c in completions]
         outcomes = pool.score([(prompt.text, text, prompt.meta) for prompt, text in zip(asked, texts)])
-    write(args.out, prompts, completions, list(zip(texts, outcomes)))
     print(f"model    {model}, {config.task.kind}")
     print("\n".join(report(config, completions, outcomes, count, k)))
+    write(args.out, prompts, completions, list(zip(texts, outcomes)))
     print(f"written  {args.out}")
 
 
@@ -152,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
         run(args)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 2
     finally:

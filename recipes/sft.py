@@ -10,13 +10,14 @@ learned, in the tokenizer's chat template. Bad rows are named FILE:LINE, all bef
 
 Accuracy is the share of held-out prompts whose greedy completion is the answer, token for token, measured on the weights
 as they will be saved. Ctrl-C or SIGTERM ends it after the step at hand and saves. Exit status: 0, 1 if the target was not
-reached, 128 + signal. Every rank holds float32 weights and optimizer whole (16 bytes a parameter); for models that do not
-fit so, and for resuming, this script is too small.
+reached, 2 for a model, data or an --out that cannot be used, 128 + signal. Every rank holds float32 weights and optimizer
+whole (16 bytes a parameter); for models that do not fit so, and for resuming, this script is too small.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
 import tempfile
@@ -40,6 +41,7 @@ from llamarl.placement import World, init_world
 from llamarl.tasks.build import KINDS, build_task, forgetful_addition, hold_out
 
 TINY_STEPS = 700  # of the embedded model
+FLAGS = {"task.kind": "--task", "task.path": "--path", "task.eval_path": "--eval-path", "task.name": "--name"}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -145,9 +147,20 @@ def train(decoder, data: Data, world: World, args, stop: StopRequest, progress: 
         progress.update(bar, advance=1, description=f"sft  loss {loss:.3f}  accuracy {last:.1%}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    args, stop = parse(argv), StopRequest()
+def check_writable(out: Path) -> None:
+    """Makes the directory that `out` will be in. ValueError if nothing could be saved there."""
+    try:
+        fresh = out.with_name(f".{out.name}.new")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(prefix=fresh.name, dir=out.parent).cleanup()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--out {out}: cannot be written: {error}") from error
+
+
+def run(args: argparse.Namespace, stop: StopRequest) -> int:
+    """Returns the exit status. ValueError or OSError for what cannot be used."""
     sft.check_replaceable(args.out)
+    check_writable(args.out)
     world = init_world(threads=args.threads, deadline_s=600)
     console = Console(quiet=world.rank > 0, highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -161,11 +174,27 @@ def main(argv: list[str] | None = None) -> int:
             steps, last = train(decoder.to(world.device), data, world, args, stop, progress)
         if world.rank == 0:
             sft.save_directory(decoder, like, args.out, getattr(torch, args.dtype))
-    dist.destroy_process_group()
     missed = args.target_accuracy is not None and not last >= args.target_accuracy
     why = f"stopped by {signal.Signals(stop.signum).name}" if stop.signum else "target not reached" if missed else "done"
     console.print(f"{why}: {args.out} after {steps} steps, greedy accuracy {last:.1%} when last measured")
     return 128 + stop.signum if stop.signum else int(missed)
+
+
+def in_flags(message: str) -> str:
+    """What tasks say of keys of the main job's config, said of the flags here."""
+    return re.sub(rf"(?<![\w./-])({'|'.join(map(re.escape, FLAGS))})\b", lambda key: FLAGS[key[0]], message)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, stop = parse(argv), StopRequest()
+    try:
+        return run(args, stop)
+    except (ValueError, OSError) as error:
+        print(f"sft: {in_flags(str(error))}", file=sys.stderr)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,10 @@ FAMILIES = {  # architecture -> whether q, k and v carry a bias
     "MistralForCausalLM": False,
     "Qwen2ForCausalLM": True,
 }
+_COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,22 @@ class ModelConfig:
         return embeddings + self.num_hidden_layers * layer + self.hidden_size
 
 
+def read_json(file: Path) -> dict:
+    """The JSON object that a file holds. ValueError naming it if it holds none."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise ValueError(f"{file}: not JSON: {error}; fetch it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: need a JSON object, this is {type(value).__name__}; fetch it again")
+    return value
+
+
 def read_config(path: str | Path) -> ModelConfig:
     """Read DIR/config.json (or the file itself).
 
     FileNotFoundError if it is absent; ValueError for an unsupported architecture, sliding-window attention in use, or
-    a missing field, naming the file.
+    a missing or impossible field, naming the file.
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
@@ -54,10 +69,7 @@ def read_config(path: str | Path) -> ModelConfig:
         raise FileNotFoundError(
             f"{file}: no such file; a model directory holds config.json, model.safetensors and tokenizer.json"
         )
-    try:
-        raw = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: not JSON: {error}") from error
+    raw = read_json(file)
     architecture = (raw.get("architectures") or ["(none)"])[0]
     if architecture not in FAMILIES:
         raise ValueError(
@@ -78,6 +90,12 @@ def read_config(path: str | Path) -> ModelConfig:
             raise ValueError(
                 f"{file}: {key} is not supported: it puts biases on projections that are computed without; no Llama has it"
             )
+    for key in _COUNTS:
+        if raw.get(key) is not None and not (type(raw[key]) is int and raw[key] > 0):
+            raise ValueError(f"{file}: {key}={raw[key]!r}: need a whole number of at least 1; fetch it again")
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(key) or {}, dict):
+            raise ValueError(f"{file}: {key}={raw[key]!r}: need an object with rope_type, or null")
     # transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling.
     rope = raw.get("rope_parameters") or {}
     scaling = raw.get("rope_scaling") or ({k: v for k, v in rope.items() if k != "rope_theta"} or None)

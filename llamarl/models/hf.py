@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from llamarl.models.config import read_json
 from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
 
 _NAMES = (  # decoder name -> Hugging Face name
@@ -77,7 +78,7 @@ class SafetensorsDir:
         self.path = Path(path)
         index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
         if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = sorted(set(_weight_map(index).values()))
         elif single.is_file():
             files = [single.name]
         else:
@@ -113,6 +114,14 @@ class SafetensorsDir:
         return self._where[name].get_slice(name)
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file. ValueError naming the index if it says no such thing."""
+    named = read_json(index).get("weight_map")
+    if not (isinstance(named, dict) and named and all(isinstance(file, str) for file in named.values())):
+        raise ValueError(f"{index}: no weight_map from tensors to files; fetch it again")
+    return named
+
+
 class _Given(dict[str, Tensor]):
     """Whole tensors in memory, read as a directory's are."""
 
@@ -122,6 +131,23 @@ class _Given(dict[str, Tensor]):
         return tuple(self[name].shape)
 
     get_slice = dict.__getitem__
+
+
+def weight_problems(source: SafetensorsDir | _Given, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """What is absent, unknown, or of another shape than `shapes` by Hugging Face names, sorted. Reads no numbers."""
+    unused = {k for k in source.keys() if not k.endswith("rotary_emb.inv_freq")} - set(shapes) - {"lm_head.weight"}
+    problems = [f"{name}: absent" for name in shapes if name not in source.keys()]
+    problems += [f"{name}: not in this architecture" for name in unused]
+    for name in shapes.keys() & source.keys():
+        if (shape := source.shape(name)) != shapes[name]:
+            problems.append(f"{name}: shape {shape}, the config says {shapes[name]}")
+    return sorted(problems)
+
+
+def check_weights(source: SafetensorsDir | _Given, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """ValueError with the first of weight_problems."""
+    if problems := weight_problems(source, shapes):
+        raise ValueError(f"{source.path}: weights do not fit config.json:\n  " + "\n  ".join(problems[:20]))
 
 
 @torch.no_grad()
@@ -141,16 +167,9 @@ def load_weights(
 
     source = _Given(source) if isinstance(source, Mapping) else SafetensorsDir(source)
     wanted = _of_directories(decoder)
-    unused = {k for k in source.keys() if not k.endswith("rotary_emb.inv_freq")} - set(wanted) - {"lm_head.weight"}
-    problems = [f"{name}: absent" for name in wanted if name not in source.keys()]
-    problems += [f"{name}: not in this architecture" for name in unused]
     tp = getattr(decoder, "tensor_parallel", None)
     shapes = parameter_shapes(decoder.config) if tp else {name: tuple(p.shape) for name, p in wanted.items()}
-    for name in wanted.keys() & source.keys():
-        if (shape := source.shape(name)) != shapes[name]:
-            problems.append(f"{name}: shape {shape}, the config says {shapes[name]}")
-    if problems:
-        raise ValueError(f"{source.path}: weights do not fit config.json:\n  " + "\n  ".join(sorted(problems)[:20]))
+    check_weights(source, shapes)
 
     if any(p.is_meta for p in wanted.values()):
         decoder.to_empty(device=device)

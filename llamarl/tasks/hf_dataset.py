@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llamarl.tasks.base import Example
 from llamarl.tasks.jsonl import missing_key, row_to_example
 
+log = logging.getLogger(__name__)
+
 EVAL_SPLITS = ("test", "validation", "valid", "eval", "dev")
 
 
 class HFExamples(Sequence):
-    """Rows of a `datasets.Dataset` as examples, read from disk when asked for."""
+    """Rows of a `datasets.Dataset` as examples, read from disk when asked for. Columns that JSON cannot hold are left out."""
 
     def __init__(self, dataset, prompt_key: str, answer_key: str | None, where: str):
         for key in filter(None, (prompt_key, answer_key)):
             if key not in dataset.column_names:
                 raise ValueError(f"{where}: {missing_key(key, dataset.column_names)}")
-        self._dataset, self._keys, self._where = dataset, (prompt_key, answer_key), where
+        types = {field.name: field.type for field in dataset.features.arrow_schema}
+        odd = {name: str(kind) for name, kind in types.items() if not _fits_json(kind)}
+        for key in odd.keys() & {prompt_key, answer_key}:
+            raise ValueError(f'{where}: "{key}" is {odd[key]}, which JSON cannot hold; cast it to text or a number')
+        if odd:
+            log.warning("%s: left out what JSON cannot hold: %s", where, ", ".join(f"{name} ({kind})" for name, kind in odd.items()))
+            dataset = dataset.remove_columns(list(odd))
+        # Rows are Python values whatever format was saved with them.
+        self._dataset, self._keys, self._where = dataset.with_format(None), (prompt_key, answer_key), where
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -36,6 +47,20 @@ class HFExamples(Sequence):
 
     def select(self, rows: Sequence[int]) -> HFExamples:
         return HFExamples(self._dataset.select(rows), *self._keys, self._where)
+
+
+def _fits_json(kind) -> bool:
+    """Are values of an Arrow type JSON values in Python? Bytes, dates, times and decimals, also inside of others, are not."""
+    from pyarrow import types
+
+    if hasattr(kind, "storage_type"):
+        return _fits_json(kind.storage_type)
+    if types.is_dictionary(kind):
+        return _fits_json(kind.value_type)
+    if types.is_nested(kind):
+        return all(_fits_json(kind.field(i).type) for i in range(kind.num_fields))
+    text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    return text or types.is_null(kind) or types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)
 
 
 def read_hf_dataset(path: str | Path, prompt_key: str, answer_key: str | None) -> tuple[HFExamples, HFExamples | None]:

@@ -49,13 +49,23 @@ def _parse_object(line: str) -> dict:
 
 
 def row_to_example(row: dict, prompt_key: str, answer_key: str | None) -> Example:
-    """The prompt under prompt_key; meta is the rest of the row, with the answer (if answer_key is given) under "answer"."""
+    """The prompt under prompt_key; meta is the rest of the row, with the answer (if answer_key is given) under "answer".
+
+    ValueError for a key that is absent or null, and for a prompt that is no text or cannot be encoded.
+    """
     for key in filter(None, (prompt_key, answer_key)):
         if key not in row:
             raise ValueError(missing_key(key, row))
     prompt = row[prompt_key]
     if not isinstance(prompt, str) or not prompt:
         raise ValueError(f'"{prompt_key}" must be text that is not empty, this is {json.dumps(prompt, default=str)[:60]}')
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        half = prompt[error.start].encode("unicode_escape").decode()
+        raise ValueError(f'"{prompt_key}" holds {half} at character {error.start + 1}, half of a surrogate pair; remove it') from error
+    if answer_key and row[answer_key] is None:
+        raise ValueError(f'"{answer_key}" is null; give the answer, or leave the row out')
     meta = {k: v for k, v in row.items() if k != prompt_key}
     return Example(prompt, meta | {"answer": row[answer_key]} if answer_key else meta)
 

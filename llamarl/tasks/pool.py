@@ -34,6 +34,7 @@ from llamarl.tasks import worker as worker_script
 
 BATCH = 64  # items in flight a worker
 START_S = 120.0  # for a worker to import the user's module
+EXIT_S = 0.5  # for a worker whose output has ended to exit by itself, so that its own exit code is told
 MAX_FAILED_STARTS = 3  # in a row
 _READ_BYTES = 1 << 16
 _BELL_REST_S = 0.001  # between two rings heard: one call of on_result serves all results of that time
@@ -67,7 +68,7 @@ def _error(item: _Item, reason: str) -> tuple[int, Outcome]:
 
 
 class _Worker:
-    """One subprocess and its pipes. Nothing here blocks, save the reaping of a killed process."""
+    """One subprocess and its pipes. Nothing here blocks, save for the end of a process that is ending or killed."""
 
     def __init__(self, fn: str, setup: bytes, inherited: Sequence[int] = ()):
         env = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", **os.environ}  # threads reserve address space, which is limited
@@ -84,6 +85,7 @@ class _Worker:
         self._entering: deque[_Item] = deque()  # those whose bytes are not all in the pipe
         self.in_flight: deque[_Item] = deque()  # oldest first; the first is the one being scored
         self.ready = self.ended = False
+        self.astray = False  # it said what it was not asked; nothing more of it counts
         self.free_at = time.monotonic()  # when it started, was ready, or finished its last item
         self.flush()
 
@@ -114,8 +116,8 @@ class _Worker:
         while self._entering and self._entering[0].end <= self._sent_bytes:
             self._entering.popleft().sent_at = now
 
-    def read(self) -> Iterator[list]:
-        """The messages that have come. Sets `ended` at the end of its output."""
+    def read(self) -> Iterator[object]:
+        """The messages that have come, None for what is no JSON. Sets `ended` at the end of its output."""
         while not self.ended:
             try:
                 chunk = os.read(self.stdout, _READ_BYTES)
@@ -124,7 +126,11 @@ class _Worker:
             self.ended = not chunk
             *lines, self._received = (self._received + chunk).split(b"\n")
             for line in lines:
-                yield json.loads(line)
+                try:
+                    message = json.loads(line)
+                except ValueError:
+                    message = None
+                yield message
 
     def current(self) -> _Item | None:
         """The item that is being scored, if it has all of it."""
@@ -139,15 +145,28 @@ class _Worker:
 
     def kill(self) -> str:
         """End its process group; how the worker itself ended, in words."""
+        exited = not self.ended or self._exits()
         # Before it is reaped: until then its id, and so its group's, cannot be anybody else's.
         os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         self._process.stdin.close()
+        if not exited:
+            return "closed its output and was killed"
         if code >= 0:
             return f"exited with code {code}"
         if code == -signal.SIGXCPU:
             return "was ended for its CPU time"
         return f"died of signal {-code} ({signal.strsignal(-code)})"
+
+    def _exits(self) -> bool:
+        """Wait for its exit, EXIT_S at most, without reaping it."""
+        peek = getattr(os, "waitid", None)  # macOS has it since Python 3.13
+        until = time.monotonic() + EXIT_S
+        while peek and not peek(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.002)
+        return True
 
     def close(self) -> None:
         if self._process.returncode is None:
@@ -241,7 +260,7 @@ class RewardPool:
         outcomes: list[tuple[int, Outcome]] = []
         for place, worker in enumerate(self._workers):
             self._collect(worker, outcomes)
-            if worker.ended or time.monotonic() > worker.deadline(self._timeout_s):
+            if worker.ended or worker.astray or time.monotonic() > worker.deadline(self._timeout_s):
                 self._workers[place] = self._replace(worker, outcomes)
         self._hand_out()
         return outcomes
@@ -288,32 +307,38 @@ class RewardPool:
 
     def _collect(self, worker: _Worker, outcomes: list[tuple[int, Outcome]]) -> None:
         for message in worker.read():
-            if message[0] == "failed":
-                raise ValueError(f"reward.fn={self.fn}: {message[1]}")
-            if message[0] == "ready":
-                worker.ready, worker.free_at = True, time.monotonic()
-                continue
-            key, kind, value, reason, worker.free_at = message
-            item = worker.in_flight.popleft()
-            assert item.key == key, f"a reward worker answered item {key}, not {item.key}"
-            self._failed_starts = 0
-            outcomes.append((key, Outcome(kind, math.nan if value is None else value, reason)))
+            match message:
+                case ["failed", why]:
+                    raise ValueError(f"reward.fn={self.fn}: {why}")
+                case ["ready"]:
+                    worker.ready, worker.free_at = True, time.monotonic()
+                case [key, kind, value, reason, free_at] if worker.in_flight and worker.in_flight[0].key == key:
+                    worker.in_flight.popleft()
+                    worker.free_at, self._failed_starts = free_at, 0
+                    outcomes.append((key, Outcome(kind, math.nan if value is None else value, reason)))
+                case _:
+                    worker.astray = True
+                    return
 
     def _replace(self, worker: _Worker, outcomes: list[tuple[int, Outcome]]) -> _Worker:
-        """Start another worker in the place of one that died or overran, and put its other items back into the queue."""
+        """Start another worker in the place of one that died, overran or is astray; its other items go back into the queue."""
         suspect, died = worker.current(), worker.ended
         end = worker.kill()
-        self._collect(worker, outcomes)  # its last words: the suspect may have finished meanwhile
+        if not worker.astray:
+            self._collect(worker, outcomes)  # its last words: the suspect may have finished meanwhile
+        what = f"the worker {end}" if died else None
+        if worker.astray:
+            what = "the worker sent an answer that is not its item's (does the function fork, or write to its pipe?)"
         if suspect is None:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
-                what = f"the worker {end}" if died else f"importing it took longer than {START_S:.0f} s"
+                what = what or f"importing it took longer than {START_S:.0f} s"
                 remedy = "call it by hand, or raise reward.memory_mb if it imports much"
                 raise RewardError(
                     f"reward.fn={self.fn}: {what} before it scored anything, {MAX_FAILED_STARTS} times in a row; {remedy}"
                 )
         elif worker.in_flight and worker.in_flight[0] is suspect:
-            reason = f"the worker {end}" if died else f"took longer than reward.timeout_s={self._timeout_s:g}"
+            reason = what or f"took longer than reward.timeout_s={self._timeout_s:g}"
             outcomes.append(_error(worker.in_flight.popleft(), reason))
         self._queue.extendleft(reversed(worker.in_flight))
         worker.in_flight.clear()

@@ -68,7 +68,7 @@ def _last(matches: Iterator[re.Match]) -> re.Match | None:
 
 
 def _answer(meta: dict) -> object:
-    if "answer" not in meta:
+    if meta.get("answer") is None:
         raise ValueError("the prompt's meta has no 'answer'; set task.answer_key, or use a reward that needs none")
     return meta["answer"]
 

@@ -46,7 +46,11 @@ def main(path: str) -> None:
     _limit_resources(setup["memory_mb"])
     sys.path[:] = setup["path"]
 
+    own = os.getpid()
+
     def send(message: list) -> None:
+        if os.getpid() != own:
+            os._exit(0)  # the user's code forked and came back twice; the original answers
         results.write(json.dumps(message, ensure_ascii=False).encode() + b"\n")
         results.flush()
         _ring(setup["bell"])
@@ -66,10 +70,13 @@ def main(path: str) -> None:
 def score(function: RewardFunction, prompt: str, completion: str, meta: dict) -> tuple[str, float | None, str]:
     """(kind, value or None, reason) of one item. Only a finite number is a score."""
     try:
-        value = function(prompt, completion, meta)
+        return _verdict(function(prompt, completion, meta))
     # The user's code may raise anything; whatever it is becomes a typed error of this item and ends nothing else.
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         return "error", None, _short(_describe(error))
+
+
+def _verdict(value: object) -> tuple[str, float | None, str]:
     if value is None:
         return "abstain", None, "the reward returned None"
     if not isinstance(value, numbers.Real):
@@ -94,7 +101,7 @@ def resolve(path: str) -> RewardFunction:
         if error.name and (module_name + ".").startswith(error.name + "."):
             raise BadFunction(f"no module {error.name} in {os.getcwd()} or on sys.path{_nearest_module(error.name)}") from error
         raise BadFunction(f"importing {module_name} failed: {_describe(error)}; install it, or change the module") from error
-    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
+    except BaseException as error:  # a module may raise anything while it is imported
         raise BadFunction(f"importing {module_name} failed: {_describe(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -132,7 +139,11 @@ def _describe(error: BaseException) -> str:
     while trace and trace.tb_next:
         trace = trace.tb_next
     place = f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})" if trace else ""
-    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    try:
+        message = str(error)
+    except BaseException as failure:  # it is the user's code too
+        message = f"(its message raises {type(failure).__name__})"
+    text = f"{type(error).__name__}: {message}".removesuffix(": ")
     memory = isinstance(error, MemoryError) or "failed to map segment" in text or "annot allocate memory" in text
     return text + place + ("; reward.memory_mb is its limit" if memory else "")
 

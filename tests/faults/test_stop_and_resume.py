@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from llamarl.checkpoint import verify
-from tests.launching import GROUP_SIZE, GROUPS, SMALL, Job, untimed
+from tests.launching import GROUP_SIZE, GROUPS, ROOT, SMALL, Job, untimed
 
 STOP_S = 20.0
 LONG = ("max_steps=100000", "eval.every=0", "checkpoint.every=0")
@@ -49,6 +49,14 @@ def test_a_run_killed_and_resumed_equals_one_that_was_not(synchronous_run, tmp_p
     assert state["frontier"] == 4 * 4 and state["again"] == [] and state["finished"] == []
 
 
+def test_a_checkpoint_of_another_run_is_not_gone_on_with_by_other_values(synchronous_run, tmp_path):
+    resume = f"resume={synchronous_run.checkpoint}"
+    with Job(*SMALL, "max_lag=0", "seed=7", "group_size=2", resume, run_dir=tmp_path / "new") as job:
+        assert job.wait() == 2 and not (tmp_path / "new").exists()
+        assert "seed: 0 in the checkpoint, 7 now" in job.output and "group_size: 4 in the checkpoint, 2 now" in job.output
+        assert f"model.path={synchronous_run.checkpoint / 'hf'}" in job.output
+
+
 @pytest.mark.slow
 def test_trainer_ranks_stop_at_the_same_step_and_the_run_goes_on_with_one(tmp_path):
     two = ("placement.trainer=[0,1]", "placement.generator=[2]", "placement.reward=[2]")
@@ -64,6 +72,30 @@ def test_trainer_ranks_stop_at_the_same_step_and_the_run_goes_on_with_one(tmp_pa
         assert job.wait() == 0, job.output
         assert [r["step"] for r in job.rows][-1] == stopped_at + 2
         assert len({r["step"] for r in job.rows}) == len(job.rows)
+
+
+SLOW_EXPORT = """
+import os, time
+if "RANK" in os.environ:
+    from executors.trainer import FSDPTrainer
+    export = FSDPTrainer.export
+    def slow(self, out):
+        time.sleep(6)
+        export(self, out)
+    FSDPTrainer.export = slow
+"""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_takes_longer_than_stop_s_is_waited_for(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SLOW_EXPORT)
+    slow = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    with Job(*SMALL, *LONG, "stop_s=2", run_dir=tmp_path / "run", ranks=2, env=slow) as job:
+        job.until(lambda: len(job.rows) >= 2, "two steps")
+        everyone = set(job.pids())
+        os.kill(job.process.pid, signal.SIGTERM)
+        job.until_gone(everyone, STOP_S)
+        assert verify(job.checkpoint) == [] and "could not end" not in job.output
 
 
 UNFINISHED = ("max_lag=2", "max_new_tokens=240", "generator.min_new_tokens=200", "generator.chunk_tokens=4", "eval.every=0", "checkpoint.every=0")

@@ -94,21 +94,21 @@ def record(ticket: int, sender: int):
 
 
 def exchange_records(control) -> None:
-    from llamarl.channel import Broadcast, Gather, Scatter, connect
+    from llamarl.channel import Gather, Scatter, connect
     from llamarl.placement import link_group
     from llamarl.tickets import lane_of
 
     sources, destinations = (0, 1), (1, 2)  # rank 1 is on both sides
     ends = {}
-    for kind in (Gather, Scatter, Broadcast):
+    for kind in (Gather, Scatter):
         channel = kind(kind.__name__, Station("from"), Station("to"), capacity=4)
         ends[kind] = connect(channel, sources, destinations, link_group(sources, destinations), control)
     control.start()
     for kind, (sender, receiver) in ends.items():
         sent, got = 0, []
-        mine = {Gather: lambda t: t % 2, Scatter: lambda t: lane_of(t, 2)}.get(kind)
+        mine = {Gather: lambda t: t % 2, Scatter: lambda t: lane_of(t, 2)}[kind]
         me = destinations.index(control.rank) if receiver is not None else None
-        want = [t for t in range(RECORDS) if receiver is not None and (mine is None or mine(t) == me)]
+        want = [t for t in range(RECORDS) if receiver is not None and mine(t) == me]
 
         def turn():
             nonlocal sent

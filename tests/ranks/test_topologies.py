@@ -253,6 +253,27 @@ def main(rank: int, directory: Path) -> None:
     dist.destroy_process_group()
 
 
+# -- another model's ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "saved, held, said",
+    [
+        ({"hidden_size": 16}, {"hidden_size": 8}, "the checkpoint's .* does not fit this run's model"),
+        ({"hidden_size": 8}, {"hidden_size": 16}, "the checkpoint lacks .*, or parts of it"),
+        ({"num_hidden_layers": 3}, {"num_hidden_layers": 2}, "the checkpoint's model.layers.2.* does not fit .* None"),
+        ({"num_hidden_layers": 2}, {"num_hidden_layers": 3}, "the checkpoint lacks model.layers.2"),
+    ],
+)
+def test_another_models_checkpoint_is_refused_and_not_taken_in_parts(tmp_path, saved, held, said):
+    theirs, _ = trainer_of(write_model(tmp_path / "theirs", MODELS["tied"] | saved), alone())
+    learn(theirs)
+    save_state(theirs, tmp_path / "one.state.rank0")
+    mine, _ = trainer_of(write_model(tmp_path / "mine", MODELS["tied"] | held), alone())
+    with pytest.raises(ValueError, match=f"(?s){said}.*another model's; resume with the model.path"):
+        mine.load_state_dict(load_states(tmp_path, "one", 1))
+
+
 # -- what they left --------------------------------------------------------------------------------------------------------
 
 

@@ -42,12 +42,12 @@ def process_state():
 def evaluate(tmp_path):
     """(completed process, lines of --out) of the recipe with some words."""
 
-    def run(*words):
+    def run(*words, out="out.jsonl"):
         env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, str(RECIPE), *map(str, words), "--out", "out.jsonl"]
+        command = [sys.executable, str(RECIPE), *map(str, words), "--out", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
-        out = tmp_path / "out.jsonl"
-        return done, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        file = tmp_path / out
+        return done, [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
     return run
 
@@ -95,6 +95,26 @@ def test_a_model_without_a_run_takes_keys_of_the_main_job(evaluate):
     done, lines = evaluate(tiny_directory(), "--num-prompts", 7, "--samples", 0, "max_new_tokens=1")
     assert done.returncode == 0, done.stderr
     assert [line["number"] for line in lines] == list(range(7)) and all(line["num_tokens"] == 1 for line in lines)
+
+
+def test_the_directory_of_the_lines_is_made(evaluate):
+    done, lines = evaluate(tiny_directory(), "--num-prompts", 2, "--samples", 0, "max_new_tokens=1", out="nodir/deep/x.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert len(lines) == 2
+
+
+def test_lines_that_cannot_be_written_are_said_before_anything_is_answered(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(recipe, "answer", None)
+    (tmp_path / "file").touch()
+    for out in (tmp_path, tmp_path / "file" / "x.jsonl"):
+        assert recipe.main([str(tiny_directory()), "--out", str(out)]) == BAD_INPUT
+        assert f"evaluate: --out {out}: cannot be written: " in capsys.readouterr().err
+
+
+def test_figures_are_printed_though_the_lines_could_not_be_written(evaluate):
+    done, _ = evaluate(tiny_directory(), "--num-prompts", 2, "--samples", 0, "max_new_tokens=1", out="/dev/full")
+    assert done.returncode == BAD_INPUT and "No space left" in done.stderr and "Traceback" not in done.stderr
+    assert "greedy   pass@1 " in done.stdout and "written" not in done.stdout
 
 
 def test_the_runs_values_hold_but_for_what_the_command_line_names(recipe, synchronous_run):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from llamarl.tasks.build import build_task
 from llamarl.types import Prompt
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sft.py"
+BAD_INPUT = 2
 STEP = 2e-6  # float32: loss and parameters after one step of another summation order
 LIMITS = {"budget_tokens": 4096, "device": "cpu"}
 
@@ -286,8 +288,8 @@ def test_conversations_are_learned_and_held_out_rows_may_be_given(recipe, tmp_pa
     assert recipe.main(["--out", str(tmp_path / "out"), *data, *arguments]) == 0
     assert "greedy accuracy 100.0% of 10 held out" in capsys.readouterr().out
     (tmp_path / "train.jsonl").write_text('{"messages": []}\n')
-    with pytest.raises(ValueError, match="train.jsonl:1: "):
-        recipe.main(["--out", str(tmp_path / "out2"), *data, *arguments])
+    assert recipe.main(["--out", str(tmp_path / "out2"), *data, *arguments]) == BAD_INPUT
+    assert "train.jsonl:1: " in capsys.readouterr().err
 
 
 def test_bad_arguments_are_reported_at_once(recipe, capsys):
@@ -297,6 +299,41 @@ def test_bad_arguments_are_reported_at_once(recipe, capsys):
     shown = capsys.readouterr().err
     for flag in ("--batch-size", "--out", "--warmup-steps", "--target-accuracy"):
         assert f"\n  {flag}: " in shown
+
+
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        (["--task", "jsonl"], "needs --path"),
+        (["--task", "gsm8k"], "needs --path"),
+        (["--task", "jsonl", "--path", "absent.jsonl"], "absent.jsonl: no such file; set --path or --eval-path"),
+        (["--task", "gsm8k", "--path", "absent.jsonl"], "absent.jsonl: no such file; set --path or --eval-path"),
+        (["--task", "jsonl", "--path", "empty.jsonl"], "empty.jsonl: empty"),
+        (["--task", "reasoning_gym", "--name", "chain_sums"], "--name=chain_sums: not a reasoning_gym dataset"),
+        (["--model", "absent"], "absent: no tokenizer_config.json"),
+        (["--model", "narrow"], "weights do not fit config.json"),
+    ],
+)
+def test_what_cannot_be_used_is_said(recipe, tmp_path, monkeypatch, capsys, words, complaint):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jsonl").touch()
+    shutil.copytree(tiny_directory(), "narrow")
+    config = json.loads(Path("narrow/config.json").read_text())
+    Path("narrow/config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] // 2}))
+    assert recipe.main(["--out", "out", "--threads", "1", *words]) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert said.startswith("sft: ") and complaint in said and "task." not in said
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("out", ["../file/out", ".", "/proc/out"])
+def test_an_out_that_cannot_be_written_is_found_before_training(recipe, tmp_path, monkeypatch, capsys, out):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path / "empty")
+    monkeypatch.setattr(recipe, "train", None)
+    assert recipe.main(["--out", out, "--threads", "1"]) == BAD_INPUT
+    assert f"sft: --out {out}: cannot be written: " in capsys.readouterr().err
 
 
 def test_sigterm_saves_what_there_is_and_ends(tmp_path):

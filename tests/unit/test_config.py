@@ -80,9 +80,9 @@ def test_the_defaults_are_a_synchronous_or_asynchronous_addition_run_that_nothin
 def test_every_choice_of_every_group_fits_the_schema(group, tmp_path, monkeypatch):
     monkeypatch.setattr("llamarl.inference.vllm_engine.vllm_problem", lambda: None)  # it need not be installed
     (tmp_path / "config.json").touch()
-    given_paths = [f"task.path={tmp_path}", f"model.path={tmp_path}"]
     for file in (CONF_DIR / group).glob("*.yaml"):
-        assert complaints(f"{group}={file.stem}", *given_paths) == {}, file
+        data = [f"task.path={tmp_path}"] if file.stem in ("jsonl", "gsm8k", "hf_dataset") else []
+        assert complaints(f"{group}={file.stem}", *data, f"model.path={tmp_path}") == {}, file
 
 
 def test_conf_has_no_key_that_the_schema_lacks_and_the_other_way_round():
@@ -125,6 +125,8 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
         ("placement.trainer=[a]", "need a list of ranks such as [0,1] or null"),
         ("placement.trainer=0", "need a list of ranks such as [0,1] or null"),
         ("task.prompt_key=[q]", "need a text"),
+        ("task.answer_key=[a]", "need a text or null"),
+        ("seed=9223372036854775808", "need a whole number between 0 and 9223372036854775807"),
         ("eval=3", "a section; set its keys, such as eval.every"),
     ],
 )
@@ -223,11 +225,14 @@ def test_all_problems_are_told_at_once_wrong_values_hide_no_combination():
         ),
         (["trainer.warmup_steps=300"], "trainer.warmup_steps=300 max_steps=100"),
         (["task=jsonl"], "task.path"),
-        (["task.kind=gsm8k"], "task.path=null task.kind=gsm8k"),
+        (["task.kind=jsonl"], "task.path=null task.kind=jsonl"),
         (["task=reasoning_gym", "task.name=null"], "task.name=null task.kind=reasoning_gym"),
         (["model=hf"], "model.path"),
         (["model.path=nowhere"], "model.path=nowhere"),
-        (["task.path=nowhere"], "task.path=nowhere"),
+        (["task=jsonl", "task.path=nowhere"], "task.path=nowhere"),
+        (["task=jsonl", "task.path=.", "task.answer_key=null"], "task.answer_key=null reward.fn=null"),
+        (["eval.target=0.9", "eval.every=0"], "eval.target=0.9 eval.every=0"),
+        (["eval.target=0.9", "eval.num_prompts=0"], "eval.target=0.9 eval.num_prompts=0"),
         (["resume=auto"], "resume=auto run_dir=null"),
         (["resume=nowhere"], "resume=nowhere"),
         (["loss.fn=apio"], "loss.fn=apio"),
@@ -235,6 +240,30 @@ def test_all_problems_are_told_at_once_wrong_values_hide_no_combination():
 )
 def test_what_cannot_work_together_is_refused(overrides, where):
     assert list(complaints(*overrides)) == [where]
+
+
+@pytest.mark.parametrize(
+    "task, key, value, readers, own",
+    [
+        ("addition", "path", "nowhere", "jsonl or gsm8k or hf_dataset", "null"),
+        ("addition", "eval_path", "nowhere", "jsonl or gsm8k or hf_dataset", "null"),
+        ("addition", "answer_key", "null", "jsonl or hf_dataset", "answer"),
+        ("addition", "name", "chain_sum", "reasoning_gym", "null"),
+        ("reasoning_gym", "path", "nowhere", "jsonl or gsm8k or hf_dataset", "null"),
+        ("gsm8k", "prompt_key", "q", "jsonl or hf_dataset", "question"),
+        ("gsm8k", "answer_key", "gold", "jsonl or hf_dataset", "answer"),
+        ("jsonl", "name", "chain_sum", "reasoning_gym", "null"),
+    ],
+)
+def test_a_key_that_the_task_does_not_read_is_refused_with_the_tasks_that_do(task, key, value, readers, own):
+    data = ["task.path=."] if task in ("jsonl", "gsm8k") else []
+    found = complaints(f"task={task}", *data, f"task.{key}={value}")
+    assert found == {f"task.{key}={value} task.kind={task}": f"only task={readers} reads it; {task} has {own}"}
+
+
+def test_data_without_answers_needs_a_reward_of_its_own():
+    given = ["task=jsonl", "task.path=.", "task.answer_key=null", "reward.fn=my_module:my_reward"]
+    assert complaints(*given) == {} and config_of(*given).task.answer_key is None
 
 
 @pytest.mark.parametrize(
@@ -347,7 +376,7 @@ def test_a_cache_of_one_sequence_is_enough():
 
 
 def test_a_script_gets_the_checked_config_of_its_overrides():
-    assert compose_config(["max_lag=3", "task.name='a b'"]).max_lag == 3
+    assert compose_config(["max_lag=3", "run_dir='a b'"]).max_lag == 3
     with pytest.raises(ConfigError, match="max_lags"):
         compose_config(["max_lags=3"])
 

@@ -32,7 +32,6 @@ def check(canary, got, tolerance=0.01):
 def test_a_canary_survives_json():
     canary = Canary([Sequence([1, 5, 9], 1), Sequence([4, 4], 1)], [-0.1, -2.5, -1e-9], [[3, 1]], [[-0.5, -1.25]])
     assert Canary.from_json(json.loads(json.dumps(canary.to_json()))) == canary
-    assert [s.num_scored for s in canary.sequences] == [2, 1]
 
 
 def test_the_largest_difference_counts():

@@ -17,7 +17,16 @@ from llamarl.tasks.pool import BATCH, RewardError, RewardPool, check_reward
 DEADLINE_S = 30.0  # for waits that must end; never reached unless something is broken
 
 USER_MODULE = '''
-import asyncio, os, resource, signal, subprocess, sys, time
+import asyncio, gc, io, os, resource, signal, subprocess, sys, time
+
+
+class _Mute(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+class _Unshown:
+    __repr__ = _Mute.__str__
 
 
 def score(prompt, completion, meta):
@@ -41,6 +50,22 @@ def score(prompt, completion, meta):
         sys.exit("bye")
     if what == "raise":
         raise KeyError(argument)
+    if what == "interrupt":
+        raise KeyboardInterrupt("mine")
+    if what == "mute":
+        raise _Mute
+    if what == "unshown":
+        return _Unshown()
+    if what == "fork":
+        os.fork()
+        return 1.0
+    if what == "forge":
+        pipe = next(o for o in gc.get_objects() if isinstance(o, io.BufferedWriter) and o.fileno() > 2)
+        os.write(pipe.fileno(), argument.encode() + b"\\n")
+        return 1.0
+    if what == "close_pipes":
+        os.closerange(3, 100)
+        return 1.0
     if what == "fork_and_hang":
         child = subprocess.Popen(["sleep", "1000"])
         open(argument, "w").write(str(child.pid))
@@ -129,6 +154,31 @@ def test_a_worker_that_dies_costs_one_item():
     outcomes = run(["value 1", "die", "value 2", "os_exit", "value 3"])
     assert [o.value for o in outcomes if o.kind == "score"] == [1, 2, 3]
     assert "died of signal 9" in outcomes[1].reason and "exited with code 3" in outcomes[3].reason
+
+
+def test_whatever_is_raised_is_told_as_what_it_is():
+    outcomes = run(["interrupt", "mute", "unshown", "value 1"])
+    assert [o.kind for o in outcomes] == ["error"] * 3 + ["score"]
+    assert "KeyboardInterrupt: mine" in outcomes[0].reason
+    assert "Mute: (its message raises ValueError) (my_rewards.py:" in outcomes[1].reason
+    assert "ValueError: no words" in outcomes[2].reason
+
+
+def test_a_function_that_forks_and_comes_back_twice_scores_once():
+    outcomes = run(["fork", "sleep 0.5", "fork", "value 3"])  # the copy would answer the first again during the second
+    assert [o.value for o in outcomes] == [1, 1, 1, 3]
+
+
+@pytest.mark.parametrize("line", ['[7, "score", 0.0, "", 0.0]', "{", "[]", "5"])
+def test_an_answer_for_another_item_costs_one_item(line):
+    outcomes = run(["value 1", f"forge {line}", "value 2", "value 3"])
+    assert [o.value for o in outcomes if o.kind == "score"] == [1, 2, 3]
+    assert "an answer that is not its item's" in outcomes[1].reason
+
+
+def test_a_worker_that_ends_by_itself_tells_its_own_exit_code():
+    outcomes = run(["close_pipes", "value 1"])
+    assert "exited with code 1" in outcomes[0].reason and outcomes[1].value == 1
 
 
 def test_a_hang_is_killed_and_costs_one_item():

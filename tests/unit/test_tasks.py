@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+from datetime import date, datetime
 from decimal import Decimal
 
 import pytest
@@ -83,6 +84,26 @@ def test_every_bad_line_is_named_with_file_and_line(tmp_path):
     for line, what in ((2, "not JSON"), (4, "need a JSON object, this is list"), (5, 'no key "prompt"; did you mean "promt"?')):
         assert f"{file}:{line}: {what}" in message
     assert f'{file}:6: "prompt" must be text' in message and f"{file}:7: 'utf-8' codec" in message
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": None, "answer": "4"}, '"prompt" must be text that is not empty, this is null'),
+        ({"prompt": "2+2=", "answer": None}, '"answer" is null; give the answer, or leave the row out'),
+        ({"prompt": "ab\ud800", "answer": "4"}, r'"prompt" holds \ud800 at character 3, half of a surrogate pair; remove it'),
+    ],
+)
+def test_a_null_and_half_a_character_are_refused_by_line(tmp_path, row, what):
+    file = write_jsonl(tmp_path / "t.jsonl", [*rows(1), row])
+    with pytest.raises(ValueError, match=re.escape(f"{file}:2: {what}")):
+        build_task("jsonl", CharTokenizer(), path=file)
+
+
+def test_without_an_answer_key_prompts_need_no_answer(tmp_path):
+    file = write_jsonl(tmp_path / "t.jsonl", [{"prompt": "q", "level": 3, "answer": None}] * 2)
+    prompt = build_task("jsonl", CharTokenizer(), path=file, answer_key=None).train_prompt(0)
+    assert (prompt.text, prompt.meta) == ("q", {"level": 3, "answer": None})
 
 
 def test_many_bad_lines_are_cut_and_counted(tmp_path):
@@ -255,6 +276,31 @@ def test_bad_hf_data_says_where_and_what(tmp_path, datasets):
         build_task("hf_dataset", CharTokenizer(), path=tmp_path / "nothing")
 
 
+def test_columns_that_json_cannot_hold_are_left_out_with_one_warning(tmp_path, datasets, caplog):
+    held = {"words": ["a"], "score": 0.5, "pair": {"en": "x"}, "kind": 0, "grid": [[1, 2]]}
+    odd = {"day": date(2020, 1, 2), "raw": b"\xff", "deep": {"times": [datetime(2020, 1, 2)]}, "picture": {"bytes": b"", "path": None}}
+    saved = datasets.Dataset.from_list([{**row, **held, **odd} for row in rows(20)])
+    saved = saved.cast_column("picture", datasets.Image()).cast_column("kind", datasets.ClassLabel(names=["a"]))
+    saved = saved.cast_column("grid", datasets.Array2D((1, 2), "int32"))
+    saved.with_format("numpy").save_to_disk(tmp_path / "saved")
+    task = build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved")
+    assert json.loads(json.dumps(task.train_prompt(0).meta)) == {"answer": "a0", **held}
+    (said,) = [r.getMessage() for r in caplog.records if r.name.startswith("llamarl")]
+    assert f"{tmp_path / 'saved'} (train): left out what JSON cannot hold: " in said and all(f"{name} (" in said for name in odd)
+
+
+def test_an_answer_that_json_cannot_hold_is_refused(tmp_path, datasets):
+    datasets.Dataset.from_list([{"prompt": "q", "answer": date(2020, 1, 2)}] * 2).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r'saved \(train\): "answer" is date32\[day\], which JSON cannot hold; cast it to text'):
+        build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved")
+
+
+def test_a_null_answer_of_a_dataset_is_refused_by_row(tmp_path, datasets):
+    datasets.Dataset.from_list([{"prompt": "q", "answer": a} for a in ("4", None)]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r'saved \(train\): row 1: "answer" is null'):
+        build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved", eval_path=tmp_path / "saved")
+
+
 def test_without_the_datasets_package_the_error_names_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="pip install datasets"):
@@ -366,6 +412,8 @@ def test_exact_match_forgives_only_the_space_around():
 def test_an_answer_that_cannot_be_compared_is_an_error_and_no_score():
     with pytest.raises(ValueError, match="answer_key"):
         exact_match("", "4", {})
+    with pytest.raises(ValueError, match="answer_key"):
+        exact_match("", "None", {"answer": None})
     with pytest.raises(ValueError, match="holds no number"):
         numeric_match("", "4", {"answer": "four"})
 

@@ -1,0 +1,264 @@
+"""What a user can give that cannot be used: found before a run has a directory, in a dry run too, by file and field."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from llamarl.config import compose_config
+from llamarl.launch import BadInput, Job, check_inputs, check_reward_path
+from llamarl.models.build import build_decoder, read_config
+from llamarl.models.hf import SafetensorsDir, load_weights, weight_problems
+from llamarl.models.scratch import tiny_directory
+from llamarl.models.sharding import parameter_shapes
+from llamarl.placement import World
+from llamarl.run import RunDirectory
+from tests.launching import RECIPE, ROOT
+
+BAD_INPUT = 2
+FIRST = "model.layers.0.mlp.up_proj.weight"
+WORLD = World(0, 1, 1, torch.device("cpu"))
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A copy of the embedded model, to be spoilt."""
+    return Path(shutil.copytree(tiny_directory(), tmp_path / "model"))
+
+
+def job(model: Path, *overrides: str) -> Job:
+    return Job(compose_config([f"model.path={model}", *overrides]), WORLD, RunDirectory(Path("."), None))
+
+
+def change(file: Path, **values) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def refusal(model: Path, *overrides: str) -> str:
+    with pytest.raises(BadInput) as refused:
+        check_inputs(job(model, *overrides))
+    return str(refused.value)
+
+
+def change_weights(model: Path, **tensors) -> None:
+    """Tensors by name, None to leave one out."""
+    tensors = load_file(model / "model.safetensors") | tensors
+    save_file({k: v for k, v in tensors.items() if v is not None}, model / "model.safetensors")
+
+
+def test_the_embedded_model_passes(model):
+    check_inputs(job(model, "generator.quantize=int8"))
+
+
+# --- The model ---
+
+
+@pytest.mark.parametrize(
+    "tensors, said",
+    [
+        ({FIRST: None}, f"{FIRST}: absent"),
+        ({FIRST: torch.zeros(512, 96)}, f"{FIRST}: shape (512, 96), the config says (512, 192)"),
+        ({"model.layers.4.mlp.up_proj.weight": torch.zeros(2)}, "model.layers.4.mlp.up_proj.weight: not in this architecture"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_as_loading_them_does(model, tensors, said):
+    change_weights(model, **tensors)
+    message = refusal(model)
+    assert f"{model}: weights do not fit config.json" in message and said in message
+    with pytest.raises(ValueError) as loading:
+        load_weights(build_decoder(read_config(model)), model)
+    assert str(loading.value) == message
+    assert weight_problems(SafetensorsDir(model), parameter_shapes(read_config(model))) == [said]
+
+
+def test_a_head_of_its_own_is_needed_where_it_is_not_tied_and_ignored_where_it_is(model):
+    change_weights(model, **{"lm_head.weight": torch.zeros(52, 192)})
+    check_inputs(job(model))
+    change_weights(model, **{"lm_head.weight": None})
+    change(model / "config.json", tie_word_embeddings=False)
+    assert "lm_head.weight: absent" in refusal(model)
+
+
+def test_no_weights_at_all(model):
+    (model / "model.safetensors").unlink()
+    assert f"{model / 'model.safetensors'}: no such file" in refusal(model)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [("{", "not JSON"), ("[]", "need a JSON object"), ("{}", "no weight_map"), ('{"weight_map": {"a": 1}}', "no weight_map")],
+)
+def test_a_broken_index_is_named(model, text, said):
+    (model / "model.safetensors.index.json").write_text(text)
+    message = refusal(model)
+    assert message.startswith(f"{model / 'model.safetensors.index.json'}: ") and said in message
+
+
+@pytest.mark.parametrize(
+    "field, value, said",
+    [
+        ("rope_parameters", {"rope_type": "longrope", "rope_theta": 1e4}, "rope_scaling type 'longrope' is not supported"),
+        ("rope_scaling", {"type": "linear"}, "rope_scaling of type 'linear' lacks factor"),
+        ("rope_scaling", {"type": "linear", "factor": "x"}, ""),
+        ("rope_scaling", "linear", "rope_scaling='linear': need an object"),
+        ("hidden_size", "192", "hidden_size='192': need a whole number"),
+        ("vocab_size", 0, "vocab_size=0: need a whole number"),
+        ("architectures", ["GPT2LMHeadModel"], "architecture GPT2LMHeadModel is not supported"),
+    ],
+)
+def test_a_config_that_is_not_supported_is_named(model, field, value, said):
+    change(model / "config.json", **{field: value})
+    message = refusal(model)
+    assert message.startswith(f"{model / 'config.json'}: ") and said in message
+
+
+def test_a_context_that_is_too_short(model):
+    assert "the model's context is 512; lower one of them" in refusal(model, "max_new_tokens=1000")
+
+
+def test_fragments_that_keep_no_projection_are_refused_where_something_is_quantised(model):
+    check_inputs(job(model, "generator.quantize_keep=[foo]"))
+    message = refusal(model, "generator.quantize=int8", "generator.quantize_keep=[down_proj,foo]")
+    assert "generator.quantize_keep=['down_proj', 'foo']" in message and "['foo']: no weight is named so" in message
+
+
+# --- Tokens ---
+
+
+def test_a_token_beyond_the_vocabulary_is_named(model):
+    change(model / "tokenizer_config.json", eos_token="<another>")
+    message = refusal(model)
+    assert f"{model / 'tokenizer.json'}: token '<another>' has id 52, but config.json says vocab_size=52" in message
+
+
+@pytest.mark.parametrize("eos, said", [([2, 52], "eos_token_id=52, but config.json"), ("2", "eos_token_id='2': need a token id")])
+def test_a_stop_token_that_is_none_is_named(model, eos, said):
+    change(model / "generation_config.json", eos_token_id=eos)
+    assert f"{model / 'generation_config.json'}: {said}" in refusal(model)
+
+
+def test_a_model_without_stop_tokens_is_warned_of(model, caplog):
+    change(model / "generation_config.json", eos_token_id=None)
+    change(model / "tokenizer_config.json", eos_token=None)
+    with caplog.at_level(logging.WARNING, "llamarl"):
+        check_inputs(job(model))
+    assert f"{model}: no eos token" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("tokenizer.json", "{"), ("tokenizer.json", "{}"), ("tokenizer_config.json", "{"), ("tokenizer_config.json", "[]"),
+        ("generation_config.json", "{"),
+    ],
+)  # fmt: skip
+def test_a_broken_file_beside_the_tokenizer_is_named(model, name, text):
+    (model / name).write_text(text)
+    message = refusal(model)
+    assert message.startswith(f"{model / name}: ") and "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize("template", ["{{ raise_exception('no users here') }}", "{% if %}"])
+def test_a_chat_template_that_raises_is_named(model, name, template):
+    if name.endswith("jinja"):
+        (model / name).write_text(template)
+    else:
+        change(model / name, chat_template=template)
+    message = refusal(model, "task.chat=true")
+    assert message.startswith(f"{model / name}: its chat template failed")
+    assert "or set task.chat=false" in message and "\n" not in message
+    check_inputs(job(model, "task.chat=false"))
+
+
+# --- The reward ---
+
+SOURCES = {
+    "plain": "def score(prompt, text, meta): return 1.0\nclass R:\n    def inner(self): pass\n",
+    "assigned": "import math as m\nscore: object = m.fsum\nif True:\n    later, other = 1, 2\n",
+    "starred": "from math import *\n",
+    "lazy": "def __getattr__(name): return print\n",
+    "making": "globals()['score'] = print\n",
+    "by_function": "def make():\n    global score\n    score = print\nmake()\n",
+    "broken": "def score(:\n",
+    "marked": "open('imported', 'w')\ndef score(prompt, text, meta): return 1.0\n",
+    "pack/__init__": "open('imported', 'w')\n",
+    "pack/inside": "def score(prompt, text, meta): return 1.0\n",
+    "wide/__init__": "from pkgutil import extend_path\n__path__ = extend_path(__path__, __name__)\n",
+    "space/inside": "def score(prompt, text, meta): return 1.0\n",
+    "space/deep/inside": "def score(prompt, text, meta): return 1.0\n",
+}
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    for name, source in SOURCES.items():
+        file = tmp_path / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "fn",
+    "plain:score plain:R assigned:score assigned:other assigned:m starred:anything lazy:anything making:score by_function:score "
+    "marked:score pack.inside:score wide.elsewhere:score space.inside:score space.deep.inside:score math:fsum os.path:join "
+    "llamarl.tasks.rewards:exact_match tests.launching:unhurried".split(),
+)
+def test_a_reward_that_may_be_there_passes_and_is_not_imported(sources, fn):
+    before = set(sys.modules)
+    check_reward_path(fn)
+    assert not {"plain", "marked", "pack", "pack.inside"} & (set(sys.modules) - before) and not (sources / "imported").exists()
+
+
+@pytest.mark.parametrize(
+    "fn, said",
+    [
+        ("nosuch:fn", "no module nosuch in"),
+        ("pack.nosuch:fn", "no module pack.nosuch in"),
+        ("space.nosuch:fn", "no module space.nosuch in"),
+        ("plain:scor", "plain.py has no function scor; did you mean score?"),
+        ("plain:inner", "plain.py has no function inner; it has R, score"),
+        ("broken:score", "broken.py:1: invalid syntax"),
+        ("plain", "need an import path"),
+        ("plain:", "need an import path"),
+        (".plain:score", "need an import path"),
+    ],
+)
+def test_a_reward_that_is_not_there_is_named(sources, fn, said):
+    with pytest.raises(ValueError) as refused:
+        check_reward_path(fn)
+    assert str(refused.value).startswith(f"reward.fn={fn}: ") and said in str(refused.value)
+    assert not (sources / "imported").exists()
+
+
+def test_the_reward_is_an_input(model):
+    assert "reward.fn=nosuch:fn: no module nosuch" in refusal(model, "reward.fn=nosuch:fn")
+
+
+# --- As a user starts it ---
+
+
+@pytest.mark.parametrize(
+    "overrides, said",
+    [
+        (("+dry_run=true", "max_new_tokens=1000"), "the model's context is 512"),
+        (("+dry_run=true", "reward.fn=tests.launching:fails"), "failed on all 3 samples"),
+        (("max_new_tokens=1000",), "the model's context is 512"),
+    ],
+)
+def test_a_run_and_a_dry_run_end_with_one_line_and_leave_no_directory(tmp_path, overrides, said):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(RECIPE), *overrides, f"run_dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("llamarl: ")]
+    assert done.returncode == BAD_INPUT and len(lines) == 1 and said in lines[0] and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
