@@ -186,9 +186,11 @@ def save_directory(decoder: Decoder, like: Path, out: Path, dtype: torch.dtype) 
 
 
 def check_replaceable(out: Path) -> None:
-    """FileExistsError if `out` is something else than a model directory or an empty one."""
+    """FileExistsError if `out` is something else than a model directory, of files alone, or an empty one."""
     if out.exists() and not (out.is_dir() and ((out / "config.json").is_file() or not any(out.iterdir()))):
         raise FileExistsError(f"{out}: exists and is no model directory; choose another --out or remove it")
+    if out.exists() and (folders := sorted(p.name for p in out.iterdir() if p.is_dir())):
+        raise FileExistsError(f"{out}: holds directories ({', '.join(folders[:3])}), which replacing it would delete; choose another --out")
 
 
 def _remove(directory: Path) -> None:

@@ -192,6 +192,10 @@ def test_saving_replaces_a_model_directory_and_nothing_else(tmp_path):
     (tmp_path / "mine" / "thesis.txt").touch()
     with pytest.raises(FileExistsError, match="mine: exists and is no model directory"):
         sft.save_directory(decoder, tiny_directory(), tmp_path / "mine", torch.bfloat16)
+    (out / "original").mkdir()
+    with pytest.raises(FileExistsError, match="out: holds directories .original."):
+        sft.save_directory(decoder, tiny_directory(), out, torch.bfloat16)
+    assert (out / "original").is_dir() and (out / "config.json").is_file()
 
 
 def test_random_weights_are_a_function_of_the_seed_and_the_norms_are_one():
