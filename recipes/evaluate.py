@@ -23,7 +23,8 @@ from executors.stations import sampling_of
 from llamarl import evaluation
 from llamarl.config import Config, ConfigError, check, compose_config, config_differences, load_config, to_config, to_values
 from llamarl.inference import Engine
-from llamarl.launch import Job, check_inputs
+from llamarl.inputs import check_inputs
+from llamarl.launch import Job
 from llamarl.placement import init_world, threads_per_rank
 from llamarl.run import RunDirectory
 from llamarl.tasks.pool import Outcome, RewardPool

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llamarl.config import compose_config
-from llamarl.launch import BadInput, Job, check_inputs, check_reward_path
+from llamarl.inputs import BadInput, check_inputs, check_reward_path
+from llamarl.launch import Job
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import SafetensorsDir, load_weights, weight_problems
 from llamarl.models.scratch import tiny_directory
