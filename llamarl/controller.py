@@ -49,6 +49,7 @@ from llamarl.placement import World, device_link_group, executor_group, link_gro
 from llamarl.snapshots import CONTROLLER, Snapshots, has_state
 from llamarl.tickets import TicketLedger
 
+
 @dataclass(frozen=True, slots=True)
 class RunSettings:
     """Where a run writes and how patient it is."""
@@ -188,10 +189,12 @@ class ExecutorController:
         store, until = self.world.store(), time.monotonic() + self.settings.deadline_s
         if store is None:
             return
-        store.set(f"met/{place}/{self.world.rank}", "")
-        while absent := [r for r in range(self.world.size) if not store.check([f"met/{place}/{r}"])]:
+        keys = [f"met/{place}/{rank}" for rank in range(self.world.size)]
+        store.set(keys[self.world.rank], "")
+        while not store.check(keys):
             self.control.check()
             if time.monotonic() > until:
+                absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
                 names = ", ".join(f"{rank} ({self.control.names[rank]})" for rank in absent)
                 raise DeadlineExceeded(
                     f"rank {self.world.rank} waited {self.settings.deadline_s:.0f} s at the start for ranks {names}, to make {place} "
@@ -251,7 +254,9 @@ class ExecutorController:
             if self.control.stopping:
                 stop_at = stop_at or time.monotonic() + self._patience_s
                 if time.monotonic() > stop_at:
-                    why = "raise stop_s" if self.control.is_leader else f"rank {self.leader} has not said so: see what it said last"
+                    why = (
+                        "raise stop_s" if self.control.is_leader else f"rank {self.leader} has not said so: see what it said last"
+                    )
                     raise DeadlineExceeded(
                         f"rank {self.world.rank} ({self.control.names[self.world.rank]}) could not end within {self._patience_s:.0f} s "
                         f"of the stop request: {why}"

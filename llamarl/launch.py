@@ -36,7 +36,7 @@ from llamarl.ranks import TINY_MODEL
 from llamarl.run import RunDirectory, RunDirectoryError, open_run
 from llamarl.tasks.base import Task
 from llamarl.tasks.build import build_task
-from llamarl.tasks.pool import RewardError
+from llamarl.tasks.pool import RewardError, check_reward
 from llamarl.tickets import PromptStream, TicketLedger
 from llamarl.types import Prompt
 
@@ -213,12 +213,14 @@ def launch(config: Config) -> Iterator[Job]:
     try:
         job = Job(config, world, RunDirectory(Path(config.run_dir or "runs/(new)"), None))
         check_inputs(job)  # before there is a directory
-        if config.dry_run:
-            from llamarl.dry_run import dry_run
+        with bad_input():
+            if config.dry_run:
+                from llamarl.dry_run import dry_run
 
-            with bad_input():
                 dry_run(job)
-            raise SystemExit(0)
+                raise SystemExit(0)
+            if config.reward.fn and world.rank == 0:  # which makes the directory
+                check_reward(config.reward.fn, [], memory_mb=config.reward.memory_mb)
         job.run = open_run(config, world)
         if world.rank == 0:
             job.announce()

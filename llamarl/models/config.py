@@ -90,12 +90,7 @@ def read_config(path: str | Path) -> ModelConfig:
             raise ValueError(
                 f"{file}: {key} is not supported: it puts biases on projections that are computed without; no Llama has it"
             )
-    for key in _COUNTS:
-        if raw.get(key) is not None and not (type(raw[key]) is int and raw[key] > 0):
-            raise ValueError(f"{file}: {key}={raw[key]!r}: need a whole number of at least 1; fetch it again")
-    for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(raw.get(key) or {}, dict):
-            raise ValueError(f"{file}: {key}={raw[key]!r}: need an object with rope_type, or null")
+    _check_kinds(raw, file)
     # transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling.
     rope = raw.get("rope_parameters") or {}
     scaling = raw.get("rope_scaling") or ({k: v for k, v in rope.items() if k != "rope_theta"} or None)
@@ -119,3 +114,13 @@ def read_config(path: str | Path) -> ModelConfig:
         )
     except KeyError as error:
         raise ValueError(f"{file}: missing field {error.args[0]}") from error
+
+
+def _check_kinds(raw: dict, file: Path) -> None:
+    """ValueError for a count that is none, or RoPE fields that are no objects."""
+    for key in _COUNTS:
+        if raw.get(key) is not None and not (type(raw[key]) is int and raw[key] > 0):
+            raise ValueError(f"{file}: {key}={raw[key]!r}: need a whole number of at least 1; fetch it again")
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(key) or {}, dict):
+            raise ValueError(f"{file}: {key}={raw[key]!r}: need an object with rope_type, or null")

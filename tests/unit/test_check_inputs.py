@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llamarl.config import compose_config
-from llamarl.inputs import BadInput, check_inputs, check_reward_path
+from llamarl.inputs import BadInput, check_inputs
 from llamarl.launch import Job
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import SafetensorsDir, load_weights, weight_problems
@@ -179,72 +179,6 @@ def test_a_chat_template_that_raises_is_named(model, name, template):
     check_inputs(job(model, "task.chat=false"))
 
 
-# --- The reward ---
-
-SOURCES = {
-    "plain": "def score(prompt, text, meta): return 1.0\nclass R:\n    def inner(self): pass\n",
-    "assigned": "import math as m\nscore: object = m.fsum\nif True:\n    later, other = 1, 2\n",
-    "starred": "from math import *\n",
-    "lazy": "def __getattr__(name): return print\n",
-    "making": "globals()['score'] = print\n",
-    "by_function": "def make():\n    global score\n    score = print\nmake()\n",
-    "broken": "def score(:\n",
-    "marked": "open('imported', 'w')\ndef score(prompt, text, meta): return 1.0\n",
-    "pack/__init__": "open('imported', 'w')\n",
-    "pack/inside": "def score(prompt, text, meta): return 1.0\n",
-    "wide/__init__": "from pkgutil import extend_path\n__path__ = extend_path(__path__, __name__)\n",
-    "space/inside": "def score(prompt, text, meta): return 1.0\n",
-    "space/deep/inside": "def score(prompt, text, meta): return 1.0\n",
-}
-
-
-@pytest.fixture
-def sources(tmp_path, monkeypatch):
-    for name, source in SOURCES.items():
-        file = tmp_path / f"{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(source)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    "fn",
-    "plain:score plain:R assigned:score assigned:other assigned:m starred:anything lazy:anything making:score by_function:score "
-    "marked:score pack.inside:score wide.elsewhere:score space.inside:score space.deep.inside:score math:fsum os.path:join "
-    "llamarl.tasks.rewards:exact_match tests.launching:unhurried".split(),
-)
-def test_a_reward_that_may_be_there_passes_and_is_not_imported(sources, fn):
-    before = set(sys.modules)
-    check_reward_path(fn)
-    assert not {"plain", "marked", "pack", "pack.inside"} & (set(sys.modules) - before) and not (sources / "imported").exists()
-
-
-@pytest.mark.parametrize(
-    "fn, said",
-    [
-        ("nosuch:fn", "no module nosuch in"),
-        ("pack.nosuch:fn", "no module pack.nosuch in"),
-        ("space.nosuch:fn", "no module space.nosuch in"),
-        ("plain:scor", "plain.py has no function scor; did you mean score?"),
-        ("plain:inner", "plain.py has no function inner; it has R, score"),
-        ("broken:score", "broken.py:1: invalid syntax"),
-        ("plain", "need an import path"),
-        ("plain:", "need an import path"),
-        (".plain:score", "need an import path"),
-    ],
-)
-def test_a_reward_that_is_not_there_is_named(sources, fn, said):
-    with pytest.raises(ValueError) as refused:
-        check_reward_path(fn)
-    assert str(refused.value).startswith(f"reward.fn={fn}: ") and said in str(refused.value)
-    assert not (sources / "imported").exists()
-
-
-def test_the_reward_is_an_input(model):
-    assert "reward.fn=nosuch:fn: no module nosuch" in refusal(model, "reward.fn=nosuch:fn")
-
-
 # --- As a user starts it ---
 
 
@@ -254,6 +188,8 @@ def test_the_reward_is_an_input(model):
         (("+dry_run=true", "max_new_tokens=1000"), "the model's context is 512"),
         (("+dry_run=true", "reward.fn=tests.launching:fails"), "failed on all 3 samples"),
         (("max_new_tokens=1000",), "the model's context is 512"),
+        (("reward.fn=nosuch:fn",), "reward.fn=nosuch:fn: no module nosuch"),
+        (("reward.fn=tests.launching:unhurrid",), "did you mean"),
     ],
 )
 def test_a_run_and_a_dry_run_end_with_one_line_and_leave_no_directory(tmp_path, overrides, said):
