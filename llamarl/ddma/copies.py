@@ -39,11 +39,11 @@ class _Move(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("target", "start", "stride", "width", "rows")]
 
 
-class Scatter:
+class Parts:
     """Where the parts of a run of bytes go: (first byte of the part, target), each of at most two dimensions with dense rows."""
 
     def __init__(self, parts: list[tuple[int, Tensor]]):
-        self.parts = parts
+        self.targets = parts
         self.moves = (_Move * len(parts))()
         for move, (start, target) in zip(self.moves, parts):
             rows = 1 if target.is_contiguous() else len(target)
@@ -85,14 +85,14 @@ class Copier:
             return digests
         return list(map(self.copy, targets, sources))
 
-    def scatter(self, source: Tensor, where: Scatter) -> int:
+    def copy_parts(self, source: Tensor, parts: Parts) -> int:
         """Copy the parts of `source` [bytes] uint8 to their places, but for those that lie there already. Their digests, folded."""
         if self.method == "lanes" and not source.is_cuda:
-            digests = (ctypes.c_uint64 * len(where.parts))()
-            _kernels().copy_moves(len(where.parts), where.moves, source.data_ptr(), digests)
+            digests = (ctypes.c_uint64 * len(parts.targets))()
+            _kernels().copy_moves(len(parts.targets), parts.moves, source.data_ptr(), digests)
             return fold(digests)
         found = []
-        for start, target in where.parts:
+        for start, target in parts.targets:
             part = source[start : start + target.nbytes].view(target.dtype).view(target.shape)
             there = part.data_ptr() == target.data_ptr()
             found.append(self.digest(part) if there else self.copy(target, part))

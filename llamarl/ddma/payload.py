@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llamarl.ddma.layout import Buffer, aligned
-from llamarl.ddma.copies import Copier, Scatter, fold
+from llamarl.ddma.copies import Copier, Parts, fold
 from llamarl.ddma.plan import Piece
 from llamarl.models.sharding import Box
 
@@ -142,7 +142,7 @@ class Target:
             parts.append((move.start - bucket.start, whole[box.within(held.box)]))
             at = _flat_start(box, held.box)
             begins.append(None if at is None else held.start + at * held.parameter.dtype.itemsize)
-        self._scatter = Scatter(parts)
+        self._parts = Parts(parts)
         first, moves = begins[0], bucket.moves
         # No gaps: in the buffer they may be another sender's.
         joined = first is not None and all(a.end == b.start for a, b in pairwise(moves))
@@ -152,7 +152,7 @@ class Target:
 
     def write(self, source: Tensor, copier: Copier) -> int:
         """Copy the bucket's bytes [bytes] uint8 in, unless they were received in place; the bucket's digest."""
-        return copier.scatter(source, self._scatter)
+        return copier.copy_parts(source, self._parts)
 
 
 def _flat_start(box: Box, held: Box) -> int | None:

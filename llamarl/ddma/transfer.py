@@ -11,7 +11,7 @@
 
     thread      consumes           waits for                       unblocked by
     publisher   queued versions    each link's verdict             the subscriber; its death
-    subscriber  headers            the last staged version's swap  swap(), if that version must be kept
+    subscriber  headers            the last staged version's swap  swap() or skip(), if it must be kept
     forwarder   a claimed version  the next whole bucket           the subscriber's threads
 
 Two slots at the source. At the destination one idle buffer beside the live weights: on a CPU they change places at a swap,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from llamarl import native
-from llamarl.ddma.copies import BLOCK_BYTES, Copier, Scatter, fold, kernel_version
+from llamarl.ddma.copies import BLOCK_BYTES, Copier, Parts, fold, kernel_version
 
 needs_kernel = pytest.mark.skipif(not kernel_version(), reason="needs a C compiler")
 METHODS = ["xxh3", "device", pytest.param("lanes", marks=needs_kernel)]  # the device's works on a CPU too
@@ -140,7 +140,7 @@ def test_parts_of_a_run_go_to_their_places_with_the_digests_that_their_sender_fi
         parts = [(start, source[start : start + t.nbytes].view(t.dtype).view(t.shape)) for start, t in parts]
     sent = [source[start : start + t.nbytes].view(t.dtype).view(t.shape).clone() for start, t in parts]
     around = [t._base.clone() for t in targets if t._is_view()]
-    found = Copier(method).scatter(source, Scatter(parts))
+    found = Copier(method).copy_parts(source, Parts(parts))
     assert found == fold(Copier(method).digest(s) for s in sent) and torch.equal(source, noise(at))
     assert all(torch.equal(t.contiguous().view(torch.uint8), s.view(torch.uint8)) for (_, t), s in zip(parts, sent))
     if not received_in_place:
