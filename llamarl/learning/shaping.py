@@ -21,8 +21,7 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-from llamarl.learning.losses.common import half_square, k3
-from llamarl.learning.losses.regularisers import ESTIMATORS
+from llamarl.learning.losses.regularisers import ESTIMATORS, kl_to_reference
 from llamarl.types import Group
 
 WHITEN = ("none", "rewards", "advantages", "both")
@@ -75,8 +74,7 @@ def shape(group: Group, shaping: Shaping) -> Rewards:
         if group.ref_logprobs.numel() != tokens.numel():
             raise ValueError(f"reward_kl_coef={shaping.reward_kl_coef} needs ref_logprobs: reference=frozen, or 0")
         x = group.ref_logprobs - group.generator_logprobs.double()
-        kl = {"k1": torch.neg, "k2": half_square, "k3": k3}[shaping.reward_kl_estimator](x)
-        tokens = -shaping.reward_kl_coef * kl
+        tokens = -shaping.reward_kl_coef * kl_to_reference(x, shaping.reward_kl_estimator)
     trained = ~scores.isnan()
     tokens = torch.where(trained.repeat_interleave(group.lengths), tokens, 0)
     begun = group.lengths > 0
