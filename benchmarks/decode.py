@@ -270,8 +270,7 @@ def main() -> None:
     args = arguments()
     clock = time.process_time if args.cpu_time else time.perf_counter
     torch.set_num_threads(args.threads)
-    # What a job sets: float32 products by oneDNN, which MKL makes slow on AMD.
-    torch.set_float32_matmul_precision("medium" if args.device == "cpu" else "highest")
+    print(f"float32 {use_float32_products(reproducible=True)}")
     rivals = [name for name in args.against.split(",") if name]
     if "vllm" in rivals and importlib.util.find_spec("vllm") is None:
         rivals.remove("vllm")

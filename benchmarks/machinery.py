@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    world = init_world(threads=1, deadline_s=60)
+    world = init_world(threads=1, deadline_s=60, reproducible=True)
     generator, reward, trainer = FakeGenerator(), FakeReward(), FakeTrainer(args.steps)
     last = world.size - 1
     with tempfile.TemporaryDirectory() as folder:

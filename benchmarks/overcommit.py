@@ -140,7 +140,7 @@ class FakeTrainer(Executor):
 
 def run_one(args: argparse.Namespace) -> None:
     """On each of two ranks: one setting; the trainer's rank writes what it measured to --json."""
-    world = init_world(threads=1, deadline_s=120)
+    world = init_world(threads=1, deadline_s=120, reproducible=True)
     generator, trainer = FakeGenerator(MEAN * args.train_s, args.sigma), FakeTrainer(args.steps, args.train_s)
     overcommit = int(args.one) if args.one.isdigit() else args.one
     with tempfile.TemporaryDirectory() as folder:

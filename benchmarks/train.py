@@ -333,7 +333,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from llamarl.placement import init_world
 
-    init_world(threads=args.threads, deadline_s=600)
+    init_world(threads=args.threads, deadline_s=600, reproducible=True)
     result = {"benchmark": "train", "threads": args.threads, "cpu_time": args.cpu_time, "machine": machine(), "models": {}}
     with tempfile.TemporaryDirectory() as scratch:
         models = {"medium": medium_model(args.peer, Path(scratch)), "model": args.model}

@@ -64,7 +64,7 @@ class Rank:
         self.config, self.dtype, self.held_dtype, self.quantize = MODELS[model]
         self.source, self.destination = TOPOLOGIES[topology]
         self.repeats, self.deadline_s = repeats, 600.0
-        self.world = init_world(threads=1, deadline_s=self.deadline_s)
+        self.world = init_world(threads=1, deadline_s=self.deadline_s, reproducible=True)
         self.device, self.store = self.world.device, self.world.store()
         n = self.source.num_ranks
         self.trainers, self.generators = tuple(range(n)), tuple(range(n, n + self.destination.num_ranks))

@@ -37,6 +37,7 @@ def dry_run(job: Job) -> None:
 
 def _print_ranks(job: Job) -> None:
     print(f"ranks    {job.hosts}")
+    print(f"float32  {job.world.products}")
     for rank in range(job.world.size):
         hosted = [name for name, ranks in job.placement.items() if rank in ranks]
         print(f"rank {rank:<4}{', '.join(hosted) or '(nothing)'}")

@@ -185,6 +185,7 @@ class Job:
             f"llamarl  {self.model_path.name} on {c.task.kind}, {c.groups_per_step} x {c.group_size} completions a step, {c.loss.fn}"
         )
         print(f"ranks    {self.hosts}  ({self.world.device.type}, {torch.get_num_threads()} thread(s) each)")
+        print(f"float32  {self.world.products}")
         ends = ", stragglers end at their deadline" if c.on_deadline == "truncate" else ""
         print(f"async    max_lag {'none' if c.max_lag is None else c.max_lag}, {overcommit}{ends}")
         resumed = f", resumed from {self.run.resume_from.name}" if self.run.resume_from else ""
@@ -207,7 +208,7 @@ def launch(config: Config) -> Iterator[Job]:
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s", force=True)
     threads = threads_per_rank(config.threads, synchronous=config.max_lag == 0)
-    world = init_world(threads=threads, deadline_s=config.deadline_s)
+    world = init_world(threads=threads, deadline_s=config.deadline_s, reproducible=config.max_lag == 0)
     torch.manual_seed(config.seed)
     code = 0
     try:

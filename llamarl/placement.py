@@ -16,6 +16,7 @@ import torch.distributed as dist
 from llamarl.allocator import keep_freed_memory
 from llamarl.ddma.transports import End
 from llamarl.executor import ExecutorGroup
+from llamarl.native.precision import Float32Products, use_float32_products
 
 _LINK_TIMEOUT = timedelta(days=7)  # a channel may be silent for long; deadlines are its users'
 
@@ -29,6 +30,7 @@ class World:
     local_size: int
     device: torch.device
     gpus: tuple[str, ...] = ()  # of every rank, the uuid of its GPU, or "" without one; empty: nobody has one
+    products: Float32Products = Float32Products("highest")  # how this process multiplies float32
 
     def store(self) -> dist.Store | None:
         """The control plane's own corner of the c10d Store; None in a world of one."""
@@ -40,18 +42,17 @@ class World:
 _jobs = itertools.count()  # of this process: --multirun has several
 
 
-def init_world(*, threads: int | None, deadline_s: float) -> World:
+def init_world(*, threads: int | None, deadline_s: float, reproducible: bool) -> World:
     """Join the processes that torchrun started, or be alone. Devices: a GPU a local rank where there are any, else the CPU.
 
     deadline_s bounds every collective. gloo carries everything on CPUs and all that is not a device collective.
+    reproducible: nothing that decides about results asks a clock (use_float32_products).
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if threads:
         torch.set_num_threads(threads)
-    # oneDNN's path is the fast one on AMD, and its result is float32's to the last bits. A GPU's TF32 is not: the trainer's
-    # and the generator's kernels would differ by more than the parity that a float32 run is held to.
-    torch.set_float32_matmul_precision("highest" if torch.cuda.is_available() else "medium")
+    products = use_float32_products(reproducible=reproducible)
     device, gpu = torch.device("cpu"), ""
     keep_freed_memory()
     if torch.cuda.is_available():
@@ -72,7 +73,7 @@ def init_world(*, threads: int | None, deadline_s: float) -> World:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         store.set(f"gpu/{rank}", gpu)
         gpus = tuple(store.get(f"gpu/{r}").decode() for r in range(size))
-    return World(rank, size, local_size, device, gpus)
+    return World(rank, size, local_size, device, gpus, products)
 
 
 def backend_of(world: World, ranks: tuple[int, ...]) -> str:

@@ -132,7 +132,8 @@ def run(args: argparse.Namespace) -> None:
     """ValueError or OSError for what cannot be used."""
     model, made_by = evaluation.find_model(args.directory)
     config = config_of(model, made_by, args.overrides)
-    world = init_world(threads=threads_per_rank(config.threads, synchronous=config.max_lag == 0), deadline_s=config.deadline_s)
+    threads = threads_per_rank(config.threads, synchronous=config.max_lag == 0)
+    world = init_world(threads=threads, deadline_s=config.deadline_s, reproducible=True)
     job = Job(config, world, RunDirectory(Path("."), None))
     check_inputs(job)
     # What is held out depends on eval.num_prompts alone, so that nothing that was trained on is asked.

@@ -161,7 +161,7 @@ def run(args: argparse.Namespace, stop: StopRequest) -> int:
     """Returns the exit status. ValueError or OSError for what cannot be used."""
     sft.check_replaceable(args.out)
     check_writable(args.out)
-    world = init_world(threads=args.threads, deadline_s=600)
+    world = init_world(threads=args.threads, deadline_s=600, reproducible=True)
     console = Console(quiet=world.rank > 0, highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory() as scratch:
         like = Path(scratch) if args.make_tiny else args.model

@@ -1,0 +1,89 @@
+"""float32 means float32: the setting that is chosen multiplies as exactly as the most exact one, whatever this CPU does."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llamarl.native import precision
+from llamarl.native.precision import EXACT, Measured, choose, measure, use_float32_products
+from tests.test_house import ROOT, python_files
+
+EXACT_ERROR, BFLOAT16_ERROR = 2e-7, 2e-3
+
+
+@pytest.fixture(autouse=True)
+def kept_precision():
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def tried(medium, highest, high):
+    return (Measured("medium", *medium), Measured("highest", *highest), Measured("high", *high))
+
+
+def test_what_is_chosen_here_is_as_exact_as_the_most_exact_setting():
+    use_float32_products(reproducible=True)
+    generator = torch.Generator().manual_seed(0)
+    for rows, inputs, outputs in [(1, 576, 1536), (33, 576, 192), (512, 1024, 512)]:
+        x = torch.randn(rows, inputs, generator=generator)
+        weight = torch.randn(outputs, inputs, generator=generator)
+        true = x.double() @ weight.double().T
+        error = (F.linear(x, weight) - true).norm() / true.norm()
+        assert error < 2**-23 * inputs**0.5, "a float32 sum of so many products is nearer than that"
+
+
+def test_a_machine_that_multiplies_float32_in_bfloat16_under_medium_is_noticed():
+    measured = tried((BFLOAT16_ERROR, 560), (EXACT_ERROR, 134), (EXACT_ERROR, 134))
+    assert choose(measured, reproducible=True) == "highest"
+    assert choose(measured, reproducible=False) == "highest"
+
+
+def test_a_machine_with_tf32_products_under_high_is_noticed():
+    measured = tried((BFLOAT16_ERROR, 560), (EXACT_ERROR, 134), (3e-4, 280))
+    assert choose(measured, reproducible=False) == "highest"
+
+
+def test_the_order_decides_between_equals_and_a_clock_only_where_it_may():
+    measured = tried((2 * EXACT_ERROR, 100), (EXACT_ERROR, 110), (EXACT_ERROR, 200))
+    assert choose(measured, reproducible=True) == "medium"
+    assert choose(measured, reproducible=False) == "high"
+    assert choose(tried((EXACT_ERROR, 100), (EXACT_ERROR, 110), (EXACT_ERROR, 110)), reproducible=False) == "medium"
+
+
+def reduced(setting_of):
+    """F.linear as on a machine whose products are bfloat16's under the settings that setting_of says so of."""
+
+    def linear(x, weight, bias=None):
+        if setting_of(torch.get_float32_matmul_precision()):
+            x, weight = x.bfloat16().float(), weight.bfloat16().float()
+        return torch.addmm(torch.zeros(()), x, weight.T)
+
+    return linear
+
+
+def test_reduced_products_are_noticed_by_measuring_them(monkeypatch):
+    torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(precision.F, "linear", reduced(lambda setting: setting != "highest"))
+    assert measure("highest").error * EXACT < measure("medium").error
+    products = use_float32_products(reproducible=False)
+    assert products.setting == torch.get_float32_matmul_precision() == "highest"
+    assert re.match(r"highest \(error \de-0\d, \d+ GFLOP/s\), not medium \(error \de-0[345], ", str(products))
+
+
+def test_measuring_leaves_the_precision_as_it_was():
+    torch.set_float32_matmul_precision("highest")
+    measure("medium")
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_one_place_alone_sets_the_precision():
+    setters = []
+    for file in python_files("llamarl", "executors", "recipes", "benchmarks"):
+        if "set_float32_matmul_precision" in file.read_text():
+            setters.append(file.relative_to(ROOT).as_posix())
+    assert setters == ["llamarl/native/precision.py"]
