@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from llamarl.native.precision import use_float32_products
 from running import machine
 
 PROMPT = 32
