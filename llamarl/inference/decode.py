@@ -50,6 +50,7 @@ class NativeDecode:
         self._kernels = library("decode", *_FLAGS[dtype])
         if self._kernels is None:
             raise RuntimeError("the kernels of llamarl/native/decode.c are not there")
+        self.tiles = bool(self._kernels.use_tiles(True))
         self._seen: list[tuple[int, int]] = []
         self._kept: list[Tensor] = []  # what the structures below point to
         self._layers = (_Layer * len(decoder.layers))()
@@ -117,13 +118,14 @@ class NativeDecode:
         for layer, keys, values in zip(self._layers, cache.keys, cache.values):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
         seen = model.heads * model.head_dim
+        padded_rows = rows + -rows % self._kernels.row_multiple()
         tensors = dict(zip(_GIVEN, (tokens_N, positions_N, slots_N, last_M)))
         tensors["cos"], tensors["sin"] = self._decoder.rotary(positions_N, longest)
         tensors |= {
             "h": torch.empty(rows, model.hidden),
             "qkv": torch.empty(rows, seen + 2 * model.groups * model.head_dim),
-            "x": torch.empty(rows, max(model.hidden, seen), dtype=dtype),
-            "gated": torch.empty(rows, model.units, dtype=dtype),
+            "x": torch.empty(padded_rows, max(model.hidden, seen), dtype=dtype),
+            "gated": torch.empty(padded_rows, model.units, dtype=dtype),
             "logits": torch.empty(outputs, model.vocab),
         }
         step = _Step(rows=rows, outputs=outputs, capacity=cache.capacity, threads=torch.get_num_threads())

@@ -12,11 +12,20 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(BF16) && defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define TILES /* this CPU multiplies tiles of 16 x 32 by 32 x 16 bfloat16: matrix products are an instruction */
+#endif
 #ifdef __AVX512F__
 #include <immintrin.h>
 #define LANES 16
-#define ROWS 8 /* a tile of ROWS x COLS vectors, one COLS and one broadcast fill the registers */
+#define ROWS 8 /* a block of ROWS x COLS vectors, one COLS and one broadcast fill the registers */
+#ifdef TILES
+#define COLS 2 /* two tiles of weights, by two of rows, with their four sums, are all eight tile registers */
+#else
 #define COLS 3
+#endif
 #else
 #define LANES 8
 #define ROWS 4
@@ -89,7 +98,7 @@ typedef struct {
     const i64 *last;                       /* [outputs]: rows whose logits are wanted; NULL for all */
     const float *cos, *sin;        /* [N, K] */
     float *h, *qkv;                /* scratch: [N, D], [N, (H + 2 G) K] */
-    elem *x, *gated;               /* scratch: [N, max(D, H K)], [N, I] */
+    elem *x, *gated;               /* scratch: [N', max(D, H K)], [N', I], N' the next multiple of row_multiple() */
     float *logits;                 /* [outputs, V] */
 } Step;
 
@@ -136,7 +145,7 @@ INLINE vec exponential(vec x) {
 
 /* --- products --- */
 
-INLINE void tile(const unit *x, i64 stride, const unit *panel, i64 units, const int rows, vec out[ROWS][COLS]) {
+INLINE void block(const unit *x, i64 stride, const unit *panel, i64 units, const int rows, vec out[ROWS][COLS]) {
     vec sums[ROWS][COLS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -157,21 +166,105 @@ INLINE void tile(const unit *x, i64 stride, const unit *panel, i64 units, const 
         for (int c = 0; c < COLS; c++) out[r][c] = sums[r][c];
 }
 
-/* Up to ROWS rows of x times a panel. */
-static void multiply(const elem *x, const void *panels, i64 panel, i64 inputs, i64 rows, vec out[ROWS][COLS]) {
-    const i64 units = inputs / ELEMS;
-    const unit *w = (const unit *)panels + panel * units * WIDTH, *from = (const unit *)x;
-    switch (rows) {
-#define TILE(n) case n: tile(from, units, w, units, n, out); break
-        TILE(1); TILE(2); TILE(3);
+INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
+
+/* Rows of x times a panel, ROWS at a time. */
+static void multiply_vectors(const unit *x, const unit *w, i64 units, i64 rows, vec out[ROW_BLOCK][COLS]) {
+    for (i64 row = 0; row < rows; row += ROWS, x += ROWS * units, out += ROWS)
+        switch (least(ROWS, rows - row)) {
+#define BLOCK(n) case n: block(x, units, w, units, n, out); break
+            BLOCK(1); BLOCK(2); BLOCK(3);
 #if ROWS > 4
-        TILE(4); TILE(5); TILE(6); TILE(7);
+            BLOCK(4); BLOCK(5); BLOCK(6); BLOCK(7);
 #endif
-        default: tile(from, units, w, units, ROWS, out);
+            default: block(x, units, w, units, ROWS, out);
+        }
+}
+
+#ifdef TILES
+#define TILE 16 /* rows of a tile, each of 16 units: 64 bytes */
+
+/* Rows of x times a panel by tile instructions, 32 rows at a time. Tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights.
+   x is read up to the next multiple of TILE rows; a row's sums are in one order, whatever lies beside it. */
+static void multiply_tiles(const unit *x, const unit *w, i64 units, i64 rows, vec out[ROW_BLOCK][COLS]) {
+    const i64 stride = units * sizeof(unit);
+    for (i64 row = 0; row < rows; row += 2 * TILE, x += 2 * TILE * units, out += 2 * TILE) {
+        const unit *panel = w;
+        if (rows - row <= TILE) {
+            _tile_zero(0);
+            _tile_zero(1);
+            for (i64 u = 0; u < units; u += TILE, panel += TILE * WIDTH) {
+                _tile_loadd(4, x + u, stride);
+                _tile_loadd(6, panel, sizeof(vec) * COLS);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, panel + TILE, sizeof(vec) * COLS);
+                _tile_dpbf16ps(1, 4, 7);
+            }
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (i64 u = 0; u < units; u += TILE, panel += TILE * WIDTH) {
+                _tile_loadd(4, x + u, stride);
+                _tile_loadd(6, panel, sizeof(vec) * COLS);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, panel + TILE, sizeof(vec) * COLS);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_loadd(5, x + TILE * units + u, stride);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            _tile_stored(2, out + TILE, sizeof(vec) * COLS);
+            _tile_stored(3, (vec *)(out + TILE) + 1, sizeof(vec) * COLS);
+        }
+        _tile_stored(0, out, sizeof(vec) * COLS);
+        _tile_stored(1, (vec *)out + 1, sizeof(vec) * COLS);
     }
 }
 
-INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
+static int tiles_in_use; /* set by use_tiles */
+
+/* Eight tiles of 16 rows of 64 bytes, for this thread. */
+static void begin_tiles(void) {
+    struct { uint8_t palette, start, reserved[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
+    for (int i = 0; i < 8; i++) shape.row_bytes[i] = 64, shape.rows[i] = TILE;
+    if (tiles_in_use) _tile_loadconfig(&shape);
+}
+
+static void end_tiles(void) {
+    if (tiles_in_use) _tile_release();
+}
+#else
+static void begin_tiles(void) {}
+static void end_tiles(void) {}
+#endif
+
+/* Whether products are to be made of tiles, where the CPU has them and the system lends them to this process. Returns what holds now.
+   The sums' order differs from the vectors', so a process decides once. */
+int use_tiles(int wanted) {
+#ifdef TILES
+    const int request_permission = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA: linux/asm/prctl.h */
+    tiles_in_use = wanted && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+    return tiles_in_use;
+#else
+    (void)wanted;
+    return 0;
+#endif
+}
+
+/* out = up to ROW_BLOCK rows of x times a panel. Which kernel it is depends on the weight's shape alone, never on the rows. */
+static void multiply(const elem *x, const void *panels, i64 panel, i64 inputs, i64 rows, vec out[ROW_BLOCK][COLS]) {
+    const i64 units = inputs / ELEMS;
+    const unit *w = (const unit *)panels + panel * units * WIDTH;
+#ifdef TILES
+    if (tiles_in_use && units % TILE == 0) {
+        multiply_tiles((const unit *)x, w, units, rows, out);
+        return;
+    }
+#endif
+    multiply_vectors((const unit *)x, w, units, rows, out);
+}
 
 /* y [N, outputs] = (add ? y : bias or 0) + x [N, inputs] w. By all threads. */
 static void project(const elem *x, const void *panels, i64 inputs, i64 outputs, i64 rows, const float *bias, int add, float *y) {
@@ -179,19 +272,16 @@ static void project(const elem *x, const void *panels, i64 inputs, i64 outputs, 
 #pragma omp for schedule(dynamic)
     for (i64 item = 0; item < num_panels * blocks; item++) {
         const i64 panel = item / blocks, column = panel * WIDTH, wide = least(WIDTH, outputs - column);
-        const i64 first = item % blocks * ROW_BLOCK, end = least(rows, first + ROW_BLOCK);
-        for (i64 row = first; row < end; row += ROWS) {
-            vec out[ROWS][COLS];
-            const i64 count = least(ROWS, end - row);
-            multiply(x + row * inputs, panels, panel, inputs, count, out);
-            for (i64 r = 0; r < count; r++) {
-                float *to = y + (row + r) * outputs + column;
-                const float *from = (const float *)out[r], *plus = add ? to : bias ? bias + column : NULL;
-                if (plus)
-                    for (i64 j = 0; j < wide; j++) to[j] = plus[j] + from[j];
-                else
-                    memcpy(to, from, wide * sizeof(float));
-            }
+        const i64 first = item % blocks * ROW_BLOCK, count = least(ROW_BLOCK, rows - first);
+        vec out[ROW_BLOCK][COLS];
+        multiply(x + first * inputs, panels, panel, inputs, count, out);
+        for (i64 r = 0; r < count; r++) {
+            float *to = y + (first + r) * outputs + column;
+            const float *from = (const float *)out[r], *plus = add ? to : bias ? bias + column : NULL;
+            if (plus)
+                for (i64 j = 0; j < wide; j++) to[j] = plus[j] + from[j];
+            else
+                memcpy(to, from, wide * sizeof(float));
         }
     }
 }
@@ -202,20 +292,16 @@ static void project_gated(const elem *x, const Layer *layer, i64 inputs, i64 out
 #pragma omp for schedule(dynamic)
     for (i64 item = 0; item < num_panels * blocks; item++) {
         const i64 panel = item / blocks, column = panel * WIDTH, wide = least(WIDTH, outputs - column);
-        const i64 first = item % blocks * ROW_BLOCK, end = least(rows, first + ROW_BLOCK);
-        vec gate[ROW_BLOCK][COLS], up[ROWS][COLS];
-        for (i64 row = first; row < end; row += ROWS)
-            multiply(x + row * inputs, layer->gate, panel, inputs, least(ROWS, end - row), gate + (row - first));
-        for (i64 row = first; row < end; row += ROWS) {
-            const i64 count = least(ROWS, end - row);
-            multiply(x + row * inputs, layer->up, panel, inputs, count, up);
-            for (i64 r = 0; r < count; r++) {
-                for (int c = 0; c < COLS; c++) {
-                    const vec g = gate[row - first + r][c], low = exponential(pick(g < 0.0f, g, -g)); /* of -|g| */
-                    up[r][c] *= g * pick(g < 0.0f, low, (vec){0} + 1.0f) / (1.0f + low);
-                }
-                for (i64 j = 0; j < wide; j++) y[(row + r) * outputs + column + j] = narrow(((const float *)up[r])[j]);
+        const i64 first = item % blocks * ROW_BLOCK, count = least(ROW_BLOCK, rows - first);
+        vec gate[ROW_BLOCK][COLS], up[ROW_BLOCK][COLS];
+        multiply(x + first * inputs, layer->gate, panel, inputs, count, gate);
+        multiply(x + first * inputs, layer->up, panel, inputs, count, up);
+        for (i64 r = 0; r < count; r++) {
+            for (int c = 0; c < COLS; c++) {
+                const vec g = gate[r][c], low = exponential(pick(g < 0.0f, g, -g)); /* of -|g| */
+                up[r][c] *= g * pick(g < 0.0f, low, (vec){0} + 1.0f) / (1.0f + low);
             }
+            for (i64 j = 0; j < wide; j++) y[(first + r) * outputs + column + j] = narrow(((const float *)up[r])[j]);
         }
     }
 }
@@ -373,10 +459,19 @@ static void attend(const Model *m, const Step *s, const Layer *layer, i64 row, i
 
 int panel_width(void) { return WIDTH; }
 
+int row_multiple(void) {
+#ifdef TILES
+    return TILE;
+#else
+    return 1;
+#endif
+}
+
 void decode(const Model *m, const Step *s) {
     const i64 N = s->rows, D = m->hidden, seen = m->heads * m->head_dim;
 #pragma omp parallel num_threads(s->threads)
     {
+        begin_tiles();
 #pragma omp for schedule(static)
         for (i64 row = 0; row < N; row++)
             for (i64 i = 0; i < D; i++) s->h[row * D + i] = widen(m->embedding[s->tokens[row] * D + i]);
@@ -395,6 +490,7 @@ void decode(const Model *m, const Step *s) {
         }
         normalise(s->h, m->norm, s->last, s->outputs, D, m->eps, s->x);
         project(s->x, m->head, D, m->vocab, s->outputs, NULL, 0, s->logits);
+        end_tiles();
     }
 }
 
