@@ -62,7 +62,7 @@ class Generator(Executor):
     `sampling`. max_len, max_slots, cache_tokens, prefill_chunk: see Engine. chunk_tokens: tokens a row between two looks
     at weights, tickets and stop requests. parity_tolerance: nats that the canary of a version may differ from the trainer's;
     for a quantised generator max_quantization_kl bounds their mean KL instead. max_seconds: what has not ended so long after its
-    ticket's start ends there, aborted, as at the ledger's order to truncate. None: no limit.
+    ticket's start ends there, aborted, as at the ledger's order to truncate. None: no limit. reproducible: see Engine.
     """
 
     name = "generator"
@@ -89,6 +89,7 @@ class Generator(Executor):
         quantize_keep: tuple[str, ...] = (),
         max_quantization_kl: float = math.inf,
         max_seconds: float | None = None,
+        reproducible: bool = True,
     ):
         self.model_path, self.model_dtype = model_path, model_dtype
         self.prompts, self.eval_prompts = prompts, eval_prompts
@@ -98,6 +99,7 @@ class Generator(Executor):
         self.in_flight_updates, self.parity_tolerance = in_flight_updates, parity_tolerance
         self.quantize, self.quantize_keep, self.max_quantization_kl = quantize, quantize_keep, max_quantization_kl
         self.tensor_parallel, self.max_seconds = tensor_parallel, math.inf if max_seconds is None else max_seconds
+        self.reproducible = reproducible
         self.version = -1
         self._sampled = 0  # tokens
         self._torn = False
@@ -130,6 +132,7 @@ class Generator(Executor):
             cache_tokens=self.cache_tokens,
             prefill_chunk=self.prefill_chunk,
             device=self.group.device,
+            reproducible=self.reproducible,
         )
 
     @property

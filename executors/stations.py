@@ -69,6 +69,7 @@ def build_generator(config: Config, job: Job) -> Generator:
         quantize=g.quantize,
         quantize_keep=tuple(g.quantize_keep),
         max_quantization_kl=g.max_quantization_kl,
+        reproducible=config.max_lag == 0,
     )
 
 

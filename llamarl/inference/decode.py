@@ -1,5 +1,9 @@
 """A decoder's pass over the cache on a CPU, one call of a C kernel (llamarl/native/decode.c): a token a row, or whole prompts.
 
+Products are made by vector instructions or, in bfloat16 on a CPU that has them (AMX), by tile instructions. Either sums a row's
+numbers in one order, whatever rows lie beside it. oneDNN's packed products, which also bring tiles, do not: there the same row
+has other bits among 32 rows than among 48.
+
 The module's own forward multiplies by weights as they lie, which costs more than the product for few rows, and calls some thirty
 small operations a layer. Here the weights are laid out for the kernel once a policy version, which makes a second copy of them.
 The results are the module's up to rounding (tests/unit/test_engine.py holds them to it); in bfloat16
@@ -11,6 +15,7 @@ Shapes: N rows, D model, H query heads, G key/value heads, K head dim, V vocabul
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +37,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Model(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_int64) for n in ("layers", "hidden", "heads", "groups", "head_dim", "units", "vocab")]
+    _fields_ = [(n, ctypes.c_int64) for n in ("layers", "hidden", "heads", "groups", "head_dim", "units", "vocab", "tiles")]
     _fields_ += [("eps", ctypes.c_double)] + [(n, ctypes.c_void_p) for n in ("layer", "embedding", "norm", "head")]
 
 
@@ -50,7 +55,9 @@ class NativeDecode:
         self._kernels = library("decode", *_FLAGS[dtype])
         if self._kernels is None:
             raise RuntimeError("the kernels of llamarl/native/decode.c are not there")
-        self.tiles = bool(self._kernels.use_tiles(True))
+        self.has_tiles = bool(self._kernels.tiles_allowed())
+        self.use_tiles = self.has_tiles
+        self.version = Path(self._kernels._name).name  # another one where the source, the compiler or the CPU is
         self._seen: list[tuple[int, int]] = []
         self._kept: list[Tensor] = []  # what the structures below point to
         self._layers = (_Layer * len(decoder.layers))()
@@ -133,6 +140,7 @@ class NativeDecode:
             if tensor is not None:
                 assert tensor.is_contiguous(), name
                 setattr(step, name, tensor.data_ptr())
+        model.tiles = self.use_tiles
         self._kernels.decode(ctypes.byref(model), ctypes.byref(step))
         return tensors["logits"]
 

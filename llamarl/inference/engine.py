@@ -47,6 +47,7 @@ class Engine:
     max_len: most tokens of prompt and completion together.  cache_tokens: places of the K/V cache (None: max_slots x max_len).
     prefill_chunk: a longer prompt is prefilled in pieces of so many tokens, one a step, so that decoding goes on.
     cuda_graphs: on a GPU, replay a token's kernels as one graph.
+    reproducible: take the same kernels in every run; else those that this machine's clock shows to be clearly faster.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Engine:
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
         cuda_graphs: bool = True,
+        reproducible: bool = True,
     ):
         if max_slots < 1 or max_len < 2:
             raise ValueError(f"max_slots={max_slots}, max_len={max_len}: need at least 1 slot and 2 tokens")
@@ -85,7 +87,7 @@ class Engine:
         self._staging: int | None = None  # the slot of the prompt that is prefilled in pieces
         self._recompute_due = False
         self._version = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._runner = ModelRunner(self.decoder, self._cache)
+        self._runner = ModelRunner(self.decoder, self._cache, rows=max_slots, reproducible=reproducible)
         self._flops = 2 * decoder.config.num_parameters  # of a row's token; the same on every tensor-parallel rank
         self._graphs = None
         if cuda_graphs and self.device.type == "cuda" and decoder.tensor_parallel is None:

@@ -6,6 +6,7 @@ Shapes: T tokens, N prompts, R rows, V vocabulary, D model.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Iterator
 
 import torch
@@ -16,20 +17,29 @@ from llamarl.inference.cache import Decode, Extend, Prefill, SlotCache
 from llamarl.inference.decode import NativeDecode
 from llamarl.inference.rows import Request
 from llamarl.models.build import Decoder
+from llamarl.native.choice import fastest
 
 Job = tuple[Request, int, int]
 
+_TRIAL_ROWS = 32  # of the decode step by which the ways are compared
 _PREFILL_TOKENS = 4096  # of one prefill, padding included
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
 class ModelRunner:
-    """Runs what the engine asks for: natively where that can be, else by the module."""
+    """Runs what the engine asks for: natively where that can be, else by the module.
 
-    def __init__(self, decoder: Decoder, cache: SlotCache):
+    There are up to three ways: the native pass with products by tile instructions, or by vectors, and the module.
+    reproducible: the first of those that this machine has; else the one that a decode step of `rows` rows shows to be clearly
+    faster, measured before the first pass and kept for later runs on the machine (llamarl.native.choice).
+    """
+
+    def __init__(self, decoder: Decoder, cache: SlotCache, *, rows: int, reproducible: bool):
         self._decoder, self._cache = decoder, cache
         fits = NativeDecode.fits(decoder, cache.device, cache.dtype)
         self.native = NativeDecode(decoder, cache.dtype) if fits else None
+        self._rows = min(rows, _TRIAL_ROWS)
+        self._undecided = fits and not reproducible
 
     def weights_changed(self) -> None:
         """They are other ones, which `refresh` cannot always tell by itself."""
@@ -38,8 +48,44 @@ class ModelRunner:
 
     def refresh(self) -> None:
         """Before a pass or several: see whether the weights are others."""
+        if self._undecided:
+            self._undecided = False
+            self.take(self._fastest_way())
         if self.native:
             self.native.refresh()
+
+    @property
+    def way(self) -> str:
+        """How passes are computed now."""
+        if self.native is None:
+            return "module"
+        return "tiles" if self.native.use_tiles else "vectors"
+
+    def take(self, way: str) -> None:
+        """Compute by this way from now on: "tiles", "vectors" or "module", of those that there are."""
+        if way == "module":
+            self.native = None
+        elif self.native is not None:
+            self.native.use_tiles = way == "tiles"
+
+    def _fastest_way(self) -> str:
+        """By the time of a decode step in the first slots. Nothing may be running: their first place is written to."""
+        native, rows = self.native, self._rows
+        self._cache.reserve(rows, 1)
+        tokens_N, positions_N = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+        native.refresh()
+
+        def step(way: str) -> None:
+            self.native = native
+            self.take(way)
+            self.decode(0, tokens_N, positions_N, 1)
+
+        names = ["tiles", "vectors", "module"] if native.has_tiles else ["vectors", "module"]
+        config, threads = self._decoder.config, torch.get_num_threads()
+        key = f"{native.version} {config} {self._cache.dtype} {rows} rows {threads} threads"
+        way = fastest("decoding", {name: partial(step, name) for name in names}, key=key)
+        self.native = native
+        return way
 
     def decode(self, first_slot: int, tokens_N: Tensor, positions_N: Tensor, longest: int) -> Tensor:
         """One token a row, in slots first_slot onwards, at positions_N < longest. Logits [N, V] of the next."""

@@ -46,8 +46,8 @@ def library(name: str, *flags: str) -> ctypes.CDLL | None:
 def _compiled(compiler: str, source: Path, flags: tuple[str, ...] = ()) -> Path:
     """The shared library of `source`, made if it is not there. Processes may make it at once: the last rename wins, all are equal."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_LIMIT_S, check=True).stdout
-    key = "\n".join([source.read_text(), *_FLAGS, *flags, compiler, version, _cpu()])
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamarl"
+    key = "\n".join([source.read_text(), *_FLAGS, *flags, compiler, version, cpu_description()])
+    folder = cache_folder()
     target = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not target.is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,12 @@ def _compiled(compiler: str, source: Path, flags: tuple[str, ...] = ()) -> Path:
     return target
 
 
-def _cpu() -> str:
+def cache_folder() -> Path:
+    """Where compiled kernels and measured choices are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamarl"
+
+
+def cpu_description() -> str:
     """What -march=native looks at."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []

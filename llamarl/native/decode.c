@@ -85,6 +85,7 @@ typedef struct {
 
 typedef struct {
     i64 layers, hidden, heads, groups, head_dim, units, vocab;
+    i64 tiles; /* whether products are made by tile instructions where a weight's shape allows; only after tiles_allowed() */
     double eps;
     const Layer *layer;
     const elem *embedding; /* [V, D] */
@@ -223,58 +224,53 @@ static void multiply_tiles(const unit *x, const unit *w, i64 units, i64 rows, ve
     }
 }
 
-static int tiles_in_use; /* set by use_tiles */
-
 /* Eight tiles of 16 rows of 64 bytes, for this thread. */
 static void begin_tiles(void) {
     struct { uint8_t palette, start, reserved[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
     for (int i = 0; i < 8; i++) shape.row_bytes[i] = 64, shape.rows[i] = TILE;
-    if (tiles_in_use) _tile_loadconfig(&shape);
+    _tile_loadconfig(&shape);
 }
 
-static void end_tiles(void) {
-    if (tiles_in_use) _tile_release();
-}
+static void end_tiles(void) { _tile_release(); }
 #else
 static void begin_tiles(void) {}
 static void end_tiles(void) {}
 #endif
 
-/* Whether products are to be made of tiles, where the CPU has them and the system lends them to this process. Returns what holds now.
-   The sums' order differs from the vectors', so a process decides once. */
-int use_tiles(int wanted) {
+/* Whether there are tile instructions and the system lends their registers to this process, which this asks for. */
+int tiles_allowed(void) {
 #ifdef TILES
-    const int request_permission = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA: linux/asm/prctl.h */
-    tiles_in_use = wanted && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
-    return tiles_in_use;
+    const int request_permission = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA: asm/prctl.h */
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 #else
-    (void)wanted;
     return 0;
 #endif
 }
 
 /* out = up to ROW_BLOCK rows of x times a panel. Which kernel it is depends on the weight's shape alone, never on the rows. */
-static void multiply(const elem *x, const void *panels, i64 panel, i64 inputs, i64 rows, vec out[ROW_BLOCK][COLS]) {
+static void multiply(const elem *x, const void *panels, i64 panel, i64 inputs, i64 rows, i64 tiles, vec out[ROW_BLOCK][COLS]) {
     const i64 units = inputs / ELEMS;
     const unit *w = (const unit *)panels + panel * units * WIDTH;
 #ifdef TILES
-    if (tiles_in_use && units % TILE == 0) {
+    if (tiles && units % TILE == 0) {
         multiply_tiles((const unit *)x, w, units, rows, out);
         return;
     }
 #endif
+    (void)tiles;
     multiply_vectors((const unit *)x, w, units, rows, out);
 }
 
 /* y [N, outputs] = (add ? y : bias or 0) + x [N, inputs] w. By all threads. */
-static void project(const elem *x, const void *panels, i64 inputs, i64 outputs, i64 rows, const float *bias, int add, float *y) {
+static void project(const elem *x, const void *panels, i64 inputs, i64 outputs, i64 rows, i64 tiles, const float *bias, int add,
+                    float *y) {
     const i64 num_panels = (outputs + WIDTH - 1) / WIDTH, blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
 #pragma omp for schedule(dynamic)
     for (i64 item = 0; item < num_panels * blocks; item++) {
         const i64 panel = item / blocks, column = panel * WIDTH, wide = least(WIDTH, outputs - column);
         const i64 first = item % blocks * ROW_BLOCK, count = least(ROW_BLOCK, rows - first);
         vec out[ROW_BLOCK][COLS];
-        multiply(x + first * inputs, panels, panel, inputs, count, out);
+        multiply(x + first * inputs, panels, panel, inputs, count, tiles, out);
         for (i64 r = 0; r < count; r++) {
             float *to = y + (first + r) * outputs + column;
             const float *from = (const float *)out[r], *plus = add ? to : bias ? bias + column : NULL;
@@ -287,15 +283,15 @@ static void project(const elem *x, const void *panels, i64 inputs, i64 outputs, 
 }
 
 /* y [N, I] = silu(x gate) * (x up). By all threads. */
-static void project_gated(const elem *x, const Layer *layer, i64 inputs, i64 outputs, i64 rows, elem *y) {
+static void project_gated(const elem *x, const Layer *layer, i64 inputs, i64 outputs, i64 rows, i64 tiles, elem *y) {
     const i64 num_panels = (outputs + WIDTH - 1) / WIDTH, blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
 #pragma omp for schedule(dynamic)
     for (i64 item = 0; item < num_panels * blocks; item++) {
         const i64 panel = item / blocks, column = panel * WIDTH, wide = least(WIDTH, outputs - column);
         const i64 first = item % blocks * ROW_BLOCK, count = least(ROW_BLOCK, rows - first);
         vec gate[ROW_BLOCK][COLS], up[ROW_BLOCK][COLS];
-        multiply(x + first * inputs, layer->gate, panel, inputs, count, gate);
-        multiply(x + first * inputs, layer->up, panel, inputs, count, up);
+        multiply(x + first * inputs, layer->gate, panel, inputs, count, tiles, gate);
+        multiply(x + first * inputs, layer->up, panel, inputs, count, tiles, up);
         for (i64 r = 0; r < count; r++) {
             for (int c = 0; c < COLS; c++) {
                 const vec g = gate[r][c], low = exponential(pick(g < 0.0f, g, -g)); /* of -|g| */
@@ -471,26 +467,26 @@ void decode(const Model *m, const Step *s) {
     const i64 N = s->rows, D = m->hidden, seen = m->heads * m->head_dim;
 #pragma omp parallel num_threads(s->threads)
     {
-        begin_tiles();
+        if (m->tiles) begin_tiles();
 #pragma omp for schedule(static)
         for (i64 row = 0; row < N; row++)
             for (i64 i = 0; i < D; i++) s->h[row * D + i] = widen(m->embedding[s->tokens[row] * D + i]);
         for (i64 i = 0; i < m->layers; i++) {
             const Layer *layer = m->layer + i;
             normalise(s->h, layer->attention_norm, NULL, N, D, m->eps, s->x);
-            project(s->x, layer->qkv, D, seen + 2 * m->groups * m->head_dim, N, layer->qkv_bias, 0, s->qkv);
+            project(s->x, layer->qkv, D, seen + 2 * m->groups * m->head_dim, N, m->tiles, layer->qkv_bias, 0, s->qkv);
 #pragma omp for schedule(static)
             for (i64 item = 0; item < N * m->groups; item++) keep(m, s, layer, item / m->groups, item % m->groups);
 #pragma omp for schedule(dynamic, 4)
             for (i64 item = 0; item < N * m->groups; item++) attend(m, s, layer, item / m->groups, item % m->groups);
-            project(s->x, layer->output, seen, D, N, NULL, 1, s->h);
+            project(s->x, layer->output, seen, D, N, m->tiles, NULL, 1, s->h);
             normalise(s->h, layer->mlp_norm, NULL, N, D, m->eps, s->x);
-            project_gated(s->x, layer, D, m->units, N, s->gated);
-            project(s->gated, layer->down, m->units, D, N, NULL, 1, s->h);
+            project_gated(s->x, layer, D, m->units, N, m->tiles, s->gated);
+            project(s->gated, layer->down, m->units, D, N, m->tiles, NULL, 1, s->h);
         }
         normalise(s->h, m->norm, s->last, s->outputs, D, m->eps, s->x);
-        project(s->x, m->head, D, m->vocab, s->outputs, NULL, 0, s->logits);
-        end_tiles();
+        project(s->x, m->head, D, m->vocab, s->outputs, m->tiles, NULL, 0, s->logits);
+        if (m->tiles) end_tiles();
     }
 }
 

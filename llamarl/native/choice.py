@@ -1,0 +1,97 @@
+"""The fastest of several ways to compute one thing, found by trying them once on a machine.
+
+    way = fastest("decode pass", {"tiles": ..., "vectors": ..., "module": ...}, key="...")
+
+What was found is kept beside the compiled kernels, so that later runs decide alike and at once. A run that must not ask a clock
+takes the first way and does not come here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from llamarl.native import cache_folder, cpu_description
+
+CLEARLY_FASTER = 1.25  # times, before the order of the ways is departed from: a busy machine's clock is no finer
+_TURNS = 3  # each way is tried so often, in turn, and its shortest time counts
+
+log = logging.getLogger(__name__)
+
+
+def fastest(
+    what: str,
+    ways: Mapping[str, Callable[[], object]],
+    *,
+    key: str,
+    clock: Callable[[], float] = time.perf_counter,
+) -> str:
+    """The name of the way to take: the first, unless another one is clearly faster.
+
+    what: for people.  ways: name -> does the work once; the expected best comes first.  key: what the times depend on beside
+    the CPU, such as shapes and threads.
+    """
+    names = list(ways)
+    if len(names) == 1:
+        return names[0]
+    file = _file(what, names, key)
+    kept = _read(file)
+    if kept in ways:
+        return kept
+    times = _measure(ways, clock)
+    chosen = names[0]
+    for name in names[1:]:
+        if times[name] * CLEARLY_FASTER < times[chosen]:
+            chosen = name
+    measured = ", ".join(f"{name} {times[name] * 1e3:.1f} ms" for name in names)
+    log.info("%s: %s, by measurement (%s)", what, chosen, measured)
+    _keep(file, {"way": chosen, "what": what, "key": key, "times_s": times})
+    return chosen
+
+
+def _measure(ways: Mapping[str, Callable[[], object]], clock: Callable[[], float]) -> dict[str, float]:
+    """Name -> its shortest time in seconds; a first call of each, which may compile or lay out, does not count."""
+    for work in ways.values():
+        work()
+    times = {name: float("inf") for name in ways}
+    for _ in range(_TURNS):
+        for name, work in ways.items():
+            began = clock()
+            work()
+            times[name] = min(times[name], clock() - began)
+    return times
+
+
+def _file(what: str, names: list[str], key: str) -> Path:
+    known = "\n".join([what, *names, key, cpu_description()])
+    return cache_folder() / f"choice-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+
+
+def _read(file: Path) -> str | None:
+    """The way that is kept there; None where there is no file, or one that cannot be read."""
+    try:
+        kept = json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.warning("%s: measuring anew, for it cannot be read: %s", file, error)
+        return None
+    return kept.get("way") if isinstance(kept, dict) else None
+
+
+def _keep(file: Path, found: dict) -> None:
+    """Processes may keep one at once: the last rename wins."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+            made = Path(scratch) / file.name
+            made.write_text(json.dumps(found, indent=1) + "\n")
+            os.replace(made, file)
+    except OSError as error:
+        log.warning("%s: %s will be measured again in the next run: %s", file, found["what"], error)

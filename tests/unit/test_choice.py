@@ -1,0 +1,108 @@
+"""The fastest way by measured times, with a clock that the test turns; kept for the next process."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from llamarl.inference import Engine, SamplingParams
+from llamarl.inference.decode import NativeDecode
+from llamarl.inference.runner import ModelRunner
+from llamarl.models.scratch import tiny_directory
+from llamarl.native import choice
+from llamarl.native.choice import CLEARLY_FASTER, fastest
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "cache_folder", lambda: tmp_path / "kept")
+    return tmp_path / "kept"
+
+
+class Work:
+    """Ways whose calls take the seconds that are given, by a clock of their own."""
+
+    def __init__(self, **seconds: float):
+        self.now, self.calls = 0.0, []
+        self.ways = {name: lambda name=name, s=s: self._pass(name, s) for name, s in seconds.items()}
+
+    def _pass(self, name: str, seconds: float) -> None:
+        self.now += seconds
+        self.calls.append(name)
+
+    def fastest(self, key: str = "") -> str:
+        return fastest("work", self.ways, key=key, clock=lambda: self.now)
+
+
+def test_the_choice_falls_as_the_measured_times_say():
+    assert Work(tiles=2.0, vectors=1.0, module=3.0).fastest("a") == "vectors"
+    assert Work(tiles=1.0, vectors=2.0, module=3.0).fastest("b") == "tiles"
+    assert Work(tiles=9.0, vectors=8.0, module=1.0).fastest("c") == "module"
+
+
+def test_the_first_way_is_taken_unless_another_is_clearly_faster():
+    nearly = 1 / CLEARLY_FASTER
+    assert Work(tiles=1.0, vectors=1.01 * nearly).fastest("a") == "tiles"
+    assert Work(tiles=1.0, vectors=0.99 * nearly).fastest("b") == "vectors"
+
+
+def test_one_slow_moment_decides_nothing():
+    work = Work(tiles=1.0, vectors=2.0)
+    slow = iter([1.0, 50.0, 1.0, 1.0])
+    work.ways["tiles"] = lambda: work._pass("tiles", next(slow))
+    assert work.fastest() == "tiles"
+
+
+def test_what_was_found_is_kept_for_the_same_machine_and_key(own_folder):
+    assert Work(tiles=2.0, vectors=1.0).fastest() == "vectors"
+    again = Work(tiles=1.0, vectors=2.0)
+    assert again.fastest() == "vectors" and not again.calls, "not measured again"
+    assert Work(tiles=1.0, vectors=2.0).fastest("other shapes") == "tiles"
+    assert Work(tiles=1.0, vectors=2.0, module=3.0).fastest() == "tiles", "other ways are another question"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"way": "unknown"}', '{"way": 3}'])
+def test_a_kept_choice_that_cannot_be_used_is_measured_anew(own_folder, content):
+    Work(tiles=2.0, vectors=1.0).fastest()
+    (file,) = own_folder.glob("choice-*.json")
+    file.write_text(content)
+    assert Work(tiles=2.0, vectors=1.0).fastest() == "vectors"
+    assert json.loads(file.read_text())["way"] == "vectors"
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_warning(own_folder, caplog):
+    own_folder.write_text("a file where the folder should be")
+    assert Work(tiles=2.0, vectors=1.0).fastest() == "vectors"
+    assert "will be measured again" in caplog.text
+
+
+def the_engine(**options) -> Engine:
+    return Engine.from_hf(tiny_directory(), max_slots=4, max_len=32, device="cpu", **options)
+
+
+@pytest.mark.parametrize("way", ["vectors", "module"])
+def test_an_engine_takes_the_way_that_was_found_fastest(monkeypatch, way):
+    if not NativeDecode.fits(the_engine().decoder, torch.device("cpu"), torch.bfloat16):
+        pytest.skip("the native kernels are not there: only the module decodes")
+    asked = []
+
+    def chosen(what, ways, *, key):
+        asked.append(list(ways))
+        for work in ways.values():
+            work()
+        return way
+
+    monkeypatch.setattr("llamarl.inference.runner.fastest", chosen)
+    engine, usual = the_engine(reproducible=False), the_engine()
+    prompts, params = [[1, 7, 14], [1, 9]], SamplingParams(12, temperature=0.0)
+    completions = engine.generate(prompts, params)
+    assert len(asked) == 1 and set(asked[0]) >= {"vectors", "module"} and engine._runner.way == way
+    for (ours,), (theirs,) in zip(completions, usual.generate(prompts, params)):
+        torch.testing.assert_close(ours.generator_logprobs, theirs.generator_logprobs, atol=0.1, rtol=0)
+
+
+def test_a_reproducible_engine_asks_no_clock(monkeypatch):
+    monkeypatch.setattr(ModelRunner, "_fastest_way", lambda self: pytest.fail("asked a clock"))
+    the_engine().generate([[1, 7]], SamplingParams(2))

@@ -1,0 +1,83 @@
+"""The native pass by each of its kernels: the same numbers up to rounding, and a row's bits whatever lies beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from llamarl.inference import Engine
+from llamarl.inference.decode import NativeDecode
+from llamarl.models.build import build_decoder, read_config
+from llamarl.models.scratch import random_weights, tiny_directory
+
+MAX_LEN = 32
+ROWS = 70  # two tiles of rows and more than one block
+# bfloat16 activations differ in their last bit where sums in another order round differently, layer by layer.
+BFLOAT16_LOGITS = 0.05
+
+# The inputs of the second model's products are no whole tiles (48), or only some are (64 but 80).
+SHAPES = {
+    "tiny": {},
+    "no_tiles": {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 80},
+    "some_tiles": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 80},
+}
+
+
+def native_engine(shape: str, dtype: torch.dtype) -> Engine:
+    config = dataclasses.replace(read_config(tiny_directory()), **SHAPES[shape])
+    decoder = random_weights(build_decoder(config), seed=3)
+    if not NativeDecode.fits(decoder, torch.device("cpu"), dtype):
+        pytest.skip("no C compiler, or LLAMARL_NATIVE=0: the module decodes")
+    return Engine(decoder, max_slots=ROWS, max_len=MAX_LEN, dtype=dtype)
+
+
+def ways(engine: Engine) -> list[str]:
+    return ["tiles", "vectors"] if engine._runner.native.has_tiles else ["vectors"]
+
+
+@torch.inference_mode()
+def logits(engine: Engine, way: str, rows: slice) -> torch.Tensor:
+    """Of a few tokens one after the other in each of these slots."""
+    engine._runner.take(way)
+    engine._runner.refresh()
+    engine._reserve(ROWS, MAX_LEN)
+    slots = torch.arange(ROWS)[rows]
+    out = []
+    for position in range(3):
+        tokens = (slots * 7 + position) % 31 + 4
+        positions = torch.full_like(slots, position)
+        out.append(engine._runner.native(tokens, positions, engine._cache, slots, position + 1))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_a_row_has_the_same_bits_among_any_other_rows(shape, dtype):
+    engine = native_engine(shape, dtype)
+    for way in ways(engine):
+        together = logits(engine, way, slice(0, ROWS))
+        for rows in (slice(0, 1), slice(3, 10), slice(5, 21), slice(1, 33), slice(2, 35), slice(6, ROWS)):
+            assert torch.equal(logits(engine, way, rows), together[:, rows]), (way, rows)
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_tiles_and_vectors_give_the_modules_logits(shape):
+    engine = native_engine(shape, torch.bfloat16)
+    exact = build_decoder(engine.decoder.config, device="cpu")
+    exact.load_state_dict({name: p.float() for name, p in engine.decoder.state_dict().items()})
+    other = Engine(exact, max_slots=ROWS, max_len=MAX_LEN, dtype=torch.float32)
+    truth = logits(other, "vectors", slice(0, ROWS))
+    spread = truth.std()
+    for way in ways(engine):
+        error = (logits(engine, way, slice(0, ROWS)) - truth).abs().max()
+        assert error < BFLOAT16_LOGITS * spread, way
+
+
+def test_tiles_are_really_other_instructions():
+    """Where there are tiles, they sum in another order than vectors: the two do not give the same bits everywhere."""
+    engine = native_engine("tiny", torch.bfloat16)
+    if len(ways(engine)) < 2:
+        pytest.skip("this CPU has no tile instructions for bfloat16")
+    assert not torch.equal(logits(engine, "tiles", slice(0, ROWS)), logits(engine, "vectors", slice(0, ROWS)))
