@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 import torch
 
 from llamarl.native.precision import use_float32_products

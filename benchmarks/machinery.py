@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 import torch
 
 from llamarl.channel import Gather, Scatter, Weights

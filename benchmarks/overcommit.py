@@ -26,6 +26,7 @@ import time
 from collections import deque
 from pathlib import Path
 
+import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 import torch
 from running import machine, run_job
 

@@ -33,6 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 import torch
 
 from running import ROOT, machine

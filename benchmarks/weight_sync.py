@@ -25,6 +25,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 import torch
 import torch.distributed as dist
 from running import machine

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 import torch.distributed as dist
 
 from executors.stations import sampling_of

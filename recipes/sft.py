@@ -26,6 +26,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
+import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 import torch
 import torch.distributed as dist
 from rich.console import Console
