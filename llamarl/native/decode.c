@@ -10,6 +10,7 @@
    Shapes: N rows, D model, H query heads, G key/value heads, R = H / G, K head dim, I hidden units, V vocabulary, L places. */
 
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #ifdef __AVX512F__
@@ -372,6 +373,11 @@ static void attend(const Model *m, const Step *s, const Layer *layer, i64 row, i
 /* --- the pass --- */
 
 int panel_width(void) { return WIDTH; }
+
+/* Compared with decode.py's structures before anything is called. */
+size_t size_of_Layer(void) { return sizeof(Layer); }
+size_t size_of_Model(void) { return sizeof(Model); }
+size_t size_of_Step(void) { return sizeof(Step); }
 
 void decode(const Model *m, const Step *s) {
     const i64 N = s->rows, D = m->hidden, seen = m->heads * m->head_dim;
