@@ -40,10 +40,23 @@ class _Move(ctypes.Structure):
 
 
 class Parts:
-    """Where the parts of a run of bytes go: (first byte of the part, target), each of at most two dimensions with dense rows."""
+    """Where the parts of a run of bytes go: (first byte of the part, target).
+
+    A target is contiguous, or has two dimensions and dense rows; else ValueError.
+    """
 
     def __init__(self, parts: list[tuple[int, Tensor]]):
+        for start, target in parts:
+            of_rows = target.dim() == 1 or (target.dim() == 2 and target.stride(1) == 1)
+            if start < 0 or not (of_rows or target.is_contiguous()):
+                raise ValueError(
+                    f"byte {start} to shape {list(target.shape)} with strides {target.stride()}: "
+                    "need a byte from 0 on, and rows whose elements lie end to end"
+                )
         self.targets = parts
+        self.on_device = any(target.is_cuda for _, target in parts)
+        # Bytes that a run must have.
+        self.end = max((start + target.nbytes for start, target in parts), default=0)
         self.moves = (_Move * len(parts))()
         for move, (start, target) in zip(self.moves, parts):
             rows = 1 if target.is_contiguous() else len(target)
@@ -64,10 +77,12 @@ class Copier:
         return self.method == "lanes"
 
     def copy(self, target: Tensor, source: Tensor) -> int | Tensor:
-        """Copy source to target, of the same shape; the digest of the target's bytes, row after row.
+        """Copy source to target; the digest of the target's bytes, row after row.
 
-        One of them is contiguous; dtypes may differ.
+        One of them is contiguous; dtypes may differ. ValueError if shapes do.
         """
+        if target.shape != source.shape:
+            raise ValueError(f"a copy of shape {list(source.shape)} to {list(target.shape)}")
         if self.method == "lanes" and (digest := _copy_in_lanes(target, source)) is not None:
             return digest
         if self.method == "xxh3" and target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype:
@@ -81,13 +96,25 @@ class Copier:
 
     def copy_rows(self, targets: list[Tensor], sources: list[Tensor]) -> list[int | Tensor]:
         """`copy` of several. Sources that are columns of the same rows are read together, in the order in which they lie in memory."""
+        shapes = [[list(tensor.shape) for tensor in tensors] for tensors in (sources, targets)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"copies of shapes {shapes[0]} to {shapes[1]}")
         if self.method == "lanes" and len(targets) > 1 and (digests := _pack_in_lanes(targets, sources)) is not None:
             return digests
         return list(map(self.copy, targets, sources))
 
     def copy_parts(self, source: Tensor, parts: Parts) -> int:
-        """Copy the parts of `source` [bytes] uint8 to their places, but for those that lie there already. Their digests, folded."""
-        if self.method == "lanes" and not source.is_cuda:
+        """Copy the parts of `source` [bytes] uint8 to their places, and fold their digests.
+
+        A part that lies where it goes already is only digested. ValueError for a source
+        that is no run of bytes, or too short for a part.
+        """
+        if source.dtype != torch.uint8 or source.dim() != 1 or not source.is_contiguous():
+            shape = list(source.shape)
+            raise ValueError(f"a source {shape} {source.dtype}; need [bytes] uint8, contiguous")
+        if source.numel() < parts.end:
+            raise ValueError(f"a source of {source.numel()} bytes for parts up to byte {parts.end}")
+        if self.method == "lanes" and not (source.is_cuda or parts.on_device):
             digests = (ctypes.c_uint64 * len(parts.targets))()
             _kernels().copy_moves(len(parts.targets), parts.moves, source.data_ptr(), digests)
             return fold(digests)
@@ -104,6 +131,8 @@ class Copier:
         if self.method == "device":
             return _device_digest(flat)
         if self.method == "lanes":
+            if flat.is_cuda:
+                raise ValueError(f"the method lanes reads memory of the CPU, not of {flat.device}")
             return _kernels().digest_of(flat.data_ptr(), flat.numel())
         state = xxhash.xxh3_64()
         for block in flat.split(BLOCK_BYTES):
@@ -127,7 +156,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _kernels() -> ctypes.CDLL | None:
-    kernels = native.library("copy")
+    kernels = native.library("copy", structs=(_Move,))
     if kernels is not None:
         address, count = ctypes.c_void_p, ctypes.c_uint64
         kernels.digest_of.argtypes = [address, count]

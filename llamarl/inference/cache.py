@@ -39,10 +39,15 @@ class SlotCache:
         return max(1, self.budget // (self.max_len if self._fixed else _whole_blocks(length)))
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` rows of `length` <= max_len tokens; what they and shorter rows hold stays."""
+        """Make room for `rows` rows of `length` <= max_len tokens; what is held stays.
+
+        IndexError for a longer length, and for more than a cache of fixed size has.
+        """
         if rows <= self.rows and length <= self.capacity:
             return
-        assert not self._fixed, f"{rows} rows of {length} tokens in a fixed cache of {self.rows} by {self.capacity}"
+        if self._fixed or length > self.max_len:
+            most = f"{self.rows} rows of {self.capacity}" if self._fixed else f"rows of {self.max_len}"
+            raise IndexError(f"{rows} rows of {length} tokens in a cache of {most}")
         kept_rows, kept_length = self.rows, self.capacity
         # Doubling, so that growing costs little; within the budget, where longer rows may mean fewer.
         if length > self.capacity:
@@ -113,9 +118,13 @@ class Decode:
     """
 
     def __init__(self, cache: SlotCache, positions_N: Tensor, longest: int, first_slot: int = 0):
-        assert longest <= cache.capacity, f"place {longest} of a cache of {cache.capacity}"
-        self._cache, self._positions, self.longest = cache, positions_N, longest
         end, device = first_slot + positions_N.numel(), positions_N.device
+        if longest > cache.capacity or end > cache.rows or first_slot < 0:
+            raise IndexError(
+                f"place {longest - 1} of slots {first_slot}..{end - 1}: "
+                f"the cache has {cache.rows} slots of {cache.capacity} places"
+            )
+        self._cache, self._positions, self.longest = cache, positions_N, longest
         self._rows, self._slots = slice(first_slot, end), torch.arange(first_slot, end, device=device)
         self._length = _whole_blocks(longest)
         unseen_NL = torch.arange(self._length, device=device) > positions_N[:, None]

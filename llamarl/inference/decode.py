@@ -46,13 +46,17 @@ class _Step(ctypes.Structure):
     _fields_ += [(n, ctypes.c_void_p) for n in (*_GIVEN, "cos", "sin", "h", "qkv", "x", "gated", "logits")]
 
 
+def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    return library("decode", *_FLAGS[dtype], structs=(_Layer, _Model, _Step))
+
+
 class NativeDecode:
     """What `decoder` computes in the contexts Decode, Prefill and Extend of a cache. Logits [N, V] float32."""
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype):
         """RuntimeError where `fits` is false."""
         self._decoder, self._dtype, self.stale = decoder, dtype, True
-        self._kernels = library("decode", *_FLAGS[dtype])
+        self._kernels = _library(dtype)
         if self._kernels is None:
             raise RuntimeError("the kernels of llamarl/native/decode.c are not there")
         self.has_tiles = bool(self._kernels.tiles_allowed())
@@ -79,7 +83,7 @@ class NativeDecode:
         # A tensor-parallel rank communicates inside its modules; heads that divide unevenly are repeated there.
         if not all(type(layer.mlp) is FeedForward and not (layer.attn.tp or layer.attn.repeats) for layer in decoder.layers):
             return False
-        return library("decode", *_FLAGS[dtype]) is not None
+        return _library(dtype) is not None
 
     def refresh(self) -> None:
         """Lay out the weights again if `stale`, or if one is another tensor than the last time or was written to since."""
@@ -118,8 +122,18 @@ class NativeDecode:
     def __call__(
         self, tokens_N: Tensor, positions_N: Tensor, cache: SlotCache, slots_N: Tensor, longest: int, last_M: Tensor | None = None
     ) -> Tensor:
-        """Row i reads slots_N[i] up to positions_N[i] < longest, which it fills. last_M: ascending rows, the only ones with logits."""
-        assert longest <= cache.capacity, f"place {longest} of a cache of {cache.capacity}"
+        """Row i reads slots_N[i] up to positions_N[i] < longest, which it fills.
+
+        last_M: ascending rows, the only ones with logits. All int64, and looked at before C, which
+        trusts them, sees them: IndexError for a token, place, slot or row that is not there.
+        """
+        if longest > cache.capacity:
+            raise IndexError(f"place {longest - 1} of a cache of {cache.capacity} places")
+        _check_indices("token ids", tokens_N, self._decoder.config.vocab_size)
+        _check_indices("places", positions_N, longest, like=tokens_N)
+        _check_indices("slots", slots_N, cache.rows, like=tokens_N)
+        if last_M is not None:
+            _check_indices("rows", last_M, tokens_N.numel())
         model, rows, dtype = self._model, tokens_N.numel(), self._dtype
         outputs = rows if last_M is None else last_M.numel()
         for layer, keys, values in zip(self._layers, cache.keys, cache.values):
@@ -138,11 +152,26 @@ class NativeDecode:
         step = _Step(rows=rows, outputs=outputs, capacity=cache.capacity, threads=torch.get_num_threads())
         for name, tensor in tensors.items():
             if tensor is not None:
-                assert tensor.is_contiguous(), name
+                if not tensor.is_contiguous():
+                    raise ValueError(f"{name} of shape {list(tensor.shape)} is not contiguous")
                 setattr(step, name, tensor.data_ptr())
         model.tiles = self.use_tiles
         self._kernels.decode(ctypes.byref(model), ctypes.byref(step))
         return tensors["logits"]
+
+
+def _check_indices(what: str, given: Tensor, end: int, like: Tensor | None = None) -> None:
+    """IndexError if one lies outside [0, end); ValueError if not [N] int64, N as in `like`."""
+    if given.dim() != 1 or given.dtype != torch.int64 or given.device.type != "cpu":
+        kind = f"{list(given.shape)} {given.dtype} on {given.device}"
+        raise ValueError(f"{what}: {kind}; need [N] int64 on the CPU")
+    if like is not None and given.numel() != like.numel():
+        raise ValueError(f"{given.numel()} {what} for {like.numel()} tokens")
+    if not given.numel():
+        return
+    low, high = torch.aminmax(given)
+    if low < 0 or high >= end:
+        raise IndexError(f"{what} {int(low)}..{int(high)}: there are 0..{end - 1}")
 
 
 def _by_groups(attn: Attention, name: str) -> Tensor:

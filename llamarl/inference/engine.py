@@ -27,7 +27,7 @@ from torch import Tensor
 from llamarl.allocator import keep_freed_memory
 from llamarl.inference.cache import SlotCache
 from llamarl.inference.graph import DecodeGraphs
-from llamarl.inference.rows import Partial, Request, Rows
+from llamarl.inference.rows import Partial, Request, Rows, check_vocabulary
 from llamarl.inference.runner import Job, ModelRunner, batches
 from llamarl.inference.sampler import SamplingParams, process
 from llamarl.models.build import Decoder, build_decoder, read_config
@@ -139,7 +139,10 @@ class Engine:
         self._waiting.append(self._request(stream, ticket, prompt_ids, params))
 
     def submit_partial(self, partial: Partial) -> None:
-        """Queue what remains of a sample: under the same weights it goes on token for token. ValueError as in submit."""
+        """Queue what remains of a sample: under the same weights it goes on token for token.
+
+        ValueError as in submit, and for tokens without a logprob and a version each.
+        """
         prompt = partial.prompt_ids.cpu()
         index = partial.sample_index
         request = Request(partial.stream, partial.ticket, prompt, partial.params, index + 1, index, partial)
@@ -265,8 +268,13 @@ class Engine:
     def score_all(
         self, prompt_ids: Tensor | Sequence[int], token_ids: Tensor | Sequence[int], temperature: float = 1.0
     ) -> Tensor:
-        """[L, V] float32: at the place of each of these tokens, the logprobs of the whole vocabulary."""
-        tokens = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
+        """[L, V] float32: the whole vocabulary's logprobs at the place of each of these tokens.
+
+        ValueError for what does not fit max_len, or ids outside the vocabulary.
+        """
+        tokens = torch.as_tensor(token_ids, dtype=torch.int64)
+        check_vocabulary("token ids to score", tokens, self.decoder.config.vocab_size)
+        tokens = tokens.to(self.device)
         params = SamplingParams(max_new_tokens=max(1, tokens.numel()), temperature=temperature)
         request = self._request(0, 0, prompt_ids, params)
         self._runner.refresh()

@@ -28,6 +28,20 @@ class Partial:
     params: SamplingParams
 
 
+def check_vocabulary(what: str, ids: Tensor, vocab_size: int) -> None:
+    """ValueError if `ids`, [N] int64, are of another kind, or one lies outside the vocabulary."""
+    if ids.dim() != 1 or ids.dtype != torch.int64:
+        raise ValueError(f"{what}: {list(ids.shape)} {ids.dtype}; need [N] int64")
+    if not ids.numel():
+        return
+    low, high = (int(bound) for bound in torch.aminmax(ids))
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"{what} {low}..{high} lie outside the model's vocabulary of {vocab_size}; "
+            "is the tokenizer another model's?"
+        )
+
+
 @dataclass(slots=True)
 class Request:
     """A submitted prompt; its samples num_started..end-1 take slots as they come free, in order."""
@@ -42,7 +56,10 @@ class Request:
     num_cached: int = 0  # tokens of a long prompt that wait in the staging slot
 
     def check(self, vocab_size: int, max_len: int) -> None:
-        """ValueError for an empty prompt, one that does not fit max_len with max_new_tokens, or ids outside the vocabulary."""
+        """ValueError for an empty prompt, one that max_len has no room for, or unknown ids.
+
+        For a partial completion also if it has ended, or has not a logprob and a version a token.
+        """
         prompt, params, ticket = self.prompt_ids, self.params, self.ticket
         if prompt.dim() != 1 or prompt.numel() == 0:
             raise ValueError(f"ticket {ticket}: prompt_ids of shape {list(prompt.shape)}; need [P] with at least one token")
@@ -51,12 +68,13 @@ class Request:
                 f"ticket {ticket}: {prompt.numel()} prompt tokens + max_new_tokens={params.max_new_tokens} exceed "
                 f"max_len={max_len}; give the engine a larger max_len, or shorten either"
             )
-        low, high = torch.aminmax(self.ids)
-        if low < 0 or high >= vocab_size or any(t >= vocab_size for t in params.stop_token_ids):
-            raise ValueError(
-                f"ticket {ticket}: prompt ids {int(low)}..{int(high)} or stop tokens {params.stop_token_ids} lie outside "
-                f"the model's vocabulary of {vocab_size}; is the tokenizer another model's?"
-            )
+        shapes = [list(had.shape) for had in self.recorded]
+        if len(shapes[0]) != 1 or any(shape != shapes[0] for shape in shapes):
+            names = "tokens, logprobs and versions"
+            raise ValueError(f"ticket {ticket}: {names} of shapes {shapes}; need [L] each")
+        check_vocabulary(f"ticket {ticket}: prompt ids", self.ids, vocab_size)
+        stops = torch.tensor(params.stop_token_ids, dtype=torch.int64)
+        check_vocabulary(f"ticket {ticket}: stop tokens", stops, vocab_size)
         done = self.recorded[0]
         if done.numel() >= params.max_new_tokens or (done.numel() and int(done[-1]) in params.stop_token_ids):
             raise ValueError(f"ticket {ticket}: a completion of {done.numel()} tokens that has ended cannot go on")

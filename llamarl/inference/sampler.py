@@ -131,10 +131,12 @@ def sample(logits_NV: Tensor, uniforms_N: Tensor, greedy_N: Tensor | None = None
     """(tokens [N] int64, their logprobs [N] float32) by the inverse CDF of the logits; the (first) likeliest where greedy_N.
 
     On a CPU in one call (llamarl/native/decode.c); the two ways differ where rounding puts a uniform on the other side of a
-    token's edge.
+    token's edge. uniforms_N: float64 in [0, 1). ValueError for other shapes or dtypes, or V = 0.
     """
+    _check(logits_NV, uniforms_N, greedy_N)
     kernels = library("decode", "-fopenmp") if logits_NV.device.type == "cpu" else None
     if kernels:
+        greedy_N = None if greedy_N is None else greedy_N.contiguous()
         return _sample_natively(kernels, logits_NV.float().contiguous(), uniforms_N.contiguous(), greedy_N)
     weights_NV = logits_NV.softmax(1, dtype=torch.float32)  # one pass over V; sums to one up to rounding
     tokens, total = _sample_by_blocks(weights_NV, uniforms_N[:, None])
@@ -142,6 +144,21 @@ def sample(logits_NV: Tensor, uniforms_N: Tensor, greedy_N: Tensor | None = None
         tokens = torch.where(greedy_N[:, None], logits_NV.argmax(1, keepdim=True), tokens)
     logprobs = (weights_NV.gather(1, tokens).double() / total).log_().float()
     return tokens.squeeze(1), logprobs.squeeze(1)
+
+
+def _check(logits_NV: Tensor, uniforms_N: Tensor, greedy_N: Tensor | None) -> None:
+    if logits_NV.dim() != 2 or not logits_NV.shape[1]:
+        raise ValueError(f"logits of shape {list(logits_NV.shape)}; need [N, V], V at least 1")
+    asked = [("uniforms", uniforms_N, torch.float64)]
+    if greedy_N is not None:
+        asked.append(("greedy", greedy_N, torch.bool))
+    for name, given, dtype in asked:
+        fits = given.shape == logits_NV.shape[:1] and given.device == logits_NV.device
+        if not fits or given.dtype != dtype:
+            raise ValueError(
+                f"{name}: {list(given.shape)} {given.dtype} on {given.device}; "
+                f"need [{len(logits_NV)}] {dtype} on {logits_NV.device}"
+            )
 
 
 def _sample_natively(

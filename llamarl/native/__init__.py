@@ -1,9 +1,22 @@
-"""Small C kernels, compiled on first use by the machine's own compiler. None is needed: each has a PyTorch equal.
+"""Small C kernels, compiled on first use by the machine's own compiler. Each has a PyTorch equal.
 
-    lib = library("copy")      # llamarl/native/copy.c as a ctypes.CDLL, or None
+    lib = library("copy", structs=(_Move,))   # llamarl/native/copy.c as a ctypes.CDLL, or None
 
-A library is kept in $XDG_CACHE_HOME/llamarl (~/.cache/llamarl) under a name made of its source, command, compiler and CPU,
-so it is compiled once a machine, and a home directory that different machines share is safe. LLAMARL_NATIVE=0 switches all off.
+LLAMARL_NATIVE=0 switches all kernels off. LLAMARL_NATIVE_ARCH is the instruction set that they are
+compiled for, as the compiler names it (-march): "native", the default, is all that this CPU has;
+"x86-64-v3" is x86 with AVX2 and without AVX-512. On an Arm CPU "native" becomes -mcpu=native, which
+gcc and clang both know there. A compiler that refuses "native" compiles for its own default, and a
+warning says so; an instruction set given by name is never exchanged for another.
+
+A library is kept in $XDG_CACHE_HOME/llamarl (~/.cache/llamarl) under a name made of its source,
+command, compiler and CPU, so it is compiled once a machine, and a home directory that different
+machines share is safe. Loading a library runs what it holds, so one is taken from there only if
+this user owns it and its folder, and nobody else may write to either. Else it is compiled anew in a
+private folder, for this process alone, and a warning names what is not to be trusted.
+
+A struct that Python and C share is a ctypes.Structure _NAME and a typedef NAME, whose size C
+exports as size_of_NAME(). The sizes are compared when the library is loaded: where they differ, a warning
+says so and PyTorch's operations are used.
 """
 
 from __future__ import annotations
@@ -14,6 +27,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
@@ -21,12 +35,19 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 _LIMIT_S = 120
-_FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11")
+_FLAGS = ("-O3", "-shared", "-fPIC", "-std=gnu11", "-fno-strict-aliasing")
+_ARM = ("aarch64", "arm64")
+
+Structs = tuple[type[ctypes.Structure], ...]
 
 
 @functools.cache
-def library(name: str, *flags: str) -> ctypes.CDLL | None:
-    """The kernels of NAME.c compiled with more flags, or None (warned once) where no compiler makes them or LLAMARL_NATIVE=0."""
+def library(name: str, *flags: str, structs: Structs = ()) -> ctypes.CDLL | None:
+    """The kernels of NAME.c compiled with more flags; structs: those shared with the caller.
+
+    None where LLAMARL_NATIVE=0, and, with a warning, where no compiler makes the kernels or a
+    struct has another size in C.
+    """
     if os.environ.get("LLAMARL_NATIVE", "1") == "0":
         return None
     source = _HERE / f"{name}.c"
@@ -34,29 +55,71 @@ def library(name: str, *flags: str) -> ctypes.CDLL | None:
     if compiler is None:
         return _without(name, "there is no C compiler (set CC, or install gcc or clang)")
     try:
-        return ctypes.CDLL(str(_compiled(compiler, source, flags)))
+        kernels = _loaded(compiler, source, flags)
     except subprocess.CalledProcessError as error:
         return _without(name, f"{compiler} failed: {error.stderr.strip()[-300:]}")
     except subprocess.TimeoutExpired:
         return _without(name, f"{compiler} took more than {_LIMIT_S} s")
     except OSError as error:
         return _without(name, str(error))
+    difference = _difference(kernels, structs)
+    return kernels if difference is None else _without(name, difference)
 
 
-def _compiled(compiler: str, source: Path, flags: tuple[str, ...] = ()) -> Path:
-    """The shared library of `source`, made if it is not there. Processes may make it at once: the last rename wins, all are equal."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_LIMIT_S, check=True).stdout
-    key = "\n".join([source.read_text(), *_FLAGS, *flags, compiler, version, cpu_description()])
-    folder = cache_folder()
-    target = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if not target.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / target.name
-            command = [compiler, *_FLAGS, *flags, str(source), "-o", str(made), "-lm"]
-            subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
-            os.replace(made, target)
-    return target
+def _loaded(compiler: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """The library of `source` for LLAMARL_NATIVE_ARCH.
+
+    Where the compiler refuses "native": for its own default, with a warning.
+    """
+    arch = os.environ.get("LLAMARL_NATIVE_ARCH") or "native"
+    on_arm = platform.machine() in _ARM
+    wanted = "-mcpu=native" if arch == "native" and on_arm else f"-march={arch}"
+    try:
+        return _kept(compiler, source, (*_FLAGS, wanted, *flags))
+    except subprocess.CalledProcessError:
+        if arch != "native":
+            raise
+        kernels = _kept(compiler, source, (*_FLAGS, *flags))
+    # Only now is it known that the instruction set was what the compiler refused.
+    warnings.warn(
+        f"{source.name}: {compiler} refuses {wanted}; compiled for its default, which may be "
+        "slower (LLAMARL_NATIVE_ARCH names the instruction set)",
+        stacklevel=3,
+    )
+    return kernels
+
+
+def _kept(compiler: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """The library of `source` from the cache, which is made if it is not there.
+
+    Where others own the cache or may write to it: one made in a private folder, with a warning.
+    """
+    target = cache_folder() / _file_name(compiler, source, flags)
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stranger = _not_ours(target)
+    if stranger is None:
+        if not target.is_file():
+            _compile(compiler, source, flags, target)
+        return ctypes.CDLL(str(target))
+    warnings.warn(
+        f"{stranger} belongs to another user, or others may write to it: {source.name} is compiled "
+        "for this process alone, in seconds; remove it, or take others' right away (chmod go-w)",
+        stacklevel=4,
+    )
+    with tempfile.TemporaryDirectory(prefix="llamarl-") as private:
+        target = Path(private) / target.name
+        _compile(compiler, source, flags, target)
+        return ctypes.CDLL(str(target))  # which stays loaded when its file is gone
+
+
+def _compile(compiler: str, source: Path, flags: tuple[str, ...], target: Path) -> None:
+    """Make `target`. Processes may make it at once: the last rename wins, all are equal."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made = Path(scratch) / target.name
+        command = [compiler, *flags, str(source), "-o", str(made), "-lm"]
+        subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
+        made.chmod(0o700)  # whatever the umask is
+        os.replace(made, target)
 
 
 def cache_folder() -> Path:
@@ -64,8 +127,44 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamarl"
 
 
+def _file_name(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
+    """Another one for another source, command, compiler or CPU."""
+    command = [compiler, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
+    key = "\n".join([source.read_text(), *flags, compiler, done.stdout, cpu_description()])
+    return f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+
+
+def _not_ours(target: Path) -> Path | None:
+    """Which of the folder and the file (if there is one) is open to others, or theirs; None: neither."""
+    paths = (target.parent, target) if os.path.lexists(target) else (target.parent,)
+    for path in paths:
+        # The link too, where it is one: who owns it says where it points.
+        for found in (path.lstat(), path.stat()):
+            is_link = stat.S_ISLNK(found.st_mode)
+            open_to_others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if found.st_uid != os.geteuid() or (open_to_others and not is_link):
+                return path
+    return None
+
+
+def _difference(kernels: ctypes.CDLL, structs: Structs) -> str | None:
+    """What says that a struct has another size in C; None where all agree."""
+    for struct in structs:
+        name = struct.__name__.lstrip("_")
+        try:
+            size_of = getattr(kernels, f"size_of_{name}")
+        except AttributeError:
+            return f"it does not say how large its struct {name} is"
+        size_of.restype = ctypes.c_size_t
+        size = size_of()
+        if size != ctypes.sizeof(struct):
+            return f"its struct {name} has {size} bytes in C and {ctypes.sizeof(struct)} in Python"
+    return None
+
+
 def cpu_description() -> str:
-    """What -march=native looks at."""
+    """What "native" looks at."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     features = sorted({line.partition(":")[2].strip() for line in lines if line.startswith(("flags", "Features", "model name"))})

@@ -5,6 +5,7 @@
    and are folded with n at the end. For a given lane the step is a bijection of the word, so any one damaged word shows, and
    stripes in another order do too. It guards against accidents, not against forgery. */
 
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__SSE2__)
@@ -141,11 +142,14 @@ uint64_t copy_rows(char *target, uint64_t target_stride, const char *source, uin
 }
 
 /* Where a part of a run of bytes goes: rows of `width` bytes, `stride` apart. */
-typedef struct { char *target; uint64_t start, stride, width, rows; } move;
+typedef struct { char *target; uint64_t start, stride, width, rows; } Move;
+
+/* Compared with copies.py's structure before anything is called. */
+size_t size_of_Move(void) { return sizeof(Move); }
 
 /* All parts of a run, but for those that lie where they go already and are only digested. */
-void copy_moves(uint64_t count, const move *moves, const char *source, uint64_t *digests) {
-    for (const move *m = moves; m < moves + count; m++) {
+void copy_moves(uint64_t count, const Move *moves, const char *source, uint64_t *digests) {
+    for (const Move *m = moves; m < moves + count; m++) {
         const char *from = source + m->start;
         *digests++ = from == m->target ? digest_of(from, m->width * m->rows)
                                        : copy_rows(m->target, m->stride, from, m->width, m->width, m->rows);

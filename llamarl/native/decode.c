@@ -10,6 +10,7 @@
    Shapes: N rows, D model, H query heads, G key/value heads, R = H / G, K head dim, I hidden units, V vocabulary, L places. */
 
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(BF16) && defined(__AMX_BF16__) && defined(__linux__)
@@ -462,6 +463,11 @@ int row_multiple(void) {
     return 1;
 #endif
 }
+
+/* Compared with decode.py's structures before anything is called. */
+size_t size_of_Layer(void) { return sizeof(Layer); }
+size_t size_of_Model(void) { return sizeof(Model); }
+size_t size_of_Step(void) { return sizeof(Step); }
 
 void decode(const Model *m, const Step *s) {
     const i64 N = s->rows, D = m->hidden, seen = m->heads * m->head_dim;
