@@ -131,7 +131,7 @@ def padding(groups: list, budget: int) -> dict[str, float]:
     return {
         "microbatches": len(sizes),
         "greedy": 1 - sum(sequences) / (len(bins) * budget),
-        "ours": packing.padding_fraction,
+        "ours": packing.unused_budget_fraction,
         "attention": 1 - sum(sizes) / padded,
         "prompts_shared": 1 - sum(sizes) / sum(sequences),
     }

@@ -154,6 +154,8 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         minibatches_per_step=t.minibatches_per_step,
         updates_per_batch=t.updates_per_batch,
         shaping=Shaping(t.missing_eos_penalty, t.reward_kl_coef, t.whiten, t.reward_kl_estimator),
+        filter_groups=t.filter_groups,
+        recomputes_kv=g.recompute_kv,
     )
     return FSDPTrainer(
         model_path=str(job.model_path),

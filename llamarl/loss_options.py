@@ -14,7 +14,7 @@ LOSS_OPTIONS: dict[str, object] = {
     "ratio_mask_low": NonNegative | None,
     "ratio_mask_high": Positive | None,
     "ratio_level": Literal["token", "sequence", "sequence_mean"],
-    "normalise": Literal["tokens", "completions"],
+    "normalise": Literal["tokens", "completions", "groups"],
     "max_tokens": Count | None,
     "clip_low": Annotated[float, Range(0, 1)],
     "clip_high": NonNegative,

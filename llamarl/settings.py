@@ -102,7 +102,7 @@ class TrainerSettings:
     replicate: Count
     tensor_parallel: Count
     microbatch_tokens: Count
-    max_grad_norm: Positive
+    max_grad_norm: Positive | None
     optimizer: Literal["adamw", "adamw8bit"]
     weight_decay: NonNegative
     beta1: Beta
@@ -119,12 +119,13 @@ class TrainerSettings:
     ema_decay: Annotated[float, Range(0, 0.9999999)] | None
     parity_tolerance: Positive
     skip_zero_advantage: bool
+    filter_groups: bool
     minibatches_per_step: Count
     updates_per_batch: Count
     missing_eos_penalty: float | None
     reward_kl_coef: NonNegative
     reward_kl_estimator: Literal["k1", "k2", "k3"]
-    whiten: Literal["none", "rewards", "advantages", "both"]
+    whiten: Literal["none", "rewards", "advantages", "both", "completions"]
     gamma: Annotated[float, Range(0, 1)]
     gae_lambda: Annotated[float, Range(0, 1)]
     value_lr: Positive

@@ -56,6 +56,7 @@ class Problem:
                 index=torch.tensor([order[int(i)] for i in c.index[kept]], dtype=torch.int64),
                 groups=groups.unique(return_inverse=True)[1],
                 rewards=c.rewards[torch.tensor(sorted(chosen), dtype=torch.int64)],
+                group_tokens=c.group_tokens[torch.tensor(sorted(chosen), dtype=torch.int64)],
             ),
             self.num_loss_tokens,
         )
@@ -73,13 +74,16 @@ def problem(sizes=(3, 2, 4), seed=0, spread=1.0) -> Problem:
     mask = torch.rand(size, generator=random) < 0.75
     groups = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     trained = torch.zeros(n, dtype=torch.bool).scatter(0, index[mask], True)
-    full = sum(int((trained & (groups == g)).sum()) >= 2 for g in range(len(sizes)))
+    of_group = [int((trained & (groups == g)).sum()) for g in range(len(sizes))]
+    labels_of_group = torch.zeros(len(sizes)).index_add(0, groups[index], mask.float())
     completions = Completions(
         index=index,
         groups=groups,
         rewards=torch.randn(n, generator=random, dtype=torch.float64),
+        group_tokens=labels_of_group[groups],
         num_completions=float(trained.sum()),
-        num_groups=float(full),
+        num_groups=float(sum(n >= 2 for n in of_group)),
+        num_trained_groups=float(sum(n >= 1 for n in of_group)),
     )
     advantages = torch.randn(n, generator=random, dtype=torch.float64)[index]
     return Problem(pi.requires_grad_(), mu, ref, advantages, mask, completions, float(mask.sum()))

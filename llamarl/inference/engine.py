@@ -85,7 +85,7 @@ class Engine:
         self._finished: list[tuple[int, Completion]] = []
         self._retired_tokens = 0
         self._staging: int | None = None  # the slot of the prompt that is prefilled in pieces
-        self._recompute_due = False
+        self._recompute_due = self._restage_due = False
         self._version = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._runner = ModelRunner(self.decoder, self._cache, rows=max_slots, reproducible=reproducible)
         self._flops = 2 * decoder.config.num_parameters  # of a row's token; the same on every tensor-parallel rank
@@ -171,6 +171,8 @@ class Engine:
         self._runner.refresh()
         if self._recompute_due:
             self._recompute()
+        if self._restage_due:
+            self._restage()
         first, jobs = self._admit()
         if first:
             self._demands = self._rows.demands(first)
@@ -204,12 +206,14 @@ class Engine:
     def weights_changed(self, version: int, *, recompute_kv: bool = False) -> None:
         """The decoder's parameters are now those of `version`: tokens sampled from here on carry it.
 
-        Cached K/V stay those of the weights that computed them, unless recompute_kv: then the next step computes them anew.
+        Cached K/V stay those of the weights that computed them, unless recompute_kv: then the next step computes them anew. A
+        prompt that is cached in part has no completion yet, and always goes on as one of the new weights alone.
         """
         self.policy_version = version
         self._version.fill_(version)
         self._runner.weights_changed()
         self._recompute_due |= recompute_kv
+        self._restage_due = self._staging is not None
 
     def load_weights(self, source: str | Path | Mapping[str, Tensor], version: int, *, recompute_kv: bool = False) -> None:
         """Take a directory's weights, or whole tensors by their Hugging Face names (all of them), as those of `version`.
@@ -355,7 +359,16 @@ class Engine:
         self._runner.recompute(read)
         for request in self._waiting:
             request.num_cached = 0
-        self._staging, self._recompute_due = None, False
+        self._staging = None
+        self._recompute_due = self._restage_due = False
+
+    def _restage(self) -> None:
+        """The cached pieces of a long prompt under the new weights, at once: it is not set back."""
+        for request in self._waiting:
+            for begin in range(0, request.num_cached, self._prefill_chunk):
+                end = min(begin + self._prefill_chunk, request.num_cached)
+                self._runner.extend(self._staging, begin, request.ids[begin:end])
+        self._restage_due = False
 
     def _start(self, first: int, jobs: list[Job]) -> None:
         """A token for every row: those before `first` decode, the new ones are prefilled; natively both in one pass."""

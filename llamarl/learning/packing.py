@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from llamarl.learning.segments import sum_by
 from llamarl.types import Group, PackedBatch
 
 
@@ -38,7 +39,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """One rank's share of an optimizer update. Add the three counts that divide a loss over ranks first."""
+    """One rank's share of an optimizer update. Add the counts that divide a loss over ranks first."""
 
     microbatches: list[PackedBatch]
     completions: list[list[int]]  # whose labels they hold, in order; numbered over all groups
@@ -46,9 +47,10 @@ class Packing:
     num_loss_tokens: int  # trained completion tokens, also those left out because their advantage is 0
     num_completions: int  # trained completions, likewise
     num_groups: int  # groups of at least two trained completions, likewise
+    num_trained_groups: int  # groups of at least one, likewise
     num_dropped: int  # completions left out because their advantage is 0
     num_masked: int  # completions that must not be trained on: no reward, aborted, or without tokens
-    padding_fraction: float  # unused share of the token budget, 0..1
+    unused_budget_fraction: float  # share of the microbatches' token budgets that no token takes, 0..1
     has_reference: bool  # ref_logprobs hold a reference's; otherwise they are zeros and mean nothing
 
 
@@ -95,7 +97,19 @@ def pack(
     ValueError for an empty prompt, targets that do not fit or are not finite, or ref_logprobs in only some groups.
     """
     if not groups:
-        return Packing([], [], [], 0, 0, 0, 0, 0, 0.0, False)
+        return Packing(
+            microbatches=[],
+            completions=[],
+            places=[],
+            num_loss_tokens=0,
+            num_completions=0,
+            num_groups=0,
+            num_trained_groups=0,
+            num_dropped=0,
+            num_masked=0,
+            unused_budget_fraction=0.0,
+            has_reference=False,
+        )
     flat = _flatten(groups, targets)
     kept = flat.trainable & flat.has_advantage if drop_zero_advantage else flat.trainable
     families = _families(groups, kept.tolist(), flat.lengths.tolist(), None if whole_groups else budget_tokens)
@@ -107,16 +121,18 @@ def pack(
     if max(tokens, default=0) > budget_tokens:
         _warn_too_long(budget_tokens, whole_groups)
     room = sum(max(t, budget_tokens) for t in tokens)
+    trained_by_group = torch.bincount(flat.groups[flat.trainable])
     return Packing(
         microbatches=microbatches,
         completions=[[c for family in b for c in family.completions] for b in bins],
         places=places,
         num_loss_tokens=int(flat.lengths[flat.trainable].sum()),
         num_completions=int(flat.trainable.sum()),
-        num_groups=int((torch.bincount(flat.groups[flat.trainable]) > 1).sum()),
+        num_groups=int((trained_by_group > 1).sum()),
+        num_trained_groups=int((trained_by_group > 0).sum()),
         num_dropped=int(flat.trainable.sum() - kept.sum()),
         num_masked=int((~flat.trainable).sum()),
-        padding_fraction=1 - sum(tokens) / room if room else 0.0,
+        unused_budget_fraction=1 - sum(tokens) / room if room else 0.0,
         has_reference=flat.per_token["ref_logprobs"] is not None,
     )
 
@@ -127,7 +143,7 @@ def filler() -> PackedBatch:
     return PackedBatch(
         input_ids=zero, positions=zero, cu_seqlens=torch.tensor([0, 1]), parents=zero - 1, rows=none, labels=none,
         generator_logprobs=number, ref_logprobs=number, advantages=number, returns=number, old_values=number,
-        policy_versions=none, completions=none, groups=none, rewards=number,
+        policy_versions=none, completions=none, groups=none, rewards=number, group_tokens=number,
     )  # fmt: skip
 
 
@@ -148,6 +164,7 @@ class _Flat:
     lengths: Tensor  # [N]
     groups: Tensor  # [N] number of its group
     rewards: Tensor  # [N] float32, shaped
+    group_tokens: Tensor  # [N] float32, trained tokens of its group
     has_advantage: Tensor  # [N] bool: that of some token is not 0
     trainable: Tensor  # [N] bool
 
@@ -165,6 +182,9 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
     def joined(tensors: list[Tensor]) -> Tensor | None:
         return torch.cat(tensors) if any(t.numel() for t in tensors) else None
 
+    groups_of = torch.arange(len(groups)).repeat_interleave(sizes)
+    trained_tokens = torch.where(able, lengths, 0).float()
+
     return _Flat(
         prompt_ids=torch.cat([g.prompt_ids for g in groups]),
         per_token=dict(
@@ -180,8 +200,9 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
         prompt_lengths=prompt_lengths.repeat_interleave(sizes),
         starts=_starts(lengths),
         lengths=lengths,
-        groups=torch.arange(len(groups)).repeat_interleave(sizes),
+        groups=groups_of,
         rewards=rewards,
+        group_tokens=sum_by(trained_tokens, groups_of, len(groups))[groups_of],
         has_advantage=has_advantage > 0,
         trainable=able,
     )
@@ -313,6 +334,7 @@ def _build(flat: _Flat, bins: list[list[_Family]]) -> tuple[list[PackedBatch], l
                 completions=torch.arange(n1 - n0).repeat_interleave(count[n0:n1]),
                 groups=flat.groups[inside_it].unique(return_inverse=True)[1],
                 rewards=flat.rewards[inside_it],
+                group_tokens=flat.group_tokens[inside_it],
                 **{name: values[t0:t1] for name, values in per_token.items()},
                 **{name: values[r0:r1] for name, values in per_label.items()},
             )

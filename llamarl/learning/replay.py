@@ -5,9 +5,10 @@
                                  join  the global buffer: completions by prompt; the oldest groups leave when it is full
                                  draw  B prompts a step, K completions each
 
-A prompt that is generated again adds to its completions. Prompts are told apart by their token ids. What a trainer rank holds
-is of its own tickets (llamarl.tickets.lane_of): a group is never split, and a prompt that comes again in a later epoch may
-do so on another rank, where it is a prompt of its own.
+A prompt that is generated again adds to its completions. Prompts are told apart by their token ids, and so are a prompt's
+completions: of equal ones the last to come is drawn, the others are copies, which only take their place. What a trainer rank
+holds is of its own tickets (llamarl.tickets.lane_of): a group is never split, and a prompt that comes again in a later epoch
+may do so on another rank, where it is a prompt of its own.
 
 Drawing, for each of a step's B prompts (4.2), independently:
 
@@ -15,8 +16,9 @@ Drawing, for each of a step's B prompts (4.2), independently:
     else                 any prompt, and K of its completions by p_j ~ exp(r_j / T), or uniformly     (reward priority)
 
 (* that brought something to draw) without replacement, by Gumbel top-k, where there are K, and with replacement where there are
-fewer. Prompts are drawn uniformly, none twice before each was drawn once. All is a function of (seed, step, rank) and of what
-the buffer holds. Rewards are the task's own: they are shaped (llamarl.learning.shaping) when they are trained on.
+fewer. Prompts are drawn uniformly from those whose turn it is (`choose_prompts`): none comes again, in this step or a later
+one, before all that such a draw could take were drawn. All is a function of (seed, step, rank), of what the buffer holds and of
+the turns. Rewards are the task's own: they are shaped (llamarl.learning.shaping) when they are trained on.
 """
 
 from __future__ import annotations
@@ -54,14 +56,23 @@ class _Columns:
     start: Tensor  # [n] of its tokens in the group
     oldest: Tensor  # [n] policy version of its oldest token
     rewards: Tensor  # [n]
+    tokens: tuple[bytes, ...]  # [n] the same for equal completions
 
     @classmethod
     def of(cls, group: Group) -> "_Columns":
         whole = torch.tensor([reason != "aborted" for reason in group.finish_reasons], dtype=torch.bool)
         place = (whole & ~group.rewards.isnan() & (group.lengths > 0)).nonzero()[:, 0]
         start = (group.lengths.cumsum(0) - group.lengths)[place]
-        # Versions never fall within a completion, so its first token is its oldest.
-        return cls(group.prompt_ids.numpy().tobytes(), place, start, group.policy_versions[start], group.rewards[place])
+        spans = zip(start.tolist(), (start + group.lengths[place]).tolist())
+        return cls(
+            prompt=group.prompt_ids.numpy().tobytes(),
+            place=place,
+            start=start,
+            # Versions never fall within a completion, so its first token is its oldest.
+            oldest=group.policy_versions[start],
+            rewards=group.rewards[place],
+            tokens=tuple(group.token_ids[a:b].numpy().tobytes() for a, b in spans),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,16 @@ class _Held:
     columns: _Columns
     taken: int  # step at which the ledger handed it over
     joined: int  # sync step at which it became visible; -1: not yet
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What a step that is given up goes back to."""
+
+    came: list[Group]
+    waiting: list[_Held]
+    held: list[_Held]
+    passed: frozenset[bytes]
 
 
 def lag_bound(*, max_lag: int, completions_per_step: int, group_size: int, sync_period: int, max_size: int) -> int:
@@ -85,7 +106,8 @@ def lag_bound(*, max_lag: int, completions_per_step: int, group_size: int, sync_
 class ReplayBuffer(GroupBuffer):
     """sync_period k: what was handed over joins at steps 0, k, 2k, ... max_size: completions that this rank holds.
 
-    Completions that must not be trained on (no reward, aborted, without tokens) take their place, and are never drawn.
+    Completions that must not be trained on (no reward, aborted, without tokens) and copies take their place, and are never
+    drawn.
     """
 
     def __init__(self, draw: Draw, *, sync_period: int, max_size: int, seed: int, rank: int = 0):
@@ -96,21 +118,22 @@ class ReplayBuffer(GroupBuffer):
         self._waiting: list[_Held] = []  # handed over, not joined
         self._held: list[_Held] = []  # joined, oldest first
         self._table: _Table | None = None  # of what is held; None: to be made
-        self._before: tuple[list[Group], list[_Held], list[_Held]] | None = None
+        self._passed: frozenset[bytes] = frozenset()  # prompts that were drawn since their turn came
+        self._before: _Before | None = None
         self._drawn = torch.empty(0, draw.completions, dtype=torch.int64)  # [B, K] rows of the table, of the step just taken
 
     def take(self, tickets: list[int], step: int) -> list[Group]:
         came = self._hand_over(tickets)
-        self._before = came, self._waiting, self._held
+        self._before = _Before(came, self._waiting, self._held, self._passed)
         self._waiting = self._waiting + [_Held(group, _Columns.of(group), step, -1) for group in came]
         if step % self.sync_period == 0 and self._waiting:
             self._join(step)
         return self._sample(step)
 
     def untake(self, groups: list[Group]) -> None:
-        came, self._waiting, self._held = self._before
-        self._table = None
-        self.put(came)
+        before, self._table = self._before, None
+        self._waiting, self._held, self._passed = before.waiting, before.held, before.passed
+        self.put(before.came)
 
     def _join(self, step: int) -> None:
         joining = [replace(held, joined=step) for held in self._waiting]
@@ -126,7 +149,11 @@ class ReplayBuffer(GroupBuffer):
         if self._table is None:
             self._table = _Table(self._held)
         table, random = self._table, generator_of(self.seed, step, self.rank)
-        self._drawn = draw_completions(table.rewards, table.prompts, table.is_newest, self.draw, random)
+        passed = torch.tensor([p in self._passed for p in table.prompt_ids], dtype=torch.bool)
+        self._drawn = draw_completions(
+            table.rewards, table.prompts, table.is_newest, passed, self.draw, random
+        )
+        self._passed = frozenset(p for p, done in zip(table.prompt_ids, passed.tolist()) if done)
         return [self._group(row) for row in self._drawn]
 
     def _group(self, row: Tensor) -> Group:
@@ -164,16 +191,20 @@ class ReplayBuffer(GroupBuffer):
             "age": float(ages.sum()),
             "drawn": float(drawn.numel()),
             "on_policy": float(table.is_newest[drawn].sum()),
+            "copies": float(table.num_copies),
             "duplicates": float(drawn.numel() - drawn.unique().numel()),
             "hidden": float(sum(held.group.lengths.numel() for held in self._waiting)),
         }, {"age_max": float(ages.max())}
 
     def report(self, sums: Sums, maxima: Sums) -> dict[str, float | None]:
-        """buffer/*: size and prompts held, and completions that wait for a sync step; ages in steps, of the oldest token of what
-        is held; of the completions drawn, how many are of the newest join (fraction) and how many repeat another (count)."""
+        """buffer/*: completions that may be drawn, and their prompts; copies of them that are held too;
+        those that wait for a sync step; ages in steps, of the oldest token of what may be drawn; of the
+        completions drawn, how many are of the newest join (fraction), and how many repeat another,
+        token for token (count)."""
         return {
             "buffer/size": sums["size"],
             "buffer/prompts": sums["prompts"],
+            "buffer/copies": sums["copies"],
             "buffer/hidden": sums["hidden"],
             "buffer/age_mean": sums["age"] / max(1.0, sums["size"]),
             "buffer/age_max": maxima["age_max"],
@@ -187,15 +218,20 @@ class ReplayBuffer(GroupBuffer):
         return super().stored() + [held.group for held in self._waiting + self._held]
 
     def state_dict(self) -> dict:
-        """Also `held`: [ticket, taken, joined] of what was handed over. Draws need no state of their own."""
-        return {**super().state_dict(), "held": [[h.group.ticket, h.taken, h.joined] for h in self._waiting + self._held]}
+        """Also `held`: [ticket, taken, joined] of what was handed over; `passed`: the newest ticket of
+        each prompt that was drawn since its turn came."""
+        held = [[h.group.ticket, h.taken, h.joined] for h in self._waiting + self._held]
+        newest = {h.columns.prompt: h.group.ticket for h in self._held}
+        passed = sorted(newest[prompt] for prompt in self._passed)
+        return {**super().state_dict(), "held": held, "passed": passed}
 
     def load(self, parts: Iterable[Mapping], finished: set[int], is_mine: Callable[[int], bool]) -> None:
         """With another number of ranks each takes what is of its own tickets now."""
         parts = list(parts)
         super().load(parts, finished, is_mine)
-        held = []
+        held, passed = [], set()
         for part in parts:
+            passed |= set(part.get("passed", []))
             groups = {group.ticket: group for group in decoded(part) if is_mine(group.ticket)}
             held += [
                 _Held(groups[t], _Columns.of(groups[t]), taken, joined)
@@ -205,27 +241,42 @@ class ReplayBuffer(GroupBuffer):
         held.sort(key=lambda h: (h.taken, h.group.ticket))
         self._waiting = [h for h in held if h.joined < 0]
         self._held, self._table = [h for h in held if h.joined >= 0], None
+        self._passed = frozenset(h.columns.prompt for h in self._held if h.group.ticket in passed)
 
 
 class _Table:
     """Columns over the N completions that may be drawn, oldest group first."""
 
     def __init__(self, held: list[_Held]):
-        columns = [h.columns for h in held if h.columns.place.numel()]
-        self.groups = [h.group for h in held if h.columns.place.numel()]
-        joined = torch.tensor([h.joined for h in held if h.columns.place.numel()], dtype=torch.int64)
+        held = [h for h in held if h.columns.place.numel()]
+        columns = [h.columns for h in held]
+        kept = _last_of_equal(columns)
+        self.groups = [h.group for h in held]
+        joined = torch.tensor([h.joined for h in held], dtype=torch.int64)
         ids: dict[bytes, int] = {}
         prompts = torch.tensor([ids.setdefault(c.prompt, len(ids)) for c in columns], dtype=torch.int64)
         counts = torch.tensor([c.place.numel() for c in columns], dtype=torch.int64)
         none = torch.empty(0, dtype=torch.int64)
-        self.group = torch.arange(len(columns)).repeat_interleave(counts)  # [N] place in groups
-        self.place = torch.cat([none, *(c.place for c in columns)])  # [N] in the group
-        self.start = torch.cat([none, *(c.start for c in columns)])  # [N] of its tokens in the group
-        self.oldest = torch.cat([none, *(c.oldest for c in columns)])  # [N] policy version
-        self.rewards = torch.cat([torch.empty(0), *(c.rewards for c in columns)])  # [N]
-        self.prompts = prompts.repeat_interleave(counts)  # [N]
+        newest = joined == (joined.max() if len(joined) else -1)
+        self.group = torch.arange(len(columns)).repeat_interleave(counts)[kept]  # [N] place in groups
+        self.place = torch.cat([none, *(c.place for c in columns)])[kept]  # [N] in the group
+        self.start = torch.cat([none, *(c.start for c in columns)])[kept]  # [N] of its tokens in the group
+        self.oldest = torch.cat([none, *(c.oldest for c in columns)])[kept]  # [N] policy version
+        self.rewards = torch.cat([torch.empty(0), *(c.rewards for c in columns)])[kept]  # [N]
+        self.prompts = prompts.repeat_interleave(counts)[kept]  # [N] number of its prompt
+        self.is_newest = newest.repeat_interleave(counts)[kept]  # [N] bool
+        self.prompt_ids = list(ids)  # of each prompt, by number
         self.num_prompts = len(ids)
-        self.is_newest = (joined == (joined.max() if len(joined) else -1)).repeat_interleave(counts)  # [N] bool
+        self.num_copies = int((~kept).sum())
+
+
+def _last_of_equal(columns: list[_Columns]) -> Tensor:
+    """[n of all] bool: false where the prompt has a completion of the same tokens later on."""
+    names = [(c.prompt, tokens) for c in columns for tokens in c.tokens]
+    last = {name: row for row, name in enumerate(names)}
+    kept = torch.zeros(len(names), dtype=torch.bool)
+    kept[list(last.values())] = True
+    return kept
 
 
 def generator_of(seed: int, step: int, rank: int) -> torch.Generator:
@@ -234,21 +285,29 @@ def generator_of(seed: int, step: int, rank: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def draw_completions(rewards: Tensor, prompts: Tensor, is_newest: Tensor, draw: Draw, random: torch.Generator) -> Tensor:
+def draw_completions(
+    rewards: Tensor,
+    prompts: Tensor,
+    is_newest: Tensor,
+    passed: Tensor,
+    draw: Draw,
+    random: torch.Generator,
+) -> Tensor:
     """[B, K] int64: which of the N completions a step trains on, a row a prompt; [0, K] of none.
 
-    rewards [N], finite; prompts [N]: whose completion it is; is_newest [N] bool: whether it is of the newest join.
+    rewards [N], finite; prompts [N] int64: whose completion it is, 0 to P - 1, each with at least one;
+    is_newest [N] bool: whether it is of the newest join; passed [P] bool: see `choose_prompts`, which
+    brings it up to date.
     """
     if not rewards.numel():
         return torch.empty(0, draw.completions, dtype=torch.int64)
     recent = torch.rand(draw.prompts, generator=random) < draw.most_on_policy
     recent &= bool(is_newest.any())
     by_prompt = prompts.argsort(stable=True)
-    anyone, counts = prompts.unique(return_counts=True)
-    chosen = torch.where(
-        recent, _dealt(prompts[is_newest].unique(), recent, random), _dealt(anyone, ~recent, random)
-    )  # fmt: skip
-    row = torch.searchsorted(anyone, chosen)
+    counts = prompts.bincount(minlength=len(passed))
+    has_newest = torch.zeros_like(passed)
+    has_newest[prompts[is_newest]] = True
+    row = choose_prompts(has_newest, passed, recent, random)
     place = torch.arange(int(counts[row].max()))  # C, of the prompt with the most completions
     inside = place < counts[row][:, None]  # [B, C]
     first = (counts.cumsum(0) - counts)[row][:, None]
@@ -260,11 +319,30 @@ def draw_completions(rewards: Tensor, prompts: Tensor, is_newest: Tensor, draw: 
     return candidates.gather(1, _draw_rows(logits, may.sum(1), draw.completions, random))
 
 
-def _dealt(values: Tensor, slots: Tensor, random: torch.Generator) -> Tensor:
-    """[B]: values in random order, over and over, one to each slot that is true."""
-    order = torch.randperm(max(1, len(values)), generator=random)
-    place = (slots.cumsum(0) - 1).clamp(min=0)
-    return (values if len(values) else values.new_zeros(1))[order[place % len(order)]]
+def choose_prompts(
+    has_newest: Tensor, passed: Tensor, recent: Tensor, random: torch.Generator
+) -> Tensor:
+    """[B] int64: one of the P prompts for each draw, in turn.
+
+    A draw by recency (recent [B] bool) may take the prompts of the newest join (has_newest [P] bool, some
+    of them), any other draw every prompt. It takes one whose turn it is, uniformly: passed [P] bool, kept
+    from step to step and changed in place, has those that were drawn since their turn came. Where all
+    that it may take have passed, their turn comes again, of those that this step drew least often first.
+    """
+    times = torch.zeros_like(passed, dtype=torch.int64)  # drawn in this step
+    chosen = []
+    for by_recency in recent.tolist():
+        may = has_newest if by_recency else torch.ones_like(passed)
+        if bool((passed | ~may).all()):
+            passed &= ~may
+        due = may & ~passed
+        due &= times == times[due].min()
+        places = due.nonzero()[:, 0]
+        prompt = places[torch.randint(len(places), (), generator=random)]
+        passed[prompt] = True
+        times[prompt] += 1
+        chosen.append(prompt)
+    return torch.stack(chosen)
 
 
 def _draw_rows(logits: Tensor, counts: Tensor, k: int, random: torch.Generator) -> Tensor:

@@ -24,8 +24,10 @@ from torch import Tensor
 from llamarl.learning.losses.regularisers import ESTIMATORS, kl_to_reference
 from llamarl.types import Group
 
-WHITEN = ("none", "rewards", "advantages", "both")
-STD_EPS = 1e-8  # a batch of equal values stays what it is
+WHITEN = ("none", "rewards", "advantages", "both", "completions")
+STD_EPS = 1e-8
+# Float32 values that differ by less, as a share of their size, differ by rounding: they count as equal.
+EQUAL = torch.finfo(torch.float32).eps
 
 SumOverRanks = Callable[..., dict[str, float]]
 
@@ -85,22 +87,28 @@ def shape(group: Group, shaping: Shaping) -> Rewards:
 
 
 def whiten_rewards(groups: list[Group], rewards: list[Rewards], *, by_token: bool, total: SumOverRanks) -> list[Rewards]:
-    """Collective: rewards over their standard deviation in the batch, over tokens (GAE) or over completions; means stay.
+    """Collective: rewards over their standard deviation in the batch, over tokens (GAE) or completions.
 
-    total(**values): the sums over ranks. Huang et al. 2024 (the settings of Async RLHF's table 4) leave the mean for the
-    value head, and a mean over a group takes it away anyway.
+    Means stay: Huang et al. 2024 (the settings of Async RLHF's table 4) leave them for the value
+    head, and a mean over a group takes them away anyway. Rewards that are all equal have no
+    deviation and stay what they are. total(**values): the sums over ranks.
     """
     trained = [~r.completions.isnan() & (g.lengths > 0) for r, g in zip(rewards, groups)]
     if by_token:
         of = [r.tokens[t.repeat_interleave(g.lengths)] for r, g, t in zip(rewards, groups, trained)]
     else:
         of = [r.completions[t] for r, t in zip(rewards, trained)]
-    _, std = moments(torch.cat([*of, torch.zeros(0)]), total)
+    mean, std = moments(torch.cat([*of, torch.zeros(0)]), total)
+    if std <= EQUAL * abs(mean):
+        return rewards
     return [Rewards(r.completions / (std + STD_EPS), r.tokens / (std + STD_EPS)) for r in rewards]
 
 
 def whiten_advantages(advantages: list[Tensor], trained: list[Tensor], *, total: SumOverRanks) -> list[Tensor]:
-    """Collective: (A - mean) / std over the batch's trained tokens on all ranks; 0 at the others. [T] and [T] bool each."""
+    """Collective: (A - mean) / std over what is trained on all ranks; 0 at the others.
+
+    [T] and [T] bool each, over tokens; or [G] and [G] bool, over completions.
+    """
     mean, std = moments(torch.cat([*(a[t] for a, t in zip(advantages, trained)), torch.zeros(0)]), total)
     return [torch.where(t, (a.double() - mean) / (std + STD_EPS), 0).float() for a, t in zip(advantages, trained)]
 

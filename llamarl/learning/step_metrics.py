@@ -53,6 +53,7 @@ def metrics_of(totals: dict[str, float], maxima: dict[str, float], norms: list[f
     n, valid, rows = max(1.0, totals["_completions"]), max(1.0, totals["_valid"]), max(1.0, totals.get("_rows", 0.0))
     trained, updates = max(1.0, totals["_trained"]), len(norms)
     mean = totals["_reward"] / valid
+    places = totals.get("_places", 0.0)  # that attention computed, of all updates
     fresh = maxima.get("parity/max", -1.0)
     out = {
         "loss/value": totals.get("loss/value", 0.0) / updates,
@@ -73,7 +74,8 @@ def metrics_of(totals: dict[str, float], maxima: dict[str, float], norms: list[f
         "completion/length_mean": totals["_length"] / n,
         "completion/truncated_fraction": totals["_truncated"] / n,
         "completion/deadline_truncated_fraction": totals["_aborted"] / n,
-        "packing/padding_fraction": totals["_unused"] / max(1.0, totals["_budget"]),
+        "packing/padding_fraction": 1 - totals["_tokens"] / places if places else 0.0,
+        "packing/unused_budget_fraction": totals["_unused"] / max(1.0, totals["_budget"]),
         "parity/logprob_diff_max": fresh if fresh >= 0 else None,  # no fresh token in the batch
     }
     known = {"loss/value", "entropy", "kl/ref", "ratio/sum", "ratio/capped", "tokens/trained", "tokens"}

@@ -1,5 +1,6 @@
 """What a batch is trained towards: its rewards shaped, made advantages of, whitened over all ranks.
 
+groups -> (with_signal) -> those that are trained on
 rewards -> shape -> (whiten) -> advantages: of each group's completions, or GAE's of each token -> (whiten) -> Targets
 """
 
@@ -25,11 +26,14 @@ def make_targets(
     advantages: str,
     critic: Critic | None,
     old_values: Tensor | None,
+    minibatches: list[slice],
     ranks: Ranks,
 ) -> tuple[list[Targets], dict[str, float | None]]:
     """Collective: the targets of this rank's groups, and metrics of the whole batch.
 
     advantages: a name in ADVANTAGES, where there is no critic; with one, old_values [C] are its values of all tokens.
+    minibatches: which of the groups are trained on together; advantages by completion are whitened over each, all others over
+    the batch.
     metrics: reward/shaped_mean where rewards are shaped; value/explained_variance of the old values: 1 - var(return - value) /
     var(return), None where the returns are all alike.
     """
@@ -42,7 +46,10 @@ def make_targets(
         metrics["reward/shaped_mean"] = moments(_joined(valid), ranks.sum)[0]
     trained = [trainable(g).repeat_interleave(g.lengths) for g in groups]
     if critic is None:
-        targets = [Targets.of(g, ADVANTAGES[advantages](r.completions), r.completions) for g, r in zip(groups, rewards)]
+        by_completion = [ADVANTAGES[advantages](r.completions) for r in rewards]
+        if shaping.whitens("completions"):
+            by_completion = _whitened_by_minibatch(groups, by_completion, minibatches, ranks)
+        targets = [Targets.of(g, a, r.completions) for g, a, r in zip(groups, by_completion, rewards)]
     else:
         targets = critic.targets(groups, rewards, old_values)
         metrics["value/explained_variance"] = _explained_variance(targets, trained, ranks)
@@ -50,6 +57,31 @@ def make_targets(
         whitened = whiten_advantages([t.advantages for t in targets], trained, total=ranks.sum)
         targets = [replace(t, advantages=a) for t, a in zip(targets, whitened)]
     return targets, metrics
+
+
+def with_signal(groups: list[Group], shaping: Shaping) -> list[Group]:
+    """Those in which two trained completions have different shaped rewards.
+
+    The others have no advantage to learn from: Magistral (2.1) leaves them out of its batches, and so
+    out of every mean and deviation.
+    """
+    return [group for group in groups if _has_signal(group, shaping)]
+
+
+def _has_signal(group: Group, shaping: Shaping) -> bool:
+    rewards = shape(group, shaping).completions[trainable(group)]
+    return rewards.unique().numel() > 1
+
+
+def _whitened_by_minibatch(
+    groups: list[Group], advantages: list[Tensor], minibatches: list[slice], ranks: Ranks
+) -> list[Tensor]:
+    """Collective: (A - mean A) / std A over a minibatch's trained completions        (Magistral, 2.1)"""
+    out = []
+    for minibatch in minibatches:
+        trained = [trainable(group) for group in groups[minibatch]]
+        out += whiten_advantages(advantages[minibatch], trained, total=ranks.sum)
+    return out
 
 
 def _explained_variance(targets: list[Targets], trained: list[Tensor], ranks: Ranks) -> float | None:

@@ -31,7 +31,7 @@ from llamarl.learning.packing import Packing, Targets, filler, pack, to_device
 from llamarl.learning.reduction import Ranks
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.step_metrics import batch_sums, metrics_of
-from llamarl.learning.targets import make_targets
+from llamarl.learning.targets import make_targets, with_signal
 from llamarl.learning.values import Critic
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
@@ -60,7 +60,7 @@ class UpdateSettings:
     warmup_steps: int
     max_steps: int
     microbatch_tokens: int
-    max_grad_norm: float
+    max_grad_norm: float | None  # None: not clipped
     temperature: float
     advantages: str  # a name in ADVANTAGES; not used with a critic, whose advantages are GAE's
     skip_zero_advantage: bool
@@ -70,6 +70,10 @@ class UpdateSettings:
     minibatches_per_step: int = 1
     updates_per_batch: int = 1
     shaping: Shaping = field(default_factory=Shaping)
+    filter_groups: bool = False  # groups of equal rewards are taken, and left out of the update
+    # The generator computes its K/V cache anew under new weights; else a completion that began
+    # under older ones goes on with theirs, and its logprobs are not the trainer's.
+    recomputes_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class _Minibatch:
     num_loss_tokens: float
     num_completions: float
     num_groups: float
+    num_trained_groups: float
     has_reference: bool
 
 
@@ -141,11 +146,24 @@ class PolicyUpdate:
         """
         s = self.settings
         n = s.minibatches_per_step
+        trained = with_signal(groups, s.shaping) if s.filter_groups else groups
+        spans = [span(len(trained), i, n) for i in range(n)]
+        cuts = [slice(first, first + count) for first, count in spans]
         old_values = self._old_values(groups, version, stop) if self.critic else None
         targets, of_targets = make_targets(
-            groups, s.shaping, advantages=s.advantages, critic=self.critic, old_values=old_values, ranks=self._ranks
+            trained,
+            s.shaping,
+            advantages=s.advantages,
+            critic=self.critic,
+            old_values=old_values,
+            minibatches=cuts,
+            ranks=self._ranks,
         )
-        minibatches, totals, maxima = self._pack(groups, targets, version)
+        if s.filter_groups:
+            left_out = len(groups) - len(trained)
+            of_targets["groups/filtered"] = self._ranks.sum(groups=float(left_out))["groups"]
+        packings = [self._packed(trained[cut], targets[cut]) for cut in cuts]
+        minibatches, totals, maxima = self._counted(groups, packings, version)
         totals |= {"_rows": 0.0, "_trained": 0.0}
         norms = []
         for index in range(n * s.updates_per_batch):
@@ -200,36 +218,46 @@ class PolicyUpdate:
             )
         return out
 
-    def _pack(
-        self, groups: list[Group], targets: list[Targets], version: int
+    def _packed(self, groups: list[Group], targets: list[Targets]) -> Packing:
+        s = self.settings
+        return pack(
+            groups,
+            targets,
+            budget_tokens=s.microbatch_tokens,
+            drop_zero_advantage=s.skip_zero_advantage,
+            whole_groups=s.whole_groups,
+        )
+
+    def _counted(
+        self, groups: list[Group], packings: list[Packing], version: int
     ) -> tuple[list[_Minibatch], dict[str, float], dict[str, float]]:
-        """Collective: the minibatches, and the sums and maxima of the whole batch over all ranks."""
-        s, n = self.settings, self.settings.minibatches_per_step
-        cuts = [span(len(groups), i, n) for i in range(n)]
-        packings = [
-            pack(
-                groups[a : a + count],
-                targets[a : a + count],
-                budget_tokens=s.microbatch_tokens,
-                drop_zero_advantage=s.skip_zero_advantage,
-                whole_groups=s.whole_groups,
-            )
-            for a, count in cuts
-        ]
+        """Collective: the minibatches, and the sums and maxima of the whole batch over all ranks.
+
+        groups: all that the step took, also those that are left out of the packings.
+        """
         sums = {**batch_sums(groups, version), "tokens/trained": float(sum(p.num_loss_tokens for p in packings))}
-        budgets = [len(p.microbatches) * s.microbatch_tokens for p in packings]
-        sums |= {"_budget": float(sum(budgets)), "_unused": sum(p.padding_fraction * b for p, b in zip(packings, budgets))}
+        budgets = [len(p.microbatches) * self.settings.microbatch_tokens for p in packings]
+        unused = [p.unused_budget_fraction * budget for p, budget in zip(packings, budgets)]
+        sums |= {"_budget": float(sum(budgets)), "_unused": float(sum(unused))}
         maxima = {"lag/max": float(max((version - g.oldest_version for g in groups if g.token_ids.numel()), default=0))}
         counts: dict[str, float] = {}
         for i, p in enumerate(packings):
-            counts |= {f"tokens/{i}": p.num_loss_tokens, f"completions/{i}": p.num_completions, f"groups/{i}": p.num_groups}
+            counts |= {
+                f"tokens/{i}": p.num_loss_tokens,
+                f"completions/{i}": p.num_completions,
+                f"groups/{i}": p.num_groups,
+                f"trained_groups/{i}": p.num_trained_groups,
+            }
             maxima |= {f"_microbatches/{i}": float(len(p.microbatches)), f"_reference/{i}": float(p.has_reference)}
         totals, maxima = self._ranks.reduce({**sums, **{f"_{k}": float(v) for k, v in counts.items()}}, maxima)
         minibatches = [
             _Minibatch(
-                p,
-                int(maxima.pop(f"_microbatches/{i}")),
-                *(totals.pop(f"_{what}/{i}") for what in ("tokens", "completions", "groups")),
+                packing=p,
+                num_microbatches=int(maxima.pop(f"_microbatches/{i}")),
+                num_loss_tokens=totals.pop(f"_tokens/{i}"),
+                num_completions=totals.pop(f"_completions/{i}"),
+                num_groups=totals.pop(f"_groups/{i}"),
+                num_trained_groups=totals.pop(f"_trained_groups/{i}"),
                 has_reference=maxima.pop(f"_reference/{i}") > 0,
             )
             for i, p in enumerate(packings)
@@ -305,8 +333,15 @@ class PolicyUpdate:
         every = torch.ones_like(batch.labels, dtype=torch.bool)
         counted, given = {"num_loss_tokens": minibatch.num_loss_tokens}, {}
         if takes(self.loss_fn, "completions"):
-            counts = (minibatch.num_completions, minibatch.num_groups)
-            given["completions"] = Completions(batch.completions, batch.groups, batch.rewards, *counts)
+            given["completions"] = Completions(
+                index=batch.completions,
+                groups=batch.groups,
+                rewards=batch.rewards,
+                group_tokens=batch.group_tokens,
+                num_completions=minibatch.num_completions,
+                num_groups=minibatch.num_groups,
+                num_trained_groups=minibatch.num_trained_groups,
+            )
         if takes(self.loss_fn, "entropy"):
             given["entropy"] = entropy
         loss, stats = self.loss_fn(
@@ -324,6 +359,9 @@ class PolicyUpdate:
             **lag_histogram(at.version - batch.policy_versions),
             "entropy": entropy.detach().sum(),
             "_rows": torch.tensor(float(logprobs.numel())),
+            "_places": torch.tensor(float(attention.padded_tokens)),
+            # A filler's one token is computed in vain.
+            "_tokens": torch.tensor(float(batch.input_ids.numel() if batch.labels.numel() else 0)),
         }
         # A loss may mask what is not finite, or not look at it; it is a broken batch all the same.
         stats["_log_ratio"] = (logprobs.detach() - batch.generator_logprobs).sum()
@@ -333,10 +371,20 @@ class PolicyUpdate:
             loss = loss + c.coef * of_values
             stats |= {**more, "value/loss": of_values.detach()}
         if at.first:
-            fresh = batch.policy_versions == at.version
+            fresh = self._is_fresh(batch, at.version)
             difference = (logprobs.detach() - batch.generator_logprobs).abs().masked_fill(~fresh, -1.0)
             stats["parity/max"] = difference.max() if logprobs.numel() else torch.tensor(-1.0)
         return loss, stats
+
+    def _is_fresh(self, batch: PackedBatch, version: int) -> Tensor:
+        """[R] bool: sampled by these weights from what these weights made of all before it."""
+        if self.settings.recomputes_kv:
+            return batch.policy_versions == version
+        # Versions never fall within a completion: one that began under this one is of it alone.
+        begun = torch.full_like(batch.groups, version).scatter_reduce(
+            0, batch.completions, batch.policy_versions, "amin"
+        )
+        return begun[batch.completions] == version
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -380,7 +428,7 @@ class PolicyUpdate:
         if allowed is not None and not worst <= allowed:  # NaN too
             self._zero_grad()
             raise ParityError(
-                f"trainer, {at}: on tokens sampled from version {at.version} itself, trainer and generator logprobs differ by "
+                f"trainer, {at}: on tokens sampled from version {at.version} alone, trainer and generator logprobs differ by "
                 f"{worst:.4g}, more than {allowed:g}. The generator's weights or its sampling (temperature, top-k, top-p) are not the "
                 "trainer's; raise trainer.parity_tolerance only if the dtype explains it"
             )

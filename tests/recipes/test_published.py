@@ -1,13 +1,15 @@
 """Published settings beyond TBA's: what the papers' tables say, sweeps that keep what a study holds fixed, and reduced runs."""
 
 import pytest
+from omegaconf import OmegaConf
 
 from llamarl.config import CONF_DIR, ConfigError, compose_config
 from tests.launching import Job
 from tests.recipes.test_experiments import given  # noqa: F401
 
 # TBA's have runs of their own in test_replay_runs.py.
-NAMES = sorted(file.stem for file in (CONF_DIR / "experiment").glob("*.yaml") if not file.stem.startswith("tba_"))
+ALL = sorted(file.stem for file in (CONF_DIR / "experiment").glob("*.yaml"))
+NAMES = [name for name in ALL if not name.startswith("tba_")]
 TABLE_4 = ("async_rlhf_table4", "async_rlhf_table4_rloo", "async_rlhf_table4_online_dpo")
 
 
@@ -31,6 +33,7 @@ def test_table_4_of_async_rlhf(settings):
     assert (ppo.trainer.reward_kl_coef, rloo.trainer.reward_kl_coef, dpo.trainer.reward_kl_coef) == (0.05, 0.05, 0)
     assert (ppo.group_size, rloo.group_size, dpo.group_size) == (1, 2, 2)
     assert (ppo.trainer.advantages, rloo.loss.fn, dpo.loss.options["beta"]) == ("gae", "proximal_rloo", 0.1)
+    assert [c.task.chat for c in (ppo, rloo, dpo)] == [False] * 3
 
 
 def test_tables_7_and_10_of_async_rlhf(settings):
@@ -43,19 +46,56 @@ def test_tables_7_and_10_of_async_rlhf(settings):
     dpo, rloo = settings("async_rlhf_table10"), settings("async_rlhf_table10_rloo")
     for c in (dpo, rloo):
         assert (c.lr, c.trainer.schedule, c.temperature) == (3e-6, "constant", 0.7)
-        assert (c.groups_per_step, c.group_size, c.task.max_prompt_tokens, c.max_new_tokens) == (252, 4, 512, 512)
-        assert c.groups_per_step * c.max_steps == 129_024 and completions(c) * c.max_steps == 516_096
+        assert (c.group_size, c.task.max_prompt_tokens, c.max_new_tokens) == (4, 512, 512)
+        assert completions(c) * c.max_steps == 516_096
+    # The authors' code counts the batch of 252 in prompts for Online DPO, and in completions for RLOO.
+    assert (dpo.groups_per_step, dpo.max_steps) == (252, 512)
+    assert (completions(rloo), rloo.max_steps) == (252, 2048)
     assert dpo.loss.options["beta"] == rloo.trainer.reward_kl_coef == 0.05
+
+
+def test_table_3_of_tba_keeps_the_baselines_settings(settings):
+    """TBA 5.1: those of Async RLHF's table 4, but for what table 3 changes."""
+    tba, baseline = settings("tba_table3"), settings("async_rlhf_table4_online_dpo")
+    kept = ("lr", "temperature", "max_new_tokens", "max_steps")
+    assert [getattr(tba, key) for key in kept] == [getattr(baseline, key) for key in kept]
+    for key in ("schedule", "missing_eos_penalty"):
+        assert getattr(tba.trainer, key) == getattr(baseline.trainer, key)
+    for key in ("chat", "max_prompt_tokens"):
+        assert getattr(tba.task, key) == getattr(baseline.task, key)
+    assert (tba.trainer.missing_eos_penalty, tba.task.chat) == (-1.0, False)
+
+
+def own_trainer_keys(name):
+    """What the file itself says of the trainer."""
+    return OmegaConf.load(CONF_DIR / "experiment" / f"{name}.yaml").trainer
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_file_says_how_gradients_are_clipped(name, settings):
+    """The authors' loops of RLOO and TBA, and TRL's of PPO, do not clip; those of Online DPO and of their PPO do."""
+    unclipped = name.endswith("_rloo") or name in ("tba_table2", "tba_table3", "oppo")
+    assert own_trainer_keys(name).max_grad_norm == (None if unclipped else 1.0)
+    assert settings(name).trainer.max_grad_norm == own_trainer_keys(name).max_grad_norm
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_file_with_a_value_head_says_its_rate(name, settings):
+    has_head = settings(name).trainer.advantages == "gae"
+    assert ("value_lr" in own_trainer_keys(name)) == has_head
 
 
 def test_oppo_llamarl_and_magistral(settings):
     oppo, aipo, magistral = (settings(name) for name in ("oppo", "llamarl_aipo", "magistral"))
     assert (completions(oppo), oppo.overcommit, oppo.trainer.advantages, oppo.loss.fn) == (112, "oppo", "gae", "ppo")
+    assert (oppo.trainer.schedule, oppo.trainer.updates_per_batch) == ("linear", 4)
     assert (oppo.governor.increase, oppo.governor.decrease, oppo.governor.least) == (1, 1, 0)
     assert (aipo.loss.fn, aipo.trainer.advantages) == ("aipo", "group_mean") and 2 <= aipo.loss.options["ratio_cap"] <= 10
     assert completions(aipo) == completions(magistral) == 2048
     assert aipo.updates_in_flight and magistral.updates_in_flight and not magistral.generator.recompute_kv
     assert 0.26 <= magistral.loss.options["clip_high"] <= 0.28 and not magistral.reference.enabled
+    assert magistral.loss.options["normalise"] == "groups" and magistral.trainer.advantages == "group_mean"
+    assert (magistral.trainer.whiten, magistral.trainer.filter_groups) == ("completions", True)
     assert magistral.overcommit + magistral.groups_per_step <= 2 * magistral.groups_per_step  # pending/batch of at most 2
     assert magistral.trainer.minibatches_per_step == magistral.trainer.updates_per_batch == 1
 

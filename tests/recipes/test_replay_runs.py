@@ -28,6 +28,15 @@ RESET = (
 )  # fmt: skip
 
 
+# k3 of log-probabilities that differ by 1e-4 nats, the rounding of float32 products of other shapes
+ROUNDING = 1e-4**2 / 2
+
+
+def held_in(row):
+    """Completions that joined: the different ones and their copies."""
+    return row["buffer/size"] + row["buffer/copies"]
+
+
 @pytest.fixture(scope="module")
 def synchronous_replay(tmp_path_factory):
     with Job(*SMALL, *SYNCHRONOUS, run_dir=tmp_path_factory.mktemp("replay") / "run") as job:
@@ -39,7 +48,7 @@ def test_each_step_draws_from_all_that_has_joined_and_within_its_bound(synchrono
     rows = synchronous_replay.rows[1:]
     batch = GROUPS * S
     # Steps 0 and 2 join: one batch, then two more of which the oldest group of nine and a half leaves.
-    assert [row["buffer/size"] for row in rows] == [batch, batch, 60, 60]
+    assert [held_in(row) for row in rows] == [batch, batch, 60, 60]
     assert [row["buffer/hidden"] for row in rows] == [0, batch, 0, batch]
     assert all(sum(row[name] for name in row if name.startswith("lag/tokens/")) == pytest.approx(1) for row in rows)
     assert [row["buffer/age_max"] for row in rows] == [0, 1, 2, 3]
@@ -63,7 +72,7 @@ def test_without_a_bound_every_group_is_handed_over_once_and_beta_falls(tmp_path
         assert job.wait() == 0, job.output
     rows = job.rows[-5:]
     assert [row["loss/beta"] for row in rows] == pytest.approx([1.0, 0.8125, 0.625, 0.25, 0.25])
-    assert rows[0]["buffer/size"] >= 6 * 4 and rows[0]["lag/max"] == 0
+    assert held_in(rows[0]) >= 6 * 4 and rows[0]["lag/max"] == 0
     assert all(row["lag/max"] <= row["step"] - 1 for row in rows)
     assert "max_lag none, overcommit 4, replay of the newest 100,000 completions" in job.output
     ledger = json.loads((job.checkpoint / "controller.rank0.json").read_text())["ledger"]
@@ -84,7 +93,7 @@ def reset_run(tmp_path_factory):
 def test_a_reference_is_reset_every_so_many_steps(reset_run):
     rows = reset_run.rows[1:]
     assert [row["reference/version"] for row in rows] == [0, 0, 2, 2]
-    assert [row["kl/ref"] == 0 for row in rows] == [True, False, True, False], (
+    assert [row["kl/ref"] < ROUNDING for row in rows] == [True, False, True, False], (
         "the policy is its own reference right after a reset"
     )
     taken_off = [row["reward/mean"] - row["reward/shaped_mean"] for row in rows]
@@ -106,13 +115,13 @@ def test_two_trainer_ranks_have_a_share_each_and_one_goes_on_with_both(tmp_path)
     with Job(*SMALL, *FREE, *three, *quiet, "max_steps=3", run_dir=tmp_path / "run", ranks=3) as job:
         assert job.wait() == 0, job.output
         held = [json.loads((job.checkpoint / f"trainer.rank{i}.json").read_text())["held"] for i in (0, 1)]
-        size = job.rows[-1]["buffer/size"]
+        size = held_in(job.rows[-1])
     tickets = [{ticket for ticket, _, _ in part} for part in held]
     assert [{t % 2 for t in part} for part in tickets] in ([{0}, {1}], [{1}, {0}]) and all(tickets)
     with Job(*SMALL, *FREE, *quiet, "max_steps=4", "resume=auto", run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
     again = json.loads((job.checkpoint / "trainer.rank0.json").read_text())["held"]
-    assert {t for t, _, _ in again} >= tickets[0] | tickets[1] and job.rows[-1]["buffer/size"] >= size
+    assert {t for t, _, _ in again} >= tickets[0] | tickets[1] and held_in(job.rows[-1]) >= size
 
 
 REDUCED = (
@@ -154,4 +163,4 @@ def test_ppo_with_a_value_head_trains_on_what_is_replayed_in_minibatches(tmp_pat
     rows = job.rows[-STEPS:]
     assert max(row["lag/max"] for row in rows) > 0 and all(row["value/grad_norm"] > 0 for row in rows)
     assert all(sum(row[name] for name in row if name.startswith("lag/tokens/")) == pytest.approx(1) for row in rows)
-    assert [row["buffer/size"] for row in rows] == [24, 24, 60, 60]
+    assert [held_in(row) for row in rows] == [24, 24, 60, 60]

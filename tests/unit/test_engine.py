@@ -545,6 +545,20 @@ def test_recomputed_keys_and_values_are_those_of_the_new_weights():
         torch.testing.assert_close(c.generator_logprobs[before:], expected, atol=TOLERANCE, rtol=0)
 
 
+def test_a_completion_that_begins_under_new_weights_has_read_no_others():
+    """Its prompt is prefilled in pieces, some of them before the weights change."""
+    e, new = Engine(random_decoder(), max_slots=4, max_len=MAX_LEN, prefill_chunk=5), random_decoder(1)
+    e.submit(0, PROMPTS[0], SamplingParams(20, n=2))
+    e.submit(1, LONG, SamplingParams(9))
+    e.step(1), e.step(1)
+    assert e.num_waiting == 1 and e._waiting[0].num_cached >= 5
+    e.load_weights(dict(named_parameters_hf(new)), 2)
+    completion = drain(e)[0, 1, 0]
+    assert completion.policy_versions.tolist() == [2] * 9
+    expected = full_forward_logprobs(new, completion)
+    torch.testing.assert_close(completion.generator_logprobs, expected, atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("recompute_kv", [False, True])
 def test_weights_that_make_the_next_token_certain_do_so_at_once(recompute_kv):
     e = engine()

@@ -29,7 +29,15 @@ def by_hand(advantages=ADVANTAGES) -> Problem:
     f64 = torch.float64
     pi = torch.full((6,), -LOG2, dtype=f64)
     index = torch.tensor(INDEX)
-    completions = Completions(index, torch.tensor(GROUPS), torch.tensor(REWARDS, dtype=f64), num_completions=4, num_groups=2)
+    completions = Completions(
+        index=index,
+        groups=torch.tensor(GROUPS),
+        rewards=torch.tensor(REWARDS, dtype=f64),
+        group_tokens=torch.full((4,), 3.0),
+        num_completions=4,
+        num_groups=2,
+        num_trained_groups=2,
+    )
     mu, ref = (pi - torch.tensor(ratios, dtype=f64).log() for ratios in (RATIOS, REF_RATIOS))
     return Problem(
         pi.requires_grad_(),

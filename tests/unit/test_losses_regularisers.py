@@ -70,6 +70,39 @@ def test_without_coefficients_the_loss_is_untouched_and_the_reference_is_measure
     assert around[1]["kl/ref"].item() == pytest.approx(want, rel=1e-12)
 
 
+@pytest.mark.parametrize("normalise", ["tokens", "completions", "groups"])
+@pytest.mark.parametrize("bound", [True, False])
+def test_the_kl_is_weighed_as_the_loss_is(normalise, bound):
+    """DeepSeekMath, eq. 3: of completions the KL is inside the mean over a completion's tokens."""
+    p = problem(sizes=(3, 2, 4))
+    x = p.ref - p.pi.detach()
+    kl = (x.exp() - 1 - x).tolist()
+    labels = [p.labels(j).tolist() for j in range(p.completions.groups.numel())]
+    if normalise == "tokens":
+        parts = [[i for own in labels for i in own]]
+    elif normalise == "completions":
+        parts = labels
+    else:
+        parts = [[i for j in members for i in labels[j]] for members in p.members()]
+    means = [sum(kl[i] for i in part) / len(part) for part in parts if part]
+    want = 0.04 * sum(means) / len(means)
+    options = {"normalise": normalise}
+    fn = functools.partial(LOSSES["grpo"], **options) if bound else LOSSES["grpo"]
+    given = {} if bound else options
+    with_kl = p.call(regularised(fn, kl_coef=0.04), **given)[0].item()
+    assert with_kl - p.call(fn, **given)[0].item() == pytest.approx(want, rel=1e-10)
+
+
+def test_the_entropy_bonus_is_weighed_as_the_loss_is():
+    p = problem(sizes=(3, 2, 4))
+    entropy = torch.linspace(1.0, 3.0, p.pi.numel(), dtype=torch.float64, requires_grad=True)
+    labels = [p.labels(j) for j in range(p.completions.groups.numel())]
+    means = [entropy.detach()[own].mean().item() for own in labels if own.numel()]
+    fn = regularised(LOSSES["grpo"], entropy_coef=0.3)
+    bonus = p.call(fn, entropy=entropy)[0].item() - p.call(LOSSES["grpo"])[0].item()
+    assert bonus == pytest.approx(-0.3 * sum(means) / len(means), rel=1e-10)
+
+
 def my_loss(trainer_logprobs, generator_logprobs, ref_logprobs, advantages, loss_mask, *, num_loss_tokens, entropy):
     return -(trainer_logprobs + entropy).sum() / num_loss_tokens, {}
 

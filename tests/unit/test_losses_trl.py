@@ -35,7 +35,16 @@ def packed():
     lengths = torch.tensor(GOLDEN["lengths"])
     real = torch.arange(5) < lengths[:, None]
     index = torch.arange(6).repeat_interleave(lengths)
-    completions = Completions(index, torch.tensor([0, 0, 0, 1, 1, 1]), padded["rewards"], 6.0, 2.0)
+    groups = torch.tensor([0, 0, 0, 1, 1, 1])
+    completions = Completions(
+        index=index,
+        groups=groups,
+        rewards=padded["rewards"],
+        group_tokens=torch.zeros(2).index_add(0, groups, lengths.float())[groups],
+        num_completions=6.0,
+        num_groups=2.0,
+        num_trained_groups=2.0,
+    )
     ours = {name: value[real] if value.dim() == 2 else value[index] for name, value in padded.items()}
     return padded, real, ours, completions
 

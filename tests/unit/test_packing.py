@@ -106,6 +106,7 @@ def test_the_worked_example_of_packed_batch():
             completions=torch.tensor([0, 0, 1, 2, 2]),
             groups=torch.tensor([0, 0, 1]),
             rewards=torch.tensor([1.0, 1.0, 1.0]),
+            group_tokens=torch.tensor([3.0, 3.0, 2.0]),
         ),
     )
 
@@ -137,6 +138,7 @@ def sequences_of(groups, advantages):
                 completions=torch.zeros(length, dtype=torch.int64),
                 groups=torch.tensor([0]),
                 rewards=g.rewards[i : i + 1],
+                group_tokens=g.lengths[trainable(g)].sum().float()[None],
             )
     return out
 
@@ -281,10 +283,10 @@ def test_completions_are_numbered_over_all_groups_in_the_order_of_their_labels()
     assert packed(groups, advantages, budget=10).completions == [[5, 0, 2, 3]]
 
 
-def test_padding_is_the_unused_share_of_the_budget():
+def test_the_unused_share_of_the_budget():
     # 3 + 4 - 1 = 6 tokens each: two microbatches of 8 hold 12
     got = packed([group([1, 2, 3], [[4] * 4, [5] * 4])], budget=8)
-    assert got.padding_fraction == pytest.approx(1 - 12 / 16)
+    assert got.unused_budget_fraction == pytest.approx(1 - 12 / 16)
 
 
 def test_dropping_zero_advantages_keeps_the_denominators():
@@ -297,7 +299,8 @@ def test_dropping_zero_advantages_keeps_the_denominators():
 
 def test_nothing_to_train_is_no_microbatch():
     got = packed([group([1], [[2], []], [NAN, 1.0])])
-    assert (got.microbatches, got.num_loss_tokens, got.num_masked, got.padding_fraction) == ([], 0, 2, 0.0)
+    assert (got.microbatches, got.num_loss_tokens, got.num_masked) == ([], 0, 2)
+    assert got.unused_budget_fraction == 0.0
     assert packed([]).microbatches == []
 
 

@@ -1,5 +1,7 @@
 """The replay buffer against a naive model of it, its draws against their probabilities, and its bound on lag."""
 
+import dataclasses
+import json
 import math
 from collections import Counter
 from itertools import permutations
@@ -146,7 +148,11 @@ def chi_square(counts, probabilities):
 def many(n, rewards, prompts, newest, how):
     """Rows drawn at n steps. Those of one prompt are independent, those of several are not: then only one a step."""
     columns = torch.tensor(rewards), torch.tensor(prompts), torch.tensor(newest)
-    return [row for step in range(n) for row in draw_completions(*columns, how, generator_of(0, step, 0)).tolist()]
+    rows = []
+    for step in range(n):
+        nobody = torch.zeros(max(prompts) + 1, dtype=torch.bool)
+        rows += draw_completions(*columns, nobody, how, generator_of(0, step, 0)).tolist()
+    return rows
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
@@ -207,6 +213,96 @@ def test_a_draw_is_a_function_of_seed_step_and_rank():
     assert len({str(r) for r in rows.values()}) == 4
 
 
+# -- copies ----------------------------------------------------------------------------------------------------------------
+
+
+def with_tokens(ticket, completions, rewards, *, prompt=0, version=0):
+    lengths = [len(tokens) for tokens in completions]
+    made = group(ticket, prompt=prompt, rewards=rewards, version=version, lengths=lengths)
+    tokens = torch.tensor([token for tokens in completions for token in tokens])
+    return dataclasses.replace(made, token_ids=tokens)
+
+
+def test_equal_completions_of_a_prompt_are_one_sample():
+    """TBA, 4.2: with replacement only if there are fewer than K unique samples."""
+    ours = buffer_of(prompts=1, completions=2, most_on_policy=0.0, priority="uniform")
+    ours.put([with_tokens(0, [[7, 2]] * 5 + [[8, 2]], [0.0] * 5 + [1.0])])
+    for step in range(100):
+        (got,) = ours.take([0] if step == 0 else [], step)
+        assert sorted(names_of(got)) == [7, 8]
+    told = ours.report(*ours.sums(100))
+    assert (told["buffer/size"], told["buffer/copies"], told["buffer/duplicates"]) == (2, 4, 0)
+
+
+def test_a_sample_weighs_the_same_however_often_it_was_made():
+    ours = buffer_of(prompts=1, completions=1, most_on_policy=0.0, priority="softmax")
+    ours.put([with_tokens(0, [[7]] * 7 + [[8]], [1.0] * 8)])
+    seen = Counter()
+    for step in range(400):
+        (got,) = ours.take([0] if step == 0 else [], step)
+        seen.update(names_of(got))
+    assert chi_square(seen, {7: 0.5, 8: 0.5}) < QUANTILE
+
+
+def test_of_equal_completions_the_newest_is_kept():
+    ours = buffer_of(prompts=1, completions=2, most_on_policy=1.0)
+    old = with_tokens(0, [[7, 2], [9, 9]], [0.0, 0.0], version=0)
+    new = with_tokens(5, [[7, 2], [7]], [1.0, 1.0], version=3)
+    other = with_tokens(6, [[7, 2]], [0.5], prompt=1, version=3)
+    ours.put([old, new, other])
+    ours.take([0], 0)
+    for step in range(3, 40):
+        (got,) = ours.take([5, 6] if step == 3 else [], step)
+        assert got.oldest_version == 3 and 0.0 not in got.rewards.tolist()
+    assert ours.sums(40)[0]["size"] == 4, "another prompt's answer is another sample"
+
+
+def test_copies_take_their_place_so_the_bound_on_lag_is_the_same():
+    ours = buffer_of(prompts=1, completions=1, max_size=4)
+    for step in range(6):
+        ours.put([with_tokens(step, [[7], [7]], [0.0, 0.0], version=step)])
+        ours.take([step], step)
+    sums, maxima = ours.sums(5)
+    assert (sums["size"], sums["copies"], maxima["age_max"]) == (1, 3, 0)
+    assert len(ours.stored()) == 2
+
+
+# -- turns -----------------------------------------------------------------------------------------------------------------
+
+
+def prompts_drawn(ours, step, come=()):
+    return [int(g.prompt_ids[1]) for g in ours.take(list(come), step)]
+
+
+@pytest.mark.parametrize("m", [0.0, 1.0])
+@pytest.mark.parametrize("prompts, held", [(4, 8), (3, 8), (5, 3)])
+def test_no_prompt_comes_again_before_all_were_drawn_over_steps(m, prompts, held):
+    ours = buffer_of(prompts=prompts, completions=1, most_on_policy=m)
+    ours.put([group(t, rewards=(0.0,)) for t in range(held)])
+    drawn = []
+    for step in range(24):
+        drawn += prompts_drawn(ours, step, range(held) if step == 0 else ())
+    for start in range(0, len(drawn) - held + 1, held):
+        assert sorted(drawn[start : start + held]) == list(range(held))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_recency_and_reward_do_not_draw_the_same_prompt_in_a_step_while_there_are_others(seed):
+    ours = buffer_of(prompts=2, completions=1, most_on_policy=0.5, seed=seed)
+    ours.put([group(t, rewards=(0.0,)) for t in range(8)])
+    for step in range(20):
+        first, second = prompts_drawn(ours, step, range(8) if step == 0 else ())
+        assert first != second
+
+
+def test_a_prompt_that_joins_late_has_its_turn_and_no_more():
+    ours = buffer_of(prompts=1, completions=1, most_on_policy=0.0)
+    ours.put([group(t, rewards=(0.0,)) for t in range(5)])
+    before = [prompts_drawn(ours, step, range(4) if step == 0 else ())[0] for step in range(3)]
+    after = [prompts_drawn(ours, step, [4] if step == 3 else ())[0] for step in range(3, 5)]
+    assert sorted(before + after) == [0, 1, 2, 3, 4]
+
+
 # -- what is held ----------------------------------------------------------------------------------------------------------
 
 
@@ -234,6 +330,7 @@ def test_metrics_by_hand():
     told = ours.report(*ours.sums(3))
     assert told == {
         "buffer/size": 4, "buffer/prompts": 2, "buffer/hidden": 2, "buffer/age_mean": (3 + 3 + 2 + 2) / 4, "buffer/age_max": 3,
+        "buffer/copies": 0,
         "buffer/on_policy_fraction": 1, "buffer/duplicates": 3 - len(set(ours._drawn.flatten().tolist())),
     }  # fmt: skip
     assert told["buffer/duplicates"] >= 1
@@ -282,7 +379,9 @@ def fill(ours, steps, lanes=1, lane=0):
 def test_a_resumed_buffer_draws_what_the_other_would_have():
     make = dict(sync_period=3, max_size=20, prompts=3, completions=3)
     ours, resumed = fill(buffer_of(**make), 8), buffer_of(**make)
-    resumed.load([ours.state_dict()], {1000, 1002}, lambda ticket: True)
+    stored = json.loads(json.dumps(ours.state_dict()["passed"]))
+    assert stored, "some prompts wait for the others"
+    resumed.load([{**ours.state_dict(), "passed": stored}], {1000, 1002}, lambda ticket: True)
     assert resumed.tickets() == [1000, 1002], "1001 starts again: the ledger does not count it as finished"
     ours.take([1001], 8), resumed.take([], 8)
     ours._waiting, resumed._waiting = [], []
@@ -297,6 +396,8 @@ def test_two_ranks_go_on_as_one_that_holds_what_both_held():
     whole, one = fill(buffer_of(), 5), buffer_of()
     one.load(parts, {1000, 1001, 1002}, lambda ticket: True)
     assert one.tickets() == whole.tickets()
+    # Who was drawn is of each rank; what is drawn from is the same.
+    one._passed = whole._passed
     assert [names_of(g) for g in one.take([], 7)] == [names_of(g) for g in whole.take([], 7)]
     mine = buffer_of()
     mine.load(parts, set(), lambda ticket: ticket % 2 == 1)

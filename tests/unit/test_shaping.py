@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.learning.packing import trainable
-from llamarl.learning.shaping import STD_EPS, Shaping, moments, shape, whiten_advantages, whiten_rewards
+from llamarl.learning.shaping import STD_EPS, Rewards, Shaping, moments, shape, whiten_advantages, whiten_rewards
 from tests.updating import NAN, group
 
 FLOAT32 = 1e-6
@@ -124,7 +124,29 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_trained_tokens():
     torch.testing.assert_close(torch.cat([got[0][:3], got[1]]).double(), want, atol=FLOAT32, rtol=0)
 
 
-def test_a_batch_of_equal_values_stays_finite():
+@pytest.mark.parametrize("by_token", [True, False])
+@pytest.mark.parametrize("value", [1.0, 0.1, -3e4, 0.0])
+def test_equal_rewards_stay_what_they_are(value, by_token):
+    """A deviation of 0 is no unit: over it, rewards of 1 became 1e8."""
+    tokens = [torch.full((6,), value), torch.full((3,), value)]
+    rewards = [Rewards(torch.full((len(g.rewards),), value), t) for g, t in zip(GROUPS, tokens)]
+    got = whiten_rewards(GROUPS, rewards, by_token=by_token, total=one_rank)
+    for before, after in zip(rewards, got):
+        assert torch.equal(after.completions, before.completions)
+        assert torch.equal(after.tokens, before.tokens)
+
+
+def test_rewards_that_differ_by_rounding_are_equal():
+    one_more = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)).item()
+    values = [[1.0, one_more, NAN], [1.0, 1.0]]
+    rewards = [
+        Rewards(torch.tensor(v), torch.zeros(g.token_ids.numel())) for v, g in zip(values, GROUPS)
+    ]
+    got = whiten_rewards(GROUPS, rewards, by_token=False, total=one_rank)
+    assert got[1].completions.tolist() == [1.0, 1.0]
+
+
+def test_whitened_advantages_of_a_batch_of_equal_values_are_0():
     alike = [torch.full((6,), 2.0), torch.full((3,), 2.0)]
     trained = [trainable(g).repeat_interleave(g.lengths) for g in GROUPS]
     assert all((a == 0).all() for a in whiten_advantages(alike, trained, total=one_rank))

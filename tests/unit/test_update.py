@@ -230,9 +230,22 @@ def test_parity_is_of_fresh_tokens_alone(offset, versions, tolerance, want):
     assert got is want is None or got == pytest.approx(want, abs=1e-5)
 
 
-def test_one_fresh_token_in_a_stale_completion_is_compared():
+@pytest.mark.parametrize("recomputes_kv", [False, True])
+def test_a_completion_that_went_on_under_new_weights_is_compared_only_if_its_cache_did_too(recomputes_kv):
+    """Its last token is sampled by the trainer's weights; what it reads is theirs only with recompute_kv."""
     g = own_logprobs(0.5, VERSION - 1)[0]
     g.policy_versions[-1] = VERSION
+    update = update_of(decoder_of(uniform=True), parity_tolerance=0.01, recomputes_kv=recomputes_kv)
+    if recomputes_kv:
+        with pytest.raises(ParityError):
+            update.run([g], VERSION, go_on)
+    else:
+        assert update.run([g], VERSION, go_on)["parity/logprob_diff_max"] is None
+
+
+def test_one_completion_that_began_under_the_trainers_weights_is_compared_among_others():
+    g = own_logprobs(0.5, VERSION - 1)[0]
+    g.policy_versions[-int(g.lengths[-1]) :] = VERSION
     with pytest.raises(ParityError):
         update_of(decoder_of(uniform=True), parity_tolerance=0.01).run([g], VERSION, go_on)
 
@@ -278,18 +291,22 @@ def test_metrics_by_hand(microbatch_tokens):
         "completion/length_mean": 11 / 5,
         "completion/truncated_fraction": 1 / 5,
         "completion/deadline_truncated_fraction": 0.0,
-        "parity/logprob_diff_max": math.log(6.0),  # the third token of group 0 is fresh
+        "parity/logprob_diff_max": math.log(6.0),  # the second completion of group 0 is fresh
     }
     # Prompts of 2 and 1: 2 + 1 + 2 and 1 + 0 + 3 tokens, 9 of 20. A budget of 3 has 2 + 1 and 1 + 0; 2 + 2 and 1 + 3 pass it.
-    padding = {20: 1 - 9 / 20, 3: 1 - (3 + 4 + 1 + 4) / (3 + 4 + 3 + 4)}[microbatch_tokens]
+    unused = {20: 1 - 9 / 20, 3: 1 - (3 + 4 + 1 + 4) / (3 + 4 + 3 + 4)}[microbatch_tokens]
+    # Attention pads prompts of 2 and 1 to 2, completions of 1, 2 and 3 to 3. Alone in their microbatches none is padded.
+    padding = {20: 1 - 9 / (2 * 2 + 3 * 3), 3: 0.0}[microbatch_tokens]
     assert {k: got[k] for k in want} == pytest.approx(want, rel=1e-5, abs=1e-6)
     assert got["packing/padding_fraction"] == pytest.approx(padding)
+    assert got["packing/unused_budget_fraction"] == pytest.approx(unused)
     k3 = 6 - 1 - math.log(6), 0.5 - 1 - math.log(0.5)
     assert got["kl/generator"] == pytest.approx(sum(k3) / 10, rel=1e-5)
     assert got["grad_norm"] > 0
     by_lag = {name for name in got if name.startswith("lag/tokens/")}
     assert sum(got[name] for name in by_lag) == pytest.approx(1)
-    assert got.keys() - by_lag == want.keys() | {"packing/padding_fraction", "kl/generator", "grad_norm"}
+    own = {"packing/padding_fraction", "packing/unused_budget_fraction", "kl/generator", "grad_norm"}
+    assert got.keys() - by_lag == want.keys() | own
 
 
 def test_completions_cut_at_a_deadline_are_counted_and_not_trained_on():

@@ -41,6 +41,9 @@ MAX_SQUARED = 1e8
 # What is handed to a loss that declares it; everything else keyword-only is an option.
 GIVEN = ("num_loss_tokens", "completions", "entropy")
 
+# What a mean over the batch weighs alike; see `normalised`.
+NORMALISE = ("tokens", "completions", "groups")
+
 
 @dataclass(frozen=True, slots=True)
 class Completions:
@@ -49,13 +52,15 @@ class Completions:
     index: Tensor  # [R] int64: which of the N completions a label belongs to, ascending
     groups: Tensor  # [N] int64: which of the microbatch's groups a completion belongs to, from 0
     rewards: Tensor  # [N] float32, shaped; finite
+    group_tokens: Tensor  # [N] float32: trained tokens of a completion's whole group, in whichever microbatches they are
     num_completions: float  # trained completions of the whole batch, over all ranks
     num_groups: float  # groups of the whole batch with at least two trained completions, over all ranks
+    num_trained_groups: float  # groups of the whole batch with at least one trained completion, over all ranks
 
     def to(self, device: torch.device | str) -> "Completions":
         """The same with every tensor on `device`."""
-        tensors = {name: getattr(self, name).to(device, non_blocking=True) for name in ("index", "groups", "rewards")}
-        return replace(self, **tensors)
+        names = ("index", "groups", "rewards", "group_tokens")
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
     def lengths(self, loss_mask: Tensor) -> Tensor:
         """[N] float32: trained labels of each completion."""
@@ -173,6 +178,11 @@ def per_group(total: Tensor, completions: Completions) -> Tensor:
     return total / max(completions.num_groups, 1)
 
 
+def per_trained_group(total: Tensor, completions: Completions) -> Tensor:
+    """total / the groups of the whole batch with at least one trained completion, over all ranks."""
+    return total / max(completions.num_trained_groups, 1)
+
+
 def normalised(
     objective: Tensor, loss_mask: Tensor, *, normalise: str, num_loss_tokens: float, completions: Completions | None
 ) -> Tensor:
@@ -180,13 +190,17 @@ def normalised(
 
     normalise="tokens":       sum_t o_t / num_loss_tokens: every token weighs the same        (TRL "dapo"; PRIME-RL)
     normalise="completions":  sum_j (1/|y_j|) sum_t o_jt / num_completions: every completion does        (GRPO; TRL "grpo")
-    ValueError for another name, or for "completions" without completions.
+    normalise="groups":       sum_g (1/sum_j |y_gj|) sum_j sum_t o_gjt / num_trained_groups: every group does    (Magistral 2.1)
+    ValueError for another name, or for completions or groups without completions.
     """
     if normalise == "tokens":
         return per_token(objective.sum(), num_loss_tokens)
-    if normalise != "completions":
-        raise ValueError(f"normalise={normalise}: need tokens or completions")
+    if normalise not in NORMALISE:
+        raise ValueError(f"normalise={normalise}: need {' or '.join(NORMALISE)}")
     if completions is None:
-        raise ValueError("normalise=completions needs the completions of the labels")
+        raise ValueError(f"normalise={normalise} needs the completions of the labels")
+    if normalise == "groups":
+        tokens = completions.group_tokens.clamp(min=1)
+        return per_trained_group((objective / tokens[completions.index]).sum(), completions)
     lengths = completions.lengths(loss_mask).clamp(min=1)
     return per_completion((objective / lengths[completions.index]).sum(), completions)

@@ -30,8 +30,9 @@ def grpo(
     r = pi/mu, pi = trainer_logprobs, mu = generator_logprobs (they sampled, so they are pi_old); A = advantages, (reward - mean)
     / std of the group with trainer.advantages=group_mean_std; N = num_completions; tensors [R], nats.
     normalise="completions" (the paper; TRL loss_type "grpo"): the mean of each completion, then over those of the whole batch.
-    normalise="tokens" (TRL "dapo"): all tokens of the batch alike. ratio_level="sequence_mean" is GSPO. ratio_cap is TRL's delta.
-    The paper's KL term is loss.kl_coef (k3), per token. Other knobs: see ratios.py. ValueError for impossible options.
+    normalise="tokens" (TRL "dapo"): all tokens of the batch alike; "groups": see `normalised`.
+    ratio_level="sequence_mean" is GSPO. ratio_cap is TRL's delta.
+    The paper's KL term is loss.kl_coef (k3), inside the same mean. Other knobs: see ratios.py. ValueError for impossible options.
 
     metrics: ratio/sum, ratio/max, clip/low, clip/high (labels that the clip cuts), ratio/capped, kl/generator.
     """

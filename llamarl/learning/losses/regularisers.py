@@ -9,7 +9,7 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-from llamarl.learning.losses.common import Metrics, half_square, k3, log_ratio, masked, per_token, takes
+from llamarl.learning.losses.common import NORMALISE, Metrics, half_square, k3, log_ratio, masked, normalised, takes
 
 ESTIMATORS = ("k1", "k2", "k3")
 
@@ -17,11 +17,12 @@ ESTIMATORS = ("k1", "k2", "k3")
 def regularised(
     loss_fn: Callable[..., tuple[Tensor, Metrics]], *, kl_coef: float = 0.0, kl_estimator: str = "k3", entropy_coef: float = 0.0
 ) -> Callable[..., tuple[Tensor, Metrics]]:
-    """loss + [ kl_coef sum_t KL_t(pi, ref) - entropy_coef sum_t H_t ] / num_loss_tokens
+    """loss + mean_t [ kl_coef KL_t(pi, ref) - entropy_coef H_t ]
 
     A loss with the arguments of `loss_fn` and one more, entropy [R] nats: the learner passes it, with gradient when
-    `needs_entropy_gradient` says so. H = entropy, KL_t = `kl_to_reference`; the sums are over trained tokens and the mean is
-    per token whatever the loss divides by. metrics: those of the loss, and with a reference kl/ref (k3 whatever the estimator).
+    `needs_entropy_gradient` says so. H = entropy, KL_t = `kl_to_reference`. The mean over trained tokens is weighed as the loss's
+    own: by its option `normalise` (see `normalised`; of completions: DeepSeekMath eq. 3), and over all tokens alike where it has
+    none. metrics: those of the loss, and with a reference kl/ref (k3 whatever the estimator, always over all tokens).
 
     ValueError for coefficients below 0 or an unknown estimator, here; in a call, for kl_coef > 0 without ref_logprobs, or
     entropy_coef > 0 without an entropy that has a gradient.
@@ -31,6 +32,7 @@ def regularised(
     if kl_estimator not in ESTIMATORS:
         raise ValueError(f"kl_estimator={kl_estimator}: need {' or '.join(ESTIMATORS)}")
     inner_takes_entropy = takes(loss_fn, "entropy")
+    normalise = _normalisation(loss_fn)
 
     @functools.wraps(loss_fn)
     def with_regularisers(
@@ -38,6 +40,11 @@ def regularised(
     ) -> tuple[Tensor, Metrics]:
         if inner_takes_entropy:
             given["entropy"] = entropy
+        over = {
+            "normalise": given.get("normalise", normalise),
+            "num_loss_tokens": num_loss_tokens,
+            "completions": given.get("completions"),
+        }
         tensors = (trainer_logprobs, generator_logprobs, ref_logprobs, advantages, loss_mask)
         loss, metrics = loss_fn(*tensors, num_loss_tokens=num_loss_tokens, **given)
         if kl_coef > 0 and ref_logprobs is None:
@@ -46,10 +53,10 @@ def regularised(
             x = log_ratio(ref_logprobs, trainer_logprobs, loss_mask)
             metrics = {**metrics, "kl/ref": k3(x.detach()).sum()}
             if kl_coef > 0:
-                loss = loss + kl_coef * per_token(kl_to_reference(x, kl_estimator).sum(), num_loss_tokens)
+                loss = loss + kl_coef * normalised(kl_to_reference(x, kl_estimator), loss_mask, **over)
         if entropy_coef > 0:
             _check_entropy(entropy, trainer_logprobs)
-            loss = loss - entropy_coef * per_token(masked(entropy, loss_mask).sum(), num_loss_tokens)
+            loss = loss - entropy_coef * normalised(masked(entropy, loss_mask), loss_mask, **over)
         return loss, metrics
 
     with_regularisers.__signature__ = _with_entropy(inspect.signature(loss_fn))
@@ -72,6 +79,13 @@ def kl_to_reference(x: Tensor, estimator: str) -> Tensor:
         return k3(x)
     k2 = half_square(x)
     return k2 if estimator == "k2" else k2 - k2.detach() - x.detach()
+
+
+def _normalisation(loss_fn: Callable) -> str:
+    """The loss's own option `normalise`; "tokens" for a loss without it, or that means another thing by it."""
+    option = inspect.signature(loss_fn).parameters.get("normalise")
+    known = option is not None and option.default in NORMALISE and takes(loss_fn, "completions")
+    return option.default if known else "tokens"
 
 
 def _check_entropy(entropy: Tensor | None, trainer_logprobs: Tensor) -> None:

@@ -1,0 +1,80 @@
+"""Completions that span a weight swap, sampled as by default and trained on: no parity error, since none is due."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import llamarl
+from llamarl.inference import Engine, SamplingParams
+from llamarl.learning.losses import LOSSES
+from llamarl.learning.optim import build_optimizer
+from llamarl.learning.update import PolicyUpdate, UpdateSettings
+from llamarl.models.build import build_decoder, read_config
+from llamarl.models.hf import load_tokenizer, load_weights, named_parameters_hf
+from llamarl.types import Group, ScoredCompletion
+
+TINY = Path(llamarl.__file__).parent / "models" / "tiny"
+TOLERANCE = 1e-3  # trainer.parity_tolerance
+
+
+def update_of(decoder, recomputes_kv):
+    settings = UpdateSettings(
+        lr=5e-5,
+        schedule="constant",
+        warmup_steps=0,
+        max_steps=100,
+        microbatch_tokens=8192,
+        max_grad_norm=1.0,
+        temperature=1.0,
+        advantages="group_mean",
+        skip_zero_advantage=True,
+        parity_tolerance=TOLERANCE,
+        recomputes_kv=recomputes_kv,
+    )
+    optimizer = build_optimizer(
+        decoder.parameters(), lr=5e-5, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+    )
+    loss = partial(LOSSES["aipo"])
+    return PolicyUpdate(decoder, optimizer, loss, settings, group=None, device=torch.device("cpu"))
+
+
+def finished(engine):
+    """Groups by ticket; every second completion is rewarded."""
+    while engine.num_live or engine.num_waiting:
+        engine.step(8)
+    by_ticket = {}
+    for _, completion in engine.pop_finished():
+        scored = ScoredCompletion(completion, "score", float(completion.sample_index % 2), "")
+        by_ticket.setdefault(completion.ticket, []).append(scored)
+    return [Group.of(scored) for _, scored in sorted(by_ticket.items())]
+
+
+@pytest.mark.parametrize("recompute_kv", [False, True])
+def test_a_run_goes_on_when_completions_span_a_swap(recompute_kv):
+    tokenizer = load_tokenizer(TINY)
+    decoder = load_weights(build_decoder(read_config(TINY), device="cpu"), TINY).train()
+    engine = Engine.from_hf(TINY, dtype="float32", max_slots=128, max_len=32, device="cpu")
+    update = update_of(decoder, recompute_kv)
+
+    def submit(tickets):
+        params = SamplingParams(6, n=4, seed=0, stop_token_ids=(tokenizer.eos_token_id,))
+        for ticket in tickets:
+            engine.submit(ticket, tokenizer.encode(f"{ticket + 10}+{90 - ticket}="), params)
+
+    submit(range(16))
+    first = finished(engine)
+    submit(range(16, 32))
+    engine.step(1)
+    engine.step(1)
+    fresh = update.run(first, 0, lambda: False)
+    assert fresh["parity/logprob_diff_max"] < TOLERANCE
+    engine.load_weights(
+        {name: p.detach() for name, p in named_parameters_hf(decoder)}, 1, recompute_kv=recompute_kv
+    )
+    second = finished(engine)
+    assert all(set(group.policy_versions.tolist()) == {0, 1} for group in second)
+    row = update.run(second, 1, lambda: False)
+    judged = row["parity/logprob_diff_max"]
+    assert judged < TOLERANCE if recompute_kv else judged is None
