@@ -196,9 +196,22 @@ class TicketDesk:
     def load_state_dict(self, state: dict, saved: Set[int] = frozenset()) -> None:
         """On every rank, before the stations load theirs: each can then tell which groups are still wanted.
 
-        saved: tickets whose partial completions the checkpoint holds.
+        saved: tickets whose partial completions the checkpoint holds. The leader warns of those that start again although they
+        were finished, or begun, since this run has another number of trainer ranks.
         """
-        self._ledger.load_state_dict(state, saved)
+        dropped = self._ledger.load_state_dict(state, saved)
+        if not (dropped and self._control.is_leader):
+            return
+        finished = {ticket for ticket, _ in state["finished"]}
+        log.warning(
+            "step %d: %d of %d finished groups start again, and %d that were begun: on another number of trainer ranks, more of "
+            "them are due on one rank than it can train on within max_lag. Tickets %s",
+            self._ledger.step,
+            len(finished.intersection(dropped)),
+            len(finished),
+            len(set(dropped) - finished),
+            ", ".join(map(str, dropped)),
+        )
 
     @property
     def resumed_step(self) -> int:

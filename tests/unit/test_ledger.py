@@ -150,6 +150,19 @@ def test_a_restored_desk_does_not_start_again_what_goes_on(alone):
     other.finish([0, 4])
     with pytest.raises(ValueError, match="ticket 0 finished, but it is not in work"):
         other.finish([0])
+
+
+def test_groups_that_start_again_on_another_number_of_trainer_ranks_are_counted_in_the_log(desks, caplog):
+    (leader, other), _ = desks(trainer_ranks=(0, 1))
+    state = leader.state_dict() | {"step": 3, "frontier": 8, "finished": [[0, 3], [2, 3], [4, 3], [7, 4]]}
+    for desk in (leader, other):
+        desk.load_state_dict(state)
+    (record,) = caplog.records
+    want = "step 3: 1 of 4 finished groups start again, and 0 that were begun: on another number of trainer ranks, "
+    assert record.levelname == "WARNING" and record.getMessage().startswith(want)
+    assert record.getMessage().endswith("Tickets 4")
+
+
 def straggling(desk):
     """Step 1 waits for ticket 0 alone, its last step; 4 to 7 are finished or may be."""
     assert indices(desk.ask(0, 6, version=0)) == [0, 1, 2, 3, 4, 5]
