@@ -108,12 +108,6 @@ class Generator(Executor):
         self._open: dict[int, list[Completion]] = {}  # ticket -> those sent, while its group is not whole
         self._send_again: list[Completion] = []  # what a resumed run had sent
         self._begun: dict[int, _Begun] = {}
-        self._asked_in_vain = False
-
-    @property
-    def poll_s(self) -> float:
-        """Room under the staleness bound wakes nobody: without work, ask again soon."""
-        return 0.005 if self.version >= 0 and self.engine.num_live == 0 and not self.follows else POLL_S
 
     def setup(self) -> None:
         dtype, g = getattr(torch, self.model_dtype), self.group
@@ -207,7 +201,6 @@ class Generator(Executor):
         self.version, evaluate, canary = taken
         self.engine.weights_changed(self.version, recompute_kv=self.recompute_kv)
         self._count("weights/swap_stall_s", time.monotonic() - began)
-        self._asked_in_vain = False
         if canary:
             self._check_canary(Canary.from_json(canary))
         if evaluate:
@@ -283,15 +276,13 @@ class Generator(Executor):
 
     def _choose_tickets(self) -> list[int]:
         """What was granted; ask for as many groups as there is room for, one chunk ahead of need."""
-        granted = self.tickets.granted()
-        synchronous = self.tickets.synchronous
         # In step with the trainer, evaluation runs alone: what is batched together must not depend on timing.
-        blocked = synchronous and (self._evaluating or self._asked_in_vain)
-        room = (self.engine.free_slots - self.engine.num_waiting) // self.sampling.n - len(granted)
-        if room > 0 and not blocked:
-            answer = self.tickets.ask(self.group.data_index, room, self.version)
-            self._asked_in_vain = synchronous and not answer
-            granted += answer
+        is_blocked = self.tickets.synchronous and self._evaluating > 0
+        room = (self.engine.free_slots - self.engine.num_waiting) // self.sampling.n
+        if room > 0 and not is_blocked:
+            granted = self.tickets.ask(self.group.data_index, room, self.version)
+        else:
+            granted = self.tickets.granted()
         return [ticket.index for ticket in granted]
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -316,6 +307,7 @@ class Generator(Executor):
             if sample.ticket in share:
                 self._go_on(sample)
         if share and not self.follows:
+            self.tickets.go_on(share)
             tokens, ended = sum(p.token_ids.numel() for p in self.engine.export_partials()), len(self._send_again)
             log.info("%d completions go on after %d tokens, %d had ended", self.engine.num_waiting, tokens, ended)
 

@@ -18,7 +18,7 @@ from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import needs_all_completions, needs_whole_groups
 from llamarl.learning.losses.regularisers import regularised
-from llamarl.learning.replay import Draw, ReplayBuffer
+from llamarl.learning.replay import Draw, ReplayBuffer, lag_bound
 from llamarl.learning.schedules import beta_at
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.update import UpdateSettings
@@ -110,12 +110,29 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
     """This trainer rank's; a replay buffer has its share of the prompts and of the room."""
     b = config.buffer
     if b.kind == "fifo":
-        return GroupBuffer()
+        return GroupBuffer(config.max_lag)
     peers, ranks = config.trainer.tensor_parallel, job.placement["trainer"]
     lanes = len(ranks) // peers
     draw = Draw(config.groups_per_step // lanes, config.trained_per_prompt, b.most_on_policy, b.priority, b.temperature)
     lane = ranks.index(job.world.rank) // peers if job.world.rank in ranks else 0
-    return ReplayBuffer(draw, sync_period=b.sync_period, max_size=b.max_size // lanes, seed=config.seed, rank=lane)
+    most_lag = None
+    if config.max_lag is not None:
+        most_lag = lag_bound(
+            max_lag=config.max_lag,
+            completions_per_step=config.groups_per_step // lanes * config.group_size,
+            group_size=config.group_size,
+            sync_period=b.sync_period,
+            max_size=b.max_size // lanes,
+        )
+    return ReplayBuffer(
+        draw,
+        sync_period=b.sync_period,
+        max_size=b.max_size // lanes,
+        seed=config.seed,
+        rank=lane,
+        max_lag=config.max_lag,
+        most_lag=most_lag,
+    )
 
 
 def step_options(config: Config) -> Callable[[int], dict[str, float]]:

@@ -25,6 +25,7 @@ from llamarl.controller import RunSettings
 from llamarl.ddma.links import WeightsError
 from llamarl.governors import Constants
 from llamarl.inputs import BadInput, bad_input, check_inputs
+from llamarl.learning.buffer import LagExceeded
 from llamarl.learning.replay import lag_bound
 from llamarl.learning.update import NotFinite
 from llamarl.models.config import read_json
@@ -44,7 +45,7 @@ EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
 
 # Ends that explain themselves: a message, no traceback.
-RUN_ENDS = (PeerDied, DeadlineExceeded, ParityError, NotFinite, RewardError, WeightsError, CheckpointError)
+RUN_ENDS = (PeerDied, DeadlineExceeded, ParityError, NotFinite, LagExceeded, RewardError, WeightsError, CheckpointError)
 
 log = logging.getLogger("llamarl")
 

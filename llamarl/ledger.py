@@ -2,17 +2,20 @@
 
     message     from -> to            handled on                   meaning
     ask         generator -> leader   leader's listener thread     "I hold version g and have room for n groups"
-    grant       leader -> generator   taken by the generator       tickets that it may start
+    grant       leader -> generator   taken by the generator       the answer: tickets that it may start, n or fewer; and, where
+                                                                   they were fewer, later on: there is room now, ask again
+    going_on    generator -> leader   leader's listener thread     tickets of the run before that it goes on with
     finish      trainer -> leader     leader's listener thread     these groups have reached a trainer rank; once they have
                                                                    reached all ranks of its lane, the ledger counts them
     taken       leader -> trainer     taken by the trainer rank    the batch of a step, for every lane
     truncate    leader -> generator   taken by the generator       end these tickets' completions where they are: the trainer
                                                                    would wait for them (on_deadline=truncate)
 
-Generators ask ahead, between chunks, and never wait for a grant. An ask that nothing can be granted to is forgotten, and
-asked again at the generator's next turn: a take frees room just when newer weights are on their way, and tickets started
-with those are a version younger than what an old ask would have started. With max_lag 0 an ask is always answered, with
-nothing if need be, and the generator waits for the answer: what is batched with what must not depend on timing.
+Every ask is answered at once, if need be with nothing, and a generator has one ask under way: it is never granted more than it
+has room for. What was not granted is not owed. A generator asks anew when it holds newer weights, or when the leader says that
+there may be room: a take makes some just when newer weights are on their way, and tickets started with those are a version
+younger than what a standing ask would have started. Generators ask ahead, between chunks, and do not wait for the answer; with
+max_lag 0 they do, for what is batched with what must not depend on timing.
 """
 
 from __future__ import annotations
@@ -57,8 +60,15 @@ class TicketDesk:
         self._truncate, self._times = truncate, TicketTimes(straggler_factor)
         self._lock = threading.Lock()  # messages of the leader to itself are handled on its own thread
         self._offer: dict[int, list[int]] = {}  # step -> tickets, as mailed
+        # Of a generator: its newest ask.
+        self._is_asking = False  # it is not answered
+        self._is_refused = False  # less was granted than asked for, and the leader knows of no room since
+        self._asked_version = -1
+        # Of the leader: ranks of the generators that were granted less than they asked for; a dict, for its order.
+        self._refused: dict[int, None] = {}
         if control.is_leader:
             control.on("ask", self._on_ask)
+            control.on("going_on", self._on_going_on)
             control.on("finish", self._on_finish)
 
     @property
@@ -68,17 +78,33 @@ class TicketDesk:
     # -- generators -----------------------------------------------------------------------------------------------
 
     def ask(self, generator: int, count: int, version: int) -> list[Ticket]:
-        """Ask for up to `count` groups to start. Returns what has been granted meanwhile, to this ask or an earlier one.
+        """Have up to `count` groups to start. Returns those that were granted since the last call, to this ask or an earlier one.
 
-        Synchronous runs wait for the answer (DeadlineExceeded after deadline_s); others never do.
+        count: what there is room for. Nothing is asked while an answer is under way, nor where the last one was a refusal and
+        neither this generator's weights nor the ledger have changed since. Synchronous runs wait for the answer (DeadlineExceeded
+        after deadline_s); others never do.
         """
-        payload = {"generator": generator, "count": count, "version": version, "must_answer": self.synchronous}
-        self._control.post(self._control.leader, "ask", payload)
-        return self._await_grant(generator) if self.synchronous else self.granted()
+        tickets = self.granted()
+        room = count - len(tickets)
+        may_succeed = version > self._asked_version or not self._is_refused
+        if room > 0 and may_succeed and not self._is_asking:
+            self._is_asking, self._asked_version = True, version
+            self._control.post(self._control.leader, "ask", {"generator": generator, "count": room, "version": version})
+        return tickets + (self._await_grant(generator) if self.synchronous else self.granted())
 
     def granted(self) -> list[Ticket]:
         """Tickets granted since the last call."""
-        return [Ticket(*pair) for _, payload in self._control.take("grant") for pair in payload["tickets"]]
+        tickets: list[Ticket] = []
+        for _, payload in self._control.take("grant"):
+            tickets += [Ticket(*pair) for pair in payload["tickets"]]
+            self._is_refused = payload["is_refusal"]
+            if payload["is_answer"]:
+                self._is_asking = False
+        return tickets
+
+    def go_on(self, tickets: list[int]) -> None:
+        """After a resume: this rank's generator goes on with these. They can then be named, or ended, as stragglers."""
+        self._control.post(self._control.leader, "going_on", {"tickets": tickets})
 
     def to_truncate(self) -> list[int]:
         """Tickets that must end where they are, told since the last call. Their grants have come before."""
@@ -86,12 +112,13 @@ class TicketDesk:
 
     def _await_grant(self, generator: int) -> list[Ticket]:
         until = time.monotonic() + self._deadline_s
-        while time.monotonic() < until:
-            answers = self._control.take("grant")
-            if answers:
-                return [Ticket(*pair) for _, payload in answers for pair in payload["tickets"]]
+        tickets = self.granted()
+        while self._is_asking and time.monotonic() < until:
             self._control.check()
             self._control.wait(0.05)
+            tickets += self.granted()
+        if not self._is_asking:
+            return tickets
         raise DeadlineExceeded(
             f"generator {generator} on rank {self._control.rank} waited {self._deadline_s:.0f} s for the ledger on rank "
             f"{self._control.leader}; is that rank stopped? Raise deadline_s if the machine is overloaded"
@@ -114,6 +141,7 @@ class TicketDesk:
                 return None
             for rank in self._trainer_ranks:
                 self._control.post(rank, "taken", {"step": step, "tickets": tickets})
+            self._tell_of_room()
         for _, payload in self._control.take("taken"):
             self._offer[payload["step"]] = payload["tickets"]
         tickets = self._offer.pop(step, None)
@@ -132,6 +160,7 @@ class TicketDesk:
         """The step taken last was trained on, at this mean reward (NaN: none). The leader's call counts."""
         if self._control.is_leader:
             self._ledger.trained(reward)
+            self._tell_of_room()  # the governor may have made some
 
     @property
     def overcommit(self) -> int | None:
@@ -150,9 +179,29 @@ class TicketDesk:
     def _on_ask(self, sender: int, payload: dict) -> None:
         with self._lock:
             tickets = self._ledger.start(payload["count"], payload["version"], payload["generator"])
-            if tickets or payload["must_answer"]:
-                self._control.post(sender, "grant", {"tickets": [[t.index, t.deadline] for t in tickets]})
+            is_refusal = len(tickets) < payload["count"]
+            self._post_grant(sender, tickets, is_answer=True, is_refusal=is_refusal)
             self._times.granted([t.index for t in tickets], sender, time.monotonic())
+            if is_refusal:
+                self._refused[sender] = None
+
+    def _post_grant(self, rank: int, tickets: list[Ticket], *, is_answer: bool, is_refusal: bool) -> None:
+        # News of room goes by the same topic: it must not overtake the refusal that it takes back.
+        pairs = [[t.index, t.deadline] for t in tickets]
+        self._control.post(rank, "grant", {"tickets": pairs, "is_answer": is_answer, "is_refusal": is_refusal})
+
+    def _tell_of_room(self) -> None:
+        """Have generators ask again that were refused, in the order in which they were."""
+        if self.synchronous:
+            return  # what a generator may start depends on its version alone
+        with self._lock:
+            for rank in self._refused:
+                self._post_grant(rank, [], is_answer=False, is_refusal=False)
+            self._refused.clear()
+
+    def _on_going_on(self, sender: int, payload: dict) -> None:
+        with self._lock:
+            self._times.went_on(payload["tickets"], sender, time.monotonic())
 
     def _on_finish(self, sender: int, payload: dict) -> None:
         with self._lock:
@@ -162,6 +211,8 @@ class TicketDesk:
                 del self._arrivals[ticket]
             self._times.finished(whole, time.monotonic())
         self._ledger.finish(whole)
+        if self.max_lag is None:
+            self._tell_of_room()  # without a bound what has finished makes room, else only a take does
 
     def _end_overdue(self) -> None:
         """Tell generators to end the stragglers that alone hold up the step, once each."""
@@ -196,9 +247,22 @@ class TicketDesk:
     def load_state_dict(self, state: dict, saved: Set[int] = frozenset()) -> None:
         """On every rank, before the stations load theirs: each can then tell which groups are still wanted.
 
-        saved: tickets whose partial completions the checkpoint holds.
+        saved: tickets whose partial completions the checkpoint holds. The leader warns of those that start again although they
+        were finished, or begun, since this run has another number of trainer ranks.
         """
-        self._ledger.load_state_dict(state, saved)
+        dropped = self._ledger.load_state_dict(state, saved)
+        if not (dropped and self._control.is_leader):
+            return
+        finished = {ticket for ticket, _ in state["finished"]}
+        log.warning(
+            "step %d: %d of %d finished groups start again, and %d that were begun: on another number of trainer ranks, more of "
+            "them are due on one rank than it can train on within max_lag. Tickets %s",
+            self._ledger.step,
+            len(finished.intersection(dropped)),
+            len(finished),
+            len(set(dropped) - finished),
+            ", ".join(map(str, dropped)),
+        )
 
     @property
     def resumed_step(self) -> int:

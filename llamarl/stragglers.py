@@ -17,6 +17,7 @@ class Work:
 
     rank: int  # of its generator
     since_s: float
+    is_resumed: bool = False  # begun by the run before; how long it took there is not known
     is_named: bool = False  # as a straggler
     is_ended: bool = False  # its generator has been told to end it
 
@@ -33,10 +34,14 @@ class TicketTimes:
     def granted(self, tickets: Iterable[int], rank: int, now_s: float) -> None:
         self.work.update((ticket, Work(rank, now_s)) for ticket in tickets)
 
+    def went_on(self, tickets: Iterable[int], rank: int, now_s: float) -> None:
+        """After a resume: a generator goes on with tickets of the run before."""
+        self.work.update((ticket, Work(rank, now_s, is_resumed=True)) for ticket in tickets)
+
     def finished(self, tickets: Iterable[int], now_s: float) -> None:
         """Tickets that are not known are of no interest: a resumed run's that were finished before."""
         done = [self.work.pop(ticket) for ticket in tickets if ticket in self.work]
-        self._newest_s.extend(now_s - work.since_s for work in done)
+        self._newest_s.extend(now_s - work.since_s for work in done if not work.is_resumed)
         if len(self._newest_s) >= _ENOUGH and done:
             self.median_s = statistics.median(self._newest_s)
 

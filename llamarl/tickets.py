@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from functools import lru_cache
 from typing import Protocol
 
@@ -159,11 +159,13 @@ class Lane:
             self.finished.discard(ticket)
         self.again = sorted(self.again + list(tickets))
 
-    def go_on(self, ticket: int, deadline: int, step: int) -> None:
-        """After a resume: this one, which was to start again, stays started if it can still be trained on in time."""
-        if in_time([*self.deadlines.values(), deadline], step, self.groups_per_step):
-            self.again.remove(ticket)
-            self.deadlines[ticket] = deadline
+    def go_on(self, ticket: int, deadline: int, step: int) -> bool:
+        """After a resume: one that was to start again stays started, if it can still be trained on in time. Says whether."""
+        if not in_time([*self.deadlines.values(), deadline], step, self.groups_per_step):
+            return False
+        self.again.remove(ticket)
+        self.deadlines[ticket] = deadline
+        return True
 
     def never_started(self) -> tuple[list[int], int]:
         """(tickets below the frontier that are not started, the frontier: nothing from there on is started)."""
@@ -342,21 +344,33 @@ class TicketLedger:
                 "in_work": in_work,
             }
 
-    def load_state_dict(self, state: dict, saved: Set[int] = frozenset()) -> None:
+    def load_state_dict(self, state: dict, saved: Set[int] = frozenset()) -> list[int]:
         """Go on from a checkpoint; another number of lanes or generators is fine.
 
-        saved: tickets whose partial completions it holds.
+        saved: tickets whose partial completions it holds. Returns those that start again although the checkpoint has their group,
+        or what there is of it: on other lanes than before, more may be due in one than it can train on in time. As few as can be
+        (docs/staleness.md), of the finished ones as few as can be, and none on as many lanes as before.
         """
         n = len(self._lanes)
         with self._lock:
             self.step = state["step"]
             if self.governor:
                 self.governor.resume(state["overcommit"], state["rewards"])
+            finished = _by_deadline(state["finished"])
+            in_work = _by_deadline(pair for pair in state["in_work"] if pair[0] in saved and self._resume_in_work)
+            again = sorted([*state["again"], *finished])  # until they are found to fit
             for i, lane in enumerate(self._lanes):
-                lane.deadlines = {t: d for t, d in state["finished"] if t % n == i}
-                lane.finished = set(lane.deadlines)
-                lane.again = sorted(t for t in state["again"] if t % n == i)
+                lane.deadlines, lane.finished = {}, set()
+                lane.again = [t for t in again if t % n == i]
                 lane.resume_at(state["frontier"])
-                kept = [(d, t) for t, d in state["in_work"] if t % n == i and t in saved and self._resume_in_work]
-                for deadline, ticket in sorted(kept):
-                    lane.go_on(ticket, deadline, self.step)
+            # What is finished has cost most: it goes first, and what is in work takes the room that is left.
+            kept = {t for t, deadline in finished.items() if self._lane(t).go_on(t, deadline, self.step)}
+            for ticket in kept:
+                self._lane(ticket).finished.add(ticket)
+            kept |= {t for t, deadline in in_work.items() if self._lane(t).go_on(t, deadline, self.step)}
+            return sorted((finished.keys() | in_work.keys()) - kept)
+
+
+def _by_deadline(pairs: Iterable[list[int]]) -> dict[int, int]:
+    """Ticket -> deadline of [ticket, deadline] pairs, the earliest deadline first."""
+    return dict(sorted(pairs, key=lambda pair: (pair[1], pair[0])))

@@ -173,8 +173,11 @@ class WeightsSender:
         return self._route.destinations
 
     @torch.no_grad()
-    def _stage(self, slot: Tensor, progress: Progress) -> None:
+    def _stage(self, slot: Tensor | None, progress: Progress | None) -> None:
+        """Collective over the tensor group where weights are quantised, which is all that is done without a slot."""
         largest = self._largest_of_split_rows()
+        if slot is None:
+            return
         for name, quantized in self._scratch.items():
             if not name.endswith(SCALE):
                 shard, scale = _local(self._parameters[name]), self._scratch[name + SCALE]

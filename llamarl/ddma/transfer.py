@@ -197,7 +197,7 @@ class Publisher:
     def publish(
         self,
         version: int,
-        stage: Callable[[Tensor, Progress], None],
+        stage: Callable[[Tensor | None, Progress | None], None],
         *,
         evaluate: bool,
         must_differ: bool,
@@ -208,10 +208,16 @@ class Publisher:
         stage(slot, progress) copies every bucket in and marks it. canary() runs after it, while buckets travel: what the
         receivers are to check the version with. must_differ: the optimizer had a gradient, so a payload equal to the last
         one ends the run with WeightsError. DeadlineExceeded if no slot comes free: the generators have not taken the
-        version before last.
+        version before last. After a stop request they take none: a version without a slot is then given up, with stage(None, None)
+        and canary() called all the same, for what is collective in them.
         """
         began = time.monotonic()
-        job = _Job(version, self._free_slot(version), evaluate, must_differ)
+        slot = self._free_slot(version)
+        if slot is None:
+            stage(None, None)
+            canary()
+            return time.monotonic() - began
+        job = _Job(version, slot, evaluate, must_differ)
         progress = self._progress[job.slot]
         progress.reset()
         self._jobs.put(job)
@@ -226,14 +232,16 @@ class Publisher:
         """Whether a slot is free: `publish` then does not wait."""
         return not self._free.empty()
 
-    def _free_slot(self, version: int) -> int:
+    def _free_slot(self, version: int) -> int | None:
+        """None: none is free, and a stop was asked for."""
         until = time.monotonic() + self._deadline_s
         while time.monotonic() < until:
             self._control.check()
             try:
                 return self._free.get(timeout=0.2)
             except queue.Empty:
-                continue
+                if self._control.stopping:
+                    return None
         raise DeadlineExceeded(
             f"trainer on rank {self._control.rank}, step {version}: the generators have not taken earlier weights for "
             f"{self._deadline_s:.0f} s (committed: version {self.committed_version}); a generator hangs, or an evaluation outlasts deadline_s"

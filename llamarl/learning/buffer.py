@@ -18,10 +18,18 @@ from llamarl.types import Group
 Sums = dict[str, float]
 
 
-class GroupBuffer:
-    """fifo: groups by ticket. Which leave is the ledger's word (earliest deadline first)."""
+class LagExceeded(RuntimeError):
+    """A step was to train on tokens that are older than it may: the ledger, or a generator, broke its promise."""
 
-    def __init__(self):
+
+class GroupBuffer:
+    """fifo: groups by ticket. Which leave is the ledger's word (earliest deadline first).
+
+    max_lag: steps that the oldest token of a group may be old when it is handed over; None: no bound.
+    """
+
+    def __init__(self, max_lag: int | None = None):
+        self.max_lag = max_lag
         self._groups: dict[int, Group] = {}  # come, and not handed over
 
     def __len__(self) -> int:
@@ -35,19 +43,27 @@ class GroupBuffer:
             self._groups[group.ticket] = group
 
     def take(self, tickets: list[int], step: int) -> list[Group]:
-        """The groups that step `step` trains on, given those that the ledger hands over. KeyError for one that has not come."""
-        return self._hand_over(tickets)
+        """The groups that step `step` trains on, given those that the ledger hands over.
+
+        KeyError for one that has not come; LagExceeded for one that has tokens of more than max_lag steps ago.
+        """
+        return self._hand_over(tickets, step)
 
     def untake(self, groups: list[Group]) -> None:
         """The step just taken is given up: everything is as before it. groups: what `take` returned."""
         self.put(groups)
 
-    def _hand_over(self, tickets: list[int]) -> list[Group]:
+    def _hand_over(self, tickets: list[int], step: int) -> list[Group]:
         """In ticket order."""
         missing = [t for t in tickets if t not in self._groups]
         if missing:
             raise KeyError(f"groups {missing[:4]} were taken by the ledger but have not reached this rank")
-        return [self._groups.pop(t) for t in sorted(tickets)]
+        groups = [self._groups[t] for t in sorted(tickets)]
+        if self.max_lag is not None:
+            check_lag(groups, step, self.max_lag)
+        for group in groups:
+            del self._groups[group.ticket]
+        return groups
 
     def tickets(self) -> list[int]:
         """Of the groups that wait to be handed over."""
@@ -78,6 +94,20 @@ class GroupBuffer:
         for part in parts:
             buffered = set(part["buffered"]) & finished
             self.put([g for g in decoded(part) if g.ticket in buffered and is_mine(g.ticket)])
+
+
+def check_lag(groups: list[Group], step: int, max_lag: int) -> None:
+    """LagExceeded if a token of these groups is of a version before step - max_lag."""
+    for group in groups:
+        if not group.policy_versions.numel() or step - group.oldest_version <= max_lag:
+            continue
+        newest = int(group.policy_versions.max())
+        raise LagExceeded(
+            f"step {step} was to train on ticket {group.ticket}, whose tokens are of versions {group.oldest_version} to {newest}: "
+            f"with max_lag={max_lag} none may be older than version {step - max_lag}. It was not trained on. The ledger hands "
+            "over no such group (docs/staleness.md), so this is an error in llamarl and not in the run: please report it with "
+            "this line, config.yaml, what the ranks printed, and the ledger in the newest checkpoint's controller.rank*.json"
+        )
 
 
 def decoded(part: Mapping) -> list[Group]:

@@ -24,6 +24,7 @@ the turns. Rewards are the task's own: they are shaped (llamarl.learning.shaping
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -34,6 +35,8 @@ from llamarl.learning.buffer import GroupBuffer, Sums, decoded
 from llamarl.types import Group
 
 PRIORITIES = ("softmax", "uniform")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +109,25 @@ def lag_bound(*, max_lag: int, completions_per_step: int, group_size: int, sync_
 class ReplayBuffer(GroupBuffer):
     """sync_period k: what was handed over joins at steps 0, k, 2k, ... max_size: completions that this rank holds.
 
+    max_lag: of what is handed over, as a GroupBuffer's. most_lag: what lag_bound says of the rest; a group that is older leaves,
+    which none is before the buffer is resumed on another number of ranks. None: no bound.
     Completions that must not be trained on (no reward, aborted, without tokens) and copies take their place, and are never
     drawn.
     """
 
-    def __init__(self, draw: Draw, *, sync_period: int, max_size: int, seed: int, rank: int = 0):
-        super().__init__()
+    def __init__(
+        self,
+        draw: Draw,
+        *,
+        sync_period: int,
+        max_size: int,
+        seed: int,
+        rank: int = 0,
+        max_lag: int | None = None,
+        most_lag: int | None = None,
+    ):
+        super().__init__(max_lag)
+        self.most_lag = most_lag
         if draw.priority not in PRIORITIES:
             raise ValueError(f"priority={draw.priority!r}; there is {' and '.join(PRIORITIES)}")
         self.draw, self.sync_period, self.max_size, self.seed, self.rank = draw, sync_period, max_size, seed, rank
@@ -123,11 +139,13 @@ class ReplayBuffer(GroupBuffer):
         self._drawn = torch.empty(0, draw.completions, dtype=torch.int64)  # [B, K] rows of the table, of the step just taken
 
     def take(self, tickets: list[int], step: int) -> list[Group]:
-        came = self._hand_over(tickets)
+        came = self._hand_over(tickets, step)
         self._before = _Before(came, self._waiting, self._held, self._passed)
         self._waiting = self._waiting + [_Held(group, _Columns.of(group), step, -1) for group in came]
         if step % self.sync_period == 0 and self._waiting:
             self._join(step)
+        if self.most_lag is not None:
+            self._let_go_of_older_than(step - self.most_lag, step)
         return self._sample(step)
 
     def untake(self, groups: list[Group]) -> None:
@@ -142,6 +160,19 @@ class ReplayBuffer(GroupBuffer):
         sizes = torch.tensor([held.group.lengths.numel() for held in everything])
         newer = sizes.flip(0).cumsum(0).flip(0)  # completions of this group and of all newer ones
         self._held = everything[int((newer > self.max_size).sum()) :]
+
+    def _let_go_of_older_than(self, version: int, step: int) -> None:
+        kept = [held for held in self._held if not bool((held.columns.oldest < version).any())]
+        if len(kept) < len(self._held):
+            log.warning(
+                "step %d: %d of %d groups left the replay buffer for tokens of more than %d steps ago: the rank that held them "
+                "before had newer ones to put in their place",
+                step,
+                len(self._held) - len(kept),
+                len(self._held),
+                self.most_lag,
+            )
+            self._held, self._table = kept, None
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ PANELS = (
         smooth=False,
     ),
     Panel("Ratio, capped share", (("ratio/capped_fraction", "of trained tokens"),), percent=True),
-    Panel("Lag", (("lag/max", "max"), ("lag/mean", "mean")), "Optimizer steps between sampling and training.", smooth=False),
+    Panel("Lag", (("lag/max", "max"), ("lag/mean", "mean")), "Steps (batches) between sampling and training.", smooth=False),
     Panel(
         "Trained tokens by lag",
         tuple((f"lag/tokens/{lags}", f"{lags} steps") for lags in ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")),

@@ -17,7 +17,9 @@ from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams
 from llamarl.models.hf import SafetensorsDir
 from llamarl.models.scratch import tiny_directory
+from llamarl.ledger import TicketDesk
 from llamarl.parity import Canary, ParityError, Sequence
+from llamarl.tickets import TicketLedger
 from llamarl.types import Prompt, Ticket
 
 PROMPT = Prompt(torch.tensor([1, 5, 6, 14, 7, 8, 18]), "12+34=", {"answer": "46"})
@@ -100,7 +102,10 @@ class Tickets:
 
     def __init__(self, synchronous):
         self.synchronous, self.grants, self.asked, self.next = synchronous, 1, [], 0
-        self.orders = []
+        self.orders, self.went_on = [], []
+
+    def go_on(self, tickets):
+        self.went_on += tickets
 
     def ask(self, generator, count, version):
         self.asked.append((count, version))
@@ -222,14 +227,44 @@ def test_a_full_channel_downstream_stops_it():
     assert g.tickets.asked == [] and g.waiting_for().startswith("room:")
 
 
-@pytest.mark.parametrize("synchronous, asks", [(True, 1), (False, 3)])
-def test_an_ask_in_vain_is_repeated_only_where_something_can_change_before_new_weights(synchronous, asks):
-    g = generator(synchronous=synchronous)
-    g.tickets.grants = 0
+class LateAnswers(Tickets):
+    """Grants all that was asked for, but only `turns` turns after it was first asked."""
+
+    def __init__(self, turns):
+        super().__init__(synchronous=False)
+        self.control = SimpleNamespace(is_leader=False, leader=0, rank=1, post=self._asked, take=self._answers)
+        self.desk = TicketDesk(TicketLedger(groups_per_step=1, max_lag=1, overcommit=0), self.control, trainer_ranks=(0,), deadline_s=1)
+        self.turns, self.now, self.mail = turns, 0, []
+        self.ask, self.granted = self.desk.ask, self.desk.granted
+
+    def _asked(self, rank, topic, payload):
+        self.asked.append((payload["count"], payload["version"]))
+        tickets = [[self.next + i, 1] for i in range(payload["count"])]
+        self.next += len(tickets)
+        self.mail.append((self.now + self.turns, {"tickets": tickets, "is_answer": True, "is_refusal": False}))
+
+    def _answers(self, topic):
+        due = [(0, payload) for at, payload in self.mail if at <= self.now]
+        self.mail = [(at, payload) for at, payload in self.mail if at > self.now]
+        return due
+
+
+@pytest.mark.parametrize("turns", [0, 1, 4])
+def test_it_is_never_granted_more_than_it_has_room_for_however_late_the_answer(turns):
+    g = generator(chunk=1)
+    g.tickets = LateAnswers(turns)
     g.weights.staged = Staged(0, False, {})
-    for _ in range(3):
+    submitted = []
+    submit = g.engine.submit
+    g.engine.submit = lambda *args, **options: (
+        submitted.append(g.engine.free_slots - g.engine.num_waiting),
+        submit(*args, **options),
+    )
+    for g.tickets.now in range(40):
         g.step()
-    assert len(g.tickets.asked) == asks
+        assert g.engine.num_waiting + g.engine.num_live <= 8, "more than there are slots"
+    assert len(submitted) > 8 and all(room >= GROUP for room in submitted)
+    assert all(count <= 4 for count, _ in g.tickets.asked)
 
 
 def test_options_of_the_engine_reach_it():
@@ -333,6 +368,17 @@ def test_unfinished_groups_go_on_token_for_token_in_any_number_of_generators(ste
     assert all(sum(k[0] == key[0] for k in whole) == GROUP for key in whole)
     again = finish(resumed(parts, after, working))
     assert not again.keys() & whole.keys() and again | whole == expected
+
+
+def test_the_leader_is_told_which_tickets_go_on_and_can_have_them_ended():
+    (first,) = begun(1)
+    (g,) = resumed([first.state_dict()], 1, working={1, 2})
+    assert g.tickets.went_on == [1, 2]
+    g.tickets.orders = [2]
+    reasons = {ticket: set() for ticket in (1, 2)}
+    for (ticket, _), (_, reason) in finish([g]).items():
+        reasons[ticket].add(reason)
+    assert "aborted" in reasons[2] and "aborted" not in reasons[1]
 
 
 def test_some_of_these_groups_are_partly_sent():

@@ -383,19 +383,53 @@ def test_a_version_that_never_begins_is_named_by_the_sender_that_runs_out_of_slo
     assert ends.swap() is None and torch.equal(ends.live, bytes_of(0))
 
 
+class Untaken:
+    """A publisher whose generators never take anything. staged, canaries: versions of which these were made."""
+
+    def __init__(self, deadline_s):
+        self.control, self.staged, self.canaries = alone(), [], []
+        self.buckets = tuple(buckets_of(make_plan(CONFIG, PARAMETERS, Source(), Destination()).pieces(0, 0), BUCKET))
+        slots = Slots([torch.zeros(size_of(self.buckets), dtype=torch.uint8) for _ in range(2)])
+        out = Outgoing(SpyLink(), 0, 0, self.buckets)
+        self.publisher = Publisher("policy", slots, [out], len(self.buckets), self.control, deadline_s, COPIER)
+
+    def publish(self, version):
+        def stage(slot, progress):
+            self.staged.append(None if slot is None else version)
+            for i in range(len(self.buckets)) if slot is not None else ():
+                progress.mark(i)
+
+        def canary():
+            self.canaries.append(version)
+            return {}
+
+        self.publisher.publish(version, stage, evaluate=False, must_differ=False, canary=canary)
+
+
 def test_generators_that_never_take_weights_are_named_within_the_deadline():
-    link = SpyLink()
-    buckets = tuple(buckets_of(make_plan(CONFIG, PARAMETERS, Source(), Destination()).pieces(0, 0), BUCKET))
-    slots = Slots([torch.zeros(size_of(buckets), dtype=torch.uint8) for _ in range(2)])
-    publisher = Publisher("policy", slots, [Outgoing(link, 0, 0, buckets)], len(buckets), alone(), 0.3, COPIER)
-
-    def publish(version):
-        mark = lambda slot, progress: [progress.mark(i) for i in range(len(buckets))]  # noqa: E731
-        publisher.publish(version, mark, evaluate=False, must_differ=False, canary=dict)
-
-    publish(0), publish(1)
+    ours = Untaken(deadline_s=0.3)
+    ours.publish(0), ours.publish(1)
     with pytest.raises(DeadlineExceeded, match="step 2.*have not taken"):
-        publish(2)
+        ours.publish(2)
+
+
+def test_a_trainer_that_waits_for_a_generator_hears_a_stop_and_takes_part_in_what_is_collective():
+    ours = Untaken(deadline_s=PATIENCE_S)
+    ours.publish(0), ours.publish(1)
+    waiting = ours.control.thread("trainer", ours.publish, 2)
+    assert ours.staged == [0, 1]
+    ours.control.request_stop("a test")
+    waiting.join(PATIENCE_S / 2)
+    assert not waiting.is_alive() and ours.control.failure is None
+    assert ours.staged == [0, 1, None] and ours.canaries == [0, 1, 2]
+
+
+def test_after_a_stop_a_version_that_has_a_slot_is_sent_as_ever():
+    ours = Untaken(deadline_s=PATIENCE_S)
+    ours.publish(0)
+    ours.control.request_stop("a test")
+    ours.publish(1)
+    assert ours.staged == [0, 1]
 
 
 def test_a_payload_equal_to_the_last_is_an_error_after_an_optimizer_step():

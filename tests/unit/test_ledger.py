@@ -1,5 +1,6 @@
 """TicketDesk: asking, granting, finishing, taking and giving back, in one process and between ranks."""
 
+import json
 import time
 from types import SimpleNamespace
 
@@ -123,6 +124,65 @@ def test_a_synchronous_ask_is_answered_with_nothing_when_nothing_may_start(alone
     assert desk.ask(0, 100, version=0) == []
 
 
+@pytest.fixture
+def asks(monkeypatch):
+    """[(rank, count, version)] of all that were sent to a leader."""
+    sent, post = [], Control.post
+
+    def noted(self, rank, topic, payload):
+        if topic == "ask":
+            sent.append((self.rank, payload["count"], payload["version"]))
+        post(self, rank, topic, payload)
+
+    monkeypatch.setattr(Control, "post", noted)
+    return sent
+
+
+def test_a_refused_ask_is_repeated_only_with_newer_weights_or_when_a_take_has_made_room(alone, asks):
+    desk = alone(groups_per_step=2, overcommit=1)
+    assert indices(desk.ask(0, 5, version=0)) == [0, 1, 2]
+    for _ in range(3):
+        assert desk.ask(0, 2, version=0) == []
+    desk.finish([0, 1])
+    assert desk.ask(0, 2, version=0) == [] and asks == [(0, 5, 0)], "what has come makes no room, a take does"
+    assert desk.take(0) == [0, 1]
+    assert desk.granted() == []
+    assert indices(desk.ask(0, 5, version=0)) == [3] and len(asks) == 2, "of deadline 1: step 1 is full"
+    assert desk.ask(0, 4, version=0) == [] and len(asks) == 2
+    assert indices(desk.ask(0, 4, version=1)) == [4] and desk.ask(0, 3, version=1) == []
+    assert asks[2:] == [(0, 4, 1)]
+
+
+def test_an_ask_that_was_granted_in_full_is_followed_by_the_next(alone, asks):
+    desk = alone()
+    assert [indices(desk.ask(0, 2, version=0)) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert len(asks) == 3
+
+
+def test_a_synchronous_ask_in_vain_is_repeated_with_new_weights_alone(alone, asks):
+    desk = alone(max_lag=0, overcommit=0)
+    desk.finish(indices(desk.ask(0, 100, version=0)))
+    for _ in range(2):
+        assert desk.ask(0, 100, version=0) == []
+    assert desk.take(0) is not None and desk.ask(0, 100, version=0) == [] and len(asks) == 1
+    assert indices(desk.ask(0, 100, version=1)) == [4, 5, 6, 7] and len(asks) == 2
+
+
+def test_without_a_bound_what_has_come_makes_room(alone, asks):
+    desk = alone(max_lag=None)
+    assert len(desk.ask(0, 8, version=0)) == 6
+    desk.finish([0])
+    assert indices(desk.ask(0, 2, version=0)) == [6] and len(asks) == 2
+
+
+def test_a_governor_that_starts_more_ahead_makes_room(alone, asks):
+    desk = alone(max_lag=2, overcommit="oppo")
+    before = len(desk.ask(0, 100, version=0))
+    for reward in range(11):
+        desk.trained(reward)
+    assert desk.ask(0, 1, version=0) and len(asks) == 2 and before == 6
+
+
 def test_before_anything_has_started_the_next_step_waits_for_new_tickets(alone):
     assert alone().waits_for() == "new tickets to start"
 
@@ -150,6 +210,19 @@ def test_a_restored_desk_does_not_start_again_what_goes_on(alone):
     other.finish([0, 4])
     with pytest.raises(ValueError, match="ticket 0 finished, but it is not in work"):
         other.finish([0])
+
+
+def test_groups_that_start_again_on_another_number_of_trainer_ranks_are_counted_in_the_log(desks, caplog):
+    (leader, other), _ = desks(trainer_ranks=(0, 1))
+    state = leader.state_dict() | {"step": 3, "frontier": 8, "finished": [[0, 3], [2, 3], [4, 3], [7, 4]]}
+    for desk in (leader, other):
+        desk.load_state_dict(state)
+    (record,) = caplog.records
+    want = "step 3: 1 of 4 finished groups start again, and 0 that were begun: on another number of trainer ranks, "
+    assert record.levelname == "WARNING" and record.getMessage().startswith(want)
+    assert record.getMessage().endswith("Tickets 4")
+
+
 def straggling(desk):
     """Step 1 waits for ticket 0 alone, its last step; 4 to 7 are finished or may be."""
     assert indices(desk.ask(0, 6, version=0)) == [0, 1, 2, 3, 4, 5]
@@ -226,6 +299,42 @@ def test_a_synchronous_ask_ends_at_once_when_the_leader_fails(desks):
         generator.ask(0, 1, version=0)
 
 
+def test_while_an_answer_is_under_way_a_generator_asks_for_no_more(desks, asks):
+    (_, generator), (leader, listening) = desks(start=False, groups_per_step=64)
+    for _ in range(20):
+        assert generator.ask(1, 4, version=0) == []
+    assert asks == [(1, 4, 0)], "before it is answered"
+    leader.start(), listening.start()
+    granted = []
+    eventually(lambda: granted.extend(generator.granted()) or granted)
+    assert len(granted) == 4
+    assert generator.ask(1, 3, version=0) == [] and asks[1:] == [(1, 3, 0)]
+    eventually(lambda: granted.extend(generator.granted()) or len(granted) > 4)
+    assert indices(granted) == list(range(7))
+
+
+def test_room_is_told_to_the_generators_that_were_refused_and_whoever_asks_then_is_granted_it(desks, asks):
+    (leader, one, two), _ = desks(count=3, groups_per_step=4, overcommit=0)
+    held = {1: [], 2: []}
+
+    def hears(desk, rank, count):
+        return eventually(lambda: held[rank].extend(desk.granted()) or (not desk._is_asking and len(held[rank]) >= count))
+
+    one.ask(0, 4, version=0)
+    hears(one, 1, 4)
+    two.ask(1, 4, version=0)
+    hears(two, 2, 0)
+    assert two.ask(1, 4, version=0) == [] and len(asks) == 2, "refused"
+    leader.finish([0, 1, 2, 3])
+    assert leader.take(0) == [0, 1, 2, 3]
+    eventually(lambda: two.ask(1, 3, version=0) or len(asks) == 3)
+    held[2] += two.granted()
+    eventually(lambda: held[2].extend(two.granted()) or len(held[2]) == 3)
+    one.ask(0, 4, version=0)
+    hears(one, 1, 5)
+    assert len(held[1]) == 5 and asks[2:] == [(2, 3, 0), (1, 4, 0)]
+
+
 def test_every_trainer_rank_takes_its_own_lane_of_what_the_leader_took(desks):
     (leader, other), _ = desks(trainer_ranks=(0, 1))
     tickets = indices(leader.ask(0, 6, version=0))
@@ -253,6 +362,27 @@ def test_an_order_to_end_goes_to_the_generator_that_was_granted_the_ticket_after
     leader.finish([2])
     assert leader.take(1) is None
     assert eventually(generator.to_truncate) == [0] and idle.to_truncate() == []
+
+
+def test_what_a_resumed_run_goes_on_with_is_ended_at_its_deadline_like_any_other(desks):
+    how = {"count": 2, "groups_per_step": 2, "resume_in_work": True}
+    (first, generator), _ = desks(**how)
+    generator.ask(0, 4, version=0)
+    granted = []
+    eventually(lambda: granted.extend(generator.granted()) or len(granted) == 4)
+    state = json.loads(json.dumps(first.state_dict()))
+    (leader, generator), _ = desks(**how, desk={"truncate": True, "straggler_factor": 5.0})
+    for desk in (leader, generator):
+        desk.load_state_dict(state, {0, 1, 2, 3})
+    assert generator.in_work() == {0, 1, 2, 3}
+    generator.go_on([0, 1, 2, 3])
+    leader.finish([0, 1])
+    assert leader.take(0) == [0, 1]
+    generator.ask(0, 2, version=1)
+    eventually(generator.granted)
+    leader.finish([4, 5])
+    assert leader.take(1) is None
+    assert sorted(eventually(generator.to_truncate)) == [2, 3]
 
 
 def test_the_reward_reaches_the_governor_of_the_leader_alone(desks):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.learning.lags import BUCKETS, bucket_name, lag_histogram
+from llamarl.learning.buffer import LagExceeded
 from llamarl.learning.replay import Draw, ReplayBuffer, draw_completions, generator_of, lag_bound
 from llamarl.types import Group
 
@@ -43,8 +44,9 @@ def draw(prompts=2, completions=2, most_on_policy=0.5, priority="softmax", tempe
     return Draw(prompts, completions, most_on_policy, priority, temperature)
 
 
-def buffer_of(*, sync_period=1, max_size=1000, seed=0, rank=0, **how):
-    return ReplayBuffer(draw(**how), sync_period=sync_period, max_size=max_size, seed=seed, rank=rank)
+def buffer_of(*, sync_period=1, max_size=1000, seed=0, rank=0, max_lag=None, most_lag=None, **how):
+    bounds = {"max_lag": max_lag, "most_lag": most_lag}
+    return ReplayBuffer(draw(**how), sync_period=sync_period, max_size=max_size, seed=seed, rank=rank, **bounds)
 
 
 def names_of(g):
@@ -349,18 +351,21 @@ def test_lags_of_tokens_are_counted_once_each():
 @pytest.mark.parametrize(
     "k, max_lag, max_size, batch, size", [(1, 0, 8, 2, 4), (1, 2, 30, 2, 4), (3, 1, 25, 2, 4), (2, 0, 100, 3, 5), (4, 3, 9, 1, 3)]
 )
-def test_the_bound_on_lag_holds_and_is_reached(k, max_lag, max_size, batch, size):
+def test_the_bound_on_lag_holds_and_is_reached(k, max_lag, max_size, batch, size, caplog):
     """Each step brings a batch that was sampled max_lag steps before."""
-    ours, worst = buffer_of(sync_period=k, max_size=max_size, prompts=1, completions=1, priority="uniform"), 0
+    bound = lag_bound(
+        max_lag=max_lag, completions_per_step=batch * size, group_size=size, sync_period=k, max_size=max_size
+    )
+    bounds = {"max_lag": max_lag, "most_lag": bound}
+    ours = buffer_of(sync_period=k, max_size=max_size, prompts=1, completions=1, priority="uniform", **bounds)
+    worst = 0
     for step in range(80):
         tickets = list(range(step * batch, (step + 1) * batch))
         ours.put([group(t, rewards=(0.0,) * size, version=step - max_lag) for t in tickets])
         (got,) = ours.take(tickets, step)
         worst = max(worst, int(ours.sums(step)[1]["age_max"]))
         assert step - got.oldest_version <= worst
-    assert worst == lag_bound(
-        max_lag=max_lag, completions_per_step=batch * size, group_size=size, sync_period=k, max_size=max_size
-    )
+    assert worst == bound and not caplog.records, "none leaves for its age"
 
 
 # -- snapshots -------------------------------------------------------------------------------------------------------------
@@ -402,6 +407,35 @@ def test_two_ranks_go_on_as_one_that_holds_what_both_held():
     mine = buffer_of()
     mine.load(parts, set(), lambda ticket: ticket % 2 == 1)
     assert {g.ticket % 2 for g in mine.stored()} == {1} and mine.tickets() == []
+
+
+def test_on_another_number_of_ranks_what_newer_groups_do_not_push_out_leaves_when_it_is_as_old_as_may_be(caplog):
+    L, SIZE = 0, 2
+    one = lag_bound(max_lag=L, completions_per_step=2 * SIZE, group_size=SIZE, sync_period=1, max_size=4 * SIZE)
+    two = lag_bound(max_lag=L, completions_per_step=SIZE, group_size=SIZE, sync_period=1, max_size=2 * SIZE)
+    assert one == two == 1
+    fresh = lambda ticket, version: group(ticket, rewards=(0.0, 1.0), version=version)  # noqa: E731
+    whole = buffer_of(max_size=4 * SIZE, max_lag=L, most_lag=one)
+    for step, tickets in enumerate([[0, 1], [2, 4]]):
+        whole.put([fresh(t, step) for t in tickets])
+        whole.take(tickets, step)
+    odd = buffer_of(max_size=2 * SIZE, max_lag=L, most_lag=two)
+    odd.load([whole.state_dict()], set(), lambda ticket: ticket % 2 == 1)
+    assert [g.ticket for g in odd.stored()] == [1] and not caplog.records
+    odd.put([fresh(3, 2)])
+    drawn = odd.take([3], 2)
+    assert {2} == {v for g in drawn for v in g.policy_versions.tolist()} and [g.ticket for g in odd.stored()] == [3]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("step 2: 1 of 2 groups left the replay buffer for tokens of more than 1 steps ago")
+    odd.untake(drawn)
+    assert sorted(g.ticket for g in odd.stored()) == [1, 3], "a step that is given up changes nothing"
+
+
+def test_what_the_ledger_hands_over_too_late_is_refused():
+    ours = buffer_of(max_lag=1, most_lag=9)
+    ours.put([group(5, version=3)])
+    with pytest.raises(LagExceeded, match="step 5 was to train on ticket 5"):
+        ours.take([5], 5)
 
 
 def test_wrong_use_is_refused():
