@@ -64,5 +64,5 @@ def differences(old: Identity, new: Identity) -> list[Difference]:
         reasons = [told(key) for key in changed if key in DATA_KEYS or key.startswith(DATA_SECTION)]
         found.append(Difference(f"other {' and '.join(others)}: {'; '.join(reasons) or THE_DATA}", "data"))
     if old.reward != new.reward:
-        found.append(Difference(f"another reward: {old.reward} in the checkpoint, {new.reward} now", "reward"))
+        found.append(Difference(f"another reward (reward.fn): {old.reward} in the checkpoint, {new.reward} now", "reward"))
     return found
