@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from llamarl.allocator import keep_freed_memory
 from llamarl.ddma.transports import End
 from llamarl.executor import ExecutorGroup
+from llamarl.meeting import launcher_store, meet, reaching
 from llamarl.native.precision import Float32Products, use_float32_products
 
 _LINK_TIMEOUT = timedelta(days=7)  # a channel may be silent for long; deadlines are its users'
@@ -31,6 +31,7 @@ class World:
     device: torch.device
     gpus: tuple[str, ...] = ()  # of every rank, the uuid of its GPU, or "" without one; empty: nobody has one
     products: Float32Products = Float32Products("highest")  # how this process multiplies float32
+    launcher: dist.Store | None = None  # the launcher's store, which outlives restarted workers; None without a launcher
 
     def store(self) -> dist.Store | None:
         """The control plane's own corner of the c10d Store; None in a world of one."""
@@ -39,14 +40,13 @@ class World:
         return dist.PrefixStore("llamarl", dist.distributed_c10d._get_default_store())
 
 
-_jobs = itertools.count()  # of this process: --multirun has several
-
 
 def init_world(*, threads: int | None, deadline_s: float, reproducible: bool) -> World:
     """Join the processes that torchrun started, or be alone. Devices: a GPU a local rank where there are any, else the CPU.
 
     deadline_s bounds every collective. gloo carries everything on CPUs and all that is not a device collective.
     reproducible: nothing that decides about results asks a clock (use_float32_products).
+    DeadlineExceeded names the ranks that do not come; PeerDied says what could not be reached.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -60,20 +60,21 @@ def init_world(*, threads: int | None, deadline_s: float, reproducible: bool) ->
         torch.cuda.set_device(device)
         gpu = str(torch.cuda.get_device_properties(device).uuid)
     timeout = timedelta(seconds=deadline_s)
+    launcher = launcher_store(deadline_s)
     if size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         gpus = (gpu,)
     else:
         if local_size == size:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        # torchrun's store outlives restarted workers and the jobs of a sweep: none must read what an earlier one left there.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"attempt-{attempt}-job-{next(_jobs)}", store)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-        store.set(f"gpu/{rank}", gpu)
-        gpus = tuple(store.get(f"gpu/{r}").decode() for r in range(size))
-    return World(rank, size, local_size, device, gpus, products)
+        with reaching("the other ranks at the start", rank=rank):
+            # No start may read what an earlier one left in the launcher's store.
+            name = meet(launcher, rank=rank, size=size, deadline_s=deadline_s)
+            store = dist.PrefixStore(f"start-{name}", launcher)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+            store.set(f"gpu/{rank}", gpu)
+            gpus = tuple(store.get(f"gpu/{r}").decode() for r in range(size))
+    return World(rank, size, local_size, device, gpus, products, launcher)
 
 
 def backend_of(world: World, ranks: tuple[int, ...]) -> str:
