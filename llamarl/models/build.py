@@ -18,10 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns, at import, of kernels that nothing here uses
 
-from torchtune.modules import FeedForward, TransformerDecoder, TransformerSelfAttentionLayer  # noqa: E402
+from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer  # noqa: E402
 
 from llamarl.models.attention import Attention, AttentionContext, Rotary
 from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.fused import projections, rms_norm, swiglu
+from llamarl.models.masters import Masters
 from llamarl.models.sharding import span
 from llamarl.models.tp import SplitEmbedding, TensorParallel, copied, gathered, summed
 
@@ -36,9 +38,18 @@ class RMSNorm(nn.Module):
         self.scale, self.eps = nn.Parameter(torch.ones(dim)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32 == self.scale.dtype:
-            return F.rms_norm(x, self.scale.shape, self.scale, self.eps)
-        return F.rms_norm(x.float(), self.scale.shape, eps=self.eps).to(x.dtype) * self.scale
+        return rms_norm(x, self.scale, self.eps)
+
+
+class FeedForward(nn.Module):
+    """w2(silu(w1 x) * w3 x): torchtune's, under its names."""
+
+    def __init__(self, *, gate_proj: nn.Linear, down_proj: nn.Linear, up_proj: nn.Linear):
+        super().__init__()
+        self.w1, self.w2, self.w3 = gate_proj, down_proj, up_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(swiglu(*projections(x, self.w1, self.w3)))
 
 
 class SplitFeedForward(FeedForward):
@@ -60,7 +71,8 @@ class Decoder(TransformerDecoder):
     """
 
     activation_checkpointing = False  # recompute each layer in backward
-    whole_on_each_rank = False  # wrapped by FSDP for its precision or its replicas, and not sharded
+    whole_on_each_rank = False  # wrapped by FSDP for its replicas, and not sharded
+    masters: Masters | None = None  # a single rank's, where it computes in a lower precision
 
     def __init__(self, config: ModelConfig, tensor_parallel: TensorParallel | None = None, **parts):
         super().__init__(**parts)

@@ -1,0 +1,287 @@
+"""What a layer computes between its products: each is one pass over memory on a CPU, forward and backward.
+
+A layer's additions, multiplications and roundings one by one cost a CPU more than its products do. Each function here states its
+equation and holds it in plain PyTorch; on a CPU in float32 or bfloat16 a kernel of llamarl/native/train.c computes the same, with
+float32 inside, and rounds where the plain one does or less often. On GPUs, in float64 and without a compiler the plain one is used.
+
+Shapes: T tokens, D features, H heads, K head dim, N segments, G key/value heads, R = H / G, L queries, M keys.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from llamarl.native import library
+
+# Neither errno nor traps are looked at: a compiler makes vectors of the loops then.
+_MATH = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS = {torch.float32: _MATH, torch.bfloat16: (*_MATH, "-DBF16")}
+_KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double, "n": ctypes.c_int}
+_ARGUMENTS = {
+    "add_up": "ppin",
+    "rms_norm": "ppppiidn",
+    "rms_norm_backward": "ppppppiin",
+    "swiglu": "pppin",
+    "swiglu_backward": "pppppin",
+    "rotate": "ppppiiifn",
+    "causal_softmax": "pppfn",
+    "causal_softmax_backward": "pppfn",
+    "log_softmax": "ppppppiidn",
+    "log_softmax_backward": "ppppppppiidn",
+}
+
+
+def kernels(x: Tensor) -> ctypes.CDLL | None:
+    """The kernels for tensors like x, or None where plain operations are to be used."""
+    if x.device.type != "cpu" or x.dtype not in _FLAGS:
+        return None
+    made = library("train", *_FLAGS[x.dtype])
+    if made is not None and made.add_up.argtypes is None:
+        for name, kinds in _ARGUMENTS.items():
+            function = getattr(made, name)
+            function.argtypes, function.restype = [_KINDS[kind] for kind in kinds], None
+    return made
+
+
+def add_up(total: Tensor, part: Tensor) -> None:
+    """total += part, in total's float32; part in any dtype, of the same shape."""
+    lib = kernels(part)
+    if lib is None or not (total.is_contiguous() and part.is_contiguous()):
+        total.add_(part)
+    else:
+        lib.add_up(total.data_ptr(), part.data_ptr(), part.numel(), torch.get_num_threads())
+
+
+# --- RMS norm ---
+
+
+def rms_norm(x: Tensor, scale_D: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) in float32, then in x's dtype times scale: Hugging Face's order of rounding. x [..., D]."""
+    if x.dtype != scale_D.dtype or kernels(x) is None:
+        return plain_rms_norm(x, scale_D, eps)
+    return _RmsNorm.apply(x.contiguous(), scale_D, eps)
+
+
+def plain_rms_norm(x: Tensor, scale_D: Tensor, eps: float) -> Tensor:
+    if x.dtype == torch.float32 == scale_D.dtype:
+        return F.rms_norm(x, scale_D.shape, scale_D, eps)
+    return F.rms_norm(x.float(), scale_D.shape, eps=eps).to(x.dtype) * scale_D
+
+
+class _RmsNorm(Function):
+    """n = x / rms(x), s = g scale:   dx = (s - n mean(s n)) / rms(x),   dscale = sum over rows of g n."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, scale_D: Tensor, eps: float) -> Tensor:
+        dim = scale_D.numel()
+        rows = x.numel() // dim
+        y, inverse_T = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+        addresses = (t.data_ptr() for t in (y, inverse_T, x, scale_D))
+        kernels(x).rms_norm(*addresses, rows, dim, eps, torch.get_num_threads())
+        ctx.save_for_backward(x, scale_D, inverse_T)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, scale_D, inverse_T = ctx.saved_tensors
+        grad, grad_x = grad.contiguous(), torch.empty_like(x)
+        sums_D = torch.empty_like(scale_D, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        addresses = (None if t is None else t.data_ptr() for t in (grad_x, sums_D, grad, x, inverse_T, scale_D))
+        kernels(x).rms_norm_backward(*addresses, inverse_T.numel(), scale_D.numel(), torch.get_num_threads())
+        return grad_x, None if sums_D is None else sums_D.to(scale_D.dtype), None
+
+
+# --- The MLP's gate ---
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gate sigmoid(gate) up, of equal shapes          (Shazeer 2020)"""
+    if gate.dtype != up.dtype or kernels(gate) is None:
+        return plain_swiglu(gate, up)
+    return _SwiGlu.apply(gate.contiguous(), up.contiguous())
+
+
+def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+class _SwiGlu(Function):
+    """s = sigmoid(gate):   dgate = g up s (1 + gate (1 - s)),   dup = g gate s."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        out = torch.empty_like(gate)
+        addresses = (t.data_ptr() for t in (out, gate, up))
+        kernels(gate).swiglu(*addresses, gate.numel(), torch.get_num_threads())
+        ctx.save_for_backward(gate, up)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad, grad_gate, grad_up = grad.contiguous(), torch.empty_like(gate), torch.empty_like(up)
+        addresses = (t.data_ptr() for t in (grad_gate, grad_up, grad, gate, up))
+        kernels(gate).swiglu_backward(*addresses, gate.numel(), torch.get_num_threads())
+        return grad_gate, grad_up
+
+
+# --- Rotary positions ---
+
+
+def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair (i, i + K/2) of every head turned by its token's angle; cos, sin [T, 1, K] float32, their halves equal.
+
+    The kernel multiplies in float32 and rounds once; plain operations round cos, sin and each product to x's dtype.
+    """
+    if cos.dtype != torch.float32 or kernels(x_THK) is None:
+        return plain_rotate(x_THK, cos, sin)
+    return _Rotate.apply(x_THK.contiguous(), cos.contiguous(), sin.contiguous())
+
+
+def plain_rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x_THK.shape[-1] // 2
+    swapped = torch.cat([-x_THK[..., half:], x_THK[..., :half]], dim=-1)
+    return x_THK * cos.to(x_THK.dtype) + swapped * sin.to(x_THK.dtype)
+
+
+class _Rotate(Function):
+    """A rotation's gradient is turned back by the same angle."""
+
+    @staticmethod
+    def forward(ctx, x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x_THK, cos, sin, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _rotated(grad.contiguous(), *ctx.saved_tensors, -1.0), None, None
+
+
+def _rotated(x_THK: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    out = torch.empty_like(x_THK)
+    addresses = (t.data_ptr() for t in (out, x_THK, cos, sin))
+    kernels(x_THK).rotate(*addresses, *x_THK.shape, direction, torch.get_num_threads())
+    return out
+
+
+# --- Projections of the same input ---
+
+
+def projections(x_TD: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
+    """linear(x) for each of them. Where all are plain, the input's gradient adds up inside the products of backward."""
+    plain = all(type(linear) is nn.Linear for linear in linears)
+    if not plain or x_TD.dim() != 2 or not torch.is_grad_enabled():
+        return tuple(linear(x_TD) for linear in linears)
+    biases = [linear.bias for linear in linears]
+    return _Projections.apply(x_TD, len(linears), *(linear.weight for linear in linears), *biases)
+
+
+class _Projections(Function):
+    """y_i = x W_i^T + b_i:   dx = sum_i g_i W_i,   dW_i = g_i^T x,   db_i = sum over tokens of g_i."""
+
+    @staticmethod
+    def forward(ctx, x_TD: Tensor, count: int, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(x_TD, *weights)
+        return tuple(F.linear(x_TD, weight, bias) for weight, bias in zip(weights, biases))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, *weights = ctx.saved_tensors
+        of_x, _, *wanted = ctx.needs_input_grad
+        grad_x = None
+        if of_x:
+            grad_x = grads[0] @ weights[0]
+            for grad, weight in zip(grads[1:], weights[1:]):
+                grad_x.addmm_(grad, weight)
+        of_weights = [grad.T @ x_TD if wants else None for grad, wants in zip(grads, wanted)]
+        of_biases = [grad.sum(0) if wants else None for grad, wants in zip(grads, wanted[len(grads) :])]
+        return grad_x, None, *of_weights, *of_biases
+
+
+# --- Attention over few keys ---
+
+
+class _Scores(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("segments", "groups", "rows", "queries", "keys", "prefix")]
+
+
+def short_attention(q_NHLK: Tensor, k_NGMK: Tensor, v_NGMK: Tensor, seen_N: Tensor | None, prefix: int) -> Tensor:
+    """softmax(q k^T / sqrt(K)) v [N, H, L, K] by batched products, over the keys seen; holds all N H L M weights.
+
+    Of segment n's keys, the first seen_N[n] of `prefix` places are seen by every query and those behind up to the query's own
+    place; None: there is no prefix, L = M. Weights are in the operands' dtype between the products, the softmax in float32.
+    """
+    if kernels(q_NHLK) is None:
+        mask = None if seen_N is None else prefix_mask(seen_N, prefix, q_NHLK.shape[2])
+        return masked_products(q_NHLK, k_NGMK, v_NGMK, mask)
+    return _ShortAttention.apply(q_NHLK, k_NGMK, v_NGMK, seen_N, prefix)
+
+
+def prefix_mask(seen_N: Tensor, prefix: int, queries: int) -> Tensor:
+    """[N, 1, L, prefix + L] bool, true where a key is seen: of the prefix the first seen_N[n], then causal."""
+    behind = torch.arange(prefix, device=seen_N.device) < seen_N[:, None]
+    places = torch.arange(queries, device=seen_N.device)
+    causal = (places <= places[:, None]).expand(len(seen_N), -1, -1)
+    return torch.cat([behind[:, None].expand(-1, queries, -1), causal], dim=2)[:, None]
+
+
+def masked_products(q_NHLK: Tensor, k_NGMK: Tensor, v_NGMK: Tensor, mask: Tensor | None) -> Tensor:
+    """`short_attention` by plain operations. mask: bool, broadcast to [N, 1, L, M], true where a key is seen; None: causal."""
+    n, heads, longest, head_dim = q_NHLK.shape
+    groups, keys = k_NGMK.shape[1:3]
+    q = q_NHLK.reshape(n, groups, -1, head_dim) * head_dim**-0.5  # the query heads of one key head as more rows
+    scores = (q @ k_NGMK.transpose(-1, -2)).view(n, heads, longest, keys)
+    if mask is None:
+        hidden = torch.ones(longest, longest, dtype=torch.bool, device=q.device).triu(1)
+    else:
+        hidden = ~mask
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).view(n, groups, -1, keys)
+    return (weights @ v_NGMK).view(n, heads, longest, head_dim)
+
+
+class _ShortAttention(Function):
+    """w = softmax(q k^T / sqrt(K)), o = w v:   dv = w^T g,   ds = w (g v^T - sum(w g v^T)) / sqrt(K),   dq = ds k,   dk = ds^T q.
+
+    B = N G batches; the R query heads of one key head are more rows of its products.
+    """
+
+    @staticmethod
+    def forward(ctx, q_NHLK: Tensor, k_NGMK: Tensor, v_NGMK: Tensor, seen_N: Tensor | None, prefix: int) -> Tensor:
+        n, heads, queries, head_dim = q_NHLK.shape
+        groups, keys = k_NGMK.shape[1:3]
+        rows = heads // groups * queries
+        q_BRK = q_NHLK.reshape(n * groups, rows, head_dim)
+        k_BMK, v_BMK = (x.reshape(n * groups, keys, head_dim) for x in (k_NGMK, v_NGMK))
+        ctx.scores = _Scores(n, groups, rows, queries, keys, prefix)
+        weights_BRM = torch.bmm(q_BRK, k_BMK.transpose(1, 2))
+        seen = None if seen_N is None else seen_N.data_ptr()
+        scores, scale = ctypes.byref(ctx.scores), head_dim**-0.5
+        kernels(q_BRK).causal_softmax(weights_BRM.data_ptr(), seen, scores, scale, torch.get_num_threads())
+        ctx.save_for_backward(q_BRK, k_BMK, v_BMK, weights_BRM)
+        return torch.bmm(weights_BRM, v_BMK).view(q_NHLK.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_NHLK: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q_BRK, k_BMK, v_BMK, weights_BRM = ctx.saved_tensors
+        s = ctx.scores
+        grad_BRK = grad_NHLK.reshape(q_BRK.shape)
+        grad_v = torch.bmm(weights_BRM.transpose(1, 2), grad_BRK)
+        grad_BRM = torch.bmm(grad_BRK, v_BMK.transpose(1, 2))
+        addresses, scale = (grad_BRM.data_ptr(), weights_BRM.data_ptr()), q_BRK.shape[-1] ** -0.5
+        kernels(q_BRK).causal_softmax_backward(*addresses, ctypes.byref(s), scale, torch.get_num_threads())
+        grad_q = torch.bmm(grad_BRM, k_BMK).view(grad_NHLK.shape)
+        grad_k = torch.bmm(grad_BRM.transpose(1, 2), q_BRK)
+        of_keys = (s.segments, s.groups, s.keys, -1)
+        return grad_q, grad_k.view(of_keys), grad_v.view(of_keys), None, None

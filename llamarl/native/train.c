@@ -1,0 +1,259 @@
+/* The parts of a training step between its products, forward and backward: each reads and writes its operands once.
+   llamarl/models/fused.py and llamarl/learning/logprobs.py call them, and hold the equation and an equal in PyTorch beside each.
+
+   Element type of activations: float, or bfloat16 with -DBF16. All arithmetic and all sums are float's. Every output number is
+   computed by one thread in one order, so nothing depends on the number of threads. The loops are plain ones that a compiler makes
+   vectors of, on any CPU.
+
+   Shapes: T rows, D features, V vocabulary, H heads, K head dim, M keys. */
+
+#include <math.h>
+#include <stdint.h>
+
+typedef int64_t i64;
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float as_float(uint32_t bits) {
+    union { uint32_t bits; float number; } u = {.bits = bits};
+    return u.number;
+}
+
+INLINE uint32_t as_bits(float number) {
+    union { float number; uint32_t bits; } u = {.number = number};
+    return u.bits;
+}
+
+#ifdef BF16
+typedef uint16_t elem;
+INLINE float widen(elem x) { return as_float((uint32_t)x << 16); }
+INLINE elem narrow(float x) { /* to nearest even; NaN stays one */
+    uint32_t bits = as_bits(x), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return x != x ? 0x7fc0 : rounded;
+}
+#else
+typedef float elem;
+INLINE float widen(elem x) { return x; }
+INLINE elem narrow(float x) { return x; }
+#endif
+
+/* e^x for x <= 0 to 2 units in the last place; 0 below -87, NaN for NaN. */
+INLINE float exponential(float x) {
+    float clamped = x < -87.0f ? -87.0f : x;
+    float shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 x 2^23: its last bits are the nearest integer */
+    float n = shifted - 12582912.0f;
+    float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    float power = as_float((as_bits(shifted) << 23) + 0x3f800000u);
+    return x < -87.0f ? 0.0f : p * power;
+}
+
+INLINE float sigmoid(float x) {
+    float low = exponential(x < 0.0f ? x : -x), over = 1.0f / (1.0f + low);
+    return x < 0.0f ? low * over : over;
+}
+
+/* sum += part, n numbers. */
+void add_up(float *restrict sum, const elem *restrict part, i64 n, int threads) {
+#pragma omp parallel for simd num_threads(threads) schedule(static)
+    for (i64 i = 0; i < n; i++) sum[i] += widen(part[i]);
+}
+
+/* inverse[t] = 1 / rms(x[t]);  y = x inverse, rounded, times scale. */
+void rms_norm(elem *restrict y, float *restrict inverse, const elem *restrict x, const elem *restrict scale, i64 rows, i64 dim,
+              double eps, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 t = 0; t < rows; t++) {
+        const elem *restrict from = x + t * dim;
+        elem *restrict to = y + t * dim;
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (i64 i = 0; i < dim; i++) squares += widen(from[i]) * widen(from[i]);
+        const float r = 1.0f / sqrtf(squares / (float)dim + (float)eps);
+        inverse[t] = r;
+#pragma omp simd
+        for (i64 i = 0; i < dim; i++) to[i] = narrow(widen(narrow(widen(from[i]) * r)) * widen(scale[i]));
+    }
+}
+
+/* n = x inverse, s = g scale:  dx = inverse (s - n mean(s n)),  dscale = sum_t g n. */
+void rms_norm_backward(elem *restrict dx, float *restrict dscale, const elem *restrict g, const elem *restrict x,
+                       const float *restrict inverse, const elem *restrict scale, i64 rows, i64 dim, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 t = 0; t < rows; t++) {
+        const elem *restrict of_x = x + t * dim, *restrict of_g = g + t * dim;
+        elem *restrict to = dx + t * dim;
+        const float r = inverse[t];
+        float along = 0;
+#pragma omp simd reduction(+ : along)
+        for (i64 i = 0; i < dim; i++) along += widen(of_g[i]) * widen(scale[i]) * widen(of_x[i]);
+        const float back = along * r * r / (float)dim;
+#pragma omp simd
+        for (i64 i = 0; i < dim; i++) to[i] = narrow(r * (widen(of_g[i]) * widen(scale[i]) - widen(of_x[i]) * back));
+    }
+    if (!dscale) return;
+    enum { COLUMNS = 64 };
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 first = 0; first < dim; first += COLUMNS) {
+        const i64 count = dim - first < COLUMNS ? dim - first : COLUMNS;
+        float sums[COLUMNS] = {0};
+        for (i64 t = 0; t < rows; t++) {
+            const elem *restrict of_x = x + t * dim + first, *restrict of_g = g + t * dim + first;
+            const float r = inverse[t];
+#pragma omp simd
+            for (i64 i = 0; i < count; i++) sums[i] += widen(of_g[i]) * widen(narrow(widen(of_x[i]) * r));
+        }
+        for (i64 i = 0; i < count; i++) dscale[first + i] = sums[i];
+    }
+}
+
+/* y = silu(gate), rounded, times up. */
+void swiglu(elem *restrict y, const elem *restrict gate, const elem *restrict up, i64 n, int threads) {
+#pragma omp parallel for simd num_threads(threads) schedule(static)
+    for (i64 i = 0; i < n; i++) {
+        const float x = widen(gate[i]);
+        y[i] = narrow(widen(narrow(x * sigmoid(x))) * widen(up[i]));
+    }
+}
+
+void swiglu_backward(elem *restrict dgate, elem *restrict dup, const elem *restrict g, const elem *restrict gate,
+                     const elem *restrict up, i64 n, int threads) {
+#pragma omp parallel for simd num_threads(threads) schedule(static)
+    for (i64 i = 0; i < n; i++) {
+        const float x = widen(gate[i]), s = sigmoid(x), out = widen(g[i]);
+        dup[i] = narrow(out * x * s);
+        dgate[i] = narrow(out * widen(up[i]) * s * (1.0f + x * (1.0f - s)));
+    }
+}
+
+/* Each head's pairs (i, i + K/2) turned by the angle of its row; direction -1 turns back. cos, sin [T, K]. */
+void rotate(elem *restrict y, const elem *restrict x, const float *restrict cos, const float *restrict sin, i64 rows, i64 heads,
+            i64 head_dim, float direction, int threads) {
+    const i64 half = head_dim / 2;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 t = 0; t < rows; t++) {
+        const float *restrict c = cos + t * head_dim, *restrict s = sin + t * head_dim;
+        for (i64 h = 0; h < heads; h++) {
+            const elem *restrict from = x + (t * heads + h) * head_dim;
+            elem *restrict to = y + (t * heads + h) * head_dim;
+#pragma omp simd
+            for (i64 i = 0; i < half; i++) {
+                const float a = widen(from[i]), b = widen(from[i + half]);
+                to[i] = narrow(a * c[i] - direction * b * s[i]);
+                to[i + half] = narrow(b * c[i] + direction * a * s[i]);
+            }
+        }
+    }
+}
+
+/* The keys that query i of a segment sees: the first `seen` of the `prefix` places before its own, and its own up to i. */
+typedef struct { i64 segments, groups, rows, queries, keys, prefix; } Scores; /* [segments, groups, rows, keys]; row r: query r % queries */
+
+/* scores become their softmax over the keys seen, times `scale` before; 0 elsewhere. */
+void causal_softmax(elem *restrict scores, const i64 *restrict seen, const Scores *s, float scale, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 row = 0; row < s->segments * s->groups * s->rows; row++) {
+        elem *restrict own = scores + row * s->keys;
+        const i64 behind = seen ? seen[row / (s->groups * s->rows)] : 0, last = s->prefix + row % s->rows % s->queries + 1;
+        float most = -INFINITY, sum = 0;
+        int broken = 0; /* a comparison passes over NaN */
+#pragma omp simd reduction(max : most) reduction(| : broken)
+        for (i64 i = 0; i < last; i++) {
+            const float x = i < behind || i >= s->prefix ? widen(own[i]) : -INFINITY;
+            most = x > most ? x : most;
+            broken |= x != x;
+        }
+        if (broken) most = NAN;
+#pragma omp simd reduction(+ : sum)
+        for (i64 i = 0; i < last; i++) {
+            const float e = exponential((widen(own[i]) - most) * scale);
+            sum += i < behind || i >= s->prefix ? e : 0.0f;
+        }
+        const float over = 1.0f / sum;
+#pragma omp simd
+        for (i64 i = 0; i < last; i++) {
+            const float e = exponential((widen(own[i]) - most) * scale) * over;
+            own[i] = narrow(i < behind || i >= s->prefix ? e : 0.0f);
+        }
+        for (i64 i = last; i < s->keys; i++) own[i] = narrow(0.0f);
+    }
+}
+
+/* g, the gradient of the weights w, becomes that of the scores: scale w (g - sum g w). */
+void causal_softmax_backward(elem *restrict g, const elem *restrict w, const Scores *s, float scale, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 row = 0; row < s->segments * s->groups * s->rows; row++) {
+        elem *restrict own = g + row * s->keys;
+        const elem *restrict weight = w + row * s->keys;
+        const i64 last = s->prefix + row % s->rows % s->queries + 1;
+        float along = 0;
+#pragma omp simd reduction(+ : along)
+        for (i64 i = 0; i < last; i++) along += widen(own[i]) * widen(weight[i]);
+#pragma omp simd
+        for (i64 i = 0; i < last; i++) own[i] = narrow(scale * widen(weight[i]) * (widen(own[i]) - along));
+        for (i64 i = last; i < s->keys; i++) own[i] = narrow(0.0f);
+    }
+}
+
+enum { BLOCK = 1024 }; /* of the vocabulary, summed in float; blocks add up in double */
+
+/* x = (z - top) / temperature:  logprob = x[label] - log_sum,  entropy = log_sum - sum p x  with  log_sum = log sum e^x. */
+void log_softmax(float *restrict logprob, float *restrict entropy, float *restrict top, float *restrict log_sum,
+                 const elem *restrict logits, const i64 *restrict labels, i64 rows, i64 vocab, double temperature, int threads) {
+    const float over = (float)(1.0 / temperature);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 t = 0; t < rows; t++) {
+        const elem *restrict z = logits + t * vocab;
+        float most = -INFINITY;
+#pragma omp simd reduction(max : most)
+        for (i64 i = 0; i < vocab; i++) most = widen(z[i]) > most ? widen(z[i]) : most;
+        double sum = 0, weighed = 0;
+        for (i64 first = 0; first < vocab; first += BLOCK) {
+            const i64 end = vocab - first < BLOCK ? vocab : first + BLOCK;
+            float of_block = 0, weighed_of_block = 0;
+#pragma omp simd reduction(+ : of_block, weighed_of_block)
+            for (i64 i = first; i < end; i++) {
+                const float x = (widen(z[i]) - most) * over, e = exponential(x);
+                of_block += e;
+                weighed_of_block += e == 0.0f ? 0.0f : e * x; /* x may be -infinite */
+            }
+            sum += of_block;
+            weighed += weighed_of_block;
+        }
+        logprob[t] = (float)((double)(widen(z[labels[t]]) - most) / temperature - log(sum));
+        entropy[t] = (float)(log(sum) - weighed / sum);
+        top[t] = most;
+        log_sum[t] = (float)log(sum);
+    }
+}
+
+/* p = e^l, l = (z - top) / temperature - log_sum:  dz = (a (onehot(label) - p) - b p (l + entropy)) / temperature. b may be NULL;
+   dz may be logits. */
+void log_softmax_backward(elem *dz, const elem *logits, const i64 *labels, const float *top, const float *log_sum,
+                          const float *entropy, const float *a, const float *b, i64 rows, i64 vocab, double temperature,
+                          int threads) {
+    const float over = (float)(1.0 / temperature);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 t = 0; t < rows; t++) {
+        const elem *z = logits + t * vocab;
+        elem *to = dz + t * vocab;
+        const float of_a = a[t] * over, of_b = b ? b[t] * over : 0.0f, most = top[t], shift = log_sum[t], h = entropy[t];
+        const float l_label = (widen(z[labels[t]]) - most) * over - shift, p_label = exponential(l_label);
+        if (b) {
+#pragma omp simd
+            for (i64 i = 0; i < vocab; i++) {
+                const float l = (widen(z[i]) - most) * over - shift, p = exponential(l);
+                to[i] = narrow(p == 0.0f ? 0.0f : -p * (of_a + of_b * (l + h)));
+            }
+        } else {
+#pragma omp simd
+            for (i64 i = 0; i < vocab; i++) to[i] = narrow(-of_a * exponential((widen(z[i]) - most) * over - shift));
+        }
+        const float of_entropy = p_label == 0.0f ? 0.0f : of_b * p_label * (l_label + h);
+        to[labels[t]] = narrow(of_a * (1.0f - p_label) - of_entropy);
+    }
+}
