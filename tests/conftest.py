@@ -3,6 +3,15 @@
 import pytest
 
 from tests.launching import SMALL, Job
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Four ranks, which come up with the first call."""
+    made = Pool()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,13 @@ POLL_S = 0.05
 _MARK = "LLAMARL_TEST_JOB"
 
 
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that a test starts: one thread, no GPU, and this checkout before all else that PYTHONPATH has."""
+    given = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(ROOT), *([given] if given else [])])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, **more}
+
+
 class Job:
     """One started recipe: under python (ranks=None) or torchrun. A context manager; leaving it kills what still runs."""
 
@@ -43,14 +50,11 @@ class Job:
         where = [f"run_dir={run_dir}"] if run_dir else []
         home = run_dir.parent if run_dir else cwd
         self._log = home / f"{self._mark}.log" if cwd is None else cwd.parent / f"{self._mark}.log"
-        environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1",
-            **dict(env), _MARK: self._mark,
-        }  # fmt: skip
+        marked = environment(PYTHONUNBUFFERED="1", **{_MARK: self._mark}) | dict(env)
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *launcher, str(RECIPE), *overrides, *where],
-                stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=cwd or ROOT, start_new_session=True,
+                stdout=log, stderr=subprocess.STDOUT, env=marked, cwd=cwd or ROOT, start_new_session=True,
             )  # fmt: skip
 
     def __enter__(self) -> "Job":

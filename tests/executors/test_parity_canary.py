@@ -1,12 +1,11 @@
 """A run whose generator does not hold the trainer's weights ends at the version where that begins."""
 
-import os
 import subprocess
 import sys
 
 import pytest
 
-from tests.launching import RECIPE, ROOT, SMALL
+from tests.launching import RECIPE, ROOT, SMALL, environment
 
 BROKEN = """
 import runpy, sys, torch
@@ -31,7 +30,7 @@ def run_broken(first: int, run_dir) -> subprocess.CompletedProcess:
     """The main job in one process; from version `first` on, one matrix of the generator is 1.05 times the trainer's."""
     # In step with the trainer, so that every version is swapped in.
     command = [sys.executable, "-c", BROKEN, str(first), str(RECIPE), *SMALL, "max_lag=0", f"run_dir={run_dir}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = environment()
     return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT, env=env)
 
 

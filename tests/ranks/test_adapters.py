@@ -1,14 +1,10 @@
 """Adapters and averaged weights on several ranks: the same as on one, saved and resumed bit for bit.
 
-Each rank is this file run as a script: it trains on every topology, resumes from what others saved, and leaves what it held.
+Each rank trains on every topology, resumes from what others saved, and leaves what it held.
 """
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -152,9 +148,9 @@ def resume(root: Path, group: ExecutorGroup, case: str, name: str, ranks: int, r
     leave(held(trainer, peers), root / f"{case}.{name}.resumed.rank{rank}")
 
 
-def main(rank: int, root: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(root / "store"), WORLD), rank=rank, world_size=WORLD)
+def train_and_resume(rank: int, root: str) -> None:
+    """What one rank of the pool runs."""
+    root = Path(root)
     world, everyone = World(rank, WORLD, WORLD, torch.device("cpu")), tuple(range(WORLD))
     groups = {n: executor_group("trainer", everyone, world, DEADLINE_S, replicate=r) for n, r in TOPOLOGIES.items()}
     for case in CASES:
@@ -162,7 +158,6 @@ def main(rank: int, root: Path) -> None:
             run(root, group, case, name, rank)
         dist.barrier()
         resume(root, groups["fsdp4"], case, "fsdp4", WORLD, rank)
-    dist.destroy_process_group()
 
 
 def alone() -> ExecutorGroup:
@@ -170,20 +165,13 @@ def alone() -> ExecutorGroup:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
+def root(pool, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
     write_model(root / "model")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [subprocess.Popen([sys.executable, __file__, str(r), str(root)], env=environment) for r in range(WORLD)]
-    deadline = time.monotonic() + DEADLINE_S
-    try:
-        for case in CASES:
-            run(root, alone(), case, "one", 0)
-            resume(root, alone(), case, "one", 1, 0)
-        assert [p.wait(max(1, deadline - time.monotonic())) for p in processes] == [0] * WORLD
-    finally:
-        for process in processes:
-            process.kill()
+    for case in CASES:
+        run(root, alone(), case, "one", 0)
+        resume(root, alone(), case, "one", 1, 0)
+    pool.call(__file__, "train_and_resume", ranks=WORLD, timeout_s=DEADLINE_S, root=str(root))
     return root
 
 
@@ -279,7 +267,3 @@ def test_a_checkpoint_without_an_average_starts_one_anew(root, caplog):
     trainer.load_state_dict(plain)
     assert "starts again from the weights of version 2" in caplog.text
     assert all(torch.equal(trainer._average.of(p), p) for _, p in trainer._parameters)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

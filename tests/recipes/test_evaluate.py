@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ import torch
 from llamarl.evaluation import pass_at_k
 from llamarl.models.scratch import tiny_directory
 from llamarl.conversion import load_config
-from tests.launching import EVAL_PROMPTS, ROOT, SMALL, STEPS, Job, untimed
+from tests.launching import EVAL_PROMPTS, ROOT, SMALL, STEPS, Job, environment, untimed
 
 RECIPE = ROOT / "recipes" / "evaluate.py"
 SAMPLES = 4
@@ -43,7 +42,7 @@ def evaluate(tmp_path):
     """(completed process, lines of --out) of the recipe with some words."""
 
     def run(*words, out="out.jsonl"):
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        env = environment()
         command = [sys.executable, str(RECIPE), *map(str, words), "--out", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
         file = tmp_path / out

@@ -1,7 +1,6 @@
 """The main job as a user starts it: what it writes, that runs agree, and what it says to wrong input."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights
 from llamarl.models.scratch import tiny_directory
-from tests.launching import EVAL_PROMPTS, RECIPE, ROOT, SMALL, STEPS, Job, untimed
+from tests.launching import EVAL_PROMPTS, RECIPE, ROOT, SMALL, STEPS, Job, environment, untimed
 
 NAMES = """step policy_version reward/mean reward/std reward/error_rate loss/value grad_norm entropy kl/ref ratio/mean ratio/max
     ratio/capped_fraction lag/mean lag/max tokens/trained tokens/generated completion/length_mean completion/truncated_fraction
@@ -75,7 +74,7 @@ def test_a_directory_with_a_run_is_not_used_again_by_accident(asynchronous_run):
 
 
 def run_recipe(*overrides, cwd=ROOT):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = environment()
     return subprocess.run([sys.executable, str(RECIPE), *overrides], capture_output=True, text=True, timeout=120, cwd=cwd, env=env)
 
 

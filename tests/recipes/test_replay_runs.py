@@ -4,7 +4,10 @@ import json
 
 import pytest
 
+from llamarl.models.config import read_config
+from llamarl.models.scratch import tiny_directory
 from tests.launching import GROUPS, SMALL, STEPS, Job, untimed
+from tests.tolerances import of_logprobs
 
 S, K = 6, 4
 SYNCHRONOUS = (
@@ -22,6 +25,7 @@ FREE = (
     "beta_schedule.end_step=4", "beta_schedule.cut_step=3",
 )  # fmt: skip
 KL = 0.5  # of the reward
+KL_ROUNDING = of_logprobs(read_config(tiny_directory()), size=5.0)  # nats a token: of a policy to itself, scored in other batches
 RESET = (
     "reference=reset", "reference.reset_every=2", "max_lag=0", "loss.kl_coef=0.01", f"trainer.reward_kl_coef={KL}", "lr=1e-3",
     "checkpoint.every=1",
@@ -84,7 +88,8 @@ def reset_run(tmp_path_factory):
 def test_a_reference_is_reset_every_so_many_steps(reset_run):
     rows = reset_run.rows[1:]
     assert [row["reference/version"] for row in rows] == [0, 0, 2, 2]
-    assert [row["kl/ref"] == 0 for row in rows] == [True, False, True, False], (
+    # The reference and the trainer score in batches of other shapes, so that a KL of 0 has its roundings.
+    assert [abs(row["kl/ref"]) > KL_ROUNDING for row in rows] == [False, True, False, True], (
         "the policy is its own reference right after a reset"
     )
     taken_off = [row["reward/mean"] - row["reward/shaped_mean"] for row in rows]

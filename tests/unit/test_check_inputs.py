@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from llamarl.models.scratch import tiny_directory
 from llamarl.models.sharding import parameter_shapes
 from llamarl.placement import World
 from llamarl.run import RunDirectory
-from tests.launching import RECIPE, ROOT
+from tests.launching import RECIPE, ROOT, environment
 
 BAD_INPUT = 2
 FIRST = "model.layers.0.mlp.up_proj.weight"
@@ -193,7 +192,7 @@ def test_a_chat_template_that_raises_is_named(model, name, template):
     ],
 )
 def test_a_run_and_a_dry_run_end_with_one_line_and_leave_no_directory(tmp_path, overrides, said):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = environment()
     command = [sys.executable, str(RECIPE), *overrides, f"run_dir={tmp_path / 'run'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
     lines = [line for line in done.stderr.splitlines() if line.startswith("llamarl: ")]
