@@ -28,7 +28,7 @@ SMALL = (
     "checkpoint.every=2", f"max_steps={STEPS}", "generator.max_slots=64",
 )  # fmt: skip
 COMPLETIONS = GROUPS * GROUP_SIZE  # a step
-JOB_S = 150  # longer than any job here takes on a busy machine
+JOB_S = 240  # longer than any job here takes on a busy machine
 POLL_S = 0.05
 _MARK = "LLAMARL_TEST_JOB"
 
@@ -100,7 +100,7 @@ class Job:
                 raise AssertionError(f"{what}: not so {'when the job ended' if ended else f'after {timeout_s} s'}:\n{self.output}")
             time.sleep(POLL_S)
 
-    def until_gone(self, pids: set[int], timeout_s: float) -> float:
+    def until_gone(self, pids: set[int], timeout_s: float = JOB_S) -> float:
         """Seconds until none of these processes of the job is left. AssertionError with those that are."""
         began = time.monotonic()
         while left := pids & self.pids().keys():

@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-from tests.launching import RECIPE, ROOT, SMALL, environment
+from tests.launching import JOB_S, RECIPE, ROOT, SMALL, environment
+
+pytestmark = pytest.mark.machine
 
 BROKEN = """
 import runpy, sys, torch
@@ -31,10 +33,10 @@ def run_broken(first: int, run_dir) -> subprocess.CompletedProcess:
     # In step with the trainer, so that every version is swapped in.
     command = [sys.executable, "-c", BROKEN, str(first), str(RECIPE), *SMALL, "max_lag=0", f"run_dir={run_dir}"]
     env = environment()
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=JOB_S, cwd=ROOT, env=env)
 
 
-@pytest.mark.parametrize("version", [0, 2])
+@pytest.mark.parametrize("version", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_other_weights_in_the_generator_end_the_run_before_anything_more_is_trained(tmp_path, version):
     done = run_broken(version, tmp_path / "run")
     assert done.returncode == 1, done.stderr
@@ -44,6 +46,7 @@ def test_other_weights_in_the_generator_end_the_run_before_anything_more_is_trai
     assert f"step {version + 1}/" not in done.stdout and ("step 1/" in done.stdout) == (version > 0), done.stdout
 
 
+@pytest.mark.slow
 def test_the_same_run_with_the_trainers_weights_passes(tmp_path):
     done = run_broken(99, tmp_path / "run")
     assert done.returncode == 0, done.stderr

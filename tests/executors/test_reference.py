@@ -15,6 +15,8 @@ from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.types import Group
 
+pytestmark = pytest.mark.machine
+
 NAN = float("nan")
 LOGPROBS = 1e-5  # nats, float32; the logprobs are of order 1 to 10
 CONFIG = """{"architectures": ["LlamaForCausalLM"], "vocab_size": 29, "hidden_size": 16, "intermediate_size": 24,

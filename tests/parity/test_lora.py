@@ -21,6 +21,8 @@ from llamarl.models.lora import Lora, LoraLinear, PolicyWeights, add_lora, reset
 from llamarl.placement import World
 from llamarl.run import RunDirectory
 
+pytestmark = pytest.mark.machine
+
 MERGED = 1e-5  # float32 logits of size 1: the product is added before or after
 GRADIENTS = 1e-5  # of the largest: norms are float32
 LORA = Lora(rank=3, alpha=7.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"), seed=5)

@@ -16,6 +16,8 @@ from llamarl.models import attention, hf
 from llamarl.models.attention import PackedAttention, Rotary
 from llamarl.models.build import build_decoder, read_config
 
+pytestmark = pytest.mark.machine
+
 LOGITS = 2e-5  # float32, logits of size 1 to 10
 GRADIENTS = 1e-7  # of a mean over tokens, in float64 (but the norms and rotary tables are float32)
 SHARED_GRADIENTS = 1e-6  # float32 rounding in norms and rotary tables, as a share of the largest gradient

@@ -23,6 +23,8 @@ from llamarl.models.sharding import heads_of, parameter_shapes, tensor_parallel_
 from llamarl.models.tp import TensorParallel
 from tests.tolerances import assert_same_greedy, first_difference, margins_of, of_logprobs, rounding
 
+pytestmark = pytest.mark.machine
+
 SIZES, WORLD = (2, 3), 3
 GRADIENTS = rounding(terms=192, depth=2 * 4)  # of the largest gradient; width and layers of the largest model here, "tiny"
 DEADLINE_S = 200

@@ -4,8 +4,6 @@ Each rank leaves what it computed in a safetensors file.
 """
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +28,8 @@ from llamarl.learning.values import Critic, CriticSettings
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder
 from llamarl.types import Group
+
+pytestmark = pytest.mark.machine
 
 RANKS = 2
 MAX_NORM = 0.01  # well below the norm, so that clipping shows

@@ -33,6 +33,8 @@ from llamarl.tickets import TicketLedger, lane_of
 from llamarl.types import Group, Prompt
 from tests.tolerances import rounding
 
+pytestmark = pytest.mark.machine
+
 WORLD = 4
 TOPOLOGIES = {  # replicate, tensor_parallel; the rest are shards
     "fsdp4": (1, 1),

@@ -62,8 +62,9 @@ def test_a_resumed_run_draws_and_trains_as_one_that_was_not_stopped(synchronous_
     assert untimed(job.rows) == untimed(synchronous_replay.rows)
 
 
-def test_without_a_bound_every_group_is_handed_over_once_and_beta_falls(tmp_path):
-    with Job(*SMALL, *FREE, "max_steps=5", "eval.every=0", "checkpoint.every=0", run_dir=tmp_path / "run", ranks=2) as job:
+@pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_without_a_bound_every_group_is_handed_over_once_and_beta_falls(tmp_path, ranks):
+    with Job(*SMALL, *FREE, "max_steps=5", "eval.every=0", "checkpoint.every=0", run_dir=tmp_path / "run", ranks=ranks) as job:
         assert job.wait() == 0, job.output
     rows = job.rows[-5:]
     assert [row["loss/beta"] for row in rows] == pytest.approx([1.0, 0.8125, 0.625, 0.25, 0.25])
@@ -85,6 +86,7 @@ def reset_run(tmp_path_factory):
         yield job
 
 
+@pytest.mark.machine
 def test_a_reference_is_reset_every_so_many_steps(reset_run):
     rows = reset_run.rows[1:]
     assert [row["reference/version"] for row in rows] == [0, 0, 2, 2]
@@ -127,12 +129,13 @@ REDUCED = (
 REPLAYED = ("buffer.completions_per_prompt=4", "buffer.initial_completions=40", "overcommit=4", "beta_schedule.end_step=2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, overrides, betas",
     [
         ("tba_table2", (*REPLAYED, "trainer.warmup_steps=1", "trainer.decay_steps=1"), [0.012, 0.008, 0.004]),
-        pytest.param("tba_table3", (*REPLAYED, "beta_schedule.cut_step=1"), [1.0, 0.05, 0.05], marks=pytest.mark.slow),
-        pytest.param("tba_table4", ("reference.reset_every=1", "max_lag=0"), None, marks=pytest.mark.slow),
+        ("tba_table3", (*REPLAYED, "beta_schedule.cut_step=1"), [1.0, 0.05, 0.05]),
+        ("tba_table4", ("reference.reset_every=1", "max_lag=0"), None),
     ],
 )
 def test_a_published_setting_runs_at_a_smaller_size(name, overrides, betas, tmp_path):

@@ -64,6 +64,7 @@ def test_otherwise_its_step_waits_for_it_and_the_log_names_it(tmp_path):
     assert log.count("stragglers of generator rank 0") >= 1 and f"tickets {LONG} (" in log
 
 
+@pytest.mark.slow
 def test_a_time_limit_that_nothing_meets_masks_everything_and_the_run_goes_on(tmp_path):
     limit = "generator.max_seconds=1e-6", "generator.chunk_tokens=1", "generator.min_new_tokens=5"
     with Job(*SMALL, "max_lag=1", *limit, run_dir=tmp_path / "run") as job:

@@ -17,6 +17,8 @@ from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.native import library
 from tests.tolerances import assert_same_greedy, margins_of, of_logprobs
 
+pytestmark = pytest.mark.machine
+
 MAX_LEN = 40
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

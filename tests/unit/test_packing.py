@@ -17,6 +17,8 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder
 from llamarl.types import Group, PackedBatch
 
+pytestmark = pytest.mark.machine
+
 NAN = float("nan")
 PACKED_GRADIENT = 2e-6  # float32 rounding, as a share of the largest gradient
 
