@@ -12,13 +12,15 @@ from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights
 from llamarl.models.scratch import tiny_directory
 from tests.launching import EVAL_PROMPTS, JOB_S, RECIPE, ROOT, SMALL, STEPS, Job, environment, untimed
+from tests.tolerances import of_logprobs, rounding
 
 NAMES = """step policy_version reward/mean reward/std reward/error_rate loss/value grad_norm entropy kl/ref ratio/mean ratio/max
     ratio/capped_fraction lag/mean lag/max tokens/trained tokens/generated completion/length_mean completion/truncated_fraction
     packing/padding_fraction time/wall_s time/step_s time/wait_for_data_s generator/tokens_per_s generator/idle_fraction
     trainer/idle_fraction weights/publish_stall_s weights/swap_stall_s weights/bytes parity/logprob_diff_max""".split()
-EXPORTED = 1e-4  # logits, transformers against our decoder
-SHARDED = 1e-5  # loss and norms, two trainer ranks against one
+TINY = read_config(tiny_directory())
+EXPORTED = of_logprobs(TINY, size=2.0)  # logits, transformers against our decoder
+SHARDED = rounding(terms=TINY.hidden_size, depth=4 * TINY.num_hidden_layers)  # loss and norms, two trainer ranks against one
 BAD_INPUT = 2
 
 
