@@ -1,8 +1,60 @@
 """What test files share. With tests/__init__.py beside it, it also makes `tests.launching` importable from every one of them."""
 
+import logging
+import os
+
 import pytest
 
 from tests.launching import SMALL, Job
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Four ranks, which come up with the first call."""
+    made = Pool()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def process_state():
+    """Threads, precision and logging of this process are afterwards as before: programs set them, and some tests run one here."""
+    import torch
+
+    precision, threads, level = torch.get_float32_matmul_precision(), torch.get_num_threads(), logging.getLogger().level
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.set_num_threads(threads)
+    logging.getLogger().setLevel(level)
+
+
+@pytest.fixture
+def launch_here(process_state, monkeypatch, capfd):
+    """launch_here(*overrides): (exit code, what was said) of a job that ends before its first step.
+
+    In this process, for to start another takes longer than all that such a job does.
+    """
+    import torch.distributed as dist
+
+    from llamarl.config import compose_config
+    from llamarl.launch import launch
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+
+    def run(*overrides: str) -> tuple[int, object]:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            with launch(compose_config(["threads=1", *overrides])):
+                raise AssertionError("the job began")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return ended.value.code, capfd.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="session")

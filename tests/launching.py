@@ -28,9 +28,16 @@ SMALL = (
     "checkpoint.every=2", f"max_steps={STEPS}", "generator.max_slots=64",
 )  # fmt: skip
 COMPLETIONS = GROUPS * GROUP_SIZE  # a step
-JOB_S = 150  # longer than any job here takes on a busy machine
+JOB_S = 240  # longer than any job here takes on a busy machine
 POLL_S = 0.05
 _MARK = "LLAMARL_TEST_JOB"
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that a test starts: one thread, no GPU, and this checkout before all else that PYTHONPATH has."""
+    given = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(ROOT), *([given] if given else [])])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, **more}
 
 
 class Job:
@@ -43,14 +50,11 @@ class Job:
         where = [f"run_dir={run_dir}"] if run_dir else []
         home = run_dir.parent if run_dir else cwd
         self._log = home / f"{self._mark}.log" if cwd is None else cwd.parent / f"{self._mark}.log"
-        environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1",
-            **dict(env), _MARK: self._mark,
-        }  # fmt: skip
+        marked = environment(PYTHONUNBUFFERED="1", **{_MARK: self._mark}) | dict(env)
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *launcher, str(RECIPE), *overrides, *where],
-                stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=cwd or ROOT, start_new_session=True,
+                stdout=log, stderr=subprocess.STDOUT, env=marked, cwd=cwd or ROOT, start_new_session=True,
             )  # fmt: skip
 
     def __enter__(self) -> "Job":
@@ -96,7 +100,7 @@ class Job:
                 raise AssertionError(f"{what}: not so {'when the job ended' if ended else f'after {timeout_s} s'}:\n{self.output}")
             time.sleep(POLL_S)
 
-    def until_gone(self, pids: set[int], timeout_s: float) -> float:
+    def until_gone(self, pids: set[int], timeout_s: float = JOB_S) -> float:
         """Seconds until none of these processes of the job is left. AssertionError with those that are."""
         began = time.monotonic()
         while left := pids & self.pids().keys():

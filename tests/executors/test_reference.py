@@ -14,9 +14,12 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.types import Group
+from tests.tolerances import rounding
+
+pytestmark = pytest.mark.machine
 
 NAN = float("nan")
-LOGPROBS = 1e-5  # nats, float32; the logprobs are of order 1 to 10
+LOGPROBS = rounding(terms=16, depth=2 * 2, size=2.0)  # nats: width and layers of CONFIG, and how its logits deviate
 CONFIG = """{"architectures": ["LlamaForCausalLM"], "vocab_size": 29, "hidden_size": 16, "intermediate_size": 24,
 "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 "tie_word_embeddings": true}"""

@@ -8,6 +8,8 @@ import time
 
 import torch
 
+from tests.launching import environment
+
 RANKS = 3
 RECORDS = 40  # a producer and channel
 DEADLINE_S = 60
@@ -17,14 +19,7 @@ def start(scenario: str) -> list[subprocess.Popen]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    env = {
-        **os.environ,
-        **address,
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    env = environment(**address, WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
     command = [sys.executable, __file__, scenario]
     return [
         subprocess.Popen(command, env={**env, "RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

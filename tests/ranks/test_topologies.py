@@ -1,14 +1,10 @@
 """A trainer learns the same on every topology, and what one has saved another goes on from, bit for bit.
 
-Each rank is this file run as a script: it runs the trainer on every topology in turn, and leaves what it held of every
-tensor, and where in the model that is, in a directory of its own.
+Each rank runs the trainer on topology after topology, and leaves what it held of every tensor, and where in the model that is. All
+models on all topologies, and states of all of them on all others, are slow; QUICK has each kind of split and each pair of kinds.
 """
 
 import json
-import os
-import subprocess
-import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +31,9 @@ from llamarl.models.sharding import Box, parameter_shapes
 from llamarl.placement import World, executor_group
 from llamarl.tickets import TicketLedger, lane_of
 from llamarl.types import Group, Prompt
+from tests.tolerances import rounding
+
+pytestmark = pytest.mark.machine
 
 WORLD = 4
 TOPOLOGIES = {  # replicate, tensor_parallel; the rest are shards
@@ -46,6 +45,8 @@ TOPOLOGIES = {  # replicate, tensor_parallel; the rest are shards
     "tp4": (1, 4),
 }
 SAVED, LOADED = ("one", *TOPOLOGIES), ("hsdp2x2", "fsdp2_tp2")  # each of these goes on from what each of those saved
+QUICK = {"tied": ("hsdp2x2", "tp4"), "untied": ("fsdp4", "hsdp2_tp2")}  # model -> its topologies
+QUICK_LOADED = {"tied": "fsdp2_tp2", "untied": "hsdp2x2"}  # which goes on from what these saved
 MODELS = {  # 23 rows of embeddings and 20 of the feed-forward's: no even split over four ranks
     "tied": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "untied": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
@@ -57,8 +58,7 @@ MAX_NORM = 0.01  # well below the norm, so that clipping shows
 ADAM = AdamSettings(beta1=0.9, beta2=0.99, eps=1e-4, weight_decay=0.1)
 CRITIC = CriticSettings(lr=0.05, coef=0.5, clip=0.2, gamma=0.9, gae_lambda=0.8)  # of the untied model
 VALUE_SHAPES = {"value.weight": (12,), "value.bias": (1,)}
-LOSS = 1e-5  # float32 rounding of sums in another order, relative
-VALUES = 5e-6  # the same as a share of the largest value; one rank's own gradients are 1.6e-6 from float64's
+LOSS = VALUES = rounding(terms=20, depth=2 * 2 * 2)  # of the largest: width, and the layers there and back
 DEADLINE_S = 240
 
 
@@ -225,9 +225,16 @@ def assert_copies_get_the_gradients_of_the_first(rank: int, group: ExecutorGroup
     assert parameters[0].grad is None and parameters[1].grad.tolist() == [rank - group.tensor_index] * 2
 
 
-def main(rank: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), WORLD), rank=rank, world_size=WORLD)
+def of(model: str, quick: bool) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The topologies that a model is trained on, those whose states are saved, and those that go on from these."""
+    if quick:
+        return QUICK[model], ("one", *QUICK[model]), (QUICK_LOADED[model],)
+    return tuple(TOPOLOGIES), SAVED, LOADED
+
+
+def train_and_go_on(rank: int, directory: str, quick: bool) -> None:
+    """What one rank of the pool runs."""
+    directory = Path(directory)
     world = World(rank, WORLD, WORLD, torch.device("cpu"))
     groups = {
         name: executor_group(
@@ -238,19 +245,20 @@ def main(rank: int, directory: Path) -> None:
     assert_copies_get_the_gradients_of_the_first(rank, groups["fsdp2_tp2"])
     for model in MODELS:
         folder = directory / f"{model}.out"
-        for topology, group in groups.items():
+        trained, saved_on, loaded_on = of(model, quick)
+        for topology in trained:
+            group = groups[topology]
             trainer, recorder = trainer_of(directory / model, group)
             assert_weights_path_agrees(recorder, group, trainer.decoder)
             leave(trainer, recorder, learn(trainer), folder / f"{topology}.rank{rank}")
             trainer.export(str(folder / f"{topology}.hf"))
             save_state(trainer, folder / f"{topology}.state.rank{rank}")
         dist.barrier()
-        for topology in LOADED:
-            for saved in SAVED:
+        for topology in loaded_on:
+            for saved in saved_on:
                 trainer, recorder = trainer_of(directory / model, groups[topology])
                 tensors = go_on(trainer, load_states(folder, saved, 1 if saved == "one" else WORLD))
                 leave(trainer, recorder, tensors, folder / f"{topology}.from.{saved}.rank{rank}")
-    dist.destroy_process_group()
 
 
 # -- another model's ---------------------------------------------------------------------------------------------------------
@@ -302,10 +310,8 @@ class Left:
         self.rows = self.ranks[0]["rows"]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory) -> Path:
+def run_everywhere(pool, root: Path, quick: bool) -> Path:
     """What one process and then all ranks left."""
-    root = tmp_path_factory.mktemp("topologies")
     for model, changes in MODELS.items():
         folder = root / f"{model}.out"
         folder.mkdir()
@@ -313,26 +319,42 @@ def directory(tmp_path_factory) -> Path:
         leave(trainer, recorder, learn(trainer), folder / "one.rank0")
         trainer.export(str(folder / "one.hf"))
         save_state(trainer, folder / "one.state.rank0")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [subprocess.Popen([sys.executable, __file__, str(r), str(root)], env=environment) for r in range(WORLD)]
-    deadline = time.monotonic() + DEADLINE_S
-    try:
-        assert [p.wait(max(1, deadline - time.monotonic())) for p in processes] == [0] * WORLD
-        for model in MODELS:
-            folder = root / f"{model}.out"
-            for saved in SAVED:
-                trainer, recorder = trainer_of(root / model, alone())
-                tensors = go_on(trainer, load_states(folder, saved, 1 if saved == "one" else WORLD))
-                leave(trainer, recorder, tensors, folder / f"one.from.{saved}.rank0")
-    finally:
-        for process in processes:
-            process.kill()
+    pool.call(__file__, "train_and_go_on", ranks=WORLD, timeout_s=DEADLINE_S, directory=str(root), quick=quick)
+    for model in MODELS:
+        folder = root / f"{model}.out"
+        for saved in of(model, quick)[1]:
+            trainer, recorder = trainer_of(root / model, alone())
+            tensors = go_on(trainer, load_states(folder, saved, 1 if saved == "one" else WORLD))
+            leave(trainer, recorder, tensors, folder / f"one.from.{saved}.rank0")
     return root
 
 
-@pytest.fixture(params=list(MODELS))
-def model(request) -> str:
-    return request.param
+@pytest.fixture(scope="module")
+def directories(pool, tmp_path_factory):
+    """directories(quick): what was left, made when it is first asked for."""
+    made = {}
+
+    def directory_of(quick: bool) -> Path:
+        if quick not in made:
+            made[quick] = run_everywhere(pool, tmp_path_factory.mktemp("topologies"), quick)
+        return made[quick]
+
+    return directory_of
+
+
+def pairs(others: dict[str, tuple[str, ...]], every: tuple[str, ...]) -> list:
+    """Parameters (model, other): those of `others` now, the rest when slow tests are run."""
+    out = []
+    for model in MODELS:
+        for other in every:
+            marks = () if other in others[model] else pytest.mark.slow
+            out.append(pytest.param(model, other, marks=marks, id=f"{model}-{other}"))
+    return out
+
+
+@pytest.fixture
+def directory(directories, request, model) -> Path:
+    return directories(request.node.get_closest_marker("slow") is None)
 
 
 @pytest.fixture
@@ -341,6 +363,9 @@ def left(directory, model):
     return lambda topology: Left(
         directory / f"{model}.out" / topology, 1 if topology.split(".")[0] == "one" else WORLD, read_config(directory / model)
     )
+
+
+ON_TOPOLOGIES = pairs(QUICK, tuple(TOPOLOGIES))
 
 
 def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], kind: str) -> None:
@@ -352,22 +377,22 @@ def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], ki
         torch.testing.assert_close(got[name], want[name], atol=VALUES * largest, rtol=0, msg=lambda m: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("model, topology", ON_TOPOLOGIES)
 @pytest.mark.parametrize("kind", ["grad", "weight", "exp_avg", "exp_avg_sq"])
-def test_every_topology_learns_what_one_rank_learns(left, topology, kind):
+def test_every_topology_learns_what_one_rank_learns(left, model, topology, kind):
     assert_close(left(topology).whole, left("one").whole, kind)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_every_place_is_held_by_as_many_ranks_as_there_are_replicas(left, topology):
+@pytest.mark.parametrize("model, topology", ON_TOPOLOGIES)
+def test_every_place_is_held_by_as_many_ranks_as_there_are_replicas(left, model, topology):
     replicate, tensor_parallel = TOPOLOGIES[topology]
     for key, copies in left(topology).copies.items():
         split = "_proj." in key  # embeddings, norms and head are whole on every tensor-parallel rank
         assert copies.eq(replicate if split else replicate * tensor_parallel).all(), key
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_metrics_and_canaries_are_those_of_one_rank(left, topology):
+@pytest.mark.parametrize("model, topology", ON_TOPOLOGIES)
+def test_metrics_and_canaries_are_those_of_one_rank(left, model, topology):
     got, want = left(topology), left("one")
     assert [row["tokens/trained"] for row in got.rows] == [row["tokens/trained"] for row in want.rows]
     assert all(row["grad_norm"] > 2 * MAX_NORM for row in want.rows) and len(want.rows) == STEPS
@@ -384,7 +409,7 @@ def test_metrics_and_canaries_are_those_of_one_rank(left, topology):
             assert canary == pytest.approx(expected, abs=LOSS)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("model, topology", ON_TOPOLOGIES)
 def test_the_exported_model_is_what_the_ranks_hold(directory, model, left, topology):
     exported = load_file(directory / f"{model}.out" / f"{topology}.hf" / "model.safetensors")
     held = {name.removeprefix("weight/"): value for name, value in left(topology).whole.items() if name.startswith("weight/")}
@@ -392,7 +417,7 @@ def test_the_exported_model_is_what_the_ranks_hold(directory, model, left, topol
     assert all(torch.equal(exported[name], held[name]) for name in exported)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("model, topology", ON_TOPOLOGIES)
 def test_a_saved_state_holds_every_weight_moment_and_group_once(directory, model, topology):
     parts = load_states(directory / f"{model}.out", topology, WORLD)
     for kind in ("model", "exp_avg", "exp_avg_sq"):
@@ -403,9 +428,20 @@ def test_a_saved_state_holds_every_weight_moment_and_group_once(directory, model
     assert sorted(t for part in parts for t in part["buffered"]) == list(range(first, first + GROUPS))
 
 
-@pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.parametrize("topology", ["one", *LOADED])
-def test_a_state_saved_on_one_topology_is_the_same_bits_on_another_and_goes_on_alike(left, saved, topology):
+def of_states() -> list:
+    """Parameters (model, saved, topology)."""
+    out = []
+    for model in MODELS:
+        for saved in SAVED:
+            for topology in ("one", *LOADED):
+                quick = saved in ("one", *QUICK[model]) and topology in ("one", QUICK_LOADED[model])
+                marks = () if quick else pytest.mark.slow
+                out.append(pytest.param(model, saved, topology, marks=marks, id=f"{model}-{saved}-{topology}"))
+    return out
+
+
+@pytest.mark.parametrize("model, saved, topology", of_states())
+def test_a_state_saved_on_one_topology_is_the_same_bits_on_another_and_goes_on_alike(left, model, saved, topology):
     want, got = left(saved).whole, left(f"{topology}.from.{saved}").whole
     loaded = {name.removeprefix("loaded/"): value for name, value in got.items() if name.startswith("loaded/")}
     assert loaded.keys() == {name for name in want if not name.startswith("grad/")}
@@ -510,7 +546,3 @@ def test_what_can_is_accepted():
         "groups_per_step=3",
     ]  # one data-parallel rank: no sharing out
     assert check_command_line(split, world_size=3) == split
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

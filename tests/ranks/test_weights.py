@@ -1,24 +1,18 @@
 """Weights between real processes: any trainer topology to any generators, over shared memory and gloo, bit for bit.
 
-Each rank is this file run as a script; it takes one scenario a line from its standard input and answers with one line.
+Each rank of the pool takes part in scenario after scenario.
 """
 
-import json
-import os
-import queue
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-import traceback
 from pathlib import Path
 
 import pytest
 
+from tests.pool import Pool
+
 RANKS, VERSIONS = 4, 3
-START_S, SCENARIO_S = 120, 60  # most seconds for the processes to come up, and for a scenario: a busy machine is slow
-WAIT_S = 30  # of a rank for a version
+SCENARIO_S = 120  # most seconds for a scenario: a busy machine is slow
+WAIT_S = 60  # of a rank for a version
 SHM = Path("/dev/shm")
 
 # name -> trainer ranks, generator ranks, (fsdp, replicate, tp), (tp, replicas)
@@ -49,78 +43,10 @@ CHAINED = {  # over gloo: generator ranks that others hand their weights on to
 }
 
 
-class Pool:
-    """Processes that run scenarios together; started anew after one that failed."""
-
-    def __init__(self, size: int):
-        self.size, self._processes, self._folder = size, [], None
-
-    def run(self, timeout_s: float = SCENARIO_S, **scenario) -> list[dict]:
-        """Every rank's answer. AssertionError with all ranks' words if one failed or did not answer in time."""
-        if not self._processes:
-            self._start()
-        for process in self._processes:
-            process.stdin.write(json.dumps(scenario) + "\n")
-            process.stdin.flush()
-        answers = self._answers(timeout_s)
-        if any(answer is None or "error" in answer for answer in answers):
-            self.close()
-            raise AssertionError(
-                "\n".join(f"rank {r}: {a['error'] if a else 'no answer'}" for r, a in enumerate(answers) if not a or "error" in a)
-            )
-        return answers
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-            process.stdin.close(), process.stdout.close()
-        self._processes = []
-        if self._folder:
-            self._folder.cleanup()
-
-    def _start(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        store = f"{self._folder.name}/store"
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-        for rank in range(self.size):
-            command = [sys.executable, __file__, str(rank), str(self.size), store]
-            self._processes.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        self._lines = [queue.Queue() for _ in range(self.size)]
-        for process, lines in zip(self._processes, self._lines):
-            threading.Thread(target=self._read, args=(process, lines), daemon=True).start()
-        assert all(self._answers(START_S)), "the processes did not come up"
-
-    @staticmethod
-    def _read(process, lines) -> None:
-        try:
-            for line in process.stdout:
-                lines.put(line)
-        except ValueError:
-            pass  # closed
-        lines.put("null")
-
-    def _answers(self, timeout_s: float) -> list[dict | None]:
-        until, out = time.monotonic() + timeout_s, []
-        for lines in self._lines:
-            try:
-                out.append(json.loads(lines.get(timeout=max(0.1, until - time.monotonic()))))
-            except queue.Empty:
-                out.append(None)
-            if out[-1] is None or "error" in out[-1]:
-                until = min(until, time.monotonic() + 3)  # the others wait for this one
-        return out
-
-
-@pytest.fixture(scope="module")
-def pool():
-    made = Pool(RANKS)
-    yield made
-    made.close()
+@pytest.fixture
+def run(pool):
+    """run(**scenario): every rank's answer."""
+    return lambda **scenario: pool.call(__file__, "exchange", ranks=RANKS, timeout_s=SCENARIO_S, scenario=scenario)
 
 
 def left_in_shared_memory(pids: list[int]) -> list[Path]:
@@ -129,9 +55,9 @@ def left_in_shared_memory(pids: list[int]) -> list[Path]:
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_every_replica_holds_what_the_trainer_holds(pool, name, transport):
+def test_every_replica_holds_what_the_trainer_holds(pool, run, name, transport):
     sources, destinations, source, destination = TOPOLOGIES[name]
-    answers = pool.run(sources=sources, destinations=destinations, source=source, destination=destination, transport=transport)
+    answers = run(sources=sources, destinations=destinations, source=source, destination=destination, transport=transport)
     assert [a["checked"] for a in answers] == [VERSIONS * (rank in destinations) for rank in range(RANKS)]
     handing_on = [rank for rank, a in enumerate(answers) if a["hands_on"]]
     assert handing_on == (CHAINED.get(name, []) if transport == "gloo" else [])
@@ -140,8 +66,8 @@ def test_every_replica_holds_what_the_trainer_holds(pool, name, transport):
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("quantize", ["none", "int8", "fp8"])
-def test_what_travels_has_the_generators_dtype(pool, quantize, transport):
-    pool.run(
+def test_what_travels_has_the_generators_dtype(run, quantize, transport):
+    run(
         sources=(0, 1, 2), destinations=(2, 3), source=(3, 1, 1), destination=(2, 1), transport=transport, dtype="bfloat16",
         quantize=quantize, keep=["layers.0.mlp.down_proj"],
     )  # fmt: skip
@@ -153,15 +79,15 @@ def test_what_travels_has_the_generators_dtype(pool, quantize, transport):
     [((0, 1), (2, 1, 1), (2, 3), (2, 1)), ((0, 1, 2), (3, 1, 1), (3,), (1, 1)), ((0, 1, 2, 3), (2, 2, 1), (2, 3), (1, 2))],
     ids=["two shards", "three shards", "hsdp"],
 )
-def test_parameters_that_fsdp2_has_sharded_arrive_whole(pool, sources, source, destinations, destination, transport):
-    answers = pool.run(
+def test_parameters_that_fsdp2_has_sharded_arrive_whole(run, sources, source, destinations, destination, transport):
+    answers = run(
         sources=sources, destinations=destinations, source=source, destination=destination, transport=transport, fsdp2=True
     )
     assert all(answers[rank]["dtensors"] for rank in sources)
 
 
-def test_a_topology_that_is_not_the_trainers_is_refused(pool):
-    answers = pool.run(
+def test_a_topology_that_is_not_the_trainers_is_refused(pool, run):
+    answers = run(
         sources=(0, 1), destinations=(2,), source=(1, 2, 1), destination=(1, 1), transport="shm", fsdp2=True, mesh=(2, 1, 1), refused=True
     )  # fmt: skip
     for rank, rows in ((0, 12), (1, 11)):
@@ -174,12 +100,13 @@ def test_a_topology_that_is_not_the_trainers_is_refused(pool):
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_hundreds_of_syncs_leave_nothing_behind(transport):
     """Between two processes: memory, shared memory and open files are flat after the first fifty."""
-    pool = Pool(2)
+    scenario = {
+        "sources": (0,), "destinations": (1,), "source": (1, 1, 1), "destination": (1, 1), "transport": transport, "versions": 500,
+        "scale": 8, "bucket_bytes": 1 << 16, "sample_at": [50, 499],
+    }  # fmt: skip
+    pool = Pool(2)  # of their own: what these leave behind is counted
     try:
-        for answer in pool.run(
-            timeout_s=600, sources=(0,), destinations=(1,), source=(1, 1, 1), destination=(1, 1), transport=transport, versions=500, scale=8,
-            bucket_bytes=1 << 16, sample_at=[50, 499],
-        ):  # fmt: skip
+        for answer in pool.call(__file__, "exchange", ranks=2, timeout_s=600, scenario=scenario):
             early, late = answer["samples"]
             # A leak of one version's bytes a sync would be hundreds of MiB, one of a header's tensors a few.
             assert late["rss"] - early["rss"] < 4 << 20, (early, late)
@@ -274,7 +201,8 @@ def usage() -> dict:
     }
 
 
-def exchange(scenario: dict, rank: int, size: int) -> dict:
+def exchange(rank: int, scenario: dict) -> dict:
+    """What one rank of the pool runs."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -288,6 +216,7 @@ def exchange(scenario: dict, rank: int, size: int) -> dict:
     from llamarl.ddma.transports import this_end
     from llamarl.placement import link_group
 
+    size = dist.get_world_size()
     # So small that links have several buckets and matrices are cut.
     ends.BUCKET_BYTES = {"cpu": scenario.get("bucket_bytes", 700)}
     sources, destinations = tuple(scenario["sources"]), tuple(scenario["destinations"])
@@ -357,32 +286,3 @@ def exchange(scenario: dict, rank: int, size: int) -> dict:
     control.check()
     dist.barrier()
     return answer
-
-
-def main(rank: int, size: int, store: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is no answer
-
-    def answer(values: dict) -> None:
-        answers.write(json.dumps(values) + "\n")
-        answers.flush()
-
-    dist.barrier()
-    answer({"up": True})
-    for line in sys.stdin:
-        try:
-            answer(exchange(json.loads(line), rank, size))
-        except Exception:
-            answer({"error": traceback.format_exc()})
-            time.sleep(WAIT_S)  # its peers tell their part before the sockets close
-            os._exit(1)
-    os._exit(0)  # gloo's threads of the links need no farewell
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

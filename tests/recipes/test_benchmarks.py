@@ -4,22 +4,20 @@ Left out: step and weight_sync, whose smallest size takes minutes, and offpolicy
 """
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
 from llamarl.ranks import TINY_MODEL
-from tests.launching import ROOT
+from tests.launching import ROOT, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def run(name, *arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

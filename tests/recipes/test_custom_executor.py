@@ -1,13 +1,12 @@
 """recipes/custom_executor.py: its station goes wherever the main job's stations go."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
-from tests.launching import ROOT, SMALL, STEPS
+from tests.launching import ROOT, SMALL, STEPS, environment
 
 RECIPE = ROOT / "recipes" / "custom_executor.py"
 
@@ -24,7 +23,7 @@ RECIPE = ROOT / "recipes" / "custom_executor.py"
 def test_it_takes_the_topologies_of_the_main_job(tmp_path, ranks, overrides):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *launcher, str(RECIPE), *SMALL, *overrides, f"run_dir={tmp_path / 'run'}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    env = environment()
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

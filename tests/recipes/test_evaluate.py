@@ -2,19 +2,18 @@
 
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
-import torch
 
 from llamarl.evaluation import pass_at_k
 from llamarl.models.scratch import tiny_directory
 from llamarl.conversion import load_config
-from tests.launching import EVAL_PROMPTS, ROOT, SMALL, STEPS, Job, untimed
+from tests.launching import EVAL_PROMPTS, JOB_S, ROOT, SMALL, STEPS, Job, environment, untimed
 
 RECIPE = ROOT / "recipes" / "evaluate.py"
 SAMPLES = 4
@@ -29,27 +28,40 @@ def recipe():
     return module
 
 
-@pytest.fixture(autouse=True)
-def process_state():
-    """The recipe is a program: it sets threads and precision of its process."""
-    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    yield
-    torch.set_float32_matmul_precision(precision)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("process_state")  # the recipe is a program
+
+
+@dataclass(frozen=True)
+class Done:
+    """How the recipe ended; lines: of --out, if there are any."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    lines: list[dict]
 
 
 @pytest.fixture
-def evaluate(tmp_path):
-    """(completed process, lines of --out) of the recipe with some words."""
+def evaluate(recipe, tmp_path, monkeypatch, capsys):
+    """The recipe with some words, in this process: to start another would take longer than all that it does."""
+    monkeypatch.chdir(tmp_path)
 
     def run(*words, out="out.jsonl"):
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, str(RECIPE), *map(str, words), "--out", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
-        file = tmp_path / out
-        return done, [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        capsys.readouterr()
+        code = recipe.main([*map(str, words), "--out", str(out), "threads=1"])
+        file, said = tmp_path / out, capsys.readouterr()
+        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        return Done(code, said.out, said.err, lines)
 
     return run
+
+
+@pytest.mark.slow
+def test_it_is_a_program(tmp_path):
+    command = [sys.executable, str(RECIPE), str(tiny_directory()), "--num-prompts", "2", "--samples", "0", "max_new_tokens=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=JOB_S, cwd=tmp_path, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert "greedy   pass@1 " in done.stdout
 
 
 def percent(value):
@@ -59,8 +71,9 @@ def percent(value):
 @pytest.mark.parametrize("step", [2, STEPS])
 def test_it_finds_the_accuracy_that_the_run_reported(synchronous_run, evaluate, step):
     name = "latest" if step == STEPS else f"step_{step}"
-    done, lines = evaluate(synchronous_run.run_dir / "checkpoints" / name)
+    done = evaluate(synchronous_run.run_dir / "checkpoints" / name)
     assert done.returncode == 0, done.stderr
+    lines = done.lines
     row = synchronous_run.rows[step]
     assert len(lines) == EVAL_PROMPTS and sum(line["score"] for line in lines) / EVAL_PROMPTS == row["eval/accuracy"]
     assert sum(line["num_tokens"] for line in lines) / EVAL_PROMPTS == row["eval/length_mean"]
@@ -78,8 +91,9 @@ def test_a_run_reports_pass_at_k_from_its_first_version_on_and_the_recipe_finds_
     assert all(0 < row["eval/pass_at_1_sampled"] < row["eval/pass_at_k"] <= 1 for row in evaluated)
     plain = [{name: value for name, value in row.items() if "pass_at" not in name} for row in untimed(rows)]
     assert plain == untimed(synchronous_run.rows)[:3], "sampling held-out prompts must not touch training"
-    done, lines = evaluate(tmp_path / "run", "--samples", SAMPLES)
+    done = evaluate(tmp_path / "run", "--samples", SAMPLES)
     assert done.returncode == 0, done.stderr
+    lines = done.lines
     assert f"pass@1 {percent(rows[2]['eval/pass_at_1_sampled'])}  pass@2 " in done.stdout
     assert f"pass@{SAMPLES} {percent(rows[2]['eval/pass_at_k'])}   {SAMPLES} a prompt at temperature 1" in done.stdout
     scores = {}
@@ -92,14 +106,16 @@ def test_a_run_reports_pass_at_k_from_its_first_version_on_and_the_recipe_finds_
 
 
 def test_a_model_without_a_run_takes_keys_of_the_main_job(evaluate):
-    done, lines = evaluate(tiny_directory(), "--num-prompts", 7, "--samples", 0, "max_new_tokens=1")
+    done = evaluate(tiny_directory(), "--num-prompts", 7, "--samples", 0, "max_new_tokens=1")
     assert done.returncode == 0, done.stderr
+    lines = done.lines
     assert [line["number"] for line in lines] == list(range(7)) and all(line["num_tokens"] == 1 for line in lines)
 
 
 def test_the_directory_of_the_lines_is_made(evaluate):
-    done, lines = evaluate(tiny_directory(), "--num-prompts", 2, "--samples", 0, "max_new_tokens=1", out="nodir/deep/x.jsonl")
+    done = evaluate(tiny_directory(), "--num-prompts", 2, "--samples", 0, "max_new_tokens=1", out="nodir/deep/x.jsonl")
     assert done.returncode == 0, done.stderr
+    lines = done.lines
     assert len(lines) == 2
 
 
@@ -112,7 +128,7 @@ def test_lines_that_cannot_be_written_are_said_before_anything_is_answered(recip
 
 
 def test_figures_are_printed_though_the_lines_could_not_be_written(evaluate):
-    done, _ = evaluate(tiny_directory(), "--num-prompts", 2, "--samples", 0, "max_new_tokens=1", out="/dev/full")
+    done = evaluate(tiny_directory(), "--num-prompts", 2, "--samples", 0, "max_new_tokens=1", out="/dev/full")
     assert done.returncode == BAD_INPUT and "No space left" in done.stderr and "Traceback" not in done.stderr
     assert "greedy   pass@1 " in done.stdout and "written" not in done.stdout
 

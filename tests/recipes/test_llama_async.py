@@ -1,7 +1,6 @@
 """The main job as a user starts it: what it writes, that runs agree, and what it says to wrong input."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -12,14 +11,16 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights
 from llamarl.models.scratch import tiny_directory
-from tests.launching import EVAL_PROMPTS, RECIPE, ROOT, SMALL, STEPS, Job, untimed
+from tests.launching import EVAL_PROMPTS, JOB_S, RECIPE, ROOT, SMALL, STEPS, Job, environment, untimed
+from tests.tolerances import of_logprobs, rounding
 
 NAMES = """step policy_version reward/mean reward/std reward/error_rate loss/value grad_norm entropy kl/ref ratio/mean ratio/max
     ratio/capped_fraction lag/mean lag/max tokens/trained tokens/generated completion/length_mean completion/truncated_fraction
     packing/padding_fraction time/wall_s time/step_s time/wait_for_data_s generator/tokens_per_s generator/idle_fraction
     trainer/idle_fraction weights/publish_stall_s weights/swap_stall_s weights/bytes parity/logprob_diff_max""".split()
-EXPORTED = 1e-4  # logits, transformers against our decoder
-SHARDED = 1e-5  # loss and norms, two trainer ranks against one
+TINY = read_config(tiny_directory())
+EXPORTED = of_logprobs(TINY, size=2.0)  # logits, transformers against our decoder
+SHARDED = rounding(terms=TINY.hidden_size, depth=4 * TINY.num_hidden_layers)  # loss and norms, two trainer ranks against one
 BAD_INPUT = 2
 
 
@@ -68,45 +69,40 @@ def test_a_run_leaves_its_config_and_a_model_that_transformers_loads(asynchronou
     assert not torch.equal(before.tok_embeddings.weight, decoder.tok_embeddings.weight), "the exported model was not trained"
 
 
-def test_a_directory_with_a_run_is_not_used_again_by_accident(asynchronous_run):
-    with Job(*SMALL, run_dir=asynchronous_run.run_dir) as job:
-        assert job.wait() == BAD_INPUT
-        assert "holds a run already; go on with resume=auto" in job.output
-
-
-def run_recipe(*overrides, cwd=ROOT):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, str(RECIPE), *overrides], capture_output=True, text=True, timeout=120, cwd=cwd, env=env)
+def test_a_directory_with_a_run_is_not_used_again_by_accident(launch_here, asynchronous_run):
+    code, output = launch_here(*SMALL, f"run_dir={asynchronous_run.run_dir}")
+    assert code == BAD_INPUT and "holds a run already; go on with resume=auto" in output.err
 
 
 def test_all_that_is_wrong_with_a_command_line_is_said_at_once():
-    done = run_recipe("+typo=1", "loss.ratio_kap=2", "groups_per_step=0")
+    command = [sys.executable, str(RECIPE), "+typo=1", "loss.ratio_kap=2", "groups_per_step=0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=JOB_S, cwd=ROOT, env=environment())
     assert done.returncode == BAD_INPUT
     assert all(text in done.stderr + done.stdout for text in ("typo", "did you mean loss.ratio_cap", "groups_per_step=0"))
 
 
-def test_a_malformed_line_of_data_is_named(tmp_path):
+def test_a_malformed_line_of_data_is_named(launch_here, tmp_path):
     data = tmp_path / "train.jsonl"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
-    done = run_recipe("task=jsonl", f"task.path={data}", f"run_dir={tmp_path / 'run'}", "max_new_tokens=6")
-    assert done.returncode == BAD_INPUT and f"{data}:2" in done.stderr
+    code, output = launch_here("task=jsonl", f"task.path={data}", f"run_dir={tmp_path / 'run'}", "max_new_tokens=6")
+    assert code == BAD_INPUT and f"{data}:2" in output.err
 
 
-def test_truncated_weights_are_named(tmp_path):
+def test_truncated_weights_are_named(launch_here, tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     for file in tiny_directory().iterdir():
         (model / file.name).write_bytes(file.read_bytes())
     whole = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    done = run_recipe(f"model.path={model}", f"run_dir={tmp_path / 'run'}")
-    assert done.returncode == BAD_INPUT and "model.safetensors" in done.stderr
+    code, output = launch_here(f"model.path={model}", f"run_dir={tmp_path / 'run'}")
+    assert code == BAD_INPUT and "model.safetensors" in output.err
 
 
-def test_a_dry_run_shows_the_plan_scores_samples_and_writes_nothing(tmp_path):
-    done = run_recipe("+dry_run=true", f"run_dir={tmp_path / 'run'}")
-    assert done.returncode == 0, done.stderr
-    assert "rank 0   trainer, generator, reward" in done.stdout and done.stdout.count("\nsample ") == 3 and "bytes a sync" in done.stdout
+def test_a_dry_run_shows_the_plan_scores_samples_and_writes_nothing(launch_here, tmp_path):
+    code, output = launch_here("+dry_run=true", f"run_dir={tmp_path / 'run'}")
+    assert code == 0, output.err
+    assert "rank 0   trainer, generator, reward" in output.out and output.out.count("\nsample ") == 3 and "bytes a sync" in output.out
     assert not (tmp_path / "run").exists()
 
 

@@ -4,7 +4,10 @@ import json
 
 import pytest
 
+from llamarl.models.config import read_config
+from llamarl.models.scratch import tiny_directory
 from tests.launching import GROUPS, SMALL, STEPS, Job, untimed
+from tests.tolerances import of_logprobs
 
 S, K = 6, 4
 SYNCHRONOUS = (
@@ -22,14 +25,11 @@ FREE = (
     "beta_schedule.end_step=4", "beta_schedule.cut_step=3",
 )  # fmt: skip
 KL = 0.5  # of the reward
+KL_ROUNDING = of_logprobs(read_config(tiny_directory()), size=5.0)  # nats a token: of a policy to itself, scored in other batches
 RESET = (
     "reference=reset", "reference.reset_every=2", "max_lag=0", "loss.kl_coef=0.01", f"trainer.reward_kl_coef={KL}", "lr=1e-3",
     "checkpoint.every=1",
 )  # fmt: skip
-
-
-# k3 of log-probabilities that differ by 1e-4 nats, the rounding of float32 products of other shapes
-ROUNDING = 1e-4**2 / 2
 
 
 def held_in(row):
@@ -67,8 +67,9 @@ def test_a_resumed_run_draws_and_trains_as_one_that_was_not_stopped(synchronous_
     assert untimed(job.rows) == untimed(synchronous_replay.rows)
 
 
-def test_without_a_bound_every_group_is_handed_over_once_and_beta_falls(tmp_path):
-    with Job(*SMALL, *FREE, "max_steps=5", "eval.every=0", "checkpoint.every=0", run_dir=tmp_path / "run", ranks=2) as job:
+@pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_without_a_bound_every_group_is_handed_over_once_and_beta_falls(tmp_path, ranks):
+    with Job(*SMALL, *FREE, "max_steps=5", "eval.every=0", "checkpoint.every=0", run_dir=tmp_path / "run", ranks=ranks) as job:
         assert job.wait() == 0, job.output
     rows = job.rows[-5:]
     assert [row["loss/beta"] for row in rows] == pytest.approx([1.0, 0.8125, 0.625, 0.25, 0.25])
@@ -90,10 +91,12 @@ def reset_run(tmp_path_factory):
         yield job
 
 
+@pytest.mark.machine
 def test_a_reference_is_reset_every_so_many_steps(reset_run):
     rows = reset_run.rows[1:]
     assert [row["reference/version"] for row in rows] == [0, 0, 2, 2]
-    assert [row["kl/ref"] < ROUNDING for row in rows] == [True, False, True, False], (
+    # The reference and the trainer score in batches of other shapes, so that a KL of 0 has its roundings.
+    assert [abs(row["kl/ref"]) > KL_ROUNDING for row in rows] == [False, True, False, True], (
         "the policy is its own reference right after a reset"
     )
     taken_off = [row["reward/mean"] - row["reward/shaped_mean"] for row in rows]
@@ -131,12 +134,13 @@ REDUCED = (
 REPLAYED = ("buffer.completions_per_prompt=4", "buffer.initial_completions=40", "overcommit=4", "beta_schedule.end_step=2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, overrides, betas",
     [
         ("tba_table2", (*REPLAYED, "trainer.warmup_steps=1", "trainer.decay_steps=1"), [0.012, 0.008, 0.004]),
-        pytest.param("tba_table3", (*REPLAYED, "beta_schedule.cut_step=1"), [1.0, 0.05, 0.05], marks=pytest.mark.slow),
-        pytest.param("tba_table4", ("reference.reset_every=1", "max_lag=0"), None, marks=pytest.mark.slow),
+        ("tba_table3", (*REPLAYED, "beta_schedule.cut_step=1"), [1.0, 0.05, 0.05]),
+        ("tba_table4", ("reference.reset_every=1", "max_lag=0"), None),
     ],
 )
 def test_a_published_setting_runs_at_a_smaller_size(name, overrides, betas, tmp_path):

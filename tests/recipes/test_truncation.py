@@ -1,13 +1,12 @@
 """The main job with one ticket that goes on and on: the step of its deadline waits for it, or ends it."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
-from tests.launching import RECIPE, ROOT, SMALL, Job
+from tests.launching import RECIPE, ROOT, SMALL, Job, environment
 
 LONG, TOKENS, SHORT = 5, 400, 4  # the straggler; tokens of its completions, and of all others
 GROUPS, SIZE = 4, 2
@@ -37,7 +36,7 @@ def run_slow(folder, *overrides, ranks=None) -> tuple[list[dict], str]:
         f"overcommit={GROUPS}", "max_lag=1", "max_steps=4", f"max_new_tokens={TOKENS}", "generator.chunk_tokens=1", "eval.every=0",
         "generator.min_new_tokens=1", "generator.max_slots=32", "checkpoint.every=0", "straggler_factor=2", *overrides,
     ]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    env = environment()
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -65,6 +64,7 @@ def test_otherwise_its_step_waits_for_it_and_the_log_names_it(tmp_path):
     assert log.count("stragglers of generator rank 0") >= 1 and f"tickets {LONG} (" in log
 
 
+@pytest.mark.slow
 def test_a_time_limit_that_nothing_meets_masks_everything_and_the_run_goes_on(tmp_path):
     limit = "generator.max_seconds=1e-6", "generator.chunk_tokens=1", "generator.min_new_tokens=5"
     with Job(*SMALL, "max_lag=1", *limit, run_dir=tmp_path / "run") as job:

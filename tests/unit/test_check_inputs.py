@@ -2,10 +2,7 @@
 
 import json
 import logging
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,6 @@ from llamarl.models.scratch import tiny_directory
 from llamarl.models.sharding import parameter_shapes
 from llamarl.placement import World
 from llamarl.run import RunDirectory
-from tests.launching import RECIPE, ROOT
 
 BAD_INPUT = 2
 FIRST = "model.layers.0.mlp.up_proj.weight"
@@ -179,7 +175,7 @@ def test_a_chat_template_that_raises_is_named(model, name, template):
     check_inputs(job(model, "task.chat=false"))
 
 
-# --- As a user starts it ---
+# --- Launched ---
 
 
 @pytest.mark.parametrize(
@@ -192,10 +188,8 @@ def test_a_chat_template_that_raises_is_named(model, name, template):
         (("reward.fn=tests.launching:unhurrid",), "did you mean"),
     ],
 )
-def test_a_run_and_a_dry_run_end_with_one_line_and_leave_no_directory(tmp_path, overrides, said):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(RECIPE), *overrides, f"run_dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("llamarl: ")]
-    assert done.returncode == BAD_INPUT and len(lines) == 1 and said in lines[0] and "Traceback" not in done.stderr
+def test_a_run_and_a_dry_run_end_with_one_line_and_leave_no_directory(launch_here, tmp_path, overrides, said):
+    code, output = launch_here(*overrides, f"run_dir={tmp_path / 'run'}")
+    lines = [line for line in output.err.splitlines() if line.startswith("llamarl: ")]
+    assert code == BAD_INPUT and len(lines) == 1 and said in lines[0] and "Traceback" not in output.err
     assert not (tmp_path / "run").exists()

@@ -8,7 +8,6 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 from llamarl.control import Control, DeadlineExceeded
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender

@@ -15,16 +15,19 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.native import library
+from tests.tolerances import assert_same_greedy, margins_of, of_logprobs
 
-# Of fp32 logprobs by two routes. Each rounds: against float64, over 12,000 tokens of this model, the native path, the module's cached
-# path and its whole forward are all 1.3e-6 off (rms), and 1.9e-5, 1.5e-5 and 2.1e-5 at most.
-TOLERANCE = 5e-5
+pytestmark = pytest.mark.machine
+
 MAX_LEN = 40
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-6, rope_theta=10000.0, rope_scaling=None,
     max_position_embeddings=64, tie_word_embeddings=True, attention_bias=False,
 )
+
+# Of logprobs by two routes: the C kernel, the module with a cache, and its whole forward, which round each in their own way.
+TOLERANCE = of_logprobs(CONFIG, size=5.0)
 
 
 def random_decoder(seed=0, config=CONFIG, scale=0.3):
@@ -63,14 +66,19 @@ def drain(engine, chunk=4):
     return {(stream, c.ticket, c.sample_index): c for stream, c in finished}
 
 
-def full_forward_logprobs(decoder, completion, temperature=1.0, banned=()):
-    """[L] logprobs of the completion's tokens by one forward over the whole sequence."""
+def full_forward_logits(decoder, completion):
+    """[L, V] that the completion's tokens were chosen from, by one forward over the whole sequence."""
     ids = torch.cat([completion.prompt_ids, completion.token_ids])
     with torch.no_grad():
         logits = decoder(ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()])))
+    return logits[completion.prompt_ids.numel() - 1 : -1]
+
+
+def full_forward_logprobs(decoder, completion, temperature=1.0, banned=()):
+    """[L] logprobs of the completion's tokens by one forward over the whole sequence."""
+    logits = full_forward_logits(decoder, completion)
     logits[:, list(banned)] = -math.inf
-    start = completion.prompt_ids.numel() - 1
-    return (logits[start:-1] / temperature).log_softmax(1).gather(1, completion.token_ids[:, None]).squeeze(1)
+    return (logits / temperature).log_softmax(1).gather(1, completion.token_ids[:, None]).squeeze(1)
 
 
 PROMPTS = [[1, 5, 9], [1, 7], [3], [2, 4, 6, 8, 10, 12, 14], [1, 5, 9, 11]]
@@ -86,8 +94,9 @@ def test_greedy_equals_transformers_generate(way, tmp_path):
     decoder = load_weights(build_decoder(read_config(tmp_path)), tmp_path)
     ours = Engine(decoder, max_slots=3, max_len=64).generate(PROMPTS, SamplingParams(40, temperature=0.0, stop_token_ids=(2,)))
     for prompt, (completion,) in zip(PROMPTS, ours):
-        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt):]
-        assert torch.equal(completion.token_ids, theirs)
+        generated = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
+        theirs, margins = generated[0, len(prompt) :], margins_of(model(generated).logits[0, len(prompt) - 1 : -1])
+        assert_same_greedy(completion.token_ids, theirs, margins, of_logprobs(model.config, size=float(margins.max())))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -232,7 +241,8 @@ def test_greedy_and_sampling_rows_share_a_batch():
     e.submit(0, PROMPTS[1], SamplingParams(9, n=4, top_p=0.5, temperature=1.3))
     e.submit(0, PROMPTS[0], SamplingParams(9, temperature=0.0, stop_token_ids=()), stream=1)
     greedy = drain(e)[1, 0, 0]
-    assert torch.equal(greedy.token_ids, expected.token_ids)
+    margins = margins_of(full_forward_logits(e.decoder, expected))
+    assert_same_greedy(greedy.token_ids, expected.token_ids, margins, TOLERANCE)
     torch.testing.assert_close(greedy.generator_logprobs, full_forward_logprobs(e.decoder, greedy), atol=TOLERANCE, rtol=0)
 
 

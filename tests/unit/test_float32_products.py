@@ -12,6 +12,8 @@ from llamarl.native import precision
 from llamarl.native.precision import EXACT, Measured, choose, measure, use_float32_products
 from tests.test_house import ROOT, python_files
 
+pytestmark = pytest.mark.machine
+
 EXACT_ERROR, BFLOAT16_ERROR = 2e-7, 2e-3
 
 

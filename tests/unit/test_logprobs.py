@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import llamarl.learning.logprobs as module
 from llamarl.learning.logprobs import chunked_logprobs, make_head
 
+pytestmark = pytest.mark.machine
+
 FP32_TOLERANCE = 3e-6  # nats; logits of order 10 carry float32 rounding of 1e-6
 
 

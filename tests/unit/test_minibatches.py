@@ -12,10 +12,9 @@ from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.update import NotFinite, StepAborted
 from llamarl.models.attention import PackedAttention
-from tests.updating import NAN, SETTINGS, VERSION, decoder_of, go_on, group, groups_of, update_of
+from tests.updating import NAN, SETTINGS, STEP, VERSION, decoder_of, go_on, group, groups_of, update_of
 
 BUDGET = 17
-PACKED = 2e-6  # float32 rounding of sums in another order, as a share of the largest gradient
 
 
 def adam(**changes):
@@ -173,7 +172,7 @@ def test_a_loss_over_whole_groups_is_that_of_one_sequence_at_a_time(microbatch_t
     assert set(seen) == {(float(count), 4.0)} and count == 3 + 2 + 3 + 2
     largest = max(g.abs().max().item() for g in gradients)
     for old, new, gradient in zip(before, weights_of(update), gradients):
-        torch.testing.assert_close(old - new, gradient, atol=PACKED * largest, rtol=0)
+        torch.testing.assert_close(old - new, gradient, atol=STEP * largest, rtol=0)
 
 
 def test_an_entropy_bonus_is_that_of_the_whole_softmax():
@@ -194,7 +193,7 @@ def test_an_entropy_bonus_is_that_of_the_whole_softmax():
     largest = max(p.grad.abs().max().item() for p in decoder.parameters())
     assert largest > 1e-3
     for a, b, p in zip(weights_of(plain), weights_of(bonus), decoder.parameters()):
-        torch.testing.assert_close(a - b, p.grad, atol=PACKED * largest + 1e-6, rtol=0)  # the weights are rounded to 1e-7
+        torch.testing.assert_close(a - b, p.grad, atol=STEP * largest + 1e-6, rtol=0)  # the weights are rounded to 1e-7
 
 
 def test_the_penalty_for_a_missing_end_reaches_the_advantages():

@@ -4,7 +4,6 @@ import base64
 import html.parser
 import io
 import json
-import logging
 import re
 import subprocess
 import sys

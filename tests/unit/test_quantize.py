@@ -29,6 +29,8 @@ from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.models.scratch import tiny_directory
 
+pytestmark = pytest.mark.machine
+
 FLOAT64, FLOAT32, BFLOAT16 = 2.0**-53, 2.0**-24, 2.0**-8  # largest relative error of rounding once
 E4M3_RELATIVE, E4M3_SMALLEST = 2.0**-4, 2.0**-6  # of rounding once to 3 bits of mantissa; the smallest normal number
 EXACT = 1e-12  # nats, float64

@@ -7,6 +7,8 @@ from hypothesis import given, settings, strategies as st
 from llamarl.inference import sampler
 from llamarl.inference.sampler import SamplingParams, process, sample, sample_keys, stream_key, uniforms
 
+pytestmark = pytest.mark.machine
+
 TOLERANCE = 1e-5  # float32 logprobs against float64
 CHI2_STDEVS = 5  # chi-square of d degrees of freedom: mean d, variance 2d
 LARGE = 1500  # a vocabulary beyond the one-pass CDF, and no multiple of a block

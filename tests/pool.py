@@ -1,0 +1,155 @@
+"""Ranks that the tests of one session share: to start one, with torch and all that a model needs, takes longer than most tests.
+
+    answers = pool.call(__file__, "exchange", ranks=4, timeout_s=60, scenario=scenario)     # what exchange(rank, ...) returned, by rank
+
+Each rank is this file run as a script. It takes one call a line from its standard input, answers with one line, and makes a world of its
+own for each call: nothing of one is left for the next but what was imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from tests.launching import environment
+
+RANKS = 4
+START_S = 240  # for the processes to come up: a busy machine is slow
+FAREWELL_S = 5  # of a rank that failed, so that its peers tell their part before its sockets close
+
+
+class Pool:
+    """The processes, started with the first call, and anew after a call that failed."""
+
+    def __init__(self, size: int = RANKS):
+        self.size = size
+        self._processes: list[subprocess.Popen] = []
+        self._lines: list[queue.Queue] = []
+        self._folder: tempfile.TemporaryDirectory | None = None
+        self._calls = 0
+
+    def call(self, file: str, function: str, *, ranks: int, timeout_s: float, **arguments) -> list:
+        """What `function` of `file`, called with (rank, **arguments) on each of the first ranks, returned; all of it is JSON.
+
+        AssertionError with all ranks' words if one raised or did not answer in time.
+        """
+        if not self._processes:
+            self._start()
+        self._calls += 1
+        store = f"{self._folder.name}/store{self._calls}"
+        call = {"file": file, "function": function, "ranks": ranks, "store": store, "arguments": arguments}
+        for process in self._processes[:ranks]:
+            process.stdin.write(json.dumps(call) + "\n")
+            process.stdin.flush()
+        answers = self._answers(ranks, timeout_s)
+        failed = [f"rank {r}: {a['error'] if a else 'no answer'}" for r, a in enumerate(answers) if a is None or "error" in a]
+        if failed:
+            self.close()
+            raise AssertionError("\n".join(failed))
+        return [answer["returned"] for answer in answers]
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+        self._processes = []
+        if self._folder:
+            self._folder.cleanup()
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._lines = [queue.Queue() for _ in range(self.size)]
+        for lines in self._lines:
+            process = subprocess.Popen(
+                [sys.executable, __file__, str(len(self._processes))],
+                env=environment(GLOO_SOCKET_IFNAME="lo"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self._processes.append(process)
+            threading.Thread(target=_read, args=(process, lines), daemon=True).start()
+        assert all(self._answers(self.size, START_S)), "the processes did not come up"
+
+    def _answers(self, ranks: int, timeout_s: float) -> list[dict | None]:
+        until = time.monotonic() + timeout_s
+        answers = []
+        for lines in self._lines[:ranks]:
+            try:
+                answer = json.loads(lines.get(timeout=max(0.1, until - time.monotonic())))
+            except queue.Empty:
+                answer = None
+            if answer is None or "error" in answer:
+                until = min(until, time.monotonic() + FAREWELL_S)  # the others wait for this one
+            answers.append(answer)
+        return answers
+
+
+def _read(process: subprocess.Popen, lines: queue.Queue) -> None:
+    try:
+        for line in process.stdout:
+            lines.put(line)
+    except ValueError:
+        pass  # closed
+    lines.put("null")
+
+
+# -- what a rank runs ------------------------------------------------------------------------------------------------------
+
+
+def serve(rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed is no answer
+
+    def answer(values: dict) -> None:
+        answers.write(json.dumps(values) + "\n")
+        answers.flush()
+
+    answer({"up": True})
+    for line in sys.stdin:
+        call = json.loads(line)
+        try:
+            world = dist.FileStore(call["store"], call["ranks"])
+            dist.init_process_group("gloo", store=world, rank=rank, world_size=call["ranks"])
+            returned = getattr(_module(call["file"]), call["function"])(rank, **call["arguments"])
+            dist.barrier()
+            dist.destroy_process_group()
+            answer({"returned": returned})
+        except Exception:
+            answer({"error": traceback.format_exc()})
+            time.sleep(FAREWELL_S)
+            os._exit(1)
+    os._exit(0)  # threads of gloo's groups need no farewell
+
+
+def _module(file: str):
+    """A test file, which is no module that can be imported by name; each is loaded once."""
+    name = f"pooled_{Path(file).stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))
