@@ -261,7 +261,8 @@ def measure_uneven(model: Path, dtype: str, args: argparse.Namespace) -> dict:
         for i, word in enumerate(words, start=1):
             name = "trl" if word == "step" else f"trl_{word}"
             out[f"{name}_tokens_per_s"] = tokens / statistics.median(row[i] for row in rows)
-            out[f"over_{name}"] = statistics.median(row[i] / row[0] for row in rows)
+            ratios = [row[i] / row[0] for row in rows]
+            out[f"over_{name}"], out[f"over_{name}_range"] = statistics.median(ratios), [min(ratios), max(ratios)]
         if trl:
             out |= {"trl_peak_mib": trl.ask("peak")["mib"], "trl": trl.ready}
             trl.close()
@@ -297,8 +298,11 @@ def show(name: str, dtype: str, even: dict, uneven: dict | None) -> None:
     pad = "   ".join(f"{k} {v:.1%}" for k, v in uneven["padding"].items() if k != "microbatches")
     print(f"{'':18} uneven  {uneven['tokens_per_s']:7.0f} tok/s   peak {uneven['peak_mib']:.0f} MiB   padding: {pad}")
     if "over_trl" in uneven:
-        print(f"{'':18} TRL     {uneven['trl_tokens_per_s']:7.0f} tok/s: ours is {uneven['over_trl']:.2f} x, and {uneven['over_trl_trimmed']:.2f} x "
-              f"if it trimmed its microbatches   peak {uneven['trl_peak_mib']:.0f} MiB")  # fmt: skip
+        times, trimmed = (
+            "{:.2f} x ({:.2f} to {:.2f})".format(uneven[name], *uneven[f"{name}_range"]) for name in ("over_trl", "over_trl_trimmed")
+        )
+        print(f"{'':18} TRL     {uneven['trl_tokens_per_s']:7.0f} tok/s: ours is {times}, and {trimmed} if it trimmed its microbatches   "
+              f"peak {uneven['trl_peak_mib']:.0f} MiB")  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:
@@ -333,8 +337,12 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from llamarl.placement import init_world
 
-    init_world(threads=args.threads, deadline_s=600, reproducible=True)
-    result = {"benchmark": "train", "threads": args.threads, "cpu_time": args.cpu_time, "machine": machine(), "models": {}}
+    world = init_world(threads=args.threads, deadline_s=600, reproducible=True)
+    print(f"float32 {world.products}")
+    result = {
+        "benchmark": "train", "threads": args.threads, "cpu_time": args.cpu_time, "repeats": args.repeats,
+        "completions": args.completions, "float32": str(world.products), "machine": machine(), "models": {},
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         models = {"medium": medium_model(args.peer, Path(scratch)), "model": args.model}
         for name, path in models.items():
@@ -347,7 +355,7 @@ def main() -> None:
                 result["models"].setdefault(path.name, {})[dtype] = {"even": even, "uneven": uneven}
                 show(path.name, dtype, even, uneven)
     torch.distributed.destroy_process_group()
-    print(f"{args.threads} threads, machine {result['machine']}")
+    print(f"{args.threads} threads, medians (and ranges) of {args.repeats} repeats, machine {result['machine']}")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 
