@@ -26,7 +26,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from forked import load_run, make
-from offpolicy_results import TARGETS, Case, Curve, choose_rate, page_tables, read_json, refresh, steps_to, tables, write_json
+from offpolicy_results import (
+    TARGETS,
+    Case,
+    Curve,
+    choose_rate,
+    page_tables,
+    read_json,
+    refresh,
+    steps_to,
+    tables,
+    write_json,
+)
 from running import machine
 
 STUDIES = ("lag", "minibatches", "cap", "sync", "search", "table", "tba")
@@ -156,7 +167,8 @@ def report(json_file: Path, text: Path) -> None:
     """Write all tables of the page from what was measured."""
     curves = read_json(json_file)
     for name in dict.fromkeys(curve.case.study for curve in curves):
-        for marker, table in page_tables(name, [curve for curve in curves if curve.case.study == name]).items():
+        found = [curve for curve in curves if curve.case.study == name]
+        for marker, table in page_tables(name, found).items():
             refresh(text, marker, table)
 
 
@@ -172,7 +184,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "offpolicy.json")
     parser.add_argument("--plots", type=Path, default=RESULTS)
     parser.add_argument("--text", type=Path, default=RESULTS / "offpolicy.md")
-    parser.add_argument("--report", action="store_true", help="only write the tables of --text from --json")
+    parser.add_argument("--report", action="store_true", help="only write --text's tables from --json")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     if args.report:

@@ -14,7 +14,8 @@ from forked import Run
 
 TARGETS = (0.8, 0.9)
 TO_TARGET = ("search", "table", "tba")  # studies of how soon, rather than how far
-T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, two-sided 95 %, of 2 to 10 pairs; of more: the last
+# Student's t, two-sided 95 %, of 2 to 10 pairs; more pairs are given the last.
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def _finals(curves: list[Curve]) -> str:
     return _markdown(rows)
 
 
-# What each curve of a study is compared with, seed by seed: (its name, its panel); None: the same one.
+# What each curve of a study is compared with, seed by seed: (its name, its panel); None: its own.
 BASELINES: dict[str, tuple[str | None, str | None]] = {
     "lag": (None, "max_lag 0"),
     "minibatches": (None, "N = 1"),
@@ -171,7 +172,8 @@ def paired(study: str, curves: list[Curve]) -> str:
 def difference(curve: Curve, baseline: Curve) -> tuple[str, str]:
     """(mean and half of the 95 % interval, the difference of each seed), in points.
 
-    Both say "-" unless both curves have the same number of runs, which are in the order of their seeds, and at least two.
+    Both are "-" unless both curves have the same number of runs, in the order of their seeds, and
+    at least two.
     """
     count = len(curve.runs)
     if count < 2 or count != len(baseline.runs):
@@ -187,8 +189,11 @@ def reached(curves: list[Curve]) -> str:
     names, panels, cells = grid(curves)
     rows = [["mean lag, steps", *names]]
     for panel in panels:
-        found = [cells.get((name, panel)) for name in names]
-        rows.append([panel, *(spread([settled_lag(run) for run in c.runs], ".1f") if c else "" for c in found)])
+        row = [panel]
+        for name in names:
+            curve = cells.get((name, panel))
+            row.append(spread([settled_lag(run) for run in curve.runs], ".1f") if curve else "")
+        rows.append(row)
     return _markdown(rows)
 
 
@@ -280,7 +285,8 @@ def read_json(file: Path) -> list[Curve]:
 def _run_of(summary: dict) -> Run:
     rows: dict[int, dict] = {0: {"step": 0}}
     for step, (reward, lag) in enumerate(zip(summary["reward"], summary["lag"]), start=1):
-        rows[step] = {"step": step, "reward/mean": reward, "lag/mean": lag, "ratio/max": summary["ratio_max"]}
+        rows[step] = {"step": step, "reward/mean": reward, "lag/mean": lag}
+        rows[step]["ratio/max"] = summary["ratio_max"]
     for (step, accuracy), seconds in zip(summary["accuracy"], summary["seconds"]):
         rows[step] |= {"eval/accuracy": accuracy, "time/evaluated_s": seconds}
     return Run((), list(rows.values()), summary["failed"], summary["cpu_s"], summary["load"])

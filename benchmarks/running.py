@@ -1,4 +1,4 @@
-"""Shared by the benchmarks that run whole jobs: start one, read its rows and spans, say what machine it ran on."""
+"""Shared by the benchmarks that run whole jobs: start one, read its rows and spans, name the machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class Finished:
 
 
 def run_process(command: list[str], *, timeout_s: float, env: dict[str, str] | None = None) -> Finished:
-    """Run it to its end, in the repository's root; after timeout_s it is asked to end, then killed with its descendants."""
+    """Run it to its end, in the repository's root.
+
+    After timeout_s it is asked to end, and STOP_S later killed with its descendants.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     timed_out = False
     with tempfile.TemporaryFile() as log:
@@ -67,7 +70,7 @@ def read_rows(run_dir: Path) -> list[dict]:
 
 
 def run_job(run_dir: Path, overrides: list[str], *, ranks: int = 2, timeout_s: float = 1800) -> list[dict]:
-    """Run the main job on `ranks` processes and return its rows. RuntimeError with its last lines if it fails."""
+    """Run the main job on `ranks` processes and return its rows. RuntimeError if it fails."""
     done = run_process(job_command(run_dir, overrides, ranks=ranks), timeout_s=timeout_s)
     if done.status or done.timed_out:
         cause = f"took longer than {timeout_s:.0f} s" if done.timed_out else f"failed, status {done.status}"
@@ -76,7 +79,7 @@ def run_job(run_dir: Path, overrides: list[str], *, ranks: int = 2, timeout_s: f
 
 
 def busy_s(run_dir: Path, lane: str, since_s: float = 0.0) -> float:
-    """Seconds that an executor worked, over all ranks, from its spans in the run's traces; since_s into the trace."""
+    """Seconds that an executor worked, over all ranks, from the run's traces; since_s into them."""
     total = 0.0
     for file in run_dir.glob("trace.rank*.json"):
         events = json.loads(file.read_text())["traceEvents"]

@@ -1,21 +1,26 @@
-"""A race to a held-out accuracy: the main job beside TRL's GRPO, seed by seed on the same cores, in turns.
+"""A race to a held-out accuracy: the main job beside TRL's GRPO, seed by seed, on the same cores.
 
-    python benchmarks/time_to_reward.py --trl-python V/bin/python [--model DIR] [--target 0.8] [--seeds 5] [--cores 2]
-                                        [--ours same|best] [--json FILE] [overrides ...]
+    python benchmarks/time_to_reward.py --trl-python V/bin/python [--model DIR] [--target 0.8]
+                                        [--seeds 5] [--cores 2] [--ours same|best] [--json FILE]
+                                        [overrides ...]
 
-same   both sides have SAME: the loss (TRL's dapo, ours grpo with normalise=tokens), batch, one update a batch, optimizer,
-       constant rate, float32, examples and evaluation. What differs is what each system is: TRL generates, then trains, in one
-       process of as many threads as there are cores; ours does both at once, in a process of one thread a core, on data
-       at most one step old.
-best   ours has BEST, settings and a loss that were tuned on other seeds (0 to 2). TRL keeps SAME. Not like for like.
+same   both sides have SAME: the loss (TRL's dapo, ours grpo with normalise=tokens), batch, one
+       update a batch, optimizer, constant rate, float32, examples and evaluation. What differs is
+       what each system is: TRL generates, then trains, in one process of as many threads as there
+       are cores; ours does both at once, in a process of one thread a core, on data at most
+       one step old.
+best   ours has BEST, settings and a loss that were tuned on other seeds (0 to 2). TRL keeps SAME.
+       Not like for like.
 
-Overrides go to our side alone, after those. Without --trl-python (an environment with TRL 1.16; none is needed for llamarl) ours
-runs alone.
+Overrides go to our side alone, after those. Without --trl-python (an environment with TRL 1.16;
+none is needed for llamarl) ours runs alone.
 
-Seconds are the clock's, from before a side loads its model, with everything imported, to the end of the first evaluation that
-shows the target; all evaluations are included. CPU seconds are those of the whole process tree, less those of a run of one step;
-two such runs come first, of which the second counts and the first warms caches. A run that has not reached the target after --steps or --seconds is censored:
-it counts as one that takes longer than all others. The file of --json is written after each run.
+Seconds are the clock's, from before a side loads its model, with everything imported, to the end
+of the first evaluation that shows the target; all evaluations are included. CPU seconds are those
+of the whole process tree, less those of a run of one step; two such runs come first, of which
+the second counts and the first warms caches. Runs take turns, and who goes first changes with the
+seed. A run that has not reached the target after --steps or --seconds is censored: it counts
+as one that takes longer than all others. The file of --json is written after each run.
 """
 
 from __future__ import annotations
@@ -34,19 +39,34 @@ from running import ROOT, Finished, job_command, machine, read_rows, run_process
 
 RESULTS = Path(__file__).parent / "results"
 SAME = {
-    "groups": 32, "group_size": 8, "max_new_tokens": 6, "temperature": 1.0, "clip": 0.2, "lr": 5e-5, "beta1": 0.9, "beta2": 0.999,
-    "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0,
-}  # fmt: skip
+    "groups": 32,
+    "group_size": 8,
+    "max_new_tokens": 6,
+    "temperature": 1.0,
+    "clip": 0.2,
+    "lr": 5e-5,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+}
 BEST = (
-    "loss=best_of_n", "groups_per_step=64", "lr=7e-5", "trainer.schedule=cosine", "trainer.minibatches_per_step=2",
-    "trainer.compute_dtype=bfloat16", "trainer.parity_tolerance=2", "max_steps=60",
-)  # fmt: skip
+    "loss=best_of_n",
+    "groups_per_step=64",
+    "lr=7e-5",
+    "trainer.schedule=cosine",
+    "trainer.minibatches_per_step=2",
+    "trainer.compute_dtype=bfloat16",
+    "trainer.parity_tolerance=2",
+    "max_steps=60",
+)
 MEASURES = ("seconds", "steps", "s_per_step", "cpu_s")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run. steps, seconds, accuracy: of its last evaluation, which is the one that shows the target if `reached`."""
+    """One run. steps, seconds, accuracy: of the evaluation at the target, else of its last."""
 
     side: str
     seed: int
@@ -58,7 +78,8 @@ class Outcome:
     cpu_s: float
     load: float
     float32: str
-    evaluating_s: float | None = None  # of `seconds`; ours evaluates beside the training, so it cannot be told
+    evaluations: list[tuple[int, float, float]]  # step, seconds, accuracy
+    evaluating_s: float | None = None  # part of seconds; None: ours evaluates beside the training
 
     def value(self, measure: str) -> float:
         """Of MEASURES; inf: never."""
@@ -74,21 +95,48 @@ def same_overrides() -> tuple[str, ...]:
     """SAME in the words of our configuration."""
     s = SAME
     return (
-        "loss=grpo", "loss.normalise=tokens", f"loss.clip_low={s['clip']}", f"loss.clip_high={s['clip']}", "loss.kl_coef=0",
-        "trainer.advantages=group_mean_std", f"groups_per_step={s['groups']}", f"group_size={s['group_size']}",
-        "trainer.minibatches_per_step=1", "trainer.updates_per_batch=1", f"max_new_tokens={s['max_new_tokens']}",
-        f"temperature={s['temperature']}", f"lr={s['lr']}", "trainer.schedule=constant", "trainer.optimizer=adamw",
-        f"trainer.beta1={s['beta1']}", f"trainer.beta2={s['beta2']}", f"trainer.eps={s['eps']}",
-        f"trainer.weight_decay={s['weight_decay']}", f"trainer.max_grad_norm={s['max_grad_norm']}",
-        "model.dtype=float32", "trainer.compute_dtype=float32",
-    )  # fmt: skip
+        "loss=grpo",
+        "loss.normalise=tokens",
+        f"loss.clip_low={s['clip']}",
+        f"loss.clip_high={s['clip']}",
+        "loss.kl_coef=0",
+        "trainer.advantages=group_mean_std",
+        f"groups_per_step={s['groups']}",
+        f"group_size={s['group_size']}",
+        "trainer.minibatches_per_step=1",
+        "trainer.updates_per_batch=1",
+        f"max_new_tokens={s['max_new_tokens']}",
+        f"temperature={s['temperature']}",
+        f"lr={s['lr']}",
+        "trainer.schedule=constant",
+        "trainer.optimizer=adamw",
+        f"trainer.beta1={s['beta1']}",
+        f"trainer.beta2={s['beta2']}",
+        f"trainer.eps={s['eps']}",
+        f"trainer.weight_decay={s['weight_decay']}",
+        f"trainer.max_grad_norm={s['max_grad_norm']}",
+        "model.dtype=float32",
+        "trainer.compute_dtype=float32",
+    )
 
 
 def our_overrides(args: argparse.Namespace) -> list[str]:
     """All settings of ours but the model's directory and the seed."""
-    measured = ("checkpoint.every=0", "metrics.trace=false", f"eval.every={args.eval_every}", f"eval.target={args.target}")
+    measured = (
+        "checkpoint.every=0",
+        "metrics.trace=false",
+        f"eval.every={args.eval_every}",
+        f"eval.target={args.target}",
+    )
     learning = BEST if args.ours == "best" else same_overrides()
-    return ["max_lag=1", "threads=1", f"max_steps={args.steps}", *measured, *learning, *args.overrides]
+    return [
+        "max_lag=1",
+        "threads=1",
+        f"max_steps={args.steps}",
+        *measured,
+        *learning,
+        *args.overrides,
+    ]
 
 
 def our_command(args: argparse.Namespace, seed: int, run_dir: Path) -> list[str]:
@@ -99,10 +147,16 @@ def our_command(args: argparse.Namespace, seed: int, run_dir: Path) -> list[str]
 def trl_command(args: argparse.Namespace, seed: int, run_dir: Path) -> list[str]:
     worker = ROOT / "benchmarks" / "time_to_reward_trl.py"
     options = {
-        "--run-dir": run_dir, "--model": args.model, "--examples": args.examples, "--settings": json.dumps(SAME),
-        "--steps": args.steps, "--target": args.target, "--eval-every": args.eval_every, "--seed": seed,
+        "--run-dir": run_dir,
+        "--model": args.model,
+        "--examples": args.examples,
+        "--settings": json.dumps(SAME),
+        "--steps": args.steps,
+        "--target": args.target,
+        "--eval-every": args.eval_every,
+        "--seed": seed,
         "--threads": args.trl_threads,
-    }  # fmt: skip
+    }
     command = [args.trl_python, str(worker)]
     for name, value in options.items():
         command += [name, str(value)]
@@ -116,20 +170,31 @@ def float32_of(side: str, output: str) -> str:
     """How the process said that it multiplies float32."""
     lines = output.splitlines()
     if side == "llamarl":
-        return next((line.split(maxsplit=1)[1] for line in lines if line.startswith("float32 ")), "unknown")
-    return next((json.loads(line)["float32"] for line in lines if line.startswith("{") and '"float32"' in line), "unknown")
+        said = [line.split(maxsplit=1)[1] for line in lines if line.startswith("float32 ")]
+    else:
+        said = [json.loads(line)["float32"] for line in lines if line.startswith('{"trl"')]
+    return said[0] if said else "unknown"
 
 
 def race(side: str, seed: int, run_dir: Path, args: argparse.Namespace) -> Outcome:
     """One run of one side. RuntimeError if it failed, or never evaluated."""
     threads = {"llamarl": 1, "trl": args.trl_threads}[side]
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     done = run_process(COMMANDS[side](args, seed, run_dir), timeout_s=args.seconds, env=env)
     if done.status and not done.timed_out:
-        raise RuntimeError(f"{side}, seed {seed} failed, status {done.status}:\n{done.last_lines()}")
+        raise RuntimeError(
+            f"{side}, seed {seed} failed, status {done.status}:\n{done.last_lines()}"
+        )
     rows = [row for row in read_rows(run_dir) if row.get("eval/accuracy") is not None]
     if not rows:
-        raise RuntimeError(f"{side}, seed {seed} made no evaluation in {args.seconds:.0f} s:\n{done.last_lines()}")
+        raise RuntimeError(
+            f"{side}, seed {seed} made no evaluation in {args.seconds:.0f} s:\n{done.last_lines()}"
+        )
     return outcome(side, seed, rows, done, args.target)
 
 
@@ -148,6 +213,9 @@ def outcome(side: str, seed: int, rows: list[dict], done: Finished, target: floa
         cpu_s=done.cpu_s,
         load=os.getloadavg()[0],
         float32=float32_of(side, done.output),
+        evaluations=[
+            (row["step"], round(row["time/evaluated_s"], 2), row["eval/accuracy"]) for row in rows
+        ],
         evaluating_s=last.get("time/evaluating_s"),
     )
 
@@ -162,26 +230,41 @@ def spread(values: list[float]) -> dict[str, float | None]:
 
 
 def summary(outcomes: list[Outcome], start_cpu_s: dict[str, float]) -> dict:
-    """For each side how many reached the target, and MEASURES over all seeds; ours over TRL's in each measure."""
+    """How many of each side's runs reached the target, MEASURES over all seeds, and their ratios."""
     found: dict = {}
     values: dict[str, dict[str, dict[int, float]]] = {}  # side -> measure -> seed -> value
     for side in dict.fromkeys(o.side for o in outcomes):
         runs = [o for o in outcomes if o.side == side]
         values[side] = {measure: {o.seed: o.value(measure) for o in runs} for measure in MEASURES}
-        values[side]["cpu_s"] = {seed: cpu - start_cpu_s[side] for seed, cpu in values[side]["cpu_s"].items()}
+        values[side]["cpu_s"] = {
+            seed: cpu - start_cpu_s[side] for seed, cpu in values[side]["cpu_s"].items()
+        }
         found[side] = {"reached": sum(o.reached for o in runs), "of": len(runs)}
-        found[side] |= {measure: spread(list(values[side][measure].values())) for measure in MEASURES}
+        found[side] |= {
+            measure: spread(list(values[side][measure].values())) for measure in MEASURES
+        }
     if len(values) == 2:
-        found["ours_over_trl"] = {measure: ratio(values["llamarl"][measure], values["trl"][measure]) for measure in MEASURES}
+        found["ours_over_trl"] = {
+            measure: ratio(values["llamarl"][measure], values["trl"][measure])
+            for measure in MEASURES
+        }
     return found
 
 
 def ratio(ours: dict[int, float], theirs: dict[int, float]) -> dict:
-    """Ours over TRL's: of the medians over all seeds, and the range over the seeds at which both arrived."""
+    """Ours over TRL's: of the medians over all seeds; seed by seed where both arrived."""
     medians = statistics.median(ours.values()), statistics.median(theirs.values())
-    pairs = [ours[seed] / theirs[seed] for seed in ours if seed in theirs and math.isfinite(ours[seed] + theirs[seed])]
+    pairs = [
+        ours[seed] / theirs[seed]
+        for seed in ours
+        if seed in theirs and math.isfinite(ours[seed] + theirs[seed])
+    ]
     of_medians = medians[0] / medians[1] if all(map(math.isfinite, medians)) else None
-    return {"of_medians": of_medians, "pairs": len(pairs), "by_seed": spread(pairs) if pairs else None}
+    return {
+        "of_medians": of_medians,
+        "pairs": len(pairs),
+        "by_seed": spread(pairs) if pairs else None,
+    }
 
 
 def show(found: dict) -> str:
@@ -195,10 +278,15 @@ def show(found: dict) -> str:
 
     lines = []
     for side in (name for name in ("llamarl", "trl") if name in found):
-        lines.append(f"{side:8} reached the target with {found[side]['reached']} of {found[side]['of']} seeds; median (range):")
+        lines.append(
+            f"{side:8} reached the target with {found[side]['reached']} of {found[side]['of']} seeds; "
+            "median (range):"
+        )
         lines += [f"    {measure:12} {numbers(found[side][measure])}" for measure in MEASURES]
     for measure, of in found.get("ours_over_trl", {}).items():
-        pairs = f"; seed by seed {numbers(of['by_seed'])}, {of['pairs']} pairs" if of["by_seed"] else ""
+        pairs = (
+            f"; seed by seed {numbers(of['by_seed'])}, {of['pairs']} pairs" if of["by_seed"] else ""
+        )
         shown = "none: a median is never" if of["of_medians"] is None else number(of["of_medians"])
         lines.append(f"ours / TRL   {measure:12} of medians {shown}{pairs}")
     return "\n".join(lines)
@@ -213,7 +301,9 @@ def order(sides: list[str], turn: int) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     add = parser.add_argument
     add("--model", help="a Hugging Face directory; default: the package's own, 40 %% right")
     add("--target", type=float, default=0.8)
@@ -226,7 +316,11 @@ def arguments() -> argparse.Namespace:
     add("--trl-threads", type=int, help="default: as many as --cores")
     add("--trl-python", help="an interpreter that has TRL 1.16")
     add("--ours", choices=("same", "best"), default="same")
-    add("--json", type=Path, help="default: time_to_reward.json or time_to_reward_best.json in benchmarks/results")
+    add(
+        "--json",
+        type=Path,
+        help="default: time_to_reward.json or time_to_reward_best.json in benchmarks/results",
+    )
     add("overrides", nargs="*", help="of our side")
     args = parser.parse_args()
     usable = sorted(os.sched_getaffinity(0))
@@ -252,11 +346,46 @@ def versions(args: argparse.Namespace) -> dict:
 
     found = {"llamarl": llamarl.__version__}
     if args.trl_python:
-        code = "import json, importlib.metadata as m; print(json.dumps({n: m.version(n) for n in ('trl', 'transformers', 'torch')}))"
+        code = (
+            "import importlib.metadata, json\n"
+            "names = 'trl', 'transformers', 'accelerate', 'torch'\n"
+            "print(json.dumps({name: importlib.metadata.version(name) for name in names}))"
+        )
         done = run_process([args.trl_python, "-c", code], timeout_s=60)
         if done.status:
             raise SystemExit(f"{args.trl_python} has no TRL:\n{done.last_lines()}")
         found["trl_python"] = json.loads(done.output.splitlines()[-1])
+    return found
+
+
+def settings(args: argparse.Namespace) -> dict:
+    """What was run, and on what: all that the file of results says besides the runs."""
+    return {
+        "benchmark": "time_to_reward",
+        "ours": args.ours,
+        "like_for_like": args.ours == "same" and not args.overrides,
+        "model": Path(args.model).name,
+        "target": args.target,
+        "eval_every": args.eval_every,
+        "budget": {"steps": args.steps, "seconds": args.seconds},
+        "machine": machine(),
+        "versions": versions(args),
+        "cores": args.cores,
+        "processes": {"llamarl": args.cores, "trl": 1},
+        "threads": {"llamarl": 1, "trl": args.trl_threads},
+        "same": SAME,
+        "llamarl_overrides": our_overrides(args),
+    }
+
+
+def start_cpu_s(sides: list[str], scratch: Path, args: argparse.Namespace) -> dict[str, float]:
+    """CPU seconds of each side's run of one step: the second one's, for the first fills caches."""
+    one_step = argparse.Namespace(**{**vars(args), "overrides": [*args.overrides, "max_steps=1"]})
+    one_step.steps = 1
+    found = {}
+    for turn in ("first", "second"):
+        for side in sides:
+            found[side] = race(side, args.first_seed, scratch / f"{side}-{turn}", one_step).cpu_s
     return found
 
 
@@ -267,35 +396,35 @@ def main() -> None:
 
     args.model = str(Path(args.model or TINY_MODEL).resolve())
     sides = ["llamarl", "trl"] if args.trl_python else ["llamarl"]
-    result = {
-        "benchmark": "time_to_reward", "ours": args.ours, "model": Path(args.model).name, "target": args.target,
-        "like_for_like": args.ours == "same" and not args.overrides, "machine": machine(), "versions": versions(args),
-        "cores": args.cores, "processes": {"llamarl": args.cores, "trl": 1}, "threads": {"llamarl": 1, "trl": args.trl_threads},
-        "budget": {"steps": args.steps, "seconds": args.seconds}, "eval_every": args.eval_every, "same": SAME,
-        "llamarl_overrides": our_overrides(args), "start_cpu_s": {}, "runs": [], "summary": {},
-    }  # fmt: skip
-    print(f"{result['machine']}\nboth sides on {args.cores} cores: llamarl {args.cores} x 1 thread, TRL 1 x {args.trl_threads}")
+    result = settings(args)
+    print(f"{result['machine']}")
+    print(f"on {args.cores} cores: llamarl {args.cores} x 1 thread, TRL 1 x {args.trl_threads}")
     print(f"ours     {' '.join(our_overrides(args))}", flush=True)
     if not args.trl_python:
         print("trl      skipped: no --trl-python, an environment that has it")
-    with tempfile.TemporaryDirectory() as scratch:
-        args.examples = Path(scratch) / "examples.json"
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        args.examples = scratch / "examples.json"
         write_examples(args.examples)
-        one_step = argparse.Namespace(**{**vars(args), "steps": 1, "overrides": [*args.overrides, "max_steps=1"]})
-        for side in [*sides, *sides]:
-            number = len(os.listdir(scratch))
-            result["start_cpu_s"][side] = race(side, args.first_seed, Path(scratch) / f"{side}-start-{number}", one_step).cpu_s
+        starts = start_cpu_s(sides, scratch, args)
         outcomes: list[Outcome] = []
         for turn in range(args.seeds):
             seed = args.first_seed + turn
             for side in order(sides, turn):
-                found = race(side, seed, Path(scratch) / f"{side}-{seed}", args)
+                found = race(side, seed, scratch / f"{side}-{seed}", args)
                 outcomes.append(found)
                 ended = "reached" if found.reached else "NOT reached:"
-                print(f"seed {seed} {side:8} {ended} {found.accuracy:.1%}, {found.steps} steps, {found.seconds:.1f} s, "
-                      f"load {found.load:.1f}, float32 {found.float32}", flush=True)  # fmt: skip
-                result["runs"].append(asdict(found))
-                result["summary"] = summary(outcomes, result["start_cpu_s"])
+                print(
+                    f"seed {seed} {side:8} {ended} {found.accuracy:.1%}, {found.steps} steps, ",
+                    end="",
+                )
+                print(
+                    f"{found.seconds:.1f} s, load {found.load:.1f}, float32 {found.float32}",
+                    flush=True,
+                )
+                result["start_cpu_s"] = starts
+                result["runs"] = [asdict(o) for o in outcomes]
+                result["summary"] = summary(outcomes, starts)
                 args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{show(result['summary'])}\nwritten  {args.json}")
 

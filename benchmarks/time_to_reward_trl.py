@@ -1,7 +1,8 @@
-"""The other side of benchmarks/time_to_reward.py, in TRL's interpreter: GRPOTrainer on the same examples, with its own generation.
+"""The other side of benchmarks/time_to_reward.py: GRPOTrainer, run by an interpreter that has TRL.
 
-Writes what a run of ours writes: RUN_DIR/metrics.jsonl, a row an evaluation with step, eval/accuracy and time/evaluated_s. Seconds
-are counted once everything is imported, before the model is loaded, as ours are. Ends at the target or after --steps.
+Writes what a run of ours writes: RUN_DIR/metrics.jsonl, a row an evaluation with step,
+eval/accuracy and time/evaluated_s. Seconds are counted once everything is imported, before the model is loaded,
+as ours are. Ends at the target or after --steps.
 """
 
 import argparse
@@ -14,8 +15,10 @@ from pathlib import Path
 parser = argparse.ArgumentParser()
 parser.add_argument("--run-dir", type=Path, required=True)
 parser.add_argument("--model", required=True)
-parser.add_argument("--examples", type=Path, required=True, help='{"train": [[prompt, answer], ...], "held_out": [...]}')
-parser.add_argument("--settings", type=json.loads, required=True, help="those that both sides have, by name")
+parser.add_argument("--examples", type=Path, required=True, help="lists of [prompt, answer]")
+parser.add_argument(
+    "--settings", type=json.loads, required=True, help="those that both sides have, by name"
+)
 parser.add_argument("--steps", type=int, required=True)
 parser.add_argument("--target", type=float, required=True)
 parser.add_argument("--eval-every", type=int, required=True)
@@ -35,7 +38,11 @@ from llamarl.native.precision import use_float32_products  # noqa: E402
 
 torch.set_num_threads(args.threads)
 products = use_float32_products(reproducible=False)  # as the main job does where it is asynchronous
-about = {"trl": trl.__version__, "transformers": transformers.__version__, "accelerate": accelerate.__version__}
+about = {
+    "trl": trl.__version__,
+    "transformers": transformers.__version__,
+    "accelerate": accelerate.__version__,
+}
 print(json.dumps({**about, "torch": torch.__version__, "float32": str(products)}), flush=True)
 
 examples = json.loads(args.examples.read_text())

@@ -262,7 +262,8 @@ def measure_uneven(model: Path, dtype: str, args: argparse.Namespace) -> dict:
             name = "trl" if word == "step" else f"trl_{word}"
             out[f"{name}_tokens_per_s"] = tokens / statistics.median(row[i] for row in rows)
             ratios = [row[i] / row[0] for row in rows]
-            out[f"over_{name}"], out[f"over_{name}_range"] = statistics.median(ratios), [min(ratios), max(ratios)]
+            out[f"over_{name}"] = statistics.median(ratios)
+            out[f"over_{name}_range"] = [min(ratios), max(ratios)]
         if trl:
             out |= {"trl_peak_mib": trl.ask("peak")["mib"], "trl": trl.ready}
             trl.close()
@@ -290,6 +291,12 @@ def medium_model(peer: Path, out: Path) -> Path | None:
     return out / "medium"
 
 
+def times_of(found: dict, name: str) -> str:
+    """A ratio's median and range over the repeats."""
+    least, most = found[f"{name}_range"]
+    return f"{found[name]:.2f} x ({least:.2f} to {most:.2f})"
+
+
 def show(name: str, dtype: str, even: dict, uneven: dict | None) -> None:
     print(f"{name:8} {dtype:9} even    {even['tokens_per_s']:7.0f} tok/s   {even['model_gflops']:4.0f} of {even['gemm_gflops']:4.0f} GFLOP/s: "
           f"{even['of_gemm_rate']:.0%} of the GEMM rate   peak {even['peak_mib']:.0f} MiB")  # fmt: skip
@@ -298,11 +305,11 @@ def show(name: str, dtype: str, even: dict, uneven: dict | None) -> None:
     pad = "   ".join(f"{k} {v:.1%}" for k, v in uneven["padding"].items() if k != "microbatches")
     print(f"{'':18} uneven  {uneven['tokens_per_s']:7.0f} tok/s   peak {uneven['peak_mib']:.0f} MiB   padding: {pad}")
     if "over_trl" in uneven:
-        times, trimmed = (
-            "{:.2f} x ({:.2f} to {:.2f})".format(uneven[name], *uneven[f"{name}_range"]) for name in ("over_trl", "over_trl_trimmed")
+        times, trimmed = (times_of(uneven, name) for name in ("over_trl", "over_trl_trimmed"))
+        print(
+            f"{'':18} TRL     {uneven['trl_tokens_per_s']:7.0f} tok/s: ours is {times}, and {trimmed} "
+            f"if it trimmed its microbatches   peak {uneven['trl_peak_mib']:.0f} MiB"
         )
-        print(f"{'':18} TRL     {uneven['trl_tokens_per_s']:7.0f} tok/s: ours is {times}, and {trimmed} if it trimmed its microbatches   "
-              f"peak {uneven['trl_peak_mib']:.0f} MiB")  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:
@@ -340,9 +347,15 @@ def main() -> None:
     world = init_world(threads=args.threads, deadline_s=600, reproducible=True)
     print(f"float32 {world.products}")
     result = {
-        "benchmark": "train", "threads": args.threads, "cpu_time": args.cpu_time, "repeats": args.repeats,
-        "completions": args.completions, "float32": str(world.products), "machine": machine(), "models": {},
-    }  # fmt: skip
+        "benchmark": "train",
+        "threads": args.threads,
+        "cpu_time": args.cpu_time,
+        "repeats": args.repeats,
+        "completions": args.completions,
+        "float32": str(world.products),
+        "machine": machine(),
+        "models": {},
+    }
     with tempfile.TemporaryDirectory() as scratch:
         models = {"medium": medium_model(args.peer, Path(scratch)), "model": args.model}
         for name, path in models.items():
