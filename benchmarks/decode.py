@@ -233,8 +233,8 @@ def step_cost(costs: list[list[float]], rows: int, places: int) -> float:
     return short + (long - short) * (places / rows - PROMPT - 6) / (LONG - PROMPT)
 
 
-def measure(args: argparse.Namespace, batch: int, names: list[str]) -> dict[str, float]:
-    """Median tokens/s of each name at this batch; `bound` is tokens/s too."""
+def measure(args: argparse.Namespace, batch: int, names: list[str]) -> dict[str, list[float]]:
+    """Tokens/s of each name at this batch, one a repeat; `bound` is tokens/s too."""
     contestants = {"hf": transformers, "vllm": vllm, "engine": ours}
     runs = {name: contestants[name](args, batch) for name in names}
     least = bound(args, batch)
@@ -245,7 +245,7 @@ def measure(args: argparse.Namespace, batch: int, names: list[str]) -> dict[str,
         for name, run in runs.items():
             rates[name].append(batch * args.new_tokens / seconds(run))
         rates["bound"].append(batch / least())
-    return {name: statistics.median(values) for name, values in rates.items()}
+    return rates
 
 
 def arguments() -> argparse.Namespace:
@@ -277,17 +277,19 @@ def main() -> None:
     if "vllm" in rivals and importlib.util.find_spec("vllm") is None:
         rivals.remove("vllm")
         print("vllm   absent: not importable here")
-    table = {}
+    table, ranges = {}, {}
     for batch in (int(b) for b in args.batch.split(",") if b):
-        row = table[batch] = measure(args, batch, [*rivals, "engine"])
+        rates = measure(args, batch, [*rivals, "engine"])
+        row = table[batch] = {name: statistics.median(values) for name, values in rates.items()}
+        ranges[batch] = {name: [min(values), max(values)] for name, values in rates.items()}
         ratios = [f"{row['engine'] / row[name]:.2f} x {name}" for name in rivals]
-        rates = "   ".join(f"{name} {rate:8.0f}" for name, rate in row.items())
+        shown = "   ".join(f"{name} {rate:8.0f}" for name, rate in row.items())
         print(
-            f"batch {batch:4}   tok/s {rates}   engine = {', '.join([*ratios, format(row['engine'] / row['bound'], '.0%')])} of the bound"
+            f"batch {batch:4}   tok/s {shown}   engine = {', '.join([*ratios, format(row['engine'] / row['bound'], '.0%')])} of the bound"
         )
     result = {
         "benchmark": "decode", "model": Path(args.model).name, "dtype": args.dtype, "threads": args.threads, "cpu_time": args.cpu_time, "prompt_tokens": PROMPT,
-        "new_tokens": args.new_tokens, "tokens_per_s": table, "machine": machine(),
+        "new_tokens": args.new_tokens, "repeats": args.repeats, "tokens_per_s": table, "ranges": ranges, "machine": machine(),
     }  # fmt: skip
     if args.uneven:
         result["uneven"] = uneven(args)

@@ -2,6 +2,7 @@
 
     python benchmarks/offpolicy.py [--study lag|minibatches|cap|sync|search|table|tba] [--steps 64] [--seeds 3]
                                    [--jobs 2] [--runs DIR] [--json FILE] [--plots DIR] [--text FILE] [overrides ...]
+    python benchmarks/offpolicy.py --report      the tables of --text anew from --json, without runs
 
 lag          held-out accuracy against steps at max_lag 0 to 16, with the lag that was reached       (LlamaRL, TBA: who holds)
 minibatches  the same number of updates, N of them on each batch: off-policy by construction              (Async RLHF, 3.2)
@@ -25,7 +26,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from forked import load_run, make
-from offpolicy_results import TARGETS, Case, Curve, choose_rate, refresh, steps_to, tables, write_json
+from offpolicy_results import (
+    TARGETS,
+    Case,
+    Curve,
+    choose_rate,
+    page_tables,
+    read_json,
+    refresh,
+    steps_to,
+    tables,
+    write_json,
+)
 from running import machine
 
 STUDIES = ("lag", "minibatches", "cap", "sync", "search", "table", "tba")
@@ -151,6 +163,15 @@ def search(steps: int, args: argparse.Namespace) -> list[Curve]:
     return common + measure(search_cases(steps, behind, OTHER_RATES), [SEARCH_SEED], args)
 
 
+def report(json_file: Path, text: Path) -> None:
+    """Write all tables of the page from what was measured."""
+    curves = read_json(json_file)
+    for name in dict.fromkeys(curve.case.study for curve in curves):
+        found = [curve for curve in curves if curve.case.study == name]
+        for marker, table in page_tables(name, found).items():
+            refresh(text, marker, table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--study", action="append", choices=STUDIES, help="may be given several times; default: all")
@@ -163,8 +184,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "offpolicy.json")
     parser.add_argument("--plots", type=Path, default=RESULTS)
     parser.add_argument("--text", type=Path, default=RESULTS / "offpolicy.md")
+    parser.add_argument("--report", action="store_true", help="only write --text's tables from --json")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
+    if args.report:
+        report(args.json, args.text)
+        return
     if args.steps % max(MINIBATCHES):
         parser.error(f"--steps must be a multiple of {max(MINIBATCHES)}, the updates of a step of `minibatches`")
     from offpolicy_plots import plot  # behind the command line's checks: --help needs no matplotlib
@@ -174,11 +199,10 @@ def main() -> None:
         curves += (found := study(name, args))
         plot(name, found, args.plots)
         print(f"\n{name}\n{tables(name, found)}\n", flush=True)
+        about = {"steps": args.steps, "seeds": args.seeds, "overrides": args.overrides, "machine": machine()}
+        write_json(args.json, curves, about)
         if args.text.exists():
-            refresh(args.text, name, tables(name, found))
-        write_json(
-            args.json, curves, {"steps": args.steps, "seeds": args.seeds, "overrides": args.overrides, "machine": machine()}
-        )
+            report(args.json, args.text)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from forked import Run
 
 TARGETS = (0.8, 0.9)
 TO_TARGET = ("search", "table", "tba")  # studies of how soon, rather than how far
+# Student's t, two-sided 95 %, of 2 to 10 pairs; more pairs are given the last.
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,16 @@ def tables(study: str, curves: list[Curve]) -> str:
     return _to_target(curves) if study in ("table", "tba") else _search(curves) if study == "search" else _finals(curves)
 
 
+def page_tables(study: str, curves: list[Curve]) -> dict[str, str]:
+    """All of a study's tables by their markers on the page."""
+    found = {study: tables(study, curves)}
+    if study in BASELINES:
+        found[f"{study} paired"] = paired(study, curves)
+    if study == "lag":
+        found["lag reached"] = reached(curves)
+    return found
+
+
 def _markdown(rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
 
@@ -129,6 +141,59 @@ def _finals(curves: list[Curve]) -> str:
     for p in panels:
         found = [_final(cells[name, p], seeds) if (name, p) in cells else "" for name in names]
         rows.append([p, *found, *[spread(lags[p], ".1f")] * lagged])
+    return _markdown(rows)
+
+
+# What each curve of a study is compared with, seed by seed: (its name, its panel); None: its own.
+BASELINES: dict[str, tuple[str | None, str | None]] = {
+    "lag": (None, "max_lag 0"),
+    "minibatches": (None, "N = 1"),
+    "cap": ("ratio_cap null", None),
+    "sync": ("max_lag 0", None),
+}
+
+
+def paired(study: str, curves: list[Curve]) -> str:
+    """Final accuracy minus the baseline's of the same seed, in points; a row a curve."""
+    names, panels, cells = grid(curves)
+    same_name, same_panel = BASELINES[study]
+    rows = [["", f"points, minus {same_name or same_panel}", "seed by seed"]]
+    for panel in panels:
+        for name in names:
+            baseline = cells.get((same_name or name, same_panel or panel))
+            curve = cells.get((name, panel))
+            if curve is None or baseline is None or curve is baseline:
+                continue
+            label = f"{panel}, {name}" if panel else name
+            rows.append([label, *difference(curve, baseline)])
+    return _markdown(rows)
+
+
+def difference(curve: Curve, baseline: Curve) -> tuple[str, str]:
+    """(mean and half of the 95 % interval, the difference of each seed), in points.
+
+    Both are "-" unless both curves have the same number of runs, in the order of their seeds, and
+    at least two.
+    """
+    count = len(curve.runs)
+    if count < 2 or count != len(baseline.runs):
+        return "-", "-"
+    points = [100 * (final(run) - final(other)) for run, other in zip(curve.runs, baseline.runs)]
+    t95 = T95[min(count - 2, len(T95) - 1)]
+    half = t95 * statistics.stdev(points) / math.sqrt(count)
+    return f"{statistics.mean(points):+.1f} ± {half:.1f}", ", ".join(f"{p:+.1f}" for p in points)
+
+
+def reached(curves: list[Curve]) -> str:
+    """The lag that each curve's completions had in truth."""
+    names, panels, cells = grid(curves)
+    rows = [["mean lag, steps", *names]]
+    for panel in panels:
+        row = [panel]
+        for name in names:
+            curve = cells.get((name, panel))
+            row.append(spread([settled_lag(run) for run in curve.runs], ".1f") if curve else "")
+        rows.append(row)
     return _markdown(rows)
 
 
@@ -206,3 +271,22 @@ def _summary(run: Run) -> dict:
         "ratio_max": round(max(r["ratio/max"] for r in trained), 2),
         "failed": run.failed, "cpu_s": round(run.cpu_s, 2), "load": round(run.load, 2),
     }  # fmt: skip
+
+
+def read_json(file: Path) -> list[Curve]:
+    """What write_json wrote, with as much of the rows as it kept."""
+    curves = []
+    for case in json.loads(file.read_text())["cases"]:
+        runs = tuple(_run_of(summary) for summary in case.pop("runs"))
+        curves.append(Curve(Case(**{**case, "overrides": tuple(case["overrides"])}), runs))
+    return curves
+
+
+def _run_of(summary: dict) -> Run:
+    rows: dict[int, dict] = {0: {"step": 0}}
+    for step, (reward, lag) in enumerate(zip(summary["reward"], summary["lag"]), start=1):
+        rows[step] = {"step": step, "reward/mean": reward, "lag/mean": lag}
+        rows[step]["ratio/max"] = summary["ratio_max"]
+    for (step, accuracy), seconds in zip(summary["accuracy"], summary["seconds"]):
+        rows[step] |= {"eval/accuracy": accuracy, "time/evaluated_s": seconds}
+    return Run((), list(rows.values()), summary["failed"], summary["cpu_s"], summary["load"])

@@ -1,29 +1,85 @@
-"""Shared by the benchmarks that run whole jobs: start one, read its rows and spans, say what machine it ran on."""
+"""Shared by the benchmarks that run whole jobs: start one, read its rows and spans, name the machine."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import resource
+import signal
 import subprocess
 import sys
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+STOP_S = 60.0  # a process that is asked to end has so long
 
 
-def run_job(run_dir: Path, overrides: list[str], *, ranks: int = 2, timeout_s: float = 1800) -> list[dict]:
-    """Run the main job on `ranks` processes and return its rows. RuntimeError with its last lines if it fails."""
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A process that ended. cpu_s: user and system seconds of it and of all its descendants that were waited for."""
+
+    status: int
+    output: str  # stdout and stderr
+    cpu_s: float
+    timed_out: bool
+
+    def last_lines(self) -> str:
+        return "\n".join(self.output.splitlines()[-15:])
+
+
+def run_process(command: list[str], *, timeout_s: float, env: dict[str, str] | None = None) -> Finished:
+    """Run it to its end, in the repository's root.
+
+    After timeout_s it is asked to end, and STOP_S later killed with its descendants.
+    """
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    timed_out = False
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=env, start_new_session=True)
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                pass  # killed below
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        log.seek(0)
+        output = log.read().decode(errors="replace")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Finished(status=process.returncode, output=output, cpu_s=cpu_s, timed_out=timed_out)
+
+
+def job_command(run_dir: Path, overrides: list[str], *, ranks: int = 2) -> list[str]:
+    """The command line of the main job on `ranks` processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*launcher, str(ROOT / "recipes" / "llama_async.py"), f"run_dir={run_dir}", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(overrides)} failed:\n" + "\n".join((done.stdout + done.stderr).splitlines()[-15:]))
+    return [*launcher, str(ROOT / "recipes" / "llama_async.py"), f"run_dir={run_dir}", *overrides]
+
+
+def read_rows(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def run_job(run_dir: Path, overrides: list[str], *, ranks: int = 2, timeout_s: float = 1800) -> list[dict]:
+    """Run the main job on `ranks` processes and return its rows. RuntimeError if it fails."""
+    done = run_process(job_command(run_dir, overrides, ranks=ranks), timeout_s=timeout_s)
+    if done.status or done.timed_out:
+        cause = f"took longer than {timeout_s:.0f} s" if done.timed_out else f"failed, status {done.status}"
+        raise RuntimeError(f"{' '.join(overrides)} {cause}:\n{done.last_lines()}")
+    return read_rows(run_dir)
+
+
 def busy_s(run_dir: Path, lane: str, since_s: float = 0.0) -> float:
-    """Seconds that an executor worked, over all ranks, from its spans in the run's traces; since_s into the trace."""
+    """Seconds that an executor worked, over all ranks, from the run's traces; since_s into them."""
     total = 0.0
     for file in run_dir.glob("trace.rank*.json"):
         events = json.loads(file.read_text())["traceEvents"]
@@ -33,6 +89,7 @@ def busy_s(run_dir: Path, lane: str, since_s: float = 0.0) -> float:
 
 
 def machine() -> dict[str, str | int | float]:
+    """The CPU by name, the cores that this process may use, its load now, and versions."""
     import torch
 
     model = next(

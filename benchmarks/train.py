@@ -262,7 +262,9 @@ def measure_uneven(model: Path, dtype: str, args: argparse.Namespace) -> dict:
         for i, word in enumerate(words, start=1):
             name = "trl" if word == "step" else f"trl_{word}"
             out[f"{name}_tokens_per_s"] = tokens / statistics.median(row[i] for row in rows)
-            out[f"over_{name}"] = statistics.median(row[i] / row[0] for row in rows)
+            ratios = [row[i] / row[0] for row in rows]
+            out[f"over_{name}"] = statistics.median(ratios)
+            out[f"over_{name}_range"] = [min(ratios), max(ratios)]
         if trl:
             out |= {"trl_peak_mib": trl.ask("peak")["mib"], "trl": trl.ready}
             trl.close()
@@ -290,6 +292,12 @@ def medium_model(peer: Path, out: Path) -> Path | None:
     return out / "medium"
 
 
+def times_of(found: dict, name: str) -> str:
+    """A ratio's median and range over the repeats."""
+    least, most = found[f"{name}_range"]
+    return f"{found[name]:.2f} x ({least:.2f} to {most:.2f})"
+
+
 def show(name: str, dtype: str, even: dict, uneven: dict | None) -> None:
     print(f"{name:8} {dtype:9} even    {even['tokens_per_s']:7.0f} tok/s   {even['model_gflops']:4.0f} of {even['gemm_gflops']:4.0f} GFLOP/s: "
           f"{even['of_gemm_rate']:.0%} of the GEMM rate   peak {even['peak_mib']:.0f} MiB")  # fmt: skip
@@ -298,8 +306,11 @@ def show(name: str, dtype: str, even: dict, uneven: dict | None) -> None:
     pad = "   ".join(f"{k} {v:.1%}" for k, v in uneven["padding"].items() if k != "microbatches")
     print(f"{'':18} uneven  {uneven['tokens_per_s']:7.0f} tok/s   peak {uneven['peak_mib']:.0f} MiB   padding: {pad}")
     if "over_trl" in uneven:
-        print(f"{'':18} TRL     {uneven['trl_tokens_per_s']:7.0f} tok/s: ours is {uneven['over_trl']:.2f} x, and {uneven['over_trl_trimmed']:.2f} x "
-              f"if it trimmed its microbatches   peak {uneven['trl_peak_mib']:.0f} MiB")  # fmt: skip
+        times, trimmed = (times_of(uneven, name) for name in ("over_trl", "over_trl_trimmed"))
+        print(
+            f"{'':18} TRL     {uneven['trl_tokens_per_s']:7.0f} tok/s: ours is {times}, and {trimmed} "
+            f"if it trimmed its microbatches   peak {uneven['trl_peak_mib']:.0f} MiB"
+        )
 
 
 def arguments() -> argparse.Namespace:
@@ -334,8 +345,18 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from llamarl.placement import init_world
 
-    init_world(threads=args.threads, deadline_s=600, reproducible=True)
-    result = {"benchmark": "train", "threads": args.threads, "cpu_time": args.cpu_time, "machine": machine(), "models": {}}
+    world = init_world(threads=args.threads, deadline_s=600, reproducible=True)
+    print(f"float32 {world.products}")
+    result = {
+        "benchmark": "train",
+        "threads": args.threads,
+        "cpu_time": args.cpu_time,
+        "repeats": args.repeats,
+        "completions": args.completions,
+        "float32": str(world.products),
+        "machine": machine(),
+        "models": {},
+    }
     with tempfile.TemporaryDirectory() as scratch:
         models = {"medium": medium_model(args.peer, Path(scratch)), "model": args.model}
         for name, path in models.items():
@@ -348,7 +369,7 @@ def main() -> None:
                 result["models"].setdefault(path.name, {})[dtype] = {"even": even, "uneven": uneven}
                 show(path.name, dtype, even, uneven)
     torch.distributed.destroy_process_group()
-    print(f"{args.threads} threads, machine {result['machine']}")
+    print(f"{args.threads} threads, medians (and ranges) of {args.repeats} repeats, machine {result['machine']}")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 

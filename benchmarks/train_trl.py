@@ -12,6 +12,7 @@ import resource
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)
@@ -22,6 +23,7 @@ parser.add_argument("--threads", type=int, required=True)
 parser.add_argument("--cpu-time", action="store_true")
 args = parser.parse_args()
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(args.threads)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -29,7 +31,10 @@ import trl  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
+from llamarl.native.precision import use_float32_products  # noqa: E402
+
 torch.set_num_threads(args.threads)
+products = use_float32_products(reproducible=True)  # as benchmarks/train.py multiplies
 clock = time.process_time if args.cpu_time else time.perf_counter
 rows = json.load(open(args.rows))
 tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -92,7 +97,8 @@ def step(batches):
     return clock() - began
 
 
-print(json.dumps({"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}), flush=True)
+versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+print(json.dumps({**versions, "float32": str(products)}), flush=True)
 for line in sys.stdin:
     word = line.strip()
     if word == "peak":

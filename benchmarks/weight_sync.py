@@ -7,8 +7,10 @@ trainer and the generator for, and, measured by the same processes on the same b
 
     memcpy       the trainers copy their shards, then the generators theirs: the two copies of shared memory
     raw gloo     plain send and recv of the same bytes between the same ranks
-    broadcast    every tensor gathered whole on rank 0, then broadcast, then loaded (TRL)
-    disk         gathered, written by rank 0 as safetensors, read by every generator
+    broadcast    every tensor gathered whole on rank 0, then broadcast, then loaded (TRL's way); over gloo
+    disk         gathered over gloo, written by rank 0 as safetensors, read by every generator
+
+A row of transport gloo is like for like with broadcast; shared memory is beside memcpy.
 """
 
 from __future__ import annotations
@@ -123,7 +125,9 @@ class Rank:
             seconds.append(done - self.latest(began if self.trains else 0.0))
             stalls.append(stall)
         end.close()
-        result = {"seconds": median(seconds), "bytes": plan.num_bytes, "shard_bytes": self._shard_bytes(plan)}
+        counted = seconds[WARM_UP:]
+        result = {"seconds": median(seconds), "range": [min(counted), max(counted)]}
+        result |= {"bytes": plan.num_bytes, "shard_bytes": self._shard_bytes(plan)}
         result["trainer_stall_s"] = self.latest(median(stalls) if self.trains else 0.0)
         result["generator_stall_s"] = self.latest(0.0 if self.trains else median(stalls))
         return result
@@ -331,7 +335,8 @@ def main() -> None:
             cases[f"{model}, {topology}"] = case
             rows += report(model, topology, case)
     if given.json:
-        given.json.write_text(json.dumps({"machine": on, "rows": rows, "cases": cases}, indent=1) + "\n")
+        result = {"machine": on, "repeats": given.repeats, "rows": rows, "cases": cases}
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -36,12 +36,17 @@ def test_decode(tmp_path):
     assert "engine" in (tmp_path / "decode.json").read_text()
 
 
-@pytest.mark.parametrize("name, arguments", [
-    ("machinery", ("--steps", 3, "--json")),
-    ("time_to_reward", ("--seeds", 1, "--target", 0.1, "--json")),
-])  # fmt: skip
-def test_those_that_print_json(name, arguments):
-    assert json.loads(run(name, *arguments).splitlines()[-1])
+def test_machinery():
+    assert json.loads(run("machinery", "--steps", 3, "--json").splitlines()[-1])
+
+
+@pytest.mark.parametrize("ours", ["same", "best"])
+def test_time_to_reward(tmp_path, ours):
+    """Without TRL, which is not installed with the tests: ours alone, and it says so."""
+    size = ("--seeds", 1, "--steps", 2, "--eval-every", 1, "--cores", 1, "--target", 0.1, "--ours", ours)
+    assert "skipped" in run("time_to_reward", *size, "--json", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["summary"]["llamarl"]["reached"], found["like_for_like"]) == (1, ours == "same")
 
 
 def test_overcommit(tmp_path):

@@ -122,6 +122,41 @@ def test_a_table_replaces_only_what_is_between_its_markers(modules, tmp_path):
         modules.offpolicy_results.refresh(file, "tba", "")
 
 
+def test_differences_are_of_runs_of_the_same_seed(modules):
+    results = modules.offpolicy_results
+    curves = [
+        curve_of(modules, "aipo", [0.9], [0.8], [0.7], panel="max_lag 0"),
+        curve_of(modules, "aipo", [0.8], [0.8], [0.6], panel="max_lag 16"),
+        curve_of(modules, "tba", [0.5], [0.6], panel="max_lag 0"),
+        curve_of(modules, "tba", [0.7], panel="max_lag 16"),
+    ]
+    lines = results.paired("lag", curves).splitlines()
+    assert lines[0] == "|  | points, minus max_lag 0 | seed by seed |"
+    # Differences -10, 0, -10: deviation 5.77, times 4.30 over the root of 3.
+    assert lines[2:] == ["| max_lag 16, aipo | -6.7 ± 14.3 | -10.0, +0.0, -10.0 |", "| max_lag 16, tba | - | - |"]
+    caps = [curve_of(modules, f"ratio_cap {c}", [a], [a], panel="lr 5e-5", study="cap") for c, a in (("4", 0.5), ("null", 0.6))]
+    assert results.paired("cap", caps).splitlines()[2:] == ["| lr 5e-5, ratio_cap 4 | -10.0 ± 0.0 | -10.0, -10.0 |"]
+
+
+def test_the_page_has_the_tables_that_its_json_comes_to(modules):
+    results = modules.offpolicy_results
+    page = (BENCHMARKS / "results" / "offpolicy.md").read_text()
+    curves = results.read_json(BENCHMARKS / "results" / "offpolicy.json")
+    studies = list(dict.fromkeys(curve.case.study for curve in curves))
+    assert len(studies) == len(modules.offpolicy.STUDIES)
+    for study in studies:
+        found = results.page_tables(study, [curve for curve in curves if curve.case.study == study])
+        for marker, table in found.items():
+            assert f"<!-- table {marker} -->\n{table}\n<!-- end -->" in page, marker
+
+
+def test_what_is_read_from_the_json_makes_the_same_tables(modules, tmp_path):
+    results = modules.offpolicy_results
+    curves = [curve_of(modules, n, [0.5, a], panel=p) for n, a in (("aipo", 0.9), ("tba", 0.8)) for p in ("max_lag 0", "max_lag 4")]
+    results.write_json(tmp_path / "x.json", curves, {})
+    assert results.page_tables("lag", results.read_json(tmp_path / "x.json")) == results.page_tables("lag", curves)
+
+
 def finished(modules, folder, overrides, log, rows):
     scratch = modules.forked.store(folder, overrides).with_suffix("")
     (scratch / "run").mkdir(parents=True)
