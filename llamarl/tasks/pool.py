@@ -2,15 +2,22 @@
 
     submit(key, prompt, completion, meta) --> queue --> up to BATCH items in a worker's pipe --> poll() --> [(key, Outcome)]
 
-A worker (worker.py) is a subprocess in a process group of its own, with limits on memory and CPU time. It scores its items
-in order and answers each as it completes. When one overruns `timeout_s`, its whole process group is killed and another
+A worker (worker.py) is a subprocess in a session of its own, with limits on memory and CPU time. It scores its items
+in order and answers each as it completes. When one overruns `timeout_s`, it is killed with all that it started, and another
 worker starts; that item alone is an error, those behind it go back to the head of the queue. The clock of an item starts
 when the item before it finished, by the worker's own time stamps, so that a pool that is polled rarely kills nobody early.
 
-What this protects from: exceptions, hangs (also in C code), NaN, prints, exit, crashes, runaway memory, forked children.
-What it does not: it is no sandbox. A reward function, and code it runs, has this user's rights: files, network, signals.
-A child that leaves the process group (setsid) survives a kill. A function that looks for the worker's pipes can forge
-scores. Run completions that are programs in a sandbox of your own. Memory is bounded per process, not per group.
+What this protects from: exceptions, hangs (also in C code), NaN, exit, crashes, runaway memory,
+prints without end (worker.MAX_PRINTED_BYTES a worker), and processes that an item starts and leaves
+running: they are killed when the item ends, and when the worker or this process does, however that
+is. A process that is to serve many items is started while the module is imported.
+
+What it does not: it is no sandbox. A reward function, and code it runs, has this user's rights:
+files, network, signals. Processes survive that were started by one outside the worker (a service),
+that the kernel does not let die, or whose worker's guard is itself killed by SIGKILL; on other
+systems than Linux also those that leave the process group, and those of a killed rank. A function
+that looks for the worker's pipes can forge scores. Run completions that are programs in a sandbox
+of your own. Memory is bounded per process, not per worker.
 """
 
 from __future__ import annotations
@@ -35,6 +42,7 @@ from llamarl.tasks import worker as worker_script
 BATCH = 64  # items in flight a worker
 START_S = 120.0  # for a worker to import the user's module
 EXIT_S = 0.5  # for a worker whose output has ended to exit by itself, so that its own exit code is told
+KILL_S = 5.0  # for a killed worker to be gone; one that the kernel holds is left to it
 MAX_FAILED_STARTS = 3  # in a row
 _READ_BYTES = 1 << 16
 _BELL_REST_S = 0.001  # between two rings heard: one call of on_result serves all results of that time
@@ -84,7 +92,7 @@ class _Worker:
         self._end = len(setup)
         self._entering: deque[_Item] = deque()  # those whose bytes are not all in the pipe
         self.in_flight: deque[_Item] = deque()  # oldest first; the first is the one being scored
-        self.ready = self.ended = False
+        self.ready = self.ended = self._killed = False
         self.astray = False  # it said what it was not asked; nothing more of it counts
         self.free_at = time.monotonic()  # when it started, was ready, or finished its last item
         self.flush()
@@ -144,12 +152,19 @@ class _Worker:
         return max(item.sent_at, self.free_at) + timeout_s if item else math.inf
 
     def kill(self) -> str:
-        """End its process group; how the worker itself ended, in words."""
+        """End it and all that it started, within 2 KILL_S; how the worker itself ended, in words."""
         exited = not self.ended or self._exits()
-        # Before it is reaped: until then its id, and so its group's, cannot be anybody else's.
-        os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
+        self._killed = True
+        code = self._ended_by_guard() if worker_script.GUARDED else None
+        if code is None:
+            # Before it is reaped: until then its id, and so its group's, cannot be anybody else's.
+            os.killpg(self._process.pid, signal.SIGKILL)
+            code = self._wait(KILL_S)
         self._process.stdin.close()
+        if code is None:
+            pid = self._process.pid
+            log.warning("reward worker %d was killed and has not ended in %g s", pid, KILL_S)
+            return f"was killed and has not ended in {KILL_S:g} s"
         if not exited:
             return "closed its output and was killed"
         if code >= 0:
@@ -157,6 +172,18 @@ class _Worker:
         if code == -signal.SIGXCPU:
             return "was ended for its CPU time"
         return f"died of signal {-code} ({signal.strsignal(-code)})"
+
+    def _ended_by_guard(self) -> int | None:
+        """Its exit code once its guard has killed what is below it; None if the guard does not answer."""
+        self._process.terminate()
+        return self._wait(KILL_S)
+
+    def _wait(self, timeout_s: float) -> int | None:
+        """Its exit code; None if it is still there after so long."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
 
     def _exits(self) -> bool:
         """Wait for its exit, EXIT_S at most, without reaping it."""
@@ -169,7 +196,7 @@ class _Worker:
         return True
 
     def close(self) -> None:
-        if self._process.returncode is None:
+        if not self._killed:
             self.kill()
         self._process.stdout.close()
 

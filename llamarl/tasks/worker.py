@@ -1,5 +1,7 @@
 """The reward worker: a subprocess that scores completions with the user's function. pool.py starts it as a script.
 
+    rank -- guard, which the pool starts -- worker, its fork, in a session of its own -- children
+
     stdin   one object {"path", "memory_mb", "timeout_s", "parent", "bell"}, then items   [key, prompt, completion, meta]
     stdout  ["ready"] or ["failed", why], then, in item order,                    [key, kind, value or null, reason, finished_at]
     bell    one byte after each line of stdout, if the pool gave a descriptor for it
@@ -7,6 +9,12 @@
 One JSON value a line; finished_at is time.monotonic(), which all processes of a machine share. Both pipes are moved to
 descriptors of their own before the user's code is imported, so that its prints go to stderr and its reads find an
 empty stdin. Standard library only: it starts in some 50 ms.
+
+On Linux the guard runs none of the user's code. It passes on what the worker prints, at most
+MAX_PRINTED_BYTES. When the worker ends, the pool asks for its end (SIGTERM) or the rank dies, it
+kills all that is left below it, whatever session that is in, and ends as the worker ended. The
+worker kills what an item left running before it answers for the item; what was started while the
+module was imported lives on. Elsewhere there is no guard: the worker notices the end of its stdin.
 """
 
 from __future__ import annotations
@@ -20,6 +28,7 @@ import math
 import numbers
 import os
 import resource
+import select
 import signal
 import sys
 import time
@@ -28,7 +37,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 MAX_REASON_BYTES = 400  # results of a full batch of items then fit into a pipe, so that none waits for its reader
-_PR_SET_PDEATHSIG = 1
+MAX_PRINTED_BYTES = 1 << 16  # by a worker, to stderr
+SWEEP_S = 0.5  # for killed processes to end; one that the kernel holds is left to it
+GUARDED = sys.platform == "linux"
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 RewardFunction = Callable[[str, str, dict], "float | None"]
 
@@ -42,9 +54,13 @@ def main(path: str) -> None:
     setup = json.loads(commands.readline())
     if setup["bell"] is not None:
         os.set_inheritable(setup["bell"], False)
-    _die_with_parent(setup["parent"])
-    _limit_resources(setup["memory_mb"])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if GUARDED:
+        pipes = [commands.fileno(), results.fileno()]
+        _guard(setup["parent"], pipes if setup["bell"] is None else [*pipes, setup["bell"]])
+    _limit_memory(setup["memory_mb"])
     sys.path[:] = setup["path"]
+    sys.stdout.reconfigure(line_buffering=True)  # a killed worker's prints would otherwise be lost
 
     own = os.getpid()
 
@@ -60,11 +76,15 @@ def main(path: str) -> None:
     except BadFunction as error:
         send(["failed", str(error)])
         return
+    kept = _children()
     send(["ready"])
     for line in commands:
         key, prompt, completion, meta = json.loads(line)
         _limit_cpu(setup["timeout_s"])
-        send([key, *score(function, prompt, completion, meta), time.monotonic()])
+        verdict = score(function, prompt, completion, meta)
+        if os.getpid() == own:
+            kill_children(but=kept)
+        send([key, *verdict, time.monotonic()])
 
 
 def score(function: RewardFunction, prompt: str, completion: str, meta: dict) -> tuple[str, float | None, str]:
@@ -160,7 +180,6 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # a killed worker's prints would otherwise be lost
     return commands, results
 
 
@@ -172,16 +191,7 @@ def _ring(bell: int | None) -> None:
             pass  # it is full of rings that were not heard yet; one more says nothing new
 
 
-def _die_with_parent(parent: int) -> None:
-    """On Linux the kernel kills this process when the thread that started it ends; elsewhere the end of stdin must do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call
-            sys.exit(1)
-
-
-def _limit_resources(memory_mb: int) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def _limit_memory(memory_mb: int) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
     except (ValueError, OSError) as error:  # macOS does not offer it
@@ -193,6 +203,180 @@ def _limit_cpu(timeout_s: float) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
     wanted = math.ceil(time.process_time() + timeout_s * (os.cpu_count() or 1)) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+# --- The guard, and the end of processes ---
+
+
+class _Signals:
+    """SIGCHLD and SIGTERM as something that select sees. A worker that ends early is not missed."""
+
+    def __init__(self):
+        self.told_to_end = False
+        self.hears, self._rings = os.pipe()
+        os.set_blocking(self.hears, False)
+        os.set_blocking(self._rings, False)
+        signal.set_wakeup_fd(self._rings, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, self._note)
+        signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.told_to_end |= number == signal.SIGTERM
+
+    def forget(self) -> None:
+        """As if there had been none: for the fork that runs the user's code."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.close(self.hears)
+        os.close(self._rings)
+
+
+class _Prints:
+    """What the worker and its children print, to stderr; after MAX_PRINTED_BYTES it is dropped."""
+
+    def __init__(self, source: int):
+        self.source, self._left = source, MAX_PRINTED_BYTES
+        os.set_blocking(source, False)
+
+    def pass_on(self) -> bool:
+        """At most one pipe full, so that who prints without end holds up nothing; False at its end."""
+        try:
+            text = os.read(self.source, 1 << 16)
+        except BlockingIOError:
+            return True
+        self._show(text)
+        return bool(text)
+
+    def _show(self, text: bytes) -> None:
+        shown = text[: self._left]
+        if self._left and len(text) > self._left:
+            note = f"a reward worker printed {MAX_PRINTED_BYTES} bytes; the rest is dropped"
+            shown += f"\nllamarl: {note}\n".encode()
+        self._left = max(0, self._left - len(text))
+        try:
+            while shown:
+                shown = shown[os.write(2, shown) :]
+        except OSError:
+            self._left = 0  # nobody reads stderr any more, which is no reason to end
+
+
+def _guard(parent: int, pipes: list[int]) -> None:
+    """Fork. The worker comes back, in a session of its own; the guard, without `pipes`, never."""
+    _set_for_process(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _set_for_process(_PR_SET_CHILD_SUBREAPER, 1)
+    printed, prints = os.pipe()
+    signals, guard = _Signals(), os.getpid()
+    worker = os.fork()
+    if worker:
+        for descriptor in (*pipes, prints):
+            os.close(descriptor)
+        _watch(worker, parent, signals, _Prints(printed))
+    signals.forget()
+    os.setsid()
+    _set_for_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _set_for_process(_PR_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() != guard:  # it died before the call
+        os._exit(1)
+    os.dup2(prints, 1)
+    os.dup2(prints, 2)
+    os.close(printed)
+    os.close(prints)
+
+
+def _watch(worker: int, parent: int, signals: _Signals, prints: _Prints) -> None:
+    """Until the worker ends, or must; then end all that it leaves, and this process as it ended."""
+    sources, status = [signals.hears, prints.source], None
+    while status is None and not signals.told_to_end and os.getppid() == parent:
+        ready, _, _ = select.select(sources, [], [])
+        if signals.hears in ready:
+            os.read(signals.hears, 1 << 10)
+        if prints.source in ready and not prints.pass_on():
+            sources.remove(prints.source)
+        status = _reap(worker)
+    if status is None:
+        _kill_group(worker)
+    kill_children()
+    prints.pass_on()
+    _end_as(status)
+
+
+def _reap(worker: int) -> int | None:
+    """The worker's wait status if it has ended. Its orphans are reaped too: they come to the guard."""
+    status = None
+    while _has_children():
+        pid, found = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            break
+        if pid == worker:
+            status = found
+    return status
+
+
+def _end_as(status: int | None) -> None:
+    """End this process with the exit code, or by the signal, of a wait status; None: killed."""
+    code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        os._exit(code)
+    if -code not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    os._exit(1)
+
+
+def kill_children(but: frozenset[int] = frozenset()) -> bool:
+    """Kill all children but some, and who become children by their end; False if not in SWEEP_S."""
+    until = time.monotonic() + SWEEP_S
+    while strays := _children() - but:
+        if time.monotonic() > until:
+            return False
+        for pid in strays:
+            _kill(pid)
+        time.sleep(0.001)
+    return True
+
+
+def _kill(pid: int) -> None:
+    """Kill a child and reap it if it has ended. Meanwhile the user's code may have reaped it."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, os.WNOHANG)
+    except (ProcessLookupError, ChildProcessError):
+        pass
+
+
+def _kill_group(worker: int) -> None:
+    try:
+        os.killpg(worker, signal.SIGKILL)
+    except ProcessLookupError:  # it has not made its session yet
+        os.kill(worker, signal.SIGKILL)
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _children() -> frozenset[int]:
+    """Of this process, with those that have ended and are not reaped; none but on Linux."""
+    if not (GUARDED and _has_children()):
+        return frozenset()
+    own, found = os.getpid(), set()
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[1]) == own:
+            found.add(int(entry))
+    return frozenset(found)
+
+
+def _set_for_process(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,199 @@
+"""What a reward function starts and prints: it ends with the item, the worker or the rank, and is bounded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from llamarl.tasks import pool as pool_module, worker
+from llamarl.tasks.pool import RewardPool
+
+DEADLINE_S = 30.0  # for waits that must end; never reached unless something is broken
+USER_MODULE = '''
+import os, signal, subprocess, sys, time
+
+
+def start(session=False):
+    """A process that outlives everybody, and its id among those in the file `pids`."""
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=session)
+    with open("pids", "a") as file:
+        file.write(f"{child.pid}\\n")
+    return child
+
+
+def orphan():
+    """One whose parent has ended, in a session of its own: nothing but its memory tells whose it is."""
+    if os.fork():
+        os.wait()
+    else:
+        start(session=True)
+        os._exit(0)
+
+
+def score(prompt, completion, meta):
+    if completion == "print":
+        print("x" * meta["bytes"])
+        return 1.0
+    if completion == "print without end":
+        while True:
+            os.write(2, b"y" * 4096)
+    if completion == "none":
+        return 1.0
+    start()
+    start(session=True)
+    orphan()
+    if completion == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "hang":
+        time.sleep(1000)
+    if completion == "raise":
+        raise ValueError("no score")
+    return 1.0
+'''
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells whose a child is")
+
+
+@pytest.fixture(autouse=True)
+def user_directory(tmp_path, monkeypatch):
+    """The user's own directory, which is the current one."""
+    (tmp_path / "my_rewards.py").write_text(USER_MODULE)
+    (tmp_path / "served.py").write_text(
+        "from my_rewards import start\n"
+        "server = start()\n"
+        "def score(prompt, completion, meta):\n"
+        "    return float(server.poll() is None)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def started():
+    """The ids of what was started so far."""
+    with open("pids") as file:
+        return [int(line) for line in file]
+
+
+def lives(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def assert_all_end(pids, count):
+    assert len(pids) == count
+    give_up = time.monotonic() + DEADLINE_S
+    while survivors := [pid for pid in pids if lives(pid)]:
+        if time.monotonic() > give_up:
+            for pid in survivors:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"{len(survivors)} of {count} processes live on")
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("what, kind", [("value", "score"), ("raise", "error")])
+def test_what_an_item_leaves_running_ends_with_the_item(what, kind):
+    with RewardPool("my_rewards:score", timeout_s=DEADLINE_S) as pool:
+        outcomes = pool.score([("", what, {})] * 3)
+        assert [outcome.kind for outcome in outcomes] == [kind] * 3
+        assert_all_end(started(), 9)
+        assert pool.score([("", "none", {})])[0].kind == "score"  # by the same worker
+
+
+@pytest.mark.parametrize("what, timeout_s", [("die", DEADLINE_S), ("hang", 1.0)])
+def test_what_an_item_started_ends_with_a_worker_that_dies_or_is_killed(what, timeout_s):
+    with RewardPool("my_rewards:score", timeout_s=timeout_s) as pool:
+        assert pool.score([("", what, {})])[0].kind == "error"
+        assert_all_end(started(), 3)
+
+
+def test_what_an_item_started_ends_with_the_rank(user_directory):
+    code = """
+    import time
+    from llamarl.tasks.pool import RewardPool
+    pool = RewardPool("my_rewards:score", timeout_s=1000)
+    pool.start()
+    pool.submit(0, "", "hang", {})
+    pool.poll()
+    print("at work", flush=True)
+    time.sleep(1000)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    rank = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert rank.stdout.readline() == "at work\n"
+        give_up = time.monotonic() + DEADLINE_S
+        while not os.path.exists("pids") or len(started()) < 3:
+            assert time.monotonic() < give_up
+            time.sleep(0.02)
+    finally:
+        rank.kill()
+        rank.wait()
+        rank.stdout.close()
+    assert_all_end(started(), 3)
+
+
+def test_what_was_started_while_the_module_was_imported_serves_all_items():
+    with RewardPool("served:score", timeout_s=DEADLINE_S) as pool:
+        assert [outcome.value for outcome in pool.score([("", "", {})] * 3)] == [1.0, 1.0, 1.0]
+    assert_all_end(started(), 1)
+
+
+def test_prints_are_passed_on_up_to_a_limit_and_then_dropped_with_one_note(capfd):
+    size = worker.MAX_PRINTED_BYTES
+    with RewardPool("my_rewards:score", timeout_s=DEADLINE_S) as pool:
+        few = pool.score([("", "print", {"bytes": 9})])
+        many = pool.score([("", "print", {"bytes": size})] * 5)
+    assert {outcome.kind for outcome in few + many} == {"score"}
+    printed = capfd.readouterr().err
+    assert printed.count("x") >= size - 100
+    assert len(printed) < size + 200
+    assert printed.count("llamarl: a reward worker printed") == 1
+
+
+def test_who_prints_without_end_is_killed_like_any_other(capfd):
+    with RewardPool("my_rewards:score", timeout_s=1.0) as pool:
+        outcomes = pool.score([("", "print without end", {}), ("", "none", {})])
+    assert [outcome.kind for outcome in outcomes] == ["error", "score"]
+    assert "reward.timeout_s=1" in outcomes[0].reason
+    assert len(capfd.readouterr().err) < worker.MAX_PRINTED_BYTES + 200
+
+
+def test_a_guard_that_does_not_answer_is_killed(monkeypatch):
+    monkeypatch.setattr(pool_module, "KILL_S", 0.2)
+    pool = RewardPool("my_rewards:score")
+    pool.start()
+    (process,) = (w._process for w in pool._workers)
+    os.kill(process.pid, signal.SIGSTOP)
+    pool.close()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_worker_that_the_kernel_holds_is_left_behind_and_told_of(monkeypatch, caplog):
+    monkeypatch.setattr(pool_module, "KILL_S", 0.1)
+    pool = RewardPool("my_rewards:score", timeout_s=0.5)
+    pool.start()
+    (process,) = (w._process for w in pool._workers)
+    waits, timeouts = process.wait, []
+
+    def never(timeout=None):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its guard has done its work
+        timeouts.append(timeout)
+        raise subprocess.TimeoutExpired("worker", timeout)
+
+    monkeypatch.setattr(process, "wait", never)
+    outcomes = pool.score([("", "hang", {}), ("", "none", {})])
+    assert [outcome.kind for outcome in outcomes] == ["error", "score"]
+    assert "has not ended in 0.1 s" in caplog.text
+    assert timeouts == [0.1, 0.1]
+    pool.close()
+    assert waits(DEADLINE_S) is not None
+    assert_all_end(started(), 3)
