@@ -14,7 +14,15 @@ from llamarl.loss_options import LOSS_OPTIONS, NEED_REFERENCE, contradiction
 from llamarl.ranks import generator_problems, placement_problems
 from llamarl.settings import Config, LossSettings, TaskSettings
 
-CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
+
+def _conf_dir() -> Path:
+    """conf/, which an installed package has inside, and a checkout beside it."""
+    package = Path(__file__).resolve().parent
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
+
+
+CONF_DIR = _conf_dir()
 TOKEN_LOSSES = ("ppo", "aipo", "reinforce", "cispo", "icepop")  # whose advantages may differ from token to token
 FILE_TASKS, KEYED_TASKS = ("jsonl", "gsm8k", "hf_dataset"), ("jsonl", "hf_dataset")
 READ_BY = {  # keys that only these kinds of task read
