@@ -46,7 +46,16 @@ EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
 
 # Ends that explain themselves: a message, no traceback.
-RUN_ENDS = (PeerDied, DeadlineExceeded, ParityError, NotFinite, LagExceeded, RewardError, WeightsError, CheckpointError)
+RUN_ENDS = (
+    PeerDied,
+    DeadlineExceeded,
+    ParityError,
+    NotFinite,
+    LagExceeded,
+    RewardError,
+    WeightsError,
+    CheckpointError,
+)
 
 log = logging.getLogger("llamarl")
 

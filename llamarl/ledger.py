@@ -2,20 +2,21 @@
 
     message     from -> to            handled on                   meaning
     ask         generator -> leader   leader's listener thread     "I hold version g and have room for n groups"
-    grant       leader -> generator   taken by the generator       the answer: tickets that it may start, n or fewer; and, where
-                                                                   they were fewer, later on: there is room now, ask again
-    going_on    generator -> leader   leader's listener thread     tickets of the run before that it goes on with
+    grant       leader -> generator   taken by the generator       the answer: n tickets to start, or fewer;
+                                                                   then, later on: there is room, ask again
+    going_on    generator -> leader   leader's listener thread     tickets that a resumed run goes on with
     finish      trainer -> leader     leader's listener thread     these groups have reached a trainer rank; once they have
                                                                    reached all ranks of its lane, the ledger counts them
     taken       leader -> trainer     taken by the trainer rank    the batch of a step, for every lane
     truncate    leader -> generator   taken by the generator       end these tickets' completions where they are: the trainer
                                                                    would wait for them (on_deadline=truncate)
 
-Every ask is answered at once, if need be with nothing, and a generator has one ask under way: it is never granted more than it
-has room for. What was not granted is not owed. A generator asks anew when it holds newer weights, or when the leader says that
-there may be room: a take makes some just when newer weights are on their way, and tickets started with those are a version
-younger than what a standing ask would have started. Generators ask ahead, between chunks, and do not wait for the answer; with
-max_lag 0 they do, for what is batched with what must not depend on timing.
+Every ask is answered at once, if need be with nothing, and a generator has one ask under way: it is
+never granted more than it has room for. What was not granted is not owed. A generator asks anew when
+it holds newer weights, or when the leader says that there may be room: a take makes some just when
+newer weights are on their way, and tickets started with those are a version younger than what a
+standing ask would have started. Generators ask ahead, between chunks, and do not wait for the answer;
+with max_lag 0 they do, for what is batched with what must not depend on timing.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ class TicketDesk:
         self._offer: dict[int, list[int]] = {}  # step -> tickets, as mailed
         # Of a generator: its newest ask.
         self._is_asking = False  # it is not answered
-        self._is_refused = False  # less was granted than asked for, and the leader knows of no room since
+        self._is_refused = False  # less was granted than asked for, and there is no news of room
         self._asked_version = -1
-        # Of the leader: ranks of the generators that were granted less than they asked for; a dict, for its order.
+        # Of the leader: ranks of generators that were granted less than asked for; a dict, for its order.
         self._refused: dict[int, None] = {}
         if control.is_leader:
             control.on("ask", self._on_ask)
@@ -78,18 +79,20 @@ class TicketDesk:
     # -- generators -----------------------------------------------------------------------------------------------
 
     def ask(self, generator: int, count: int, version: int) -> list[Ticket]:
-        """Have up to `count` groups to start. Returns those that were granted since the last call, to this ask or an earlier one.
+        """Have up to `count` groups, for which there is room, to start.
 
-        count: what there is room for. Nothing is asked while an answer is under way, nor where the last one was a refusal and
-        neither this generator's weights nor the ledger have changed since. Synchronous runs wait for the answer (DeadlineExceeded
-        after deadline_s); others never do.
+        Returns those that were granted since the last call, to this ask or an earlier one. Nothing is
+        asked while an answer is under way, nor where the last one was a refusal and neither this
+        generator's weights nor the ledger have changed since. Synchronous runs wait for the answer
+        (DeadlineExceeded after deadline_s); others never do.
         """
         tickets = self.granted()
         room = count - len(tickets)
         may_succeed = version > self._asked_version or not self._is_refused
         if room > 0 and may_succeed and not self._is_asking:
             self._is_asking, self._asked_version = True, version
-            self._control.post(self._control.leader, "ask", {"generator": generator, "count": room, "version": version})
+            payload = {"generator": generator, "count": room, "version": version}
+            self._control.post(self._control.leader, "ask", payload)
         return tickets + (self._await_grant(generator) if self.synchronous else self.granted())
 
     def granted(self) -> list[Ticket]:
@@ -103,7 +106,10 @@ class TicketDesk:
         return tickets
 
     def go_on(self, tickets: list[int]) -> None:
-        """After a resume: this rank's generator goes on with these. They can then be named, or ended, as stragglers."""
+        """After a resume: this rank's generator goes on with these.
+
+        They can then be named, or ended, as stragglers.
+        """
         self._control.post(self._control.leader, "going_on", {"tickets": tickets})
 
     def to_truncate(self) -> list[int]:
@@ -185,10 +191,13 @@ class TicketDesk:
             if is_refusal:
                 self._refused[sender] = None
 
-    def _post_grant(self, rank: int, tickets: list[Ticket], *, is_answer: bool, is_refusal: bool) -> None:
+    def _post_grant(
+        self, rank: int, tickets: list[Ticket], *, is_answer: bool, is_refusal: bool
+    ) -> None:
         # News of room goes by the same topic: it must not overtake the refusal that it takes back.
         pairs = [[t.index, t.deadline] for t in tickets]
-        self._control.post(rank, "grant", {"tickets": pairs, "is_answer": is_answer, "is_refusal": is_refusal})
+        payload = {"tickets": pairs, "is_answer": is_answer, "is_refusal": is_refusal}
+        self._control.post(rank, "grant", payload)
 
     def _tell_of_room(self) -> None:
         """Have generators ask again that were refused, in the order in which they were."""
@@ -212,7 +221,7 @@ class TicketDesk:
             self._times.finished(whole, time.monotonic())
         self._ledger.finish(whole)
         if self.max_lag is None:
-            self._tell_of_room()  # without a bound what has finished makes room, else only a take does
+            self._tell_of_room()  # without a bound what has finished makes room
 
     def _end_overdue(self) -> None:
         """Tell generators to end the stragglers that alone hold up the step, once each."""
@@ -247,16 +256,16 @@ class TicketDesk:
     def load_state_dict(self, state: dict, saved: Set[int] = frozenset()) -> None:
         """On every rank, before the stations load theirs: each can then tell which groups are still wanted.
 
-        saved: tickets whose partial completions the checkpoint holds. The leader warns of those that start again although they
-        were finished, or begun, since this run has another number of trainer ranks.
+        saved: tickets whose partial completions the checkpoint holds. The leader warns of those that
+        start again although they were finished, or begun, since this run has other trainer ranks.
         """
         dropped = self._ledger.load_state_dict(state, saved)
         if not (dropped and self._control.is_leader):
             return
         finished = {ticket for ticket, _ in state["finished"]}
         log.warning(
-            "step %d: %d of %d finished groups start again, and %d that were begun: on another number of trainer ranks, more of "
-            "them are due on one rank than it can train on within max_lag. Tickets %s",
+            "step %d: %d of %d finished groups start again, and %d that were begun: on another number "
+            "of trainer ranks, more of them are due on one than it can train on within max_lag. Tickets %s",
             self._ledger.step,
             len(finished.intersection(dropped)),
             len(finished),

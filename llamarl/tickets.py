@@ -170,7 +170,10 @@ class Lane:
         self.again = sorted(self.again + list(tickets))
 
     def go_on(self, ticket: int, deadline: int, step: int) -> bool:
-        """After a resume: one that was to start again stays started, if it can still be trained on in time. Says whether."""
+        """After a resume: one that was to start again stays started, if it fits. Says whether.
+
+        It fits if it, and all that is started, can still be trained on in time.
+        """
         if not in_time([*self.deadlines.values(), deadline], step, self.groups_per_step):
             return False
         self.again.remove(ticket)
@@ -357,9 +360,10 @@ class TicketLedger:
     def load_state_dict(self, state: dict, saved: Set[int] = frozenset()) -> list[int]:
         """Go on from a checkpoint; another number of lanes or generators is fine.
 
-        saved: tickets whose partial completions it holds. Returns those that start again although the checkpoint has their group,
-        or what there is of it: on other lanes than before, more may be due in one than it can train on in time. As few as can be
-        (docs/staleness.md), of the finished ones as few as can be, and none on as many lanes as before.
+        saved: tickets whose partial completions it holds. Returns those that start again although it
+        has their group, or what there is of it: on other lanes than before, more may be due in one
+        than it can train on in time. They are as few as can be, and so are the finished ones among
+        them (docs/staleness.md); on as many lanes as before there are none.
         """
         n = len(self._lanes)
         with self._lock:
@@ -367,18 +371,22 @@ class TicketLedger:
             if self.governor:
                 self.governor.resume(state["overcommit"], state["rewards"])
             finished = _by_deadline(state["finished"])
-            in_work = _by_deadline(pair for pair in state["in_work"] if pair[0] in saved and self._resume_in_work)
+            resumable = saved if self._resume_in_work else frozenset()
+            in_work = _by_deadline(pair for pair in state["in_work"] if pair[0] in resumable)
             again = sorted([*state["again"], *finished])  # until they are found to fit
             for i, lane in enumerate(self._lanes):
                 lane.deadlines, lane.finished = {}, set()
                 lane.again = [t for t in again if t % n == i]
                 lane.resume_at(state["frontier"])
-            # What is finished has cost most: it goes first, and what is in work takes the room that is left.
-            kept = {t for t, deadline in finished.items() if self._lane(t).go_on(t, deadline, self.step)}
-            for ticket in kept:
-                self._lane(ticket).finished.add(ticket)
-            kept |= {t for t, deadline in in_work.items() if self._lane(t).go_on(t, deadline, self.step)}
-            return sorted((finished.keys() | in_work.keys()) - kept)
+            # What is finished has cost most: it goes first, what is in work takes the room that is left.
+            dropped = []
+            for ticket, deadline in [*finished.items(), *in_work.items()]:
+                lane = self._lane(ticket)
+                if not lane.go_on(ticket, deadline, self.step):
+                    dropped.append(ticket)
+                elif ticket in finished:
+                    lane.finished.add(ticket)
+            return sorted(dropped)
 
 
 def _by_deadline(pairs: Iterable[list[int]]) -> dict[int, int]:

@@ -174,7 +174,7 @@ class WeightsSender:
 
     @torch.no_grad()
     def _stage(self, slot: Tensor | None, progress: Progress | None) -> None:
-        """Collective over the tensor group where weights are quantised, which is all that is done without a slot."""
+        """Collective over the tensor group where weights are quantised: all that is done without a slot."""
         largest = self._largest_of_split_rows()
         if slot is None:
             return

@@ -208,8 +208,8 @@ class Publisher:
         stage(slot, progress) copies every bucket in and marks it. canary() runs after it, while buckets travel: what the
         receivers are to check the version with. must_differ: the optimizer had a gradient, so a payload equal to the last
         one ends the run with WeightsError. DeadlineExceeded if no slot comes free: the generators have not taken the
-        version before last. After a stop request they take none: a version without a slot is then given up, with stage(None, None)
-        and canary() called all the same, for what is collective in them.
+        version before last. After a stop request they take none: a version without a slot is then given
+        up, with stage(None, None) and canary() called all the same, for what is collective in them.
         """
         began = time.monotonic()
         slot = self._free_slot(version)

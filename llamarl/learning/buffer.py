@@ -19,13 +19,13 @@ Sums = dict[str, float]
 
 
 class LagExceeded(RuntimeError):
-    """A step was to train on tokens that are older than it may: the ledger, or a generator, broke its promise."""
+    """A step was to train on older tokens than it may: the ledger, or a generator, is at fault."""
 
 
 class GroupBuffer:
     """fifo: groups by ticket. Which leave is the ledger's word (earliest deadline first).
 
-    max_lag: steps that the oldest token of a group may be old when it is handed over; None: no bound.
+    max_lag: steps that a group's oldest token may be old when it is handed over; None: no bound.
     """
 
     def __init__(self, max_lag: int | None = None):
@@ -45,7 +45,7 @@ class GroupBuffer:
     def take(self, tickets: list[int], step: int) -> list[Group]:
         """The groups that step `step` trains on, given those that the ledger hands over.
 
-        KeyError for one that has not come; LagExceeded for one that has tokens of more than max_lag steps ago.
+        KeyError for one that has not come; LagExceeded for tokens of more than max_lag steps ago.
         """
         return self._hand_over(tickets, step)
 
@@ -103,10 +103,12 @@ def check_lag(groups: list[Group], step: int, max_lag: int) -> None:
             continue
         newest = int(group.policy_versions.max())
         raise LagExceeded(
-            f"step {step} was to train on ticket {group.ticket}, whose tokens are of versions {group.oldest_version} to {newest}: "
-            f"with max_lag={max_lag} none may be older than version {step - max_lag}. It was not trained on. The ledger hands "
-            "over no such group (docs/staleness.md), so this is an error in llamarl and not in the run: please report it with "
-            "this line, config.yaml, what the ranks printed, and the ledger in the newest checkpoint's controller.rank*.json"
+            f"step {step} was to train on ticket {group.ticket}, whose tokens are of versions "
+            f"{group.oldest_version} to {newest}: with max_lag={max_lag} none may be older than version "
+            f"{step - max_lag}. It was not trained on. The ledger hands over no such group "
+            "(docs/staleness.md), so this is an error in llamarl and not in the run: please report it "
+            "with this line, config.yaml, what the ranks printed, and the ledger in the newest "
+            "checkpoint's controller.rank*.json"
         )
 
 

@@ -109,10 +109,10 @@ def lag_bound(*, max_lag: int, completions_per_step: int, group_size: int, sync_
 class ReplayBuffer(GroupBuffer):
     """sync_period k: what was handed over joins at steps 0, k, 2k, ... max_size: completions that this rank holds.
 
-    max_lag: of what is handed over, as a GroupBuffer's. most_lag: what lag_bound says of the rest; a group that is older leaves,
-    which none is before the buffer is resumed on another number of ranks. None: no bound.
-    Completions that must not be trained on (no reward, aborted, without tokens) and copies take their place, and are never
-    drawn.
+    max_lag: of what is handed over, as a GroupBuffer's. most_lag: what lag_bound says of the rest; a
+    group that is older leaves, which none is before a resume on another number of ranks. None: no bound.
+    Completions that must not be trained on (no reward, aborted, without tokens) and copies take their
+    place, and are never drawn.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class ReplayBuffer(GroupBuffer):
         kept = [held for held in self._held if not bool((held.columns.oldest < version).any())]
         if len(kept) < len(self._held):
             log.warning(
-                "step %d: %d of %d groups left the replay buffer for tokens of more than %d steps ago: the rank that held them "
-                "before had newer ones to put in their place",
+                "step %d: %d of %d groups left the replay buffer for tokens of more than %d steps ago: "
+                "the rank that held them before had newer ones to put in their place",
                 step,
                 len(self._held) - len(kept),
                 len(self._held),

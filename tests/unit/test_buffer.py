@@ -12,7 +12,15 @@ def group(ticket: int, *completions: list[int]) -> Group:
     scored = []
     for i, versions in enumerate(completions):
         ids = torch.arange(len(versions))
-        fresh = Completion(ticket, i, torch.arange(3), ids, torch.zeros(len(ids)), torch.tensor(versions, dtype=torch.int64), "stop")
+        fresh = Completion(
+            ticket,
+            i,
+            torch.arange(3),
+            ids,
+            torch.zeros(len(ids)),
+            torch.tensor(versions, dtype=torch.int64),
+            "stop",
+        )
         scored.append(ScoredCompletion(fresh, "score", 1.0, ""))
     return Group.of(scored)
 

@@ -274,8 +274,7 @@ def test_stragglers_are_named_in_the_log_once_with_generator_and_seconds(alone, 
 
 def test_a_generator_elsewhere_is_granted_by_the_leaders_listener(desks):
     (_, generator), _ = desks()
-    assert generator.ask(0, 2, version=0) == []  # it asks ahead and does not wait
-    granted = []
+    granted = generator.ask(0, 2, version=0)  # it asks ahead and does not wait
     eventually(lambda: granted.extend(generator.granted()) or len(granted) == 2)
     assert indices(granted) == [0, 1]
 
@@ -308,31 +307,25 @@ def test_while_an_answer_is_under_way_a_generator_asks_for_no_more(desks, asks):
     granted = []
     eventually(lambda: granted.extend(generator.granted()) or granted)
     assert len(granted) == 4
-    assert generator.ask(1, 3, version=0) == [] and asks[1:] == [(1, 3, 0)]
+    granted += generator.ask(1, 3, version=0)
+    assert asks[1:] == [(1, 3, 0)]
     eventually(lambda: granted.extend(generator.granted()) or len(granted) > 4)
     assert indices(granted) == list(range(7))
 
 
 def test_room_is_told_to_the_generators_that_were_refused_and_whoever_asks_then_is_granted_it(desks, asks):
     (leader, one, two), _ = desks(count=3, groups_per_step=4, overcommit=0)
-    held = {1: [], 2: []}
-
-    def hears(desk, rank, count):
-        return eventually(lambda: held[rank].extend(desk.granted()) or (not desk._is_asking and len(held[rank]) >= count))
-
-    one.ask(0, 4, version=0)
-    hears(one, 1, 4)
-    two.ask(1, 4, version=0)
-    hears(two, 2, 0)
-    assert two.ask(1, 4, version=0) == [] and len(asks) == 2, "refused"
+    ones, twos = [], []
+    eventually(lambda: ones.extend(one.ask(0, 4, version=0)) or len(ones) == 4)
+    assert asks == [(1, 4, 0)]
+    twos += two.ask(1, 4, version=0)
+    eventually(lambda: twos.extend(two.granted()) or not two._is_asking)
+    assert two.ask(1, 4, version=0) == twos == [] and len(asks) == 2, "refused"
     leader.finish([0, 1, 2, 3])
     assert leader.take(0) == [0, 1, 2, 3]
-    eventually(lambda: two.ask(1, 3, version=0) or len(asks) == 3)
-    held[2] += two.granted()
-    eventually(lambda: held[2].extend(two.granted()) or len(held[2]) == 3)
-    one.ask(0, 4, version=0)
-    hears(one, 1, 5)
-    assert len(held[1]) == 5 and asks[2:] == [(2, 3, 0), (1, 4, 0)]
+    eventually(lambda: twos.extend(two.ask(1, 3 - len(twos), version=0)) or len(twos) == 3)
+    eventually(lambda: ones.extend(one.ask(0, 1, version=0)) or len(ones) == 5)
+    assert indices(twos) == [4, 5, 6] and asks[2:] == [(2, 3, 0), (1, 1, 0)]
 
 
 def test_every_trainer_rank_takes_its_own_lane_of_what_the_leader_took(desks):
@@ -352,12 +345,11 @@ def test_every_trainer_rank_takes_its_own_lane_of_what_the_leader_took(desks):
 
 def test_an_order_to_end_goes_to_the_generator_that_was_granted_the_ticket_after_its_grant(desks):
     (leader, idle, generator), _ = desks(count=3, desk={"truncate": True}, groups_per_step=1, overcommit=1)
-    generator.ask(1, 2, version=0)
-    granted = []
+    granted = generator.ask(1, 2, version=0)
     eventually(lambda: granted.extend(generator.granted()) or len(granted) == 2)
     leader.finish([1])
     assert leader.take(0) == [1]
-    idle.ask(0, 1, version=1)
+    granted += idle.ask(0, 1, version=1)
     eventually(lambda: granted.extend(idle.granted()) or len(granted) == 3)
     leader.finish([2])
     assert leader.take(1) is None
@@ -367,8 +359,7 @@ def test_an_order_to_end_goes_to_the_generator_that_was_granted_the_ticket_after
 def test_what_a_resumed_run_goes_on_with_is_ended_at_its_deadline_like_any_other(desks):
     how = {"count": 2, "groups_per_step": 2, "resume_in_work": True}
     (first, generator), _ = desks(**how)
-    generator.ask(0, 4, version=0)
-    granted = []
+    granted = generator.ask(0, 4, version=0)
     eventually(lambda: granted.extend(generator.granted()) or len(granted) == 4)
     state = json.loads(json.dumps(first.state_dict()))
     (leader, generator), _ = desks(**how, desk={"truncate": True, "straggler_factor": 5.0})
@@ -378,8 +369,8 @@ def test_what_a_resumed_run_goes_on_with_is_ended_at_its_deadline_like_any_other
     generator.go_on([0, 1, 2, 3])
     leader.finish([0, 1])
     assert leader.take(0) == [0, 1]
-    generator.ask(0, 2, version=1)
-    eventually(generator.granted)
+    newer = generator.ask(0, 2, version=1)
+    eventually(lambda: newer.extend(generator.granted()) or len(newer) == 2)
     leader.finish([4, 5])
     assert leader.take(1) is None
     assert sorted(eventually(generator.to_truncate)) == [2, 3]

@@ -67,10 +67,14 @@ class Run:
         self.finished = self.ledger.reconcile(sorted(buffered))
         assert self.finished == kept & buffered and set(self.working) <= in_work
         if same:
-            assert kept == set(deadlines) and set(self.working) == in_work, "what obeyed the rules does so still"
+            assert kept == set(deadlines) and set(self.working) == in_work, (
+                "what obeyed the rules does so still"
+            )
         for ticket in set(deadlines) - kept:
             beside = [deadlines[t] for t in kept if t % lanes == ticket % lanes]
-            assert not in_time([*beside, deadlines[ticket]], self.ledger.step, B // lanes), "one more could have been kept"
+            assert not in_time([*beside, deadlines[ticket]], self.ledger.step, B // lanes), (
+                "one more could have been kept"
+            )
 
     def go_on(self, steps):
         """With the newest weights everywhere, and with all work ending: steps must follow."""
@@ -85,12 +89,15 @@ class Run:
                 pass
             if self.ledger.step == target:
                 return
-        raise AssertionError(f"step {self.ledger.step} can never be taken; its ledger: {self.ledger.state_dict()}")
+        raise AssertionError(
+            f"step {self.ledger.step} can never be taken; its ledger: {self.ledger.state_dict()}"
+        )
 
 
 # Several moves of a kind make it likelier: half of them are asks and ends, and a step needs four of those.
 MOVES = st.tuples(
-    st.sampled_from(["ask", "ask", "finish", "finish", "finish", "take", "take", "swap", "resume"]), st.integers(0, 10**6)
+    st.sampled_from(["ask", "ask", "finish", "finish", "finish", "take", "take", "swap", "resume"]),
+    st.integers(0, 10**6),
 )
 
 
@@ -104,7 +111,9 @@ MOVES = st.tuples(
 def test_after_every_resume_on_any_numbers_of_ranks_the_next_step_can_be_taken_each_ticket_once_and_in_time(
     max_lag, overcommit, truncate, moves
 ):
-    run = Run(max_lag, overcommit if max_lag else 0, truncate and max_lag > 0, lanes=1, generators=2)
+    run = Run(
+        max_lag, overcommit if max_lag else 0, truncate and max_lag > 0, lanes=1, generators=2
+    )
     for move, number in moves:
         one, more = divmod(number, 97)
         if move == "ask":
@@ -131,7 +140,9 @@ def test_after_every_resume_on_any_numbers_of_ranks_the_next_step_can_be_taken_e
 
 def test_of_more_groups_than_a_lane_can_train_on_in_time_the_rest_starts_again():
     def make(lanes):
-        return TicketLedger(groups_per_step=4, max_lag=1, overcommit=4, num_lanes=lanes, resume_in_work=True)
+        return TicketLedger(
+            groups_per_step=4, max_lag=1, overcommit=4, num_lanes=lanes, resume_in_work=True
+        )
 
     state = make(1).state_dict() | {
         "step": 13,
@@ -142,8 +153,18 @@ def test_of_more_groups_than_a_lane_can_train_on_in_time_the_rest_starts_again()
     }
     alone, two = make(1), make(2)
     assert alone.load_state_dict(state, {56, 58}) == [] and alone.in_work() == {56, 58}
-    assert two.load_state_dict(state, {56, 58}) == [55], "51, 53 and 55 are due now, of one lane, which trains on two a step"
-    assert two.in_work() == {56, 58} and [d for _, d in two.state_dict()["finished"]] == [13, 13, 13, 14, 14]
+    assert two.load_state_dict(state, {56, 58}) == [55], (
+        "51, 53 and 55 are due now, of one lane, which trains on two a step"
+    )
+    assert two.in_work() == {56, 58} and [d for _, d in two.state_dict()["finished"]] == [
+        13,
+        13,
+        13,
+        14,
+        14,
+    ]
     two.finish([56])
     assert two.take(13) == [54, 56, 51, 53]
-    assert [t.index for t in two.start(100, 14)] == [50, 52, 55, 60, 61], "what starts again comes before what is new"
+    assert [t.index for t in two.start(100, 14)] == [50, 52, 55, 60, 61], (
+        "what starts again comes before what is new"
+    )
