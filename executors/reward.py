@@ -1,7 +1,7 @@
 """RuleReward: completions in, whole groups with rewards out. The rule is a plain function in worker processes.
 
     completions --decode--> pool --outcome--> ScoredCompletion --group is whole--> Group --> "scored"
-    evaluations --decode--> pool --outcome--> Evaluations --a version has all--> metrics "eval/accuracy", ...
+    evaluations --decode--> pool --outcome--> Evaluations --a version has all--> metrics "eval/reward", ...
 
 It keeps no state: a score is a function of its completion, and what was not trained on comes again on resume.
 """

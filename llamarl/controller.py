@@ -62,7 +62,7 @@ class RunSettings:
     heartbeat_timeout_s: float
     stop_s: float  # from a stop request to the sealed checkpoint
     offload: tuple[str, ...] = ()  # executors that take turns on the device that they share
-    target_accuracy: float | None = None  # end once the evaluation reaches it
+    eval_target: float | None = None  # end once the evaluation's mean reward reaches it
     trace: bool = True
     truncate: bool = False  # end stragglers at their deadline, rather than wait
     straggler_factor: float = 5.0  # a ticket that takes so many times the median is named in the log
@@ -306,12 +306,12 @@ class ExecutorController:
 
     def _check_target(self) -> None:
         """On the leader: ask to stop once the evaluation has reached the target."""
-        target = self.settings.target_accuracy
-        if not (target and self.control.is_leader) or self.control.stopping:
+        target = self.settings.eval_target
+        if target is None or not self.control.is_leader or self.control.stopping:
             return
-        accuracy = self.metrics.writer.accuracy
-        if accuracy is not None and accuracy >= target:
-            self.control.request_stop(f"eval/accuracy {accuracy:.1%} reached eval.target")
+        reward = self.metrics.writer.evaluated
+        if reward is not None and reward >= target:
+            self.control.request_stop(f"eval/reward {reward:.4g} reached eval.target")
 
     def _is_over(self) -> bool:
         """On the leader: the trainer has made its last snapshot, and no row is awaited that can still come."""

@@ -1,7 +1,7 @@
 """Evaluation: each held-out prompt is answered greedily and, k times, as in training; what the answers come to.
 
 prompt j --submit--> engine --numbered--> Completion j/0 (greedy), j/1 .. j/k (sampled) --score--> Evaluations
-Evaluations --finished--> eval/accuracy, eval/length_mean, eval/pass_at_1_sampled, eval/pass_at_k
+Evaluations --finished--> eval/reward (and eval/accuracy), eval/length_mean, eval/pass_at_1_sampled, eval/pass_at_k
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Evaluations:
 
     def __init__(self, num_prompts: int, num_samples: int = 0):
         self._num_prompts, self._num_samples = num_prompts, num_samples
+        self._is_graded = False  # a score other than 0 and 1 was seen: their mean is no accuracy
         # version -> (prompt, sample_index) -> outcome, tokens
         self._scores: dict[int, dict[tuple[int, int], tuple[Outcome, int]]] = {}
 
@@ -66,6 +67,7 @@ class Evaluations:
     def add(self, completion: Completion, outcome: Outcome) -> None:
         if not completion.token_ids.numel():
             return  # aborted before its first token: no version sampled it, and its evaluation was given up
+        self._is_graded |= score_of(outcome) not in (0.0, 1.0)
         scores = self._scores.setdefault(int(completion.policy_versions[0]), {})
         scores[completion.ticket, completion.sample_index] = outcome, completion.token_ids.numel()
 
@@ -77,11 +79,14 @@ class Evaluations:
     def _metrics(self, scores: dict[tuple[int, int], tuple[Outcome, int]]) -> dict[str, float]:
         n, k = self._num_prompts, self._num_samples
         greedy = [scores[j, 0] for j in range(n)]
+        reward = sum(score_of(outcome) for outcome, _ in greedy) / n
         metrics = {
-            "eval/accuracy": sum(score_of(outcome) for outcome, _ in greedy) / n,
+            "eval/reward": reward,
             "eval/errors": sum(outcome.kind == "error" for outcome, _ in scores.values()),
             "eval/length_mean": sum(length for _, length in greedy) / n,
         }
+        if not self._is_graded:
+            metrics["eval/accuracy"] = reward
         if k:
             sampled = [[score_of(scores[j, i][0]) for i in range(1, k + 1)] for j in range(n)]
             metrics["eval/pass_at_1_sampled"] = sum(pass_at_k(s, 1) for s in sampled) / n

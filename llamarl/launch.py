@@ -151,7 +151,7 @@ class Job:
             c.heartbeat_timeout_s,
             c.stop_s,
             offload=tuple(c.placement.colocate or ()) if c.offload else (),
-            target_accuracy=c.eval.target,
+            eval_target=c.eval.target,
             trace=c.metrics.trace,
             truncate=c.on_deadline == "truncate",
             straggler_factor=c.straggler_factor,

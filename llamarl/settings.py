@@ -161,7 +161,7 @@ class EvalSettings:
     every: Natural
     num_prompts: Natural
     num_samples: Natural
-    target: Annotated[float, Range(0, 1, open=True)] | None
+    target: float | None
 
 
 @dataclass(frozen=True, slots=True)

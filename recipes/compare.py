@@ -22,7 +22,7 @@ from llamarl.observe.compare_plots import draw_pareto, draw_progress, save
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("directories", nargs="+", metavar="RUN_DIR", help="of a run, or of a sweep's runs")
-    parser.add_argument("--y", help="column of metrics.jsonl; default: eval/accuracy where all runs have it, else reward/mean")
+    parser.add_argument("--y", help="column of metrics.jsonl; default: eval/reward where all runs have it, else reward/mean")
     parser.add_argument("--x", help=f"column of the pareto plot; default: {KL}, for the runs that have it")
     parser.add_argument("--target", type=float, help="value of --y to reach; default: the greatest that every run reached")
     parser.add_argument("--out", type=Path, default=Path("comparison"), help="directory of the plots (default: comparison)")

@@ -115,10 +115,13 @@ def report(config: Config, completions: list[Completion], outcomes: list[Outcome
             scores.setdefault(c.ticket, []).append(evaluation.score_of(outcome))
     ((_, metrics),) = book.finished()
     length = metrics["eval/length_mean"]
-    lines = [f"greedy   pass@1 {metrics['eval/accuracy']:.2%} of {num_prompts} held-out prompts, {length:.1f} tokens mean length"]
+    passes = "eval/accuracy" in metrics  # all scores are 0 or 1
+    greedy = f"pass@1 {metrics['eval/reward']:.2%}" if passes else f"reward {metrics['eval/reward']:.4g}"
+    lines = [f"greedy   {greedy} of {num_prompts} held-out prompts, {length:.1f} tokens mean length"]
     if k:
         draws = sorted({k, *(1 << i for i in range(k.bit_length()))})
-        passed = [f"pass@{n} {sum(evaluation.pass_at_k(s, n) for s in scores.values()) / num_prompts:.2%}" for n in draws]
+        best = {n: sum(evaluation.pass_at_k(s, n) for s in scores.values()) / num_prompts for n in draws}
+        passed = [f"pass@{n} {value:.2%}" if passes else f"best of {n} {value:.4g}" for n, value in best.items()]
         lengths = [c.token_ids.numel() for c in completions if c.sample_index]
         mean = sum(lengths) / len(lengths)
         lines.append(

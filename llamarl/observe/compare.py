@@ -160,7 +160,7 @@ def _rank(value: str) -> tuple[float, str]:
 
 
 def default_y(runs: Sequence[Run]) -> str:
-    """Accuracy on held-out prompts where every run has it, else the reward of what was sampled."""
+    """The reward (or accuracy) of held-out prompts where every run has it, else the reward of what was sampled."""
     return EVALUATED if all(run.has(EVALUATED) for run in runs) else REWARD
 
 

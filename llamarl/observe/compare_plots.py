@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 STYLES = ("-", "--", ":", "-.")  # a further one each time that the colours begin anew
 TITLES = {
-    "eval/accuracy": "accuracy, held-out prompts", "reward/mean": "reward of a step's completions",
+    "eval/accuracy": "accuracy, held-out prompts", "eval/reward": "reward, held-out prompts",
+    "reward/mean": "reward of a step's completions",
     SECONDS: "seconds", STEP: "step", "kl/ref": "KL to the reference, nats a token",
 }  # fmt: skip
 LEGEND_WIDTH = 110  # characters that fit one row of a legend

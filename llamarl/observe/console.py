@@ -15,7 +15,7 @@ IDLE_HIGH = 0.25  # an idle share above this is worth a colour
 CELLS = (
     ("step", 9, "step"),
     ("reward", 7, "reward"),
-    ("acc", 6, "accuracy"),
+    ("eval", 6, "held-out"),
     ("lag", 7, "lag"),
     ("loss", 9, "loss"),
     ("grad", 7, "grad"),
@@ -40,7 +40,7 @@ class Console:
     def write(self, row: dict[str, float | None]) -> None:
         cells = format_cells(row, self.max_steps)
         if self._rich is None:
-            words = [f"{word} {cell}" for (_, _, word), cell in zip(CELLS, cells, strict=True) if cell]
+            words = [f"{word} {cell}" for word, cell in zip(words_of(row), cells, strict=True) if cell]
             print("  ".join(words), file=self.stream, flush=True)
             return
         if self._num_lines % HEADER_EVERY == 0:
@@ -66,7 +66,7 @@ def format_cells(row: dict[str, float | None], max_steps: int | None) -> list[st
     return [
         f"{row['step']}" + (f"/{max_steps}" if max_steps else ""),
         cell("reward/mean", ".3f"),
-        cell("eval/accuracy", ".1%"),
+        cell("eval/accuracy", ".1%") or cell("eval/reward", ".3f"),
         pair(cell("lag/mean", ".1f"), cell("lag/max", ".0f")),
         cell("loss/value", ".4f"),
         cell("grad_norm", ".3g"),
@@ -74,6 +74,12 @@ def format_cells(row: dict[str, float | None], max_steps: int | None) -> list[st
         pair(cell("generator/idle_fraction", ".0%"), cell("trainer/idle_fraction", ".0%")),
         cell("time/step_s", ".3g"),
     ]
+
+
+def words_of(row: dict[str, float | None]) -> list[str]:
+    """What the cells are called in a plain line: an evaluation is an accuracy where all scores are 0 or 1."""
+    is_accuracy = row.get("eval/accuracy") is not None
+    return ["accuracy" if header == "eval" and is_accuracy else word for header, _, word in CELLS]
 
 
 def short_count(value: float) -> str:
@@ -88,7 +94,7 @@ def _styled(row: dict[str, float | None], cells: list[str]) -> "Text":
     from rich.text import Text
 
     idle = max(row.get("generator/idle_fraction") or 0, row.get("trainer/idle_fraction") or 0)
-    styles = {"reward": "bold", "acc": "bold green", "idle g/t": "yellow" if idle > IDLE_HIGH else ""}
+    styles = {"reward": "bold", "eval": "bold green", "idle g/t": "yellow" if idle > IDLE_HIGH else ""}
     line = Text()
     for (header, width, _), cell in zip(CELLS, cells, strict=True):
         line.append(f"{cell:>{width}}", style=styles.get(header, ""))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llamarl.observe.rates import Idle
-from llamarl.observe.rows import EVALUATED, FILE_NAME, Row
+from llamarl.observe.rows import ACCURACY, EVALUATED, FILE_NAME, Row
 from llamarl.observe.sinks import read_rows
 
 if TYPE_CHECKING:
@@ -46,10 +46,9 @@ class Panel:
 PANELS = (
     Panel("Reward", (("reward/mean", "mean"), ("reward/std", "std")), "Over a step's completions.", from_zero=False),
     Panel(
-        "Evaluation accuracy",
+        "Evaluation",
         ((EVALUATED, "greedy"), ("eval/pass_at_1_sampled", "sampled"), ("eval/pass_at_k", "best of eval.num_samples")),
-        "Of held-out prompts.",
-        percent=True,
+        "Mean reward over held-out prompts.",
         smooth=False,
         from_zero=False,
     ),
@@ -147,18 +146,25 @@ def facts(rows: list[Row]) -> list[tuple[str, str]]:
     def fact(name: str, column: str, reduce, spec: str) -> list[tuple[str, str]]:
         return [(name, format(reduce(columns[column]), spec))] if columns.get(column) else []
 
-    accuracy = columns.get(EVALUATED)
+    evaluated = columns.get(EVALUATED, [])
+    accuracy = columns.get(ACCURACY, [])
+    held_out = []
+    if evaluated and len(accuracy) == len(evaluated):
+        held_out = [("accuracy", f"{accuracy[0]:.1%} → {accuracy[-1]:.1%}")]
+    elif evaluated:
+        held_out = [("reward, held-out prompts", f"{evaluated[0]:.4g} → {evaluated[-1]:.4g}")]
     return [
         ("steps", str(rows[-1]["step"])),
         *fact("wall time, s", "time/wall_s", max, ".1f"),
-        *([("accuracy", f"{accuracy[0]:.1%} → {accuracy[-1]:.1%}")] if accuracy else []),
+        *held_out,
         *fact("s a step, median", "time/step_s", statistics.median, ".3g"),
         *fact("generated tokens/s, median", "generator/tokens_per_s", statistics.median, ",.0f"),
         *fact("lag, mean", "lag/mean", statistics.fmean, ".2f"),
         *fact("lag, max", "lag/max", max, ".0f"),
         *fact("raw ratio, max", "ratio/max", max, ".3g"),
         *fact("capped tokens", "ratio/capped_fraction", statistics.fmean, ".2%"),
-        *fact("padding", "packing/padding_fraction", statistics.fmean, ".1%"),
+        *fact("padding computed", "packing/padding_fraction", statistics.fmean, ".1%"),
+        *fact("microbatch budget unused", "packing/unused_budget_fraction", statistics.fmean, ".1%"),
         *fact("reward errors, worst step", "reward/error_rate", max, ".1%"),
         *fact("weights a publish, MB", "weights/bytes", lambda values: statistics.median(values) / 1e6, ".1f"),
         *fact("trainer − generator logprobs, max", "parity/logprob_diff_max", max, ".2g"),

@@ -4,7 +4,7 @@ Reports for one step come from several ranks and at different times; the evaluat
 A row is *whole*, and is written once all rows before it are, when it has
 
     loss/value       the trainer's part (step 0, the untrained policy, has none), and
-    eval/accuracy    if an evaluation of this step is due.
+    eval/reward      if an evaluation of this step is due.
 
 The trainer's report is also the moment at which the row's rates are taken from the counters of all ranks. Rows are
 never rewritten, except that a resumed run first cuts the file back to its checkpoint: with that, the file of a killed
@@ -25,16 +25,18 @@ from llamarl.observe.rates import Idle, RateMeter, idle_shares
 from llamarl.observe.sinks import Jsonl, Sink
 
 TRAINED = "loss/value"
-EVALUATED = "eval/accuracy"
+EVALUATED = "eval/reward"
+ACCURACY = "eval/accuracy"  # the same, of an evaluation whose scores are all 0 or 1
 FILE_NAME = "metrics.jsonl"
 
 # The order of columns in a row; names that are not here follow in alphabetical order.
 COLUMNS = (
-    "step policy_version reward/mean reward/std reward/error_rate eval/accuracy eval/pass_at_1_sampled eval/pass_at_k "
+    "step policy_version reward/mean reward/std reward/error_rate eval/reward eval/accuracy eval/pass_at_1_sampled eval/pass_at_k "
     "loss/value grad_norm entropy kl/ref "
     "ratio/mean ratio/max ratio/capped_fraction lag/mean lag/max tokens/trained tokens/generated "
     "tokens/deadline_truncated completion/length_mean completion/truncated_fraction completion/deadline_truncated_fraction "
-    "tickets/overcommit packing/padding_fraction parity/logprob_diff_max parity/canary_diff_max "
+    "tickets/overcommit packing/padding_fraction packing/unused_budget_fraction "
+    "parity/logprob_diff_max parity/canary_diff_max "
     "time/wall_s time/evaluated_s time/step_s time/wait_for_data_s generator/tokens_per_s generator/idle_fraction trainer/idle_fraction "
     "weights/publish_stall_s weights/swap_stall_s weights/bytes"
 ).split()
@@ -57,16 +59,19 @@ class Summary:
 
     run_dir: Path
     num_steps: int
-    accuracy_before: float | None
-    accuracy_after: float | None
+    before: float | None  # of held-out prompts: the first evaluation's mean reward
+    after: float | None  # the last one's
+    is_accuracy: bool  # whether all scores were 0 or 1
     tokens_per_s: float | None  # sampled, over the whole wall time
     wall_s: float
     idle: tuple[Idle, ...]
 
     def __str__(self) -> str:
         lines = [f"{self.num_steps} steps in {self.wall_s:.1f} s"]
-        if self.accuracy_after is not None:
-            lines.append(f"accuracy   {self.accuracy_before:.1%} -> {self.accuracy_after:.1%}")
+        if self.after is not None and self.is_accuracy:
+            lines.append(f"accuracy   {self.before:.1%} -> {self.after:.1%}")
+        elif self.after is not None:
+            lines.append(f"held out   reward {self.before:.4g} -> {self.after:.4g}")
         if self.tokens_per_s is not None:
             lines.append(f"generated  {self.tokens_per_s:,.0f} tokens/s")
         for idle in self.idle:
@@ -97,7 +102,7 @@ class RowWriter:
         self.sinks, self.eval_due, self.next_row, self.clock = sinks, eval_due, first_step, clock
         self.file = Jsonl(self.run_dir / FILE_NAME)
         self.last_trained = first_step - 1  # newest step that the trainer has reported
-        self.accuracy: float | None = None  # of the newest evaluation
+        self.evaluated: float | None = None  # the mean reward of the newest evaluation
         self._pending: dict[int, Row] = {}
         self._abandoned: set[int] = set()
         self._resumed_at = -1
@@ -139,7 +144,8 @@ class RowWriter:
         elif step == 0 and EVALUATED in values:
             row["time/wall_s"] = self.wall_s
         if values.get(EVALUATED) is not None:
-            self.accuracy, row["time/evaluated_s"] = values[EVALUATED], self.wall_s
+            self.evaluated = values[EVALUATED]
+            row["time/evaluated_s"] = self.wall_s
 
     def flush(self) -> None:
         """Write every row that is whole and whose predecessors are written."""
@@ -198,14 +204,15 @@ class RowWriter:
     def summary(self) -> Summary:
         """Before and after, speed and idleness of the whole run, resumed parts included."""
         rows = self.file.read()
-        accuracies = [row[EVALUATED] for row in rows if row.get(EVALUATED) is not None] or [None]
+        evaluated = [row for row in rows if row.get(EVALUATED) is not None]
         counters, wall_s = self.counters(), self.wall_s
         tokens = counters.get("generator/tokens")
         return Summary(
             run_dir=self.run_dir,
             num_steps=rows[-1]["step"] if rows else 0,
-            accuracy_before=accuracies[0],
-            accuracy_after=accuracies[-1],
+            before=evaluated[0][EVALUATED] if evaluated else None,
+            after=evaluated[-1][EVALUATED] if evaluated else None,
+            is_accuracy=all(row.get(ACCURACY) is not None for row in evaluated),
             tokens_per_s=tokens / wall_s if tokens is not None and wall_s > 0 else None,
             wall_s=wall_s,
             idle=tuple(idle_shares(counters)),

@@ -167,10 +167,11 @@ def test_accuracy_is_reported_once_a_version_and_counts_what_is_no_score_as_wron
     feed.append(completion(1, 0, "right", version=4))
     assert settle(executor) == []
     (step, values), = executor.metrics.reports  # fmt: skip
-    assert step == 4 and values == {"eval/accuracy": pytest.approx(2 / 3), "eval/errors": 1, "eval/length_mean": 1.0}
+    right = pytest.approx(2 / 3)
+    assert step == 4 and values == {"eval/reward": right, "eval/accuracy": right, "eval/errors": 1, "eval/length_mean": 1.0}
     feed.extend([completion(1, 0, "right", version=5), completion(2, 0, "right", version=5)])
     settle(executor)
-    assert executor.metrics.reports[1:] == [(5, {"eval/accuracy": 1.0, "eval/errors": 0, "eval/length_mean": 1.0})]
+    assert executor.metrics.reports[1:] == [(5, {"eval/reward": 1.0, "eval/accuracy": 1.0, "eval/errors": 0, "eval/length_mean": 1.0})]
 
 
 def test_sampled_answers_are_reported_with_the_greedy_ones(build):

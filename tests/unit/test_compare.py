@@ -12,7 +12,7 @@ from llamarl.observe.compare import band, load_runs, mean_path, measure, path, r
 from llamarl.observe.compare_plots import looks
 from tests.launching import ROOT
 
-ACCURACY = "eval/accuracy"
+ACCURACY = "eval/reward"
 EXACT = 1e-12
 
 
@@ -46,11 +46,11 @@ def three(make):
     """lr=1: seeds 0 and 1, the second twice as slow; lr=2, which gets nowhere."""
     return [
         make("a", "lr=1", "seed=0", wall_s=[0, 10, 20, 30, 40],
-             eval__accuracy=[0.1, 0.3, 0.5, 0.7, 0.6], kl__ref=[None, 0.1, 0.2, 0.3, 0.4]),
+             eval__reward=[0.1, 0.3, 0.5, 0.7, 0.6], kl__ref=[None, 0.1, 0.2, 0.3, 0.4]),
         make("b", "lr=1", "seed=1", wall_s=[0, 20, 40, 60, 80],
-             eval__accuracy=[0.1, 0.5, 0.5, 0.9, 0.9], kl__ref=[None, 0.3, 0.2, 0.5, 0.6]),
+             eval__reward=[0.1, 0.5, 0.5, 0.9, 0.9], kl__ref=[None, 0.3, 0.2, 0.5, 0.6]),
         make("c", "lr=2", "seed=0", wall_s=[0, 5, 10, 15, 20],
-             eval__accuracy=[0.1, 0.2, 0.3, 0.4, 0.3], kl__ref=[None, 0.1, 0.1, 0.1, 0.1]),
+             eval__reward=[0.1, 0.2, 0.3, 0.4, 0.3], kl__ref=[None, 0.1, 0.1, 0.1, 0.1]),
     ]  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def test_many_noisy_rows_are_smoothed_in_plots_but_not_in_figures(make):
 
 
 def test_labels_tell_the_losses_and_what_follows_from_them_is_left_out(make):
-    options = {"wall_s": [0, 1], "eval__accuracy": [0, 1]}
+    options = {"wall_s": [0, 1], "eval__reward": [0, 1]}
     for i, loss in enumerate(("ppo", "aipo")):
         for lag in (0, 4):
             make(f"sweep/{i}{lag}", f"loss={loss}", f"max_lag={lag}", "threads=1", "checkpoint.every=7", **options)
@@ -125,7 +125,7 @@ def test_labels_tell_the_losses_and_what_follows_from_them_is_left_out(make):
 
 
 def test_numbers_are_sorted_as_numbers_and_shaded(make):
-    folders = [make(str(n), f"groups_per_step={n}", wall_s=[0], eval__accuracy=[1]) for n in (16, 2, 128)]
+    folders = [make(str(n), f"groups_per_step={n}", wall_s=[0], eval__reward=[1]) for n in (16, 2, 128)]
     variants, _ = variants_of(load_runs(folders))
     assert [variant.label for variant in variants] == ["groups_per_step 2", "groups_per_step 16", "groups_per_step 128"]
     assert len({colour for colour, _ in looks(variants)}) == 3
@@ -147,7 +147,7 @@ def test_the_recipe_prints_a_table_and_writes_the_plots(recipe, three, tmp_path,
 
 
 def test_runs_without_kl_are_named_and_not_in_the_pareto_plot(recipe, make, tmp_path, capsys):
-    folder = make("plain", wall_s=[0, 1], eval__accuracy=[0.5, 0.6])
+    folder = make("plain", wall_s=[0, 1], eval__reward=[0.5, 0.6])
     out = tmp_path / "plots"
     assert recipe.main([str(folder), "--out", str(out)]) == 0
     assert "plain: no kl/ref, so not in the pareto plot; record it with reference=frozen" in capsys.readouterr().err
@@ -157,15 +157,15 @@ def test_runs_without_kl_are_named_and_not_in_the_pareto_plot(recipe, make, tmp_
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["{run}", "--y", "eval/acuracy"], "no values of eval/acuracy; did you mean eval/accuracy?"),
+        (["{run}", "--y", "eval/rewrd"], "no values of eval/rewrd; did you mean eval/reward?"),
         (["{run}", "--x", "kl/ref"], "no values of kl/ref; record it with reference=frozen"),
-        (["{run}", "--x", "reward/mean"], "no row has all of reward/mean, eval/accuracy"),
+        (["{run}", "--x", "reward/mean"], "no row has all of reward/mean, eval/reward"),
         (["{empty}"], "no metrics.jsonl in it or in a directory of it; give run directories, or a sweep's"),
         (["{run}", "{run}/nowhere"], "nowhere: no metrics.jsonl"),
     ],
 )
 def test_what_cannot_be_compared_is_said_and_nothing_is_written(recipe, make, tmp_path, capsys, words, message):
-    run = make("run", wall_s=[0, 1], eval__accuracy=[0.5, None], reward__mean=[None, 0.3])
+    run = make("run", wall_s=[0, 1], eval__reward=[0.5, None], reward__mean=[None, 0.3])
     (tmp_path / "empty").mkdir()
     words = [word.format(run=run, empty=tmp_path / "empty") for word in words]
     assert recipe.main([*words, "--out", str(tmp_path / "plots")]) == 2

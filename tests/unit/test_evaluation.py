@@ -64,8 +64,25 @@ def test_a_version_is_whole_with_every_sample_of_every_prompt():
     ((version, values),) = book.finished()
     assert version == 3 and book.finished() == [] and book.missing() is None
     assert values == {
-        "eval/accuracy": 0.5, "eval/errors": 1, "eval/length_mean": 2.0, "eval/pass_at_1_sampled": 0.25, "eval/pass_at_k": 0.5,
-    }  # fmt: skip
+        "eval/reward": 0.5,
+        "eval/accuracy": 0.5,
+        "eval/errors": 1,
+        "eval/length_mean": 2.0,
+        "eval/pass_at_1_sampled": 0.25,
+        "eval/pass_at_k": 0.5,
+    }
+
+
+@pytest.mark.parametrize("score", [0.5, -1.0, 7.0])
+def test_the_mean_of_scores_other_than_0_and_1_is_no_accuracy_and_stays_none(score):
+    book = Evaluations(num_prompts=2)
+    rows = []
+    for version, scores in enumerate([(0.0, 1.0), (score, 1.0), (0.0, 0.0)]):
+        for prompt, value in enumerate(scores):
+            book.add(completion(prompt, 0, version=version), scored(value))
+        ((_, values),) = book.finished()
+        rows.append((values["eval/reward"], values.get("eval/accuracy")))
+    assert rows == [(0.5, 0.5), ((score + 1) / 2, None), (0.0, None)]
 
 
 def test_a_directory_of_transformers_is_taken_as_it_is():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from llamarl.observe import Console, Metrics, RowWriter, Trace, build_sinks, is_timing
 from llamarl.observe.rates import RateMeter, idle_shares
 from llamarl.observe.report import main as report_main
-from llamarl.observe.report import moving_mean, write_report
+from llamarl.observe.report import facts, moving_mean, write_report
 from llamarl.observe.rows import COLUMNS
 from llamarl.observe.sinks import Jsonl, TensorBoard, WandB, read_rows
 from llamarl.observe.trace import merge
@@ -83,43 +83,43 @@ def test_reports_of_several_ranks_and_executors_merge_into_one_row(tmp_path):
     world = defaultdict(list)
     leader = metrics_of(writer_in(tmp_path), world=world, rank=1, leader=1)
     trainer, generator = (metrics_of(None, world=world, rank=rank, leader=1) for rank in (0, 2))
-    leader.report(0, {"eval/accuracy": 0.25})
+    leader.report(0, {"eval/reward": 0.25})
     generator.report(1, {"parity/logprob_diff_max": 1e-6})
     generator.pump()
     trainer.report(1, {"loss/value": 0.5, "lag/max": 2})
     trainer.pump()
     leader.pump()
     baseline, row = read_rows(tmp_path / "metrics.jsonl")
-    assert baseline["step"] == baseline["policy_version"] == 0 and baseline["eval/accuracy"] == 0.25
+    assert baseline["step"] == baseline["policy_version"] == 0 and baseline["eval/reward"] == 0.25
     assert (row["step"], row["loss/value"], row["lag/max"], row["parity/logprob_diff_max"]) == (1, 0.5, 2, 1e-6)
 
 
 def test_a_row_waits_for_its_evaluation_and_holds_back_later_rows(tmp_path):
     kept = Kept()
     writer = writer_in(tmp_path, every=2, sinks=[kept])
-    writer.ingest(0, {"eval/accuracy": 0.1})
+    writer.ingest(0, {"eval/reward": 0.1})
     for step in (1, 2, 3):
         writer.ingest(step, {"loss/value": 0.0})
     writer.flush()
     assert [row["step"] for row in kept.rows] == [0, 1]
     assert writer.is_complete(1) and not writer.is_complete(3), "the evaluation of step 2 is still to come"
-    writer.ingest(2, {"eval/accuracy": 0.2})
+    writer.ingest(2, {"eval/reward": 0.2})
     assert writer.is_complete(3) and not writer.is_complete(4), "step 4 is not trained yet"
     writer.flush()
     assert [row["step"] for row in kept.rows] == [0, 1, 2, 3]
-    assert kept.rows[2]["eval/accuracy"] == 0.2 and "eval/accuracy" not in kept.rows[3]
+    assert kept.rows[2]["eval/reward"] == 0.2 and "eval/reward" not in kept.rows[3]
 
 
 def test_a_row_reaches_the_file_at_once(tmp_path):
     writer = writer_in(tmp_path)
-    writer.ingest(0, {"eval/accuracy": 0.1})
+    writer.ingest(0, {"eval/reward": 0.1})
     writer.flush()
     assert steps_in(tmp_path) == [0], "not flushed: a kill would lose the row"
 
 
 def test_an_abandoned_evaluation_frees_its_row_and_is_warned_of(tmp_path, caplog):
     writer = writer_in(tmp_path, every=2)
-    writer.ingest(0, {"eval/accuracy": 0.1})
+    writer.ingest(0, {"eval/reward": 0.1})
     for step in (1, 2, 3):
         writer.ingest(step, {"loss/value": 0.0})
     writer.abandon_eval(2)
@@ -139,7 +139,7 @@ def test_without_a_baseline_evaluation_there_is_no_row_0(tmp_path):
 def test_close_writes_rows_that_lack_only_an_evaluation_and_closes_the_sinks(tmp_path, caplog):
     kept = Kept()
     writer = writer_in(tmp_path, every=2, sinks=[kept])
-    writer.ingest(0, {"eval/accuracy": 0.1})
+    writer.ingest(0, {"eval/reward": 0.1})
     for step in (1, 2):
         writer.ingest(step, {"loss/value": 0.0})
     writer.ingest(3, {"reward/mean": 0.0})
@@ -149,7 +149,7 @@ def test_close_writes_rows_that_lack_only_an_evaluation_and_closes_the_sinks(tmp
 
 def test_a_row_whose_trainer_report_was_lost_does_not_block_the_run(tmp_path, caplog):
     writer = writer_in(tmp_path)
-    writer.ingest(0, {"eval/accuracy": 0.1})
+    writer.ingest(0, {"eval/reward": 0.1})
     writer.ingest(1, {"reward/mean": 0.5})
     writer.ingest(2, {"loss/value": 0.0})
     writer.flush()
@@ -158,19 +158,19 @@ def test_a_row_whose_trainer_report_was_lost_does_not_block_the_run(tmp_path, ca
 
 def test_a_report_for_a_written_row_is_dropped_with_a_warning(tmp_path, caplog):
     writer = writer_in(tmp_path)
-    writer.ingest(0, {"eval/accuracy": 0.1})
+    writer.ingest(0, {"eval/reward": 0.1})
     writer.flush()
-    writer.ingest(0, {"eval/accuracy": 0.9})
+    writer.ingest(0, {"eval/reward": 0.9})
     writer.flush()
-    assert steps_in(tmp_path) == [0] and "eval/accuracy for step 0 dropped" in caplog.text
+    assert steps_in(tmp_path) == [0] and "eval/reward for step 0 dropped" in caplog.text
 
 
 def test_columns_come_in_reading_order(tmp_path):
     writer = writer_in(tmp_path)
-    writer.ingest(0, {"zebra": 1, "eval/accuracy": 0.1, "apple": 2, "reward/mean": 0.3})
+    writer.ingest(0, {"zebra": 1, "eval/reward": 0.1, "apple": 2, "reward/mean": 0.3})
     writer.flush()
     names = list(read_rows(tmp_path / "metrics.jsonl")[0])
-    assert names == ["step", "policy_version", "reward/mean", "eval/accuracy", "time/wall_s", "time/evaluated_s", "apple", "zebra"]
+    assert names == ["step", "policy_version", "reward/mean", "eval/reward", "time/wall_s", "time/evaluated_s", "apple", "zebra"]
 
 
 @given(data=st.data())
@@ -181,14 +181,14 @@ def test_any_arrival_order_of_evaluations_gives_every_row_once_in_order(tmp_path
     trained = [("loss/value", step) for step in range(1, last + 1)]  # the trainer reports in order
     places = sorted(data.draw(st.lists(st.integers(0, last), min_size=len(evals), max_size=len(evals))), reverse=True)
     for place, step in zip(places, evals, strict=True):
-        trained.insert(place, ("eval/accuracy", step))
+        trained.insert(place, ("eval/reward", step))
     kept = Kept()
     writer = writer_in(tmp_path_factory.mktemp("run"), every=every, sinks=[kept])
     for name, step in trained:
         writer.ingest(step, {name: float(step)})
         writer.flush()
     assert [row["step"] for row in kept.rows] == list(range(last + 1))
-    assert all(row["eval/accuracy"] == row["step"] for row in kept.rows[::every])
+    assert all(row["eval/reward"] == row["step"] for row in kept.rows[::every])
     assert all(row["loss/value"] == row["step"] for row in kept.rows[1:])
 
 
@@ -198,7 +198,7 @@ def test_any_arrival_order_of_evaluations_gives_every_row_once_in_order(tmp_path
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_non_finite_values_become_null_with_one_warning(tmp_path, caplog, bad):
     metrics = metrics_of(writer_in(tmp_path))
-    metrics.report(0, {"eval/accuracy": 0.0})
+    metrics.report(0, {"eval/reward": 0.0})
     for step in (1, 2):
         metrics.report(step, {"loss/value": bad})
     metrics.pump()
@@ -209,18 +209,18 @@ def test_non_finite_values_become_null_with_one_warning(tmp_path, caplog, bad):
 def test_a_null_never_replaces_a_number(tmp_path):
     writer = writer_in(tmp_path)
     for accuracy in (None, 0.5, None):
-        writer.ingest(0, {"eval/accuracy": accuracy})
+        writer.ingest(0, {"eval/reward": accuracy})
     writer.flush()
-    assert read_rows(tmp_path / "metrics.jsonl")[0]["eval/accuracy"] == 0.5
+    assert read_rows(tmp_path / "metrics.jsonl")[0]["eval/reward"] == 0.5
 
 
 def test_tensors_and_integers_are_taken_as_numbers(tmp_path):
     torch = pytest.importorskip("torch")
     metrics = metrics_of(writer_in(tmp_path))
-    metrics.report(0, {"eval/accuracy": torch.tensor(0.5), "lag/max": 2})
+    metrics.report(0, {"eval/reward": torch.tensor(0.5), "lag/max": 2})
     metrics.pump()
     assert '"lag/max": 2' in (tmp_path / "metrics.jsonl").read_text()
-    assert read_rows(tmp_path / "metrics.jsonl")[0]["eval/accuracy"] == 0.5
+    assert read_rows(tmp_path / "metrics.jsonl")[0]["eval/reward"] == 0.5
 
 
 def test_the_writer_belongs_to_the_leader_alone(tmp_path):
@@ -237,7 +237,7 @@ def test_rates_of_a_row_are_counter_differences_summed_over_ranks(tmp_path):
     clock, world = Clock(), defaultdict(list)
     leader = metrics_of(writer_in(tmp_path, clock=clock), world=world)
     others = [metrics_of(None, world=world, rank=rank) for rank in (1, 2)]
-    leader.report(0, {"eval/accuracy": 0.0})
+    leader.report(0, {"eval/reward": 0.0})
     leader.pump()
     for step, tokens in ((1, 100), (2, 300)):
         clock.now += 2.0
@@ -310,7 +310,7 @@ def play(metrics, steps, *, every, eval_delay=2):
             metrics.report(step, {"loss/value": step / 7, "reward/mean": step / 3})
         done = step - eval_delay
         if done >= 0 and done % every == 0:
-            metrics.report(done, {"eval/accuracy": done / 11})
+            metrics.report(done, {"eval/reward": done / 11})
         metrics.pump()
 
 
@@ -342,7 +342,7 @@ def test_a_killed_and_resumed_file_equals_an_uninterrupted_one(tmp_path, killed_
 
 def test_a_row_that_the_checkpoint_missed_is_taken_from_the_file(tmp_path):
     first = writer_in(tmp_path)
-    first.ingest(0, {"eval/accuracy": 0.5})
+    first.ingest(0, {"eval/reward": 0.5})
     first.ingest(1, {"loss/value": 1.0})
     state = first.state_dict(2)  # the trainer's report of step 2 was still on its way
     first.ingest(2, {"loss/value": 2.0})
@@ -357,7 +357,7 @@ def test_a_row_that_the_checkpoint_missed_is_taken_from_the_file(tmp_path):
 
 def test_a_checkpoint_older_than_the_rows_leaves_the_later_ones_out(tmp_path):
     first = writer_in(tmp_path)
-    first.ingest(0, {"eval/accuracy": 0.5})
+    first.ingest(0, {"eval/reward": 0.5})
     for step in (1, 2):
         first.ingest(step, {"loss/value": float(step)})
     first.ingest(3, {"parity/logprob_diff_max": 0.25})
@@ -377,7 +377,7 @@ def test_a_checkpoint_older_than_the_rows_leaves_the_later_ones_out(tmp_path):
 def test_wall_time_and_counters_go_on_over_a_resume(tmp_path):
     clock = Clock()
     first = writer_in(tmp_path, clock=clock)
-    first.ingest(0, {"eval/accuracy": 0.5})
+    first.ingest(0, {"eval/reward": 0.5})
     first.set_counters(0, {"generator/tokens": 70})
     clock.now = 10.0
     state = first.state_dict(0)
@@ -400,9 +400,9 @@ def test_only_the_leader_has_state():
 def test_a_fresh_start_keeps_an_earlier_runs_file_under_another_name(tmp_path):
     for accuracy in (0.1, 0.2, 0.3):
         writer = writer_in(tmp_path)
-        writer.ingest(0, {"eval/accuracy": accuracy})
+        writer.ingest(0, {"eval/reward": accuracy})
         writer.close()
-    kept = {path.name: read_rows(path)[0]["eval/accuracy"] for path in tmp_path.glob("metrics*.jsonl")}
+    kept = {path.name: read_rows(path)[0]["eval/reward"] for path in tmp_path.glob("metrics*.jsonl")}
     assert kept == {"metrics.1.jsonl": 0.1, "metrics.2.jsonl": 0.2, "metrics.jsonl": 0.3}
 
 
@@ -432,6 +432,7 @@ def test_truncate_keeps_earlier_rows_byte_for_byte(tmp_path):
 ROW = {
     "step": 12,
     "reward/mean": 0.4531,
+    "eval/reward": 0.412,
     "eval/accuracy": 0.412,
     "lag/mean": 1.24,
     "lag/max": 2,
@@ -456,11 +457,30 @@ def test_a_plain_console_line_names_what_it_shows():
     assert second == "step 13/200"
 
 
+def test_the_mean_of_graded_scores_is_not_called_an_accuracy(tmp_path):
+    out = io.StringIO()
+    Console(stream=out).write({"step": 1, "eval/reward": 2.25})
+    assert out.getvalue() == "step 1  held-out 2.250\n"
+    writer = RowWriter(tmp_path, [], eval_due=lambda step: True, first_step=0)
+    writer.ingest(0, {"eval/reward": 0.0, "eval/accuracy": 0.0})
+    writer.ingest(1, {"loss/value": 1.0, "eval/reward": 2.25})
+    writer.flush()
+    assert "held out   reward 0 -> 2.25" in str(writer.summary())
+    known = dict(facts(read_rows(tmp_path / "metrics.jsonl")))
+    assert known["reward, held-out prompts"] == "0 → 2.25" and "accuracy" not in known
+
+
+def test_padding_is_told_apart_from_budget_that_no_token_takes():
+    row = {"step": 1, "packing/padding_fraction": 0.02, "packing/unused_budget_fraction": 0.86}
+    known = dict(facts([row]))
+    assert (known["padding computed"], known["microbatch budget unused"]) == ("2.0%", "86.0%")
+
+
 def test_a_terminal_gets_an_aligned_table_within_80_columns():
     out = Terminal()
     console = Console(max_steps=200, stream=out)
     console.write(ROW)
-    console.write(ROW | {"eval/accuracy": None})
+    console.write(ROW | {"eval/reward": None, "eval/accuracy": None})
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in out.getvalue().splitlines()]
     header, first, second = lines
     assert len(header) == len(first) == len(second) < 80
@@ -537,7 +557,8 @@ def small_run(tmp_path, num_steps=20):
             values = {name: (step + 1) / 100 for name in COLUMNS[1:] if "eval" not in name and not is_timing(name)}
             metrics.report(step, values | {"kl/ref": None, "time/step_s": 2.0})
         if step % 10 == 0:
-            metrics.report(step, {"eval/accuracy": 0.4 + step / 100})
+            value = 0.4 + step / 100
+            metrics.report(step, {"eval/reward": value, "eval/accuracy": value})
         metrics.pump()
     return metrics
 
@@ -603,7 +624,7 @@ def test_the_report_is_self_contained_and_shows_curves_causes_and_knobs(tmp_path
     page = Page(text)
     assert page.links == [] and "<script" not in text
     titles = [alt for alt, _ in page.images]
-    assert {"Reward", "Evaluation accuracy", "Entropy", "Ratio, raw", "Lag", "Idle: trainer"} <= set(titles)
+    assert {"Reward", "Evaluation", "Entropy", "Ratio, raw", "Lag", "Idle: trainer"} <= set(titles)
     assert "KL to the reference" not in titles and "Not measured in this run: KL to the reference, KL to the generator" in text
     for _, source in page.images:
         assert b"</svg>" in base64.b64decode(source.removeprefix("data:image/svg+xml;base64,"))
@@ -613,9 +634,9 @@ def test_the_report_is_self_contained_and_shows_curves_causes_and_knobs(tmp_path
 
 def test_a_report_can_be_written_from_one_row(tmp_path):
     writer = writer_in(tmp_path)
-    writer.ingest(0, {"eval/accuracy": 0.5})
+    writer.ingest(0, {"eval/reward": 0.5})
     writer.close()
-    assert [alt for alt, _ in Page(write_report(tmp_path, tmp_path / "out.html").read_text()).images] == ["Evaluation accuracy"]
+    assert [alt for alt, _ in Page(write_report(tmp_path, tmp_path / "out.html").read_text()).images] == ["Evaluation"]
 
 
 def test_the_report_command_says_what_is_wrong(tmp_path, capsys):
