@@ -9,6 +9,11 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
+
+#ifdef __AVX512F__
+#pragma GCC target("prefer-vector-width=512")
+#endif
 
 typedef int64_t i64;
 #define INLINE static inline __attribute__((always_inline))
@@ -148,6 +153,53 @@ void rotate(elem *restrict y, const elem *restrict x, const float *restrict cos,
             }
         }
     }
+}
+
+/* Segments of tokens, padded to equal length, as attention's products want them: [segments, groups, rows, K], where a group has
+   `rows` = R x places: place l of head g R + r is row r places + l. index [segments, places]: the token at each place. */
+typedef struct { i64 segments, groups, shared, places, head_dim; } Segments;
+
+/* to = the tokens' heads at their places; zeros behind the first lengths[n] places of segment n. lengths may be NULL. */
+void gather(elem *restrict to, const elem *restrict from, const i64 *restrict index, const i64 *restrict lengths,
+            const Segments *s, int threads) {
+    const i64 heads = s->groups * s->shared;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 n = 0; n < s->segments * heads; n++) {
+        const i64 *restrict tokens = index + n / heads * s->places;
+        const i64 valid = lengths ? lengths[n / heads] : s->places;
+        elem *restrict row = to + n * s->places * s->head_dim;
+        for (i64 l = 0; l < s->places; l++, row += s->head_dim) {
+            if (l < valid) memcpy(row, from + (tokens[l] * heads + n % heads) * s->head_dim, s->head_dim * sizeof(elem));
+            else memset(row, 0, s->head_dim * sizeof(elem));
+        }
+    }
+}
+
+/* The tokens' heads = what is at the first lengths[n] places of each segment n. */
+void scatter(elem *restrict to, const elem *restrict from, const i64 *restrict index, const i64 *restrict lengths,
+             const Segments *s, int threads) {
+    const i64 heads = s->groups * s->shared;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 n = 0; n < s->segments * heads; n++) {
+        const i64 *restrict tokens = index + n / heads * s->places;
+        const elem *restrict row = from + n * s->places * s->head_dim;
+        for (i64 l = 0; l < lengths[n / heads]; l++, row += s->head_dim)
+            memcpy(to + (tokens[l] * heads + n % heads) * s->head_dim, row, s->head_dim * sizeof(elem));
+    }
+}
+
+/* The tokens' heads += what is at all places; a token may be at many. A thread takes whole heads, so the order is always one. */
+void scatter_add(float *restrict to, const elem *restrict from, const i64 *restrict index, const Segments *s, int threads) {
+    const i64 heads = s->groups * s->shared;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 h = 0; h < heads; h++)
+        for (i64 n = 0; n < s->segments; n++)
+            for (i64 l = 0; l < s->places; l++) {
+                float *restrict sum = to + (index[n * s->places + l] * heads + h) * s->head_dim;
+                const elem *restrict row = from + ((n * heads + h) * s->places + l) * s->head_dim;
+#pragma omp simd
+                for (i64 i = 0; i < s->head_dim; i++) sum[i] += widen(row[i]);
+            }
 }
 
 /* The keys that query i of a segment sees: the first `seen` of the `prefix` places before its own, and its own up to i. */
