@@ -211,8 +211,7 @@ def repeated(x_TGK: Tensor, repeats: list[int]) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention whose kernel comes with the call.
 
-    It stands where torchtune's TransformerSelfAttentionLayer calls `attn(h, h, mask=..., input_pos=...)`: `mask` is an
-    AttentionContext and `input_pos` the rotary (cos, sin) that all layers share. With tensor parallelism it holds the rank's
+    `mask` is an AttentionContext and `input_pos` the rotary (cos, sin) that all layers share. With tensor parallelism it holds the rank's
     heads, and every rank returns the sum of what all make of theirs.
     """
 
@@ -232,7 +231,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(c.hidden_size, heads.num_kv * c.head_dim, bias=bias)
         self.output_proj = nn.Linear(heads.num_query * c.head_dim, c.hidden_size, bias=False)
 
-    def forward(self, x_TD: Tensor, _same: Tensor, *, mask: AttentionContext, input_pos: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: tuple[Tensor, Tensor]) -> Tensor:
         tokens = x_TD.shape[0]
         if self.tp:
             x_TD = copied(x_TD, self.tp)

@@ -27,18 +27,18 @@ _FLAGS = {torch.float32: _MATH, torch.bfloat16: (*_MATH, "-DBF16")}
 _KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double, "n": ctypes.c_int}
 _ARGUMENTS = {
     "add_up": "ppin",
-    "rms_norm": "ppppiidn",
-    "rms_norm_backward": "ppppppiin",
+    "rms_norm": "ppppppiidn",
+    "rms_norm_backward": "pppppppiin",
     "swiglu": "pppin",
     "swiglu_backward": "pppppin",
     "rotate": "ppppiiifn",
     "gather": "pppppn",
     "scatter": "pppppn",
     "scatter_add": "ppppn",
-    "causal_softmax": "pppfn",
+    "causal_softmax": "ppppfn",
     "causal_softmax_backward": "pppfn",
     "log_softmax": "ppppppiidn",
-    "log_softmax_backward": "ppppppppiidn",
+    "log_softmax_backward": "pppppppiidn",
 }
 
 
@@ -68,9 +68,15 @@ def add_up(total: Tensor, part: Tensor) -> None:
 
 def rms_norm(x: Tensor, scale_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) in float32, then in x's dtype times scale: Hugging Face's order of rounding. x [..., D]."""
+    return add_rms_norm(x, None, scale_D, eps)[1]
+
+
+def add_rms_norm(x: Tensor, change: Tensor | None, scale_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(h, rms_norm(h)) with h = x + change (None: x): the residual stream and what the next block reads of it, together."""
     if x.dtype != scale_D.dtype or kernels(x) is None:
-        return plain_rms_norm(x, scale_D, eps)
-    return _RmsNorm.apply(x.contiguous(), scale_D, eps)
+        h = x if change is None else x + change
+        return h, plain_rms_norm(h, scale_D, eps)
+    return _AddRmsNorm.apply(x.contiguous(), None if change is None else change.contiguous(), scale_D, eps)
 
 
 def plain_rms_norm(x: Tensor, scale_D: Tensor, eps: float) -> Tensor:
@@ -79,28 +85,34 @@ def plain_rms_norm(x: Tensor, scale_D: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), scale_D.shape, eps=eps).to(x.dtype) * scale_D
 
 
-class _RmsNorm(Function):
-    """n = x / rms(x), s = g scale:   dx = (s - n mean(s n)) / rms(x),   dscale = sum over rows of g n."""
+class _AddRmsNorm(Function):
+    """n = h / rms(h), s = g scale:   dh = (s - n mean(s n)) / rms(h) + the stream's own,   dscale = sum over rows of g n."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, scale_D: Tensor, eps: float) -> Tensor:
+    def forward(ctx, x: Tensor, change: Tensor | None, scale_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         dim = scale_D.numel()
         rows = x.numel() // dim
+        h = x.view_as(x) if change is None else torch.empty_like(x)
         y, inverse_T = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
-        addresses = (t.data_ptr() for t in (y, inverse_T, x, scale_D))
+        addresses = (None if t is None else t.data_ptr() for t in (y, inverse_T, h, x, change, scale_D))
         kernels(x).rms_norm(*addresses, rows, dim, eps, torch.get_num_threads())
-        ctx.save_for_backward(x, scale_D, inverse_T)
-        return y
+        ctx.save_for_backward(h, scale_D, inverse_T)
+        ctx.changes = change is not None
+        ctx.set_materialize_grads(False)
+        return h, y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, scale_D, inverse_T = ctx.saved_tensors
-        grad, grad_x = grad.contiguous(), torch.empty_like(x)
-        sums_D = torch.empty_like(scale_D, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        addresses = (None if t is None else t.data_ptr() for t in (grad_x, sums_D, grad, x, inverse_T, scale_D))
-        kernels(x).rms_norm_backward(*addresses, inverse_T.numel(), scale_D.numel(), torch.get_num_threads())
-        return grad_x, None if sums_D is None else sums_D.to(scale_D.dtype), None
+    def backward(ctx, grad_h: Tensor | None, grad_y: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        h, scale_D, inverse_T = ctx.saved_tensors
+        grad_y = torch.zeros_like(h) if grad_y is None else grad_y.contiguous()
+        grad_h = None if grad_h is None else grad_h.contiguous()
+        grad_x = torch.empty_like(h)
+        sums_D = torch.empty_like(scale_D, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        tensors = (grad_x, sums_D, grad_h, grad_y, h, inverse_T, scale_D)
+        addresses = (None if t is None else t.data_ptr() for t in tensors)
+        kernels(h).rms_norm_backward(*addresses, inverse_T.numel(), scale_D.numel(), torch.get_num_threads())
+        return grad_x, grad_x if ctx.changes else None, None if sums_D is None else sums_D.to(scale_D.dtype), None
 
 
 # --- The MLP's gate ---
@@ -291,8 +303,10 @@ class _PackedProducts(Function):
             k_BMK, v_BMK = _gathered(k_TGK, part.keys_NM, groups), _gathered(v_TGK, part.keys_NM, groups)
             weights_BRM = torch.bmm(q_BRK, k_BMK.transpose(1, 2))
             seen = None if part.seen_N is None else part.seen_N.data_ptr()
-            scores = _scores(part, weights_BRM)
-            kernels(q_THK).causal_softmax(weights_BRM.data_ptr(), seen, scores, head_dim**-0.5, torch.get_num_threads())
+            threads = torch.get_num_threads()
+            room = weights_BRM.new_empty(threads, weights_BRM.shape[-1], dtype=torch.float32)
+            addresses = (weights_BRM.data_ptr(), room.data_ptr(), seen)
+            kernels(q_THK).causal_softmax(*addresses, _scores(part, weights_BRM), head_dim**-0.5, threads)
             _scatter(torch.bmm(weights_BRM, v_BMK), part, groups, out_THK)
             kept += [q_BRK, k_BMK, v_BMK, weights_BRM]
         ctx.save_for_backward(*kept)
