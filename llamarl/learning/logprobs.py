@@ -93,7 +93,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             torch.mm(hidden_TD[part], weight_VD.T, out=logits_CV)
             log_softmax(logits_CV, labels_T[part], temperature, out=found[:, part])
         logprobs, entropy, top, log_sum = found.unbind()
-        ctx.save_for_backward(hidden_TD, weight_VD, labels_T, entropy, top, log_sum, logits if keeps else None)
+        ctx.save_for_backward(hidden_TD, weight_VD, labels_T, entropy, top, log_sum)
+        ctx.kept_TV = logits if keeps else None
         ctx.temperature, ctx.size, ctx.entropy_grad = temperature, size, entropy_grad
         logprobs, entropy = logprobs.clone(), entropy.clone()
         if not entropy_grad:
@@ -104,22 +105,23 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden_TD, weight_VD, labels_T, *known, kept_TV = ctx.saved_tensors
+        hidden_TD, weight_VD, labels_T, *known = ctx.saved_tensors
         a = torch.zeros_like(known[0]) if grad_logprobs is None else grad_logprobs.contiguous()
         b = grad_entropy.contiguous() if ctx.entropy_grad and grad_entropy is not None else None
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_TD) if wants_hidden else None
         grad_weight = None
-        buffer_CV = weight_VD.new_empty(ctx.size, weight_VD.shape[0])
+        # Gradients take the place of kept logits: fresh memory costs as much as the arithmetic. A second backward multiplies again.
+        kept_TV, ctx.kept_TV = ctx.kept_TV, None
+        buffer_CV = weight_VD.new_empty(ctx.size, weight_VD.shape[0]) if kept_TV is None else None
         parts = _parts(hidden_TD.shape[0], ctx.size)
         for part in parts:
-            grad_CV = buffer_CV[: part.stop - part.start]
             if kept_TV is None:
-                logits_CV = torch.mm(hidden_TD[part], weight_VD.T, out=grad_CV)
+                logits_CV = torch.mm(hidden_TD[part], weight_VD.T, out=buffer_CV[: part.stop - part.start])
             else:
                 logits_CV = kept_TV[part]
             of_part = [None if x is None else x[part] for x in (*known, a, b)]
-            log_softmax_backward(logits_CV, labels_T[part], *of_part, ctx.temperature, out=grad_CV)
+            grad_CV = log_softmax_backward(logits_CV, labels_T[part], *of_part, ctx.temperature)
             if wants_hidden:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden[part])
             if wants_weight:
@@ -169,21 +171,19 @@ def log_softmax_backward(
     a_C: Tensor,
     b_C: Tensor | None,
     temperature: float,
-    *,
-    out: Tensor,
-) -> None:
-    """p = e^l, l = (z - top) / temperature - log_sum:   out [C, V] = (a (onehot(label) - p) - b p (l + entropy)) / temperature.
+) -> Tensor:
+    """p = e^l, l = (z - top) / temperature - log_sum:   dz [C, V] = (a (onehot(label) - p) - b p (l + entropy)) / temperature.
 
-    a, b: the upstream gradients of logprob and entropy, b may be None. out may be the logits.
+    a, b: the upstream gradients of logprob and entropy, b may be None. dz takes the place of the logits and is returned.
     """
     lib = kernels(logits_CV)
     known = (top_C, log_sum_C, entropy_C, a_C, b_C)
     if lib is None:
-        plain_log_softmax_backward(logits_CV, labels_C, *known, temperature, out=out)
-        return
+        return plain_log_softmax_backward(logits_CV, labels_C, *known, temperature)
     labels_C = labels_C.contiguous()
-    addresses = (None if t is None else t.data_ptr() for t in (out, logits_CV, labels_C, *known))
+    addresses = (None if t is None else t.data_ptr() for t in (logits_CV, labels_C, *known))
     lib.log_softmax_backward(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
+    return logits_CV
 
 
 def plain_log_softmax_backward(
@@ -195,14 +195,12 @@ def plain_log_softmax_backward(
     a_C: Tensor,
     b_C: Tensor | None,
     temperature: float,
-    *,
-    out: Tensor,
-) -> None:
+) -> Tensor:
     wide_CV = logits_CV.to(_wide(logits_CV))
     logp_CV = (wide_CV - top_C[:, None]).div_(temperature).sub_(log_sum_C[:, None])
     factor = a_C[:, None] if b_C is None else a_C[:, None] + b_C[:, None] * (logp_CV + entropy_C[:, None])
     grad_CV = logp_CV.exp().mul_(-factor).scatter_add_(1, labels_C[:, None], a_C[:, None])
-    out.copy_(grad_CV.div_(temperature))
+    return logits_CV.copy_(grad_CV.div_(temperature))
 
 
 def _parts(tokens: int, size: int) -> list[slice]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llamarl.models.config import ModelConfig
-from llamarl.models.fused import prefix_mask, projections, rotate, short_attention
+from llamarl.models.fused import Part, kernels, masked_products, packed_products, projections, rotate
 from llamarl.models.sharding import heads_of
 from llamarl.models.tp import KeyValueSharing, TensorParallel, copied, summed
 
@@ -59,6 +59,9 @@ class PackedAttention:
             self._back_T = torch.empty_like(order).index_put_((order,), torch.arange(order.numel(), device=order.device))
 
     def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
+        limit = SHORT.get(q_THK.dtype, 256)
+        if kernels(q_THK) is not None and all(part.num_keys <= limit for part in self._parts):
+            return packed_products(q_THK, k_TGK, v_TGK, [part.part for part in self._parts])
         parts = [part.attend(q_THK, k_TGK, v_TGK, self.whole) for part in self._parts]
         return parts[0] if self.whole else torch.cat(parts).index_select(0, self._back_T)
 
@@ -95,17 +98,18 @@ class _Part:
         queries = starts[:, None] + torch.minimum(places, lengths[:, None] - 1)
         self.valid = valid.nonzero().squeeze(1)
         self.queries, self.tokens = queries.flatten(), queries.flatten()[self.valid]
-        self.keys, self.seen, self.prefix = self.queries, prefix_lengths, 0
+        keys, most = queries, 0
         if prefix_starts is not None:
-            self.prefix = int(prefix_lengths.max())
-            behind = torch.arange(self.prefix, device=device)
+            most = int(prefix_lengths.max())
+            behind = torch.arange(most, device=device)
             prefix = prefix_starts[:, None] + torch.minimum(behind, prefix_lengths[:, None] - 1)
-            self.keys = torch.cat([prefix, queries], dim=1).flatten()
+            keys = torch.cat([prefix, queries], dim=1)
+        self.part = Part(queries.contiguous(), keys.contiguous(), lengths, prefix_lengths, most)
+        self.keys, self.num_keys = keys.flatten(), most + self.longest
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """[N, 1, L, P + L] bool, true where a key is seen; None: causal."""
-        return None if self.seen is None else prefix_mask(self.seen, self.prefix, self.longest)
+        return self.part.mask()
 
     def attend(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, whole: bool) -> Tensor:
         def padded(x: Tensor, index: Tensor) -> Tensor:
@@ -113,8 +117,8 @@ class _Part:
             return x.view(self.count, -1, *x.shape[1:]).transpose(1, 2)
 
         q, k, v = padded(q_THK, self.queries), padded(k_TGK, self.keys), padded(v_TGK, self.keys)
-        if q.device.type == "cpu" and self.longest + self.prefix <= SHORT.get(q.dtype, 256):
-            out = short_attention(q, k, v, self.seen, self.prefix)
+        if q.device.type == "cpu" and self.num_keys <= SHORT.get(q.dtype, 256):
+            out = masked_products(q, k, v, self.mask)
         else:
             out = fused(q, k, v, self.mask)
         out = out.transpose(1, 2).flatten(0, 1)
@@ -207,8 +211,7 @@ def repeated(x_TGK: Tensor, repeats: list[int]) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention whose kernel comes with the call.
 
-    It stands where torchtune's TransformerSelfAttentionLayer calls `attn(h, h, mask=..., input_pos=...)`: `mask` is an
-    AttentionContext and `input_pos` the rotary (cos, sin) that all layers share. With tensor parallelism it holds the rank's
+    `mask` is an AttentionContext and `input_pos` the rotary (cos, sin) that all layers share. With tensor parallelism it holds the rank's
     heads, and every rank returns the sum of what all make of theirs.
     """
 
@@ -228,7 +231,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(c.hidden_size, heads.num_kv * c.head_dim, bias=bias)
         self.output_proj = nn.Linear(heads.num_query * c.head_dim, c.hidden_size, bias=False)
 
-    def forward(self, x_TD: Tensor, _same: Tensor, *, mask: AttentionContext, input_pos: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: tuple[Tensor, Tensor]) -> Tensor:
         tokens = x_TD.shape[0]
         if self.tp:
             x_TD = copied(x_TD, self.tp)

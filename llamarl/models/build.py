@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns, at import, of kernels that nothing here uses
 
-from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer  # noqa: E402
+from torchtune.modules import TransformerDecoder  # noqa: E402
 
 from llamarl.models.attention import Attention, AttentionContext, Rotary
 from llamarl.models.config import ModelConfig, read_config
-from llamarl.models.fused import projections, rms_norm, swiglu
+from llamarl.models.fused import add_rms_norm, projections, rms_norm, swiglu
 from llamarl.models.masters import Masters
 from llamarl.models.sharding import span
 from llamarl.models.tp import SplitEmbedding, TensorParallel, copied, gathered, summed
@@ -61,6 +61,20 @@ class SplitFeedForward(FeedForward):
 
     def forward(self, x: Tensor) -> Tensor:
         return summed(super().forward(copied(x, self.tp)), self.tp)
+
+
+class Layer(nn.Module):
+    """h = x + attn(norm(x)), h + mlp(norm(h)): torchtune's TransformerSelfAttentionLayer, under its names."""
+
+    def __init__(self, *, attn: Attention, mlp: FeedForward, sa_norm: RMSNorm, mlp_norm: RMSNorm):
+        super().__init__()
+        self.attn, self.mlp, self.sa_norm, self.mlp_norm = attn, mlp, sa_norm, mlp_norm
+
+    def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: tuple[Tensor, Tensor]) -> Tensor:
+        x_TD, normed_TD = add_rms_norm(x_TD, None, self.sa_norm.scale, self.sa_norm.eps)
+        attended_TD = self.attn(normed_TD, mask=mask, input_pos=input_pos)
+        h_TD, normed_TD = add_rms_norm(x_TD, attended_TD, self.mlp_norm.scale, self.mlp_norm.eps)
+        return h_TD + self.mlp(normed_TD)
 
 
 class Decoder(TransformerDecoder):
@@ -137,10 +151,10 @@ def build_decoder(
     splits = tp is not None and tp.split_vocabulary
     rows = span(c.vocab_size, tp.rank, tp.size)[1] if splits else c.vocab_size
 
-    def layer(i: int) -> TransformerSelfAttentionLayer:
+    def layer(i: int) -> Layer:
         up, gate = (nn.Linear(c.hidden_size, units, bias=False) for _ in range(2))
         projections = {"gate_proj": gate, "down_proj": nn.Linear(units, c.hidden_size, bias=False), "up_proj": up}
-        return TransformerSelfAttentionLayer(
+        return Layer(
             attn=Attention(i, c, tp),
             mlp=SplitFeedForward(tp, **projections) if tp else FeedForward(**projections),
             sa_norm=RMSNorm(c.hidden_size, eps=c.rms_norm_eps),

@@ -9,6 +9,11 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
+
+#ifdef __AVX512F__
+#pragma GCC target("prefer-vector-width=512")
+#endif
 
 typedef int64_t i64;
 #define INLINE static inline __attribute__((always_inline))
@@ -63,37 +68,49 @@ void add_up(float *restrict sum, const elem *restrict part, i64 n, int threads) 
     for (i64 i = 0; i < n; i++) sum[i] += widen(part[i]);
 }
 
-/* inverse[t] = 1 / rms(x[t]);  y = x inverse, rounded, times scale. */
-void rms_norm(elem *restrict y, float *restrict inverse, const elem *restrict x, const elem *restrict scale, i64 rows, i64 dim,
-              double eps, int threads) {
+/* h = x + change, rounded;  inverse[t] = 1 / rms(h[t]);  y = h inverse, rounded, times scale. change NULL: h is x already. */
+void rms_norm(elem *restrict y, float *restrict inverse, elem *h, const elem *x, const elem *restrict change,
+              const elem *restrict scale, i64 rows, i64 dim, double eps, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (i64 t = 0; t < rows; t++) {
-        const elem *restrict from = x + t * dim;
-        elem *restrict to = y + t * dim;
+        elem *own = h + t * dim, *restrict to = y + t * dim;
+        if (change) {
+            const elem *restrict from = x + t * dim, *restrict added = change + t * dim;
+#pragma omp simd
+            for (i64 i = 0; i < dim; i++) own[i] = narrow(widen(from[i]) + widen(added[i]));
+        }
         float squares = 0;
 #pragma omp simd reduction(+ : squares)
-        for (i64 i = 0; i < dim; i++) squares += widen(from[i]) * widen(from[i]);
+        for (i64 i = 0; i < dim; i++) squares += widen(own[i]) * widen(own[i]);
         const float r = 1.0f / sqrtf(squares / (float)dim + (float)eps);
         inverse[t] = r;
 #pragma omp simd
-        for (i64 i = 0; i < dim; i++) to[i] = narrow(widen(narrow(widen(from[i]) * r)) * widen(scale[i]));
+        for (i64 i = 0; i < dim; i++) to[i] = narrow(widen(narrow(widen(own[i]) * r)) * widen(scale[i]));
     }
 }
 
-/* n = x inverse, s = g scale:  dx = inverse (s - n mean(s n)),  dscale = sum_t g n. */
-void rms_norm_backward(elem *restrict dx, float *restrict dscale, const elem *restrict g, const elem *restrict x,
-                       const float *restrict inverse, const elem *restrict scale, i64 rows, i64 dim, int threads) {
+/* n = h inverse, s = g scale:  dh = inverse (s - n mean(s n)) + of_h,  dscale = sum_t g n. of_h and dscale may be NULL. */
+void rms_norm_backward(elem *restrict dh, float *restrict dscale, const elem *restrict of_h, const elem *restrict g,
+                       const elem *restrict h, const float *restrict inverse, const elem *restrict scale, i64 rows, i64 dim,
+                       int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (i64 t = 0; t < rows; t++) {
-        const elem *restrict of_x = x + t * dim, *restrict of_g = g + t * dim;
-        elem *restrict to = dx + t * dim;
+        const elem *restrict own = h + t * dim, *restrict of_y = g + t * dim;
+        elem *restrict to = dh + t * dim;
         const float r = inverse[t];
         float along = 0;
 #pragma omp simd reduction(+ : along)
-        for (i64 i = 0; i < dim; i++) along += widen(of_g[i]) * widen(scale[i]) * widen(of_x[i]);
+        for (i64 i = 0; i < dim; i++) along += widen(of_y[i]) * widen(scale[i]) * widen(own[i]);
         const float back = along * r * r / (float)dim;
+        if (of_h) {
+            const elem *restrict more = of_h + t * dim;
 #pragma omp simd
-        for (i64 i = 0; i < dim; i++) to[i] = narrow(r * (widen(of_g[i]) * widen(scale[i]) - widen(of_x[i]) * back));
+            for (i64 i = 0; i < dim; i++)
+                to[i] = narrow(r * (widen(of_y[i]) * widen(scale[i]) - widen(own[i]) * back) + widen(more[i]));
+        } else {
+#pragma omp simd
+            for (i64 i = 0; i < dim; i++) to[i] = narrow(r * (widen(of_y[i]) * widen(scale[i]) - widen(own[i]) * back));
+        }
     }
     if (!dscale) return;
     enum { COLUMNS = 64 };
@@ -102,10 +119,10 @@ void rms_norm_backward(elem *restrict dx, float *restrict dscale, const elem *re
         const i64 count = dim - first < COLUMNS ? dim - first : COLUMNS;
         float sums[COLUMNS] = {0};
         for (i64 t = 0; t < rows; t++) {
-            const elem *restrict of_x = x + t * dim + first, *restrict of_g = g + t * dim + first;
+            const elem *restrict own = h + t * dim + first, *restrict of_y = g + t * dim + first;
             const float r = inverse[t];
 #pragma omp simd
-            for (i64 i = 0; i < count; i++) sums[i] += widen(of_g[i]) * widen(narrow(widen(of_x[i]) * r));
+            for (i64 i = 0; i < count; i++) sums[i] += widen(of_y[i]) * widen(narrow(widen(own[i]) * r));
         }
         for (i64 i = 0; i < count; i++) dscale[first + i] = sums[i];
     }
@@ -150,36 +167,96 @@ void rotate(elem *restrict y, const elem *restrict x, const float *restrict cos,
     }
 }
 
+/* Segments of tokens, padded to equal length, as attention's products want them: [segments, groups, rows, K], where a group has
+   `rows` = R x places: place l of head g R + r is row r places + l. index [segments, places]: the token at each place. */
+typedef struct { i64 segments, groups, shared, places, head_dim; } Segments;
+
+/* to = the tokens' heads at their places; zeros behind the first lengths[n] places of segment n. lengths may be NULL. */
+void gather(elem *restrict to, const elem *restrict from, const i64 *restrict index, const i64 *restrict lengths,
+            const Segments *s, int threads) {
+    const i64 heads = s->groups * s->shared;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 n = 0; n < s->segments * heads; n++) {
+        const i64 *restrict tokens = index + n / heads * s->places;
+        const i64 valid = lengths ? lengths[n / heads] : s->places;
+        elem *restrict row = to + n * s->places * s->head_dim;
+        for (i64 l = 0; l < s->places; l++, row += s->head_dim) {
+            if (l < valid) memcpy(row, from + (tokens[l] * heads + n % heads) * s->head_dim, s->head_dim * sizeof(elem));
+            else memset(row, 0, s->head_dim * sizeof(elem));
+        }
+    }
+}
+
+/* The tokens' heads = what is at the first lengths[n] places of each segment n. */
+void scatter(elem *restrict to, const elem *restrict from, const i64 *restrict index, const i64 *restrict lengths,
+             const Segments *s, int threads) {
+    const i64 heads = s->groups * s->shared;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 n = 0; n < s->segments * heads; n++) {
+        const i64 *restrict tokens = index + n / heads * s->places;
+        const elem *restrict row = from + n * s->places * s->head_dim;
+        for (i64 l = 0; l < lengths[n / heads]; l++, row += s->head_dim)
+            memcpy(to + (tokens[l] * heads + n % heads) * s->head_dim, row, s->head_dim * sizeof(elem));
+    }
+}
+
+/* The tokens' heads += what is at all places; a token may be at many. A thread takes whole heads, so the order is always one. */
+void scatter_add(float *restrict to, const elem *restrict from, const i64 *restrict index, const Segments *s, int threads) {
+    const i64 heads = s->groups * s->shared;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 h = 0; h < heads; h++)
+        for (i64 n = 0; n < s->segments; n++)
+            for (i64 l = 0; l < s->places; l++) {
+                float *restrict sum = to + (index[n * s->places + l] * heads + h) * s->head_dim;
+                const elem *restrict row = from + ((n * heads + h) * s->places + l) * s->head_dim;
+#pragma omp simd
+                for (i64 i = 0; i < s->head_dim; i++) sum[i] += widen(row[i]);
+            }
+}
+
 /* The keys that query i of a segment sees: the first `seen` of the `prefix` places before its own, and its own up to i. */
 typedef struct { i64 segments, groups, rows, queries, keys, prefix; } Scores; /* [segments, groups, rows, keys]; row r: query r % queries */
 
-/* scores become their softmax over the keys seen, times `scale` before; 0 elsewhere. */
-void causal_softmax(elem *restrict scores, const i64 *restrict seen, const Scores *s, float scale, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (i64 row = 0; row < s->segments * s->groups * s->rows; row++) {
-        elem *restrict own = scores + row * s->keys;
-        const i64 behind = seen ? seen[row / (s->groups * s->rows)] : 0, last = s->prefix + row % s->rows % s->queries + 1;
-        float most = -INFINITY, sum = 0;
-        int broken = 0; /* a comparison passes over NaN */
+INLINE float largest(const elem *restrict x, i64 first, i64 end, float most) {
+    int broken = 0; /* a comparison passes over NaN */
 #pragma omp simd reduction(max : most) reduction(| : broken)
-        for (i64 i = 0; i < last; i++) {
-            const float x = i < behind || i >= s->prefix ? widen(own[i]) : -INFINITY;
-            most = x > most ? x : most;
-            broken |= x != x;
-        }
-        if (broken) most = NAN;
+    for (i64 i = first; i < end; i++) {
+        most = widen(x[i]) > most ? widen(x[i]) : most;
+        broken |= widen(x[i]) != widen(x[i]);
+    }
+    return broken ? NAN : most;
+}
+
+/* to[i] = e^(scale (x[i] - most)); their sum. */
+INLINE float exponentials(float *restrict to, const elem *restrict x, i64 first, i64 end, float most, float scale) {
+    float sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (i64 i = 0; i < last; i++) {
-            const float e = exponential((widen(own[i]) - most) * scale);
-            sum += i < behind || i >= s->prefix ? e : 0.0f;
-        }
-        const float over = 1.0f / sum;
+    for (i64 i = first; i < end; i++) {
+        to[i] = exponential((widen(x[i]) - most) * scale);
+        sum += to[i];
+    }
+    return sum;
+}
+
+/* scores become their softmax over the keys seen, times `scale` before; 0 elsewhere. room: [threads, keys]. */
+void causal_softmax(elem *restrict scores, float *restrict room, const i64 *restrict seen, const Scores *s, float scale,
+                    int threads) {
+    const i64 each = (s->segments * s->groups * s->rows + threads - 1) / threads;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 thread = 0; thread < threads; thread++) {
+        float *restrict e = room + thread * s->keys;
+        for (i64 row = thread * each; row < (thread + 1) * each && row < s->segments * s->groups * s->rows; row++) {
+            elem *restrict own = scores + row * s->keys;
+            const i64 behind = seen ? seen[row / (s->groups * s->rows)] : 0, last = s->prefix + row % s->rows % s->queries + 1;
+            const float most = largest(own, s->prefix, last, largest(own, 0, behind, -INFINITY));
+            float sum = exponentials(e, own, 0, behind, most, scale);
+            sum += exponentials(e, own, s->prefix, last, most, scale);
+            for (i64 i = behind; i < s->prefix; i++) e[i] = 0.0f;
+            for (i64 i = last; i < s->keys; i++) e[i] = 0.0f;
+            const float over = 1.0f / sum;
 #pragma omp simd
-        for (i64 i = 0; i < last; i++) {
-            const float e = exponential((widen(own[i]) - most) * scale) * over;
-            own[i] = narrow(i < behind || i >= s->prefix ? e : 0.0f);
+            for (i64 i = 0; i < s->keys; i++) own[i] = narrow(e[i] * over);
         }
-        for (i64 i = last; i < s->keys; i++) own[i] = narrow(0.0f);
     }
 }
 
@@ -231,29 +308,28 @@ void log_softmax(float *restrict logprob, float *restrict entropy, float *restri
     }
 }
 
-/* p = e^l, l = (z - top) / temperature - log_sum:  dz = (a (onehot(label) - p) - b p (l + entropy)) / temperature. b may be NULL;
-   dz may be logits. */
-void log_softmax_backward(elem *dz, const elem *logits, const i64 *labels, const float *top, const float *log_sum,
-                          const float *entropy, const float *a, const float *b, i64 rows, i64 vocab, double temperature,
-                          int threads) {
+/* p = e^l, l = (z - top) / temperature - log_sum:  dz = (a (onehot(label) - p) - b p (l + entropy)) / temperature, in the logits'
+   place. b may be NULL. */
+void log_softmax_backward(elem *restrict logits, const i64 *restrict labels, const float *restrict top,
+                          const float *restrict log_sum, const float *restrict entropy, const float *restrict a,
+                          const float *restrict b, i64 rows, i64 vocab, double temperature, int threads) {
     const float over = (float)(1.0 / temperature);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (i64 t = 0; t < rows; t++) {
-        const elem *z = logits + t * vocab;
-        elem *to = dz + t * vocab;
+        elem *restrict z = logits + t * vocab;
         const float of_a = a[t] * over, of_b = b ? b[t] * over : 0.0f, most = top[t], shift = log_sum[t], h = entropy[t];
         const float l_label = (widen(z[labels[t]]) - most) * over - shift, p_label = exponential(l_label);
         if (b) {
 #pragma omp simd
             for (i64 i = 0; i < vocab; i++) {
                 const float l = (widen(z[i]) - most) * over - shift, p = exponential(l);
-                to[i] = narrow(p == 0.0f ? 0.0f : -p * (of_a + of_b * (l + h)));
+                z[i] = narrow(p == 0.0f ? 0.0f : -p * (of_a + of_b * (l + h)));
             }
         } else {
 #pragma omp simd
-            for (i64 i = 0; i < vocab; i++) to[i] = narrow(-of_a * exponential((widen(z[i]) - most) * over - shift));
+            for (i64 i = 0; i < vocab; i++) z[i] = narrow(-of_a * exponential((widen(z[i]) - most) * over - shift));
         }
         const float of_entropy = p_label == 0.0f ? 0.0f : of_b * p_label * (l_label + h);
-        to[labels[t]] = narrow(of_a * (1.0f - p_label) - of_entropy);
+        z[labels[t]] = narrow(of_a * (1.0f - p_label) - of_entropy);
     }
 }
