@@ -18,12 +18,18 @@ Every rank that the launcher started runs this same code on the same graph:
 
 The leader is the first trainer rank. A run ends when the trainer has made its last snapshot and the last row is written;
 the leader then tells all ranks to close. In one process the same loop steps the executors in turn.
+
+A loss (llamarl.control) is a rank or a station that is gone while all keepers live: the ranks of the trainer, and of every
+other station whose state is not optional. The keepers then do what they do at a stop: the trainer ends its step, or gives it
+up, the leader seals a checkpoint without what is lost, and all end with the error. So a restart goes on from there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import re
 import signal
 import time
 from dataclasses import dataclass
@@ -35,8 +41,8 @@ import torch
 import torch.distributed as dist
 
 from llamarl.channel import Channel, Weights, connect
-from llamarl.checkpoint import Checkpointer
-from llamarl.control import Control, DeadlineExceeded
+from llamarl.checkpoint import Checkpointer, CheckpointError
+from llamarl.control import Control, DeadlineExceeded, PeerDied
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
 from llamarl.ddma.transfer import give_way
@@ -48,6 +54,12 @@ from llamarl.offload import Turns
 from llamarl.placement import World, device_link_group, executor_group, link_group
 from llamarl.snapshots import CONTROLLER, Snapshots, has_state
 from llamarl.tickets import TicketLedger
+
+
+NAMED_S = 2.0  # the name of a dead rank comes so long after what its death broke
+_OF_GLOO = re.compile(r"gloo|Connection (closed|reset)|[Tt]imed out", re.IGNORECASE)  # it raises plain RuntimeErrors
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +77,11 @@ class RunSettings:
     trace: bool = True
     truncate: bool = False  # end stragglers at their deadline, rather than wait
     straggler_factor: float = 5.0  # a ticket that takes so many times the median is named in the log
+
+
+def _is_kept(executor: Executor) -> bool:
+    """Whether no checkpoint can be without this station's state."""
+    return executor.name == "trainer" or (has_state(executor) and not executor.state_is_optional)
 
 
 class _Clock:
@@ -118,8 +135,12 @@ class ExecutorController:
         checkpointer = Checkpointer(
             settings.run_dir, keep=settings.keep_checkpoints, control=self.control,
             expected=[*expected, (CONTROLLER, self.leader)], extra_parts=("hf",),
+            optional=[e.name for e in executors if e.state_is_optional],
         )  # fmt: skip
         self.snapshots = Snapshots(checkpointer, self.local, self.control, self.metrics, self.tickets)
+        self._keepers = {r for e in executors if _is_kept(e) for r in placement[e.name]}
+        self._told_of_loss = False
+        self._current: Executor | None = None  # that makes a step
         self._signal: int | None = None
         self._done_at: float | None = None  # when the leader's trainer had made its last step
         self._ends: list = []
@@ -220,9 +241,12 @@ class ExecutorController:
         try:
             self.connect()
             self._loop()
-        except BaseException as error:
+        except BaseException as raised:
+            error = self._explained(raised)
             self._report(error)
-            raise
+            if error is raised:
+                raise
+            raise error from raised
         finally:
             self._close()
             for number, handler in handlers.items():
@@ -232,24 +256,29 @@ class ExecutorController:
     def _loop(self) -> None:
         clocks = {e.name: _Clock(time.monotonic()) for e in self.local}
         stop_at: float | None = None
+        self.control.keep(self._keepers, self.settings.stop_s)
         while True:
+            ends = self.control.take("end")
+            if ends and self.control.loss is not None:
+                self.control.loss.add_note(ends[0][1]["of_checkpoint"])
+                raise self.control.loss
             self.control.check()
+            if ends:
+                return
+            if self.control.loss is not None:
+                self._hear_of_loss()
             if self._signal is not None and not self.control.stopping:
                 self._ask_to_stop()
             for _, message in self.control.take("stop?"):
                 self.control.request_stop(message["reason"])
             worked = self.snapshots.serve()
-            # A stop ends all work but the trainer's, which has its last snapshot to make, and what others have begun.
             for executor in self.local:
-                if not self.control.stopping or executor.name == "trainer" or executor.follows:
-                    worked |= self._step(executor, clocks[executor.name])
+                if self._goes_on(executor):
+                    worked |= self._step_or_lose(executor, clocks[executor.name])
             self.metrics.pump()
             self._check_target()
-            if self.control.take("end"):
-                return
             if self.control.is_leader and self._is_over():
-                self.snapshots.wait_sealed("stop_s" if self.control.stopping else "deadline_s", self._patience_s)
-                self.control.post_all("end", {})
+                self.control.post_all("end", {"of_checkpoint": self._seal_last()})
                 continue
             if self.control.stopping:
                 stop_at = stop_at or time.monotonic() + self._patience_s
@@ -257,12 +286,57 @@ class ExecutorController:
                     why = (
                         "raise stop_s" if self.control.is_leader else f"rank {self.leader} has not said so: see what it said last"
                     )
-                    raise DeadlineExceeded(
+                    late = DeadlineExceeded(
                         f"rank {self.world.rank} ({self.control.names[self.world.rank]}) could not end within {self._patience_s:.0f} s "
                         f"of the stop request: {why}"
                     )
+                    raise self.control.loss or late
             if not worked:
                 self.control.wait(min(e.poll_s for e in self.local) if self.local else POLL_S)
+
+    def _goes_on(self, executor: Executor) -> bool:
+        """A stop ends all work but the trainer's, which has its last snapshot to make, and what others have begun; a loss that too."""
+        if self.control.loss is not None:
+            return executor.name == "trainer"
+        return not self.control.stopping or executor.name == "trainer" or executor.follows
+
+    def _step_or_lose(self, executor: Executor, clock: _Clock) -> bool:
+        """One step. What fails in a station without state that must be kept is a loss, as on any other rank."""
+        if _is_kept(executor):
+            return self._step(executor, clock)
+        try:
+            return self._step(executor, clock)
+        except Exception as error:  # whatever it is, the trainer is whole
+            self.control.lose(error)
+            return False
+
+    def _hear_of_loss(self) -> None:
+        """Once: tell the others, and on the leader have the keepers make a checkpoint, if there is anything to save."""
+        if self._told_of_loss:
+            return
+        self._told_of_loss = True
+        self.control.report_loss()
+        if self.control.is_leader:
+            log.error("%s\nThe trainer is whole: it saves a checkpoint before this run ends", self.control.loss)
+            if self._trainer.version > 0:
+                self.control.request_stop(f"a loss: {self.control.loss}")
+            else:
+                self.control.fail_now(self.control.loss)
+
+    def _seal_last(self) -> str:
+        """On the leader: wait for the last checkpoint. What came of it, for people; an error where nothing else ends the run."""
+        try:
+            self.snapshots.wait_sealed("stop_s" if self.control.stopping else "deadline_s", self._patience_s)
+        except (CheckpointError, DeadlineExceeded) as error:
+            if self.control.loss is None:
+                raise
+            return f"No checkpoint could be sealed after that: {error}"
+        return f"A checkpoint of step {self._trainer.version} was sealed after that: resume=auto goes on from there."
+
+    @property
+    def _trainer(self) -> Executor:
+        """On its ranks."""
+        return next(e for e in self.local if e.name == "trainer")
 
     @property
     def _patience_s(self) -> float:
@@ -272,6 +346,7 @@ class ExecutorController:
 
     def _step(self, executor: Executor, clock: _Clock) -> bool:
         began = time.monotonic()
+        self._current = executor
         worked = executor.step()
         now = time.monotonic()
         if worked:
@@ -287,10 +362,11 @@ class ExecutorController:
             clock.reason_since = now
         clock.reason = reason
         if reason and now - clock.reason_since > self.settings.deadline_s:
-            raise DeadlineExceeded(
+            why = (
                 f"{executor.name} on rank {self.world.rank} waited {now - clock.reason_since:.0f} s for {reason}. "
                 "Raise deadline_s if that is slow rather than stuck; each rank's output says what it last did"
             )
+            self.control.lose(DeadlineExceeded(why))  # between two steps everything is whole
         return False
 
     def _check_target(self) -> None:
@@ -304,7 +380,7 @@ class ExecutorController:
 
     def _is_over(self) -> bool:
         """On the leader: the trainer has made its last snapshot, and no row is awaited that can still come."""
-        trainer = next(e for e in self.local if e.name == "trainer")
+        trainer = self._trainer
         if not trainer.done:
             return False
         self._done_at = self._done_at or time.monotonic()
@@ -329,10 +405,30 @@ class ExecutorController:
         self._signal = None
         self.control.post(self.leader, "stop?", {"reason": f"{name} on rank {self.world.rank}"})
 
+    def _explained(self, error: BaseException) -> BaseException:
+        """What gloo, NCCL or the store say when a peer is gone, as a PeerDied that says where and what to do; else the error."""
+        text = str(error).splitlines()[0] if str(error) else ""
+        if not (isinstance(error, dist.DistError) or (type(error) is RuntimeError and _OF_GLOO.search(text))):
+            return error
+        until = time.monotonic() + NAMED_S  # who it was is on its way
+        while self.control.failure is None and self.control.loss is None and time.monotonic() < until:
+            time.sleep(0.05)
+        cause = self.control.failure or self.control.loss or "A rank that takes part has ended; its own output says why"
+        rank, station = self.world.rank, self._current
+        doing = "while connecting" if station is None else f"in {station.name}, step {getattr(station, 'version', '?')}"
+        group = "" if station is None else f" among ranks {list(station.group.ranks)}"
+        return PeerDied(
+            f"rank {rank} ({self.control.names[rank]}) {doing}: a collective{group} broke: {text}\n{cause}\n"
+            "No checkpoint was made of the steps since the last one. Start again with resume=auto",
+            getattr(cause, "ranks", ()),
+        )
+
     def _report(self, error: BaseException) -> None:
+        if error is self.control.loss and self.control.failure is None:
+            return  # all know of it
         try:
             self.control.report_failure(error)
-        except dist.DistError:
+        except PeerDied:
             pass  # the launcher is gone; there is nobody to tell
 
     def _close(self) -> None:

@@ -232,7 +232,8 @@ def launch(config: Config) -> Iterator[Job]:
             print(f"llamarl: {error}", file=sys.stderr, flush=True)
         code = EXIT_BAD_INPUT
     except RUN_ENDS as error:
-        print(f"llamarl: rank {world.rank}: {error}", file=sys.stderr, flush=True)
+        said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        print(f"llamarl: rank {world.rank}: {said}", file=sys.stderr, flush=True)
         code = EXIT_FAILED
     finally:
         # A failed peer cannot take part in an orderly end; the process ends with its sockets.

@@ -18,15 +18,18 @@ import os
 import queue
 import tempfile
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from llamarl.control import PeerDied
 
 NUM_SLOTS = 2
 POLL_S = 0.0002
@@ -123,6 +126,7 @@ class LocalLink:
     """Both ends in one process."""
 
     transport = "local"
+    peer: int | None = None  # the other end's rank, where it is another
 
     def __init__(self):
         self._queues = (queue.Queue(), queue.Queue())  # to the sender, to the receiver
@@ -213,9 +217,20 @@ class RankLink(LocalLink):
         tag = _FORWARD if to_receiver else _BACK
         more = json.dumps(header.more).encode() if header.more is not None else b""
         fixed = torch.tensor([header.kind, header.version, len(more)])
-        dist.send(fixed, self.peer, group=self._group, tag=tag)
-        if more:
-            dist.send(torch.frombuffer(bytearray(more), dtype=torch.uint8), self.peer, group=self._group, tag=tag)
+        with self._with_peer():
+            dist.send(fixed, self.peer, group=self._group, tag=tag)
+            if more:
+                dist.send(torch.frombuffer(bytearray(more), dtype=torch.uint8), self.peer, group=self._group, tag=tag)
+
+    @contextmanager
+    def _with_peer(self) -> Iterator[None]:
+        """PeerDied, with its rank, for what gloo or NCCL says when it is gone."""
+        try:
+            yield
+        except WeightsError:
+            raise
+        except RuntimeError as error:
+            raise PeerDied(str(error).split(". ")[0].splitlines()[0], [self.peer]) from error
 
     def recv(self, at_receiver: bool = True, timeout_s: float | None = None) -> Header:
         tag = _FORWARD if at_receiver else _BACK
@@ -230,22 +245,30 @@ class RankLink(LocalLink):
         return Header(Kind(kind), version, more)
 
     def _receive(self, tensor: Tensor, tag: int, timeout_s: float | None) -> None:
-        _wait(dist.irecv(tensor, self.peer, group=self._group, tag=tag), timeout_s)
+        with self._with_peer():
+            _wait(dist.irecv(tensor, self.peer, group=self._group, tag=tag), timeout_s)
 
     def send_bytes(self, flat: Tensor) -> Callable[[], None] | None:
         if not self.streams:
             return None
-        return dist.isend(flat, self.peer, group=self._payload_group, tag=_PAYLOAD).wait
+        with self._with_peer():
+            work = dist.isend(flat, self.peer, group=self._payload_group, tag=_PAYLOAD)
+        return lambda: self._finish(work)
+
+    def _finish(self, work: dist.Work, timeout_s: float | None = None) -> None:
+        with self._with_peer():
+            _wait(work, timeout_s)
 
     def fetch(
         self, slot: int, start: int, size: int, scratch: Tensor | None = None, staged: int = 0
     ) -> Callable[[float], Tensor]:
         if not self.streams:
             return super().fetch(slot, start, size, staged=staged)
-        work = dist.irecv(scratch, self.peer, group=self._payload_group, tag=_PAYLOAD)
+        with self._with_peer():
+            work = dist.irecv(scratch, self.peer, group=self._payload_group, tag=_PAYLOAD)
 
         def arrived(timeout_s: float) -> Tensor:
-            _wait(work, timeout_s)
+            self._finish(work, timeout_s)
             return scratch
 
         return arrived
@@ -254,17 +277,19 @@ class RankLink(LocalLink):
         if not self.streams:
             return None
         word = torch.tensor([digest])
-        work = dist.isend(word, self.peer, group=self._group, tag=_DIGEST)
-        return lambda: (work.wait(), word) and None  # which must live until it has gone
+        with self._with_peer():
+            work = dist.isend(word, self.peer, group=self._group, tag=_DIGEST)
+        return lambda: (self._finish(work), word) and None  # which must live until it has gone
 
     def fetch_digest(self) -> Callable[[float], int] | None:
         if not self.streams:
             return None
         word = torch.zeros(1, dtype=torch.int64)
-        work = dist.irecv(word, self.peer, group=self._group, tag=_DIGEST)
+        with self._with_peer():
+            work = dist.irecv(word, self.peer, group=self._group, tag=_DIGEST)
 
         def arrived(timeout_s: float) -> int:
-            _wait(work, timeout_s)
+            self._finish(work, timeout_s)
             return int(word)
 
         return arrived
