@@ -49,7 +49,8 @@ from llamarl.ddma.transfer import give_way
 from llamarl.ddma.transports import End, this_end
 from llamarl.executor import POLL_S, Executor
 from llamarl.ledger import TicketDesk
-from llamarl.observe import Metrics, RowWriter, Trace
+from llamarl.disk import free_bytes
+from llamarl.observe import Metrics, MetricsError, RowWriter, Trace
 from llamarl.offload import Turns
 from llamarl.placement import World, device_link_group, executor_group, link_group
 from llamarl.snapshots import CONTROLLER, Snapshots, has_state
@@ -238,6 +239,7 @@ class ExecutorController:
     def run(self) -> RowWriter | None:
         """Until the trainer is done, a stop request, or an error. Returns the leader's writer, None elsewhere."""
         handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        error: BaseException | None = None
         try:
             self.connect()
             self._loop()
@@ -248,7 +250,7 @@ class ExecutorController:
                 raise
             raise error from raised
         finally:
-            self._close()
+            self._close(ended_well=error is None)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         return self.metrics.writer
@@ -431,13 +433,27 @@ class ExecutorController:
         except PeerDied:
             pass  # the launcher is gone; there is nobody to tell
 
-    def _close(self) -> None:
-        for executor in reversed(self.local):
-            executor.teardown()
-        for end in self._ends:
-            if not isinstance(end, (WeightsSender, WeightsReceiver)):
-                end.close()
-        self.metrics.close()
-        if self.settings.trace:
-            self.metrics.trace.dump(self.settings.run_dir / f"trace.rank{self.world.rank}.json")
-        self.control.close()
+    def _close(self, ended_well: bool) -> None:
+        """Release everything. What the disk refuses then is an error of its own only where there is no earlier one."""
+        closing = [executor.teardown for executor in reversed(self.local)]
+        closing += [end.close for end in self._ends if not isinstance(end, (WeightsSender, WeightsReceiver))]
+        closing += [self.metrics.close, self._dump_trace]
+        try:
+            for close in closing:
+                try:
+                    close()
+                except (OSError, MetricsError) as error:
+                    if ended_well:
+                        raise
+                    log.error("rank %d, while ending: %s", self.world.rank, error)
+        finally:
+            self.control.close()
+
+    def _dump_trace(self) -> None:
+        if not self.settings.trace:
+            return
+        path = self.settings.run_dir / f"trace.rank{self.world.rank}.json"
+        try:
+            self.metrics.trace.dump(path)
+        except OSError as error:  # nothing depends on it
+            log.warning("%s: not written (%s, %s bytes free)", path, error, f"{free_bytes(path):,}")

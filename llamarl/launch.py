@@ -29,7 +29,7 @@ from llamarl.learning.replay import lag_bound
 from llamarl.learning.update import NotFinite
 from llamarl.models.config import read_json
 from llamarl.models.hf import load_tokenizer
-from llamarl.observe import RowWriter, build_sinks
+from llamarl.observe import MetricsError, RowWriter, build_sinks
 from llamarl.parity import ParityError
 from llamarl.placement import World, init_world, threads_per_rank
 from llamarl.ranks import TINY_MODEL
@@ -44,7 +44,7 @@ EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
 
 # Ends that explain themselves: a message, no traceback.
-RUN_ENDS = (PeerDied, DeadlineExceeded, ParityError, NotFinite, RewardError, WeightsError, CheckpointError)
+RUN_ENDS = (PeerDied, DeadlineExceeded, ParityError, NotFinite, RewardError, WeightsError, CheckpointError, MetricsError)
 
 log = logging.getLogger("llamarl")
 

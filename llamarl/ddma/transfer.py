@@ -275,7 +275,7 @@ class Publisher:
             for out in self._links:
                 out.link.offer(self._slots, out.base)
         finally:
-            self._slots.forget_names()
+            self._slots.close_files()
 
     def _deliver(self, job: _Job) -> None:
         data, progress = self._slots.tensors[job.slot], self._progress[job.slot]
