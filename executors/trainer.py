@@ -32,6 +32,7 @@ from llamarl.models.lora import Lora, PolicyWeights
 from llamarl.models.sharding import Box, parameter_shapes
 from llamarl.models.tp import TensorParallel
 from llamarl.parity import Prompts, canary_sequences
+from llamarl.parts import box_of
 from llamarl.tickets import lane_of
 from llamarl.types import Group
 
@@ -335,7 +336,7 @@ class FSDPTrainer(Executor):
             for name, p in self._parameters:
                 missing[name] -= self._load_box(p, name, part)
             has_values |= self.critic is not None and self.critic.load_state_dict(part)
-            stored.append({key: part[key] for key in ("buffer", "buffered", "held") if key in part})
+            stored.append(part)
         if absent := [name for name, elements in missing.items() if elements]:
             raise ValueError(
                 f"the checkpoint lacks {', '.join(absent[:5])}, or parts of it, which this run's model has{_OTHER_MODEL}"
@@ -373,15 +374,18 @@ class FSDPTrainer(Executor):
             return 0
         mine, theirs = held_box(self.decoder, name, parameter), Box(*map(tuple, part["boxes"][name]))
         common = overlap(mine, theirs)
-        local(parameter)[common.within(mine)].copy_(part[f"model/{name}"][common.within(theirs)])
+        if not common.numel:
+            return 0  # nothing to read
+        here, there = common.within(mine), common.within(theirs)
+        local(parameter)[here].copy_(box_of(part, f"model/{name}", there))
         if self._average and f"ema/{name}" in part:
-            local(self._average.of(parameter))[common.within(mine)].copy_(part[f"ema/{name}"][common.within(theirs)])
+            local(self._average.of(parameter))[here].copy_(box_of(part, f"ema/{name}", there))
         for key in MOMENTS:
             if f"{key}/{name}" in part:
                 state = self.optimizer.state[parameter]
                 if key not in state:
                     state[key] = torch.zeros_like(parameter)
-                local(state[key])[common.within(mine)].copy_(part[f"{key}/{name}"][common.within(theirs)])
+                local(state[key])[here].copy_(box_of(part, f"{key}/{name}", there))
                 if mine == theirs and f"{key}_scale/{name}" in part:
                     state[f"{key}_scale"] = part[f"{key}_scale/{name}"]
         return common.numel

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Iterable, Iterator, Mapping
 from safetensors import SafetensorError
 
 from llamarl.disk import aside, check_room, discard, free_bytes
+from llamarl.parts import Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,18 +115,15 @@ def ranks_of(path: str | Path, name: str) -> list[int]:
     return parts[name]
 
 
-def load_part(path: str | Path, name: str, rank: int) -> dict:
+def load_part(path: str | Path, name: str, rank: int) -> Part:
     """What `save_part` was given, on the CPU. CheckpointError naming the file if it is absent or cannot be read."""
-    from safetensors.torch import load_file
-
-    stem, state = Path(path) / _stem(name, rank), _load_values(path, name, rank)
+    stem, values = Path(path) / _stem(name, rank), _load_values(path, name, rank)
     tensors_file = Path(f"{stem}.safetensors")
+    has_tensors = tensors_file.name in _read_manifest(Path(path))["files"]
     try:
-        if tensors_file.name in _read_manifest(Path(path))["files"]:
-            state.update(load_file(tensors_file))
+        return Part(values, tensors_file if has_tensors else None)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{stem}: cannot be read: {error}") from error
-    return state
 
 
 def _load_values(path: str | Path, name: str, rank: int) -> dict:

@@ -5,11 +5,13 @@ Every rank has a mailbox, a queue in the Store. A listener thread takes its mess
 
     thread      consumes              waits for                 unblocked by
     listener    mailbox of this rank  a message                 post() of any rank; close()
-    heartbeat   -                     1 s                       close()
+    heartbeat   -                     1 s; the Store            close(); what serves the Store
+    watch       -                     1 s                       close()
 
 Liveness: every rank beats once a second. The leader watches all, the others watch the leader; one whose beat stands still
 for heartbeat_timeout_s, counted from its first beat on, is reported to every rank by name, and each ends with PeerDied: in
-its loop, or, if it is stuck inside a collective with the dead, by the heartbeat thread itself, GRACE_S later.
+its loop, or, if it is stuck inside a collective with the dead, by the watch thread, GRACE_S later. That also ends the rank
+when the Store itself is silent, for STORE_PATIENCE times as long: the heartbeat thread then hangs in it.
 
 What went wrong is one of two things. A failure ends this rank's loop at once. A loss leaves all of the keepers, the ranks
 whose state a checkpoint cannot do without, alive and this rank among them: it ends them too, but once they have sealed a
@@ -21,6 +23,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -34,6 +37,9 @@ import torch.distributed as dist
 BEAT_S = 1.0
 GRACE_S = 10.0
 EXIT_PEER_DIED = 70
+NAMED_S = 2.0  # the name of a dead rank comes within so long of what its death broke
+STORE_PATIENCE = 3  # times heartbeat_timeout_s that the Store may be silent
+_OF_GLOO = re.compile(r"gloo|Connection (closed|reset) by peer")  # which raises plain RuntimeErrors
 _FOREVER = timedelta(days=7)
 
 
@@ -94,7 +100,9 @@ class Control:
     def start(self) -> None:
         """Begin to listen and beat; after all handlers are in place."""
         if self._store is not None and not self._threads:
-            self._threads = [self.thread("control-listen", self._listen), self.thread("control-beat", self._beat)]
+            self._beaten_at = time.monotonic()
+            threads = {"listen": self._listen, "beat": self._beat, "watch": self._watch}
+            self._threads = [self.thread(f"control-{name}", target) for name, target in threads.items()]
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -108,7 +116,7 @@ class Control:
             except dist.DistError as error:
                 raise PeerDied(self._store_gone(error)) from error
 
-    def _store_gone(self, error: Exception) -> str:
+    def _store_gone(self, error: Exception | str) -> str:
         first_line = str(error).splitlines()[0]
         return (
             f"rank {self.rank} ({self.names[self.rank]}): the control store is gone ({first_line}). Was the launcher, which serves "
@@ -227,6 +235,24 @@ class Control:
         who = " and ".join(f"rank {rank} ({self.names[rank]})" for rank in sorted(error.ranks))
         return f"the link with {who} broke: {error}. That rank has ended; its own output says why. Start again with resume=auto"
 
+    def explained(self, error: BaseException, doing: str) -> BaseException:
+        """What gloo, NCCL or the Store say when a peer is gone, as a PeerDied that says where and what to do; else the error itself.
+
+        doing: "in trainer, step 3, among ranks [0, 1]".
+        """
+        text = str(error).split(". ")[0]
+        if not (isinstance(error, dist.DistError) or (type(error) is RuntimeError and _OF_GLOO.search(text))):
+            return error
+        until = time.monotonic() + NAMED_S
+        while self.failure is None and self.loss is None and time.monotonic() < until:
+            time.sleep(0.05)
+        cause = self.failure or self.loss or "A rank that takes part has ended; its own output says why"
+        return PeerDied(
+            f"rank {self.rank} ({self.names[self.rank]}) {doing}: a collective broke: {text}\n{cause}\n"
+            "No checkpoint was made of the steps since the last one. Start again with resume=auto",
+            getattr(cause, "ranks", ()),
+        )
+
     def check(self) -> None:
         """Raise what went wrong elsewhere, if anything did."""
         if self.failure is not None:
@@ -271,24 +297,32 @@ class Control:
         watched = [r for r in range(self.world_size) if r != self.rank] if self.is_leader else [self.leader]
         seen = {r: (b"", time.monotonic()) for r in watched}
         count = 0
-        while True:
+        while self.failure is None:
             try:
                 count += 1
                 store.set(f"beat/{self.rank}", str(count))
+                self._beaten_at = time.monotonic()
                 self._report_silent(self._silent(store, seen))
             except PeerDied as error:  # the store, while others were told
                 self.fail(error)
             except dist.DistError as error:
                 if not self._closing.is_set():
                     self.fail(PeerDied(self._store_gone(error)))
-            if self.loss is not None and time.monotonic() > self._last_words_until:
-                self.loss.add_note(f"No checkpoint could be sealed within the {self._last_words_s:.0f} s of stop_s after that.")
-                self.fail_now(self.loss)
-            if self.failure is not None:
-                self._end_if_stuck()
-                return
             if self._closing.wait(BEAT_S):
                 return
+
+    def _watch(self) -> None:
+        while self.failure is None:
+            now = time.monotonic()
+            if now > self._last_words_until:
+                self.loss.add_note(f"No checkpoint could be sealed within the {self._last_words_s:.0f} s of stop_s after that.")
+                self.fail_now(self.loss)
+            if now - self._beaten_at > STORE_PATIENCE * self.heartbeat_timeout_s:
+                text = self._store_gone(f"it has not answered for {now - self._beaten_at:.0f} s")
+                self.fail_now(PeerDied(text))
+            if self._closing.wait(BEAT_S):
+                return
+        self._end_if_stuck()
 
     def _silent(self, store: dist.Store, seen: dict[int, tuple[bytes, float]]) -> dict[int, float]:
         """Rank -> seconds, of those that have beaten and do so no more; each once."""
@@ -322,7 +356,7 @@ class Control:
         self._closing.set()
         if self._store is None or not self._threads:
             return
-        listener, beat = self._threads
+        listener, beat, _ = self._threads
         beat.join(timeout=5)  # or its last beat could overwrite the word that it was
         try:
             self._store.set(f"beat/{self.rank}", "done")

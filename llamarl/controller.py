@@ -29,7 +29,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import re
 import signal
 import time
 from dataclasses import dataclass
@@ -56,9 +55,6 @@ from llamarl.placement import World, device_link_group, executor_group, link_gro
 from llamarl.snapshots import CONTROLLER, Snapshots, has_state
 from llamarl.tickets import TicketLedger
 
-
-NAMED_S = 2.0  # the name of a dead rank comes so long after what its death broke
-_OF_GLOO = re.compile(r"gloo|Connection (closed|reset)|[Tt]imed out", re.IGNORECASE)  # it raises plain RuntimeErrors
 
 log = logging.getLogger(__name__)
 
@@ -244,7 +240,7 @@ class ExecutorController:
             self.connect()
             self._loop()
         except BaseException as raised:
-            error = self._explained(raised)
+            error = self.control.explained(raised, self._doing)
             self._report(error)
             if error is raised:
                 raise
@@ -407,23 +403,12 @@ class ExecutorController:
         self._signal = None
         self.control.post(self.leader, "stop?", {"reason": f"{name} on rank {self.world.rank}"})
 
-    def _explained(self, error: BaseException) -> BaseException:
-        """What gloo, NCCL or the store say when a peer is gone, as a PeerDied that says where and what to do; else the error."""
-        text = str(error).splitlines()[0] if str(error) else ""
-        if not (isinstance(error, dist.DistError) or (type(error) is RuntimeError and _OF_GLOO.search(text))):
-            return error
-        until = time.monotonic() + NAMED_S  # who it was is on its way
-        while self.control.failure is None and self.control.loss is None and time.monotonic() < until:
-            time.sleep(0.05)
-        cause = self.control.failure or self.control.loss or "A rank that takes part has ended; its own output says why"
-        rank, station = self.world.rank, self._current
-        doing = "while connecting" if station is None else f"in {station.name}, step {getattr(station, 'version', '?')}"
-        group = "" if station is None else f" among ranks {list(station.group.ranks)}"
-        return PeerDied(
-            f"rank {rank} ({self.control.names[rank]}) {doing}: a collective{group} broke: {text}\n{cause}\n"
-            "No checkpoint was made of the steps since the last one. Start again with resume=auto",
-            getattr(cause, "ranks", ()),
-        )
+    @property
+    def _doing(self) -> str:
+        station = self._current
+        if station is None:
+            return "while connecting"
+        return f"in {station.name}, step {getattr(station, 'version', '?')}, among ranks {list(station.group.ranks)}"
 
     def _report(self, error: BaseException) -> None:
         if error is self.control.loss and self.control.failure is None:

@@ -196,6 +196,8 @@ class ReplayBuffer(GroupBuffer):
         super().load(parts, finished, is_mine)
         held = []
         for part in parts:
+            if not any(is_mine(ticket) for ticket, *_ in part.get("held", [])):
+                continue
             groups = {group.ticket: group for group in decoded(part) if is_mine(group.ticket)}
             held += [
                 _Held(groups[t], _Columns.of(groups[t]), taken, joined)

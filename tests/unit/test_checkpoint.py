@@ -15,6 +15,8 @@ from safetensors import SafetensorError
 from llamarl import checkpoint
 from llamarl.checkpoint import Checkpointer, CheckpointError, find, in_work, load_part, ranks_of, verify
 
+from llamarl.parts import box_of
+
 
 class Mail:
     """The mailboxes that the controls of one test share."""
@@ -131,6 +133,27 @@ def test_a_station_that_the_checkpoint_does_not_know_is_an_error(tmp_path):
     path = save(*checkpointers(tmp_path), 20)
     with pytest.raises(CheckpointError, match="no state of critic, only of controller, trainer"):
         ranks_of(path, "critic")
+
+
+def test_of_a_part_only_what_is_asked_for_is_read(tmp_path):
+    path = save(*checkpointers(tmp_path), 20)
+    part = load_part(path, "trainer", 1)
+    read = []
+
+    class Watched:
+        def get_slice(self, name):
+            read.append(name)
+            return file.get_slice(name)
+
+        def get_tensor(self, name):
+            read.append(name)
+            return file.get_tensor(name)
+
+    file, part._file = part._file, Watched()
+    assert part["version"] == 7 and "half" in part and "missing" not in part and read == []
+    assert torch.equal(box_of(part, "model/w", (slice(1, 2), slice(0, 2))), STATE["model/w"][1:2, :2]) and read == ["model/w"]
+    assert torch.equal(box_of(STATE, "half", (slice(1, 2),)), box_of(part, "half", (slice(1, 2),)))
+    assert part["adam_step"] == 3 and read == ["model/w", "half", "adam_step"]
 
 
 # --- sealing ---

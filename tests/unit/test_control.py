@@ -243,6 +243,58 @@ def test_a_rank_that_ends_by_itself_is_not_ended(ranks, monkeypatch):
     assert not beat.is_alive() and codes == []
 
 
+class HungStore:
+    """Of a launcher that is stopped: every call waits."""
+
+    def __init__(self):
+        self.goes_on = threading.Event()
+
+    def clone(self):
+        return self
+
+    def set_timeout(self, timeout):
+        pass
+
+    def set(self, key, value):
+        self.goes_on.wait()
+
+    def queue_push(self, key, value):
+        self.goes_on.wait()
+
+    def queue_pop(self, key):
+        self.goes_on.wait()
+        return b'[0, "close", {}]'
+
+
+def test_a_store_that_hangs_is_named_though_the_heartbeat_hangs_in_it(monkeypatch):
+    monkeypatch.setattr(control_module.os, "_exit", lambda code: None)
+    store = HungStore()
+    rank = Control(store, rank=1, world_size=2, leader=0, names=NAMES[:2], heartbeat_timeout_s=SILENCE_S)
+    rank.start()
+    text = str(failure_of(rank))
+    silent = control_module.STORE_PATIENCE * SILENCE_S
+    assert f"the control store is gone (it has not answered for {silent:.0f} s). Was the launcher, which serves it, stopped?" in text
+    store.goes_on.set()
+    rank.close()
+
+
+GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:1. This is typically caused by"
+
+
+@pytest.mark.parametrize("error", [RuntimeError(GLOO), dist.DistNetworkError("Broken pipe")], ids=["gloo", "store"])
+def test_what_breaks_under_a_collective_is_said_with_rank_station_step_cause_and_remedy(alone, error):
+    alone.fail(PeerDied("rank 1 is gone", [1]))
+    explained = alone.explained(error, "in trainer, step 3, among ranks [0, 1]")
+    assert isinstance(explained, PeerDied) and explained.ranks == {1} and "typically" not in str(explained)
+    for part in ("rank 0 (everything) in trainer, step 3, among ranks [0, 1]", "rank 1 is gone", "resume=auto"):
+        assert part in str(explained)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError(GLOO), KeyboardInterrupt()], ids=repr)
+def test_other_errors_stay_as_they_are(alone, error):
+    assert alone.explained(error, "in trainer") is error
+
+
 # -- losses ---------------------------------------------------------------------------------------------------------------
 
 
