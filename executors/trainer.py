@@ -32,6 +32,7 @@ from llamarl.models.lora import Lora, PolicyWeights
 from llamarl.models.sharding import Box, parameter_shapes
 from llamarl.models.tp import TensorParallel
 from llamarl.parity import Prompts, canary_sequences
+from llamarl.parts import box_of
 from llamarl.tickets import lane_of
 from llamarl.types import Group
 
@@ -169,13 +170,14 @@ class FSDPTrainer(Executor):
             return True
         if self.done:
             return arrived
+        stopping = self.control.stopping  # looked at first: the leader's last batch is told before its word to stop
         tickets = None
-        if self.version < self.settings.max_steps and self._has_room():
+        if self.version < self.settings.max_steps and (stopping or self._has_room()):
             tickets = self.tickets.take(self.version, waited=time.monotonic() - self._wait_since > 0.02)
         if tickets is not None:
             self._train(tickets)
             return True
-        if self.control.stopping or self.version >= self.settings.max_steps:
+        if stopping or self.version >= self.settings.max_steps:
             self._finish()
             return True
         return arrived
@@ -210,7 +212,7 @@ class FSDPTrainer(Executor):
         waited_s = began - self._wait_since
         groups = self.buffer.take(tickets, self.version)
         try:
-            metrics = self._update.run(groups, self.version, lambda: self.control.stopping or self.control.signalled)
+            metrics = self._update.run(groups, self.version, lambda: self.control.ending)
         except StepAborted:
             self.buffer.untake(groups)
             self.tickets.untake(self.version)
@@ -334,7 +336,7 @@ class FSDPTrainer(Executor):
             for name, p in self._parameters:
                 missing[name] -= self._load_box(p, name, part)
             has_values |= self.critic is not None and self.critic.load_state_dict(part)
-            stored.append({key: part[key] for key in ("buffer", "buffered", "held") if key in part})
+            stored.append(part)
         if absent := [name for name, elements in missing.items() if elements]:
             raise ValueError(
                 f"the checkpoint lacks {', '.join(absent[:5])}, or parts of it, which this run's model has{_OTHER_MODEL}"
@@ -372,36 +374,50 @@ class FSDPTrainer(Executor):
             return 0
         mine, theirs = held_box(self.decoder, name, parameter), Box(*map(tuple, part["boxes"][name]))
         common = overlap(mine, theirs)
-        local(parameter)[common.within(mine)].copy_(part[f"model/{name}"][common.within(theirs)])
+        if not common.numel:
+            return 0  # nothing to read
+        here, there = common.within(mine), common.within(theirs)
+        local(parameter)[here].copy_(box_of(part, f"model/{name}", there))
         if self._average and f"ema/{name}" in part:
-            local(self._average.of(parameter))[common.within(mine)].copy_(part[f"ema/{name}"][common.within(theirs)])
+            local(self._average.of(parameter))[here].copy_(box_of(part, f"ema/{name}", there))
         for key in MOMENTS:
             if f"{key}/{name}" in part:
                 state = self.optimizer.state[parameter]
                 if key not in state:
                     state[key] = torch.zeros_like(parameter)
-                local(state[key])[common.within(mine)].copy_(part[f"{key}/{name}"][common.within(theirs)])
+                local(state[key])[here].copy_(box_of(part, f"{key}/{name}", there))
                 if mine == theirs and f"{key}_scale/{name}" in part:
                     state[f"{key}_scale"] = part[f"{key}_scale/{name}"]
         return common.numel
 
-    def export(self, out: str) -> None:
+    @property
+    def export_bytes(self) -> int:
+        """About what `export` writes."""
+        num_elements = sum(math.prod(shape) for shape in parameter_shapes(self.decoder.config).values())
+        copies = 2 if self._average else 1
+        return num_elements * getattr(torch, self.model_dtype).itemsize * copies
+
+    def export(self, out: str | None) -> None:
         """Collective over the first replica: write the policy as a Hugging Face directory, and its average as OUT_ema if there is one.
 
-        Rank 0 writes, one tensor whole at a time.
+        Rank 0 writes, one tensor whole at a time; where out is None, nothing. OSError or SafetensorError from the disk, once both
+        are through, so that no other rank waits for this one.
         """
         if self.group.replica > 0:
             return
-        self._write(self._policy.with_values(lambda p: p), out)
-        if self._average:
-            self._write(self._policy.with_values(self._average.of), out + EMA)
+        average = self._policy.with_values(self._average.of) if self._average else ()
+        try:
+            self._write(self._policy.with_values(lambda p: p), out)
+        finally:
+            self._write(average, out and out + EMA)
 
-    def _write(self, weights: Iterable[tuple[str, torch.Tensor]], out: str) -> None:
+    def _write(self, weights: Iterable[tuple[str, torch.Tensor]], out: str | None) -> None:
         whole = whole_parameters(self.decoder, weights)
-        if self.group.index == 0:
-            export(whole, self.model_path, out, dtype=getattr(torch, self.model_dtype))
-        else:
-            for _ in whole:
+        try:
+            if out is not None and self.group.index == 0:
+                export(whole, self.model_path, out, dtype=getattr(torch, self.model_dtype))
+        finally:
+            for _ in whole:  # the other ranks take part in making each
                 pass
 
     def _lora_state(self) -> dict | None:

@@ -114,7 +114,7 @@ class Receiver:
                 message = recv_message(rank, group)
             except RuntimeError as error:
                 if not self._closing:
-                    self._control.fail(PeerDied(_link_error(self.name, "from", rank, self._control, error)))
+                    self._control.fail(PeerDied(_link_error(self.name, "from", rank, self._control, error), [rank]))
                 return
             if message is None:
                 return
@@ -188,7 +188,7 @@ class _Link:
                 send_message(wire.encode(records), self.rank, self._group)
             except RuntimeError as error:
                 if not self._closing:
-                    self._control.fail(PeerDied(_link_error(self.name, "to", self.rank, self._control, error)))
+                    self._control.fail(PeerDied(_link_error(self.name, "to", self.rank, self._control, error), [self.rank]))
                 return
             self._control.wake()  # room again
 
@@ -200,10 +200,7 @@ class _Link:
 
 
 def _link_error(name: str, way: str, rank: int, control: Control, error: Exception) -> str:
-    return (
-        f"channel {name!r} {way} rank {rank} ({control.names[rank]}) broke: {str(error).splitlines()[0]}. "
-        "That rank has ended; its own output says why. Start again with resume=auto"
-    )
+    return f"channel {name!r} {way} rank {rank}: {control.gone(PeerDied(str(error).split('. ')[0].splitlines()[0], [rank]))}"
 
 
 def connect(

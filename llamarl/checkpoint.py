@@ -7,13 +7,17 @@
                                 hf/, hf_ema/              directories that transformers loads: the weights, and their average if kept
                                 manifest.json             bytes and SHA-256 of every file; written last
                         step_40.tmp/                      being written
+                        step_10.old/                      being deleted
 
 Each rank writes its parts into step_N.tmp and tells the leader their sizes and hashes. When all expected parts are in,
 the leader writes the manifest and renames the directory into place: a checkpoint with a manifest is complete, and what
 it says about itself can be checked. All ranks must see the same run_dir. No pickle: safetensors and JSON only.
 
+A disk that is full or fails ends no run by itself: that checkpoint is given up, in whole, and named in the log. What cannot be
+deleted is named too, and tried again with the next checkpoint.
+
     message      from -> to            handled          meaning
-    checkpoint   any rank -> leader    by its pump()    a part of step n is on disk: its files, sizes and hashes
+    checkpoint   any rank -> leader    by its pump()    a part of step n is on disk: its files, sizes and hashes; or why it is not
 """
 
 from __future__ import annotations
@@ -23,9 +27,14 @@ import json
 import logging
 import os
 import re
-import shutil
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Callable, Iterable, Iterator, Mapping
+
+from safetensors import SafetensorError
+
+from llamarl.disk import aside, check_room, discard, free_bytes
+from llamarl.parts import Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +45,7 @@ FORMAT = 3
 MANIFEST, LATEST, TOPIC = "manifest.json", "latest", "checkpoint"
 _CHUNK_BYTES = 1 << 20  # read at once for a digest
 _SEALED = re.compile(r"step_(\d+)")
-_LEFTOVER = re.compile(r"step_\d+\.(tmp|old)")
+_LEFTOVER = re.compile(r"step_(\d+)\.(tmp|old)(\.\d+)?")
 
 log = logging.getLogger(__name__)
 
@@ -109,26 +118,25 @@ def verify(
 
 
 def ranks_of(path: str | Path, name: str) -> list[int]:
-    """The ranks (places within the executor) that saved a part of `name`. CheckpointError if none did."""
+    """The ranks (places within the executor) that saved a part of `name`; [] if its state was lost, and can be done without.
+
+    CheckpointError if the checkpoint knows no such executor.
+    """
     parts = _read_manifest(Path(path))["parts"]
     if name not in parts:
         raise CheckpointError(f"{path}: holds no state of {name}, only of {', '.join(parts)}; it was made by another recipe")
     return parts[name]
 
 
-def load_part(path: str | Path, name: str, rank: int) -> dict:
+def load_part(path: str | Path, name: str, rank: int) -> Part:
     """What `save_part` was given, on the CPU. CheckpointError naming the file if it is absent or cannot be read."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    stem, state = Path(path) / _stem(name, rank), _load_values(path, name, rank)
+    stem, values = Path(path) / _stem(name, rank), _load_values(path, name, rank)
     tensors_file = Path(f"{stem}.safetensors")
+    has_tensors = tensors_file.name in _read_manifest(Path(path))["files"]
     try:
-        if tensors_file.name in _read_manifest(Path(path))["files"]:
-            state.update(load_file(tensors_file))
+        return Part(values, tensors_file if has_tensors else None)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{stem}: cannot be read: {error}") from error
-    return state
 
 
 def _load_values(path: str | Path, name: str, rank: int) -> dict:
@@ -153,7 +161,8 @@ class Checkpointer:
     """A rank's hand in writing checkpoints; the leader's also seals and prunes them.
 
     expected: the parts of a whole checkpoint, (executor, place of a rank within it); extra_parts: those of
-    `register_files`. keep: how many of the newest valid ones stay.
+    `register_files`. optional: executors whose parts a checkpoint can do without, once `waive` says so. keep: how many of the
+    newest valid ones stay.
     """
 
     ranks_of, load_part, in_work = staticmethod(ranks_of), staticmethod(load_part), staticmethod(in_work)
@@ -166,41 +175,75 @@ class Checkpointer:
         control: Control,
         expected: Iterable[tuple[str, int]],
         extra_parts: Iterable[str] = (),
+        optional: Iterable[str] = (),
     ):
         if keep < 1:
             raise ValueError(f"keep={keep}: at least the newest checkpoint must stay")
         self.folder = Path(run_dir) / "checkpoints"
         self._keep, self._control = keep, control
         self._expected, self._extra_parts = sorted(expected), tuple(extra_parts)
+        self._optional = frozenset(optional)
+        self._waived: frozenset[str] = frozenset()
         self._arrived: dict[int, dict[str, dict[str, list]]] = {}  # step -> part -> file -> [bytes, sha256]
+        self._errors: dict[int, list[str]] = {}  # step -> of parts that could not be written
+        self._failed: dict[int, str] = {}  # step -> why it was given up
         self._own: set[int] = set()  # steps sealed by this process
         if self._leads:
             for path in _matching(self.folder, _LEFTOVER):
-                shutil.rmtree(path)
+                discard(path)
 
     def begin(self, step: int) -> Path:
         """The directory that the parts of `step` are written to. Any rank may call it, any number of times."""
-        path = self.folder / f"step_{step}.tmp"
-        path.mkdir(parents=True, exist_ok=True)
         if self._leads:
             self._arrived.setdefault(step, {})
+            self._failed.pop(step, None)
+        return self._writing(step)
+
+    def _writing(self, step: int) -> Path:
+        path = self.folder / f"step_{step}.tmp"
+        path.mkdir(parents=True, exist_ok=True)
         return path
 
     def save_part(self, step: int, name: str, rank: int, state: State) -> None:
-        """Write one executor's state of one rank, to disk for good, and tell the leader.
+        """Write one executor's state of one rank, to disk for good, and tell the leader; or tell it why that cannot be done.
 
         Values are tensors (of this rank, of any device) or JSON. TypeError, naming the key, for anything else.
         """
-        stem = self.begin(step) / _stem(name, rank)
         tensors, values = _split(name, state)
-        files = [Path(f"{stem}.json")]
-        files[0].write_text(json.dumps(values))
-        if tensors:
-            from safetensors.torch import save_file
+        text = json.dumps(values)
+        num_bytes = len(text) + sum(tensor.nbytes for tensor in tensors.values())
+        with self.writing(step, _stem(name, rank), num_bytes):
+            stem = self.begin(step) / _stem(name, rank)
+            check_room(stem.parent, num_bytes)
+            files = [Path(f"{stem}.json")]
+            files[0].write_text(text)
+            if tensors:
+                from safetensors.torch import save_file
 
-            files.append(Path(f"{stem}.safetensors"))
-            save_file(tensors, files[1])
-        self._report(step, _stem(name, rank), files)
+                files.append(Path(f"{stem}.safetensors"))
+                save_file(tensors, files[1])
+            self._report(step, _stem(name, rank), files)
+
+    @contextmanager
+    def writing(self, step: int, part: str, num_bytes: int) -> Iterator[None]:
+        """What the disk refuses inside is no error here but that part's, and told to the leader: `step` will not be sealed.
+
+        num_bytes: how much the part needs, for the message.
+        """
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            free = free_bytes(self.folder)
+            why = f"{part}: {error}; it needs {num_bytes:,} bytes, and {free:,} are free"
+            self._control.post(self._control.leader, TOPIC, {"step": step, "part": part, "error": why})
+
+    def place_for(self, step: int, part: str, num_bytes: int) -> Path | None:
+        """`begin(step)` if the disk has room for a part there; else None, and why is told as in `writing`."""
+        with self.writing(step, part, num_bytes):
+            folder = self.begin(step)
+            check_room(folder, num_bytes)
+            return folder
+        return None
 
     def register_files(self, step: int, part: str, files: Iterable[Path]) -> None:
         """Make files that the caller wrote below `begin(step)` the extra part `part`."""
@@ -214,14 +257,25 @@ class Checkpointer:
             return
         for _, message in self._control.take(TOPIC):
             step = message["step"]
-            self._arrived.setdefault(step, {})[message["part"]] = message["files"]
-            if not self.missing(step):
-                self._seal(step)
+            self._arrived.setdefault(step, {})[message["part"]] = message.get("files", {})
+            if "error" in message:
+                self._errors.setdefault(step, []).append(message["error"])
+        for step in [step for step in self._arrived if not self.missing(step)]:
+            self._settle(step)
+
+    def waive(self) -> None:
+        """On the leader: seal without the parts of `optional` executors that have not come: some of them will not."""
+        self._waived = self._optional
 
     def missing(self, step: int) -> list[str]:
-        """On the leader: the parts of `step` that have not come."""
+        """On the leader: the parts of `step` that have not come, and must."""
         arrived = self._arrived.get(step, {})
-        return [part for part in (*(_stem(*e) for e in self._expected), *self._extra_parts) if part not in arrived]
+        needed = [_stem(*part) for part in self._expected if part[0] not in self._waived]
+        return [part for part in (*needed, *self._extra_parts) if part not in arrived]
+
+    def failed(self, step: int) -> str | None:
+        """On the leader: why the checkpoint of `step` was given up, if it was."""
+        return self._failed.get(step)
 
     def sealed(self, step: int) -> bool:
         """Whether the checkpoint of `step` is whole and in place (and not being written again)."""
@@ -232,7 +286,7 @@ class Checkpointer:
         return self._control.rank == self._control.leader
 
     def _report(self, step: int, part: str, files: list[Path]) -> None:
-        folder, written = self.begin(step), {}
+        folder, written = self._writing(step), {}
         for file in files:
             _sync(file)
             written[file.relative_to(folder).as_posix()] = [file.stat().st_size, _sha256(file)]
@@ -240,9 +294,26 @@ class Checkpointer:
             _sync(directory)
         self._control.post(self._control.leader, TOPIC, {"step": step, "part": part, "files": written})
 
+    def _settle(self, step: int) -> None:
+        """Seal it; give it up if a part of it could not be written."""
+        errors = self._errors.pop(step, [])
+        if not errors:
+            try:
+                self._seal(step)
+                return
+            except OSError as error:
+                errors = [str(error)]
+        del self._arrived[step]
+        path = self.folder / f"step_{step}.tmp"
+        self._failed[step] = (
+            f"{path}: the checkpoint of step {step} could not be written: {'; '.join(errors)}. Make room there, or lower checkpoint.keep"
+        )
+        log.error("%s. Training goes on; the next checkpoint is tried when it is due", self._failed[step])
+        discard(path)
+
     def _seal(self, step: int) -> None:
-        """Write the manifest, rename into place, point `latest` to it, prune."""
-        writing, final, old = (self.folder / f"step_{step}{end}" for end in (".tmp", "", ".old"))
+        """Write the manifest, rename into place, point `latest` to it, prune. OSError if it is not in place."""
+        writing, final = self.folder / f"step_{step}.tmp", self.folder / f"step_{step}"
         files = {name: entry for part in self._arrived[step].values() for name, entry in part.items()}
         absent = [name for name in files if not (writing / name).is_file()]
         if absent:
@@ -250,30 +321,41 @@ class Checkpointer:
             raise CheckpointError(f"{writing}: the leader does not see {unseen}; put run_dir where all hosts see the same files")
         parts: dict[str, list[int]] = {}
         for name, rank in self._expected:
-            parts.setdefault(name, []).append(rank)
+            parts.setdefault(name, []).extend([rank] if _stem(name, rank) in self._arrived[step] else [])
         _write(writing / MANIFEST, _manifest_text({"format": FORMAT, "step": step, "parts": parts, "files": files}))
         if final.exists():  # of a run that was resumed before it, or damaged
-            final.rename(old)
+            final.rename(aside(final))
         writing.rename(final)
-        _sync(self.folder)
-        _write(self.folder / f"{LATEST}.tmp", f"{final.name}\n")
-        os.replace(self.folder / f"{LATEST}.tmp", self.folder / LATEST)
-        _sync(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
         del self._arrived[step]
         self._own.add(step)
+        self._point_to(final)
         self._prune(step)
 
+    def _point_to(self, final: Path) -> None:
+        try:
+            _sync(self.folder)
+            _write(self.folder / f"{LATEST}.tmp", f"{final.name}\n")
+            os.replace(self.folder / f"{LATEST}.tmp", self.folder / LATEST)
+            _sync(self.folder)
+        except OSError as error:  # a resume looks at the checkpoints themselves
+            log.warning("%s: not written (%s); the newest checkpoint is %s", self.folder / LATEST, error, final)
+
     def _prune(self, newest: int) -> None:
-        """Keep the newest valid ones. Later steps of an earlier process are a future that a resume has abandoned."""
+        """Keep the newest valid ones. Later steps of an earlier process are a future that a resume has abandoned.
+
+        What could not be deleted before is tried again; a later step may be begun by another rank already.
+        """
+        for path in _matching(self.folder, _LEFTOVER):
+            step = int(_LEFTOVER.fullmatch(path.name)[1])
+            if path.suffix != ".tmp" or (step <= newest and step not in self._arrived):
+                discard(path)
         kept = 0
         for step, path in sorted(_steps(self.folder).items(), reverse=True):
             abandoned = step > newest and step not in self._own
             if kept < self._keep and not abandoned and not verify(path, hashes=False):
                 kept += 1
             else:
-                # Renamed first: a kill while it is being deleted must not leave what looks like a damaged checkpoint.
-                shutil.rmtree(path.rename(f"{path}.old"))
+                discard(path)
 
 
 # --- Files ---

@@ -18,12 +18,17 @@ Every rank that the launcher started runs this same code on the same graph:
 
 The leader is the first trainer rank. A run ends when the trainer has made its last snapshot and the last row is written;
 the leader then tells all ranks to close. In one process the same loop steps the executors in turn.
+
+A loss (llamarl.control) is a rank or a station that is gone while all keepers live: the ranks of the trainer, and of every
+other station whose state is not optional. The keepers then do what they do at a stop: the trainer ends its step, or gives it
+up, the leader seals a checkpoint without what is lost, and all end with the error. So a restart goes on from there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import signal
 import time
 from collections.abc import Mapping
@@ -36,20 +41,24 @@ import torch
 import torch.distributed as dist
 
 from llamarl.channel import Channel, Weights, connect
-from llamarl.checkpoint import Checkpointer
-from llamarl.control import Control, DeadlineExceeded
+from llamarl.checkpoint import Checkpointer, CheckpointError
+from llamarl.control import Control, DeadlineExceeded, PeerDied
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
 from llamarl.ddma.transfer import give_way
 from llamarl.ddma.transports import End, this_end
 from llamarl.executor import POLL_S, Executor
 from llamarl.ledger import TicketDesk
+from llamarl.disk import free_bytes
 from llamarl.meeting import reaching
-from llamarl.observe import Metrics, RowWriter, Trace
+from llamarl.observe import Metrics, MetricsError, RowWriter, Trace
 from llamarl.offload import Turns
 from llamarl.placement import World, device_link_group, executor_group, link_group
 from llamarl.snapshots import CONTROLLER, Snapshots, has_state
 from llamarl.tickets import TicketLedger
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +78,11 @@ class RunSettings:
     straggler_factor: float = 5.0  # a ticket that takes so many times the median is named in the log
     identity: Mapping[str, object] = field(default_factory=dict)  # what every checkpoint says of its run (llamarl.identity)
     stale_tickets: frozenset[int] = frozenset()  # of resume_from: their unfinished completions are of other prompts
+
+
+def _is_kept(executor: Executor) -> bool:
+    """Whether no checkpoint can be without this station's state."""
+    return executor.name == "trainer" or (has_state(executor) and not executor.state_is_optional)
 
 
 class _Clock:
@@ -122,6 +136,7 @@ class ExecutorController:
         checkpointer = Checkpointer(
             settings.run_dir, keep=settings.keep_checkpoints, control=self.control,
             expected=[*expected, (CONTROLLER, self.leader)], extra_parts=("hf",),
+            optional=[e.name for e in executors if e.state_is_optional],
         )  # fmt: skip
         self.snapshots = Snapshots(
             checkpointer,
@@ -132,6 +147,9 @@ class ExecutorController:
             identity=settings.identity,
             stale_tickets=settings.stale_tickets,
         )
+        self._keepers = {r for e in executors if _is_kept(e) for r in placement[e.name]}
+        self._told_of_loss = False
+        self._current: Executor | None = None  # that makes a step
         self._signal: int | None = None
         self._done_at: float | None = None  # when the leader's trainer had made its last step
         self._ends: list = []
@@ -235,14 +253,18 @@ class ExecutorController:
     def run(self) -> RowWriter | None:
         """Until the trainer is done, a stop request, or an error. Returns the leader's writer, None elsewhere."""
         handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        error: BaseException | None = None
         try:
             self.connect()
             self._loop()
-        except BaseException as error:
+        except BaseException as raised:
+            error = self.control.explained(raised, self._doing)
             self._report(error)
-            raise
+            if error is raised:
+                raise
+            raise error from raised
         finally:
-            self._close()
+            self._close(ended_well=error is None)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         return self.metrics.writer
@@ -250,24 +272,29 @@ class ExecutorController:
     def _loop(self) -> None:
         clocks = {e.name: _Clock(time.monotonic()) for e in self.local}
         stop_at: float | None = None
+        self.control.keep(self._keepers, self.settings.stop_s)
         while True:
+            ends = self.control.take("end")
+            if ends and self.control.loss is not None:
+                self.control.loss.add_note(ends[0][1]["of_checkpoint"])
+                raise self.control.loss
             self.control.check()
+            if ends:
+                return
+            if self.control.loss is not None:
+                self._hear_of_loss()
             if self._signal is not None and not self.control.stopping:
                 self._ask_to_stop()
             for _, message in self.control.take("stop?"):
                 self.control.request_stop(message["reason"])
             worked = self.snapshots.serve()
-            # A stop ends all work but the trainer's, which has its last snapshot to make, and what others have begun.
             for executor in self.local:
-                if not self.control.stopping or executor.name == "trainer" or executor.follows:
-                    worked |= self._step(executor, clocks[executor.name])
+                if self._goes_on(executor):
+                    worked |= self._step_or_lose(executor, clocks[executor.name])
             self.metrics.pump()
             self._check_target()
-            if self.control.take("end"):
-                return
             if self.control.is_leader and self._is_over():
-                self.snapshots.wait_sealed("stop_s" if self.control.stopping else "deadline_s", self._patience_s)
-                self.control.post_all("end", {})
+                self.control.post_all("end", {"of_checkpoint": self._seal_last()})
                 continue
             if self.control.stopping:
                 stop_at = stop_at or time.monotonic() + self._patience_s
@@ -275,12 +302,57 @@ class ExecutorController:
                     why = (
                         "raise stop_s" if self.control.is_leader else f"rank {self.leader} has not said so: see what it said last"
                     )
-                    raise DeadlineExceeded(
+                    late = DeadlineExceeded(
                         f"rank {self.world.rank} ({self.control.names[self.world.rank]}) could not end within {self._patience_s:.0f} s "
                         f"of the stop request: {why}"
                     )
+                    raise self.control.loss or late
             if not worked:
                 self.control.wait(min(e.poll_s for e in self.local) if self.local else POLL_S)
+
+    def _goes_on(self, executor: Executor) -> bool:
+        """A stop ends all work but the trainer's, which has its last snapshot to make, and what others have begun; a loss that too."""
+        if self.control.loss is not None:
+            return executor.name == "trainer"
+        return not self.control.stopping or executor.name == "trainer" or executor.follows
+
+    def _step_or_lose(self, executor: Executor, clock: _Clock) -> bool:
+        """One step. What fails in a station without state that must be kept is a loss, as on any other rank."""
+        if _is_kept(executor):
+            return self._step(executor, clock)
+        try:
+            return self._step(executor, clock)
+        except Exception as error:  # whatever it is, the trainer is whole
+            self.control.lose(error)
+            return False
+
+    def _hear_of_loss(self) -> None:
+        """Once: tell the others, and on the leader have the keepers make a checkpoint, if there is anything to save."""
+        if self._told_of_loss:
+            return
+        self._told_of_loss = True
+        self.control.report_loss()
+        if self.control.is_leader:
+            log.error("%s\nThe trainer is whole: it saves a checkpoint before this run ends", self.control.loss)
+            if self._trainer.version > 0:
+                self.control.request_stop(f"a loss: {self.control.loss}")
+            else:
+                self.control.fail_now(self.control.loss)
+
+    def _seal_last(self) -> str:
+        """On the leader: wait for the last checkpoint. What came of it, for people; an error where nothing else ends the run."""
+        try:
+            self.snapshots.wait_sealed("stop_s" if self.control.stopping else "deadline_s", self._patience_s)
+        except (CheckpointError, DeadlineExceeded) as error:
+            if self.control.loss is None:
+                raise
+            return f"No checkpoint could be sealed after that: {error}"
+        return f"A checkpoint of step {self._trainer.version} was sealed after that: resume=auto goes on from there."
+
+    @property
+    def _trainer(self) -> Executor:
+        """On its ranks."""
+        return next(e for e in self.local if e.name == "trainer")
 
     @property
     def _patience_s(self) -> float:
@@ -290,6 +362,7 @@ class ExecutorController:
 
     def _step(self, executor: Executor, clock: _Clock) -> bool:
         began = time.monotonic()
+        self._current = executor
         worked = executor.step()
         now = time.monotonic()
         if worked:
@@ -305,10 +378,11 @@ class ExecutorController:
             clock.reason_since = now
         clock.reason = reason
         if reason and now - clock.reason_since > self.settings.deadline_s:
-            raise DeadlineExceeded(
+            why = (
                 f"{executor.name} on rank {self.world.rank} waited {now - clock.reason_since:.0f} s for {reason}. "
                 "Raise deadline_s if that is slow rather than stuck; each rank's output says what it last did"
             )
+            self.control.lose(DeadlineExceeded(why))  # between two steps everything is whole
         return False
 
     def _check_target(self) -> None:
@@ -322,7 +396,7 @@ class ExecutorController:
 
     def _is_over(self) -> bool:
         """On the leader: the trainer has made its last snapshot, and no row is awaited that can still come."""
-        trainer = next(e for e in self.local if e.name == "trainer")
+        trainer = self._trainer
         if not trainer.done:
             return False
         self._done_at = self._done_at or time.monotonic()
@@ -347,19 +421,42 @@ class ExecutorController:
         self._signal = None
         self.control.post(self.leader, "stop?", {"reason": f"{name} on rank {self.world.rank}"})
 
+    @property
+    def _doing(self) -> str:
+        station = self._current
+        if station is None:
+            return "while connecting"
+        return f"in {station.name}, step {getattr(station, 'version', '?')}, among ranks {list(station.group.ranks)}"
+
     def _report(self, error: BaseException) -> None:
+        if error is self.control.loss and self.control.failure is None:
+            return  # all know of it
         try:
             self.control.report_failure(error)
-        except dist.DistError:
+        except PeerDied:
             pass  # the launcher is gone; there is nobody to tell
 
-    def _close(self) -> None:
-        for executor in reversed(self.local):
-            executor.teardown()
-        for end in self._ends:
-            if not isinstance(end, (WeightsSender, WeightsReceiver)):
-                end.close()
-        self.metrics.close()
-        if self.settings.trace:
-            self.metrics.trace.dump(self.settings.run_dir / f"trace.rank{self.world.rank}.json")
-        self.control.close()
+    def _close(self, ended_well: bool) -> None:
+        """Release everything. What the disk refuses then is an error of its own only where there is no earlier one."""
+        closing = [executor.teardown for executor in reversed(self.local)]
+        closing += [end.close for end in self._ends if not isinstance(end, (WeightsSender, WeightsReceiver))]
+        closing += [self.metrics.close, self._dump_trace]
+        try:
+            for close in closing:
+                try:
+                    close()
+                except (OSError, MetricsError) as error:
+                    if ended_well:
+                        raise
+                    log.error("rank %d, while ending: %s", self.world.rank, error)
+        finally:
+            self.control.close()
+
+    def _dump_trace(self) -> None:
+        if not self.settings.trace:
+            return
+        path = self.settings.run_dir / f"trace.rank{self.world.rank}.json"
+        try:
+            self.metrics.trace.dump(path)
+        except OSError as error:  # nothing depends on it
+            log.warning("%s: not written (%s, %s bytes free)", path, error, f"{free_bytes(path):,}")

@@ -94,6 +94,7 @@ class Executor:
     tensor_parallel: int = 1  # ranks, one after another, that share one copy of its model
     replicate: int = 1  # copies of the model that its ranks hold together, each sharded over the others
     turns: "Turns | None" = None  # where it shares its device and leaves it to others between steps
+    state_is_optional: bool = False  # a run can go on without what `state_dict` holds: that work starts again
     follows: bool = False  # this rank only does what another began: a stop must not keep it from taking part to the end
     poll_s: float = POLL_S  # how long the loop may rest when no station of a rank has work; less where none wakes it
 

@@ -31,7 +31,7 @@ from llamarl.learning.replay import lag_bound
 from llamarl.learning.update import NotFinite
 from llamarl.models.config import read_json
 from llamarl.models.hf import load_tokenizer
-from llamarl.observe import RowWriter, build_sinks
+from llamarl.observe import MetricsError, RowWriter, build_sinks
 from llamarl.parity import ParityError
 from llamarl.placement import World, init_world, threads_per_rank
 from llamarl.ranks import TINY_MODEL
@@ -55,6 +55,7 @@ RUN_ENDS = (
     RewardError,
     WeightsError,
     CheckpointError,
+    MetricsError,
 )
 
 log = logging.getLogger("llamarl")
@@ -263,7 +264,8 @@ def launch(config: Config) -> Iterator[Job]:
             print(f"llamarl: {error}", file=sys.stderr, flush=True)
         code = EXIT_BAD_INPUT
     except RUN_ENDS as error:
-        print(f"llamarl: rank {rank}: {error}", file=sys.stderr, flush=True)
+        said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        print(f"llamarl: rank {rank}: {said}", file=sys.stderr, flush=True)
         code = EXIT_FAILED
     except dist.DistError as error:
         why = "the store through which the ranks meet and talk did not answer; was the launcher stopped, or another rank?"

@@ -1,7 +1,8 @@
 """One snapshot of every station at a step boundary.
 
 The trainer decides when (its ranks reach a boundary together) and saves itself there; the leader then asks every other
-station that has state to save its own, each between two of its steps. When all parts are in, the checkpoint is sealed.
+station that has state to save its own, each between two of its steps. When all parts are in, the checkpoint is sealed. Once a
+rank is lost (llamarl.control) it is sealed without the parts of stations whose state is optional.
 
     message     from -> to                handled                     meaning
     snapshot    leader -> every rank      by the loop, between steps  save your stations' parts of step n
@@ -13,7 +14,7 @@ import time
 from collections.abc import Mapping, Set
 from pathlib import Path
 
-from llamarl.checkpoint import Checkpointer
+from llamarl.checkpoint import Checkpointer, CheckpointError
 from llamarl.control import Control, DeadlineExceeded
 from llamarl.executor import Executor
 from llamarl.ledger import TicketDesk
@@ -53,17 +54,26 @@ class Snapshots:
         if step == self._saved:
             return
         self._saved = step
-        folder = self._checkpointer.begin(step)
         if self._control.is_leader:
             self._metrics.pump()
             state = {"ledger": self._tickets.state_dict(), "metrics": self._metrics.state_dict(step), "identity": self._identity}
             self._checkpointer.save_part(step, CONTROLLER, self._control.rank, state)
             self._control.post_all("snapshot", {"step": step})
         self._checkpointer.save_part(step, trainer.name, trainer.group.index, trainer.state_dict())
-        trainer.export(str(folder / "hf"))
-        if trainer.group.index == 0:
-            # With an average of the weights there is hf_ema beside it.
-            self._checkpointer.register_files(step, "hf", sorted(folder.glob("hf*/*")))
+        self._export(step, trainer)
+
+    def _export(self, step: int, trainer: Executor) -> None:
+        """Collective over the trainer, of which the first rank writes, where there is room."""
+        if trainer.group.index > 0:
+            trainer.export(None)
+            return
+        num_bytes = trainer.export_bytes
+        folder = self._checkpointer.place_for(step, "hf", num_bytes)
+        with self._checkpointer.writing(step, "hf", num_bytes):
+            trainer.export(None if folder is None else str(folder / "hf"))
+            if folder is not None:
+                # With an average of the weights there is hf_ema beside it.
+                self._checkpointer.register_files(step, "hf", sorted(folder.glob("hf*/*")))
 
     def serve(self) -> bool:
         """Save what the leader asked for, and seal what is whole. Called by the loop between steps; says if it did something."""
@@ -73,6 +83,8 @@ class Snapshots:
                 if has_state(executor) and executor.name != "trainer":
                     executor.before_snapshot(message["step"])
                     self._checkpointer.save_part(message["step"], executor.name, executor.group.index, executor.state_dict())
+        if self._control.loss is not None:
+            self._checkpointer.waive()
         self._checkpointer.pump()
         return bool(asked)
 
@@ -88,16 +100,20 @@ class Snapshots:
                 ranks = self._checkpointer.ranks_of(path, executor.name)
                 executor.load_state_dict(self._checkpointer.load_part(path, executor.name, r) for r in ranks)
         trained = [e for e in self._executors if e.name == "trainer"]
-        self._saved = trained[0].version if trained else -1
+        # One of another run's directory is not in this one's.
+        self._saved = trained[0].version if trained and self._checkpointer.sealed(trained[0].version) else -1
 
     def wait_sealed(self, limit: str, deadline_s: float) -> None:
-        """On the leader: until the last snapshot is valid on disk. DeadlineExceeded names the parts that are missing.
+        """On the leader: until the last snapshot is valid on disk. DeadlineExceeded names the parts that are missing; CheckpointError
+        says why it could not be written.
 
         limit: the config key that deadline_s is the value of.
         """
         until = time.monotonic() + deadline_s
         while self._saved >= 0 and not self._checkpointer.sealed(self._saved):
             self.serve()
+            if why := self._checkpointer.failed(self._saved):
+                raise CheckpointError(why)
             if time.monotonic() > until:
                 missing = self._checkpointer.missing(self._saved)
                 raise DeadlineExceeded(

@@ -152,6 +152,15 @@ def held(prompt: str, completion: str, meta: dict) -> float:
     return exact_match(prompt, completion, meta)
 
 
+def fails_later(prompt: str, completion: str, meta: dict) -> float:
+    """Scores FAIL_AFTER completions, and none after them."""
+    global _calls
+    _calls += 1
+    if _calls > int(os.environ["FAIL_AFTER"]):
+        raise RuntimeError("no more verdicts")
+    return exact_match(prompt, completion, meta)
+
+
 def hangs_on_one(prompt: str, completion: str, meta: dict) -> float:
     """Never returns for the prompt HANG_ON."""
     while prompt == os.environ["HANG_ON"]:

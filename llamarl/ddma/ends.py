@@ -6,6 +6,7 @@ generator    receiver.bind(config, named_parameters);  receiver.swap() between t
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Callable
 
@@ -160,7 +161,12 @@ class WeightsSender:
 
         See Publisher.publish.
         """
-        return self._publisher.publish(version, self._stage, evaluate=evaluate, must_differ=must_differ, canary=canary)
+        began = time.monotonic()
+        self._quantize()
+        held_s = time.monotonic() - began
+        return held_s + self._publisher.publish(
+            version, self._stage, evaluate=evaluate, must_differ=must_differ, canary=canary
+        )
 
     def has_room(self) -> bool:
         """False where `publish` would wait for a receiver that only this rank's own loop can move on."""
@@ -173,15 +179,16 @@ class WeightsSender:
         return self._route.destinations
 
     @torch.no_grad()
-    def _stage(self, slot: Tensor | None, progress: Progress | None) -> None:
-        """Collective over the tensor group where weights are quantised: all that is done without a slot."""
+    def _quantize(self) -> None:
+        """Collective over the tensor-parallel peers, and so not left to whether this rank has a slot to stage in."""
         largest = self._largest_of_split_rows()
-        if slot is None:
-            return
         for name, quantized in self._scratch.items():
             if not name.endswith(SCALE):
                 shard, scale = _local(self._parameters[name]), self._scratch[name + SCALE]
                 quantize_rows(shard, self._route.quantize, quantized, scale, largest.get(name))
+
+    @torch.no_grad()
+    def _stage(self, slot: Tensor, progress: Progress) -> None:
         views, sources = self._views[slot.data_ptr()], self._current_sources()
         if self._route.copier.one_pass and self._device.type == "cpu":
             return self._stage_in_one_pass(views, sources, progress)

@@ -16,21 +16,21 @@ import json
 import mmap
 import os
 import queue
-import tempfile
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
-from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llamarl.control import PeerDied
+
 NUM_SLOTS = 2
 POLL_S = 0.0002
-SHM_DIR = Path("/dev/shm")
 _FORWARD, _BACK, _PAYLOAD, _DIGEST = range(4)  # tags: to the receiver, to the sender, bytes, their digests
 
 
@@ -68,12 +68,17 @@ class Slots:
 
     tensors: list[Tensor]
     counters: list[Tensor] = field(default_factory=list)  # [1] int64 each: how many buckets are staged; none on a GPU
-    paths: tuple[str, ...] = ()
+    files: tuple[int, ...] = ()  # descriptors of the shared ones, until all receivers have mapped them
 
-    def forget_names(self) -> None:
-        """All receivers have mapped the files, so no crash can leave them behind."""
-        for path in self.paths:
-            os.unlink(path)
+    @property
+    def paths(self) -> list[str]:
+        """Under which other processes of this host and user find the shared ones."""
+        return [path_of(file) for file in self.files]
+
+    def close_files(self) -> None:
+        """All receivers have mapped them."""
+        for file in self.files:
+            os.close(file)
 
 
 def make_slots(num_bytes: int, device: torch.device, *, shared: bool) -> Slots:
@@ -83,37 +88,57 @@ def make_slots(num_bytes: int, device: torch.device, *, shared: bool) -> Slots:
     if not shared:
         pinned = torch.cuda.is_available()
         return _with_counters([torch.zeros(num_bytes + 64, dtype=torch.uint8, pin_memory=pinned) for _ in range(NUM_SLOTS)])
-    tensors, paths = [], []
+    tensors, files = [], []
     for _ in range(NUM_SLOTS):
-        path = tempfile.mktemp(prefix=f"llamarl-{os.getpid()}-", dir=SHM_DIR)
         try:
-            tensors.append(map_shared(path, num_bytes + 64, create=True))
+            files.append(shared_file(num_bytes + 64))
+            tensors.append(map_shared(files[-1], num_bytes + 64))
         except OSError as error:
-            for made in paths:
-                os.unlink(made)
+            for made in files:
+                os.close(made)
             raise WeightsError(
                 f"no shared memory for {num_bytes:,} bytes of weights ({error}); set weights.transport=gloo"
             ) from error
-        paths.append(path)
-    return _with_counters(tensors, tuple(paths))
+    return _with_counters(tensors, tuple(files))
 
 
-def _with_counters(whole: list[Tensor], paths: tuple[str, ...] = ()) -> Slots:
+def _with_counters(whole: list[Tensor], files: tuple[int, ...] = ()) -> Slots:
     """The last cache line of each holds its counter."""
-    return Slots([t[:-64] for t in whole], [t[-64:].view(torch.int64)[:1] for t in whole], paths)
+    return Slots([t[:-64] for t in whole], [t[-64:].view(torch.int64)[:1] for t in whole], files)
 
 
-def map_shared(path: str, num_bytes: int, create: bool) -> Tensor:
-    flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
-    fd = os.open(path, flags, 0o600)
+def shared_file(num_bytes: int) -> int:
+    """A descriptor of memory that other processes can map (path_of). It has no name, so no death can leave it behind. OSError."""
+    file = os.memfd_create("llamarl")
     try:
-        if create:
-            os.posix_fallocate(fd, 0, max(num_bytes, 1))  # fails here, not with a bus error later
-        # Mapped whole at once: the first versions should not pay for page faults.
-        mapped = mmap.mmap(fd, max(num_bytes, 1), flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-    finally:
-        os.close(fd)
+        os.posix_fallocate(file, 0, max(num_bytes, 1))  # fails here, not with a bus error later
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def path_of(file: int) -> str:
+    """Where other processes of this host, user and pid namespace can open one of this process's descriptors."""
+    return f"/proc/{os.getpid()}/fd/{file}"
+
+
+def map_shared(file: int, num_bytes: int) -> Tensor:
+    # Mapped whole at once: the first versions should not pay for page faults.
+    mapped = mmap.mmap(file, max(num_bytes, 1), flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
     return torch.frombuffer(mapped, dtype=torch.uint8)[:num_bytes]
+
+
+def _map_path(path: str, num_bytes: int) -> Tensor:
+    """WeightsError, with the alternative, if another process's memory is out of reach."""
+    try:
+        file = os.open(path, os.O_RDWR)
+    except OSError as error:
+        raise WeightsError(f"the sender's memory cannot be opened ({error}); set weights.transport=gloo") from error
+    try:
+        return map_shared(file, num_bytes)
+    finally:
+        os.close(file)
 
 
 # -- links -------------------------------------------------------------------------------------------------------------
@@ -123,6 +148,7 @@ class LocalLink:
     """Both ends in one process."""
 
     transport = "local"
+    peer: int | None = None  # the other end's rank, where it is another
 
     def __init__(self):
         self._queues = (queue.Queue(), queue.Queue())  # to the sender, to the receiver
@@ -193,7 +219,7 @@ class RankLink(LocalLink):
     def offer(self, slots: Slots, base: int = 0) -> None:
         where: dict[str, object] = {"bytes": slots.tensors[0].numel(), "base": base}
         if self.transport == "shm":
-            where["paths"] = list(slots.paths)
+            where["paths"] = slots.paths
         elif self.transport == "cuda_ipc":
             where["handles"] = [_share_device_memory(t) for t in slots.tensors]
         self.send(Header(Kind.OFFER, more=where))
@@ -203,7 +229,7 @@ class RankLink(LocalLink):
         where = self.recv().more
         self.base = where["base"]
         if self.transport == "shm":
-            mapped = _with_counters([map_shared(path, where["bytes"] + 64, create=False) for path in where["paths"]])
+            mapped = _with_counters([_map_path(path, where["bytes"] + 64) for path in where["paths"]])
             self.slots, self.counters = mapped.tensors, mapped.counters
         elif self.transport == "cuda_ipc":
             self.slots = [_open_device_memory(handle) for handle in where["handles"]]
@@ -213,9 +239,20 @@ class RankLink(LocalLink):
         tag = _FORWARD if to_receiver else _BACK
         more = json.dumps(header.more).encode() if header.more is not None else b""
         fixed = torch.tensor([header.kind, header.version, len(more)])
-        dist.send(fixed, self.peer, group=self._group, tag=tag)
-        if more:
-            dist.send(torch.frombuffer(bytearray(more), dtype=torch.uint8), self.peer, group=self._group, tag=tag)
+        with self._with_peer():
+            dist.send(fixed, self.peer, group=self._group, tag=tag)
+            if more:
+                dist.send(torch.frombuffer(bytearray(more), dtype=torch.uint8), self.peer, group=self._group, tag=tag)
+
+    @contextmanager
+    def _with_peer(self) -> Iterator[None]:
+        """PeerDied, with its rank, for what gloo or NCCL says when it is gone."""
+        try:
+            yield
+        except WeightsError:
+            raise
+        except RuntimeError as error:
+            raise PeerDied(str(error).split(". ")[0].splitlines()[0], [self.peer]) from error
 
     def recv(self, at_receiver: bool = True, timeout_s: float | None = None) -> Header:
         tag = _FORWARD if at_receiver else _BACK
@@ -230,22 +267,30 @@ class RankLink(LocalLink):
         return Header(Kind(kind), version, more)
 
     def _receive(self, tensor: Tensor, tag: int, timeout_s: float | None) -> None:
-        _wait(dist.irecv(tensor, self.peer, group=self._group, tag=tag), timeout_s)
+        with self._with_peer():
+            _wait(dist.irecv(tensor, self.peer, group=self._group, tag=tag), timeout_s)
 
     def send_bytes(self, flat: Tensor) -> Callable[[], None] | None:
         if not self.streams:
             return None
-        return dist.isend(flat, self.peer, group=self._payload_group, tag=_PAYLOAD).wait
+        with self._with_peer():
+            work = dist.isend(flat, self.peer, group=self._payload_group, tag=_PAYLOAD)
+        return lambda: self._finish(work)
+
+    def _finish(self, work: dist.Work, timeout_s: float | None = None) -> None:
+        with self._with_peer():
+            _wait(work, timeout_s)
 
     def fetch(
         self, slot: int, start: int, size: int, scratch: Tensor | None = None, staged: int = 0
     ) -> Callable[[float], Tensor]:
         if not self.streams:
             return super().fetch(slot, start, size, staged=staged)
-        work = dist.irecv(scratch, self.peer, group=self._payload_group, tag=_PAYLOAD)
+        with self._with_peer():
+            work = dist.irecv(scratch, self.peer, group=self._payload_group, tag=_PAYLOAD)
 
         def arrived(timeout_s: float) -> Tensor:
-            _wait(work, timeout_s)
+            self._finish(work, timeout_s)
             return scratch
 
         return arrived
@@ -254,17 +299,19 @@ class RankLink(LocalLink):
         if not self.streams:
             return None
         word = torch.tensor([digest])
-        work = dist.isend(word, self.peer, group=self._group, tag=_DIGEST)
-        return lambda: (work.wait(), word) and None  # which must live until it has gone
+        with self._with_peer():
+            work = dist.isend(word, self.peer, group=self._group, tag=_DIGEST)
+        return lambda: (self._finish(work), word) and None  # which must live until it has gone
 
     def fetch_digest(self) -> Callable[[float], int] | None:
         if not self.streams:
             return None
         word = torch.zeros(1, dtype=torch.int64)
-        work = dist.irecv(word, self.peer, group=self._group, tag=_DIGEST)
+        with self._with_peer():
+            work = dist.irecv(word, self.peer, group=self._group, tag=_DIGEST)
 
         def arrived(timeout_s: float) -> int:
-            _wait(work, timeout_s)
+            self._finish(work, timeout_s)
             return int(word)
 
         return arrived

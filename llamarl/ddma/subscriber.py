@@ -119,11 +119,10 @@ class Subscriber:
         except WeightsError as error:
             where = f"weights {self.name!r} on rank {self._control.rank}, from {incoming.sender}"
             raise WeightsError(f"{where}: {error}; the version in use is unchanged") from error
-        except RuntimeError as error:
+        except PeerDied as error:
             if not self._closing:
-                raise PeerDied(
-                    f"weights {self.name!r} on rank {self._control.rank}: the link from {incoming.sender} broke: {error}"
-                ) from error
+                where = f"weights {self.name!r} on rank {self._control.rank}, from {incoming.sender}"
+                raise PeerDied(f"{where}: {self._control.gone(error)}", error.ranks) from error
 
     def _receive_version(self, index: int, incoming: Incoming) -> bool:
         """One version of one link, from its BEGIN on. False when the sender closes.
@@ -277,11 +276,10 @@ class Subscriber:
             out.link.send(Header(Kind.CLOSE))
         except WeightsError as error:
             raise WeightsError(f"weights {self.name!r} handed on by rank {self._control.rank}: {error}") from error
-        except RuntimeError as error:
+        except PeerDied as error:
             if not self._closing:
-                raise PeerDied(
-                    f"weights {self.name!r}: the link from rank {self._control.rank} to the next replica broke: {error}"
-                ) from error
+                text = f"weights {self.name!r} handed on by rank {self._control.rank}: {self._control.gone(error)}"
+                raise PeerDied(text, error.ranks) from error
 
     def _wait_sealed(self, version: int) -> dict:
         with self._state:

@@ -187,6 +187,7 @@ class Publisher:
         self._free: queue.Queue[int] = queue.Queue()
         for slot in range(NUM_SLOTS):
             self._free.put(slot)
+        self._peers = {out.link.peer for out in links if out.link.peer is not None}
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._last: dict[int, int] | None = None
         self.committed_version = -1
@@ -197,7 +198,7 @@ class Publisher:
     def publish(
         self,
         version: int,
-        stage: Callable[[Tensor | None, Progress | None], None],
+        stage: Callable[[Tensor, Progress], None],
         *,
         evaluate: bool,
         must_differ: bool,
@@ -208,14 +209,13 @@ class Publisher:
         stage(slot, progress) copies every bucket in and marks it. canary() runs after it, while buckets travel: what the
         receivers are to check the version with. must_differ: the optimizer had a gradient, so a payload equal to the last
         one ends the run with WeightsError. DeadlineExceeded if no slot comes free: the generators have not taken the
-        version before last. After a stop request they take none: a version without a slot is then given
-        up, with stage(None, None) and canary() called all the same, for what is collective in them.
+        version before last. After a stop request they take none, and once a rank is lost nothing can be sent:
+        a version without a slot is then given up, with canary() called all the same, for what is collective in it.
         """
         began = time.monotonic()
         slot = self._free_slot(version)
         if slot is None:
-            stage(None, None)
-            canary()
+            canary()  # the other trainer ranks take part in it, and may not know yet
             return time.monotonic() - began
         job = _Job(version, slot, evaluate, must_differ)
         progress = self._progress[job.slot]
@@ -233,19 +233,23 @@ class Publisher:
         return not self._free.empty()
 
     def _free_slot(self, version: int) -> int | None:
-        """None: none is free, and a stop was asked for."""
+        """None if none will come free: a stop was asked for, or a rank is lost without which no version is delivered."""
         until = time.monotonic() + self._deadline_s
         while time.monotonic() < until:
             self._control.check()
             try:
                 return self._free.get(timeout=0.2)
             except queue.Empty:
-                if self._control.stopping:
+                if self._control.stopping or self._is_cut_off():
                     return None
         raise DeadlineExceeded(
             f"trainer on rank {self._control.rank}, step {version}: the generators have not taken earlier weights for "
             f"{self._deadline_s:.0f} s (committed: version {self.committed_version}); a generator hangs, or an evaluation outlasts deadline_s"
         )
+
+    def _is_cut_off(self) -> bool:
+        loss = self._control.loss
+        return loss is not None and (not self._thread.is_alive() or bool(getattr(loss, "ranks", set()) & self._peers))
 
     def _run(self) -> None:
         version = -1
@@ -261,18 +265,18 @@ class Publisher:
                 out.link.send(Header(Kind.CLOSE))
         except WeightsError as error:
             raise WeightsError(f"weights {self.name!r} from rank {self._control.rank}: {error}") from error
-        except RuntimeError as error:
+        except PeerDied as error:
             if self._closing:
                 return  # that generator has ended already
-            text = f"weights {self.name!r} from rank {self._control.rank}, version {version}: a generator's link broke: {error}"
-            raise PeerDied(text) from error
+            text = f"weights {self.name!r} from rank {self._control.rank}, version {version}: {self._control.gone(error)}"
+            raise PeerDied(text, error.ranks) from error
 
     def _introduce(self) -> None:
         try:
             for out in self._links:
                 out.link.offer(self._slots, out.base)
         finally:
-            self._slots.forget_names()
+            self._slots.close_files()
 
     def _deliver(self, job: _Job) -> None:
         data, progress = self._slots.tensors[job.slot], self._progress[job.slot]

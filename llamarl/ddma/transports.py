@@ -22,7 +22,7 @@ class End:
     """What a rank says of itself before any link is made."""
 
     rank: int
-    host: str  # equal on ranks that share memory files
+    host: str  # equal on ranks that can map each other's memory
     gpu: str | None  # the GPU's uuid, None on a CPU
     nccl: bool = False
     kernel: str = ""  # copies.kernel_version()
@@ -30,8 +30,10 @@ class End:
 
 
 def this_end(rank: int, device: torch.device) -> End:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    host = f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+    boot, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    # Shared memory is found by its owner's process number, which means something within a pid namespace alone.
+    namespace = os.readlink(processes) if processes.is_symlink() else ""
+    host = f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}/{namespace}"
     on_cpu = {"kernel": kernel_version(), "num_cores": len(os.sched_getaffinity(0))}
     if device.type != "cuda":
         return End(rank, host, None, **on_cpu)

@@ -14,13 +14,11 @@ import importlib.metadata
 import itertools
 import json
 import math
-import mmap
 import os
 import re
 import select
 import subprocess
 import sys
-import tempfile
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from llamarl.ddma.layout import aligned
+from llamarl.ddma.links import map_shared, path_of, shared_file
 from llamarl.inference.rows import Request
 from llamarl.inference.sampler import SamplingParams, sample_keys, stream_key
 from llamarl.models.config import ModelConfig
@@ -37,7 +36,6 @@ from llamarl.types import Completion, FinishReason
 
 AT_LEAST, BELOW = (0, 32), (0, 33)  # versions of vLLM that were driven like this
 WORKER = Path(__file__).with_name("vllm_worker.py")
-SHARED_MEMORY = Path("/dev/shm")
 BLOCK = 32  # K/V places that vLLM allots and shares together: few, so that the samples of a short prompt share most of it
 ANSWER_S = 600.0  # vLLM says nothing for longer: it hangs
 END_S = 10.0
@@ -168,9 +166,9 @@ class VLLMEngine:
             [sys.executable, "-P", str(WORKER)], env=worker_environment(device), text=True, start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        with tempfile.NamedTemporaryFile(prefix="llamarl-vllm-", dir=SHARED_MEMORY) as memory:
-            os.posix_fallocate(memory.fileno(), 0, weights)  # fails here, not with a bus error later
-            flat = torch.frombuffer(mmap.mmap(memory.fileno(), weights), dtype=torch.uint8)
+        memory = shared_file(weights)
+        try:
+            flat = map_shared(memory, weights)
             self._shared = [
                 flat[start : start + p.numel() * p.element_size()].view(p.dtype).view(p.shape)
                 for p, (_, _, _, start) in zip(self._parameters, tensors)
@@ -180,7 +178,9 @@ class VLLMEngine:
                 "max_num_seqs": max_slots + 1, "max_model_len": min(max_len + 1, config.max_position_embeddings),
                 "kv_cache_memory_bytes": cache, "gpu_memory_utilization": gpu_memory_utilization,
             }  # fmt: skip
-            self._ask("begin", engine=options, memory=memory.name, tensors=tensors)
+            self._ask("begin", engine=options, memory=path_of(memory), tensors=tensors)
+        finally:
+            os.close(memory)
 
     @property
     def num_live(self) -> int:

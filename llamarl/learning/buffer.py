@@ -8,12 +8,18 @@ A buffer is put what comes, and at each step it takes what the ledger hands over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from llamarl import wire
 from llamarl.types import Group
+
+MESSAGE = "buffer/"
+PIECE_BYTES = 32 << 20
 
 Sums = dict[str, float]
 
@@ -84,16 +90,15 @@ class GroupBuffer:
         return [self._groups[t] for t in self.tickets()]
 
     def state_dict(self) -> dict:
-        """Groups as one wire message `buffer` (uint8, absent without groups); `buffered`: tickets not handed over."""
-        groups = self.stored()
-        message = {"buffer": torch.frombuffer(bytearray(wire.encode(groups)), dtype=torch.uint8)} if groups else {}
-        return {**message, "buffered": self.tickets()}
+        """Groups as wire messages `buffer/0`, `buffer/1`, ... (uint8); `buffered`: tickets not handed over."""
+        messages = {f"{MESSAGE}{i}": _message(groups) for i, groups in enumerate(_pieces(self.stored()))}
+        return {**messages, "buffered": self.tickets()}
 
     def load(self, parts: Iterable[Mapping], finished: set[int], is_mine: Callable[[int], bool]) -> None:
         """Of what all ranks stored, this one's. finished: tickets that the ledger counts as finished and not handed over."""
         for part in parts:
-            buffered = set(part["buffered"]) & finished
-            self.put([g for g in decoded(part) if g.ticket in buffered and is_mine(g.ticket)])
+            mine = {t for t in part["buffered"] if t in finished and is_mine(t)}
+            self.put([g for g in decoded(part) if g.ticket in mine] if mine else [])
 
 
 def check_lag(groups: list[Group], step: int, max_lag: int) -> None:
@@ -114,4 +119,25 @@ def check_lag(groups: list[Group], step: int, max_lag: int) -> None:
 
 def decoded(part: Mapping) -> list[Group]:
     """The groups of a stored part."""
-    return wire.decode(part["buffer"].numpy().tobytes()) if "buffer" in part else []
+    names = (f"{MESSAGE}{i}" for i in itertools.count())
+    messages = (part[name] for name in itertools.takewhile(part.__contains__, names))
+    return [group for message in messages for group in wire.decode(message.numpy().tobytes())]
+
+
+def _message(groups: list[Group]) -> Tensor:
+    return torch.frombuffer(bytearray(wire.encode(groups)), dtype=torch.uint8)
+
+
+def _pieces(groups: list[Group]) -> Iterator[list[Group]]:
+    """Of so few bytes each that encoding one, which holds up all other threads, keeps no rank from being heard of."""
+    piece: list[Group] = []
+    num_bytes = 0
+    for group in groups:
+        size = sum(value.nbytes for value in map(partial(getattr, group), group.__slots__) if isinstance(value, Tensor))
+        if piece and num_bytes + size > PIECE_BYTES:
+            yield piece
+            piece, num_bytes = [], 0
+        piece.append(group)
+        num_bytes += size
+    if piece:
+        yield piece

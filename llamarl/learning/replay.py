@@ -263,6 +263,8 @@ class ReplayBuffer(GroupBuffer):
         held, passed = [], set()
         for part in parts:
             passed |= set(part.get("passed", []))
+            if not any(is_mine(ticket) for ticket, *_ in part.get("held", [])):
+                continue
             groups = {group.ticket: group for group in decoded(part) if is_mine(group.ticket)}
             held += [
                 _Held(groups[t], _Columns.of(groups[t]), taken, joined)

@@ -3,7 +3,7 @@
 from llamarl.observe.console import Console
 from llamarl.observe.metrics import Metrics
 from llamarl.observe.rows import RowWriter, is_timing
-from llamarl.observe.sinks import Jsonl, Sink, build_sinks
+from llamarl.observe.sinks import Jsonl, MetricsError, Sink, build_sinks
 from llamarl.observe.trace import Trace
 
-__all__ = ["Console", "Jsonl", "Metrics", "RowWriter", "Sink", "Trace", "build_sinks", "is_timing"]
+__all__ = ["Console", "Jsonl", "Metrics", "MetricsError", "RowWriter", "Sink", "Trace", "build_sinks", "is_timing"]

@@ -181,7 +181,8 @@ class RowWriter:
     def load_state_dict(self, state: dict) -> None:
         """Continue after the checkpoint that `state` belongs to: later rows leave the file, and are trained again.
 
-        Rows that waited for an evaluation at the checkpoint wait for it again; what the file knows of them is kept.
+        What the file knows of rows that waited for an evaluation at the checkpoint is kept. The checkpoint's own version is
+        evaluated again; the weights of earlier ones are gone, and so their rows wait no longer.
         """
         first, step = state["next_row"], state["step"]
         removed = self.file.truncate(first)
@@ -192,6 +193,8 @@ class RowWriter:
         self._earlier, self._counters = dict(state["counters"]), {}
         self._start_s = self.clock() - state["wall_s"]
         self._meter = RateMeter(wall_s=state["wall_s"], counters=self._earlier)
+        for earlier in range(first, step):
+            self.abandon_eval(earlier)
 
     def close(self) -> None:
         """Write the rows that lack only their evaluation, and close every sink."""

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from io import RawIOBase
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
+from llamarl.disk import free_bytes
 from llamarl.observe.console import Console
+
+
+class MetricsError(OSError):
+    """A row could not be written; the message names the file and what to do."""
 
 
 class Sink(Protocol):
@@ -25,17 +31,28 @@ class Jsonl:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._file: IO[str] | None = None
+        self._file: RawIOBase | None = None
         self._continues = False  # after truncate: append to what is there
 
     def write(self, row: dict[str, float | None]) -> None:
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._continues:
-                self._set_aside()
-            self._file = open(self.path, "a", encoding="utf-8")
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        """MetricsError if the disk refuses it; what a resumed run finds of the row then, it cuts off."""
+        line = json.dumps(row, allow_nan=False) + "\n"
+        try:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                if not self._continues:
+                    self._set_aside()
+                self._file = open(self.path, "ab", buffering=0)
+            self._append(line.encode())
+        except OSError as error:
+            raise MetricsError(
+                f"{self.path}: the row of step {row['step']} ({len(line)} bytes) could not be written ({error}), and "
+                f"{free_bytes(self.path):,} bytes are free. Make room there, and start again with resume=auto"
+            ) from error
+
+    def _append(self, line: bytes) -> None:
+        while line:
+            line = line[self._file.write(line) :]
 
     def read(self) -> list[dict[str, float | None]]:
         """All rows of the file so far; see `read_rows`."""

@@ -50,7 +50,11 @@ def run(pool):
 
 
 def left_in_shared_memory(pids: list[int]) -> list[Path]:
-    return [file for pid in pids for file in SHM.glob(f"llamarl-{pid}-*")]
+    """Of these processes: named files, and descriptors that keep memory which all have mapped."""
+    named = [file for pid in pids for file in SHM.glob(f"llamarl-{pid}-*")]
+    folders = [folder for pid in pids if (folder := Path(f"/proc/{pid}/fd")).exists()]
+    opened = [file for folder in folders for file in folder.iterdir() if file.is_symlink()]
+    return named + [file for file in opened if "memfd:llamarl" in os.readlink(file)]
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])

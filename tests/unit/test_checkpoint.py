@@ -4,14 +4,18 @@ import json
 import logging
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 
 from llamarl import checkpoint
 from llamarl.checkpoint import Checkpointer, CheckpointError, find, in_work, load_part, ranks_of, verify
+
+from llamarl.parts import box_of
 
 
 class Mail:
@@ -65,7 +69,8 @@ def write(leader, other, step):
     (folder / "hf" / "config.json").write_text("{}")
     (folder / "hf" / "model.safetensors").write_bytes(bytes(range(64)))
     yield
-    leader.register_files(step, "hf", sorted((folder / "hf").iterdir()))
+    with leader.writing(step, "hf", num_bytes=66):
+        leader.register_files(step, "hf", sorted((folder / "hf").iterdir()))
     leader.pump()
 
 
@@ -128,6 +133,27 @@ def test_a_station_that_the_checkpoint_does_not_know_is_an_error(tmp_path):
     path = save(*checkpointers(tmp_path), 20)
     with pytest.raises(CheckpointError, match="no state of critic, only of controller, trainer"):
         ranks_of(path, "critic")
+
+
+def test_of_a_part_only_what_is_asked_for_is_read(tmp_path):
+    path = save(*checkpointers(tmp_path), 20)
+    part = load_part(path, "trainer", 1)
+    read = []
+
+    class Watched:
+        def get_slice(self, name):
+            read.append(name)
+            return file.get_slice(name)
+
+        def get_tensor(self, name):
+            read.append(name)
+            return file.get_tensor(name)
+
+    file, part._file = part._file, Watched()
+    assert part["version"] == 7 and "half" in part and "missing" not in part and read == []
+    assert torch.equal(box_of(part, "model/w", (slice(1, 2), slice(0, 2))), STATE["model/w"][1:2, :2]) and read == ["model/w"]
+    assert torch.equal(box_of(STATE, "half", (slice(1, 2),)), box_of(part, "half", (slice(1, 2),)))
+    assert part["adam_step"] == 3 and read == ["model/w", "half", "adam_step"]
 
 
 # --- sealing ---
@@ -386,6 +412,98 @@ def test_a_step_written_again_replaces_the_old_one(tmp_path):
     assert verify(path) == [] and {p.name for p in path.parent.iterdir()} == {"step_20", "latest"}
 
 
+def test_what_cannot_be_deleted_is_named_and_tried_again_and_ends_nothing(tmp_path, monkeypatch, caplog):
+    leader, other = checkpointers(tmp_path, keep=1)
+    remove = shutil.rmtree
+
+    def protected(path, *args, **kwargs):
+        if "step_20" in str(path):
+            raise PermissionError(1, "Operation not permitted", "config.json")
+        remove(path, *args, **kwargs)
+
+    save(leader, other, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", protected)
+        save(leader, other, 40)
+        assert "step_20.old cannot be deleted" in caplog.text and "may be deleted by hand" in caplog.text
+        leader, other = checkpointers(tmp_path, keep=1)  # a resume
+        save(leader, other, 60)
+        assert {path.name for path in leader.folder.iterdir()} == {"step_20.old", "step_60", "latest"}
+    save(leader, other, 80)
+    assert {path.name for path in leader.folder.iterdir()} == {"step_80", "latest"}
+
+
 def test_keeping_none_is_refused(tmp_path):
     with pytest.raises(ValueError, match="at least the newest"):
         Checkpointer(tmp_path, keep=0, control=FakeControl(Mail()), expected=EXPECTED)
+
+
+# --- a disk that refuses ---
+
+
+def check_given_up(leader, step, said):
+    """That step is not sealed, and nothing of it is left; the one before is the newest; the next one is sealed."""
+    assert said in leader.failed(step) and "Make room there" in leader.failed(step)
+    assert not leader.sealed(step) and {path.name for path in leader.folder.iterdir()} == {"step_20", "latest"}
+    assert find("auto", leader.folder.parent).name == "step_20"
+
+
+def test_a_disk_without_room_is_seen_before_anything_is_written_and_the_next_checkpoint_is_tried(tmp_path, monkeypatch, caplog):
+    leader, other = checkpointers(tmp_path)
+    save(leader, other, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+        patch.setattr("safetensors.torch.save_file", lambda *_: pytest.fail("written"))
+        save(leader, other, 40)
+    check_given_up(leader, 40, "trainer.rank1: [Errno 28] No space left on device")
+    assert "and 10 are free" in caplog.text and "Training goes on" in caplog.text
+    assert save(leader, other, 60) == find("auto", tmp_path)
+
+
+def full_disk(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+def full_safetensors(*args, **kwargs):
+    raise SafetensorError("Error while serializing: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize(
+    "call, fails",
+    [("os.fsync", full_disk), ("safetensors.torch.save_file", full_safetensors), ("llamarl.checkpoint._write", full_disk)],
+)
+def test_a_disk_that_fails_meanwhile_leaves_nothing_of_that_checkpoint(tmp_path, monkeypatch, call, fails):
+    leader, other = checkpointers(tmp_path)
+    save(leader, other, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(call, fails)
+        save(leader, other, 40)
+    check_given_up(leader, 40, "No space left on device")
+    assert save(leader, other, 60) == find("auto", tmp_path)
+
+
+# --- without a station that is gone ---
+
+
+def test_parts_that_are_waived_are_not_waited_for_and_their_loss_is_on_record(tmp_path):
+    control = FakeControl(Mail())
+    expected = [("generator", 0), ("generator", 1), ("trainer", 0)]
+    leader = Checkpointer(tmp_path, keep=1, control=control, expected=expected, optional=["generator"])
+    leader.save_part(5, "trainer", 0, STATE)
+    leader.save_part(5, "generator", 1, {"in_work": [7]})
+    leader.pump()
+    assert leader.missing(5) == ["generator.rank0"] and not leader.sealed(5)
+    leader.waive()
+    leader.pump()
+    path = leader.folder / "step_5"
+    assert leader.sealed(5) and verify(path) == []
+    assert (ranks_of(path, "generator"), ranks_of(path, "trainer"), in_work(path)) == ([1], [0], {7})
+
+
+def test_a_station_of_which_nothing_was_saved_is_known_all_the_same(tmp_path):
+    expected = [("generator", 0), ("trainer", 0)]
+    leader = Checkpointer(tmp_path, keep=1, control=FakeControl(Mail()), expected=expected, optional=["generator"])
+    leader.save_part(5, "trainer", 0, STATE)
+    leader.waive()
+    leader.pump()
+    assert ranks_of(leader.folder / "step_5", "generator") == []

@@ -54,6 +54,13 @@ def eventually(predicate, timeout_s=WAIT_S):
     return value
 
 
+def fall_silent(rank, watcher):
+    """Beat once, so that it is known, and then no more; not as one that closes."""
+    rank.start()
+    eventually(lambda: watcher._store.check([f"beat/{rank.rank}"]))
+    rank._closing.set()
+
+
 def failure_of(control):
     eventually(lambda: control.failure)
     with pytest.raises(type(control.failure)) as raised:
@@ -180,6 +187,7 @@ def test_an_exception_in_a_handler_ends_the_loop(ranks):
 def test_a_silent_rank_is_named_on_all_others_and_only_there(ranks):
     everyone = ranks(3, start=False, heartbeat_timeout_s=SILENCE_S)
     everyone[0].start(), everyone[2].start()
+    fall_silent(everyone[1], everyone[0])
     for control in (everyone[0], everyone[2]):
         error = failure_of(control)
         assert isinstance(error, PeerDied) and "rank 1 (generator, reward) has not been heard of" in str(error)
@@ -187,10 +195,20 @@ def test_a_silent_rank_is_named_on_all_others_and_only_there(ranks):
 
 
 def test_a_silent_leader_is_named_by_the_others(ranks):
-    _, other = ranks(2, start=False, heartbeat_timeout_s=SILENCE_S)
+    leader, other = ranks(2, start=False, heartbeat_timeout_s=SILENCE_S)
+    fall_silent(leader, other)
     other.start()
     error = failure_of(other)
     assert isinstance(error, PeerDied) and "rank 0 (trainer) has not been heard of" in str(error)
+
+
+def test_a_rank_that_has_not_begun_to_beat_is_not_dead(ranks):
+    leader, other = ranks(2, start=False, heartbeat_timeout_s=SILENCE_S)
+    leader.start()
+    leader.wait(2 * SILENCE_S)  # no event: that nothing happens is the claim
+    leader.check()
+    fall_silent(other, leader)
+    assert "rank 1 (generator, reward) has not been heard of" in str(failure_of(leader))
 
 
 def test_a_rank_that_beats_or_has_closed_is_not_dead(ranks):
@@ -223,3 +241,105 @@ def test_a_rank_that_ends_by_itself_is_not_ended(ranks, monkeypatch):
     leader.close()
     beat.join(WAIT_S)
     assert not beat.is_alive() and codes == []
+
+
+class HungStore:
+    """Of a launcher that is stopped: every call waits."""
+
+    def __init__(self):
+        self.goes_on = threading.Event()
+
+    def clone(self):
+        return self
+
+    def set_timeout(self, timeout):
+        pass
+
+    def set(self, key, value):
+        self.goes_on.wait()
+
+    def queue_push(self, key, value):
+        self.goes_on.wait()
+
+    def queue_pop(self, key):
+        self.goes_on.wait()
+        return b'[0, "close", {}]'
+
+
+def test_a_store_that_hangs_is_named_though_the_heartbeat_hangs_in_it(monkeypatch):
+    monkeypatch.setattr(control_module.os, "_exit", lambda code: None)
+    store = HungStore()
+    rank = Control(store, rank=1, world_size=2, leader=0, names=NAMES[:2], heartbeat_timeout_s=SILENCE_S)
+    rank.start()
+    text = str(failure_of(rank))
+    silent = control_module.STORE_PATIENCE * SILENCE_S
+    assert f"the control store is gone (it has not answered for {silent:.0f} s). Was the launcher, which serves it, stopped?" in text
+    store.goes_on.set()
+    rank.close()
+
+
+GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:1. This is typically caused by"
+
+
+@pytest.mark.parametrize("error", [RuntimeError(GLOO), dist.DistNetworkError("Broken pipe")], ids=["gloo", "store"])
+def test_what_breaks_under_a_collective_is_said_with_rank_station_step_cause_and_remedy(alone, error):
+    alone.fail(PeerDied("rank 1 is gone", [1]))
+    explained = alone.explained(error, "in trainer, step 3, among ranks [0, 1]")
+    assert isinstance(explained, PeerDied) and explained.ranks == {1} and "typically" not in str(explained)
+    for part in ("rank 0 (everything) in trainer, step 3, among ranks [0, 1]", "rank 1 is gone", "resume=auto"):
+        assert part in str(explained)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError(GLOO), KeyboardInterrupt()], ids=repr)
+def test_other_errors_stay_as_they_are(alone, error):
+    assert alone.explained(error, "in trainer") is error
+
+
+# -- losses ---------------------------------------------------------------------------------------------------------------
+
+
+LAST_WORDS_S = 60.0
+
+
+def test_a_death_that_spares_the_keepers_is_a_loss_to_them_and_ends_the_others(ranks):
+    everyone = ranks(3)
+    for control in everyone:
+        control.keep([0, 2], LAST_WORDS_S)
+    everyone[0].fail(PeerDied("rank 1 is gone", [1]))
+    everyone[0].report_loss()
+    for keeper in (everyone[0], everyone[2]):
+        assert "rank 1 is gone" in str(eventually(lambda: keeper.loss))
+        keeper.check()
+        assert keeper.ending
+    assert "rank 1 is gone" in str(failure_of(everyone[1]))
+
+
+@pytest.mark.parametrize("error", [PeerDied("rank 2", [1, 2]), PeerDied("somebody"), RuntimeError("a thread")], ids=repr)
+def test_what_may_concern_a_keeper_ends_the_rank_at_once(ranks, error):
+    leader = ranks(3)[0]
+    leader.keep([0, 2], LAST_WORDS_S)
+    leader.fail(error)
+    assert failure_of(leader) is error and leader.loss is None
+    held = [note for note in getattr(error, "__notes__", ()) if "rank 2 (reference) held a part of it" in note]
+    assert len(held) == (2 in getattr(error, "ranks", ()))
+
+
+def test_before_there_is_anything_to_keep_every_death_is_a_failure(ranks):
+    leader = ranks(3)[0]
+    leader.fail(PeerDied("rank 1 is gone", [1]))
+    assert "rank 1 is gone" in str(failure_of(leader))
+
+
+def test_last_words_have_an_end(ranks):
+    leader = ranks(2)[0]
+    leader.keep([0], 0.0)
+    leader.fail(PeerDied("rank 1 is gone", [1]))
+    error = failure_of(leader)
+    assert "No checkpoint could be sealed within the 0 s of stop_s" in error.__notes__[0]
+
+
+def test_the_ranks_that_a_failing_one_names_count_too(ranks):
+    everyone = ranks(3)
+    everyone[0].keep([0, 2], LAST_WORDS_S)
+    everyone[1].report_failure(PeerDied("rank 2 is gone", [2]))  # and so 1 ends: 2 was a keeper
+    assert failure_of(everyone[0]).ranks == {1, 2}

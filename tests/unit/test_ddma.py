@@ -3,17 +3,22 @@
 import itertools
 import queue
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from llamarl.control import Control, DeadlineExceeded
+from llamarl.ddma import links
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source, buffer_of, travelling
 from llamarl.ddma.copies import Copier, kernel_version
-from llamarl.ddma.links import Header, Kind, LinkTimeout, LocalLink, Slots, WeightsError
+from llamarl.ddma.links import Header, Kind, LinkTimeout, LocalLink, Slots, WeightsError, make_slots
 from llamarl.ddma.transports import End, choose_transports
 from llamarl.ddma.payload import buckets_of, buckets_of_buffer, size_of
 from llamarl.ddma.plan import make_plan
@@ -394,8 +399,8 @@ class Untaken:
 
     def publish(self, version):
         def stage(slot, progress):
-            self.staged.append(None if slot is None else version)
-            for i in range(len(self.buckets)) if slot is not None else ():
+            self.staged.append(version)
+            for i in range(len(self.buckets)):
                 progress.mark(i)
 
         def canary():
@@ -420,7 +425,7 @@ def test_a_trainer_that_waits_for_a_generator_hears_a_stop_and_takes_part_in_wha
     ours.control.request_stop("a test")
     waiting.join(PATIENCE_S / 2)
     assert not waiting.is_alive() and ours.control.failure is None
-    assert ours.staged == [0, 1, None] and ours.canaries == [0, 1, 2]
+    assert ours.staged == [0, 1] and ours.canaries == [0, 1, 2]
 
 
 def test_after_a_stop_a_version_that_has_a_slot_is_sent_as_ever():
@@ -918,3 +923,30 @@ def test_nccl_is_refused_where_two_ranks_of_one_side_share_a_gpu():
     a, b, c = (End(rank, "one", gpu, nccl=True) for rank, gpu in enumerate(("x", "x", "y")))
     with pytest.raises(WeightsError, match="one NCCL group.*use shm or gloo or cuda_ipc"):
         choose_transports("nccl", [(a, c), (b, c)])
+
+
+# -- shared memory --------------------------------------------------------------------------------------------------------
+
+KILLED_WHILE_CONNECTING = """
+import os, signal, torch
+from llamarl.ddma.links import make_slots
+slots = make_slots(4096, torch.device("cpu"), shared=True)
+print(os.getpid(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_sender_killed_before_its_receivers_have_mapped_its_memory_leaves_nothing_behind():
+    done = subprocess.run([sys.executable, "-c", KILLED_WHILE_CONNECTING], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not list(Path("/dev/shm").glob(f"llamarl-{int(done.stdout)}-*"))
+
+
+def test_shared_memory_is_one_to_who_maps_it_by_its_path_and_out_of_reach_is_said():
+    slots = make_slots(256, torch.device("cpu"), shared=True)
+    seen = [links._map_path(path, 256 + 64) for path in slots.paths]
+    slots.tensors[0].fill_(7), slots.counters[1].fill_(3)
+    assert seen[0][:256].eq(7).all() and seen[1][256:].view(torch.int64)[0] == 3
+    slots.close_files()
+    with pytest.raises(WeightsError, match="cannot be opened .*; set weights.transport=gloo"):
+        links._map_path("/proc/self/fd/none", 64)

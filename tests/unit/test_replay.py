@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.learning.buffer import decoded
 from llamarl.learning.lags import BUCKETS, bucket_name, lag_histogram
 from llamarl.learning.buffer import LagExceeded
 from llamarl.learning.replay import Draw, ReplayBuffer, draw_completions, generator_of, lag_bound
@@ -447,3 +448,14 @@ def test_wrong_use_is_refused():
         ours.take([3, 4], 0)
     with pytest.raises(ValueError, match="softmax and uniform"):
         buffer_of(priority="best")
+
+
+def test_what_is_stored_is_encoded_in_pieces_that_hold_up_nobody_for_long(monkeypatch):
+    ours = fill(buffer_of(max_size=1000), 5)
+    whole = ours.state_dict()
+    assert [name for name in whole if name.startswith("buffer/")] == ["buffer/0"]
+    monkeypatch.setattr("llamarl.learning.buffer.PIECE_BYTES", 300)
+    state = ours.state_dict()
+    pieces = [value for name, value in state.items() if name.startswith("buffer/")]
+    assert len(pieces) > 2
+    assert [g.ticket for g in decoded(state)] == [g.ticket for g in decoded(whole)] == [g.ticket for g in ours.stored()]

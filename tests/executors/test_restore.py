@@ -1,0 +1,49 @@
+"""A trainer rank reads of a checkpoint what its own boxes overlap, and no more."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import executors.trainer as trainer_module
+from executors.trainer import FSDPTrainer
+from llamarl.models.sharding import Box
+from llamarl.parts import Part
+
+SAVED = torch.arange(24.0).view(8, 3)  # rows 0 to 7, by two ranks
+
+
+class Watched(Part):
+    """A part whose reads are counted, in elements."""
+
+    def __init__(self, values, tensors):
+        self._values, self._names, self._tensors, self.read = values, frozenset(tensors), tensors, 0
+
+    def __getitem__(self, name):
+        assert name not in self._names, f"{name} is read whole"
+        return self._values[name]
+
+    def box(self, name, index):
+        taken = self._tensors[name][index]
+        self.read += taken.numel()
+        return taken
+
+
+@pytest.mark.parametrize("mine, expected", [((3, 0, 2), [3, 3]), ((0, 0, 4), [12, 0]), ((6, 0, 2), [0, 6])], ids=str)
+def test_only_rows_that_a_rank_holds_are_read(monkeypatch, mine, expected):
+    first, column, count = mine
+    box = Box((first, column), (count, 3))
+    monkeypatch.setattr(trainer_module, "held_box", lambda decoder, name, parameter: box)
+    parameter = torch.nn.Parameter(torch.zeros(count, 3))
+    optimizer = SimpleNamespace(state={parameter: {}})
+    trainer = SimpleNamespace(decoder=None, _average=None, optimizer=optimizer)
+    parts = []
+    for start in (0, 4):
+        boxes = {"w": [[start, 0], [4, 3]]}
+        rows = SAVED[start : start + 4]
+        parts.append(Watched({"boxes": boxes}, {"model/w": rows, "exp_avg/w": rows + 100}))
+    with torch.no_grad():
+        found = sum(FSDPTrainer._load_box(trainer, parameter, "w", part) for part in parts)
+    assert found == count * 3 and torch.equal(parameter.detach(), SAVED[first : first + count])
+    assert torch.equal(optimizer.state[parameter]["exp_avg"], SAVED[first : first + count] + 100)
+    assert [part.read for part in parts] == [2 * n for n in expected], "weights, and one moment"

@@ -1,0 +1,102 @@
+"""A death that leaves the trainer whole costs at most the step at hand: the trainer saves a checkpoint before the run ends."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from llamarl.checkpoint import ranks_of, verify
+from tests.launching import GROUPS, SMALL, Job, untimed
+
+RARE = ("checkpoint.every=1000", "eval.every=0")
+EXIT_FAILED = 1
+
+
+def kill_after(job, rank, steps, number=signal.SIGKILL):
+    job.until(lambda: len(job.rows) >= steps, f"{steps} steps")
+    os.kill(job.rank_pids()[rank], number)
+
+
+def consumed(checkpoint):
+    """(tickets that were trained on, the checkpoint's step)."""
+    ledger = json.loads((checkpoint / "controller.rank0.json").read_text())["ledger"]
+    open_ = set(ledger["again"]) | {ticket for ticket, _ in ledger["finished"]}
+    return ledger["frontier"] - len(open_), ledger["step"]
+
+
+def check_whole(job, at_least):
+    """What the last words left: a valid checkpoint of the last step that was trained, and no other."""
+    assert verify(job.checkpoint) == []
+    step = int(job.checkpoint.name.removeprefix("step_"))
+    assert step >= at_least and {p.name for p in job.checkpoint.parent.iterdir()} == {f"step_{step}", "latest"}
+    assert consumed(job.checkpoint) == (step * GROUPS, step)
+    assert f"A checkpoint of step {step} was sealed" in job.output, job.output
+    return step
+
+
+def test_a_killed_generator_costs_no_step_that_was_trained(tmp_path):
+    with Job(*SMALL, *RARE, "max_lag=2", "max_steps=100000", run_dir=tmp_path / "run", ranks=2) as job:
+        kill_after(job, rank=1, steps=3)
+        assert job.wait() == EXIT_FAILED, job.output
+        step = check_whole(job, at_least=3)
+        assert "rank 1 (generator, reward)" in job.output, job.output
+        assert ranks_of(job.checkpoint, "generator") == []
+    with Job(*SMALL, *RARE, "max_lag=2", f"max_steps={step + 2}", "resume=auto", run_dir=tmp_path / "run", ranks=2) as job:
+        assert job.wait() == 0, job.output
+        assert f"resumed from step_{step}" in job.output
+        assert [row["step"] for row in job.rows] == list(range(1, step + 3)), "rows, each once"
+        assert consumed(job.checkpoint) == ((step + 2) * GROUPS, step + 2)
+
+
+def test_a_station_that_fails_beside_the_trainer_costs_no_step_either(tmp_path):
+    """In one process: the reward fails for good once FAIL_AFTER completions are scored."""
+    failing = ("reward.fn=tests.launching:fails_later", "max_lag=2", "max_steps=100000")
+    with Job(*SMALL, *RARE, *failing, run_dir=tmp_path / "run", env={"FAIL_AFTER": "48"}) as job:
+        assert job.wait() == EXIT_FAILED
+        check_whole(job, at_least=1)
+        assert "above reward.max_error_rate" in job.output
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_from_the_last_words_of_a_killed_generator(synchronous_run, tmp_path):
+    slow = ("max_lag=0", "checkpoint.every=1000", "reward.fn=tests.launching:unhurried")
+    with Job(*SMALL, *slow, run_dir=tmp_path / "run", ranks=2, torchrun=("--max-restarts=1",)) as job:
+        kill_after(job, rank=1, steps=3)  # row 0 is the evaluation before the first
+        assert job.wait() == 0, job.output
+        assert "resumed from step_" in job.output and "was sealed after that" in job.output
+        assert untimed(job.rows) == untimed(synchronous_run.rows)
+
+
+@pytest.mark.slow
+def test_a_silent_generator_costs_no_step_that_was_trained(tmp_path):
+    quick = ("heartbeat_timeout_s=4", "max_lag=2", "max_steps=100000")
+    with Job(*SMALL, *RARE, *quick, run_dir=tmp_path / "run", ranks=2) as job:
+        kill_after(job, rank=1, steps=3, number=signal.SIGSTOP)
+        job.until(lambda: "was sealed after that" in job.output, "a checkpoint")
+        check_whole(job, at_least=3)
+        assert "rank 1 (generator, reward) has not been heard of" in job.output
+
+
+THREE = ("placement.trainer=[0,1]", "placement.generator=[2]", "placement.reward=[2]", "max_lag=2", "max_steps=100000")
+
+
+@pytest.mark.slow
+def test_two_trainer_ranks_save_the_same_step_when_the_generator_dies(tmp_path):
+    with Job(*SMALL, *RARE, *THREE, run_dir=tmp_path / "run", ranks=3) as job:
+        kill_after(job, rank=2, steps=3)
+        assert job.wait() == EXIT_FAILED, job.output
+        check_whole(job, at_least=3)
+        assert ranks_of(job.checkpoint, "trainer") == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_dead_trainer_rank_is_named_in_a_line_and_leaves_no_checkpoint(tmp_path, killed):
+    with Job(*SMALL, *RARE, *THREE, run_dir=tmp_path / "run", ranks=3) as job:
+        kill_after(job, rank=killed, steps=3)
+        assert job.wait() == EXIT_FAILED, job.output
+        assert "No checkpoint was made of the steps since the last one" in job.output, job.output
+        ours = job.output[: job.output.index("ChildFailedError")]
+        assert f"rank {killed} (trainer)" in ours and "controller.py" not in ours, job.output
+        assert not list((tmp_path / "run").glob("checkpoints/step_*"))
