@@ -79,6 +79,7 @@ class Control:
         self.failure: Exception | None = None  # ends this rank now
         self.loss: Exception | None = None  # ends this rank once the keepers have sealed a checkpoint
         self.keepers: frozenset[int] = frozenset()  # none: there is no state yet that were worth it
+        self._beaten_at = math.inf  # the last time that the Store took this rank's beat
         self._last_words_until = math.inf
         self._last_words_s = 0.0
         self.stop_reason: str | None = None
@@ -100,7 +101,6 @@ class Control:
     def start(self) -> None:
         """Begin to listen and beat; after all handlers are in place."""
         if self._store is not None and not self._threads:
-            self._beaten_at = time.monotonic()
             threads = {"listen": self._listen, "beat": self._beat, "watch": self._watch}
             self._threads = [self.thread(f"control-{name}", target) for name, target in threads.items()]
 

@@ -64,7 +64,7 @@ def group_of(ticket: int) -> Group:
 class Peers:
     """Stands for the weights channel, metrics, control and tickets. Holds what generators would have been sent."""
 
-    stopping = signalled = False
+    stopping = ending = False
     bytes_per_sync = overcommit = 0
 
     def __init__(self):

@@ -98,7 +98,7 @@ class CanaryPrompts:
 class Recorder:
     """Stands for the weights channel, metrics, control and tickets of a trainer."""
 
-    stopping = signalled = False
+    stopping = ending = False
     bytes_per_sync = overcommit = 0
 
     def __init__(self):

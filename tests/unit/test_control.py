@@ -244,7 +244,7 @@ def test_a_rank_that_ends_by_itself_is_not_ended(ranks, monkeypatch):
 
 
 class HungStore:
-    """Of a launcher that is stopped: every call waits."""
+    """Of a launcher that is stopped after a rank's first beat: every call waits."""
 
     def __init__(self):
         self.goes_on = threading.Event()
@@ -256,7 +256,11 @@ class HungStore:
         pass
 
     def set(self, key, value):
+        pass
+
+    def check(self, keys):
         self.goes_on.wait()
+        return False
 
     def queue_push(self, key, value):
         self.goes_on.wait()
