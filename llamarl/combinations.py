@@ -114,15 +114,16 @@ def _unread(task: TaskSettings) -> dict[str, object]:
 
 def _learning_rules(c: Config) -> list[Rule]:
     """Of the loss, the advantages and the trainer."""
+    by_token = c.trainer.advantages == "gae"
     return [
         ("group_size trainer.advantages", c.group_size < 2 and c.trainer.advantages != "gae",
          "a group of one has no baseline: its advantage is always 0; need at least 2, or trainer.advantages=gae"),
         ("trainer.advantages loss.fn", c.trainer.advantages == "gae" and c.loss.fn not in TOKEN_LOSSES and ":" not in c.loss.fn,
          f"gives each token its own advantage, which this loss does not use; group_mean, or loss={' or '.join(TOKEN_LOSSES)}"),
-        ("trainer.filter_groups trainer.advantages", c.trainer.filter_groups and c.trainer.advantages == "gae",
-         "with a value head groups of equal rewards teach too; trainer.filter_groups=false, or trainer.advantages=group_mean"),
-        ("trainer.whiten trainer.advantages", c.trainer.whiten == "completions" and c.trainer.advantages == "gae",
-         "gae gives each token its own advantage, so there is none of a completion; trainer.whiten=advantages"),
+        ("trainer.filter_groups trainer.advantages", c.trainer.filter_groups and by_token,
+         "with a value head groups of equal rewards teach too; trainer.filter_groups=false"),
+        ("trainer.whiten trainer.advantages", c.trainer.whiten == "completions" and by_token,
+         "gae gives each token its own advantage, none of a completion; trainer.whiten=advantages"),
         ("trainer.reward_kl_coef reference.enabled", c.trainer.reward_kl_coef > 0 and not c.reference.enabled,
          "needs a reference: reference=frozen, or trainer.reward_kl_coef=0"),
         ("loss.kl_coef reference.enabled", bool(c.loss.kl_coef) and not c.reference.enabled,

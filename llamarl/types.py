@@ -156,4 +156,4 @@ class PackedBatch:
     completions: Tensor  # [R] int64, which of the N completions a label belongs to, ascending
     groups: Tensor  # [N] int64, which of the microbatch's groups a completion belongs to
     rewards: Tensor  # [N] float32, shaped, finite
-    group_tokens: Tensor  # [N] float32, trained tokens of a completion's whole group, in whichever microbatches
+    group_tokens: Tensor  # [N] float32, trained tokens of its whole group, in whichever microbatches

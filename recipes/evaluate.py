@@ -116,12 +116,15 @@ def report(config: Config, completions: list[Completion], outcomes: list[Outcome
     ((_, metrics),) = book.finished()
     length = metrics["eval/length_mean"]
     passes = "eval/accuracy" in metrics  # all scores are 0 or 1
-    greedy = f"pass@1 {metrics['eval/reward']:.2%}" if passes else f"reward {metrics['eval/reward']:.4g}"
+    reward = metrics["eval/reward"]
+    greedy = f"pass@1 {reward:.2%}" if passes else f"reward {reward:.4g}"
     lines = [f"greedy   {greedy} of {num_prompts} held-out prompts, {length:.1f} tokens mean length"]
     if k:
         draws = sorted({k, *(1 << i for i in range(k.bit_length()))})
-        best = {n: sum(evaluation.pass_at_k(s, n) for s in scores.values()) / num_prompts for n in draws}
-        passed = [f"pass@{n} {value:.2%}" if passes else f"best of {n} {value:.4g}" for n, value in best.items()]
+        passed = []
+        for n in draws:
+            best = sum(evaluation.pass_at_k(s, n) for s in scores.values()) / num_prompts
+            passed.append(f"pass@{n} {best:.2%}" if passes else f"best of {n} {best:.4g}")
         lengths = [c.token_ids.numel() for c in completions if c.sample_index]
         mean = sum(lengths) / len(lengths)
         lines.append(

@@ -206,8 +206,9 @@ class Engine:
     def weights_changed(self, version: int, *, recompute_kv: bool = False) -> None:
         """The decoder's parameters are now those of `version`: tokens sampled from here on carry it.
 
-        Cached K/V stay those of the weights that computed them, unless recompute_kv: then the next step computes them anew. A
-        prompt that is cached in part has no completion yet, and always goes on as one of the new weights alone.
+        Cached K/V stay those of the weights that computed them, unless recompute_kv: then the next step
+        computes them anew. A prompt that is cached in part has no completion yet: it goes on as one of
+        the new weights alone.
         """
         self.policy_version = version
         self._version.fill_(version)

@@ -32,8 +32,8 @@ def make_targets(
     """Collective: the targets of this rank's groups, and metrics of the whole batch.
 
     advantages: a name in ADVANTAGES, where there is no critic; with one, old_values [C] are its values of all tokens.
-    minibatches: which of the groups are trained on together; advantages by completion are whitened over each, all others over
-    the batch.
+    minibatches: which of the groups are trained on together; whiten=completions is over each of them,
+    all other whitening over the batch.
     metrics: reward/shaped_mean where rewards are shaped; value/explained_variance of the old values: 1 - var(return - value) /
     var(return), None where the returns are all alike.
     """
@@ -49,7 +49,8 @@ def make_targets(
         by_completion = [ADVANTAGES[advantages](r.completions) for r in rewards]
         if shaping.whitens("completions"):
             by_completion = _whitened_by_minibatch(groups, by_completion, minibatches, ranks)
-        targets = [Targets.of(g, a, r.completions) for g, a, r in zip(groups, by_completion, rewards)]
+        whole = [r.completions for r in rewards]
+        targets = [Targets.of(*of) for of in zip(groups, by_completion, whole)]
     else:
         targets = critic.targets(groups, rewards, old_values)
         metrics["value/explained_variance"] = _explained_variance(targets, trained, ranks)

@@ -40,7 +40,8 @@ class Console:
     def write(self, row: dict[str, float | None]) -> None:
         cells = format_cells(row, self.max_steps)
         if self._rich is None:
-            words = [f"{word} {cell}" for word, cell in zip(words_of(row), cells, strict=True) if cell]
+            named = zip(words_of(row), cells, strict=True)
+            words = [f"{word} {cell}" for word, cell in named if cell]
             print("  ".join(words), file=self.stream, flush=True)
             return
         if self._num_lines % HEADER_EVERY == 0:
@@ -77,7 +78,7 @@ def format_cells(row: dict[str, float | None], max_steps: int | None) -> list[st
 
 
 def words_of(row: dict[str, float | None]) -> list[str]:
-    """What the cells are called in a plain line: an evaluation is an accuracy where all scores are 0 or 1."""
+    """The cells' names in a plain line: an evaluation is an accuracy where all scores are 0 or 1."""
     is_accuracy = row.get("eval/accuracy") is not None
     return ["accuracy" if header == "eval" and is_accuracy else word for header, _, word in CELLS]
 

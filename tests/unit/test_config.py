@@ -233,6 +233,14 @@ def test_all_problems_are_told_at_once_wrong_values_hide_no_combination():
         (["task=jsonl", "task.path=.", "task.answer_key=null"], "task.answer_key=null reward.fn=null"),
         (["eval.target=0.9", "eval.every=0"], "eval.target=0.9 eval.every=0"),
         (["eval.target=0.9", "eval.num_prompts=0"], "eval.target=0.9 eval.num_prompts=0"),
+        (
+            ["loss=ppo", "trainer.advantages=gae", "trainer.filter_groups=true"],
+            "trainer.filter_groups=true trainer.advantages=gae",
+        ),
+        (
+            ["loss=ppo", "trainer.advantages=gae", "trainer.whiten=completions"],
+            "trainer.whiten=completions trainer.advantages=gae",
+        ),
         (["resume=auto"], "resume=auto run_dir=null"),
         (["resume=nowhere"], "resume=nowhere"),
         (["loss.fn=apio"], "loss.fn=apio"),

@@ -52,15 +52,16 @@ class Completions:
     index: Tensor  # [R] int64: which of the N completions a label belongs to, ascending
     groups: Tensor  # [N] int64: which of the microbatch's groups a completion belongs to, from 0
     rewards: Tensor  # [N] float32, shaped; finite
-    group_tokens: Tensor  # [N] float32: trained tokens of a completion's whole group, in whichever microbatches they are
+    group_tokens: Tensor  # [N] float32: trained tokens of its whole group, in whichever microbatches
     num_completions: float  # trained completions of the whole batch, over all ranks
     num_groups: float  # groups of the whole batch with at least two trained completions, over all ranks
-    num_trained_groups: float  # groups of the whole batch with at least one trained completion, over all ranks
+    num_trained_groups: float  # those with at least one
 
     def to(self, device: torch.device | str) -> "Completions":
         """The same with every tensor on `device`."""
         names = ("index", "groups", "rewards", "group_tokens")
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+        tensors = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return replace(self, **tensors)
 
     def lengths(self, loss_mask: Tensor) -> Tensor:
         """[N] float32: trained labels of each completion."""
@@ -179,7 +180,7 @@ def per_group(total: Tensor, completions: Completions) -> Tensor:
 
 
 def per_trained_group(total: Tensor, completions: Completions) -> Tensor:
-    """total / the groups of the whole batch with at least one trained completion, over all ranks."""
+    """total / the groups of the whole batch with a trained completion, over all ranks."""
     return total / max(completions.num_trained_groups, 1)
 
 

@@ -9,7 +9,16 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-from llamarl.learning.losses.common import NORMALISE, Metrics, half_square, k3, log_ratio, masked, normalised, takes
+from llamarl.learning.losses.common import (
+    NORMALISE,
+    Metrics,
+    half_square,
+    k3,
+    log_ratio,
+    masked,
+    normalised,
+    takes,
+)
 
 ESTIMATORS = ("k1", "k2", "k3")
 
@@ -20,9 +29,10 @@ def regularised(
     """loss + mean_t [ kl_coef KL_t(pi, ref) - entropy_coef H_t ]
 
     A loss with the arguments of `loss_fn` and one more, entropy [R] nats: the learner passes it, with gradient when
-    `needs_entropy_gradient` says so. H = entropy, KL_t = `kl_to_reference`. The mean over trained tokens is weighed as the loss's
-    own: by its option `normalise` (see `normalised`; of completions: DeepSeekMath eq. 3), and over all tokens alike where it has
-    none. metrics: those of the loss, and with a reference kl/ref (k3 whatever the estimator, always over all tokens).
+    `needs_entropy_gradient` says so. H = entropy, KL_t = `kl_to_reference`. The mean is the loss's own: by
+    its option `normalise` (see `normalised`; of completions: DeepSeekMath eq. 3), over all trained tokens
+    alike where it has none. metrics: those of the loss, and with a reference kl/ref (k3 whatever the
+    estimator, always over all tokens).
 
     ValueError for coefficients below 0 or an unknown estimator, here; in a call, for kl_coef > 0 without ref_logprobs, or
     entropy_coef > 0 without an entropy that has a gradient.
@@ -53,7 +63,8 @@ def regularised(
             x = log_ratio(ref_logprobs, trainer_logprobs, loss_mask)
             metrics = {**metrics, "kl/ref": k3(x.detach()).sum()}
             if kl_coef > 0:
-                loss = loss + kl_coef * normalised(kl_to_reference(x, kl_estimator), loss_mask, **over)
+                kl = kl_to_reference(x, kl_estimator)
+                loss = loss + kl_coef * normalised(kl, loss_mask, **over)
         if entropy_coef > 0:
             _check_entropy(entropy, trainer_logprobs)
             loss = loss - entropy_coef * normalised(masked(entropy, loss_mask), loss_mask, **over)
@@ -82,7 +93,7 @@ def kl_to_reference(x: Tensor, estimator: str) -> Tensor:
 
 
 def _normalisation(loss_fn: Callable) -> str:
-    """The loss's own option `normalise`; "tokens" for a loss without it, or that means another thing by it."""
+    """The loss's own option `normalise`; "tokens" where it has none, or means another thing by it."""
     option = inspect.signature(loss_fn).parameters.get("normalise")
     known = option is not None and option.default in NORMALISE and takes(loss_fn, "completions")
     return option.default if known else "tokens"
