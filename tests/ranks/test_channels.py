@@ -12,7 +12,7 @@ from tests.launching import environment
 
 RANKS = 3
 RECORDS = 40  # a producer and channel
-DEADLINE_S = 60
+DEADLINE_S = 240
 
 
 def start(scenario: str) -> list[subprocess.Popen]:

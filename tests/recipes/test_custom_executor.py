@@ -24,7 +24,7 @@ def test_it_takes_the_topologies_of_the_main_job(tmp_path, ranks, overrides):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *launcher, str(RECIPE), *SMALL, *overrides, f"run_dir={tmp_path / 'run'}"]
     env = environment()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == STEPS and all(row["eval/accuracy"] is not None for row in rows[::2])

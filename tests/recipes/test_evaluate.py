@@ -81,6 +81,7 @@ def test_it_finds_the_accuracy_that_the_run_reported(synchronous_run, evaluate, 
     assert all((line["completion"] == str(eval(line["prompt"].rstrip("=")))) == line["score"] for line in lines)
 
 
+@pytest.mark.slow
 def test_a_run_reports_pass_at_k_from_its_first_version_on_and_the_recipe_finds_the_same(synchronous_run, evaluate, tmp_path):
     sampled = ("max_lag=0", "max_steps=2", f"eval.num_samples={SAMPLES}")
     with Job(*SMALL, *sampled, run_dir=tmp_path / "run") as job:

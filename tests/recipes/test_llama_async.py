@@ -138,7 +138,7 @@ def test_a_reference_adds_its_kl_and_every_row_has_it(tmp_path):
 @pytest.mark.slow
 def test_the_custom_station_of_the_recipe_runs(tmp_path):
     command = [sys.executable, str(ROOT / "recipes" / "custom_executor.py"), *SMALL, f"run_dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == STEPS and rows[0]["eval/accuracy"] * EVAL_PROMPTS == pytest.approx(round(rows[0]["eval/accuracy"] * EVAL_PROMPTS))

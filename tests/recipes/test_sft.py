@@ -22,6 +22,7 @@ from llamarl.models.hf import load_tokenizer, load_weights
 from llamarl.models.scratch import CHARACTERS, TINY_CONFIG, random_weights, tiny_directory, write_directory
 from llamarl.tasks.build import build_task
 from llamarl.types import Prompt
+from tests.launching import JOB_S
 from tests.tolerances import rounding
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sft.py"
@@ -341,6 +342,7 @@ def test_an_out_that_cannot_be_written_is_found_before_training(recipe, tmp_path
     assert f"sft: --out {out}: cannot be written: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_sigterm_saves_what_there_is_and_ends(tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, str(RECIPE), "--out", str(out), "--batch-size", "8", "--num-eval", "20", "--threads", "1"]
@@ -349,7 +351,7 @@ def test_sigterm_saves_what_there_is_and_ends(tmp_path):
         if line.startswith("step     5"):
             break
     process.send_signal(signal.SIGTERM)
-    rest, _ = process.communicate(timeout=60)
+    rest, _ = process.communicate(timeout=JOB_S)
     assert process.returncode == 128 + signal.SIGTERM
     assert "stopped by SIGTERM" in rest
     trained = load_weights(build_decoder(read_config(out)), out)
@@ -362,7 +364,7 @@ def test_two_ranks_train_the_same_model_as_one(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     launchers = {"one": [sys.executable], "two": [sys.executable, *torchrun]}
     for name, launcher in launchers.items():
-        subprocess.run([*launcher, str(RECIPE), "--out", str(tmp_path / name), *arguments], check=True, timeout=200)
+        subprocess.run([*launcher, str(RECIPE), "--out", str(tmp_path / name), *arguments], check=True, timeout=240)
     one, two, start = (load_file(path / "model.safetensors") for path in (tmp_path / "one", tmp_path / "two", tiny_directory()))
     moved = max((one[key] - start[key].float()).abs().max() for key in one)
     assert moved > 2e-4

@@ -37,7 +37,7 @@ def run_slow(folder, *overrides, ranks=None) -> tuple[list[dict], str]:
         "generator.min_new_tokens=1", "generator.max_slots=32", "checkpoint.every=0", "straggler_factor=2", *overrides,
     ]  # fmt: skip
     env = environment()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["step"]], done.stderr
