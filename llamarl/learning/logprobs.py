@@ -3,7 +3,7 @@
     head = make_head(batch.labels, batch.rows, temperature=1.0)
     trainer_logprobs, entropy = decoder(batch.input_ids, batch.positions, attention, head)     # [R] each
 
-Forward keeps two numbers a token; backward multiplies each chunk's logits again, one GEMM beside the two it needs anyway.
+Forward keeps four numbers a token; backward multiplies each chunk's logits again, one GEMM beside the two it needs anyway.
 Logits that take little room (a small vocabulary or a short batch) are kept instead.
 
 Shapes: T tokens, C tokens of a chunk, R trained rows, D model, V vocab. GEMMs run in the model's dtype, the softmax in
@@ -17,9 +17,11 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-# Up to this many logits (16 MiB of float32) are one chunk, kept for backward: recomputing them would cost more than it saves.
+from llamarl.models.fused import kernels
+
+# Up to this many logits are one chunk, kept for backward: recomputing them would cost more than it saves.
 KEEP_LOGITS = 1 << 22
-# Up to this many bytes they are kept for backward in the model's dtype, though chunks are smaller: less than a chunk's buffers.
+# Up to this many bytes they are kept for backward, though chunks are smaller.
 KEEP_BYTES = 1 << 26
 
 
@@ -35,7 +37,7 @@ def chunked_logprobs(
     """(log softmax(hidden @ weight.T / temperature)[label], entropy of that softmax), [T] nats each, float32 or wider.
 
     temperature 0 means greedy decoding, which has no distribution of its own: it is treated as 1. The entropy carries a
-    gradient only with `entropy_grad`. Peak memory beyond the gradients: a few [chunk_tokens, V] float32 buffers, and one
+    gradient only with `entropy_grad`. Peak memory beyond the gradients: a few [chunk_tokens, V] float32 buffers (on a CPU one, in the model's dtype), and one
     [V, D] float32 accumulator of the weight's gradient when there are several chunks. T may be 0: the gradients are zeros.
     ValueError on shapes that do not fit, a negative temperature or no tokens a chunk.
     """
@@ -81,19 +83,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, labels_T, temperature, chunk_tokens, entropy_grad):
         tokens, vocab = hidden_TD.shape[0], weight_VD.shape[0]
-        keep = tokens * vocab <= KEEP_LOGITS
-        chunk = _Chunk(tokens if keep else min(tokens, chunk_tokens), weight_VD, temperature)
-        logprobs = hidden_TD.new_empty(tokens, dtype=chunk.wide_CV.dtype)
-        entropy = torch.empty_like(logprobs)
-        fits = tokens * vocab * weight_VD.element_size() <= KEEP_BYTES
-        logits_TV = weight_VD.new_empty(tokens, vocab) if fits and not keep else None
-        for part in chunk.parts(tokens):
-            logp_CV = chunk.log_softmax(chunk.logits(hidden_TD[part], None if logits_TV is None else logits_TV[part]))
-            torch.gather(logp_CV, 1, labels_T[part, None], out=logprobs[part, None])
-            torch.sum(chunk.exp(logp_CV).mul_(logp_CV), dim=1, out=entropy[part])
-        entropy.neg_()
-        ctx.save_for_backward(hidden_TD, weight_VD, labels_T, entropy, chunk.logp_CV if keep else None, logits_TV)
-        ctx.temperature, ctx.chunk_tokens, ctx.entropy_grad = temperature, chunk.size, entropy_grad
+        is_whole = tokens * vocab <= KEEP_LOGITS
+        size = tokens if is_whole else min(tokens, chunk_tokens)
+        keeps = is_whole or tokens * vocab * weight_VD.element_size() <= KEEP_BYTES
+        logits = weight_VD.new_empty(tokens if keeps else size, vocab)
+        found = hidden_TD.new_empty(4, tokens, dtype=_wide(weight_VD))
+        for part in _parts(tokens, size):
+            logits_CV = logits[part] if keeps else logits[: part.stop - part.start]
+            torch.mm(hidden_TD[part], weight_VD.T, out=logits_CV)
+            log_softmax(logits_CV, labels_T[part], temperature, out=found[:, part])
+        logprobs, entropy, top, log_sum = found.unbind()
+        ctx.save_for_backward(hidden_TD, weight_VD, labels_T, entropy, top, log_sum)
+        ctx.kept_TV = logits if keeps else None
+        ctx.temperature, ctx.size, ctx.entropy_grad = temperature, size, entropy_grad
+        logprobs, entropy = logprobs.clone(), entropy.clone()
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)
@@ -102,20 +105,23 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden_TD, weight_VD, labels_T, entropy, kept, logits_TV = ctx.saved_tensors
-        a = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs / ctx.temperature
-        b = grad_entropy / ctx.temperature if ctx.entropy_grad and grad_entropy is not None else None
+        hidden_TD, weight_VD, labels_T, *known = ctx.saved_tensors
+        a = torch.zeros_like(known[0]) if grad_logprobs is None else grad_logprobs.contiguous()
+        b = grad_entropy.contiguous() if ctx.entropy_grad and grad_entropy is not None else None
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_TD) if wants_hidden else None
         grad_weight = None
-        chunk = _Chunk(ctx.chunk_tokens, weight_VD, ctx.temperature)
-        parts = chunk.parts(hidden_TD.shape[0])
+        # Gradients take the place of kept logits: fresh memory costs as much as the arithmetic. A second backward multiplies again.
+        kept_TV, ctx.kept_TV = ctx.kept_TV, None
+        buffer_CV = weight_VD.new_empty(ctx.size, weight_VD.shape[0]) if kept_TV is None else None
+        parts = _parts(hidden_TD.shape[0], ctx.size)
         for part in parts:
-            logits_CV = chunk.logits(hidden_TD[part]) if logits_TV is None and kept is None else None
-            logp_CV = kept if kept is not None else chunk.log_softmax(logits_TV[part] if logits_CV is None else logits_CV)
-            scale = -a[part, None] if b is None else (logp_CV + entropy[part, None]).mul_(-b[part, None]).sub_(a[part, None])
-            grad_CV = chunk.exp(logp_CV).mul_(scale).scatter_add_(1, labels_T[part, None], a[part, None])
-            grad_CV = chunk.narrow(grad_CV)
+            if kept_TV is None:
+                logits_CV = torch.mm(hidden_TD[part], weight_VD.T, out=buffer_CV[: part.stop - part.start])
+            else:
+                logits_CV = kept_TV[part]
+            of_part = [None if x is None else x[part] for x in (*known, a, b)]
+            grad_CV = log_softmax_backward(logits_CV, labels_T[part], *of_part, ctx.temperature)
             if wants_hidden:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden[part])
             if wants_weight:
@@ -130,42 +136,75 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None
 
 
-class _Chunk:
-    """The [C, V] buffers that all chunks of a call share: fresh ones cost as much in page faults as in arithmetic."""
+def log_softmax(logits_CV: Tensor, labels_C: Tensor, temperature: float, *, out: Tensor) -> None:
+    """x = (z - top) / temperature:   out [4, C] = x[label] - log_sum,   log_sum - sum p x,   top,   log_sum = log sum e^x.
 
-    def __init__(self, size: int, weight_VD: Tensor, temperature: float):
-        self.size, self._weight_DV, self._temperature = size, weight_VD.T, temperature
-        self._logits_CV = weight_VD.new_empty(size, weight_VD.shape[0])
-        same = weight_VD.dtype == _wide(weight_VD)
-        self.wide_CV = self._logits_CV if same else torch.empty_like(self._logits_CV, dtype=_wide(weight_VD))
-        self.logp_CV = torch.empty_like(self.wide_CV)
+    Logprob and entropy, and what makes p of the logits again. In float32 or wider; the logits stay as they are.
+    """
+    lib = kernels(logits_CV)
+    if lib is None:
+        plain_log_softmax(logits_CV, labels_C, temperature, out=out)
+        return
+    labels_C = labels_C.contiguous()
+    addresses = (t.data_ptr() for t in (*out, logits_CV, labels_C))
+    lib.log_softmax(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
 
-    def parts(self, tokens: int) -> list[slice]:
-        return [slice(i, min(i + self.size, tokens)) for i in range(0, tokens, max(self.size, 1))]
 
-    def logits(self, hidden_CD: Tensor, out: Tensor | None = None) -> Tensor:
-        """[C, V] in the model's dtype, in `out` or a buffer that the next call overwrites."""
-        return torch.mm(hidden_CD, self._weight_DV, out=self._logits_CV[: hidden_CD.shape[0]] if out is None else out)
+def plain_log_softmax(logits_CV: Tensor, labels_C: Tensor, temperature: float, *, out: Tensor) -> None:
+    wide_CV = logits_CV.to(_wide(logits_CV))
+    top_C = wide_CV.amax(1, keepdim=True)
+    x_CV = (wide_CV - top_C).div_(temperature)
+    log_sum_C = x_CV.logsumexp(1, keepdim=True)
+    logp_CV = x_CV.sub_(log_sum_C)
+    entropy_C = (logp_CV.exp() * logp_CV).sum(1).neg_()
+    rows = (logp_CV.gather(1, labels_C[:, None])[:, 0], entropy_C, top_C[:, 0], log_sum_C[:, 0])
+    for into, row in zip(out, rows, strict=True):
+        into.copy_(row)
 
-    def log_softmax(self, logits_CV: Tensor) -> Tensor:
-        """[C, V] in float32 or wider; the logits stay as they are. The next call overwrites it."""
-        wide = self._widen(logits_CV)
-        if self._temperature != 1.0:
-            wide = torch.div(wide, self._temperature, out=self.wide_CV[: len(wide)])
-        return torch.log_softmax(wide, dim=1, out=self.logp_CV[: len(wide)])
 
-    def exp(self, logp_CV: Tensor) -> Tensor:
-        """exp(logp_CV), in the buffer of the logits."""
-        return torch.exp(logp_CV, out=self.wide_CV[: logp_CV.shape[0]])
+def log_softmax_backward(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    entropy_C: Tensor,
+    top_C: Tensor,
+    log_sum_C: Tensor,
+    a_C: Tensor,
+    b_C: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """p = e^l, l = (z - top) / temperature - log_sum:   dz [C, V] = (a (onehot(label) - p) - b p (l + entropy)) / temperature.
 
-    def narrow(self, wide_CV: Tensor) -> Tensor:
-        """A result of `exp` in the model's dtype, for a GEMM."""
-        logits = self._logits_CV[: wide_CV.shape[0]]
-        return wide_CV if wide_CV.dtype == logits.dtype else logits.copy_(wide_CV)
+    a, b: the upstream gradients of logprob and entropy, b may be None. dz takes the place of the logits and is returned.
+    """
+    lib = kernels(logits_CV)
+    known = (top_C, log_sum_C, entropy_C, a_C, b_C)
+    if lib is None:
+        return plain_log_softmax_backward(logits_CV, labels_C, *known, temperature)
+    labels_C = labels_C.contiguous()
+    addresses = (None if t is None else t.data_ptr() for t in (logits_CV, labels_C, *known))
+    lib.log_softmax_backward(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
+    return logits_CV
 
-    def _widen(self, logits_CV: Tensor) -> Tensor:
-        wide = self.wide_CV[: logits_CV.shape[0]]
-        return logits_CV if logits_CV.dtype == wide.dtype else wide.copy_(logits_CV)
+
+def plain_log_softmax_backward(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    top_C: Tensor,
+    log_sum_C: Tensor,
+    entropy_C: Tensor,
+    a_C: Tensor,
+    b_C: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    wide_CV = logits_CV.to(_wide(logits_CV))
+    logp_CV = (wide_CV - top_C[:, None]).div_(temperature).sub_(log_sum_C[:, None])
+    factor = a_C[:, None] if b_C is None else a_C[:, None] + b_C[:, None] * (logp_CV + entropy_C[:, None])
+    grad_CV = logp_CV.exp().mul_(-factor).scatter_add_(1, labels_C[:, None], a_C[:, None])
+    return logits_CV.copy_(grad_CV.div_(temperature))
+
+
+def _parts(tokens: int, size: int) -> list[slice]:
+    return [slice(i, min(i + size, tokens)) for i in range(0, tokens, max(size, 1))]
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -164,7 +164,10 @@ def clip_grad_norm(
         total = total + _sum_over_shards(squares[places].sum(), *kind)
     norm = total.sqrt()
     if max_norm is not None:
-        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        # Asking a GPU for the number would cost more than multiplying by 1.
+        if factor.device.type != "cpu" or factor != 1:
+            torch._foreach_mul_(local, factor)
     return norm
 
 

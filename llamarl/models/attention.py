@@ -7,6 +7,7 @@ The same module trains (PackedAttention: whole sequences end to end) and generat
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llamarl.models.config import ModelConfig
+from llamarl.models.fused import Part, kernels, masked_products, packed_products, projections, rotate
 from llamarl.models.sharding import heads_of
 from llamarl.models.tp import KeyValueSharing, TensorParallel, copied, summed
 
@@ -57,6 +59,9 @@ class PackedAttention:
             self._back_T = torch.empty_like(order).index_put_((order,), torch.arange(order.numel(), device=order.device))
 
     def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
+        limit = SHORT.get(q_THK.dtype, 256)
+        if kernels(q_THK) is not None and all(part.num_keys <= limit for part in self._parts):
+            return packed_products(q_THK, k_TGK, v_TGK, [part.part for part in self._parts])
         parts = [part.attend(q_THK, k_TGK, v_TGK, self.whole) for part in self._parts]
         return parts[0] if self.whole else torch.cat(parts).index_select(0, self._back_T)
 
@@ -93,15 +98,18 @@ class _Part:
         queries = starts[:, None] + torch.minimum(places, lengths[:, None] - 1)
         self.valid = valid.nonzero().squeeze(1)
         self.queries, self.tokens = queries.flatten(), queries.flatten()[self.valid]
-        self.keys, self.mask, self.prefix = self.queries, None, 0
+        keys, most = queries, 0
         if prefix_starts is not None:
-            self.prefix = int(prefix_lengths.max())
-            behind = torch.arange(self.prefix, device=device)
+            most = int(prefix_lengths.max())
+            behind = torch.arange(most, device=device)
             prefix = prefix_starts[:, None] + torch.minimum(behind, prefix_lengths[:, None] - 1)
-            self.keys = torch.cat([prefix, queries], dim=1).flatten()
-            seen = (behind < prefix_lengths[:, None])[:, None].expand(-1, self.longest, -1)
-            causal = (places <= places[:, None]).expand(self.count, -1, -1)
-            self.mask = torch.cat([seen, causal], dim=2)[:, None]  # [N, 1, L, P + L]
+            keys = torch.cat([prefix, queries], dim=1)
+        self.part = Part(queries.contiguous(), keys.contiguous(), lengths, prefix_lengths, most)
+        self.keys, self.num_keys = keys.flatten(), most + self.longest
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        return self.part.mask()
 
     def attend(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, whole: bool) -> Tensor:
         def padded(x: Tensor, index: Tensor) -> Tensor:
@@ -109,7 +117,7 @@ class _Part:
             return x.view(self.count, -1, *x.shape[1:]).transpose(1, 2)
 
         q, k, v = padded(q_THK, self.queries), padded(k_TGK, self.keys), padded(v_TGK, self.keys)
-        if q.device.type == "cpu" and self.longest + self.prefix <= SHORT.get(q.dtype, 256):
+        if q.device.type == "cpu" and self.num_keys <= SHORT.get(q.dtype, 256):
             out = masked_products(q, k, v, self.mask)
         else:
             out = fused(q, k, v, self.mask)
@@ -118,30 +126,12 @@ class _Part:
 
 
 def fused(q_NHLK: Tensor, k_NGMK: Tensor, v_NGMK: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention [N, H, L, K] by PyTorch's kernels; mask as in `masked_products`."""
+    """Attention [N, H, L, K] by PyTorch's kernels; mask: bool, broadcast to [N, 1, L, M], true where a key is seen; None: causal."""
     shared = q_NHLK.shape[1] // k_NGMK.shape[1]
     if mask is not None and shared > 1 and q_NHLK.is_cuda:
         # No GPU's kernel takes a mask and fewer key heads; all weights at once would be held instead.
         k_NGMK, v_NGMK, shared = k_NGMK.repeat_interleave(shared, 1), v_NGMK.repeat_interleave(shared, 1), 1
     return F.scaled_dot_product_attention(q_NHLK, k_NGMK, v_NGMK, attn_mask=mask, is_causal=mask is None, enable_gqa=shared > 1)
-
-
-def masked_products(q_NHLK: Tensor, k_NGMK: Tensor, v_NGMK: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention [N, H, L, K] by plain batched products; holds all N H L M weights.
-
-    Sums and the softmax are float32's or wider; in bfloat16 scores and weights are rounded to it between the products.
-    mask: bool, broadcast to [N, 1, L, M], true where a key is seen; None: causal, L = M.
-    """
-    n, heads, longest, head_dim = q_NHLK.shape
-    groups, keys = k_NGMK.shape[1:3]
-    q = q_NHLK.reshape(n, groups, -1, head_dim) * head_dim**-0.5  # the query heads of one key head as more rows
-    scores = (q @ k_NGMK.transpose(-1, -2)).view(n, heads, longest, keys)
-    if mask is None:
-        hidden = torch.ones(longest, longest, dtype=torch.bool, device=q.device).triu(1)
-    else:
-        hidden = ~mask
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).view(n, groups, -1, keys)
-    return (weights @ v_NGMK).view(n, heads, longest, head_dim)
 
 
 class Rotary:
@@ -213,12 +203,6 @@ def _yarn(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]
     return inv_freq * (1 - stretched) + inv_freq / factor * stretched, scaling.get("attention_factor") or both
 
 
-def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x_THK.shape[-1] // 2
-    swapped = torch.cat([-x_THK[..., half:], x_THK[..., :half]], dim=-1)
-    return x_THK * cos.to(x_THK.dtype) + swapped * sin.to(x_THK.dtype)
-
-
 def repeated(x_TGK: Tensor, repeats: list[int]) -> Tensor:
     """[T, H, K]: K/V head g repeats[g] times, for the query heads that read it."""
     return torch.cat([x_TGK[:, g : g + 1].expand(-1, n, -1) for g, n in enumerate(repeats)], dim=1)
@@ -227,8 +211,7 @@ def repeated(x_TGK: Tensor, repeats: list[int]) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention whose kernel comes with the call.
 
-    It stands where torchtune's TransformerSelfAttentionLayer calls `attn(h, h, mask=..., input_pos=...)`: `mask` is an
-    AttentionContext and `input_pos` the rotary (cos, sin) that all layers share. With tensor parallelism it holds the rank's
+    `mask` is an AttentionContext and `input_pos` the rotary (cos, sin) that all layers share. With tensor parallelism it holds the rank's
     heads, and every rank returns the sum of what all make of theirs.
     """
 
@@ -248,18 +231,18 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(c.hidden_size, heads.num_kv * c.head_dim, bias=bias)
         self.output_proj = nn.Linear(heads.num_query * c.head_dim, c.hidden_size, bias=False)
 
-    def forward(self, x_TD: Tensor, _same: Tensor, *, mask: AttentionContext, input_pos: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: tuple[Tensor, Tensor]) -> Tensor:
         tokens = x_TD.shape[0]
         if self.tp:
             x_TD = copied(x_TD, self.tp)
-        q = rotate(self.q_proj(x_TD).view(tokens, -1, self.head_dim), *input_pos)
-        k = rotate(self._key_value(self.k_proj, x_TD), *input_pos)
-        v = self._key_value(self.v_proj, x_TD)
+        q, k, v = (part.view(tokens, -1, self.head_dim) for part in self._projected(x_TD))
+        q, k = rotate(q, *input_pos), rotate(k, *input_pos)
         if self.repeats:
             k, v = repeated(k, self.repeats), repeated(v, self.repeats)
         out_TD = self.output_proj(mask.attend(self.layer, q, k, v).reshape(tokens, -1))
         return summed(out_TD, self.tp) if self.tp else out_TD
 
-    def _key_value(self, projection: nn.Linear, x_TD: Tensor) -> Tensor:
-        projected = self.sharing(projection, x_TD) if self.sharing else projection(x_TD)
-        return projected.view(x_TD.shape[0], -1, self.head_dim)
+    def _projected(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+        if self.sharing is None:
+            return projections(x_TD, self.q_proj, self.k_proj, self.v_proj)
+        return self.q_proj(x_TD), self.sharing(self.k_proj, x_TD), self.sharing(self.v_proj, x_TD)

@@ -18,10 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns, at import, of kernels that nothing here uses
 
-from torchtune.modules import FeedForward, TransformerDecoder, TransformerSelfAttentionLayer  # noqa: E402
+from torchtune.modules import TransformerDecoder  # noqa: E402
 
 from llamarl.models.attention import Attention, AttentionContext, Rotary
 from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.fused import add_rms_norm, projections, rms_norm, swiglu
+from llamarl.models.masters import Masters
 from llamarl.models.sharding import span
 from llamarl.models.tp import SplitEmbedding, TensorParallel, copied, gathered, summed
 
@@ -36,9 +38,18 @@ class RMSNorm(nn.Module):
         self.scale, self.eps = nn.Parameter(torch.ones(dim)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32 == self.scale.dtype:
-            return F.rms_norm(x, self.scale.shape, self.scale, self.eps)
-        return F.rms_norm(x.float(), self.scale.shape, eps=self.eps).to(x.dtype) * self.scale
+        return rms_norm(x, self.scale, self.eps)
+
+
+class FeedForward(nn.Module):
+    """w2(silu(w1 x) * w3 x): torchtune's, under its names."""
+
+    def __init__(self, *, gate_proj: nn.Linear, down_proj: nn.Linear, up_proj: nn.Linear):
+        super().__init__()
+        self.w1, self.w2, self.w3 = gate_proj, down_proj, up_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(swiglu(*projections(x, self.w1, self.w3)))
 
 
 class SplitFeedForward(FeedForward):
@@ -52,6 +63,20 @@ class SplitFeedForward(FeedForward):
         return summed(super().forward(copied(x, self.tp)), self.tp)
 
 
+class Layer(nn.Module):
+    """h = x + attn(norm(x)), h + mlp(norm(h)): torchtune's TransformerSelfAttentionLayer, under its names."""
+
+    def __init__(self, *, attn: Attention, mlp: FeedForward, sa_norm: RMSNorm, mlp_norm: RMSNorm):
+        super().__init__()
+        self.attn, self.mlp, self.sa_norm, self.mlp_norm = attn, mlp, sa_norm, mlp_norm
+
+    def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: tuple[Tensor, Tensor]) -> Tensor:
+        x_TD, normed_TD = add_rms_norm(x_TD, None, self.sa_norm.scale, self.sa_norm.eps)
+        attended_TD = self.attn(normed_TD, mask=mask, input_pos=input_pos)
+        h_TD, normed_TD = add_rms_norm(x_TD, attended_TD, self.mlp_norm.scale, self.mlp_norm.eps)
+        return h_TD + self.mlp(normed_TD)
+
+
 class Decoder(TransformerDecoder):
     """Torchtune's decoder over flat tokens.
 
@@ -60,7 +85,8 @@ class Decoder(TransformerDecoder):
     """
 
     activation_checkpointing = False  # recompute each layer in backward
-    whole_on_each_rank = False  # wrapped by FSDP for its precision or its replicas, and not sharded
+    whole_on_each_rank = False  # wrapped by FSDP for its replicas, and not sharded
+    masters: Masters | None = None  # a single rank's, where it computes in a lower precision
 
     def __init__(self, config: ModelConfig, tensor_parallel: TensorParallel | None = None, **parts):
         super().__init__(**parts)
@@ -125,10 +151,10 @@ def build_decoder(
     splits = tp is not None and tp.split_vocabulary
     rows = span(c.vocab_size, tp.rank, tp.size)[1] if splits else c.vocab_size
 
-    def layer(i: int) -> TransformerSelfAttentionLayer:
+    def layer(i: int) -> Layer:
         up, gate = (nn.Linear(c.hidden_size, units, bias=False) for _ in range(2))
         projections = {"gate_proj": gate, "down_proj": nn.Linear(units, c.hidden_size, bias=False), "up_proj": up}
-        return TransformerSelfAttentionLayer(
+        return Layer(
             attn=Attention(i, c, tp),
             mlp=SplitFeedForward(tp, **projections) if tp else FeedForward(**projections),
             sa_norm=RMSNorm(c.hidden_size, eps=c.rms_norm_eps),

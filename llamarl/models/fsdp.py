@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import load_weights, local_rows
 from llamarl.models.lora import Lora, add_lora, reset_lora
+from llamarl.models.masters import Masters
 from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
 from llamarl.models.tp import TensorParallel
 
@@ -36,8 +37,8 @@ def training_decoder(
     """A decoder with float32 master weights that computes in compute_dtype and reduces in float32.
 
     mesh: [shard], or [replicate, shard] for replicas of the shards (HSDP): the ranks that hold the same tensor-parallel
-    part, which must hold embedding and head whole. Collective over both from the first use on. One rank in float32 needs no
-    wrapper and gets none, nor a mesh. lora: the weights are frozen, and only adapters beside them require gradients.
+    part, which must hold embedding and head whole. Collective over both from the first use on. One rank needs no mesh, and is
+    wrapped by FSDP for cpu_offload alone. lora: the weights are frozen, and only adapters beside them require gradients.
     cpu_offload: masters, gradients and so the optimizer's moments are in host memory, a layer's weights on the device while it computes.
     FileNotFoundError or ValueError naming the file when the directory is not whole.
     """
@@ -46,24 +47,37 @@ def training_decoder(
     decoder.activation_checkpointing = activation_checkpointing
     if lora:
         add_lora(decoder, lora)
-    if (mesh is not None and mesh.size() > 1) or compute_dtype != torch.float32 or cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-        for layer in decoder.layers:
-            shard = mesh.shape[-1] > 1 or cpu_offload
-            fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=shard)
-        fully_shard(decoder, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
-        decoder.whole_on_each_rank = mesh.shape[-1] == 1 and not cpu_offload
+    if (mesh is not None and mesh.size() > 1) or cpu_offload:
+        wrap(decoder, mesh, compute_dtype, cpu_offload=cpu_offload, pin_memory=device.type == "cuda")
+    elif compute_dtype != torch.float32:
+        decoder.masters = Masters(decoder, compute_dtype)
     load_weights(decoder, path, device=torch.device("cpu") if cpu_offload else device)
     if lora:
         reset_lora(decoder, lora)
     return decoder.train()
 
 
+def wrap(
+    decoder: Decoder, mesh: DeviceMesh | None, compute_dtype: torch.dtype, *, cpu_offload: bool, pin_memory: bool
+) -> None:
+    """FSDP2 of every layer, and of the decoder around them, computing in compute_dtype and reducing in float32. Before weights load."""
+    offload = CPUOffloadPolicy(pin_memory=pin_memory) if cpu_offload else OffloadPolicy()
+    # Rotary tables stay float32: the layers round what they make of them.
+    precision = {"param_dtype": compute_dtype, "reduce_dtype": torch.float32, "cast_forward_inputs": False}
+    policy = MixedPrecisionPolicy(**precision)
+    shard = mesh.shape[-1] > 1 or cpu_offload
+    for layer in decoder.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=shard)
+    fully_shard(decoder, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+    decoder.whole_on_each_rank = not shard
+
+
 def next_backward(decoder: Decoder, *, last: bool) -> None:
     """Before each microbatch of an optimizer step, `last` with its last one: where a rank holds every weight of its part, weights
     are cast once a step and gradients add up in float32, to be reduced once. Sharded ones do so at every microbatch.
     """
+    if decoder.masters is not None:
+        decoder.masters.last = last
     if decoder.whole_on_each_rank:
         decoder.set_requires_gradient_sync(last)
         decoder.set_reshard_after_backward(last)
@@ -71,6 +85,8 @@ def next_backward(decoder: Decoder, *, last: bool) -> None:
 
 def drop_gradients(decoder: Decoder) -> None:
     """Forget what microbatches have added up so far, on a step that ends before its last one."""
+    if decoder.masters is not None:
+        decoder.masters.forget()
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()

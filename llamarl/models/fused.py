@@ -1,0 +1,369 @@
+"""What a layer computes between its products: each is one pass over memory on a CPU, forward and backward.
+
+A layer's additions, multiplications and roundings one by one cost a CPU more than its products do. Each function here states its
+equation and holds it in plain PyTorch; on a CPU in float32 or bfloat16 a kernel of llamarl/native/train.c computes the same, with
+float32 inside, and rounds where the plain one does or less often. On GPUs, in float64 and without a compiler the plain one is used.
+
+Shapes: T tokens, D features, H heads, K head dim, N segments, G key/value heads, R = H / G, L queries, M keys.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from llamarl.native import library
+
+# Neither errno nor traps are looked at: a compiler makes vectors of the loops then.
+_MATH = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS = {torch.float32: _MATH, torch.bfloat16: (*_MATH, "-DBF16")}
+_KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double, "n": ctypes.c_int}
+_ARGUMENTS = {
+    "add_up": "ppin",
+    "rms_norm": "ppppppiidn",
+    "rms_norm_backward": "pppppppiin",
+    "swiglu": "pppin",
+    "swiglu_backward": "pppppin",
+    "rotate": "ppppiiifn",
+    "gather": "pppppn",
+    "scatter": "pppppn",
+    "scatter_add": "ppppn",
+    "causal_softmax": "ppppfn",
+    "causal_softmax_backward": "pppfn",
+    "log_softmax": "ppppppiidn",
+    "log_softmax_backward": "pppppppiidn",
+}
+
+
+def kernels(x: Tensor) -> ctypes.CDLL | None:
+    """The kernels for tensors like x, or None where plain operations are to be used."""
+    if x.device.type != "cpu" or x.dtype not in _FLAGS:
+        return None
+    made = library("train", *_FLAGS[x.dtype])
+    if made is not None and made.add_up.argtypes is None:
+        for name, kinds in _ARGUMENTS.items():
+            function = getattr(made, name)
+            function.argtypes, function.restype = [_KINDS[kind] for kind in kinds], None
+    return made
+
+
+def add_up(total: Tensor, part: Tensor) -> None:
+    """total += part, in total's float32; part in any dtype, of the same shape."""
+    lib = kernels(part)
+    if lib is None or not (total.is_contiguous() and part.is_contiguous()):
+        total.add_(part)
+    else:
+        lib.add_up(total.data_ptr(), part.data_ptr(), part.numel(), torch.get_num_threads())
+
+
+# --- RMS norm ---
+
+
+def rms_norm(x: Tensor, scale_D: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) in float32, then in x's dtype times scale: Hugging Face's order of rounding. x [..., D]."""
+    return add_rms_norm(x, None, scale_D, eps)[1]
+
+
+def add_rms_norm(x: Tensor, change: Tensor | None, scale_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(h, rms_norm(h)) with h = x + change (None: x): the residual stream and what the next block reads of it, together."""
+    if x.dtype != scale_D.dtype or kernels(x) is None:
+        h = x if change is None else x + change
+        return h, plain_rms_norm(h, scale_D, eps)
+    return _AddRmsNorm.apply(x.contiguous(), None if change is None else change.contiguous(), scale_D, eps)
+
+
+def plain_rms_norm(x: Tensor, scale_D: Tensor, eps: float) -> Tensor:
+    if x.dtype == torch.float32 == scale_D.dtype:
+        return F.rms_norm(x, scale_D.shape, scale_D, eps)
+    return F.rms_norm(x.float(), scale_D.shape, eps=eps).to(x.dtype) * scale_D
+
+
+class _AddRmsNorm(Function):
+    """n = h / rms(h), s = g scale:   dh = (s - n mean(s n)) / rms(h) + the stream's own,   dscale = sum over rows of g n."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, change: Tensor | None, scale_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        dim = scale_D.numel()
+        rows = x.numel() // dim
+        h = x.view_as(x) if change is None else torch.empty_like(x)
+        y, inverse_T = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+        addresses = (None if t is None else t.data_ptr() for t in (y, inverse_T, h, x, change, scale_D))
+        kernels(x).rms_norm(*addresses, rows, dim, eps, torch.get_num_threads())
+        ctx.save_for_backward(h, scale_D, inverse_T)
+        ctx.changes = change is not None
+        ctx.set_materialize_grads(False)
+        return h, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_h: Tensor | None, grad_y: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        h, scale_D, inverse_T = ctx.saved_tensors
+        grad_y = torch.zeros_like(h) if grad_y is None else grad_y.contiguous()
+        grad_h = None if grad_h is None else grad_h.contiguous()
+        grad_x = torch.empty_like(h)
+        sums_D = torch.empty_like(scale_D, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        tensors = (grad_x, sums_D, grad_h, grad_y, h, inverse_T, scale_D)
+        addresses = (None if t is None else t.data_ptr() for t in tensors)
+        kernels(h).rms_norm_backward(*addresses, inverse_T.numel(), scale_D.numel(), torch.get_num_threads())
+        return grad_x, grad_x if ctx.changes else None, None if sums_D is None else sums_D.to(scale_D.dtype), None
+
+
+# --- The MLP's gate ---
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gate sigmoid(gate) up, of equal shapes          (Shazeer 2020)"""
+    if gate.dtype != up.dtype or kernels(gate) is None:
+        return plain_swiglu(gate, up)
+    return _SwiGlu.apply(gate.contiguous(), up.contiguous())
+
+
+def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+class _SwiGlu(Function):
+    """s = sigmoid(gate):   dgate = g up s (1 + gate (1 - s)),   dup = g gate s."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        out = torch.empty_like(gate)
+        addresses = (t.data_ptr() for t in (out, gate, up))
+        kernels(gate).swiglu(*addresses, gate.numel(), torch.get_num_threads())
+        ctx.save_for_backward(gate, up)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad, grad_gate, grad_up = grad.contiguous(), torch.empty_like(gate), torch.empty_like(up)
+        addresses = (t.data_ptr() for t in (grad_gate, grad_up, grad, gate, up))
+        kernels(gate).swiglu_backward(*addresses, gate.numel(), torch.get_num_threads())
+        return grad_gate, grad_up
+
+
+# --- Rotary positions ---
+
+
+def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair (i, i + K/2) of every head turned by its token's angle; cos, sin [T, 1, K] float32, their halves equal.
+
+    The kernel multiplies in float32 and rounds once; plain operations round cos, sin and each product to x's dtype.
+    """
+    if cos.dtype != torch.float32 or kernels(x_THK) is None:
+        return plain_rotate(x_THK, cos, sin)
+    return _Rotate.apply(x_THK.contiguous(), cos.contiguous(), sin.contiguous())
+
+
+def plain_rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x_THK.shape[-1] // 2
+    swapped = torch.cat([-x_THK[..., half:], x_THK[..., :half]], dim=-1)
+    return x_THK * cos.to(x_THK.dtype) + swapped * sin.to(x_THK.dtype)
+
+
+class _Rotate(Function):
+    """A rotation's gradient is turned back by the same angle."""
+
+    @staticmethod
+    def forward(ctx, x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x_THK, cos, sin, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _rotated(grad.contiguous(), *ctx.saved_tensors, -1.0), None, None
+
+
+def _rotated(x_THK: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    out = torch.empty_like(x_THK)
+    addresses = (t.data_ptr() for t in (out, x_THK, cos, sin))
+    kernels(x_THK).rotate(*addresses, *x_THK.shape, direction, torch.get_num_threads())
+    return out
+
+
+# --- Projections of the same input ---
+
+
+def projections(x_TD: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
+    """linear(x) for each of them. Where all are plain, the input's gradient adds up inside the products of backward."""
+    plain = all(type(linear) is nn.Linear for linear in linears)
+    if not plain or x_TD.dim() != 2 or not torch.is_grad_enabled():
+        return tuple(linear(x_TD) for linear in linears)
+    biases = [linear.bias for linear in linears]
+    return _Projections.apply(x_TD, len(linears), *(linear.weight for linear in linears), *biases)
+
+
+class _Projections(Function):
+    """y_i = x W_i^T + b_i:   dx = sum_i g_i W_i,   dW_i = g_i^T x,   db_i = sum over tokens of g_i."""
+
+    @staticmethod
+    def forward(ctx, x_TD: Tensor, count: int, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(x_TD, *weights)
+        return tuple(F.linear(x_TD, weight, bias) for weight, bias in zip(weights, biases))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, *weights = ctx.saved_tensors
+        of_x, _, *wanted = ctx.needs_input_grad
+        grad_x = None
+        if of_x:
+            grad_x = grads[0] @ weights[0]
+            for grad, weight in zip(grads[1:], weights[1:]):
+                grad_x.addmm_(grad, weight)
+        of_weights = [grad.T @ x_TD if wants else None for grad, wants in zip(grads, wanted)]
+        of_biases = [grad.sum(0) if wants else None for grad, wants in zip(grads, wanted[len(grads) :])]
+        return grad_x, None, *of_weights, *of_biases
+
+
+# --- Attention over few keys ---
+
+
+class _Scores(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("segments", "groups", "rows", "queries", "keys", "prefix")]
+
+
+class _Segments(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("segments", "groups", "shared", "places", "head_dim")]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """N segments of a packed batch, padded to L queries and M = P + L keys each; P: places before a segment's own tokens.
+
+    Query i of segment n sees the first seen_N[n] of its P places (None: P = 0), and its own tokens up to i.
+    """
+
+    queries_NL: Tensor  # int64: the token at each place; behind a segment's length any real one
+    keys_NM: Tensor
+    lengths_N: Tensor  # int64
+    seen_N: Tensor | None  # int64
+    prefix: int
+
+    def mask(self) -> Tensor | None:
+        """[N, 1, L, M] bool, true where a key is seen; None: causal."""
+        if self.seen_N is None:
+            return None
+        device, queries = self.seen_N.device, self.queries_NL.shape[1]
+        behind = torch.arange(self.prefix, device=device) < self.seen_N[:, None]
+        places = torch.arange(queries, device=device)
+        causal = (places <= places[:, None]).expand(len(behind), -1, -1)
+        return torch.cat([behind[:, None].expand(-1, queries, -1), causal], dim=2)[:, None]
+
+
+def packed_products(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, parts: Sequence[Part]) -> Tensor:
+    """softmax(q k^T / sqrt(K)) v [T, H, K] over the keys that each part says, by batched products. CPU, where `kernels` are.
+
+    Every token is a query of one part. Holds all weights, in the operands' dtype; the softmax is float32, and so is the sum of
+    a key's gradients over the segments that see it. `masked_products` of each part is the same by plain operations.
+    """
+    return _PackedProducts.apply(q_THK.contiguous(), k_TGK.contiguous(), v_TGK.contiguous(), parts)
+
+
+def masked_products(q_NHLK: Tensor, k_NGMK: Tensor, v_NGMK: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention [N, H, L, K] by plain batched products; holds all N H L M weights.
+
+    Sums and the softmax are float32's or wider; in bfloat16 scores and weights are rounded to it between the products.
+    mask: bool, broadcast to [N, 1, L, M], true where a key is seen; None: causal, L = M.
+    """
+    n, heads, longest, head_dim = q_NHLK.shape
+    groups, keys = k_NGMK.shape[1:3]
+    q = q_NHLK.reshape(n, groups, -1, head_dim) * head_dim**-0.5  # the query heads of one key head as more rows
+    scores = (q @ k_NGMK.transpose(-1, -2)).view(n, heads, longest, keys)
+    if mask is None:
+        hidden = torch.ones(longest, longest, dtype=torch.bool, device=q.device).triu(1)
+    else:
+        hidden = ~mask
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).view(n, groups, -1, keys)
+    return (weights @ v_NGMK).view(n, heads, longest, head_dim)
+
+
+class _PackedProducts(Function):
+    """w = softmax(q k^T / sqrt(K)), o = w v:   dv = w^T g,   ds = w (g v^T - sum(w g v^T)) / sqrt(K),   dq = ds k,   dk = ds^T q.
+
+    B = N G batches; the R query heads of one key head are more rows of its products.
+    """
+
+    @staticmethod
+    def forward(ctx, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, parts: Sequence[Part]) -> Tensor:
+        out_THK, kept = torch.empty_like(q_THK), []
+        groups, head_dim = k_TGK.shape[1:]
+        for part in parts:
+            q_BRK = _gathered(q_THK, part.queries_NL, groups)
+            k_BMK, v_BMK = _gathered(k_TGK, part.keys_NM, groups), _gathered(v_TGK, part.keys_NM, groups)
+            weights_BRM = torch.bmm(q_BRK, k_BMK.transpose(1, 2))
+            seen = None if part.seen_N is None else part.seen_N.data_ptr()
+            threads = torch.get_num_threads()
+            room = weights_BRM.new_empty(threads, weights_BRM.shape[-1], dtype=torch.float32)
+            addresses = (weights_BRM.data_ptr(), room.data_ptr(), seen)
+            kernels(q_THK).causal_softmax(*addresses, _scores(part, weights_BRM), head_dim**-0.5, threads)
+            _scatter(torch.bmm(weights_BRM, v_BMK), part, groups, out_THK)
+            kept += [q_BRK, k_BMK, v_BMK, weights_BRM]
+        ctx.save_for_backward(*kept)
+        ctx.parts, ctx.shapes = parts, (q_THK.shape, k_TGK.shape)
+        return out_THK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_THK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        of_queries, of_keys = ctx.shapes
+        grad_THK, groups = grad_THK.contiguous(), of_keys[1]
+        grad_q = grad_THK.new_empty(of_queries)
+        grad_k, grad_v = (grad_THK.new_zeros(of_keys, dtype=torch.float32) for _ in range(2))
+        kept = iter(ctx.saved_tensors)
+        for part, q_BRK, k_BMK, v_BMK, weights_BRM in zip(ctx.parts, kept, kept, kept, kept):
+            # Padding has no gradient; then nothing that it saw has one through it.
+            grad_BRK = _gathered(grad_THK, part.queries_NL, groups, part.lengths_N)
+            _scatter_add(torch.bmm(weights_BRM.transpose(1, 2), grad_BRK), part, grad_v)
+            grad_BRM = torch.bmm(grad_BRK, v_BMK.transpose(1, 2))
+            addresses, scale = (grad_BRM.data_ptr(), weights_BRM.data_ptr()), q_BRK.shape[-1] ** -0.5
+            kernels(q_BRK).causal_softmax_backward(*addresses, _scores(part, grad_BRM), scale, torch.get_num_threads())
+            _scatter(torch.bmm(grad_BRM, k_BMK), part, groups, grad_q)
+            _scatter_add(torch.bmm(grad_BRM.transpose(1, 2), q_BRK), part, grad_k)
+        return grad_q, grad_k.to(grad_q.dtype), grad_v.to(grad_q.dtype), None
+
+
+def _scores(part: Part, scores_BRM: Tensor) -> object:
+    segments, queries = part.queries_NL.shape
+    batches, rows, keys = scores_BRM.shape
+    return ctypes.byref(_Scores(segments, batches // segments, rows, queries, keys, part.prefix))
+
+
+def _gathered(x_THK: Tensor, index_NL: Tensor, groups: int, lengths_N: Tensor | None = None) -> Tensor:
+    """[N G, R L, K]: the heads of the tokens at each place; zeros behind the lengths."""
+    heads, head_dim = x_THK.shape[1:]
+    n, places = index_NL.shape
+    out = x_THK.new_empty(n * groups, heads // groups * places, head_dim)
+    lengths = None if lengths_N is None else lengths_N.data_ptr()
+    segments = ctypes.byref(_Segments(n, groups, heads // groups, places, head_dim))
+    addresses = (out.data_ptr(), x_THK.data_ptr(), index_NL.data_ptr(), lengths)
+    kernels(x_THK).gather(*addresses, segments, torch.get_num_threads())
+    return out
+
+
+def _scatter(x_BRK: Tensor, part: Part, groups: int, out_THK: Tensor) -> None:
+    """Put the part's tokens in their places of out."""
+    heads, head_dim = out_THK.shape[1:]
+    n, places = part.queries_NL.shape
+    segments = ctypes.byref(_Segments(n, groups, heads // groups, places, head_dim))
+    addresses = (t.data_ptr() for t in (out_THK, x_BRK, part.queries_NL, part.lengths_N))
+    kernels(x_BRK).scatter(*addresses, segments, torch.get_num_threads())
+
+
+def _scatter_add(x_BMK: Tensor, part: Part, out_TGK: Tensor) -> None:
+    """Add what belongs to the part's keys to their tokens' float32 sums."""
+    groups, head_dim = out_TGK.shape[1:]
+    n, places = part.keys_NM.shape
+    segments = ctypes.byref(_Segments(n, groups, 1, places, head_dim))
+    addresses = (t.data_ptr() for t in (out_TGK, x_BMK, part.keys_NM))
+    kernels(x_BMK).scatter_add(*addresses, segments, torch.get_num_threads())
