@@ -48,7 +48,7 @@ def training_decoder(
     if lora:
         add_lora(decoder, lora)
     if (mesh is not None and mesh.size() > 1) or cpu_offload:
-        _wrap(decoder, mesh, compute_dtype, cpu_offload=cpu_offload, pin_memory=device.type == "cuda")
+        wrap(decoder, mesh, compute_dtype, cpu_offload=cpu_offload, pin_memory=device.type == "cuda")
     elif compute_dtype != torch.float32:
         decoder.masters = Masters(decoder, compute_dtype)
     load_weights(decoder, path, device=torch.device("cpu") if cpu_offload else device)
@@ -57,10 +57,10 @@ def training_decoder(
     return decoder.train()
 
 
-def _wrap(
+def wrap(
     decoder: Decoder, mesh: DeviceMesh | None, compute_dtype: torch.dtype, *, cpu_offload: bool, pin_memory: bool
 ) -> None:
-    """FSDP2 of every layer, and of the decoder around them."""
+    """FSDP2 of every layer, and of the decoder around them, computing in compute_dtype and reducing in float32. Before weights load."""
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if cpu_offload else OffloadPolicy()
     # Rotary tables stay float32: the layers round what they make of them.
     precision = {"param_dtype": compute_dtype, "reduce_dtype": torch.float32, "cast_forward_inputs": False}

@@ -10,7 +10,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from llamarl.learning.optim import build_optimizer
 from llamarl.models.attention import PackedAttention
-from llamarl.models.fsdp import drop_gradients, local, next_backward, training_decoder
+from llamarl.models.build import build_decoder, read_config
+from llamarl.models.fsdp import drop_gradients, local, next_backward, training_decoder, wrap
+from llamarl.models.hf import load_weights
 from llamarl.models.scratch import tiny_directory
 
 
@@ -47,31 +49,71 @@ def test_masters_gradients_and_moments_are_float32_and_layers_compute_in_bfloat1
     for p in decoder.parameters():
         kept = [p, p.grad, optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]]
         assert {local(t).dtype for t in kept} == {torch.float32}
-    for module in (decoder, *decoder.layers):
-        policy = module._get_fsdp_state()._mp_policy
-        assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     moved = local(next(decoder.parameters())) - local(next(decoder_of(mesh).parameters()))
     assert 0 < moved.abs().max() < 2e-3, "a step that bfloat16 masters would have lost in part"
 
 
-def test_gradients_of_microbatches_add_up_in_float32(mesh):
-    """Bit for bit the float32 sum of each microbatch's own bfloat16 gradient; a bfloat16 sum differs."""
+def replica_of(mesh):
+    """A decoder as one of several replicas has it, of which this mesh holds one alone."""
+    decoder = build_decoder(read_config(tiny_directory()))
+    wrap(decoder, mesh, torch.bfloat16, cpu_offload=False, pin_memory=False)
+    load_weights(decoder, tiny_directory(), device=torch.device("cpu"))
+    return decoder.train()
+
+
+@pytest.mark.parametrize("make", [decoder_of, replica_of])
+def test_gradients_of_microbatches_add_up_in_float32(mesh, make):
+    """The float32 sum of each microbatch's own bfloat16 gradient, to float32's rounding; a bfloat16 sum differs by far more."""
     parts = []
     for seed in range(3):
-        decoder = decoder_of(mesh)
+        decoder = make(mesh)
         backward(decoder, seed)
         parts.append(gradients(decoder))
-    decoder = decoder_of(mesh)
+    decoder = make(mesh)
     for seed in range(3):
         backward(decoder, seed, last=seed == 2)
-        if seed < 2:
+        if seed < 2 and make is replica_of:
             assert all(p.grad is None for p in decoder.parameters()), "reduced before the last microbatch"
     got = gradients(decoder)
     assert got.keys() == parts[0].keys()
     for name in got:
-        assert torch.equal(got[name], parts[0][name] + parts[1][name] + parts[2][name]), name
+        want = parts[0][name] + parts[1][name] + parts[2][name]
+        assert (got[name] - want).abs().max() <= 1e-6 * want.abs().max(), name  # a dozen roundings of float32
     narrow = {n: (parts[0][n].bfloat16() + parts[1][n].bfloat16() + parts[2][n].bfloat16()).float() for n in got}
-    assert not all(torch.equal(got[name], narrow[name]) for name in got)
+    assert not all(torch.allclose(got[name], narrow[name], rtol=1e-4, atol=0) for name in got)
+
+
+def test_one_rank_computes_what_fsdp_does(mesh):
+    """Bit for bit but for the embedding, whose two gradients FSDP adds in bfloat16."""
+    alone, replica = decoder_of(mesh), replica_of(mesh)
+    for decoder in (alone, replica):
+        backward(decoder, 0, last=False)
+        backward(decoder, 1)
+    want = gradients(replica)
+    for name, got in gradients(alone).items():
+        if name.startswith("tok_embeddings"):
+            assert (got - want[name]).abs().max() <= 2**-7 * want[name].abs().max()
+        else:
+            assert torch.equal(got, want[name]), name
+
+
+def test_copies_follow_the_masters_also_where_backward_recomputes(mesh):
+    """A step between two backwards: copies of the first must not serve the second."""
+    for recompute in (False, True):
+        decoder = decoder_of(mesh, activation_checkpointing=recompute)
+        backward(decoder, 0)
+        with torch.no_grad():
+            for p in decoder.parameters():
+                p.mul_(0.5)
+        decoder.zero_grad(set_to_none=True)
+        backward(decoder, 1)
+        fresh = decoder_of(mesh)
+        with torch.no_grad():
+            for p in fresh.parameters():
+                p.mul_(0.5)
+        backward(fresh, 1)
+        want = gradients(fresh)
+        assert all(torch.equal(got, want[name]) for name, got in gradients(decoder).items())
 
 
 def test_a_step_that_is_dropped_leaves_nothing_for_the_next(mesh):
@@ -93,5 +135,10 @@ def test_offloaded_masters_get_the_same_gradients(mesh):
         backward(decoder, 1)
     for module in (offloaded, *offloaded.layers):
         assert isinstance(module._get_fsdp_state()._fsdp_param_group.offload_policy, CPUOffloadPolicy)
+        policy = module._get_fsdp_state()._mp_policy
+        assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     for (name, want), (_, got) in zip(gradients(plain).items(), gradients(offloaded).items(), strict=True):
-        assert torch.equal(want, got), name
+        if name.startswith("tok_embeddings"):  # whose two gradients FSDP adds in bfloat16
+            assert (got - want).abs().max() <= 2**-7 * want.abs().max()
+        else:
+            assert torch.equal(want, got), name

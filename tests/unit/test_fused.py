@@ -1,0 +1,183 @@
+"""Kernels of a training step against the plain operations beside them, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import llamarl.learning.logprobs as logprobs
+import llamarl.models.attention as attention
+import llamarl.models.fused as fused
+from llamarl.models.attention import PackedAttention, Rotary
+
+# A few roundings of the dtype, relative to the largest value. Plain bfloat16 rounds after every operation.
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-6, torch.float64: 1e-12}
+DTYPES = list(ROUNDING)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def without_kernels(monkeypatch) -> None:
+    for module in (fused, attention, logprobs):
+        monkeypatch.setattr(module, "kernels", lambda x: None)
+
+
+def with_gradients(function, inputs: list[Tensor]) -> list[Tensor]:
+    """What a function gives, and the gradients of its inputs under upstream ones that all differ."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    outputs = list(out) if isinstance(out, tuple) else [out]
+    upstream = [random(*y.shape, seed=100 + i, dtype=y.dtype) for i, y in enumerate(outputs)]
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, upstream)]
+
+
+def check(monkeypatch, function, inputs: list[Tensor], dtype: torch.dtype) -> None:
+    """The kernel's and the plain results are those of float64, each to the dtype's rounding."""
+    inputs = [x.to(dtype) for x in inputs]
+    ours = with_gradients(function, inputs)
+    with monkeypatch.context() as patch:
+        without_kernels(patch)
+        plain = with_gradients(function, inputs)
+        exact = with_gradients(function, [x.double() for x in inputs])
+    for got, same, want in zip(ours, plain, exact, strict=True):
+        assert got.dtype == same.dtype and got.shape == want.shape
+        allowed = ROUNDING[dtype] * float(want.abs().max())
+        assert float((got.double() - want).abs().max()) <= allowed
+        assert float((same.double() - want).abs().max()) <= 2 * allowed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [5, 64, 130])
+def test_rms_norm(monkeypatch, dtype, dim):
+    def norm(x, scale):
+        return fused.rms_norm(x, scale, 1e-5)
+
+    check(monkeypatch, norm, [random(7, dim), random(dim, seed=1)], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_stream_and_its_norm_are_made_together(monkeypatch, dtype):
+    def both(x, change, scale):
+        return fused.add_rms_norm(x, change, scale, 1e-5)
+
+    check(monkeypatch, both, [random(7, 33), random(7, 33, seed=1), random(33, seed=2)], dtype)
+
+
+def test_the_stream_passes_a_norm_without_a_change():
+    x, scale = random(3, 8, dtype=torch.float32).requires_grad_(), torch.ones(8)
+    h, _ = fused.add_rms_norm(x, None, scale, 1e-5)
+    h.sum().backward()
+    assert torch.equal(h, x) and torch.equal(x.grad, torch.ones(3, 8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu(monkeypatch, dtype):
+    check(monkeypatch, fused.swiglu, [4 * random(9, 37), random(9, 37, seed=1)], dtype)
+
+
+def test_swiglu_of_large_and_broken_gates():
+    gate = torch.tensor([-1e30, -100.0, -50.0, 0.0, 50.0, 1e30, float("nan")])
+    got = fused.swiglu(gate, torch.ones(7))
+    assert got[:4].abs().max() < 1e-19 and got[4:6].tolist() == [50.0, gate[5].item()] and got[6].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotation(monkeypatch, dtype):
+    cos, sin = Rotary(16, 1e4, None)(torch.tensor([0, 1, 2, 40, 3]), 41)
+
+    def turned(x):
+        return fused.rotate(x, cos, sin)
+
+    check(monkeypatch, turned, [random(5, 3, 16)], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_projections_of_one_input(dtype, bias):
+    linears = [nn.Linear(12, n, bias=bias).to(dtype) for n in (8, 4, 4)]
+    inputs = [random(6, 12).to(dtype)]
+    got = with_gradients(lambda x: fused.projections(x, *linears), inputs)
+    want = with_gradients(lambda x: tuple(linear(x) for linear in linears), inputs)
+    for ours, plain in zip(got, want, strict=True):
+        assert (ours.double() - plain.double()).abs().max() <= ROUNDING[dtype] * plain.double().abs().max()
+    parameters = [p for linear in linears for p in linear.parameters()]
+    x = inputs[0]
+    made = torch.autograd.grad([y.float().square().sum() for y in fused.projections(x, *linears)], parameters)
+    exact = torch.autograd.grad([linear(x).float().square().sum() for linear in linears], parameters)
+    for ours, plain in zip(made, exact, strict=True):
+        assert (ours.double() - plain.double()).abs().max() <= ROUNDING[dtype] * plain.double().abs().max()
+
+
+SEGMENTS = {  # lengths, parents
+    "one": ([9], [-1]),
+    "equal": ([6, 6], [-1, -1]),
+    "unlike": ([11, 1, 4], [-1, -1, -1]),
+    "children": ([5, 8, 3, 7, 2, 4], [-1, 0, 0, -1, 3, 3]),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("segments", list(SEGMENTS))
+def test_packed_attention(monkeypatch, dtype, segments):
+    lengths, parents = SEGMENTS[segments]
+    tokens = sum(lengths)
+    context = PackedAttention(torch.tensor([0, *lengths]).cumsum(0), torch.tensor(parents))
+
+    def attended(q, k, v):
+        return context.attend(0, q, k, v)
+
+    check(monkeypatch, attended, [random(tokens, 6, 8), random(tokens, 2, 8, seed=1), random(tokens, 2, 8, seed=2)], dtype)
+
+
+def test_what_is_not_a_number_stays_so_in_attention():
+    q, k, v = (torch.ones(4, 2, 8) for _ in range(3))
+    k[1, 0, 3] = float("nan")
+    out = PackedAttention(torch.tensor([0, 4])).attend(0, q, k, v)
+    assert out[1:, 0].isnan().all() and out[0].isfinite().all() and out[:, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_head(monkeypatch, dtype, entropy_grad):
+    """Of the same logits: products would add their own rounding. More of them than a block of the kernel's sums."""
+    labels, temperature = torch.tensor([3, 0, 1499, 7, 7]), 0.8
+    logits = 3 * random(5, 1500).to(dtype)
+    a, b = random(5, seed=1), random(5, seed=2) if entropy_grad else None
+
+    def head(logits):
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        found = torch.empty(4, 5, dtype=wide)
+        logprobs.log_softmax(logits, labels, temperature, out=found)
+        of_entropy = None if b is None else b.to(wide)
+        known = (*found[1:], a.to(wide), of_entropy)
+        return found, logprobs.log_softmax_backward(logits.clone(), labels, *known, temperature)
+
+    ours = head(logits)
+    with monkeypatch.context() as patch:
+        without_kernels(patch)
+        plain, exact = head(logits), head(logits.double())
+    for results in (ours, plain):
+        assert (results[0] - exact[0]).abs().max() <= 5e-6  # nats of up to 20
+        assert (results[1] - exact[1]).abs().max() <= ROUNDING[dtype] * exact[1].abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_do_not_depend_on_the_number_of_threads(dtype):
+    before = torch.get_num_threads()
+
+    def block(x, change, scale):
+        h, y = fused.add_rms_norm(x, change, scale, 1e-5)
+        return fused.swiglu(h, y)
+
+    inputs = [random(40, 70, dtype=dtype), random(40, 70, seed=1, dtype=dtype), random(70, seed=2, dtype=dtype)]
+    found = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(with_gradients(block, inputs))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, three) for one, three in zip(*found, strict=True))
