@@ -374,18 +374,21 @@ class FSDPTrainer(Executor):
             return 0
         mine, theirs = held_box(self.decoder, name, parameter), Box(*map(tuple, part["boxes"][name]))
         common = overlap(mine, theirs)
-        if not common.numel:
-            return 0  # nothing to read
         here, there = common.within(mine), common.within(theirs)
-        local(parameter)[here].copy_(box_of(part, f"model/{name}", there))
+
+        def take(tensor: torch.Tensor, key: str) -> None:
+            if common.numel:  # else there is nothing to read
+                local(tensor)[here].copy_(box_of(part, f"{key}/{name}", there))
+
+        take(parameter, "model")
         if self._average and f"ema/{name}" in part:
-            local(self._average.of(parameter))[here].copy_(box_of(part, f"ema/{name}", there))
+            take(self._average.of(parameter), "ema")
         for key in MOMENTS:
             if f"{key}/{name}" in part:
                 state = self.optimizer.state[parameter]
                 if key not in state:
                     state[key] = torch.zeros_like(parameter)
-                local(state[key])[here].copy_(box_of(part, f"{key}/{name}", there))
+                take(state[key], key)
                 if mine == theirs and f"{key}_scale/{name}" in part:
                     state[f"{key}_scale"] = part[f"{key}_scale/{name}"]
         return common.numel
