@@ -317,7 +317,10 @@ class Generator(Executor):
             log.info("%d completions go on after %d tokens, %d had ended", self.engine.num_waiting, tokens, ended)
 
     def _go_on(self, sample: Sample) -> None:
-        name = sample.ticket, sample.sample_index, self.prompts[sample.ticket].prompt_ids
+        name = sample.ticket, sample.sample_index, sample.prompt_ids
+        # Those of other prompts were left out when the checkpoint was opened.
+        same = torch.equal(sample.prompt_ids, self.prompts[sample.ticket].prompt_ids)
+        assert same, f"ticket {sample.ticket}: a saved completion is of another prompt than the stream's"
         done = sample.token_ids, sample.generator_logprobs, sample.policy_versions
         if sample.finish_reason is None:
             self._begun.setdefault(sample.ticket, _Begun(time.monotonic(), 0)).unfinished += 1

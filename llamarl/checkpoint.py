@@ -25,7 +25,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Iterable, Mapping
+from typing import TYPE_CHECKING, Callable, Iterable, Mapping
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 FORMAT = 3
 MANIFEST, LATEST, TOPIC = "manifest.json", "latest", "checkpoint"
+_CHUNK_BYTES = 1 << 20  # read at once for a digest
 _SEALED = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"step_\d+\.(tmp|old)")
 
@@ -49,22 +50,23 @@ class CheckpointError(ValueError):
 # --- Reading ---
 
 
-def find(resume: str, run_dir: str | Path) -> Path | None:
+def find(resume: str, run_dir: str | Path, check: Callable[[Path], list[str]] | None = None) -> Path | None:
     """The checkpoint to go on from: for "auto" the newest valid one of run_dir (None if it has none at all), else `resume`.
 
     Damaged ones are named in a warning and passed over. CheckpointError if all are damaged, or the one asked for is;
-    FileNotFoundError if that does not exist.
+    FileNotFoundError if that does not exist. check: says what is wrong with one, as `verify`, which it is by default.
     """
+    check = check or verify
     if resume != "auto":
         path = Path(resume)
         if not path.is_dir():
             raise FileNotFoundError(f"{path}: no such checkpoint; give a step_N directory, or resume=auto with the run's run_dir")
-        if problems := verify(path):
+        if problems := check(path):
             raise CheckpointError(_damage(path, problems) + "\nUse another step_N, or resume=auto for the newest valid one")
         return path
     candidates = sorted(_steps(Path(run_dir) / "checkpoints").items(), reverse=True)
     for _, path in candidates:
-        problems = verify(path)
+        problems = check(path)
         if not problems:
             return path
         log.warning("%s\nIt is passed over", _damage(path, problems))
@@ -73,8 +75,18 @@ def find(resume: str, run_dir: str | Path) -> Path | None:
     return None
 
 
-def verify(path: str | Path, *, hashes: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, a line a file; [] if nothing. Without `hashes` only names and sizes are compared."""
+def verify(
+    path: str | Path,
+    *,
+    hashes: bool = True,
+    share: tuple[int, int] = (0, 1),
+    progress: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """What is wrong with a checkpoint, a line a file; [] if nothing. Without `hashes` only names and sizes are compared.
+
+    share: (i, n) for the i-th of n processes that verify it together, each some of the files and about as many bytes. progress is
+    called while a file is read.
+    """
     path = Path(path)
     try:
         manifest = _read_manifest(path)
@@ -84,13 +96,14 @@ def verify(path: str | Path, *, hashes: bool = True) -> list[str]:
     named = _SEALED.fullmatch(path.name)
     if named and int(named[1]) != manifest["step"]:
         problems.append(f"{MANIFEST}: is of step {manifest['step']}")
-    for name, (size, digest) in manifest["files"].items():
+    for name in _share(manifest["files"], *share):
+        size, digest = manifest["files"][name]
         file = path / name
         if not file.is_file():
             problems.append(f"{name}: absent")
         elif file.stat().st_size != size:
             problems.append(f"{name}: {file.stat().st_size} bytes, {size} were written")
-        elif hashes and _sha256(file) != digest:
+        elif hashes and _sha256(file, progress) != digest:
             problems.append(f"{name}: its contents have changed (SHA-256)")
     return problems
 
@@ -341,9 +354,26 @@ def _check_json(where: str, value: object) -> None:
         raise TypeError(f"state of {where}: {type(value).__name__} is neither a tensor (at the top) nor a JSON value")
 
 
-def _sha256(file: Path) -> str:
+def _share(files: Mapping[str, list], index: int, count: int) -> list[str]:
+    """The names of the index-th of `count` shares: the largest files first, each to the share that has the fewest bytes so far."""
+    shares: list[list[str]] = [[] for _ in range(count)]
+    num_bytes = [0] * count
+    for name in sorted(files, key=lambda name: (-files[name][0], name)):
+        least = num_bytes.index(min(num_bytes))
+        shares[least].append(name)
+        num_bytes[least] += files[name][0]
+    mine = set(shares[index])
+    return [name for name in files if name in mine]
+
+
+def _sha256(file: Path, progress: Callable[[], None] = lambda: None) -> str:
+    """progress is called after every _CHUNK_BYTES."""
+    digest, chunk = hashlib.sha256(), bytearray(_CHUNK_BYTES)
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        while size := stream.readinto(chunk):
+            digest.update(memoryview(chunk)[:size])
+            progress()
+    return digest.hexdigest()
 
 
 def _write(file: Path, text: str) -> None:

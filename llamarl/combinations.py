@@ -52,6 +52,8 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
          "a group does not fit the slots of a generator; raise generator.max_slots"),
         ("resume run_dir", c.resume == "auto" and not c.run_dir,
          "needs the run to go on with: run_dir=DIR"),
+        ("resume_with_other resume", bool(c.resume_with_other) and c.resume == "never",
+         "nothing is gone on with; resume=auto or a checkpoint's directory, or resume_with_other=[]"),
         ("offload", c.offload and not c.placement.colocate,
          "moves executors that share a device out of each other's way; name them: placement.colocate=[trainer,generator]"),
         ("offload max_lag", c.offload and ahead,

@@ -26,7 +26,8 @@ import dataclasses
 import json
 import signal
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Callable
@@ -65,6 +66,8 @@ class RunSettings:
     trace: bool = True
     truncate: bool = False  # end stragglers at their deadline, rather than wait
     straggler_factor: float = 5.0  # a ticket that takes so many times the median is named in the log
+    identity: Mapping[str, object] = field(default_factory=dict)  # what every checkpoint says of its run (llamarl.identity)
+    stale_tickets: frozenset[int] = frozenset()  # of resume_from: their unfinished completions are of other prompts
 
 
 class _Clock:
@@ -119,7 +122,15 @@ class ExecutorController:
             settings.run_dir, keep=settings.keep_checkpoints, control=self.control,
             expected=[*expected, (CONTROLLER, self.leader)], extra_parts=("hf",),
         )  # fmt: skip
-        self.snapshots = Snapshots(checkpointer, self.local, self.control, self.metrics, self.tickets)
+        self.snapshots = Snapshots(
+            checkpointer,
+            self.local,
+            self.control,
+            self.metrics,
+            self.tickets,
+            identity=settings.identity,
+            stale_tickets=settings.stale_tickets,
+        )
         self._signal: int | None = None
         self._done_at: float | None = None  # when the leader's trainer had made its last step
         self._ends: list = []

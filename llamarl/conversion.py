@@ -14,7 +14,9 @@ from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
+from llamarl.files import replace_text
 from llamarl.loss_options import LOSS_OPTIONS
 from llamarl.settings import Config, LossSettings
 
@@ -198,17 +200,33 @@ def to_values(config: Config) -> dict[str, object]:
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write config.yaml: resolved, and read back by `load_config`."""
-    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.create(to_values(config))))
+    """Write config.yaml, whole at any moment: resolved, and read back by `load_config`."""
+    replace_text(path, OmegaConf.to_yaml(OmegaConf.create(to_values(config))))
 
 
 def load_config(path: str | Path) -> Config:
-    """Read what save_config wrote. ConfigError if it does not fit this version's schema."""
-    return to_config(OmegaConf.load(path))
+    """Read what save_config wrote. ValueError naming the file if it is damaged or does not fit this version's schema."""
+    try:
+        loaded = OmegaConf.load(path)
+    except YAMLError as error:
+        cause = " ".join(str(error).split())
+        raise ValueError(f"{path}: damaged, not YAML ({cause}); the config is also in each checkpoint's controller part") from error
+    try:
+        return to_config(loaded)
+    except ConfigError as error:
+        first, more = error.problems[0], len(error.problems) - 1
+        others = f", and {more} more" if more else ""
+        what = f"damaged, or of another version of llamarl: {first.where}: {first.what}{others}"
+        raise ConfigError([Problem(str(path), what)]) from error
 
 
 def config_differences(old: Config, new: Config) -> dict[str, tuple[object, object]]:
     """key -> (old value, new value), for every key whose value is not the same."""
+    return value_differences(to_values(old), to_values(new))
+
+
+def value_differences(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """The same for what to_values gave, also in another version. None for what one of them lacks."""
 
     def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
         pairs = {}
@@ -216,5 +234,5 @@ def config_differences(old: Config, new: Config) -> dict[str, tuple[object, obje
             pairs.update(flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
         return pairs
 
-    before, after = flat(to_values(old)), flat(to_values(new))
+    before, after = flat(old), flat(new)
     return {key: (before.get(key), after.get(key)) for key in {**before, **after} if before.get(key) != after.get(key)}

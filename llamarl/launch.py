@@ -24,6 +24,7 @@ from llamarl.control import DeadlineExceeded, PeerDied
 from llamarl.controller import RunSettings
 from llamarl.ddma.links import WeightsError
 from llamarl.governors import Constants
+from llamarl.identity import Identity
 from llamarl.inputs import BadInput, bad_input, check_inputs
 from llamarl.learning.replay import lag_bound
 from llamarl.learning.update import NotFinite
@@ -34,7 +35,7 @@ from llamarl.parity import ParityError
 from llamarl.placement import World, init_world, threads_per_rank
 from llamarl.ranks import TINY_MODEL
 from llamarl.run import RunDirectory, RunDirectoryError, open_run
-from llamarl.tasks.base import Task
+from llamarl.tasks.base import Task, digest_of, sample_places
 from llamarl.tasks.build import build_task
 from llamarl.tasks.pool import RewardError, check_reward
 from llamarl.tickets import PromptStream, TicketLedger
@@ -92,6 +93,21 @@ class Job:
         return [self.task.eval_prompt(j) for j in range(count)]
 
     @cached_property
+    def identity(self) -> Identity:
+        """What makes this run that run."""
+        # Also with eval.every=0: the prompts that are held out stay the same when a run goes on without evaluations.
+        asked = min(self.config.eval.num_prompts, self.task.num_eval)
+        sample = digest_of(self.task.eval_prompt(j) for j in sample_places(asked))
+        return Identity(
+            config=to_values(self.config),
+            prompts={
+                "training prompts": self.prompts.fingerprint,
+                "held-out prompts": f"{asked}, rows {self.task.eval_digest}, sample {sample}",
+            },
+            reward=self.config.reward.fn or self.task.default_reward,
+        )
+
+    @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Every token that ends a completion: the tokenizer's eos and those of generation_config.json."""
         ids = [self.tokenizer.eos_token_id]
@@ -129,6 +145,8 @@ class Job:
             trace=c.metrics.trace,
             truncate=c.on_deadline == "truncate",
             straggler_factor=c.straggler_factor,
+            identity=self.identity.to_json(),
+            stale_tickets=self.run.stale_tickets,
         )
 
     def ledger(self) -> TicketLedger:
@@ -208,10 +226,12 @@ def launch(config: Config) -> Iterator[Job]:
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s", force=True)
     threads = threads_per_rank(config.threads, synchronous=config.max_lag == 0)
-    world = init_world(threads=threads, deadline_s=config.deadline_s, reproducible=config.max_lag == 0)
-    torch.manual_seed(config.seed)
+    rank = int(os.environ.get("RANK", 0))
     code = 0
+    run: RunDirectory | None = None
     try:
+        world = init_world(threads=threads, deadline_s=config.deadline_s, reproducible=config.max_lag == 0)
+        torch.manual_seed(config.seed)
         job = Job(config, world, RunDirectory(Path(config.run_dir or "runs/(new)"), None))
         check_inputs(job)  # before there is a directory
         with bad_input():
@@ -222,21 +242,28 @@ def launch(config: Config) -> Iterator[Job]:
                 raise SystemExit(0)
             if config.reward.fn and world.rank == 0:  # which makes the directory
                 check_reward(config.reward.fn, [], memory_mb=config.reward.memory_mb)
-        job.run = open_run(config, world)
+            identity = job.identity
+        job.run = run = open_run(config, world, identity, job.prompts)
         if world.rank == 0:
             job.announce()
         yield job
         job.conclude()
     except (RunDirectoryError, BadInput) as error:
-        if world.rank == 0:
+        if rank == 0:
             print(f"llamarl: {error}", file=sys.stderr, flush=True)
         code = EXIT_BAD_INPUT
     except RUN_ENDS as error:
-        print(f"llamarl: rank {world.rank}: {error}", file=sys.stderr, flush=True)
+        print(f"llamarl: rank {rank}: {error}", file=sys.stderr, flush=True)
+        code = EXIT_FAILED
+    except dist.DistError as error:
+        why = "the store through which the ranks meet and talk did not answer; was the launcher stopped, or another rank?"
+        print(f"llamarl: rank {rank}: {why} ({str(error).splitlines()[0]})", file=sys.stderr, flush=True)
         code = EXIT_FAILED
     finally:
+        if run is not None:
+            run.release()
         # A failed peer cannot take part in an orderly end; the process ends with its sockets.
-        if code == 0:
+        if code == 0 and dist.is_initialized():
             dist.destroy_process_group()
     if code:
         sys.stdout.flush()

@@ -195,6 +195,7 @@ class Config:
     max_steps: Natural
     run_dir: str | None
     resume: str
+    resume_with_other: list[Literal["data", "reward"]]
     seed: Seed
     dry_run: bool
     max_lag: Natural | None

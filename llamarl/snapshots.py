@@ -10,6 +10,7 @@ station that has state to save its own, each between two of its steps. When all 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 from llamarl.checkpoint import Checkpointer
@@ -18,7 +19,7 @@ from llamarl.executor import Executor
 from llamarl.ledger import TicketDesk
 from llamarl.observe import Metrics
 
-CONTROLLER = "controller"  # the part with the ledger and the metrics cursor
+CONTROLLER = "controller"  # the part with the ledger, the metrics cursor and the run's identity
 
 
 def has_state(executor: Executor) -> bool:
@@ -26,11 +27,23 @@ def has_state(executor: Executor) -> bool:
 
 
 class Snapshots:
-    """A rank's hand in the snapshots. `executors` are those that it hosts."""
+    """A rank's hand in the snapshots. `executors` are those that it hosts.
+
+    identity: what makes the run that run (llamarl.identity). stale_tickets: those whose unfinished completions in the checkpoint
+    to restore are of other prompts.
+    """
 
     def __init__(
-        self, checkpointer: Checkpointer, executors: list[Executor], control: Control, metrics: Metrics, tickets: TicketDesk
+        self,
+        checkpointer: Checkpointer,
+        executors: list[Executor],
+        control: Control,
+        metrics: Metrics,
+        tickets: TicketDesk,
+        identity: Mapping[str, object],
+        stale_tickets: Set[int] = frozenset(),
     ):
+        self._identity, self._stale_tickets = identity, stale_tickets
         self._checkpointer, self._executors, self._control = checkpointer, executors, control
         self._metrics, self._tickets = metrics, tickets
         self._saved = -1
@@ -43,7 +56,7 @@ class Snapshots:
         folder = self._checkpointer.begin(step)
         if self._control.is_leader:
             self._metrics.pump()
-            state = {"ledger": self._tickets.state_dict(), "metrics": self._metrics.state_dict(step)}
+            state = {"ledger": self._tickets.state_dict(), "metrics": self._metrics.state_dict(step), "identity": self._identity}
             self._checkpointer.save_part(step, CONTROLLER, self._control.rank, state)
             self._control.post_all("snapshot", {"step": step})
         self._checkpointer.save_part(step, trainer.name, trainer.group.index, trainer.state_dict())
@@ -67,7 +80,7 @@ class Snapshots:
         """Bring ledger, metrics and this rank's stations to a checkpoint. On every rank, after setup."""
         leader_part = next(iter(self._checkpointer.ranks_of(path, CONTROLLER)))
         state = self._checkpointer.load_part(path, CONTROLLER, leader_part)
-        self._tickets.load_state_dict(state["ledger"], self._checkpointer.in_work(path))
+        self._tickets.load_state_dict(state["ledger"], self._checkpointer.in_work(path) - self._stale_tickets)
         if self._control.is_leader:
             self._metrics.load_state_dict(state["metrics"])
         for executor in self._executors:

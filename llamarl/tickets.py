@@ -36,6 +36,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from llamarl.governors import GOVERNORS, Constants, Governor
+from llamarl.tasks.base import digest_of, sample_places
 from llamarl.types import Prompt, Ticket
 
 LANE_SEED = 20  # of the pre-set permutation
@@ -46,6 +47,7 @@ class TrainPrompts(Protocol):
     """The part of a task that a prompt stream needs."""
 
     num_train: int
+    train_digest: str  # of all rows; see Task
 
     def train_prompt(self, i: int) -> Prompt: ...
 
@@ -63,6 +65,14 @@ class PromptStream:
         order = list(range(self._task.num_train))
         random.Random(f"prompts {self._seed} {epoch}").shuffle(order)
         return order
+
+    @property
+    def fingerprint(self) -> str:
+        """What streams of the same prompts in the same order have in common, and no others: their number, the order, the digest
+        of all rows, and of a sample of them the token ids, which tokenizer, chat template and system prompt decide too."""
+        num_prompts = self._task.num_train
+        sample = digest_of(self._task.train_prompt(i) for i in sample_places(num_prompts))
+        return f"{num_prompts} in order {self._seed}, rows {self._task.train_digest}, sample {sample}"
 
     def __getitem__(self, ticket: int) -> Prompt:
         epoch, place = divmod(ticket, self._task.num_train)

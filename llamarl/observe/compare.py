@@ -27,7 +27,7 @@ from llamarl.settings import Config
 REWARD, KL, SECONDS, STEP = "reward/mean", "kl/ref", "time/wall_s", "step"
 # Sections or keys that do not make another variant.
 SAME = frozenset(
-    "seed run_dir resume dry_run threads deadline_s heartbeat_timeout_s straggler_factor checkpoint metrics eval.target".split()
+    "seed run_dir resume resume_with_other dry_run threads deadline_s heartbeat_timeout_s straggler_factor checkpoint metrics eval.target".split()
 )
 # What names a variant best, where several keys tell the variants apart equally well.
 TELLING = (

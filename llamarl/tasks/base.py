@@ -9,9 +9,11 @@ with Task's members (see procedural.py), and give it a name in build.py.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -23,6 +25,7 @@ from llamarl.types import Prompt
 log = logging.getLogger(__name__)
 
 CACHED_PROMPTS = 65_536  # per task and split; a prompt is asked for group_size times, soon after one another
+SAMPLED = 100  # prompts whose token ids a fingerprint looks at; some tasks make 75 a second
 BOUNDARY_TOKENS = 8  # that text may add where it meets the template, by breaking merges there
 
 
@@ -33,6 +36,8 @@ class Task(Protocol):
     default_reward: str  # "module:function", used where the config names none
     num_train: int
     num_eval: int
+    train_digest: str  # SHA-256 over all training rows; "" where rows are made on demand, as a function of the config
+    eval_digest: str  # the same of the held-out ones
 
     def train_prompt(self, i: int) -> Prompt:
         """0 <= i < num_train. `meta["answer"]` holds the reference answer where the task has one."""
@@ -110,7 +115,8 @@ class ListTask:
     ):  # fmt: skip
         self.name, self.default_reward = name, default_reward
         limit = maker.max_prompt_tokens
-        train_kept, eval_kept = _fitting(maker, train), _fitting(maker, held_out)
+        train_kept, self.train_digest = _fitting(maker, train)
+        eval_kept, self.eval_digest = _fitting(maker, held_out)
         self.num_train, self.num_eval = len(train_kept), len(eval_kept)
         dropped_train, dropped_eval = len(train) - self.num_train, len(held_out) - self.num_eval
         if dropped_train or dropped_eval:
@@ -130,7 +136,31 @@ class ListTask:
         return self._eval(j)
 
 
-def _fitting(maker: PromptMaker, examples: Sequence[Example]) -> Sequence[int]:
-    """The places of the examples whose prompts are short enough."""
-    kept = [i for i, example in enumerate(examples) if maker.fits(example.text)]
-    return kept if len(kept) < len(examples) else range(len(examples))
+def _fitting(maker: PromptMaker, examples: Sequence[Example]) -> tuple[Sequence[int], str]:
+    """(the places of the examples whose prompts are short enough, SHA-256 over those examples)."""
+    kept, digest = [], hashlib.sha256()
+    for i, example in enumerate(examples):
+        if maker.fits(example.text):
+            kept.append(i)
+            digest.update(json_of(example.text, example.meta))
+    return kept if len(kept) < len(examples) else range(len(examples)), digest.hexdigest()
+
+
+def json_of(text: str, meta: dict[str, object]) -> bytes:
+    """A question as bytes that are the same in every process, for a digest."""
+    return json.dumps([text, meta], sort_keys=True, default=str).encode()
+
+
+def digest_of(prompts: Iterable[Prompt]) -> str:
+    """SHA-256 over prompts: token ids, text and meta."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps(prompt.prompt_ids.tolist()).encode())
+        digest.update(json_of(prompt.text, prompt.meta))
+    return digest.hexdigest()
+
+
+def sample_places(count: int) -> range:
+    """At most SAMPLED places of `count`, evenly apart and the same in every process."""
+    step = max(1, -(-count // SAMPLED))
+    return range(0, count, step)

@@ -29,6 +29,7 @@ class ReasoningGymTask:
     """
 
     default_reward = "llamarl.tasks.rewards:reasoning_gym_score"
+    train_digest = eval_digest = ""
 
     def __init__(self, name: str | None, maker: PromptMaker, *, num_eval: int, seed: int):
         self.name, self._maker = str(name), maker

@@ -5,10 +5,10 @@ import json
 import torch
 from safetensors.torch import load, save
 
-from llamarl.inference.partials import pack, unpack
+from llamarl.inference.partials import of_other_prompts, pack, unpack
 from llamarl.inference.rows import Partial
 from llamarl.inference.sampler import SamplingParams
-from llamarl.types import Completion
+from llamarl.types import Completion, Prompt
 
 PROMPT = torch.tensor([1, 5])
 
@@ -45,8 +45,15 @@ def test_what_is_taken_out_is_what_was_put_in():
         (9, 0, "length"),
     ]
     for sample, want in zip(found, SAMPLES):
-        for field in ("token_ids", "generator_logprobs", "policy_versions"):
+        for field in ("prompt_ids", "token_ids", "generator_logprobs", "policy_versions"):
             assert torch.equal(getattr(sample, field), getattr(want, field)), field
+
+
+def test_tickets_that_ask_another_prompt_now_are_told():
+    asked = {7: Prompt(PROMPT, "", {}), 9: Prompt(torch.tensor([1, 6]), "", {})}
+    assert of_other_prompts(stored(pack(SAMPLES)), asked) == {9}
+    assert of_other_prompts(stored(pack(SAMPLES)), {**asked, 9: asked[7]}) == set()
+    assert of_other_prompts(pack([]), {}) == set()
 
 
 def test_nothing_is_packed_as_nothing():

@@ -1,0 +1,330 @@
+"""Which directory a run has, whether it may go on from what is there, and what all ranks do together to find out."""
+
+import itertools
+import json
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llamarl.checkpoint import CheckpointError, Checkpointer, verify
+from llamarl.config import compose_config, load_config
+from llamarl.control import Control
+from llamarl.files import DirectoryLock, InUse
+from llamarl.inference.partials import pack
+from llamarl.inference.rows import Partial
+from llamarl.inference.sampler import SamplingParams
+from llamarl.launch import Job
+from llamarl.placement import World
+from llamarl.run import RunDirectory, RunDirectoryError, open_run
+
+WORLD = World(0, 1, 1, torch.device("cpu"))
+IN_WORK = range(8)  # tickets
+
+
+@pytest.fixture
+def data(tmp_path):
+    """201 sums, of which eval.num_prompts are held out; all but one prompt are of six tokens."""
+    file = tmp_path / "sums.jsonl"
+    file.write_text(row(100, 100) + "".join(row(a, b) for a in range(10, 30) for b in range(10, 20)))
+    return file
+
+
+def row(a, b):
+    return json.dumps({"prompt": f"{a}+{b}=", "question": f"{b}+{a}=", "answer": str(a + b), "other": str(a)}) + "\n"
+
+
+@pytest.fixture
+def job(data, tmp_path, monkeypatch):
+    """Makes jobs on these sums, in one directory of their own, that go on where there is something to go on with."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(*overrides):
+        given = dict(text.split("=", 1) for text in overrides)
+        common = {
+            "task": "jsonl", "task.path": data, "task.chat": "false", "task.max_prompt_tokens": "16", "eval.num_prompts": "20",
+            "run_dir": tmp_path / "run", "resume": "auto", "deadline_s": "60", "stop_s": "0.3",
+        }  # fmt: skip
+        return Job(compose_config([f"{k}={v}" for k, v in (common | given).items()]), WORLD, RunDirectory(tmp_path, None))
+
+    return make
+
+
+def opened(job, world=WORLD):
+    return open_run(job.config, world, job.identity, job.prompts)
+
+
+def a_checkpoint(job, step=3):
+    """As a run of this job leaves one: its identity, and a completion under way of each ticket in work."""
+    control = Control(None, rank=0, world_size=1, leader=0, names=["all"])
+    expected = [("controller", 0), ("generator", 0)]
+    checkpointer = Checkpointer(job.config.run_dir, keep=2, control=control, expected=expected)
+    begun = [
+        Partial(0, ticket, 0, job.prompts[ticket].prompt_ids, torch.tensor([5]), torch.zeros(1), torch.tensor([3]), SamplingParams(6))
+        for ticket in IN_WORK
+    ]
+    checkpointer.save_part(step, "controller", 0, {"identity": job.identity.to_json()})
+    checkpointer.save_part(step, "generator", 0, pack(begun))
+    checkpointer.pump()
+    return checkpointer.folder / f"step_{step}"
+
+
+# --- the same run, and no other ---
+
+
+def test_the_same_run_goes_on_also_from_data_that_were_moved(job, data, tmp_path):
+    path = a_checkpoint(job())
+    for other in (job(), job("eval.every=0"), job("lr=1e-3", "max_steps=7", "reward.timeout_s=1")):
+        run = opened(other)
+        assert run.resume_from == path and run.stale_tickets == frozenset()
+        run.release()
+    moved = data.rename(tmp_path / "moved.jsonl")
+    assert opened(job(f"task.path={moved}")).resume_from == path
+
+
+@pytest.mark.parametrize(
+    "override, which",
+    [
+        ("eval.num_prompts=5", "training prompts and held-out prompts"),
+        ("task.prompt_key=question", "training prompts and held-out prompts"),
+        ("task.answer_key=other", "training prompts and held-out prompts"),
+        ("task.max_prompt_tokens=7", "training prompts"),
+        ("task.eval_path=sums.jsonl", "training prompts and held-out prompts"),
+    ],
+)
+def test_other_prompts_are_refused_by_the_key_that_made_them(job, override, which):
+    key, _, value = override.partition("=")
+    path = a_checkpoint(job())
+    with pytest.raises(RunDirectoryError) as refused:
+        opened(job(override))
+    message = str(refused.value)
+    assert f"{path}: this would be another run" in message and f"other {which}: {key}: " in message
+    assert f"in the checkpoint, {value} now" in message and "resume_with_other=[data]" in message
+
+
+def change(data, number, text):
+    lines = data.read_text().splitlines(keepends=True)
+    lines[number : number + 1] = text
+    data.write_text("".join(lines))
+
+
+@pytest.mark.parametrize("text", [[row(99, 99)], [], [row(10, 17).replace("27", "28")]], ids=["changed", "removed", "answered"])
+def test_changed_data_under_the_same_path_are_refused(job, data, text):
+    """Any one row of all, also outside of the sample whose token ids are looked at."""
+    a_checkpoint(job())
+    change(data, 7, text)
+    with pytest.raises(RunDirectoryError, match="the data itself has changed, or the tokenizer or chat template"):
+        opened(job())
+
+
+def test_another_chat_template_is_refused_though_all_rows_are_the_same(job):
+    a_checkpoint(job())
+    other = job("task.chat=true")
+    other.tokenizer.chat_template = "{{ messages[-1]['content'] }}\n"
+    with pytest.raises(RunDirectoryError, match="other training prompts and held-out prompts: task.chat: false in the checkpoint, true now"):
+        opened(other)
+
+
+def test_what_a_run_is_cannot_be_changed_and_all_differences_are_told_at_once(job):
+    a_checkpoint(job())
+    with pytest.raises(RunDirectoryError) as refused:
+        opened(job("group_size=4", "eval.num_prompts=5", "resume_with_other=[data,reward]"))
+    message = str(refused.value)
+    assert "group_size: 8 in the checkpoint, 4 now" in message
+    assert "resume_with_other" not in message and "model=hf model.path=" in message
+
+
+def test_another_reward_is_refused_unless_it_is_said(job, caplog):
+    path = a_checkpoint(job())
+    other = "reward.fn=tests.launching:unhurried"
+    with pytest.raises(RunDirectoryError, match="exact_match in the checkpoint, tests.launching:unhurried now") as refused:
+        opened(job(other, "resume_with_other=[data]"))
+    assert "resume_with_other=[reward]" in str(refused.value)
+    with caplog.at_level(logging.WARNING, "llamarl"):
+        assert opened(job(other, "resume_with_other=[reward]")).resume_from == path
+    assert "step_3 goes on with another reward" in caplog.text
+    job_by_name = job("reward.fn=llamarl.tasks.rewards:exact_match", f"run_dir={path.parents[1]}-2", f"resume={path}")
+    assert opened(job_by_name).resume_from == path, "the task's own, by its name"
+
+
+def test_completions_of_other_prompts_are_dropped_counted_and_logged_where_other_data_are_allowed(job, data, caplog):
+    first = job()
+    path = a_checkpoint(first)
+    place = next(i for i, line in enumerate(data.read_text().splitlines()) if f'"{first.prompts[2].text}"' in line)
+    change(data, place, [row(98, 98)])
+    with caplog.at_level(logging.WARNING, "llamarl"):
+        run = opened(job("resume_with_other=[data]"))
+    assert run.resume_from == path and run.stale_tickets == {2}
+    assert "unfinished completions of 1 tickets were sampled for other prompts" in caplog.text
+
+
+def test_a_checkpoint_that_does_not_say_what_it_is_is_refused_by_name(job):
+    first = job()
+    control = Control(None, rank=0, world_size=1, leader=0, names=["all"])
+    old = Checkpointer(first.config.run_dir, keep=2, control=control, expected=[("controller", 0)])
+    old.save_part(3, "controller", 0, {"ledger": {}})
+    old.pump()
+    with pytest.raises(RunDirectoryError, match="step_3 does not say of which run it is: another version of llamarl wrote it"):
+        opened(job())
+
+
+def test_the_config_of_the_checkpoint_counts_and_not_the_file_beside_it(job):
+    """A kill while config.yaml was written must not stop a run; another version's must not either."""
+    path = a_checkpoint(job())
+    (path.parents[1] / "config.yaml").write_text("max_steps: [")
+    with pytest.raises(ValueError, match="config.yaml: damaged, not YAML"):
+        load_config(path.parents[1] / "config.yaml")
+    run = opened(job())
+    assert run.resume_from == path and load_config(run.path / "config.yaml").run_dir == str(run.path)
+    (run.path / "config.yaml").write_text("")
+    with pytest.raises(ValueError, match="config.yaml *damaged, or of another version of llamarl: max_steps"):
+        load_config(run.path / "config.yaml")
+
+
+# --- one directory, one job ---
+
+
+def test_a_directory_in_use_is_refused_and_free_when_its_job_ends(job):
+    first = opened(job())
+    with pytest.raises(RunDirectoryError, match=r"run is in use by process \d+ on .+ since .+; wait for its end"):
+        opened(job())
+    first.release()
+    opened(job()).release()
+
+
+def test_the_last_user_of_a_directory_may_take_a_while_to_end(tmp_path):
+    first = DirectoryLock(tmp_path, patience_s=0.0)
+    asked = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(DirectoryLock, tmp_path, patience_s=60.0, waiting=asked.set)
+        assert asked.wait(60.0) and not second.done()
+        first.release()
+        second.result(60.0).release()
+
+
+def test_what_is_in_the_lock_of_a_directory_is_for_people_alone(tmp_path):
+    (tmp_path / "lock").write_text("[]")
+    first = DirectoryLock(tmp_path, patience_s=0.0)
+    (tmp_path / "lock").write_text("")
+    with pytest.raises(InUse, match="in use by another process"):
+        DirectoryLock(tmp_path, patience_s=0.0)
+    first.release()
+
+
+def alone_on(launcher):
+    return World(0, 1, 1, torch.device("cpu"), launcher=launcher)
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """Makes the next job the first of a process."""
+    return lambda: monkeypatch.setattr("llamarl.run._jobs", itertools.count())
+
+
+@pytest.mark.parametrize("where", ["run_dir=null", "run_dir=mine"])
+def test_a_restarted_job_goes_on_in_its_own_directory_and_never_in_anothers(job, starts, where):
+    """Two launches on one machine, whose launcher calls both by the same name; each restarted once."""
+    ours, theirs = dist.HashStore(), dist.HashStore()
+    made = []
+    for launcher, directory in ((ours, where), (theirs, "run_dir=null")):
+        starts()
+        made.append(opened(job(directory, "resume=never"), alone_on(launcher)))
+        made[-1].release()
+    assert made[0].path != made[1].path
+    for launcher, directory, first in ((ours, where, made[0]), (theirs, "run_dir=null", made[1])):
+        starts()
+        again = opened(job(directory, "resume=never"), alone_on(launcher))
+        assert again.path == first.path and again.resume_from is None
+        again.release()
+    starts()
+    if where != "run_dir=null":
+        with pytest.raises(RunDirectoryError, match="holds a run already"):
+            opened(job(where, "resume=never"), alone_on(dist.HashStore()))
+
+
+def test_the_jobs_of_one_process_have_a_directory_each(job, starts):
+    starts()
+    launcher = dist.HashStore()
+    runs = [opened(job("run_dir=null", "resume=never"), alone_on(launcher)) for _ in range(3)]
+    assert len({run.path for run in runs}) == 3
+
+
+def test_a_refused_directory_is_not_taken_for_its_own_after_a_restart(job, starts):
+    a_checkpoint(job())
+    launcher = dist.HashStore()
+    for _ in range(2):
+        starts()
+        with pytest.raises(RunDirectoryError, match="holds a run already"):
+            opened(job("resume=never"), alone_on(launcher))
+
+
+# --- all ranks together ---
+
+
+def opened_by_all(jobs):
+    """What each rank of a world gets, or the error that it ends with."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def rank(index):
+        own = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+        world = SimpleNamespace(rank=index, size=len(jobs), launcher=None, store=lambda: own)
+        try:
+            return opened(jobs[index], world)
+        except RunDirectoryError as error:
+            return str(error)
+
+    for job in jobs:
+        job.identity  # made alone: tokenizers do not like company at their first step
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return list(pool.map(rank, range(len(jobs))))
+
+
+def test_all_ranks_verify_a_share_and_go_on_from_the_same_checkpoint(job):
+    path = a_checkpoint(job())
+    runs = opened_by_all([job() for _ in range(3)])
+    assert {(run.path, run.resume_from) for run in runs} == {(path.parents[1], path)}
+    assert runs[0].lock is not None and runs[1].lock is None
+
+
+def test_damage_that_any_rank_finds_is_told_by_all(job):
+    first, second = a_checkpoint(job(), 3), a_checkpoint(job(), 4)
+    for file in (second / "generator.rank0.safetensors", first / "controller.rank0.json"):
+        whole = bytearray(file.read_bytes())
+        whole[-1] ^= 1
+        file.write_bytes(whole)
+    told = opened_by_all([job() for _ in range(3)])
+    assert len(set(told)) == 1 and "no checkpoint is whole" in told[0]
+
+
+def test_a_rank_that_reads_other_data_is_named(job, data, tmp_path):
+    jobs = [job() for _ in range(3)]
+    stale = data.rename(tmp_path / "stale.jsonl")
+    data.write_text(stale.read_text())
+    change(data, 7, [row(98, 98)])
+    jobs[2] = job(f"task.path={stale}")
+    for one in jobs[:2]:
+        one.identity
+    told = opened_by_all(jobs)
+    assert len(set(told)) == 1 and "rank 2 reads other training prompts" in told[0]
+
+
+def test_shares_of_a_checkpoint_are_all_of_it_and_each_tells_of_its_progress(job):
+    path = a_checkpoint(job())
+    (file,) = path.glob("*.safetensors")
+    damaged = file.read_bytes()[:-1] + b"?"
+    file.write_bytes(damaged)
+    steps = []
+    found = [verify(path, share=(i, 3), progress=lambda: steps.append(1)) for i in range(3)]
+    assert sum(found, []) == verify(path) != [] and len(steps) == 3
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_by_name_is_refused(job, tmp_path):
+    path = a_checkpoint(job())
+    (path / "generator.rank0.json").write_text("{}")
+    with pytest.raises((CheckpointError, RunDirectoryError), match="generator.rank0.json"):
+        opened(job(f"resume={path}", f"run_dir={tmp_path / 'new'}"))
+    assert not (tmp_path / "new").exists()
