@@ -44,6 +44,7 @@ from llamarl.ddma.transfer import give_way
 from llamarl.ddma.transports import End, this_end
 from llamarl.executor import POLL_S, Executor
 from llamarl.ledger import TicketDesk
+from llamarl.meeting import reaching
 from llamarl.observe import Metrics, RowWriter, Trace
 from llamarl.offload import Turns
 from llamarl.placement import World, device_link_group, executor_group, link_group
@@ -153,10 +154,15 @@ class ExecutorController:
         for executor in self.executors:
             self._meet(f"executor {executor.name}")
             ranks = self.placement[executor.name]
-            group = executor_group(
-                executor.name, ranks, self.world, self.settings.deadline_s,
-                replicate=executor.replicate, tensor_parallel=executor.tensor_parallel,
-            )  # fmt: skip
+            with reaching(f"the ranks of executor {executor.name}", rank=self.world.rank):
+                group = executor_group(
+                    executor.name,
+                    ranks,
+                    self.world,
+                    self.settings.deadline_s,
+                    replicate=executor.replicate,
+                    tensor_parallel=executor.tensor_parallel,
+                )
             if group is None:
                 continue
             executor.attach(
@@ -179,7 +185,8 @@ class ExecutorController:
 
     def _connect(self, channel: Channel, ends: list[End]):
         sources, destinations = self.placement[channel.source.name], self.placement[channel.destination.name]
-        group = link_group(sources, destinations, behind=give_way if isinstance(channel, Weights) else None)
+        with reaching(f"the ranks of channel {channel.name}", rank=self.world.rank):
+            group = link_group(sources, destinations, behind=give_way if isinstance(channel, Weights) else None)
         if not isinstance(channel, Weights):
             return connect(channel, sources, destinations, group, self.control)
         trainer, generator = channel.source, channel.destination

@@ -36,10 +36,10 @@ _MARK = "LLAMARL_TEST_JOB"
 class Job:
     """One started recipe: under python (ranks=None) or torchrun. A context manager; leaving it kills what still runs."""
 
-    def __init__(self, *overrides: str, run_dir: Path | None, ranks: int | None = None, torchrun: tuple[str, ...] = (), env=(), cwd=None):
+    def __init__(self, *overrides: str, run_dir: Path | None, ranks: int | None = None, torchrun: tuple[str, ...] = (), env=(), cwd=None, rendezvous="--standalone"):
         self.run_dir = run_dir
         self._mark = uuid.uuid4().hex
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *torchrun] if ranks else []
+        launcher = ["-m", "torch.distributed.run", rendezvous, f"--nproc-per-node={ranks}", *torchrun] if ranks else []
         where = [f"run_dir={run_dir}"] if run_dir else []
         home = run_dir.parent if run_dir else cwd
         self._log = home / f"{self._mark}.log" if cwd is None else cwd.parent / f"{self._mark}.log"
