@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from llamarl.control import Control
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST, LATEST, TOPIC = "manifest.json", "latest", "checkpoint"
 _CHUNK_BYTES = 1 << 20  # read at once for a digest
 _SEALED = re.compile(r"step_(\d+)")
