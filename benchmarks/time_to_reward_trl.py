@@ -28,6 +28,7 @@ args = parser.parse_args()
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(args.threads)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import llamarl  # noqa: E402, F401  before torch: it says how torch's threads wait, here as on the other side
 import accelerate  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402

@@ -24,6 +24,8 @@ KEEP_LOGITS = 1 << 22
 # Up to this many bytes they are kept for backward, though chunks are smaller.
 KEEP_BYTES = 1 << 26
 
+_spare: list[Tensor] = []  # at most one: the memory of logits whose backward is done, for the next to be kept
+
 
 def chunked_logprobs(
     hidden_TD: Tensor,
@@ -86,7 +88,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         is_whole = tokens * vocab <= KEEP_LOGITS
         size = tokens if is_whole else min(tokens, chunk_tokens)
         keeps = is_whole or tokens * vocab * weight_VD.element_size() <= KEEP_BYTES
-        logits = weight_VD.new_empty(tokens if keeps else size, vocab)
+        logits = _room(tokens if keeps else size, weight_VD)
         found = hidden_TD.new_empty(4, tokens, dtype=_wide(weight_VD))
         for part in _parts(tokens, size):
             logits_CV = logits[part] if keeps else logits[: part.stop - part.start]
@@ -111,7 +113,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_TD) if wants_hidden else None
         grad_weight = None
-        # Gradients take the place of kept logits: fresh memory costs as much as the arithmetic. A second backward multiplies again.
+        # Gradients take the place of kept logits. A second backward multiplies again.
         kept_TV, ctx.kept_TV = ctx.kept_TV, None
         buffer_CV = weight_VD.new_empty(ctx.size, weight_VD.shape[0]) if kept_TV is None else None
         parts = _parts(hidden_TD.shape[0], ctx.size)
@@ -131,6 +133,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     grad_weight = product.to(_wide(product)) if len(parts) > 1 else product
                 else:
                     grad_weight += product
+        if kept_TV is not None and kept_TV.device.type == "cpu":
+            _spare[:] = [kept_TV]
         if wants_weight:
             grad_weight = torch.zeros_like(weight_VD) if grad_weight is None else grad_weight.to(weight_VD.dtype)
         return grad_hidden, grad_weight, None, None, None, None
@@ -201,6 +205,19 @@ def plain_log_softmax_backward(
     factor = a_C[:, None] if b_C is None else a_C[:, None] + b_C[:, None] * (logp_CV + entropy_C[:, None])
     grad_CV = logp_CV.exp().mul_(-factor).scatter_add_(1, labels_C[:, None], a_C[:, None])
     return logits_CV.copy_(grad_CV.div_(temperature))
+
+
+def _room(tokens: int, weight_VD: Tensor) -> Tensor:
+    """Memory for logits [T, V], not initialised: the spare where it fits, for fresh pages cost a CPU as much as the softmax does."""
+    shape = (tokens, weight_VD.shape[0])
+    try:
+        spare = _spare.pop()
+    except IndexError:
+        return weight_VD.new_empty(shape)
+    same_kind = (spare.dtype, spare.device) == (weight_VD.dtype, weight_VD.device)
+    if same_kind and tokens * shape[1] <= spare.numel():
+        return spare.flatten()[: tokens * shape[1]].view(shape)
+    return weight_VD.new_empty(shape)
 
 
 def _parts(tokens: int, size: int) -> list[slice]:

@@ -32,6 +32,7 @@ from tests.tolerances import rounding
 
 pytestmark = pytest.mark.machine
 
+OF_MICROBATCHES = ("padding_fraction", "unused_budget_fraction")  # each rank fills its own
 RANKS = 2
 MAX_NORM = 0.01  # well below the norm, so that clipping shows
 FLOAT32 = rounding(terms=15, depth=2 * 2 * 2)  # of the largest: width, and the layers there and back
@@ -264,6 +265,8 @@ def test_a_policy_update_of_two_ranks_is_that_of_one_even_if_a_rank_has_no_group
     for rank in ranks:
         assert {name for name in rank if name.startswith("update/")} == one.keys()
         for name, want in one.items():
+            if name.endswith(OF_MICROBATCHES):
+                continue
             torch.testing.assert_close(rank[name], want, atol=FLOAT32, rtol=2 * FLOAT32, msg=lambda m: f"{name}: {m}")
     start = decoder_of(True).state_dict()
     assert max((one[f"update/weight/{name}"] - start[name]).abs().max().item() for name in start) > 1e-3
@@ -276,8 +279,8 @@ def test_whole_groups_and_value_heads_learn_the_same_on_two_ranks(ranks, kind):
         got = {name for name in rank if name.startswith(f"{kind}/") and "/saved" not in name}
         assert got == one.keys()
         for name, want in one.items():
-            if name.endswith(("padding_fraction", "unused_budget_fraction")):
-                continue  # each rank fills its own microbatches
+            if name.endswith(OF_MICROBATCHES):
+                continue
             torch.testing.assert_close(rank[name], want, atol=TWO_STEPS, rtol=TWO_STEPS, msg=lambda m: f"{name}: {m}")
     start = decoder_of(True).state_dict()
     assert max((one[f"{kind}/weight/{name}"] - start[name]).abs().max().item() for name in start) > 1e-3

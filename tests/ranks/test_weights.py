@@ -3,6 +3,7 @@
 Each rank of the pool takes part in scenario after scenario.
 """
 
+import os
 import time
 from pathlib import Path
 

@@ -357,14 +357,14 @@ def test_a_row_that_the_checkpoint_missed_is_taken_from_the_file(tmp_path):
 
 def test_an_evaluation_that_was_under_way_of_earlier_weights_holds_up_no_row_after_a_resume(tmp_path):
     first = writer_in(tmp_path, every=2)
-    first.ingest(0, {"eval/accuracy": 0.5})
+    first.ingest(0, {"eval/reward": 0.5})
     for step in (1, 2, 3, 4):
         first.ingest(step, {"loss/value": float(step)})
     first.flush()
     second = writer_in(tmp_path, every=2)
     second.load_state_dict(json.loads(json.dumps(first.state_dict(4))))
     assert not second.is_complete(4), "the checkpoint's own version is evaluated again"
-    second.ingest(4, {"eval/accuracy": 0.75})
+    second.ingest(4, {"eval/reward": 0.75})
     second.flush()
     assert second.is_complete(4) and steps_in(tmp_path) == [0, 1, 2, 3, 4]
 
