@@ -3,10 +3,13 @@
 import logging
 import os
 
-import pytest
+# PyTorch's store asks the DNS who connects; where none answers, as in a sandbox, each question takes 5 s by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
-from tests.launching import SMALL, Job
-from tests.pool import Pool
+import pytest  # noqa: E402
+
+from tests.launching import SMALL, Job  # noqa: E402
+from tests.pool import Pool  # noqa: E402
 
 
 @pytest.fixture(scope="session")

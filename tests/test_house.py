@@ -21,7 +21,7 @@ from llamarl.config import Config, ConfigError, check_command_line, to_config
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("llamarl", "executors", "recipes")
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 450, 70, 130
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 480, 70, 130
 TINY = ROOT / "llamarl" / "models" / "tiny"
 
 

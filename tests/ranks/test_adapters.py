@@ -54,9 +54,10 @@ def group_of(ticket: int) -> Group:
     draw = torch.Generator().manual_seed(ticket)
     lengths = torch.randint(1, 9, (4,), generator=draw)
     tokens = torch.randint(0, 23, (int(lengths.sum()),), generator=draw)
+    version = ticket // GROUPS - 1  # a step old, so that parity with made-up logprobs is not asked for
     return Group(
         ticket=ticket, prompt_ids=torch.randint(0, 23, (3,), generator=draw), lengths=lengths, token_ids=tokens,
-        generator_logprobs=torch.full(tokens.shape, -3.0), policy_versions=torch.full_like(tokens, -1), ref_logprobs=torch.empty(0),
+        generator_logprobs=torch.full(tokens.shape, -3.0), policy_versions=torch.full_like(tokens, version), ref_logprobs=torch.empty(0),
         rewards=torch.tensor([1.0, 0.0, 0.5, float("nan")]), finish_reasons=("stop",) * 4, outcomes=("score",) * 3 + ("error",),
     )  # fmt: skip
 

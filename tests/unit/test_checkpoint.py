@@ -368,8 +368,9 @@ def test_the_one_asked_for_is_used_or_refused_and_never_another(tmp_path):
 
 def test_another_format_is_named(tmp_path, monkeypatch):
     path = save(*checkpointers(tmp_path), 20)
+    written = checkpoint.FORMAT
     monkeypatch.setattr(checkpoint, "FORMAT", 99)
-    assert verify(path) == ["manifest.json: format 3, this version reads 99"]
+    assert verify(path) == [f"manifest.json: format {written}, this version reads 99"]
 
 
 def test_a_part_that_cannot_be_read_is_named(tmp_path):
