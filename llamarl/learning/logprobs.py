@@ -41,7 +41,8 @@ def chunked_logprobs(
     temperature 0 means greedy decoding, which has no distribution of its own: it is treated as 1. The entropy carries a
     gradient only with `entropy_grad`. Peak memory beyond the gradients: a few [chunk_tokens, V] float32 buffers (on a CPU one, in the model's dtype), and one
     [V, D] float32 accumulator of the weight's gradient when there are several chunks. T may be 0: the gradients are zeros.
-    ValueError on shapes that do not fit, a negative temperature or no tokens a chunk.
+    ValueError on shapes that do not fit, a negative temperature or no tokens a chunk; IndexError for a label that is no row
+    of the weight (on a CPU, where kernels trust it; elsewhere PyTorch's own operations look).
     """
     if hidden_TD.dim() != 2 or weight_VD.dim() != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(f"need hidden [T, D] and weight [V, D], got {tuple(hidden_TD.shape)} and {tuple(weight_VD.shape)}")
@@ -49,6 +50,10 @@ def chunked_logprobs(
         raise ValueError(f"need one label a token, got labels {tuple(labels_T.shape)} for hidden {tuple(hidden_TD.shape)}")
     if temperature < 0 or chunk_tokens < 1:
         raise ValueError(f"need temperature >= 0 and chunk_tokens >= 1, got {temperature} and {chunk_tokens}")
+    if labels_T.device.type == "cpu" and labels_T.numel():
+        least, most = torch.aminmax(labels_T)
+        if least < 0 or most >= len(weight_VD):
+            raise IndexError(f"labels {int(least)}..{int(most)}: there are 0..{len(weight_VD) - 1}")
     return _ChunkedLogprobs.apply(hidden_TD, weight_VD, labels_T, temperature or 1.0, chunk_tokens, entropy_grad)
 
 

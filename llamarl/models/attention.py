@@ -53,17 +53,29 @@ class PackedAttention:
                 behind = (starts[parents[places]], prefixes[places]) if kind is is_child else (None, None)
                 self._parts.append(_Part(starts[places], lengths[places], *behind))
         self.padded_tokens = sum(part.queries.numel() for part in self._parts)  # places that the kernel computes
+        self._num_tokens = int(cu_seqlens[-1])
+        if cu_seqlens.device.type == "cpu":
+            self._check_places()
         self.whole = len(self._parts) == 1 and self._parts[0].dense
         if not self.whole:
             order = torch.cat([part.tokens for part in self._parts])
             self._back_T = torch.empty_like(order).index_put_((order,), torch.arange(order.numel(), device=order.device))
 
     def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
+        if q_THK.shape[0] != self._num_tokens:
+            raise ValueError(f"{q_THK.shape[0]} tokens for segments of {self._num_tokens} in all")
         limit = SHORT.get(q_THK.dtype, 256)
         if kernels(q_THK) is not None and all(part.num_keys <= limit for part in self._parts):
             return packed_products(q_THK, k_TGK, v_TGK, [part.part for part in self._parts])
         parts = [part.attend(q_THK, k_TGK, v_TGK, self.whole) for part in self._parts]
         return parts[0] if self.whole else torch.cat(parts).index_select(0, self._back_T)
+
+    def _check_places(self) -> None:
+        """IndexError where a segment reaches outside the tokens: kernels on a CPU trust the places that they are given."""
+        for part in self._parts:
+            least, most = torch.aminmax(part.keys) if part.keys.numel() else (0, 0)
+            if least < 0 or most >= max(1, self._num_tokens):
+                raise IndexError(f"segments reach over tokens {int(least)}..{int(most)} of {self._num_tokens}")
 
 
 def _alike(places: Tensor, lengths: Tensor, prefixes: Tensor) -> list[Tensor]:

@@ -42,11 +42,19 @@ _ARGUMENTS = {
 }
 
 
+class _Scores(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("segments", "groups", "rows", "queries", "keys", "prefix")]
+
+
+class _Segments(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("segments", "groups", "shared", "places", "head_dim")]
+
+
 def kernels(x: Tensor) -> ctypes.CDLL | None:
     """The kernels for tensors like x, or None where plain operations are to be used."""
     if x.device.type != "cpu" or x.dtype not in _FLAGS:
         return None
-    made = library("train", *_FLAGS[x.dtype])
+    made = library("train", *_FLAGS[x.dtype], structs=(_Scores, _Segments))
     if made is not None and made.add_up.argtypes is None:
         for name, kinds in _ARGUMENTS.items():
             function = getattr(made, name)
@@ -227,14 +235,6 @@ class _Projections(Function):
 
 
 # --- Attention over few keys ---
-
-
-class _Scores(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("segments", "groups", "rows", "queries", "keys", "prefix")]
-
-
-class _Segments(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("segments", "groups", "shared", "places", "head_dim")]
 
 
 @dataclass(frozen=True, slots=True)

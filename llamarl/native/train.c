@@ -8,6 +8,7 @@
    Shapes: T rows, D features, V vocabulary, H heads, K head dim, M keys. */
 
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -275,6 +276,10 @@ void causal_softmax_backward(elem *restrict g, const elem *restrict w, const Sco
         for (i64 i = last; i < s->keys; i++) own[i] = narrow(0.0f);
     }
 }
+
+/* Compared with fused.py's structures before anything is called. */
+size_t size_of_Scores(void) { return sizeof(Scores); }
+size_t size_of_Segments(void) { return sizeof(Segments); }
 
 enum { BLOCK = 1024 }; /* of the vocabulary, summed in float; blocks add up in double */
 

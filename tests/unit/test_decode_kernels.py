@@ -12,6 +12,8 @@ from llamarl.inference.decode import NativeDecode
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.scratch import random_weights, tiny_directory
 
+pytestmark = pytest.mark.machine
+
 MAX_LEN = 32
 ROWS = 70  # two tiles of rows and more than one block
 # bfloat16 activations differ in their last bit where sums in another order round differently, layer by layer.

@@ -11,6 +11,8 @@ import llamarl.models.attention as attention
 import llamarl.models.fused as fused
 from llamarl.models.attention import PackedAttention, Rotary
 
+pytestmark = pytest.mark.machine
+
 # A few roundings of the dtype, relative to the largest value. Plain bfloat16 rounds after every operation.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-6, torch.float64: 1e-12}
 DTYPES = list(ROUNDING)
@@ -181,3 +183,22 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype):
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, three) for one, three in zip(*found, strict=True))
+
+
+# --- what kernels are given ---
+
+
+def test_a_label_that_is_no_row_of_the_head_is_refused_before_a_kernel_sees_it():
+    hidden, weight = random(3, 8, dtype=torch.float32), random(5, 8, dtype=torch.float32)
+    for label in (-1, 5):
+        with pytest.raises(IndexError, match=r"labels .*: there are 0\.\.4"):
+            logprobs.chunked_logprobs(hidden, weight, torch.tensor([0, label, 1]))
+
+
+def test_segments_that_reach_outside_the_tokens_are_refused_before_a_kernel_sees_them():
+    with pytest.raises(IndexError, match="segments reach over tokens"):
+        PackedAttention(torch.tensor([0, 7, 4]))
+    fits = PackedAttention(torch.tensor([0, 3, 7]))
+    heads = random(6, 2, 4, dtype=torch.float32)
+    with pytest.raises(ValueError, match="6 tokens for segments of 7 in all"):
+        fits.attend(0, heads, heads, heads)
