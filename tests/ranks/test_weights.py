@@ -116,7 +116,7 @@ def test_hundreds_of_syncs_leave_nothing_behind(transport):
             # A leak of one version's bytes a sync would be hundreds of MiB, one of a header's tensors a few.
             assert late["rss"] - early["rss"] < 4 << 20, (early, late)
             assert late["fds"] == early["fds"] and late["threads"] == early["threads"], (early, late)
-            assert late["shm"] == early["shm"] == 0
+            assert late["shm"] == early["shm"], "more than the mappings themselves hold open"
         assert left_in_shared_memory(pool.pids) == []
     finally:
         pids = pool.pids
