@@ -18,7 +18,7 @@ from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import needs_all_completions, needs_whole_groups
 from llamarl.learning.losses.regularisers import regularised
-from llamarl.learning.replay import Draw, ReplayBuffer, lag_bound
+from llamarl.learning.replay import Draw, ReplayBuffer
 from llamarl.learning.schedules import beta_at
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.update import UpdateSettings
@@ -115,15 +115,6 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
     lanes = len(ranks) // peers
     draw = Draw(config.groups_per_step // lanes, config.trained_per_prompt, b.most_on_policy, b.priority, b.temperature)
     lane = ranks.index(job.world.rank) // peers if job.world.rank in ranks else 0
-    most_lag = None
-    if config.max_lag is not None:
-        most_lag = lag_bound(
-            max_lag=config.max_lag,
-            completions_per_step=config.groups_per_step // lanes * config.group_size,
-            group_size=config.group_size,
-            sync_period=b.sync_period,
-            max_size=b.max_size // lanes,
-        )
     return ReplayBuffer(
         draw,
         sync_period=b.sync_period,
@@ -131,7 +122,7 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
         seed=config.seed,
         rank=lane,
         max_lag=config.max_lag,
-        most_lag=most_lag,
+        most_lag=job.replay_lag,
     )
 
 

@@ -177,6 +177,21 @@ class Job:
         completions, size = self.config.buffer.initial_completions, self.config.group_size
         return self.config.groups_per_step if completions is None else -(-completions // size)
 
+    @property
+    def replay_lag(self) -> int | None:
+        """Steps that a completion drawn from a replay buffer is old at most; None where max_lag sets no bound."""
+        c = self.config
+        if c.max_lag is None:
+            return None
+        lanes = len(self.placement["trainer"]) // c.trainer.tensor_parallel
+        return lag_bound(
+            max_lag=c.max_lag,
+            completions_per_step=c.groups_per_step // lanes * c.group_size,
+            group_size=c.group_size,
+            sync_period=c.buffer.sync_period,
+            max_size=c.buffer.max_size // lanes,
+        )
+
     def reference_due(self, version: int) -> bool:
         """Whether the reference is reset to this version."""
         every = self.config.reference.reset_every
@@ -203,13 +218,8 @@ class Job:
         overcommit = "synchronous" if c.max_lag == 0 else f"overcommit {c.overcommit}"
         if c.buffer.kind == "replay":
             overcommit += f", replay of the newest {c.buffer.max_size:,} completions"
-            lanes = len(self.placement["trainer"]) // c.trainer.tensor_parallel
-            if c.max_lag is not None:
-                most = lag_bound(
-                    max_lag=c.max_lag, completions_per_step=c.groups_per_step // lanes * c.group_size, group_size=c.group_size,
-                    sync_period=c.buffer.sync_period, max_size=c.buffer.max_size // lanes,
-                )  # fmt: skip
-                overcommit += f", at most {most:,} steps old"
+            if self.replay_lag is not None:
+                overcommit += f", at most {self.replay_lag:,} steps old"
         print(
             f"llamarl  {self.model_path.name} on {c.task.kind}, {c.groups_per_step} x {c.group_size} completions a step, {c.loss.fn}"
         )

@@ -1,8 +1,8 @@
 """A decoder's pass over the cache on a CPU, one call of a C kernel (llamarl/native/decode.c): a token a row, or whole prompts.
 
 Products are made by vector instructions or, in bfloat16 on a CPU that has them (AMX), by tile instructions. Either sums a row's
-numbers in one order, whatever rows lie beside it. oneDNN's packed products, which also bring tiles, do not: there the same row
-has other bits among 32 rows than among 48.
+numbers in one order, whatever rows lie beside it. oneDNN's packed products, which also bring tiles, need not: seen on a CPU
+with AMX, the same row has other bits among 32 rows than among 48.
 
 The module's own forward multiplies by weights as they lie, which costs more than the product for few rows, and calls some thirty
 small operations a layer. Here the weights are laid out for the kernel once a policy version, which makes a second copy of them.
