@@ -2,6 +2,7 @@
 
 import logging
 import os
+from pathlib import Path
 
 # PyTorch's store asks the DNS who connects; where none answers, as in a sandbox, each question takes 5 s by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
@@ -10,6 +11,20 @@ import pytest  # noqa: E402
 
 from tests.launching import SMALL, Job  # noqa: E402
 from tests.pool import Pool  # noqa: E402
+
+
+MAX_WORKERS = 4  # each has a pool of ranks, some hundred MiB apiece
+
+
+def pytest_xdist_auto_num_workers(config) -> int:
+    """What `-n auto` means, which setup.cfg says: one worker a core.
+
+    None where files are named, which are done before workers have started, and for tests of the one GPU and of vLLM's memory.
+    """
+    files_are_named = any(Path(argument.partition("::")[0]).is_file() for argument in config.args)
+    if files_are_named or config.option.markexpr in ("gpu", "vllm"):
+        return 0
+    return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +45,14 @@ def process_state():
     torch.set_float32_matmul_precision(precision)
     torch.set_num_threads(threads)
     logging.getLogger().setLevel(level)
+
+
+@pytest.fixture
+def float32_products(process_state):
+    """Products of float32 as every program of ours has them on this machine."""
+    from llamarl.native.precision import use_float32_products
+
+    use_float32_products(reproducible=True)
 
 
 @pytest.fixture

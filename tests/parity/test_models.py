@@ -17,7 +17,7 @@ from llamarl.models.attention import PackedAttention, Rotary
 from llamarl.models.build import build_decoder, read_config
 from tests.tolerances import rounding
 
-pytestmark = pytest.mark.machine
+pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
 
 LOGITS = rounding(terms=48, depth=2 * 3, size=2.0)  # width and layers of the models below, and how their logits deviate
 GRADIENTS = 1e-7  # of a mean over tokens, in float64 (but the norms and rotary tables are float32)
@@ -44,15 +44,6 @@ CONFIGS = {
     "llama_yarn_bounds": LlamaConfig(**SIZES, rope_parameters=YARN | {"truncate": False, "beta_fast": 3.0, "beta_slow": 0.4, "mscale": 0.7, "mscale_all_dim": 0.4}),
     "llama_yarn_factor": LlamaConfig(**SIZES, rope_parameters=YARN | {"attention_factor": 1.3}),
 }
-
-
-@pytest.fixture(autouse=True)
-def exact_float32():
-    """Another test may have let matrix products use fewer bits."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def make_directory(config, path, seed=0):

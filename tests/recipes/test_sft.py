@@ -40,16 +40,12 @@ def recipe():
 
 
 @pytest.fixture(autouse=True)
-def process_state():
-    """The recipe is a program: it sets signal handlers, threads and precision of its process."""
+def program_state(float32_products):
+    """The recipe is a program: it sets signal handlers and makes process groups, besides what `process_state` puts back."""
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    torch.set_float32_matmul_precision("highest")
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-    torch.set_float32_matmul_precision(precision)
-    torch.set_num_threads(threads)
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
 

@@ -122,7 +122,7 @@ def test_tied_views_and_empty_tensors_can_be_saved(tmp_path):
     assert all(torch.equal(loaded[key], value) for key, value in state.items())
 
 
-@pytest.mark.parametrize("value", [{1: "a"}, {"a": [object()]}, [torch.zeros(1)], {1, 2}], ids=str)
+@pytest.mark.parametrize("value", [{1: "a"}, {"a": [object()]}, [torch.zeros(1)], {1, 2}], ids=["key", "object", "tensor", "set"])
 def test_state_that_would_not_come_back_the_same_is_refused(tmp_path, value):
     leader, _ = checkpointers(tmp_path)
     with pytest.raises(TypeError, match="trainer.rank0: odd|trainer: odd"):

@@ -12,16 +12,9 @@ from llamarl.native import precision
 from llamarl.native.precision import EXACT, Measured, choose, measure, use_float32_products
 from tests.test_house import ROOT, python_files
 
-pytestmark = pytest.mark.machine
+pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("process_state")]
 
 EXACT_ERROR, BFLOAT16_ERROR = 2e-7, 2e-3
-
-
-@pytest.fixture(autouse=True)
-def kept_precision():
-    before = torch.get_float32_matmul_precision()
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def tried(medium, highest, high):

@@ -29,7 +29,7 @@ from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.models.scratch import tiny_directory
 
-pytestmark = pytest.mark.machine
+pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
 
 FLOAT64, FLOAT32, BFLOAT16 = 2.0**-53, 2.0**-24, 2.0**-8  # largest relative error of rounding once
 E4M3_RELATIVE, E4M3_SMALLEST = 2.0**-4, 2.0**-6  # of rounding once to 3 bits of mantissa; the smallest normal number
@@ -39,15 +39,6 @@ ARITHMETICS = (("fp8", "scaled_mm"), ("fp8", "weight_only"), ("int8", "int_mm"),
 # Nats, twice what was measured: mean KL(quantised || float32) of the tiny model on PROMPTS.
 KL = {("fp8", "scaled_mm"): 2.6e-3, ("fp8", "weight_only"): 6e-4, ("int8", "int_mm"): 9e-4, ("int8", "weight_only"): 8e-5}
 PROMPTS = ([1, 5, 6, 14, 7, 8, 18], [1, 9, 9, 14, 9, 9, 18, 5, 13, 12], [1, 7, 14, 4, 18, 7, 2])
-
-
-@pytest.fixture(autouse=True)
-def exact_float32():
-    """Another test may have let matrix products use fewer bits."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 @pytest.fixture(autouse=True)
