@@ -95,6 +95,7 @@ def uneven_groups(vocab: int, completions: int, median: int) -> list:
 
 def our_step(model: Path, dtype: str, budget: int, groups: list) -> Callable[[], None]:
     from executors.stations import build_trainer
+    from llamarl.allocator import keep_freed_memory
     from llamarl.config import compose_config
     from llamarl.executor import ExecutorGroup
     from llamarl.launch import Job
@@ -105,6 +106,7 @@ def our_step(model: Path, dtype: str, budget: int, groups: list) -> Callable[[],
         "model=hf", f"model.path={model}", "model.dtype=float32", f"trainer.compute_dtype={dtype}", f"trainer.microbatch_tokens={budget}",
         "trainer.skip_zero_advantage=false", "lr=1e-6", "eval.every=0", "checkpoint.every=0",
     ]  # fmt: skip
+    keep_freed_memory()  # as every job does when it starts
     nothing = SimpleNamespace(bind=lambda *_: None)
     config = compose_config(overrides)
     trainer = build_trainer(config, Job(config, World(0, 1, 1, torch.device("cpu")), RunDirectory(Path(), None)))

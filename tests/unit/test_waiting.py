@@ -1,40 +1,38 @@
-"""Threads wait and pages are as the package says, unless the user says something else, and it says so in time."""
+"""Threads wait for each other as the package says, unless the user says something else, and it says so in time."""
 
 from __future__ import annotations
 
 import ast
-import os
 
 import pytest
 
-from llamarl.native.environment import SPINS, prepare
+from llamarl.native.waiting import SPINS, wait_briefly
 from tests.test_house import ROOT, python_files
-
-NAMES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "THP_MEM_ALLOC_ENABLE")
 
 
 @pytest.fixture
 def environment(monkeypatch):
-    for name in NAMES:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 
 def settings() -> dict[str, str]:
-    return {name: os.environ[name] for name in NAMES if name in os.environ}
+    import os
+
+    return {name: os.environ[name] for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if name in os.environ}
 
 
-def test_waiting_threads_spin_briefly_and_pages_are_large(environment):
-    prepare()
-    assert settings() == {"GOMP_SPINCOUNT": str(SPINS), "THP_MEM_ALLOC_ENABLE": "1"}
+def test_waiting_threads_spin_briefly(environment):
+    wait_briefly()
+    assert settings() == {"GOMP_SPINCOUNT": str(SPINS)}
 
 
 @pytest.mark.parametrize("given", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
 def test_what_the_user_sets_goes_before(environment, given):
-    given = given | {"THP_MEM_ALLOC_ENABLE": "0"}
     for name, value in given.items():
         environment.setenv(name, value)
-    prepare()
+    wait_briefly()
     assert settings() == given
 
 
