@@ -1,14 +1,18 @@
-"""Tokens per second of decoding: our engine, transformers, vLLM, and the bound, in one run on one machine.
+"""Tokens per second of decoding: our engine, transformers, vLLM, and the bound, in one run on one
+machine.
 
-    python benchmarks/decode.py --model DIR --batch 1,8,32,64 --new-tokens 128 [--against hf,vllm] [--threads N] [--json FILE]
+    python benchmarks/decode.py --model DIR --batch 1,8,32,64 --new-tokens 128 [--against hf,vllm]
+    [--threads N] [--json FILE]
 
-Every request has PROMPT tokens and samples exactly --new-tokens (no stop token). Each figure is the median of --repeats runs,
-taken in turn, so that a busy minute of the machine falls on all. The bound is one decode step's products alone, on packed
-weights that are cold (a set a layer), and the live cache's bytes at the measured read bandwidth; on a GPU it is weights and
-cache at the measured copy bandwidth. --uneven also compares log-normal lengths (at most 8 times the median; 256 requests
-over 32 slots) with equal ones, and prints what an engine could reach that spends nothing but its decode steps (timed by rows and
-context) and the prefill: long rows read more, and the last of them run alone. --cpu-time counts the process's CPU seconds instead of the clock's: for one thread on a machine
-that others use.
+Every request has PROMPT tokens and samples exactly --new-tokens (no stop token). Each figure is the
+median of --repeats runs, taken in turn, so that a busy minute of the machine falls on all. The
+bound is one decode step's products alone, on packed weights that are cold (a set a layer), and the
+live cache's bytes at the measured read bandwidth; on a GPU it is weights and cache at the measured
+copy bandwidth. --uneven also compares log-normal lengths (at most 8 times the median; 256 requests
+over 32 slots) with equal ones, and prints what an engine could reach that spends nothing but its
+decode steps (timed by rows and context) and the prefill: long rows read more, and the last of them
+run alone. --cpu-time counts the process's CPU seconds instead of the clock's: for one thread on a
+machine that others use.
 """
 
 from __future__ import annotations
@@ -24,10 +28,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import llamarl  # noqa: F401  before torch: it says how torch's threads wait
+
+# isort: split
 import torch
+from running import machine
 
 from llamarl.native.precision import use_float32_products
-from running import machine
 
 PROMPT = 32
 CHUNK = 32
@@ -55,7 +61,13 @@ def prompts(batch: int, vocab: int) -> list[list[int]]:
 def ours(args: argparse.Namespace, batch: int) -> Callable[[], None]:
     from llamarl.inference import Engine, SamplingParams
 
-    engine = Engine.from_hf(args.model, dtype=args.dtype, max_slots=batch, max_len=PROMPT + args.new_tokens, device=args.device)
+    engine = Engine.from_hf(
+        args.model,
+        dtype=args.dtype,
+        max_slots=batch,
+        max_len=PROMPT + args.new_tokens,
+        device=args.device,
+    )
     params = SamplingParams(args.new_tokens)
 
     def run():
@@ -64,7 +76,11 @@ def ours(args: argparse.Namespace, batch: int) -> Callable[[], None]:
         sampled = 0
         while engine.num_live or engine.num_waiting:
             sampled += engine.step(CHUNK)
-        assert sampled == batch * args.new_tokens == sum(c.token_ids.numel() for _, c in engine.pop_finished())
+        assert (
+            sampled
+            == batch * args.new_tokens
+            == sum(c.token_ids.numel() for _, c in engine.pop_finished())
+        )
 
     return run
 
@@ -72,13 +88,23 @@ def ours(args: argparse.Namespace, batch: int) -> Callable[[], None]:
 def transformers(args: argparse.Namespace, batch: int) -> Callable[[], None]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(args.device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+        .to(args.device)
+        .eval()
+    )
     ids = torch.tensor(prompts(batch, model.config.vocab_size), device=args.device)
 
     def run():
         lengths = {"min_new_tokens": args.new_tokens, "max_new_tokens": args.new_tokens}
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, eos_token_id=None, pad_token_id=0, **lengths
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            top_k=0,
+            eos_token_id=None,
+            pad_token_id=0,
+            **lengths,
         )
         assert out.shape[1] == PROMPT + args.new_tokens
 
@@ -88,10 +114,18 @@ def transformers(args: argparse.Namespace, batch: int) -> Callable[[], None]:
 def vllm(args: argparse.Namespace, batch: int) -> Callable[[], None]:
     import os
 
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     from vllm import LLM, SamplingParams
 
-    options = {"enforce_eager": True, "enable_prefix_caching": False, "distributed_executor_backend": "uni"}
+    options = {
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "distributed_executor_backend": "uni",
+    }
     model = LLM(
         args.model,
         dtype=args.dtype,
@@ -100,8 +134,13 @@ def vllm(args: argparse.Namespace, batch: int) -> Callable[[], None]:
         skip_tokenizer_init=True,
         **options,
     )
-    params = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, logprobs=0, detokenize=False)
-    asked = [{"prompt_token_ids": p} for p in prompts(batch, model.llm_engine.model_config.get_vocab_size())]
+    params = SamplingParams(
+        max_tokens=args.new_tokens, ignore_eos=True, logprobs=0, detokenize=False
+    )
+    asked = [
+        {"prompt_token_ids": p}
+        for p in prompts(batch, model.llm_engine.model_config.get_vocab_size())
+    ]
 
     def run():
         made = model.generate(asked, params, use_tqdm=False)
@@ -121,12 +160,22 @@ def bound(args: argparse.Namespace, batch: int) -> Callable[[], float]:
     config: ModelConfig = read_config(args.model)
     dtype = getattr(torch, args.dtype)
     places = batch * (PROMPT + args.new_tokens / 2)
-    cache = places * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    cache = (
+        places
+        * 2
+        * config.num_hidden_layers
+        * config.num_key_value_heads
+        * config.head_dim
+        * dtype.itemsize
+    )
     if args.device != "cpu":
         weights = sum(p.numel() for p in build_decoder(config).parameters()) * dtype.itemsize
         return lambda: (weights + cache) / (2 * COPY_BYTES) * copy_s(args.device)
     layer = (
-        (config.hidden_size, (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim),
+        (
+            config.hidden_size,
+            (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim,
+        ),
         (config.num_attention_heads * config.head_dim, config.hidden_size),
         (config.hidden_size, config.intermediate_size),
         (config.hidden_size, config.intermediate_size),
@@ -164,7 +213,9 @@ ROWS = (1, 2, 4, 8, 16, 24, 32)
 
 
 def uneven(args: argparse.Namespace) -> dict[str, float]:
-    """Tokens/s at log-normal and at equal lengths: the same prompts, slots and number of tokens; and what greedy admission could reach."""
+    """Tokens/s at log-normal and at equal lengths: the same prompts, slots and number of tokens;
+    and what greedy admission could reach.
+    """
     from llamarl.inference import Engine, SamplingParams
 
     median = max(8, args.new_tokens // 2)
@@ -173,7 +224,9 @@ def uneven(args: argparse.Namespace) -> dict[str, float]:
     total = sum(lengths)
     equal = [total // REQUESTS + (i < total % REQUESTS) for i in range(REQUESTS)]
     max_len = max(LONG + 32, PROMPT + 8 * median)
-    engine = Engine.from_hf(args.model, dtype=args.dtype, max_slots=SLOTS, max_len=max_len, device=args.device)
+    engine = Engine.from_hf(
+        args.model, dtype=args.dtype, max_slots=SLOTS, max_len=max_len, device=args.device
+    )
     asked = prompts(REQUESTS, engine.decoder.config.vocab_size)
 
     def run(wanted: list[int]) -> float:
@@ -198,21 +251,34 @@ def uneven(args: argparse.Namespace) -> dict[str, float]:
         return took
 
     run([2] * REQUESTS)
-    found: dict[str, list[float]] = {"uneven": [], "equal": [], "ideal_uneven": [], "ideal_equal": []}
+    found: dict[str, list[float]] = {
+        "uneven": [],
+        "equal": [],
+        "ideal_uneven": [],
+        "ideal_equal": [],
+    }
     for _ in range(max(1, args.repeats - 1)):
         found["uneven"].append(run(lengths))
         costs = [[step_s(n, tokens) for tokens in (PROMPT, LONG)] for n in ROWS]
         prefill = run([1] * REQUESTS)
         found["equal"].append(run(equal))
         for name, wanted in (("ideal_uneven", lengths), ("ideal_equal", equal)):
-            found[name].append(prefill + sum(step_cost(costs, rows, places) for rows, places in greedy(wanted)))
+            found[name].append(
+                prefill + sum(step_cost(costs, rows, places) for rows, places in greedy(wanted))
+            )
     rates = {name: total / statistics.median(times) for name, times in found.items()}
     best = rates["ideal_uneven"] / rates["ideal_equal"]
-    return rates | {"ratio": rates["uneven"] / rates["equal"], "ideal_ratio": best, "mean_tokens": total / REQUESTS}
+    return rates | {
+        "ratio": rates["uneven"] / rates["equal"],
+        "ideal_ratio": best,
+        "mean_tokens": total / REQUESTS,
+    }
 
 
 def greedy(wanted: list[int]) -> Iterator[tuple[int, int]]:
-    """(rows, places attended to in all) of each decode step when a slot that comes free is filled at once, in order."""
+    """(rows, places attended to in all) of each decode step when a slot that comes free is filled
+    at once, in order.
+    """
     waiting, live = deque(wanted), []  # tokens made, tokens wanted
     while waiting or live:
         while waiting and len(live) < SLOTS:
@@ -224,7 +290,9 @@ def greedy(wanted: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def step_cost(costs: list[list[float]], rows: int, places: int) -> float:
-    """Seconds of a step: linear between the timed numbers of rows, and in the mean context of a row."""
+    """Seconds of a step: linear between the timed numbers of rows, and in the mean context of a
+    row.
+    """
     more = next(i for i, n in enumerate(ROWS) if n >= rows)
     less = max(0, more - 1)
     part = (rows - ROWS[less]) / max(1, ROWS[more] - ROWS[less])
@@ -288,14 +356,25 @@ def main() -> None:
             f"batch {batch:4}   tok/s {shown}   engine = {', '.join([*ratios, format(row['engine'] / row['bound'], '.0%')])} of the bound"
         )
     result = {
-        "benchmark": "decode", "model": Path(args.model).name, "dtype": args.dtype, "threads": args.threads, "cpu_time": args.cpu_time, "prompt_tokens": PROMPT,
-        "new_tokens": args.new_tokens, "repeats": args.repeats, "tokens_per_s": table, "ranges": ranges, "machine": machine(),
-    }  # fmt: skip
+        "benchmark": "decode",
+        "model": Path(args.model).name,
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "cpu_time": args.cpu_time,
+        "prompt_tokens": PROMPT,
+        "new_tokens": args.new_tokens,
+        "repeats": args.repeats,
+        "tokens_per_s": table,
+        "ranges": ranges,
+        "machine": machine(),
+    }
     if args.uneven:
         result["uneven"] = uneven(args)
         print(
             "uneven lengths: {uneven:.0f} tok/s, equal {equal:.0f}: {ratio:.0%}; at these costs of a step the best that greedy "
-            "admission reaches: {ideal_uneven:.0f}, equal {ideal_equal:.0f}: {ideal_ratio:.0%}".format(**result["uneven"])
+            "admission reaches: {ideal_uneven:.0f}, equal {ideal_equal:.0f}: {ideal_ratio:.0%}".format(
+                **result["uneven"]
+            )
         )
     print(f"{args.threads} threads, {args.device}, {args.dtype}, machine {result['machine']}")
     if args.json:

@@ -1,7 +1,9 @@
-"""Many small main jobs, one process each, forked from one that has imported what they import; what is finished is kept.
+"""Many small main jobs, one process each, forked from one that has imported what they import; what
+is finished is kept.
 
-A run of the tiny model is over in seconds, of which a fresh interpreter spends most on imports. A run is named by its overrides, so
-that a study that was cut off goes on where it was, and studies that share runs make them once.
+A run of the tiny model is over in seconds, of which a fresh interpreter spends most on imports. A
+run is named by its overrides, so that a study that was cut off goes on where it was, and studies
+that share runs make them once.
 """
 
 from __future__ import annotations
@@ -22,15 +24,36 @@ from pathlib import Path
 from running import ROOT
 
 KEPT = {
-    "step", "reward/mean", "eval/accuracy", "lag/mean", "lag/max", "ratio/mean", "ratio/max", "ratio/capped_fraction", "grad_norm",
-    "entropy", "kl/generator", "time/wall_s", "time/evaluated_s", "loss/value", "buffer/size",
-}  # fmt: skip
-IMPORTED = ("hydra", "torchtune.models.llama3", "transformers", "executors.stations", "executors.trainer")
+    "step",
+    "reward/mean",
+    "eval/accuracy",
+    "lag/mean",
+    "lag/max",
+    "ratio/mean",
+    "ratio/max",
+    "ratio/capped_fraction",
+    "grad_norm",
+    "entropy",
+    "kl/generator",
+    "time/wall_s",
+    "time/evaluated_s",
+    "loss/value",
+    "buffer/size",
+}
+IMPORTED = (
+    "hydra",
+    "torchtune.models.llama3",
+    "transformers",
+    "executors.build",
+    "executors.trainer",
+)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run. rows: a dict a step of KEPT; failed: the error that ended it, or None; cpu_s: of the whole process."""
+    """A finished run. rows: a dict a step of KEPT; failed: the error that ended it, or None; cpu_s:
+    of the whole process.
+    """
 
     overrides: tuple[str, ...]
     rows: list[dict]
@@ -41,7 +64,9 @@ class Run:
 
 def store(folder: Path, overrides: tuple[str, ...]) -> Path:
     """The file that keeps this run."""
-    return folder / f"{hashlib.sha256(json.dumps(sorted(overrides)).encode()).hexdigest()[:16]}.json"
+    return (
+        folder / f"{hashlib.sha256(json.dumps(sorted(overrides)).encode()).hexdigest()[:16]}.json"
+    )
 
 
 def load_run(folder: Path, overrides: tuple[str, ...]) -> Run | None:
@@ -53,7 +78,9 @@ def load_run(folder: Path, overrides: tuple[str, ...]) -> Run | None:
 
 
 def make(folder: Path, wanted: list[tuple[str, ...]], *, jobs: int) -> None:
-    """Make, `jobs` at a time, and keep in `folder` those that are not kept there yet. RuntimeError for one that does not run."""
+    """Make, `jobs` at a time, and keep in `folder` those that are not kept there yet. RuntimeError
+    for one that does not run.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     missing = [w for w in dict.fromkeys(wanted) if not store(folder, w).exists()]
     if missing:
@@ -66,7 +93,10 @@ def make(folder: Path, wanted: list[tuple[str, ...]], *, jobs: int) -> None:
         pid, status, usage = os.wait4(-1, 0)
         overrides = running.pop(pid)
         run = _finish(folder, overrides, status, usage)
-        last = next((r["eval/accuracy"] for r in reversed(run.rows) if r.get("eval/accuracy") is not None), None)
+        last = next(
+            (r["eval/accuracy"] for r in reversed(run.rows) if r.get("eval/accuracy") is not None),
+            None,
+        )
         print(
             f"{run.cpu_s:5.0f} s  {len(missing) + len(running):3} left  accuracy {last}  {run.failed or ''}  {' '.join(overrides)}",
             flush=True,
@@ -74,7 +104,9 @@ def make(folder: Path, wanted: list[tuple[str, ...]], *, jobs: int) -> None:
 
 
 def _import_all() -> None:
-    """What a main job imports, lazily or not. No thread may be running here: a forked child has one."""
+    """What a main job imports, lazily or not. No thread may be running here: a forked child has
+    one.
+    """
     sys.path.insert(0, str(ROOT))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for module in IMPORTED:
@@ -111,16 +143,25 @@ def _fork(folder: Path, overrides: tuple[str, ...]) -> int:
         os._exit(code)
 
 
-def _finish(folder: Path, overrides: tuple[str, ...], status: int, usage: resource.struct_rusage) -> Run:
-    """Keep its rows and remove the rest. A run that was refused or killed is an error; one that diverged is a result."""
+def _finish(
+    folder: Path, overrides: tuple[str, ...], status: int, usage: resource.struct_rusage
+) -> Run:
+    """Keep its rows and remove the rest. A run that was refused or killed is an error; one that
+    diverged is a result.
+    """
     scratch = _scratch(folder, overrides)
     failed, log = None, (scratch / "log").read_text().splitlines()
     if status:
         failed = next((line for line in reversed(log) if "NotFinite" in line), None)
         if failed is None:
-            raise RuntimeError(f"{' '.join(overrides)} failed, status {status}:\n" + "\n".join(log[-15:]))
+            raise RuntimeError(
+                f"{' '.join(overrides)} failed, status {status}:\n" + "\n".join(log[-15:])
+            )
     lines = (scratch / "run" / "metrics.jsonl").read_text().splitlines()
-    rows = [{k: v for k, v in json.loads(line).items() if k in KEPT or k.startswith("buffer/")} for line in lines]
+    rows = [
+        {k: v for k, v in json.loads(line).items() if k in KEPT or k.startswith("buffer/")}
+        for line in lines
+    ]
     run = Run(overrides, rows, failed, usage.ru_utime + usage.ru_stime, os.getloadavg()[0])
     partial = store(folder, overrides).with_suffix(".part")
     partial.write_text(json.dumps({**run.__dict__, "finished_at": time.time()}))

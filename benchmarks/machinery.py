@@ -1,9 +1,10 @@
-"""What the frame alone costs: completions a second through tickets, channels, ledger, weights and loop, with fakes for stations.
+"""What the frame alone costs: completions a second through tickets, channels, ledger, weights and
+loop, with fakes for executors.
 
     torchrun --standalone --nproc-per-node=2 benchmarks/machinery.py [--steps 40] [--json]
 
-The generator makes 16-token completions out of nothing, the reward gives each 1, the trainer takes its batch and publishes
-a "model" of a few KB. Bound to beat: 2,000 completions/s on 2 cores.
+The generator makes 16-token completions out of nothing, the reward gives each 1, the trainer takes
+its batch and publishes a "model" of a few KB. Bound to beat: 2,000 completions/s on 2 cores.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import time
 from pathlib import Path
 
 import llamarl  # noqa: F401  before torch: it says how torch's threads wait
+
+# isort: split
 import torch
 
-from llamarl.channel import Gather, Scatter, Weights
+from llamarl.comm.channel import Gather, Scatter, Weights
+from llamarl.comm.groups import init_world
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.executor import Executor
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import parameter_shapes
 from llamarl.observe import RowWriter
-from llamarl.placement import init_world
-from llamarl.tickets import TicketLedger
+from llamarl.tickets.ledger import TicketLedger
 from llamarl.types import Completion, Group, ScoredCompletion
 
 GROUPS, SIZE, LENGTH, BOUND = 64, 8, 16, 2000.0
@@ -35,7 +38,10 @@ SMALL = ModelConfig("LlamaForCausalLM", 8, 8, 16, 1, 1, 1, 8, 1e-5, 1e4, None, 6
 
 def model() -> torch.nn.ParameterDict:
     """Weights of a few KB, under Hugging Face names."""
-    held = {n.replace(".", "/"): torch.nn.Parameter(torch.zeros(s), requires_grad=False) for n, s in parameter_shapes(SMALL).items()}
+    held = {
+        n.replace(".", "/"): torch.nn.Parameter(torch.zeros(s), requires_grad=False)
+        for n, s in parameter_shapes(SMALL).items()
+    }
     return torch.nn.ParameterDict(held)
 
 
@@ -61,7 +67,13 @@ class FakeGenerator(Executor):
         for ticket in tickets:
             for i in range(SIZE):
                 fresh = Completion(
-                    ticket.index, i, ids[:4], ids, torch.zeros(LENGTH), torch.full((LENGTH,), self.version), "stop"
+                    ticket.index,
+                    i,
+                    ids[:4],
+                    ids,
+                    torch.zeros(LENGTH),
+                    torch.full((LENGTH,), self.version),
+                    "stop",
                 )
                 self.outputs["completions"].put(fresh)
         return bool(tickets)
@@ -125,7 +137,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    world = init_world(threads=1, deadline_s=60, reproducible=True)
+    world = init_world(threads=1, timeout_s=60, reproducible=True)
     generator, reward, trainer = FakeGenerator(), FakeReward(), FakeTrainer(args.steps)
     last = world.size - 1
     with tempfile.TemporaryDirectory() as folder:
@@ -144,8 +156,14 @@ def main() -> None:
         ).run()
         if world.rank == 0:
             rate = (args.steps - 1) * GROUPS * SIZE / (trainer.ended - trainer.began)
-            result = {"benchmark": "machinery", "ranks": world.size, "completions_per_s": round(rate), "bound": BOUND,
-                      "ratio": round(rate / BOUND, 2), "torch": torch.__version__}  # fmt: skip
+            result = {
+                "benchmark": "machinery",
+                "ranks": world.size,
+                "completions_per_s": round(rate),
+                "bound": BOUND,
+                "ratio": round(rate / BOUND, 2),
+                "torch": torch.__version__,
+            }
             text = f"{rate:,.0f} completions/s on {world.size} rank(s), {rate / BOUND:.1f} x the bound of {BOUND:,.0f}"
             print(json.dumps(result) if args.json else text)
 

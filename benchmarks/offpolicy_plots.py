@@ -32,7 +32,12 @@ def _figure(count: int) -> tuple[plt.Figure, list[Axes]]:
     columns = min(3, count)
     rows = -(-count // columns)
     figure, axes = plt.subplots(
-        rows, columns, figsize=(WIDTH * columns, HEIGHT * rows + LEGEND), squeeze=False, sharey=True, layout="constrained"
+        rows,
+        columns,
+        figsize=(WIDTH * columns, HEIGHT * rows + LEGEND),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
     )
     for ax in axes.flat:
         ax.grid(alpha=0.3)
@@ -60,7 +65,10 @@ def _panels(study: str, curves: list[Curve]) -> plt.Figure:
             if (name, panel) in cells:
                 _band(ax, cells[name, panel], name, colour)
         lags = [settled_lag(run) for c in curves if c.case.panel == panel for run in c.runs]
-        ax.set_title(f"{panel} (reached: {statistics.mean(lags):.1f})" if study == "lag" else panel, fontsize=9)
+        ax.set_title(
+            f"{panel} (reached: {statistics.mean(lags):.1f})" if study == "lag" else panel,
+            fontsize=9,
+        )
     return _finish(figure, axes, "optimizer updates")
 
 
@@ -70,30 +78,48 @@ def _band(ax: Axes, curve: Curve, name: str, colour: tuple) -> None:
     values = [[found[s] for found in by_step] for s in steps]
     x = [s * curve.case.updates_a_step for s in steps]
     ax.plot(x, [statistics.mean(v) for v in values], color=colour, label=name, lw=1.5)
-    ax.fill_between(x, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.15, lw=0)
+    ax.fill_between(
+        x, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.15, lw=0
+    )
 
 
 def _against_time(study: str, curves: list[Curve]) -> plt.Figure:
-    """Held-out accuracy against steps and wall seconds, a line a seed: each ends where it reaches the target."""
+    """Held-out accuracy against steps and wall seconds, a line a seed: each ends where it reaches
+    the target.
+    """
     figure, axes = _figure(2)
     for ax, key, title in zip(axes, ("step", "time/evaluated_s"), ("steps", "seconds, wall")):
         for curve, colour in zip(curves, plt.get_cmap("tab10").colors):
             for i, run in enumerate(curve.runs):
                 rows = [r for r in run.rows if r.get("eval/accuracy") is not None]
                 label = None if i else curve.case.curve
-                ax.plot([r[key] for r in rows], [r["eval/accuracy"] for r in rows], color=colour, lw=1, label=label)
+                ax.plot(
+                    [r[key] for r in rows],
+                    [r["eval/accuracy"] for r in rows],
+                    color=colour,
+                    lw=1,
+                    label=label,
+                )
         ax.set_title(title, fontsize=9)
     return _finish(figure, axes, "")
 
 
 def _losses(study: str, curves: list[Curve]) -> plt.Figure:
-    """Steps and CPU seconds to the last target, a row a loss, a dot a seed; none where it was not reached."""
+    """Steps and CPU seconds to the last target, a row a loss, a dot a seed; none where it was not
+    reached.
+    """
     figure, axes = _figure(2)
     figure.set_size_inches(2 * WIDTH, HEIGHT * 1.4)
     ordered = sorted(curves, key=soonest_first, reverse=True)
     for y, curve in enumerate(ordered):
         reached = [run for run in curve.runs if steps_to(run.rows, TARGETS[-1]) < float("inf")]
-        axes[0].plot([steps_to(run.rows, TARGETS[-1]) for run in reached], [y] * len(reached), "o", color="C0", alpha=0.6)
+        axes[0].plot(
+            [steps_to(run.rows, TARGETS[-1]) for run in reached],
+            [y] * len(reached),
+            "o",
+            color="C0",
+            alpha=0.6,
+        )
         axes[1].plot([run.cpu_s for run in reached], [y] * len(reached), "o", color="C0", alpha=0.6)
     axes[0].set_yticks(range(len(ordered)), [c.case.curve for c in ordered], fontsize=8)
     for ax, what in zip(axes, ("steps", "CPU seconds")):

@@ -20,7 +20,9 @@ T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 @dataclass(frozen=True)
 class Case:
-    """One setting of a study. panel: the plot, or the table's column, that it is in; curve: its name there."""
+    """One setting of a study. panel: the plot, or the table's column, that it is in; curve: its
+    name there.
+    """
 
     study: str
     panel: str
@@ -63,7 +65,9 @@ def best(run: Run) -> float:
 
 
 def settled_lag(run: Run) -> float:
-    """Mean lag of the trained completions, in steps, over the second half of the run: the window fills in the first."""
+    """Mean lag of the trained completions, in steps, over the second half of the run: the window
+    fills in the first.
+    """
     trained = [r for r in run.rows if r["step"] > 0]
     return statistics.mean(r["lag/mean"] for r in trained[len(trained) // 2 :])
 
@@ -97,7 +101,13 @@ def median(values: Iterable[float], form: str = ".0f") -> str:
 
 def tables(study: str, curves: list[Curve]) -> str:
     """A study's Markdown table."""
-    return _to_target(curves) if study in ("table", "tba") else _search(curves) if study == "search" else _finals(curves)
+    return (
+        _to_target(curves)
+        if study in ("table", "tba")
+        else _search(curves)
+        if study == "search"
+        else _finals(curves)
+    )
 
 
 def page_tables(study: str, curves: list[Curve]) -> dict[str, str]:
@@ -111,7 +121,9 @@ def page_tables(study: str, curves: list[Curve]) -> dict[str, str]:
 
 
 def _markdown(rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
+    return "\n".join(
+        "| " + " | ".join(row) + " |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    )
 
 
 def grid(curves: list[Curve]) -> tuple[list[str], list[str], dict[tuple[str, str], Curve]]:
@@ -127,14 +139,28 @@ def _number(panel: str) -> float:
 
 
 def _finals(curves: list[Curve]) -> str:
-    """Accuracy after the last step, a row a panel and a column a curve, and the lag that was reached."""
+    """Accuracy after the last step, a row a panel and a column a curve, and the lag that was
+    reached.
+    """
     names, panels, cells = grid(curves)
     seeds = max(len(c.runs) for c in curves)
-    lags = {p: [settled_lag(r) for c in curves if c.case.panel == p for r in c.runs] for p in panels}
+    lags = {
+        p: [settled_lag(r) for c in curves if c.case.panel == p for r in c.runs] for p in panels
+    }
     if panels == [""]:
         head = ["", "final accuracy, %", "mean lag, steps"]
         return _markdown(
-            [head, *([c.case.curve, _final(c, seeds), spread([settled_lag(r) for r in c.runs], ".1f")] for c in curves)]
+            [
+                head,
+                *(
+                    [
+                        c.case.curve,
+                        _final(c, seeds),
+                        spread([settled_lag(r) for r in c.runs], ".1f"),
+                    ]
+                    for c in curves
+                ),
+            ]
         )
     lagged = any(map(any, lags.values()))
     rows = [["final accuracy, %", *names, *["mean lag, steps"] * lagged]]
@@ -201,7 +227,8 @@ def _final(curve: Curve, seeds: int) -> str:
     """What befell a case; said where it has fewer runs than others, or not all of them ended."""
     diverged = sum(run.failed is not None for run in curve.runs)
     return spread([100 * final(run) for run in curve.runs], ".1f") + (
-        f"; {diverged} diverged" * bool(diverged) + f" x{len(curve.runs)}" * (len(curve.runs) < seeds)
+        f"; {diverged} diverged" * bool(diverged)
+        + f" x{len(curve.runs)}" * (len(curve.runs) < seeds)
     )
 
 
@@ -224,15 +251,32 @@ def _sought(curve: Curve) -> str:
 
 def _to_target(curves: list[Curve]) -> str:
     """Steps, wall and CPU seconds to the targets; soonest first."""
-    rows = [["loss", "lr", "steps to 80 %", "steps to 90 %", "s to 80 %", "s to 90 %", "CPU s", "best, %", "mean lag"]]
+    rows = [
+        [
+            "loss",
+            "lr",
+            "steps to 80 %",
+            "steps to 90 %",
+            "s to 80 %",
+            "s to 90 %",
+            "CPU s",
+            "best, %",
+            "mean lag",
+        ]
+    ]
     for curve in sorted(curves, key=soonest_first):
         runs = curve.runs
-        rows.append([
-            curve.case.curve, curve.case.panel.removeprefix("lr "),
-            *(median(steps_to(r.rows, t) for r in runs) for t in TARGETS), *(median(seconds_to(r.rows, t) for r in runs) for t in TARGETS),
-            spread([r.cpu_s for r in runs], ".0f"), spread([100 * best(r) for r in runs], ".1f"),
-            f"{statistics.mean(settled_lag(r) for r in runs):.1f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                curve.case.curve,
+                curve.case.panel.removeprefix("lr "),
+                *(median(steps_to(r.rows, t) for r in runs) for t in TARGETS),
+                *(median(seconds_to(r.rows, t) for r in runs) for t in TARGETS),
+                spread([r.cpu_s for r in runs], ".0f"),
+                spread([100 * best(r) for r in runs], ".1f"),
+                f"{statistics.mean(settled_lag(r) for r in runs):.1f}",
+            ]
+        )
     return _markdown(rows)
 
 
@@ -240,10 +284,15 @@ def refresh(file: Path, study: str, table: str) -> None:
     """Write a study's table between its markers. ValueError if the file has none."""
     text = file.read_text()
     fresh, found = re.subn(
-        rf"(<!-- table {study} -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{table}\n{m[2]}", text, flags=re.DOTALL
+        rf"(<!-- table {study} -->\n).*?(<!-- end -->)",
+        lambda m: f"{m[1]}{table}\n{m[2]}",
+        text,
+        flags=re.DOTALL,
     )
     if not found:
-        raise ValueError(f"{file} has no lines `<!-- table {study} -->` and `<!-- end -->`; add them where the table goes")
+        raise ValueError(
+            f"{file} has no lines `<!-- table {study} -->` and `<!-- end -->`; add them where the table goes"
+        )
     file.write_text(fresh)
 
 
@@ -251,11 +300,15 @@ def write_json(file: Path, curves: list[Curve], about: dict) -> None:
     """Everything that tables and plots are made of."""
     cases = [
         {
-            "study": c.case.study, "panel": c.case.panel, "curve": c.case.curve, "overrides": c.case.overrides,
-            "updates_a_step": c.case.updates_a_step, "runs": [_summary(run) for run in c.runs],
+            "study": c.case.study,
+            "panel": c.case.panel,
+            "curve": c.case.curve,
+            "overrides": c.case.overrides,
+            "updates_a_step": c.case.updates_a_step,
+            "runs": [_summary(run) for run in c.runs],
         }
         for c in curves
-    ]  # fmt: skip
+    ]
     lines = ",\n".join(json.dumps(case) for case in cases)
     file.write_text(f'{{"about": {json.dumps(about)},\n"cases": [\n{lines}\n]}}\n')
 
@@ -264,13 +317,17 @@ def _summary(run: Run) -> dict:
     trained = [r for r in run.rows if r["step"] > 0]  # the start is evaluated, as step 0
     return {
         "accuracy": accuracies(run.rows),
-        "seconds": [round(r["time/evaluated_s"], 2) for r in run.rows if r.get("eval/accuracy") is not None],
+        "seconds": [
+            round(r["time/evaluated_s"], 2) for r in run.rows if r.get("eval/accuracy") is not None
+        ],
         "reward": [round(r["reward/mean"], 3) for r in trained],
         "lag": [round(r["lag/mean"], 2) for r in trained],
         "settled_lag": round(settled_lag(run), 3),
         "ratio_max": round(max(r["ratio/max"] for r in trained), 2),
-        "failed": run.failed, "cpu_s": round(run.cpu_s, 2), "load": round(run.load, 2),
-    }  # fmt: skip
+        "failed": run.failed,
+        "cpu_s": round(run.cpu_s, 2),
+        "load": round(run.load, 2),
+    }
 
 
 def read_json(file: Path) -> list[Curve]:

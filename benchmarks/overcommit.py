@@ -1,13 +1,17 @@
-"""What overcommit and its governors buy under a heavy tail: seconds a step and mean lag, with real tickets, channels and loop.
+"""What overcommit and its governors buy under a heavy tail: seconds a step and mean lag, with real
+tickets, channels and loop.
 
-    python benchmarks/overcommit.py [--steps 60] [--max-lag 4] [--sigma 1] [--lag-sim FILE] [--learn 40] [--json FILE]
+    python benchmarks/overcommit.py [--steps 60] [--max-lag 4] [--sigma 1] [--lag-sim FILE] [--learn
+    40] [--json FILE]
 
-Two ranks, fake stations: a group keeps one of 16 slots busy for a log-normal time (mean 1.6 x a training step), a training step
-sleeps for --train-s. A batch is 8 groups, so an ideal step takes as long as training alone, and 16 slots could make a batch in
-0.8 of that. The reward that oppo and window follow is made up: it rises and levels off, with noise. --lag-sim: a file with
-`simulate(max_lag, overcommit, ...)`, whose prediction is printed beside what was measured: the median of SEEDS runs as long as
-the measured one, for a governor at the overcommit that it chose in the mean. --learn: main jobs of so many steps, one a setting
-and each on two ranks, for the reward that the default model reaches (0: none).
+Two ranks, fake executors: a group keeps one of 16 slots busy for a log-normal time (mean 1.6 x a
+training step), a training step sleeps for --train-s. A batch is 8 groups, so an ideal step takes as
+long as training alone, and 16 slots could make a batch in 0.8 of that. The reward that oppo and
+window follow is made up: it rises and levels off, with noise. --lag-sim: a file with
+`simulate(max_lag, overcommit, ...)`, whose prediction is printed beside what was measured: the
+median of SEEDS runs as long as the measured one, for a governor at the overcommit that it chose in
+the mean. --learn: main jobs of so many steps, one a setting and each on two ranks, for the reward
+that the default model reaches (0: none).
 """
 
 from __future__ import annotations
@@ -27,25 +31,34 @@ from collections import deque
 from pathlib import Path
 
 import llamarl  # noqa: F401  before torch: it says how torch's threads wait
+
+# isort: split
 import torch
 from running import machine, run_job
 
-from llamarl.channel import Gather, Scatter
+from llamarl.comm.channel import Gather, Scatter
+from llamarl.comm.groups import init_world
+from llamarl.comm.wire import register
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.executor import Executor
-from llamarl.governors import Constants
 from llamarl.observe import RowWriter
-from llamarl.placement import init_world
-from llamarl.tickets import TicketLedger
+from llamarl.tickets.governors import Constants
+from llamarl.tickets.ledger import TicketLedger
 from llamarl.types import Completion, Group, ScoredCompletion
-from llamarl.wire import register
 
-B, SLOTS, MEAN = 8, 16, 1.6  # groups a step; groups at once; training steps that a group takes in the mean
+B, SLOTS, MEAN = (
+    8,
+    16,
+    1.6,
+)  # groups a step; groups at once; training steps that a group takes in the mean
 WARMUP = 5  # steps left out
 SEEDS = 33  # of the prediction: one straggler moves the mean of 60 steps by a tenth
 LEARNED = ("0", "8", "auto", "oppo", "window")
 HEAD = "overcommit  deadline      step       lag   max    groups     cut  sim step   sim lag"
-SETTINGS = [(overcommit, False) for overcommit in ("0", f"{B // 2}", f"{B}", f"{2 * B}", "auto", "oppo", "window")]
+SETTINGS = [
+    (overcommit, False)
+    for overcommit in ("0", f"{B // 2}", f"{B}", f"{2 * B}", "auto", "oppo", "window")
+]
 SETTINGS += [(f"{B // 2}", True), (f"{B}", True)]  # with on_deadline=truncate
 
 
@@ -58,14 +71,18 @@ class Version:
 
 
 class FakeGenerator(Executor):
-    """A ticket keeps a slot busy for its time, which is a function of the ticket, and makes one token."""
+    """A ticket keeps a slot busy for its time, which is a function of the ticket, and makes one
+    token.
+    """
 
     name, poll_s = "generator", 0.002
 
     def __init__(self, mean_s: float, sigma: float):
         self.mean_s, self.sigma, self.version = mean_s, sigma, -1
         self.waiting: deque[int] = deque()  # granted, without a slot
-        self.ends: dict[int, tuple[float, int]] = {}  # ticket -> when it ends, the version that began it
+        self.ends: dict[
+            int, tuple[float, int]
+        ] = {}  # ticket -> when it ends, the version that began it
 
     def step(self) -> bool:
         arrived = self.inputs["policy"].take()
@@ -79,7 +96,9 @@ class FakeGenerator(Executor):
         now = time.monotonic()
         while self.waiting and len(self.ends) < SLOTS:
             ticket = self.waiting.popleft()
-            seconds = self.mean_s * random.Random(ticket).lognormvariate(-(self.sigma**2) / 2, self.sigma)
+            seconds = self.mean_s * random.Random(ticket).lognormvariate(
+                -(self.sigma**2) / 2, self.sigma
+            )
             self.ends[ticket] = now + seconds, self.version
         done = [t for t, (end, _) in self.ends.items() if end <= now or t in ordered]
         for ticket in done:
@@ -122,7 +141,9 @@ class FakeTrainer(Executor):
         if self.version == self.steps:
             self.done = True
             return False
-        taken = self.tickets.take(self.version, waited=time.monotonic() - self.waits_since > 0.1 * self.train_s)
+        taken = self.tickets.take(
+            self.version, waited=time.monotonic() - self.waits_since > 0.1 * self.train_s
+        )
         if taken is None:
             return bool(arrived)
         batch = [self.groups.pop(ticket) for ticket in taken]
@@ -131,7 +152,9 @@ class FakeTrainer(Executor):
         self.cut.append(sum(g.finish_reasons == ("aborted",) for g in batch))
         time.sleep(self.train_s)
         self.version += 1
-        self.tickets.trained(1 - math.exp(-3 * self.version / self.steps) + self.rewards.gauss(0, 0.02))
+        self.tickets.trained(
+            1 - math.exp(-3 * self.version / self.steps) + self.rewards.gauss(0, 0.02)
+        )
         self.overcommit.append(self.tickets.overcommit)
         self.publish()
         self.metrics.report(self.version, {"loss/value": 0.0, "policy_version": self.version})
@@ -141,40 +164,83 @@ class FakeTrainer(Executor):
 
 def run_one(args: argparse.Namespace) -> None:
     """On each of two ranks: one setting; the trainer's rank writes what it measured to --json."""
-    world = init_world(threads=1, deadline_s=120, reproducible=True)
-    generator, trainer = FakeGenerator(MEAN * args.train_s, args.sigma), FakeTrainer(args.steps, args.train_s)
+    world = init_world(threads=1, timeout_s=120, reproducible=True)
+    generator, trainer = (
+        FakeGenerator(MEAN * args.train_s, args.sigma),
+        FakeTrainer(args.steps, args.train_s),
+    )
     overcommit = int(args.one) if args.one.isdigit() else args.one
     with tempfile.TemporaryDirectory() as folder:
         ExecutorController(
             executors=[generator, trainer],
-            channels=[Scatter("scored", generator, trainer), Gather("policy", trainer, generator, spread=False)],
+            channels=[
+                Scatter("scored", generator, trainer),
+                Gather("policy", trainer, generator, spread=False),
+            ],
             placement={"trainer": (0,), "generator": (world.size - 1,)},
             ledger=TicketLedger(
-                groups_per_step=B, max_lag=args.max_lag, overcommit=overcommit, constants=Constants(window=args.window)
+                groups_per_step=B,
+                max_lag=args.max_lag,
+                overcommit=overcommit,
+                constants=Constants(window=args.window),
             ),
             world=world,
-            settings=RunSettings(Path(folder), None, 1, 120.0, 30.0, 10.0, truncate=args.truncate, straggler_factor=1e9),
+            settings=RunSettings(
+                Path(folder),
+                None,
+                1,
+                120.0,
+                30.0,
+                10.0,
+                truncate=args.truncate,
+                straggler_factor=1e9,
+            ),
             make_writer=lambda: RowWriter(folder, [], eval_due=lambda step: False, first_step=1),
         ).run()
     if world.rank == 0:
         lags = [lag for step in trainer.lags[WARMUP:] for lag in step]
         measured = {
-            "step_s": (trainer.began[-1] - trainer.began[WARMUP]) / (len(trainer.began) - 1 - WARMUP),
-            "lag_mean": statistics.fmean(lags), "lag_max": max(lags), "cut_fraction": sum(trainer.cut[WARMUP:]) / len(lags),
-            "overcommit_mean": statistics.fmean(trainer.overcommit[WARMUP:]), "overcommit_last": trainer.overcommit[-1],
-        }  # fmt: skip
+            "step_s": (trainer.began[-1] - trainer.began[WARMUP])
+            / (len(trainer.began) - 1 - WARMUP),
+            "lag_mean": statistics.fmean(lags),
+            "lag_max": max(lags),
+            "cut_fraction": sum(trainer.cut[WARMUP:]) / len(lags),
+            "overcommit_mean": statistics.fmean(trainer.overcommit[WARMUP:]),
+            "overcommit_last": trainer.overcommit[-1],
+        }
         args.json.write_text(json.dumps(measured))
 
 
 def measure(args: argparse.Namespace, overcommit: str, truncate: bool, out: Path) -> dict:
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, "--one", overcommit,
-        "--steps", str(args.steps), "--train-s", str(args.train_s), "--sigma", str(args.sigma), "--max-lag", str(args.max_lag),
-        "--window", str(args.window), "--json", str(out), *["--truncate"] * truncate,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        __file__,
+        "--one",
+        overcommit,
+        "--steps",
+        str(args.steps),
+        "--train-s",
+        str(args.train_s),
+        "--sigma",
+        str(args.sigma),
+        "--max-lag",
+        str(args.max_lag),
+        "--window",
+        str(args.window),
+        "--json",
+        str(out),
+        *["--truncate"] * truncate,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"overcommit={overcommit} failed:\n" + "\n".join((done.stdout + done.stderr).splitlines()[-15:]))
+        raise RuntimeError(
+            f"overcommit={overcommit} failed:\n"
+            + "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        )
     return json.loads(out.read_text())
 
 
@@ -186,20 +252,27 @@ def learn(args: argparse.Namespace, overcommit: str, folder: Path) -> dict:
         f"overcommit={overcommit}",
         f"governor.window={args.window}",
     ]
-    rows = run_job(folder / overcommit, [*settings, f"eval.every={args.learn}", "checkpoint.every=0", "seed=0"])
+    rows = run_job(
+        folder / overcommit, [*settings, f"eval.every={args.learn}", "checkpoint.every=0", "seed=0"]
+    )
     steps = [row for row in rows if row["step"] > 0]
     return {
-        "overcommit": overcommit, "reward_last": statistics.fmean(row["reward/mean"] for row in steps[-10:]),
-        "accuracy": steps[-1]["eval/accuracy"], "step_s": statistics.median(row["time/step_s"] for row in steps[WARMUP:]),
+        "overcommit": overcommit,
+        "reward_last": statistics.fmean(row["reward/mean"] for row in steps[-10:]),
+        "accuracy": steps[-1]["eval/accuracy"],
+        "step_s": statistics.median(row["time/step_s"] for row in steps[WARMUP:]),
         "lag_mean": statistics.fmean(row["lag/mean"] for row in steps[WARMUP:]),
         "overcommit_mean": statistics.fmean(row["tickets/overcommit"] for row in steps[WARMUP:]),
-    }  # fmt: skip
+    }
 
 
 def predictor(file: Path | None):
     """simulate() of a file; None, saying so, if there is none."""
     if file is None or not file.is_file():
-        print(f"no prediction: {f'{file} does not exist' if file else 'none was asked for (--lag-sim FILE)'}", file=sys.stderr)
+        print(
+            f"no prediction: {f'{file} does not exist' if file else 'none was asked for (--lag-sim FILE)'}",
+            file=sys.stderr,
+        )
         return None
     spec = importlib.util.spec_from_file_location("lag_sim", file)
     module = importlib.util.module_from_spec(spec)
@@ -208,7 +281,11 @@ def predictor(file: Path | None):
 
 
 def show(row: dict, train_s: float) -> str:
-    predicted = f"{row['predicted_step']:9.2f} {row['predicted_lag']:9.2f}" if "predicted_step" in row else f"{'-':>9} {'-':>9}"
+    predicted = (
+        f"{row['predicted_step']:9.2f} {row['predicted_lag']:9.2f}"
+        if "predicted_step" in row
+        else f"{'-':>9} {'-':>9}"
+    )
     return (
         f"{row['overcommit']:>10} {'truncate' if row['truncate'] else 'wait':>9} {row['step_s'] / train_s:9.2f} {row['lag_mean']:9.2f} "
         f"{row['lag_max']:5d} {row['overcommit_mean']:9.1f} {row['cut_fraction']:7.1%} {predicted}"
@@ -223,7 +300,9 @@ def main() -> None:
     parser.add_argument("--max-lag", type=int, default=4)
     parser.add_argument("--window", type=int, default=5, help="governor.window, steps")
     parser.add_argument("--lag-sim", type=Path)
-    parser.add_argument("--learn", type=int, default=40, help="steps of a main job, one a setting; 0: none")
+    parser.add_argument(
+        "--learn", type=int, default=40, help="steps of a main job, one a setting; 0: none"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--truncate", action="store_true", help=argparse.SUPPRESS)
@@ -241,7 +320,13 @@ def main() -> None:
             measured = measure(args, overcommit, truncate, Path(folder) / "measured.json")
             row = {"overcommit": overcommit, "truncate": truncate, **measured}
             if simulate and not truncate:
-                sizes = {"B": B, "slots": SLOTS, "mean_s": MEAN, "sigma": args.sigma, "steps": args.steps}
+                sizes = {
+                    "B": B,
+                    "slots": SLOTS,
+                    "mean_s": MEAN,
+                    "sigma": args.sigma,
+                    "steps": args.steps,
+                }
                 groups = round(row["overcommit_mean"])
                 runs = [simulate(args.max_lag, groups, **sizes, seed=seed) for seed in range(SEEDS)]
                 steps = sorted(step for step, *_ in runs)
@@ -252,13 +337,19 @@ def main() -> None:
                 row["predicted_lag"] = statistics.median(lag for _, lag, _ in runs)
             rows.append(row)
             print(show(row, args.train_s), flush=True)
-        learned = [learn(args, overcommit, Path(folder)) for overcommit in (LEARNED if args.learn else ())]
+        learned = [
+            learn(args, overcommit, Path(folder)) for overcommit in (LEARNED if args.learn else ())
+        ]
     for row in learned:
-        print("main job, overcommit {overcommit:>6}: reward {reward_last:.3f}, held out {accuracy:.3f}, {step_s:.3f} s a step, "
-              "lag {lag_mean:.2f}, groups {overcommit_mean:.1f}".format(**row))  # fmt: skip
+        print(
+            "main job, overcommit {overcommit:>6}: reward {reward_last:.3f}, held out {accuracy:.3f}, {step_s:.3f} s a step, "
+            "lag {lag_mean:.2f}, groups {overcommit_mean:.1f}".format(**row)
+        )
     print(f"machine {machine()}")
     if args.json:
-        values = {name: getattr(args, name) for name in ("max_lag", "sigma", "steps", "train_s", "window")}
+        values = {
+            name: getattr(args, name) for name in ("max_lag", "sigma", "steps", "train_s", "window")
+        }
         result = {
             "benchmark": "overcommit",
             **values,

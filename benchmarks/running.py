@@ -1,4 +1,6 @@
-"""Shared by the benchmarks that run whole jobs: start one, read its rows and spans, name the machine."""
+"""Shared by the benchmarks that run whole jobs: start one, read its rows and spans, name the
+machine.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ STOP_S = 60.0  # a process that is asked to end has so long
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A process that ended. cpu_s: user and system seconds of it and of all its descendants that were waited for."""
+    """A process that ended. cpu_s: user and system seconds of it and of all its descendants that
+    were waited for.
+    """
 
     status: int
     output: str  # stdout and stderr
@@ -30,7 +34,9 @@ class Finished:
         return "\n".join(self.output.splitlines()[-15:])
 
 
-def run_process(command: list[str], *, timeout_s: float, env: dict[str, str] | None = None) -> Finished:
+def run_process(
+    command: list[str], *, timeout_s: float, env: dict[str, str] | None = None
+) -> Finished:
     """Run it to its end, in the repository's root.
 
     After timeout_s it is asked to end, and STOP_S later killed with its descendants.
@@ -38,7 +44,9 @@ def run_process(command: list[str], *, timeout_s: float, env: dict[str, str] | N
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     timed_out = False
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=env, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, cwd=ROOT, env=env, start_new_session=True
+        )
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -61,7 +69,13 @@ def run_process(command: list[str], *, timeout_s: float, env: dict[str, str] | N
 
 def job_command(run_dir: Path, overrides: list[str], *, ranks: int = 2) -> list[str]:
     """The command line of the main job on `ranks` processes."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
     return [*launcher, str(ROOT / "recipes" / "llama_async.py"), f"run_dir={run_dir}", *overrides]
 
 
@@ -69,22 +83,39 @@ def read_rows(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def run_job(run_dir: Path, overrides: list[str], *, ranks: int = 2, timeout_s: float = 1800) -> list[dict]:
+def run_job(
+    run_dir: Path, overrides: list[str], *, ranks: int = 2, timeout_s: float = 1800
+) -> list[dict]:
     """Run the main job on `ranks` processes and return its rows. RuntimeError if it fails."""
     done = run_process(job_command(run_dir, overrides, ranks=ranks), timeout_s=timeout_s)
     if done.status or done.timed_out:
-        cause = f"took longer than {timeout_s:.0f} s" if done.timed_out else f"failed, status {done.status}"
+        cause = (
+            f"took longer than {timeout_s:.0f} s"
+            if done.timed_out
+            else f"failed, status {done.status}"
+        )
         raise RuntimeError(f"{' '.join(overrides)} {cause}:\n{done.last_lines()}")
     return read_rows(run_dir)
 
 
-def busy_s(run_dir: Path, lane: str, since_s: float = 0.0) -> float:
+def busy_s(run_dir: Path, track: str, since_s: float = 0.0) -> float:
     """Seconds that an executor worked, over all ranks, from the run's traces; since_s into them."""
     total = 0.0
     for file in run_dir.glob("trace.rank*.json"):
         events = json.loads(file.read_text())["traceEvents"]
-        lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
-        total += sum(e["dur"] for e in events if e["ph"] == "X" and lanes.get((e["pid"], e["tid"]), "").startswith(lane)) / 1e6
+        tracks = {
+            (e["pid"], e["tid"]): e["args"]["name"]
+            for e in events
+            if e["ph"] == "M" and e["name"] == "thread_name"
+        }
+        total += (
+            sum(
+                e["dur"]
+                for e in events
+                if e["ph"] == "X" and tracks.get((e["pid"], e["tid"]), "").startswith(track)
+            )
+            / 1e6
+        )
     return total
 
 
@@ -93,7 +124,12 @@ def machine() -> dict[str, str | int | float]:
     import torch
 
     model = next(
-        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine()
+        (
+            line.split(":")[1].strip()
+            for line in open("/proc/cpuinfo")
+            if line.startswith("model name")
+        ),
+        platform.machine(),
     )
     return {
         "cpu": model,

@@ -1,10 +1,13 @@
-"""Async against sync, same config, one run: seconds a step, busy seconds of each side, and how near the bound.
+"""Async against sync, same config, one run: seconds a step, busy seconds of each side, and how near
+the bound.
 
     python benchmarks/step.py [--steps 10] [--json]
 
-The model is a random 12.6 M-parameter Llama (8 layers, hidden 384), 64 completions of 128 forced tokens a step, fp32, one
+The model is a random 12.6 M-parameter Llama (8 layers, hidden 384), 64 completions of 128 forced
+tokens a step, fp32, one
 thread a rank: trainer | generator and reward. The sync run gives each side's seconds while the other rests; an ideal
-pipeline takes the longer of the two a step. Printed: async seconds a step over that bound (1.00 is ideal).
+pipeline takes the longer of the two a step. Printed: async seconds a step over that bound (1.00 is
+ideal).
 """
 
 from __future__ import annotations
@@ -23,13 +26,19 @@ WARMUP = 2  # steps left out of the medians
 
 
 def medium_model(out: Path) -> Path:
+    import torch
+
     from llamarl.learning.sft import save_directory
     from llamarl.models.build import build_decoder, read_config
     from llamarl.models.scratch import TINY_CONFIG, random_weights, write_directory
 
-    import torch
-
-    config = {**TINY_CONFIG, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6}
+    config = {
+        **TINY_CONFIG,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 6,
+    }
     config |= {"head_dim": 64} if "head_dim" in TINY_CONFIG else {}
     like = out / "like"
     like.mkdir()
@@ -49,10 +58,21 @@ class Measured:
 
 def measure(folder: Path, name: str, model: Path, steps: int, overrides: list[str]) -> Measured:
     common = [
-        f"model.path={model}", f"max_steps={steps}", f"groups_per_step={COMPLETIONS // 8}", "group_size=8", f"max_new_tokens={TOKENS}",
-        f"generator.min_new_tokens={TOKENS}", "generator.max_slots=64", "task.max_prompt_tokens=32", "eval.every=0", "checkpoint.every=0",
-        "threads=1", "trainer.skip_zero_advantage=false", "trainer.parity_tolerance=0.05", "lr=1e-6",
-    ]  # fmt: skip
+        f"model.path={model}",
+        f"max_steps={steps}",
+        f"groups_per_step={COMPLETIONS // 8}",
+        "group_size=8",
+        f"max_new_tokens={TOKENS}",
+        f"generator.min_new_tokens={TOKENS}",
+        "generator.max_slots=64",
+        "task.max_prompt_tokens=32",
+        "eval.every=0",
+        "checkpoint.every=0",
+        "threads=1",
+        "trainer.skip_zero_advantage=false",
+        "trainer.parity_tolerance=0.05",
+        "lr=1e-6",
+    ]
     rows = [r for r in run_job(folder / name, common + overrides) if r["step"] > WARMUP]
     walls = [b["time/wall_s"] - a["time/wall_s"] for a, b in zip(rows, rows[1:])]
     return Measured(
@@ -75,9 +95,14 @@ def main() -> None:
         ahead = measure(folder, "async", model, args.steps, ["max_lag=1"])
     bound = max(sync.generate_s, sync.train_s)
     result = {
-        "benchmark": "step", "sync": dataclasses.asdict(sync), "async": dataclasses.asdict(ahead), "bound_s": bound,
-        "async_over_bound": ahead.step_s / bound, "sync_over_async": sync.step_s / ahead.step_s, "machine": machine(),
-    }  # fmt: skip
+        "benchmark": "step",
+        "sync": dataclasses.asdict(sync),
+        "async": dataclasses.asdict(ahead),
+        "bound_s": bound,
+        "async_over_bound": ahead.step_s / bound,
+        "sync_over_async": sync.step_s / ahead.step_s,
+        "machine": machine(),
+    }
     if args.json:
         print(json.dumps(result))
         return

@@ -4,7 +4,7 @@
                                         [--seeds 5] [--cores 2] [--ours same|best] [--json FILE]
                                         [overrides ...]
 
-same   both sides have SAME: the loss (TRL's dapo, ours grpo with normalise=tokens), batch, one
+same   both sides have SAME: the loss (TRL's dapo, ours grpo with normalize=tokens), batch, one
        update a batch, optimizer, constant rate, float32, examples and evaluation. What differs is
        what each system is: TRL generates, then trains, in one process of as many threads as there
        are cores; ours does both at once, in a process of one thread a core, on data at most
@@ -96,7 +96,7 @@ def same_overrides() -> tuple[str, ...]:
     s = SAME
     return (
         "loss=grpo",
-        "loss.normalise=tokens",
+        "loss.normalize=tokens",
         f"loss.clip_low={s['clip']}",
         f"loss.clip_high={s['clip']}",
         "loss.kl_coef=0",
@@ -392,7 +392,7 @@ def start_cpu_s(sides: list[str], scratch: Path, args: argparse.Namespace) -> di
 def main() -> None:
     args = arguments()
     sys.path.insert(0, str(ROOT))
-    from llamarl.ranks import TINY_MODEL
+    from llamarl.config.placement import TINY_MODEL
 
     args.model = str(Path(args.model or TINY_MODEL).resolve())
     sides = ["llamarl", "trl"] if args.trl_python else ["llamarl"]

@@ -1,8 +1,8 @@
 """The other side of benchmarks/time_to_reward.py: GRPOTrainer, run by an interpreter that has TRL.
 
 Writes what a run of ours writes: RUN_DIR/metrics.jsonl, a row an evaluation with step,
-eval/accuracy and time/evaluated_s. Seconds are counted once everything is imported, before the model is loaded,
-as ours are. Ends at the target or after --steps.
+eval/accuracy and time/evaluated_s. Seconds are counted once everything is imported, before the
+model is loaded, as ours are. Ends at the target or after --steps.
 """
 
 import argparse
@@ -28,7 +28,10 @@ args = parser.parse_args()
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(args.threads)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import llamarl  # noqa: E402, F401  before torch: it says how torch's threads wait, here as on the other side
+# Before torch: it says how torch's threads wait, here as on the other side.
+import llamarl  # noqa: E402, F401
+
+# isort: split
 import accelerate  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -120,7 +123,7 @@ trainer = trl.GRPOTrainer(
         max_completion_length=settings["max_new_tokens"],
         temperature=settings["temperature"],
         # The loss.
-        loss_type="dapo",  # a mean over the batch's tokens: ours with normalise=tokens
+        loss_type="dapo",  # a mean over the batch's tokens: ours with normalize=tokens
         epsilon=settings["clip"],
         epsilon_high=settings["clip"],
         beta=0.0,

@@ -1,20 +1,26 @@
-"""Training tokens per second: our trainer's step against the machine's GEMMs, and against TRL's on uneven lengths, in one run.
+"""Training tokens per second: our trainer's step against the machine's GEMMs, and against TRL's on
+uneven lengths, in one run.
 
-    python benchmarks/train.py --model DIR [--dtype bfloat16,float32] [--against trl --trl-python V/bin/python] [--json FILE]
+    python benchmarks/train.py --model DIR [--dtype bfloat16,float32] [--against trl --trl-python
+    V/bin/python] [--json FILE]
 
 medium   a random 12.6 M-parameter Llama of the peer's preset (--peer, beside the repository; skipped where it is absent)
 model    the Hugging Face directory of --model (skipped without one)
 
 even     4 microbatches of 512 packed tokens, then the optimizer's step. Model FLOPs (6 a weight and token, the head's for
-         labels alone, causal attention's by half) a second, against the rate of the same products by themselves: every
-         shape of the model forward and both ways backward, at its share of the FLOPs.
+         labels alone, causal attention's by half) a second, against the rate of the same products
+         by themselves: every shape of the model forward and both ways backward, at its share of the
+         FLOPs.
 uneven   groups of 8 completions of log-normal lengths (sigma 1, at most 8 times the median) behind prompts of 32 tokens, in
-         microbatches of 4 times the longest sequence. Padding is that of 1,024 such completions. Tokens are those of prompts and completions, a prompt once a completion.
-         TRL's step is GRPOTrainer's own loss, its backward and AdamW on the same tokens, padded as TRL pads a generation
-         batch; `trimmed`: cut to the longest of each of its microbatches, which TRL does not do.
+         microbatches of 4 times the longest sequence. Padding is that of 1,024 such completions.
+         Tokens are those of prompts and completions, a prompt once a completion. TRL's step is
+         GRPOTrainer's own loss, its backward and AdamW on the same tokens, padded as TRL pads a
+         generation batch; `trimmed`: cut to the longest of each of its microbatches, which TRL does
+         not do.
 
-Contestants take turns within each of --repeats rounds, and medians are given. --cpu-time counts the processes' CPU seconds instead of
-the clock's: for one thread on a machine that others use. Peak memory is the process's largest resident set in its own steps.
+Contestants take turns within each of --repeats rounds, and medians are given. --cpu-time counts the
+processes' CPU seconds instead of the clock's: for one thread on a machine that others use. Peak
+memory is the process's largest resident set in its own steps.
 """
 
 from __future__ import annotations
@@ -34,8 +40,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import llamarl  # noqa: F401  before torch: it says how torch's threads wait
-import torch
 
+# isort: split
+import torch
 from running import ROOT, machine
 
 PROMPT, GROUP, MICRO_TRL = 32, 8, 8
@@ -51,13 +58,22 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def peak_mib(since_reset: bool = False) -> float:
-    """Largest resident set of this process, in MiB, and of what came after the last reset where the system can tell."""
+    """Largest resident set of this process, in MiB, and of what came after the last reset where the
+    system can tell.
+    """
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if since_reset:
         Path("/proc/self/clear_refs").write_text("5")
-    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) / 1024
+    return (
+        next(
+            int(line.split()[1])
+            for line in status.read_text().splitlines()
+            if line.startswith("VmHWM")
+        )
+        / 1024
+    )
 
 
 # --- Data: the same groups for both ---
@@ -71,10 +87,17 @@ def group_of(ticket: int, lengths: list[int], vocab: int, prompt: int = PROMPT):
     ids = torch.randint(4, vocab, (prompt + total,), generator=draw)
     rewards = (torch.arange(size) % 2).float() if size > 1 else torch.ones(1)
     return Group(
-        ticket=ticket, prompt_ids=ids[:prompt], lengths=torch.tensor(lengths), token_ids=ids[prompt:],
-        generator_logprobs=torch.full((total,), -math.log(vocab)), policy_versions=torch.zeros(total, dtype=torch.long),
-        ref_logprobs=torch.empty(0), rewards=rewards, finish_reasons=("stop",) * size, outcomes=("score",) * size,
-    )  # fmt: skip
+        ticket=ticket,
+        prompt_ids=ids[:prompt],
+        lengths=torch.tensor(lengths),
+        token_ids=ids[prompt:],
+        generator_logprobs=torch.full((total,), -math.log(vocab)),
+        policy_versions=torch.zeros(total, dtype=torch.long),
+        ref_logprobs=torch.empty(0),
+        rewards=rewards,
+        finish_reasons=("stop",) * size,
+        outcomes=("score",) * size,
+    )
 
 
 def even_groups(vocab: int) -> list:
@@ -87,49 +110,71 @@ def even_groups(vocab: int) -> list:
 def uneven_groups(vocab: int, completions: int, median: int) -> list:
     noise = torch.randn(completions, generator=torch.Generator().manual_seed(0))
     lengths = (median * noise.exp()).clamp(1, 8 * median).long().tolist()
-    return [group_of(i, lengths[i * GROUP : (i + 1) * GROUP], vocab) for i in range(completions // GROUP)]
+    return [
+        group_of(i, lengths[i * GROUP : (i + 1) * GROUP], vocab)
+        for i in range(completions // GROUP)
+    ]
 
 
 # --- Ours: the trainer executor itself, alone ---
 
 
 def our_step(model: Path, dtype: str, budget: int, groups: list) -> Callable[[], None]:
-    from executors.stations import build_trainer
-    from llamarl.allocator import keep_freed_memory
-    from llamarl.config import compose_config
+    from executors.build import build_trainer
+    from llamarl.comm.groups import World
+    from llamarl.config.command_line import compose_config
     from llamarl.executor import ExecutorGroup
-    from llamarl.launch import Job
-    from llamarl.placement import World
-    from llamarl.run import RunDirectory
+    from llamarl.launch.job import Job
+    from llamarl.launch.run_directory import RunDirectory
+    from llamarl.native.allocator import keep_freed_memory
 
     overrides = [
-        "model=hf", f"model.path={model}", "model.dtype=float32", f"trainer.compute_dtype={dtype}", f"trainer.microbatch_tokens={budget}",
-        "trainer.skip_zero_advantage=false", "lr=1e-6", "eval.every=0", "checkpoint.every=0",
-    ]  # fmt: skip
+        "model=hf",
+        f"model.path={model}",
+        "model.dtype=float32",
+        f"trainer.compute_dtype={dtype}",
+        f"trainer.microbatch_tokens={budget}",
+        "trainer.skip_zero_advantage=false",
+        "lr=1e-6",
+        "eval.every=0",
+        "checkpoint.every=0",
+    ]
     keep_freed_memory()  # as every job does when it starts
     nothing = SimpleNamespace(bind=lambda *_: None)
     config = compose_config(overrides)
-    trainer = build_trainer(config, Job(config, World(0, 1, 1, torch.device("cpu")), RunDirectory(Path(), None)))
+    trainer = build_trainer(
+        config, Job(config, World(0, 1, 1, torch.device("cpu")), RunDirectory(Path(), None))
+    )
     world = torch.distributed.group.WORLD
     trainer.attach(
-        ExecutorGroup("trainer", (0,), 0, torch.device("cpu"), world, shard_group=world), {}, {"policy": nothing}, *[nothing] * 4
+        ExecutorGroup("trainer", (0,), 0, torch.device("cpu"), world, shard_group=world),
+        {},
+        {"policy": nothing},
+        *[nothing] * 4,
     )
     trainer.setup()
     return lambda: trainer._update.run(groups, 1, lambda: False)
 
 
 def padding(groups: list, budget: int) -> dict[str, float]:
-    """Unused shares: of microbatches of single sequences by Magistral's order; of those that we make; and within attention."""
+    """Unused shares: of microbatches of single sequences by Magistral's order; of those that we
+    make; and within attention.
+    """
     from llamarl.learning.packing import Targets, collate, pack
     from llamarl.models.attention import PackedAttention
 
     sequences = [g.prompt_ids.numel() + n - 1 for g in groups for n in g.lengths.tolist()]
     bins = collate(sequences, budget)
     packing = pack(
-        groups, [Targets.of(g, torch.ones_like(g.rewards)) for g in groups], budget_tokens=budget, drop_zero_advantage=False
+        groups,
+        [Targets.of(g, torch.ones_like(g.rewards)) for g in groups],
+        budget_tokens=budget,
+        drop_zero_advantage=False,
     )
     sizes = [batch.input_ids.numel() for batch in packing.microbatches]
-    padded = sum(PackedAttention(b.cu_seqlens, b.parents).padded_tokens for b in packing.microbatches)
+    padded = sum(
+        PackedAttention(b.cu_seqlens, b.parents).padded_tokens for b in packing.microbatches
+    )
     return {
         "microbatches": len(sizes),
         "greedy": 1 - sum(sequences) / (len(bins) * budget),
@@ -140,24 +185,41 @@ def padding(groups: list, budget: int) -> dict[str, float]:
 
 
 def flops(config, groups: list) -> float:
-    """Of forward and backward over these groups, as the trainer computes them: a prompt once a group."""
+    """Of forward and backward over these groups, as the trainer computes them: a prompt once a
+    group.
+    """
     c, total = config, 0.0
     heads = c.num_attention_heads * c.head_dim
-    layer = c.hidden_size * (2 * heads + 2 * c.num_key_value_heads * c.head_dim + 3 * c.intermediate_size)
+    layer = c.hidden_size * (
+        2 * heads + 2 * c.num_key_value_heads * c.head_dim + 3 * c.intermediate_size
+    )
     for group in groups:
         prompt, lengths = group.prompt_ids.numel(), group.lengths.tolist()
         tokens = prompt + sum(n - 1 for n in lengths)
         seen = prompt**2 / 2 + sum(n * prompt + n**2 / 2 for n in lengths)  # pairs of query and key
-        total += 6 * tokens * c.num_hidden_layers * layer + 6 * c.vocab_size * c.hidden_size * sum(lengths)
+        total += 6 * tokens * c.num_hidden_layers * layer + 6 * c.vocab_size * c.hidden_size * sum(
+            lengths
+        )
         total += 12 * seen * heads * c.num_hidden_layers
     return total
 
 
 def gemm_rate(config, dtype: torch.dtype, tokens: int) -> Callable[[], float]:
-    """A function that measures FLOP/s of the model's own linear products, forward and backward, by themselves."""
-    c, heads, kv = config, config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    """A function that measures FLOP/s of the model's own linear products, forward and backward, by
+    themselves.
+    """
+    c, heads, kv = (
+        config,
+        config.num_attention_heads * config.head_dim,
+        config.num_key_value_heads * config.head_dim,
+    )
     shapes = {}  # (inputs, outputs) -> how many of them the model has
-    per_layer = [(c.hidden_size, heads), (c.hidden_size, kv), (c.hidden_size, kv), (heads, c.hidden_size)]
+    per_layer = [
+        (c.hidden_size, heads),
+        (c.hidden_size, kv),
+        (c.hidden_size, kv),
+        (heads, c.hidden_size),
+    ]
     per_layer += [(c.hidden_size, c.intermediate_size)] * 2 + [(c.intermediate_size, c.hidden_size)]
     for shape in per_layer:
         shapes[shape] = shapes.get(shape, 0) + c.num_hidden_layers
@@ -175,7 +237,10 @@ def gemm_rate(config, dtype: torch.dtype, tokens: int) -> Callable[[], float]:
             torch.mm(a, b, out=out)
 
     def measure() -> float:
-        spent = sum(seconds(lambda: many(a, b, out, times)) / times * count for a, b, out, times, count, _ in work)
+        spent = sum(
+            seconds(lambda: many(a, b, out, times)) / times * count
+            for a, b, out, times, count, _ in work
+        )
         return sum(count * f for *_, count, f in work) / spent
 
     return measure
@@ -185,21 +250,40 @@ def gemm_rate(config, dtype: torch.dtype, tokens: int) -> Callable[[], float]:
 
 
 class Trl:
-    """benchmarks/train_trl.py, started with the same tokens. step(): seconds of one of its training steps."""
+    """benchmarks/train_trl.py, started with the same tokens. step(): seconds of one of its training
+    steps.
+    """
 
-    def __init__(self, args: argparse.Namespace, model: Path, dtype: str, groups: list, folder: Path):
+    def __init__(
+        self, args: argparse.Namespace, model: Path, dtype: str, groups: list, folder: Path
+    ):
         rows = [
-            {"prompt": g.prompt_ids.tolist(), "completion": ids.tolist(), "advantage": reward - g.rewards.mean().item()}
+            {
+                "prompt": g.prompt_ids.tolist(),
+                "completion": ids.tolist(),
+                "advantage": reward - g.rewards.mean().item(),
+            }
             for g in groups
             for ids, reward in zip(g.token_ids.split(g.lengths.tolist()), g.rewards.tolist())
         ]
         data = folder / "rows.json"
         data.write_text(json.dumps(rows))
-        command = [args.trl_python, str(ROOT / "benchmarks" / "train_trl.py"), "--model", str(model), "--dtype", dtype]
+        command = [
+            args.trl_python,
+            str(ROOT / "benchmarks" / "train_trl.py"),
+            "--model",
+            str(model),
+            "--dtype",
+            dtype,
+        ]
         command += ["--rows", str(data), "--micro", str(MICRO_TRL), "--threads", str(args.threads)]
         self._log = open(folder / "trl.log", "w+")  # noqa: SIM115 - as long as the worker
         self._worker = subprocess.Popen(
-            command + ["--cpu-time"] * args.cpu_time, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+            command + ["--cpu-time"] * args.cpu_time,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
         )
         self.ready = self._answer()
 
@@ -229,11 +313,18 @@ def measure_even(model: Path, dtype: str, args: argparse.Namespace) -> dict:
 
     config = read_config(model)
     groups = even_groups(config.vocab_size)
-    step, gemm = our_step(model, dtype, EVEN[1], groups), gemm_rate(config, getattr(torch, dtype), EVEN[1])
+    step, gemm = (
+        our_step(model, dtype, EVEN[1], groups),
+        gemm_rate(config, getattr(torch, dtype), EVEN[1]),
+    )
     seconds(step), gemm()
     peak_mib(since_reset=True)
     rows = [(seconds(step), gemm()) for _ in range(args.repeats)]
-    took, work, tokens = statistics.median(s for s, _ in rows), flops(config, groups), EVEN[0] * EVEN[1]
+    took, work, tokens = (
+        statistics.median(s for s, _ in rows),
+        flops(config, groups),
+        EVEN[0] * EVEN[1],
+    )
     return {
         "tokens_per_s": tokens / took,
         "step_s": took,
@@ -256,11 +347,16 @@ def measure_uneven(model: Path, dtype: str, args: argparse.Namespace) -> dict:
         words = ("step", "trimmed") if trl else ()
         seconds(step), [trl.ask(word) for word in words]
         peak_mib(since_reset=True)
-        rows = [(seconds(step), *(trl.ask(word)["s"] for word in words)) for _ in range(args.repeats)]
+        rows = [
+            (seconds(step), *(trl.ask(word)["s"] for word in words)) for _ in range(args.repeats)
+        ]
         many = uneven_groups(read_config(model).vocab_size, 1024, args.median)
         most = 4 * max(PROMPT + n for g in many for n in g.lengths.tolist())
         out = {"tokens": tokens, "longest": max(sequences), "padding": padding(many, most)}
-        out |= {"tokens_per_s": tokens / statistics.median(row[0] for row in rows), "peak_mib": peak_mib()}
+        out |= {
+            "tokens_per_s": tokens / statistics.median(row[0] for row in rows),
+            "peak_mib": peak_mib(),
+        }
         for i, word in enumerate(words, start=1):
             name = "trl" if word == "step" else f"trl_{word}"
             out[f"{name}_tokens_per_s"] = tokens / statistics.median(row[i] for row in rows)
@@ -286,11 +382,22 @@ def medium_model(peer: Path, out: Path) -> Path | None:
     common = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(common)
     layers, hidden, inner, heads, kv = common.PRESETS["medium"]
-    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads,
-             "num_key_value_heads": kv, "head_dim": hidden // heads}  # fmt: skip
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": hidden // heads,
+    }
     like = out / "like"
     write_directory(like, TINY_CONFIG | sizes)
-    save_directory(random_weights(build_decoder(read_config(like)), seed=0), like, out / "medium", torch.float32)
+    save_directory(
+        random_weights(build_decoder(read_config(like)), seed=0),
+        like,
+        out / "medium",
+        torch.float32,
+    )
     return out / "medium"
 
 
@@ -301,12 +408,16 @@ def times_of(found: dict, name: str) -> str:
 
 
 def show(name: str, dtype: str, even: dict, uneven: dict | None) -> None:
-    print(f"{name:8} {dtype:9} even    {even['tokens_per_s']:7.0f} tok/s   {even['model_gflops']:4.0f} of {even['gemm_gflops']:4.0f} GFLOP/s: "
-          f"{even['of_gemm_rate']:.0%} of the GEMM rate   peak {even['peak_mib']:.0f} MiB")  # fmt: skip
+    print(
+        f"{name:8} {dtype:9} even    {even['tokens_per_s']:7.0f} tok/s   {even['model_gflops']:4.0f} of {even['gemm_gflops']:4.0f} GFLOP/s: "
+        f"{even['of_gemm_rate']:.0%} of the GEMM rate   peak {even['peak_mib']:.0f} MiB"
+    )
     if uneven is None:
         return
     pad = "   ".join(f"{k} {v:.1%}" for k, v in uneven["padding"].items() if k != "microbatches")
-    print(f"{'':18} uneven  {uneven['tokens_per_s']:7.0f} tok/s   peak {uneven['peak_mib']:.0f} MiB   padding: {pad}")
+    print(
+        f"{'':18} uneven  {uneven['tokens_per_s']:7.0f} tok/s   peak {uneven['peak_mib']:.0f} MiB   padding: {pad}"
+    )
     if "over_trl" in uneven:
         times, trimmed = (times_of(uneven, name) for name in ("over_trl", "over_trl_trimmed"))
         print(
@@ -345,9 +456,9 @@ def main() -> None:
     args = arguments()
     clock = time.process_time if args.cpu_time else time.perf_counter
     sys.path.insert(0, str(ROOT))
-    from llamarl.placement import init_world
+    from llamarl.comm.groups import init_world
 
-    world = init_world(threads=args.threads, deadline_s=600, reproducible=True)
+    world = init_world(threads=args.threads, timeout_s=600, reproducible=True)
     print(f"float32 {world.products}")
     result = {
         "benchmark": "train",
@@ -363,7 +474,10 @@ def main() -> None:
         models = {"medium": medium_model(args.peer, Path(scratch)), "model": args.model}
         for name, path in models.items():
             if path is None:
-                print(f"{name:8} skipped: " + (f"no {args.peer}" if name == "medium" else "no --model"))
+                print(
+                    f"{name:8} skipped: "
+                    + (f"no {args.peer}" if name == "medium" else "no --model")
+                )
                 continue
             for dtype in args.dtype.split(","):
                 even = measure_even(path, dtype, args)
@@ -371,7 +485,9 @@ def main() -> None:
                 result["models"].setdefault(path.name, {})[dtype] = {"even": even, "uneven": uneven}
                 show(path.name, dtype, even, uneven)
     torch.distributed.destroy_process_group()
-    print(f"{args.threads} threads, medians (and ranges) of {args.repeats} repeats, machine {result['machine']}")
+    print(
+        f"{args.threads} threads, medians (and ranges) of {args.repeats} repeats, machine {result['machine']}"
+    )
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -1,8 +1,9 @@
-"""The worker of benchmarks/train.py in TRL's interpreter: GRPOTrainer's training step on given tokens. Reads a word a line:
+"""The worker of benchmarks/train.py in TRL's interpreter: GRPOTrainer's training step on given
+tokens. Reads a word a line:
 
-    step       one optimizer step, padded as TRL pads a generation batch      -> {"s": seconds}
-    trimmed    the same, each microbatch cut to its longest                   -> {"s": seconds}
-    peak                                                                      -> {"mib": largest resident set so far}
+step       one optimizer step, padded as TRL pads a generation batch      -> {"s": seconds}
+trimmed    the same, each microbatch cut to its longest                   -> {"s": seconds}
+peak                                                                      -> {"mib": largest resident set so far}
 """
 
 import argparse
@@ -25,7 +26,10 @@ args = parser.parse_args()
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(args.threads)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import llamarl  # noqa: E402, F401  before torch: it says how torch's threads wait, here as on the other side
+# Before torch: it says how torch's threads wait, here as on the other side.
+import llamarl  # noqa: E402, F401
+
+# isort: split
 import torch  # noqa: E402
 import transformers  # noqa: E402
 import trl  # noqa: E402
@@ -44,14 +48,28 @@ if tokenizer.pad_token is None:
 out = tempfile.TemporaryDirectory()
 count = len(rows)
 config = trl.GRPOConfig(
-    output_dir=out.name, use_cpu=True, bf16=args.dtype == "bfloat16", gradient_checkpointing=False, learning_rate=1e-6, beta=0.0,
-    per_device_train_batch_size=args.micro, gradient_accumulation_steps=count // args.micro, num_generations=args.micro,
-    report_to="none", save_strategy="no", disable_tqdm=True, loss_type="dapo", model_init_kwargs={"dtype": "float32"},
-)  # fmt: skip
+    output_dir=out.name,
+    use_cpu=True,
+    bf16=args.dtype == "bfloat16",
+    gradient_checkpointing=False,
+    learning_rate=1e-6,
+    beta=0.0,
+    per_device_train_batch_size=args.micro,
+    gradient_accumulation_steps=count // args.micro,
+    num_generations=args.micro,
+    report_to="none",
+    save_strategy="no",
+    disable_tqdm=True,
+    loss_type="dapo",
+    model_init_kwargs={"dtype": "float32"},
+)
 trainer = trl.GRPOTrainer(
-    model=args.model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=config,
-    train_dataset=Dataset.from_dict({"prompt": ["x"]}), processing_class=tokenizer,
-)  # fmt: skip
+    model=args.model,
+    reward_funcs=lambda completions, **_: [0.0] * len(completions),
+    args=config,
+    train_dataset=Dataset.from_dict({"prompt": ["x"]}),
+    processing_class=tokenizer,
+)
 model, optimizer = trainer.accelerator.prepare(trainer.model, trainer.create_optimizer())
 trainer.optimizer, trainer.model_wrapped = optimizer, model
 trainer.current_gradient_accumulation_steps = count // args.micro
@@ -71,14 +89,20 @@ def padded(lists, left):
 prompt_ids, prompt_mask = padded([r["prompt"] for r in rows], left=True)
 completion_ids, completion_mask = padded([r["completion"] for r in rows], left=False)
 advantages = torch.tensor([r["advantage"] for r in rows])
-order = torch.randperm(count, generator=torch.Generator().manual_seed(0))  # TRL shuffles a generation batch
+order = torch.randperm(
+    count, generator=torch.Generator().manual_seed(0)
+)  # TRL shuffles a generation batch
 microbatches = [
     {
-        "prompt_ids": prompt_ids[part], "prompt_mask": prompt_mask[part], "completion_ids": completion_ids[part],
-        "completion_mask": completion_mask[part], "advantages": advantages[part], "num_items_in_batch": completion_mask.sum(),
+        "prompt_ids": prompt_ids[part],
+        "prompt_mask": prompt_mask[part],
+        "completion_ids": completion_ids[part],
+        "completion_mask": completion_mask[part],
+        "advantages": advantages[part],
+        "num_items_in_batch": completion_mask.sum(),
     }
     for part in order.split(args.micro)
-]  # fmt: skip
+]
 
 
 def trimmed(batch):
@@ -98,12 +122,20 @@ def step(batches):
     return clock() - began
 
 
-versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+versions = {
+    "trl": trl.__version__,
+    "transformers": transformers.__version__,
+    "torch": torch.__version__,
+}
 print(json.dumps({**versions, "float32": str(products)}), flush=True)
 for line in sys.stdin:
     word = line.strip()
     if word == "peak":
         answer = {"mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
     else:
-        answer = {"s": step(microbatches if word == "step" else [trimmed(batch) for batch in microbatches])}
+        answer = {
+            "s": step(
+                microbatches if word == "step" else [trimmed(batch) for batch in microbatches]
+            )
+        }
     print(json.dumps(answer), flush=True)

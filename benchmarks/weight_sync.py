@@ -1,9 +1,11 @@
 """Weight sync against this machine's limits and against what others do, all in one run.
 
-    python benchmarks/weight_sync.py [--models smollm2-bf16,smollm2-fp32,1b] [--repeats 7] [--json FILE]
+    python benchmarks/weight_sync.py [--models smollm2-bf16,smollm2-fp32,1b] [--repeats 7] [--json
+    FILE]
 
-For each model, topology and transport: seconds from the trainers' publish to the last generator's swap, what it held the
-trainer and the generator for, and, measured by the same processes on the same bytes:
+For each model, topology and transport: seconds from the trainers' publish to the last generator's
+swap, what it held the trainer and the generator for, and, measured by the same processes on the
+same bytes:
 
     memcpy       the trainers copy their shards, then the generators theirs: the two copies of shared memory
     raw gloo     plain send and recv of the same bytes between the same ranks
@@ -28,24 +30,33 @@ from dataclasses import asdict
 from pathlib import Path
 
 import llamarl  # noqa: F401  before torch: it says how torch's threads wait
+
+# isort: split
 import torch
 import torch.distributed as dist
 from running import machine
 from torch import Tensor
 
-from llamarl.control import Control
+from llamarl.comm.control import Control
+from llamarl.comm.groups import init_world, link_group
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
 from llamarl.ddma.transfer import give_way
-from llamarl.ddma.transports import End, this_end
+from llamarl.ddma.transports import RankInfo, this_rank_info
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
-from llamarl.placement import init_world, link_group
 
-SMOLLM2 = ModelConfig("LlamaForCausalLM", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, 1e5, None, 8192, True, False)
-ONE_B = ModelConfig("LlamaForCausalLM", 64000, 2048, 8192, 15, 32, 8, 64, 1e-5, 5e5, None, 8192, True, False)
-EIGHT_B = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, None, 8192, False, False)
-MODELS = {  # name -> (config, dtype of the generator, dtype of the trainer's own weights, quantised)
+SMOLLM2 = ModelConfig(
+    "LlamaForCausalLM", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, 1e5, None, 8192, True, False
+)
+ONE_B = ModelConfig(
+    "LlamaForCausalLM", 64000, 2048, 8192, 15, 32, 8, 64, 1e-5, 5e5, None, 8192, True, False
+)
+EIGHT_B = ModelConfig(
+    "LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, None, 8192, False, False
+)
+# name -> (config, dtype of the generator, dtype of the trainer's own weights, quantised)
+MODELS = {
     "smollm2-bf16": (SMOLLM2, torch.bfloat16, torch.float32, "none"),
     "smollm2-fp32": (SMOLLM2, torch.float32, torch.float32, "none"),
     "1b": (ONE_B, torch.bfloat16, torch.bfloat16, "none"),
@@ -66,15 +77,22 @@ class Rank:
     def __init__(self, model: str, topology: str, repeats: int):
         self.config, self.dtype, self.held_dtype, self.quantize = MODELS[model]
         self.source, self.destination = TOPOLOGIES[topology]
-        self.repeats, self.deadline_s = repeats, 600.0
-        self.world = init_world(threads=1, deadline_s=self.deadline_s, reproducible=True)
+        self.repeats, self.timeout_s = repeats, 600.0
+        self.world = init_world(threads=1, timeout_s=self.timeout_s, reproducible=True)
         self.device, self.store = self.world.device, self.world.store()
         n = self.source.num_ranks
-        self.trainers, self.generators = tuple(range(n)), tuple(range(n, n + self.destination.num_ranks))
+        self.trainers, self.generators = (
+            tuple(range(n)),
+            tuple(range(n, n + self.destination.num_ranks)),
+        )
         self.trains = self.world.rank in self.trainers
         names = [f"rank {r}" for r in range(self.world.size)]
-        self.control = Control(self.store, rank=self.world.rank, world_size=self.world.size, leader=0, names=names)
-        self.groups = [link_group(self.trainers, self.generators, behind=b) for b in (give_way, give_way, None)]
+        self.control = Control(
+            self.store, rank=self.world.rank, world_size=self.world.size, leader=0, names=names
+        )
+        self.groups = [
+            link_group(self.trainers, self.generators, behind=b) for b in (give_way, give_way, None)
+        ]
         self.shapes = parameter_shapes(self.config)
         self.control.start()
 
@@ -88,25 +106,49 @@ class Rank:
         dist.all_reduce(whole, dist.ReduceOp.MAX)
         return float(whole)
 
-    # -- llamarl -----------------------------------------------------------------------------------------------------------
+    # -- llamarl
+    # -----------------------------------------------------------------------------------------------------------
 
     def sync(self, transport: str) -> dict:
         store = self.store
-        store.set(f"{transport}/end/{self.world.rank}", json.dumps(asdict(this_end(self.world.rank, self.device))))
-        ends = [End(**json.loads(store.get(f"{transport}/end/{r}"))) for r in range(self.world.size)]
+        store.set(
+            f"{transport}/end/{self.world.rank}",
+            json.dumps(asdict(this_rank_info(self.world.rank, self.device))),
+        )
+        ends = [
+            RankInfo(**json.loads(store.get(f"{transport}/end/{r}")))
+            for r in range(self.world.size)
+        ]
         route = WeightsRoute(
-            "policy", sources=self.trainers, destinations=self.generators, source=self.source, destination=self.destination,
-            dtype=self.dtype, quantize=self.quantize, keep=(), transport=transport, ends=ends,
-            group=self.groups[transport == "gloo"], device_group=None, control=self.control, deadline_s=self.deadline_s,
-        )  # fmt: skip
+            "policy",
+            sources=self.trainers,
+            destinations=self.generators,
+            source=self.source,
+            destination=self.destination,
+            dtype=self.dtype,
+            quantize=self.quantize,
+            keep=(),
+            transport=transport,
+            ends=ends,
+            group=self.groups[transport == "gloo"],
+            device_group=None,
+            control=self.control,
+            timeout_s=self.timeout_s,
+        )
         end = WeightsSender(route) if self.trains else WeightsReceiver(route)
         plan = route.plan(self.config)
         if self.trains:
             me = self.world.rank
-            end.bind(self.config, [(n, self._shard(s, self._source_box(n, s, me))) for n, s in self.shapes.items()])
+            end.bind(
+                self.config,
+                [(n, self._shard(s, self._source_box(n, s, me))) for n, s in self.shapes.items()],
+            )
         else:
             t = (self.world.rank - len(self.trainers)) % self.destination.tp
-            held = [(p.name, self.destination.box(self.config, p, t).lengths, p.dtype) for p in plan.parameters]
+            held = [
+                (p.name, self.destination.box(self.config, p, t).lengths, p.dtype)
+                for p in plan.parameters
+            ]
             end.bind(self.config, [(n, self._zeros(s, d)) for n, s, d in held])
         seconds, stalls = [], []
         for version in range(WARM_UP + self.repeats):
@@ -121,7 +163,8 @@ class Rank:
                 end.swap()
                 stall = time.monotonic() - swap
             done = self.latest(time.monotonic() if not self.trains else 0.0)
-            # From the last trainer's call: how far apart a barrier lets them go is not the sync's doing.
+            # From the last trainer's call: how far apart a barrier lets them go is not the sync's
+            # doing.
             seconds.append(done - self.latest(began if self.trains else 0.0))
             stalls.append(stall)
         end.close()
@@ -138,10 +181,15 @@ class Rank:
         return Box.whole(shape).cut(0, first, min(rows, shape[0] - first))
 
     def _shard(self, shape: tuple[int, ...], box: Box) -> torch.nn.Parameter:
-        return torch.nn.Parameter(torch.randn(box.lengths, dtype=self.held_dtype, device=self.device) * 0.02, requires_grad=False)
+        return torch.nn.Parameter(
+            torch.randn(box.lengths, dtype=self.held_dtype, device=self.device) * 0.02,
+            requires_grad=False,
+        )
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.nn.Parameter:
-        return torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=self.device), requires_grad=False)
+        return torch.nn.Parameter(
+            torch.zeros(shape, dtype=dtype, device=self.device), requires_grad=False
+        )
 
     def _shard_bytes(self, plan) -> int:
         """Of this rank: what a trainer holds, or a generator."""
@@ -150,11 +198,14 @@ class Rank:
             return sum(box.numel for box in boxes) * self.held_dtype.itemsize
         return int(plan.shard_bytes[(self.world.rank - len(self.trainers)) % self.destination.tp])
 
-    # -- limits ------------------------------------------------------------------------------------------------------------
+    # -- limits
+    # ------------------------------------------------------------------------------------------------------------
 
     def memcpy(self, shard_bytes: int) -> dict:
         """Trainers at once, then generators at once, each copying its own shard's bytes."""
-        source, target = (torch.ones(shard_bytes, dtype=torch.uint8, device=self.device) for _ in range(2))
+        source, target = (
+            torch.ones(shard_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)
+        )
         times: dict[str, list[float]] = {"trainer": [], "generator": []}
         for _ in range(WARM_UP + self.repeats):
             for side in times:
@@ -174,7 +225,9 @@ class Rank:
         """Seconds for the plan's bytes by plain send and recv, a chunk at a time."""
         seconds, group = [], self.groups[2]
         tp = self.destination.tp
-        flat = torch.ones(int(plan.bytes_to.sum()), dtype=torch.uint8)  # as large as what travels: no cache holds it
+        flat = torch.ones(
+            int(plan.bytes_to.sum()), dtype=torch.uint8
+        )  # as large as what travels: no cache holds it
         for _ in range(WARM_UP + self.repeats):
             began = self.together()
             for r in range(self.destination.num_ranks):
@@ -189,15 +242,20 @@ class Rank:
             seconds.append(self.latest(time.monotonic() - began))
         return median(seconds)
 
-    # -- what others do ----------------------------------------------------------------------------------------------------
+    # -- what others do
+    # ----------------------------------------------------------------------------------------------------
 
-    def _gather(self, shards: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor | None:
+    def _gather(
+        self, shards: dict[str, Tensor], name: str, shape: tuple[int, ...]
+    ) -> Tensor | None:
         """The whole tensor on rank 0, in the generator's dtype."""
         mine = shards[name].to(self.dtype)
         if len(self.trainers) == 1:
             return mine
         rows = -(-shape[0] // self.source.fsdp)
-        padded = torch.nn.functional.pad(mine, (0, 0) * (mine.dim() - 1) + (0, rows - mine.shape[0]))
+        padded = torch.nn.functional.pad(
+            mine, (0, 0) * (mine.dim() - 1) + (0, rows - mine.shape[0])
+        )
         parts = [torch.empty_like(padded) for _ in self.trainers] if self.world.rank == 0 else None
         dist.gather(padded, parts, dst=0, group=self.trainer_group)
         return torch.cat(parts)[: shape[0]] if parts else None
@@ -209,16 +267,26 @@ class Rank:
         spread = dist.new_group([0, *self.generators])
         shards, live = {}, {}
         if self.trains:
-            shards = {n: self._shard(s, self._source_box(n, s, self.world.rank)).data for n, s in self.shapes.items()}
+            shards = {
+                n: self._shard(s, self._source_box(n, s, self.world.rank)).data
+                for n, s in self.shapes.items()
+            }
         else:
             t = (self.world.rank - len(self.trainers)) % self.destination.tp
-            boxes = {n: tensor_parallel_box(self.config, n, s, t, self.destination.tp) for n, s in self.shapes.items()}
+            boxes = {
+                n: tensor_parallel_box(self.config, n, s, t, self.destination.tp)
+                for n, s in self.shapes.items()
+            }
             live = {n: torch.zeros(b.lengths, dtype=self.dtype) for n, b in boxes.items()}
         broadcast, disk = [], []
         for _ in range(1 + min(self.repeats, 3)):
             began = self.together()
             for name, shape in self.shapes.items():
-                whole = self._gather(shards, name, shape) if self.trains else torch.empty(shape, dtype=self.dtype)
+                whole = (
+                    self._gather(shards, name, shape)
+                    if self.trains
+                    else torch.empty(shape, dtype=self.dtype)
+                )
                 if self.world.rank == 0 or not self.trains:
                     dist.broadcast(whole, 0, group=spread)
                 if not self.trains:
@@ -226,7 +294,9 @@ class Rank:
             broadcast.append(self.latest(time.monotonic() - began))
             file, began = folder / "model.safetensors", self.together()
             if self.trains:
-                whole = {name: self._gather(shards, name, shape) for name, shape in self.shapes.items()}
+                whole = {
+                    name: self._gather(shards, name, shape) for name, shape in self.shapes.items()
+                }
                 if self.world.rank == 0:
                     save_file({n: w.contiguous() for n, w in whole.items()}, file)
                     with file.open("rb") as written:
@@ -250,10 +320,16 @@ def run_rank(model: str, topology: str, transports: list[str], repeats: int, fol
     first = results[transports[0]]
     limits = rank.memcpy(first["shard_bytes"])
     if not on_gpu:
-        from llamarl.ddma.layout import travelling
+        from llamarl.ddma.layout import parameters_to_send
         from llamarl.ddma.plan import make_plan
 
-        plan = make_plan(rank.config, travelling(rank.config, rank.dtype), rank.source, rank.destination, feed="direct")
+        plan = make_plan(
+            rank.config,
+            parameters_to_send(rank.config, rank.dtype),
+            rank.source,
+            rank.destination,
+            feed="direct",
+        )
         limits["raw_gloo_s"] = rank.raw_gloo(plan)
         limits |= rank.baselines(folder)
     if rank.world.rank == 0:
@@ -263,7 +339,9 @@ def run_rank(model: str, topology: str, transports: list[str], repeats: int, fol
 
 
 def run_case(model: str, topology: str, transports: list[str], repeats: int) -> dict:
-    """Start the ranks of one case and return what they measured. RuntimeError with the output of one that failed."""
+    """Start the ranks of one case and return what they measured. RuntimeError with the output of
+    one that failed.
+    """
     source, destination = TOPOLOGIES[topology]
     size = source.num_ranks + destination.num_ranks
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
@@ -278,10 +356,22 @@ def run_case(model: str, topology: str, transports: list[str], repeats: int) -> 
             "OMP_NUM_THREADS": "1",
         }
         env |= {"LOCAL_WORLD_SIZE": str(size)}
-        command = [sys.executable, __file__, "--rank-of", model, topology, ",".join(transports), str(repeats), folder]
+        command = [
+            sys.executable,
+            __file__,
+            "--rank-of",
+            model,
+            topology,
+            ",".join(transports),
+            str(repeats),
+            folder,
+        ]
         ranks = [
             subprocess.Popen(
-                command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                command,
+                env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
             )
             for r in range(size)
         ]
@@ -297,27 +387,43 @@ def report(model: str, topology: str, case: dict) -> list[dict]:
     for transport, r in case["transports"].items():
         limit = limits["raw_gloo_s"] if transport == "gloo" else two_copies
         row = {
-            "model": model, "topology": topology, "transport": transport, "seconds": r["seconds"], "gb_per_s": r["bytes"] / r["seconds"] / 1e9,
-            "of_limit": limit / r["seconds"], "trainer_stall": r["trainer_stall_s"] / limits["trainer_memcpy_s"],
+            "model": model,
+            "topology": topology,
+            "transport": transport,
+            "seconds": r["seconds"],
+            "gb_per_s": r["bytes"] / r["seconds"] / 1e9,
+            "of_limit": limit / r["seconds"],
+            "trainer_stall": r["trainer_stall_s"] / limits["trainer_memcpy_s"],
             "generator_stall": r["generator_stall_s"] / limits["generator_memcpy_s"],
-        }  # fmt: skip
+        }
         if "disk_s" in limits:
-            row |= {"x_broadcast": limits["broadcast_s"] / r["seconds"], "x_disk": limits["disk_s"] / r["seconds"]}
+            row |= {
+                "x_broadcast": limits["broadcast_s"] / r["seconds"],
+                "x_disk": limits["disk_s"] / r["seconds"],
+            }
         rows.append(row)
         print(
             f"{model:<13} {topology:<21} {transport:<9} {r['seconds'] * 1e3:8.1f} ms {row['gb_per_s']:6.2f} GB/s  {row['of_limit']:5.0%} of limit  "
             f"stalls {row['trainer_stall']:4.2f} / {row['generator_stall']:4.2f} memcpy"
-            + (f"  {row['x_broadcast']:5.1f}x broadcast  {row['x_disk']:5.1f}x disk" if "disk_s" in limits else ""),
+            + (
+                f"  {row['x_broadcast']:5.1f}x broadcast  {row['x_disk']:5.1f}x disk"
+                if "disk_s" in limits
+                else ""
+            ),
             flush=True,
         )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     cuda = torch.cuda.is_available()
     parser.add_argument("--models", default="8b,8b-fp8" if cuda else "smollm2-bf16,smollm2-fp32,1b")
-    parser.add_argument("--topologies", default="1 -> 1" if cuda else "1 -> 1,fsdp 2 -> tp 2,fsdp 2 -> 2 replicas")
+    parser.add_argument(
+        "--topologies", default="1 -> 1" if cuda else "1 -> 1,fsdp 2 -> tp 2,fsdp 2 -> 2 replicas"
+    )
     parser.add_argument("--transports", default="cuda_ipc" if cuda else "shm,gloo")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write everything measured to this file")

@@ -1,3 +1,3 @@
-"""The stations: generator, reward, reference, trainer. Each can be built and stepped alone."""
+"""The executors: generator, reward, reference, trainer. Each can be built and stepped alone."""
 
-import llamarl  # noqa: F401  before torch, which the stations import
+import llamarl  # noqa: F401  before torch, which the executors import

@@ -1,5 +1,5 @@
-"""FrozenReference: adds the logprobs of the model that training started from. ResettingReference: of the policy as it was every
-so many steps.
+"""FrozenReference: adds the logprobs of the model that training started from. ResettingReference:
+of the policy as it was every so many steps.
 
 loop step    consumes            waits for              unblocked by      produces
 weights      a staged version    word from the trainer  the same          -
@@ -16,8 +16,8 @@ from collections.abc import Iterable
 
 import torch
 
-from llamarl.channel import REFERENCE_WEIGHTS, RESET
-from llamarl.control import DeadlineExceeded
+from llamarl.comm.channel import REFERENCE_WEIGHTS, RESET
+from llamarl.comm.control import TimedOut
 from llamarl.executor import Executor
 from llamarl.learning.logprobs import make_head
 from llamarl.learning.packing import Targets, pack, to_device
@@ -28,13 +28,21 @@ from llamarl.types import Group
 
 
 class FrozenReference(Executor):
-    """log pi_ref of every completion token, at the temperature that the policy is sampled and trained at."""
+    """log pi_ref of every completion token, at the temperature that the policy is sampled and
+    trained at.
+    """
 
     name = "reference"
     version = 0  # policy version of the weights
 
     def __init__(
-        self, *, model_path: str, model_dtype: str, temperature: float, microbatch_tokens: int, groups_per_batch: int = 8
+        self,
+        *,
+        model_path: str,
+        model_dtype: str,
+        temperature: float,
+        microbatch_tokens: int,
+        groups_per_batch: int = 8,
     ):
         self.model_path, self.model_dtype, self.temperature = model_path, model_dtype, temperature
         self.microbatch_tokens, self.groups_per_batch = microbatch_tokens, groups_per_batch
@@ -42,8 +50,14 @@ class FrozenReference(Executor):
     def setup(self) -> None:
         dtype = getattr(torch, self.model_dtype)
         decoder = build_decoder(read_config(self.model_path), dtype=dtype)
-        self.decoder = load_weights(decoder, self.model_path, device=self.group.device).eval().requires_grad_(False)
-        (self._source,) = (channel for name, channel in self.inputs.items() if name != REFERENCE_WEIGHTS)
+        self.decoder = (
+            load_weights(decoder, self.model_path, device=self.group.device)
+            .eval()
+            .requires_grad_(False)
+        )
+        (self._source,) = (
+            channel for name, channel in self.inputs.items() if name != REFERENCE_WEIGHTS
+        )
         (self._sink,) = self.outputs.values()
 
     def step(self) -> bool:
@@ -53,11 +67,17 @@ class FrozenReference(Executor):
         if groups:
             self.claim_device()
         for group in groups:
-            self._sink.put(dataclasses.replace(group, ref_logprobs=self.score(group), ref_version=self.version))
+            self._sink.put(
+                dataclasses.replace(group, ref_logprobs=self.score(group), ref_version=self.version)
+            )
         return bool(groups)
 
     def waiting_for(self) -> str | None:
-        return None if self._sink.has_room() else f"room: in channel {self._sink.name}, which the trainer empties"
+        return (
+            None
+            if self._sink.has_room()
+            else f"room: in channel {self._sink.name}, which the trainer empties"
+        )
 
     def offloadable(self) -> list[torch.Tensor]:
         return list(self.decoder.parameters())
@@ -66,10 +86,14 @@ class FrozenReference(Executor):
     def score(self, group: Group) -> torch.Tensor:
         """[T] float32 nats, in the order of the group's tokens."""
         alike = dataclasses.replace(
-            group, rewards=torch.ones(group.lengths.numel()), finish_reasons=("stop",) * group.lengths.numel()
+            group,
+            rewards=torch.ones(group.lengths.numel()),
+            finish_reasons=("stop",) * group.lengths.numel(),
         )
         targets = [Targets.of(alike, alike.rewards)]
-        packing = pack([alike], targets, budget_tokens=self.microbatch_tokens, drop_zero_advantage=False)
+        packing = pack(
+            [alike], targets, budget_tokens=self.microbatch_tokens, drop_zero_advantage=False
+        )
         starts = (group.lengths.cumsum(0) - group.lengths).tolist()
         out = torch.empty(group.token_ids.numel())
         for batch, completions in zip(packing.microbatches, packing.completions):
@@ -84,15 +108,17 @@ class FrozenReference(Executor):
 
 
 class ResettingReference(FrozenReference):
-    """TBA's reference, reset to the policy every rho steps (section 6, appendix D): at versions reset_every, 2 * reset_every, ...
+    """TBA's reference, reset to the policy every rho steps (section 6, appendix D): at versions
+    reset_every, 2 * reset_every, ...
 
-    A group whose newest token is of policy version g is scored by the reference of version g - g % reset_every or later: until
-    that one has come, it waits. So with max_lag=0 which version scores a group does not depend on timing.
+    A group whose newest token is of policy version g is scored by the reference of version g - g %
+    reset_every or later: until that one has come, it waits. So with max_lag=0 which version scores
+    a group does not depend on timing.
     """
 
-    def __init__(self, *, reset_every: int, deadline_s: float, **settings):
+    def __init__(self, *, reset_every: int, timeout_s: float, **settings):
         super().__init__(**settings)
-        self.reset_every, self.deadline_s = reset_every, deadline_s
+        self.reset_every, self.timeout_s = reset_every, timeout_s
         self._due: list[int] = []  # versions that the trainer says it has sent, oldest first
         self._early: list[Group] = []  # that need a later version
 
@@ -102,8 +128,8 @@ class ResettingReference(FrozenReference):
         self.weights.bind(self.decoder.config, list(named_parameters_hf(self.decoder)))
 
     def step(self) -> bool:
-        # A snapshot that was asked for before this version was made must not hold it.
-        swapped = not self.control.has("snapshot") and self._swap()
+        # A checkpoint that was asked for before this version was made must not hold it.
+        swapped = not self.control.has("save") and self._swap()
         if not self._sink.has_room():
             return swapped
         groups = self._early + (self._source.take(self.groups_per_batch) if not self._early else [])
@@ -112,7 +138,9 @@ class ResettingReference(FrozenReference):
         if ready:
             self.claim_device()
         for group in ready:
-            self._sink.put(dataclasses.replace(group, ref_logprobs=self.score(group), ref_version=self.version))
+            self._sink.put(
+                dataclasses.replace(group, ref_logprobs=self.score(group), ref_version=self.version)
+            )
         return swapped or bool(ready)
 
     def needs(self, group: Group) -> int:
@@ -143,24 +171,30 @@ class ResettingReference(FrozenReference):
         if hasattr(self, "weights"):
             self.weights.close()
 
-    # -- snapshots ----------------------------------------------------------------------------------------------------
+    # -- checkpoints
+    # ----------------------------------------------------------------------------------------------------
 
-    def before_snapshot(self, step: int) -> None:
-        """Take in what was sent up to that step and is still on its way. DeadlineExceeded."""
-        until = time.monotonic() + self.deadline_s
+    def before_checkpoint(self, step: int) -> None:
+        """Take in what was sent up to that step and is still on its way. TimedOut."""
+        until = time.monotonic() + self.timeout_s
         while self._swap(step) or (self._due and self._due[0] <= step):
             self.control.check()
             self.control.wait(0.005)
             if time.monotonic() > until:
-                raise DeadlineExceeded(
-                    f"reference on rank {self.group.rank} waited {self.deadline_s:.0f} s for version {self._due[0]} "
+                raise TimedOut(
+                    f"reference on rank {self.group.rank} waited {self.timeout_s:.0f} s for version {self._due[0]} "
                     "from the trainer"
                 )
 
     def state_dict(self) -> dict:
-        """The version and, from the first rank and once it is not the one that training started from, its weights."""
+        """The version and, from the first rank and once it is not the one that training started
+        from, its weights.
+        """
         held = named_parameters_hf(self.decoder) if self.version and self.group.index == 0 else ()
-        return {"version": self.version, **{f"model/{name}": p.detach().contiguous() for name, p in held}}
+        return {
+            "version": self.version,
+            **{f"model/{name}": p.detach().contiguous() for name, p in held},
+        }
 
     @torch.no_grad()
     def load_state_dict(self, parts: Iterable[dict]) -> None:

@@ -1,9 +1,11 @@
-"""RuleReward: completions in, whole groups with rewards out. The rule is a plain function in worker processes.
+"""RuleReward: completions in, whole groups with rewards out. The rule is a plain function in worker
+processes.
 
     completions --decode--> pool --outcome--> ScoredCompletion --group is whole--> Group --> "scored"
     evaluations --decode--> pool --outcome--> Evaluations --a version has all--> metrics "eval/reward", ...
 
-It keeps no state: a score is a function of its completion, and what was not trained on comes again on resume.
+It keeps no state: a score is a function of its completion, and what was not trained on comes again
+on resume.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from llamarl.evaluation import Evaluations
 from llamarl.executor import Executor
+from llamarl.tasks.evaluation import Evaluations
 from llamarl.tasks.pool import Outcome, RewardError, RewardPool
 from llamarl.types import Completion, Group, Prompt, ScoredCompletion
 
-MAX_PENDING = 1024  # completions in the pool; more wait in the channel, where the generator feels them
+MAX_PENDING = (
+    1024  # completions in the pool; more wait in the channel, where the generator feels them
+)
 ERROR_WINDOW = 256  # outcomes over which the error rate is taken
 MIN_OUTCOMES = 64  # before a rate says anything
 _LOGGED_REASONS = 20  # distinct ones; the counters go on
@@ -34,16 +38,20 @@ class Prompts(Protocol):
 
 
 class RuleReward(Executor):
-    """Scores completions with the function at import path `fn`, (prompt, completion_text, meta) -> float or None.
+    """Scores completions with the function at import path `fn`, (prompt, completion_text, meta) ->
+    float or None.
 
     consumes  "completions": of training tickets; "evaluations": their `ticket` is an evaluation prompt's number, and one
-              policy version sampled all of a completion; sample_index 0 is greedy, 1 .. num_eval_samples are sampled
+              policy version sampled all of a completion; sample_index 0 is greedy, 1 ..
+              num_eval_samples are sampled
     produces  "scored": a Group as soon as its group_size completions are scored; metrics eval/... of a version when all
               completions of its num_eval_prompts are
-    waits for the pool; the generator, while a group or an evaluation is begun and not whole; room in "scored"
+    waits for the pool; the generator, while a group or an evaluation is begun and not whole; room
+    in "scored"
 
-    An error or an abstention is a NaN reward, which the trainer masks, and in an evaluation a wrong answer. RewardError
-    when more than max_error_rate of the last MIN_OUTCOMES to ERROR_WINDOW outcomes are errors.
+    An error or an abstention is a NaN reward, which the trainer masks, and in an evaluation a wrong
+    answer. RewardError when more than max_error_rate of the last MIN_OUTCOMES to ERROR_WINDOW
+    outcomes are errors.
     """
 
     name = "reward"
@@ -64,22 +72,34 @@ class RuleReward(Executor):
         max_error_rate: float = 0.5,
     ):
         self._prompts, self._eval_prompts, self._decode = prompts, eval_prompts, decode
-        self._fn, self._num_workers, self._timeout_s, self._memory_mb = fn, num_workers, timeout_s, memory_mb
+        self._fn, self._num_workers, self._timeout_s, self._memory_mb = (
+            fn,
+            num_workers,
+            timeout_s,
+            memory_mb,
+        )
         self._group_size = group_size
         self._errors = ErrorRate(fn, max_error_rate)
         self._evaluations = Evaluations(num_eval_prompts, num_eval_samples)
         self._pool: RewardPool | None = None
-        self._in_pool: dict[int, tuple[Completion, bool]] = {}  # key -> completion, and is it of an evaluation
+        self._in_pool: dict[
+            int, tuple[Completion, bool]
+        ] = {}  # key -> completion, and is it of an evaluation
         self._next_key = 0
-        self._begun: dict[int, list[ScoredCompletion]] = {}  # ticket -> those scored so far, while it is not whole
+        self._begun: dict[
+            int, list[ScoredCompletion]
+        ] = {}  # ticket -> those scored so far, while it is not whole
         self._whole: deque[Group] = deque()  # waiting for room
 
     def setup(self) -> None:
         """Start the workers. ValueError if `fn` cannot be imported or called."""
         self._pool = RewardPool(
-            self._fn, num_workers=self._num_workers, timeout_s=self._timeout_s, memory_mb=self._memory_mb,
+            self._fn,
+            num_workers=self._num_workers,
+            timeout_s=self._timeout_s,
+            memory_mb=self._memory_mb,
             on_result=self.control.wake,
-        )  # fmt: skip
+        )
         self._pool.start()
 
     def step(self) -> bool:
@@ -111,7 +131,9 @@ class RuleReward(Executor):
             self._pool.close()
 
     def _take(self) -> bool:
-        """Move what came into the pool, evaluations first: a row of metrics waits for them. True if there was any."""
+        """Move what came into the pool, evaluations first: a row of metrics waits for them. True if
+        there was any.
+        """
         evaluations = self.inputs["evaluations"].take(max(0, MAX_PENDING - self._pool.pending))
         for completion in evaluations:
             self._submit(completion, self._eval_prompts(completion.ticket), is_eval=True)
@@ -124,10 +146,14 @@ class RuleReward(Executor):
 
     def _submit(self, completion: Completion, prompt: Prompt, is_eval: bool) -> None:
         if completion.finish_reason == "aborted":
-            self._settle(completion, is_eval, Outcome("abstain", math.nan, "the completion was aborted"))
+            self._settle(
+                completion, is_eval, Outcome("abstain", math.nan, "the completion was aborted")
+            )
             return
         self._in_pool[self._next_key] = completion, is_eval
-        self._pool.submit(self._next_key, prompt.text, self._decode(completion.token_ids.tolist()), prompt.meta)
+        self._pool.submit(
+            self._next_key, prompt.text, self._decode(completion.token_ids.tolist()), prompt.meta
+        )
         self._next_key += 1
 
     def _settle(self, completion: Completion, is_eval: bool, outcome: Outcome) -> None:
@@ -155,13 +181,19 @@ class ErrorRate:
 
     def __init__(self, fn: str, max_error_rate: float):
         self._fn, self._max = fn, max_error_rate
-        self._newest: deque[str | None] = deque(maxlen=ERROR_WINDOW)  # the reason of an error, None for anything else
+        self._newest: deque[str | None] = deque(
+            maxlen=ERROR_WINDOW
+        )  # the reason of an error, None for anything else
         self._logged: set[str] = set()
 
     def add(self, outcome: Outcome) -> None:
         reason = outcome.reason if outcome.kind == "error" else None
         self._newest.append(reason)
-        if reason is not None and reason not in self._logged and len(self._logged) < _LOGGED_REASONS:
+        if (
+            reason is not None
+            and reason not in self._logged
+            and len(self._logged) < _LOGGED_REASONS
+        ):
             self._logged.add(reason)
             log.warning("reward %s: error, its completion is masked: %s", self._fn, reason)
 
@@ -170,7 +202,9 @@ class ErrorRate:
         reasons = Counter(reason for reason in self._newest if reason is not None)
         rate = reasons.total() / max(1, len(self._newest))
         if len(self._newest) >= MIN_OUTCOMES and rate > self._max:
-            examples = "".join(f"\n  {count} x {reason}" for reason, count in reasons.most_common(3))
+            examples = "".join(
+                f"\n  {count} x {reason}" for reason, count in reasons.most_common(3)
+            )
             raise RewardError(
                 f"reward {self._fn}: {rate:.0%} of the last {len(self._newest)} scores are errors, "
                 f"above reward.max_error_rate={self._max:g}; fix the function, or raise the limit:{examples}"

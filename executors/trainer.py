@@ -1,4 +1,5 @@
-"""FSDPTrainer: takes the groups of a step, makes its optimizer updates, publishes the new weights, snapshots when due.
+"""FSDPTrainer: takes the groups of a step, makes its optimizer updates, publishes the new weights,
+checkpoints when due.
 
 loop step    consumes                     waits for                          unblocked by
 take         groups in the buffer         a finished set for step v          groups from the reward; the ledger
@@ -14,26 +15,33 @@ import logging
 import math
 import time
 import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Callable, Iterable
 
 import torch
 
-from llamarl.channel import REFERENCE_WEIGHTS, RESET
+from llamarl.checkpoint.parts import box_of
+from llamarl.comm.channel import REFERENCE_WEIGHTS, RESET
 from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.ema import WeightAverage
 from llamarl.learning.optim import MOMENTS, build_optimizer, moment, moment_scale, settle_moments
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings
-from llamarl.models.fsdp import held_box, is_split, local, overlap, training_decoder, whole_parameters
+from llamarl.models.fsdp import (
+    held_box,
+    is_split,
+    local,
+    overlap,
+    training_decoder,
+    whole_parameters,
+)
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.models.lora import Lora, PolicyWeights
+from llamarl.models.parity import Prompts, canary_sequences
 from llamarl.models.sharding import Box, parameter_shapes
 from llamarl.models.tp import TensorParallel
-from llamarl.parity import Prompts, canary_sequences
-from llamarl.parts import box_of
-from llamarl.tickets import lane_of
+from llamarl.tickets.ledger import dp_rank_of
 from llamarl.types import Group
 
 EMA = "_ema"  # behind the name of an exported directory: the averaged weights
@@ -54,14 +62,17 @@ class AdamSettings:
 
 
 class FSDPTrainer(Executor):
-    """Policy version v is the number of steps, of batches taken, in the weights; step v makes v + 1, in one update or several.
+    """Policy version v is the number of steps, of batches taken, in the weights; step v makes v +
+    1, in one update or several.
 
-    replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel: ranks, one after another,
-    that share each layer and train on the same groups. lora: train adapters alone; generators, a reference that is reset and
-    directories get merged weights. ema_decay: keep an exponential moving average of the weights, and export it too.
-    step_options(step): options of the loss that change from step to step. resets_reference(version): whether the reference
-    takes that version's weights. canary_prompts, canary_top: see llamarl.parity. evaluate_at(version): whether that version
-    must be evaluated; snapshot_at(version): whether to checkpoint it.
+    replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel:
+    ranks, one after another, that share each layer and train on the same groups. lora: train
+    adapters alone; generators, a reference that is reset and directories get merged weights.
+    ema_decay: keep an exponential moving average of the weights, and export it too.
+    step_options(step): options of the loss that change from step to step.
+    resets_reference(version): whether the reference takes that version's weights. canary_prompts,
+    canary_top: see llamarl.models.parity. evaluate_at(version): whether that version must be
+    evaluated; checkpoint_at(version): whether to checkpoint it.
     """
 
     name = "trainer"
@@ -83,19 +94,32 @@ class FSDPTrainer(Executor):
         canary_prompts: Prompts,
         canary_top: int,
         evaluate_at: Callable[[int], bool],
-        snapshot_at: Callable[[int], bool],
+        checkpoint_at: Callable[[int], bool],
         critic: CriticSettings | None = None,
         lora: Lora | None = None,
         ema_decay: float | None = None,
         step_options: Callable[[int], dict[str, float]] = lambda step: {},
         resets_reference: Callable[[int], bool] = lambda version: False,
     ):
-        self.model_path, self.model_dtype, self.compute_dtype = model_path, model_dtype, compute_dtype
+        self.model_path, self.model_dtype, self.compute_dtype = (
+            model_path,
+            model_dtype,
+            compute_dtype,
+        )
         self.replicate, self.tensor_parallel = replicate, tensor_parallel
-        self.activation_checkpointing, self.loss_fn, self.settings, self.adam = activation_checkpointing, loss_fn, update, adam
+        self.activation_checkpointing, self.loss_fn, self.settings, self.adam = (
+            activation_checkpointing,
+            loss_fn,
+            update,
+            adam,
+        )
         self.lora, self.ema_decay, self.cpu_offload = lora, ema_decay, cpu_offload
-        self.canary_prompts, self.canary_top, self.critic_settings = canary_prompts, canary_top, critic
-        self.evaluate_at, self.snapshot_at = evaluate_at, snapshot_at
+        self.canary_prompts, self.canary_top, self.critic_settings = (
+            canary_prompts,
+            canary_top,
+            critic,
+        )
+        self.evaluate_at, self.checkpoint_at = evaluate_at, checkpoint_at
         self.step_options, self.resets_reference = step_options, resets_reference
         self.version = 0
         self.buffer = buffer
@@ -103,13 +127,18 @@ class FSDPTrainer(Executor):
         self._published = -1
         self._wait_since = time.monotonic()
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- life
+    # ---------------------------------------------------------------------------------------------------------
 
     def setup(self) -> None:
         g = self.group
         if self.cpu_offload and g.device.type == "cpu":
-            log.warning("trainer.cpu_offload: this trainer computes on a CPU, so its weights are in host memory anyway")
-        parts = TensorParallel(g.tensor_index, g.tensor_parallel, g.tensor_group, split_vocabulary=False)
+            log.warning(
+                "trainer.cpu_offload: this trainer computes on a CPU, so its weights are in host memory anyway"
+            )
+        parts = TensorParallel(
+            g.tensor_index, g.tensor_parallel, g.tensor_group, split_vocabulary=False
+        )
         self.decoder = training_decoder(
             self.model_path,
             mesh=self.group.data_mesh(),
@@ -120,10 +149,15 @@ class FSDPTrainer(Executor):
             lora=self.lora,
             cpu_offload=self.cpu_offload,
         )
-        # What is trained and saved, adapters and no frozen weights; and what the policy is to everybody else.
-        self._parameters = [(name, p) for name, p in named_parameters_hf(self.decoder) if p.requires_grad]
+        # What is trained and saved, adapters and no frozen weights; and what the policy is to
+        # everybody else.
+        self._parameters = [
+            (name, p) for name, p in named_parameters_hf(self.decoder) if p.requires_grad
+        ]
         self._policy = PolicyWeights(self.decoder)
-        self._shards = list(self.decoder.parameters())  # as they are now: after a forward FSDP shows its root's gathered ones
+        self._shards = list(
+            self.decoder.parameters()
+        )  # as they are now: after a forward FSDP shows its root's gathered ones
         a = self.adam
         self.optimizer = build_optimizer(
             [p for _, p in self._parameters],
@@ -136,7 +170,9 @@ class FSDPTrainer(Executor):
         self.critic = self._build_critic() if self.critic_settings else None
         self._average = None
         if self.ema_decay is not None:
-            self._average = WeightAverage((p for _, p in self._parameters), self.optimizer, self.ema_decay)
+            self._average = WeightAverage(
+                (p for _, p in self._parameters), self.optimizer, self.ema_decay
+            )
         self._update = PolicyUpdate(
             self.decoder,
             self.optimizer,
@@ -151,7 +187,9 @@ class FSDPTrainer(Executor):
         self.weights.bind(self.decoder.config, self._policy.parameters, self.group.tensor_group)
         self.reference_weights = self.outputs.get(REFERENCE_WEIGHTS)
         if self.reference_weights is not None:
-            self.reference_weights.bind(self.decoder.config, self._policy.parameters, self.group.tensor_group)
+            self.reference_weights.bind(
+                self.decoder.config, self._policy.parameters, self.group.tensor_group
+            )
 
     def _build_critic(self) -> Critic:
         return Critic(
@@ -170,10 +208,14 @@ class FSDPTrainer(Executor):
             return True
         if self.done:
             return arrived
-        stopping = self.control.stopping  # looked at first: the leader's last batch is told before its word to stop
+        stopping = (
+            self.control.stopping
+        )  # looked at first: the leader's last batch is told before its word to stop
         tickets = None
         if self.version < self.settings.max_steps and (stopping or self._has_room()):
-            tickets = self.tickets.take(self.version, waited=time.monotonic() - self._wait_since > 0.02)
+            tickets = self.tickets.take(
+                self.version, waited=time.monotonic() - self._wait_since > 0.02
+            )
         if tickets is not None:
             self._train(tickets)
             return True
@@ -185,7 +227,8 @@ class FSDPTrainer(Executor):
     def _has_room(self) -> bool:
         """Whether the weights of this step can leave.
 
-        A step that waited for that would keep this rank's own generator from taking earlier ones in.
+        A step that waited for that would keep this rank's own generator from taking earlier ones
+        in.
         """
         resets = self.reference_weights is not None and self.resets_reference(self.version + 1)
         return self.weights.has_room() and (not resets or self.reference_weights.has_room())
@@ -197,7 +240,8 @@ class FSDPTrainer(Executor):
             return f"weights: the receipt of those before version {self.version} by the generators"
         return f"data: the groups of step {self.version} ({len(self.buffer)} here) from the reward; {self.tickets.waits_for()}"
 
-    # -- one step -----------------------------------------------------------------------------------------------------
+    # -- one step
+    # -----------------------------------------------------------------------------------------------------
 
     def _receive(self) -> bool:
         groups = [g for name in self.inputs for g in self.inputs[name].take()]
@@ -236,13 +280,17 @@ class FSDPTrainer(Executor):
                     "weights/bytes": self.weights.bytes_per_sync,
                 },
             )
-        if self.snapshot_at(self.version) and self.version < self.settings.max_steps:
-            self.snapshots.save(self.version, self)
+        if self.checkpoint_at(self.version) and self.version < self.settings.max_steps:
+            self.checkpoints.save(self.version, self)
         self._wait_since = time.monotonic()
 
     def _reported(self, groups: list[Group]) -> dict[str, float | None]:
-        """Metrics of the buffer, of scheduled options and of the reference. Collective where they need all ranks."""
-        out: dict[str, float | None] = {f"loss/{name}": value for name, value in self.step_options(self.version).items()}
+        """Metrics of the buffer, of scheduled options and of the reference. Collective where they
+        need all ranks.
+        """
+        out: dict[str, float | None] = {
+            f"loss/{name}": value for name, value in self.step_options(self.version).items()
+        }
         sums, maxima = self.buffer.sums(self.version)
         if self.reference_weights is not None:
             maxima["_reference"] = float(max((g.ref_version for g in groups), default=0))
@@ -253,10 +301,14 @@ class FSDPTrainer(Executor):
         return out | (self.buffer.report(sums, maxima) if sums else {})
 
     def _reset_reference(self) -> None:
-        """Send these weights to the reference if it is to take them. Mail tells of it, in order with that of snapshots."""
+        """Send these weights to the reference if it is to take them. Mail tells of it, in order
+        with that of checkpoints.
+        """
         if self.reference_weights is None or not self.resets_reference(self.version):
             return
-        self.reference_weights.publish(self.version, evaluate=True, must_differ=False)  # evaluate: not to be overtaken
+        self.reference_weights.publish(
+            self.version, evaluate=True, must_differ=False
+        )  # evaluate: not to be overtaken
         for rank in self.reference_weights.receivers if self.control.is_leader else ():
             self.control.post(rank, RESET, {"version": self.version})
 
@@ -274,16 +326,17 @@ class FSDPTrainer(Executor):
         return stall_s
 
     def _finish(self) -> None:
-        """The last snapshot: at a stop request, or after the last step."""
+        """The last checkpoint: at a stop request, or after the last step."""
         self.claim_device()
-        self.snapshots.save(self.version, self)
+        self.checkpoints.save(self.version, self)
         self.done = True
 
-    # -- snapshots ----------------------------------------------------------------------------------------------------
+    # -- checkpoints
+    # ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """This rank's shard: trained weights (float32) and their average, Adam's moments, the value head, the buffer; and which
-        part of the model they are.
+        """This rank's shard: trained weights (float32) and their average, Adam's moments, the value
+        head, the buffer; and which part of the model they are.
 
         What several ranks hold is stored by the first of them alone.
         """
@@ -307,7 +360,11 @@ class FSDPTrainer(Executor):
         steps = [float(s["step"]) for s in self.optimizer.state.values()]
         return {
             **tensors,
-            **(self.critic.state_dict() if self.critic and first_peer and self.group.replica == 0 else {}),
+            **(
+                self.critic.state_dict()
+                if self.critic and first_peer and self.group.replica == 0
+                else {}
+            ),
             **(self.buffer.state_dict() if first_peer else {"buffered": []}),
             "boxes": boxes,
             "version": self.version,
@@ -317,13 +374,17 @@ class FSDPTrainer(Executor):
 
     @torch.no_grad()
     def load_state_dict(self, parts: Iterable[dict]) -> None:
-        """From all ranks' parts, whatever their number was: each rank takes the rows and the groups that are its own now.
+        """From all ranks' parts, whatever their number was: each rank takes the rows and the groups
+        that are its own now.
 
-        ValueError if it was saved with other adapters than this run's, or from a model of other shapes.
+        ValueError if it was saved with other adapters than this run's, or from a model of other
+        shapes.
         """
         self.claim_device()
         stored, adam_step, has_values, averaged = [], 0.0, False, False
-        missing = {name: held_box(self.decoder, name, p).numel for name, p in self._parameters}  # elements
+        missing = {
+            name: held_box(self.decoder, name, p).numel for name, p in self._parameters
+        }  # elements
         for part in parts:
             if part.get("lora") != self._lora_state():
                 raise ValueError(
@@ -348,31 +409,45 @@ class FSDPTrainer(Executor):
             warnings.warn("the checkpoint has no value head: this run's starts at 0", stacklevel=2)
         if self._average and not averaged:
             log.warning(
-                "the checkpoint holds no average of the weights: it starts again from the weights of version %d", self.version
+                "the checkpoint holds no average of the weights: it starts again from the weights of version %d",
+                self.version,
             )
             self._average.restart()
-        finished = self.tickets.reconcile([ticket for part in stored for ticket in part["buffered"]])
+        finished = self.tickets.reconcile(
+            [ticket for part in stored for ticket in part["buffered"]]
+        )
         self.buffer.load(stored, finished, self._is_mine)
         self._published = -1
 
     def _is_mine(self, ticket: int) -> bool:
-        return lane_of(ticket, self.group.data_size) == self.group.data_index
+        return dp_rank_of(ticket, self.group.data_size) == self.group.data_index
 
     def _check_fits(self, boxes: dict[str, list]) -> None:
-        """ValueError if a saved part is of tensors that this model does not have, or of larger ones."""
+        """ValueError if a saved part is of tensors that this model does not have, or of larger
+        ones.
+        """
         shapes, known = parameter_shapes(self.decoder.config), dict(self._parameters)
         for name, (offsets, lengths) in boxes.items():
             shape = shapes.get(name) or (tuple(known[name].shape) if name in known else None)
-            if shape is None or len(shape) != len(lengths) or any(o + n > m for o, n, m in zip(offsets, lengths, shape)):
+            if (
+                shape is None
+                or len(shape) != len(lengths)
+                or any(o + n > m for o, n, m in zip(offsets, lengths, shape))
+            ):
                 raise ValueError(
                     f"the checkpoint's {name} does not fit this run's model, where its shape is {shape}{_OTHER_MODEL}"
                 )
 
     def _load_box(self, parameter: torch.nn.Parameter, name: str, part: dict) -> int:
-        """What a saved part holds of this rank's part of a parameter, and of its moments. Returns how many elements of it."""
+        """What a saved part holds of this rank's part of a parameter, and of its moments. Returns
+        how many elements of it.
+        """
         if name not in part["boxes"]:
             return 0
-        mine, theirs = held_box(self.decoder, name, parameter), Box(*map(tuple, part["boxes"][name]))
+        mine, theirs = (
+            held_box(self.decoder, name, parameter),
+            Box(*map(tuple, part["boxes"][name])),
+        )
         common = overlap(mine, theirs)
         here, there = common.within(mine), common.within(theirs)
 
@@ -396,15 +471,19 @@ class FSDPTrainer(Executor):
     @property
     def export_bytes(self) -> int:
         """About what `export` writes."""
-        num_elements = sum(math.prod(shape) for shape in parameter_shapes(self.decoder.config).values())
+        num_elements = sum(
+            math.prod(shape) for shape in parameter_shapes(self.decoder.config).values()
+        )
         copies = 2 if self._average else 1
         return num_elements * getattr(torch, self.model_dtype).itemsize * copies
 
     def export(self, out: str | None) -> None:
-        """Collective over the first replica: write the policy as a Hugging Face directory, and its average as OUT_ema if there is one.
+        """Collective over the first replica: write the policy as a Hugging Face directory, and its
+        average as OUT_ema if there is one.
 
-        Rank 0 writes, one tensor whole at a time; where out is None, nothing. OSError or SafetensorError from the disk, once both
-        are through, so that no other rank waits for this one.
+        Rank 0 writes, one tensor whole at a time; where out is None, nothing. OSError or
+        SafetensorError from the disk, once both are through, so that no other rank waits for this
+        one.
         """
         if self.group.replica > 0:
             return
@@ -425,14 +504,27 @@ class FSDPTrainer(Executor):
 
     def _lora_state(self) -> dict | None:
         """As it comes back from JSON."""
-        return {**dataclasses.asdict(self.lora), "targets": sorted(self.lora.targets)} if self.lora else None
+        return (
+            {**dataclasses.asdict(self.lora), "targets": sorted(self.lora.targets)}
+            if self.lora
+            else None
+        )
 
     def offloadable(self) -> list[torch.Tensor]:
         """Weights, their average and the optimizer's moments; gradients end with the step."""
         self.optimizer.zero_grad(set_to_none=True)
-        moments = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        moments = [
+            t
+            for state in self.optimizer.state.values()
+            for t in state.values()
+            if isinstance(t, torch.Tensor)
+        ]
         values = self.critic.offloadable() if self.critic else ()
-        kept = [*values, *self._policy.buffers(), *(self._average.tensors() if self._average else [])]
+        kept = [
+            *values,
+            *self._policy.buffers(),
+            *(self._average.tensors() if self._average else []),
+        ]
         return [*(local(t) for t in (*self._shards, *moments)), *kept]
 
     def teardown(self) -> None:

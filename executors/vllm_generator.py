@@ -1,4 +1,6 @@
-"""VLLMGenerator: Generator whose engine is vLLM. Tickets, versions, canaries and evaluations are Generator's."""
+"""VLLMGenerator: Generator whose engine is vLLM. Tickets, versions, canaries and evaluations are
+Generator's.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,16 @@ import torch
 from torch import nn
 
 from executors.generator import Generator
+from llamarl.comm.lockstep import Lockstep
 from llamarl.inference.partials import pack
 from llamarl.inference.vllm_engine import VLLMEngine
-from llamarl.lockstep import Lockstep
 from llamarl.models.config import read_config
 from llamarl.models.sharding import parameter_shapes
 
 
 class VLLMGenerator(Generator):
-    """One vLLM a rank, in a process of its own. gpu_memory_utilization is VLLMEngine's; the rest is Generator's.
+    """One vLLM a rank, in a process of its own. gpu_memory_utilization is VLLMEngine's; the rest is
+    Generator's.
 
     Each rank also holds the weights as they come, outside vLLM, on its device.
     """
@@ -27,9 +30,16 @@ class VLLMGenerator(Generator):
         self.gpu_memory_utilization = gpu_memory_utilization
 
     def setup(self) -> None:
-        config, dtype, device = read_config(self.model_path), getattr(torch, self.model_dtype), self.group.device
+        config, dtype, device = (
+            read_config(self.model_path),
+            getattr(torch, self.model_dtype),
+            self.group.device,
+        )
         held = [
-            (name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False))
+            (
+                name,
+                nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False),
+            )
             for name, shape in parameter_shapes(config).items()
         ]
         self.replica = Lockstep(self.group, self.control)

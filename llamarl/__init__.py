@@ -1,6 +1,7 @@
 """llamarl: asynchronous RL post-training of LLMs in native PyTorch. Importing it imports no torch.
 
-Import it before torch: it says how the threads of torch wait for each other (llamarl.native.waiting).
+Import it before torch: it says how the threads of torch wait for each other
+(llamarl.native.waiting).
 """
 
 from llamarl.native.waiting import wait_briefly

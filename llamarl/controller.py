@@ -1,4 +1,5 @@
-"""ExecutorController: places executors, connects channels, runs this rank's loop, holds every wait to its deadline, ends the run.
+"""ExecutorController: places executors, connects channels, runs this rank's loop, holds every wait
+to its deadline, ends the run.
 
 Every rank that the launcher started runs this same code on the same graph:
 
@@ -11,17 +12,19 @@ Every rank that the launcher started runs this same code on the same graph:
     loop (each rank)   turns over its executors: serve requests, step each once, send metrics
       waits for        news (a record, a grant, new weights, a message), at most POLL_S at a time
       unblocked by     Control.wake(), called by every channel's and the control's thread
-    ledger             answers on the leader's listener thread while executors compute (llamarl.ledger)
-    channels           one sender or receiver thread a link (llamarl.channel)
+    ledger             answers on the leader's listener thread while executors compute (llamarl.tickets.service)
+    channels           one sender or receiver thread a link (llamarl.comm.channel)
     weights            one thread an end (llamarl.ddma.transfer)
-    control            a listener and a heartbeat thread (llamarl.control)
+    control            a listener and a heartbeat thread (llamarl.comm.control)
 
-The leader is the first trainer rank. A run ends when the trainer has made its last snapshot and the last row is written;
-the leader then tells all ranks to close. In one process the same loop steps the executors in turn.
+The leader is the first trainer rank. A run ends when the trainer has made its last checkpoint and
+the last row is written; the leader then tells all ranks to close. In one process the same loop
+steps the executors in turn.
 
-A loss (llamarl.control) is a rank or a station that is gone while all keepers live: the ranks of the trainer, and of every
-other station whose state is not optional. The keepers then do what they do at a stop: the trainer ends its step, or gives it
-up, the leader seals a checkpoint without what is lost, and all end with the error. So a restart goes on from there.
+A loss (llamarl.comm.control) is a rank or a executor that is gone while all keepers live: the ranks
+of the trainer, and of every other executor whose state is not optional. The keepers then do what
+they do at a stop: the trainer ends its step, or gives it up, the leader seals a checkpoint without
+what is lost, and all end with the error. So a restart goes on from there.
 """
 
 from __future__ import annotations
@@ -31,32 +34,29 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Callable
 
 import torch
-import torch.distributed as dist
 
-from llamarl.channel import Channel, Weights, connect
-from llamarl.checkpoint import Checkpointer, CheckpointError
-from llamarl.control import Control, DeadlineExceeded, PeerDied
+from llamarl.checkpoint.checkpointer import Checkpointer, CheckpointError
+from llamarl.checkpoint.service import CONTROLLER, CheckpointService, has_state
+from llamarl.comm.channel import Channel, Weights, connect
+from llamarl.comm.control import Control, PeerDied, TimedOut
+from llamarl.comm.groups import World, device_link_group, executor_group, link_group
+from llamarl.comm.meeting import reaching
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
 from llamarl.ddma.transfer import give_way
-from llamarl.ddma.transports import End, this_end
+from llamarl.ddma.transports import RankInfo, this_rank_info
 from llamarl.executor import POLL_S, Executor
-from llamarl.ledger import TicketDesk
-from llamarl.disk import free_bytes
-from llamarl.meeting import reaching
+from llamarl.models.offload import DeviceSharing
+from llamarl.native.disk import free_bytes
 from llamarl.observe import Metrics, MetricsError, RowWriter, Trace
-from llamarl.offload import Turns
-from llamarl.placement import World, device_link_group, executor_group, link_group
-from llamarl.snapshots import CONTROLLER, Snapshots, has_state
-from llamarl.tickets import TicketLedger
-
+from llamarl.tickets.ledger import TicketLedger
+from llamarl.tickets.service import TicketService
 
 log = logging.getLogger(__name__)
 
@@ -68,20 +68,26 @@ class RunSettings:
     run_dir: Path
     resume_from: Path | None
     keep_checkpoints: int
-    deadline_s: float
+    timeout_s: float
     heartbeat_timeout_s: float
     stop_s: float  # from a stop request to the sealed checkpoint
     offload: tuple[str, ...] = ()  # executors that take turns on the device that they share
     eval_target: float | None = None  # end once the evaluation's mean reward reaches it
     trace: bool = True
     truncate: bool = False  # end stragglers at their deadline, rather than wait
-    straggler_factor: float = 5.0  # a ticket that takes so many times the median is named in the log
-    identity: Mapping[str, object] = field(default_factory=dict)  # what every checkpoint says of its run (llamarl.identity)
-    stale_tickets: frozenset[int] = frozenset()  # of resume_from: their unfinished completions are of other prompts
+    straggler_factor: float = (
+        5.0  # a ticket that takes so many times the median is named in the log
+    )
+    identity: Mapping[str, object] = field(
+        default_factory=dict
+    )  # what every checkpoint says of its run (llamarl.launch.identity)
+    stale_tickets: frozenset[int] = (
+        frozenset()
+    )  # of resume_from: their unfinished completions are of other prompts
 
 
 def _is_kept(executor: Executor) -> bool:
-    """Whether no checkpoint can be without this station's state."""
+    """Whether no checkpoint can be without this executor's state."""
     return executor.name == "trainer" or (has_state(executor) and not executor.state_is_optional)
 
 
@@ -97,7 +103,8 @@ class _Clock:
 class ExecutorController:
     """Runs a graph of executors.
 
-    executors in flow order; channels between them; placement: executor name -> ranks. make_writer is called on the leader.
+    executors in flow order; channels between them; placement: executor name -> ranks. make_writer
+    is called on the leader.
     """
 
     def __init__(
@@ -117,28 +124,56 @@ class ExecutorController:
         unplaced = [n for n in names if not placement.get(n)]
         if unplaced:
             raise ValueError(f"placement names no rank for {unplaced}")
-        self.executors, self.channels, self.placement, self.settings, self.world = executors, channels, placement, settings, world
+        self.executors, self.channels, self.placement, self.settings, self.world = (
+            executors,
+            channels,
+            placement,
+            settings,
+            world,
+        )
         self.leader = placement["trainer"][0]
-        hosted = [", ".join(n for n in names if r in placement[n]) or "idle" for r in range(world.size)]
+        hosted = [
+            ", ".join(n for n in names if r in placement[n]) or "idle" for r in range(world.size)
+        ]
         self.control = Control(
-            world.store(), rank=world.rank, world_size=world.size, leader=self.leader, names=hosted,
+            world.store(),
+            rank=world.rank,
+            world_size=world.size,
+            leader=self.leader,
+            names=hosted,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
-        )  # fmt: skip
+        )
         self.local = [e for e in executors if world.rank in placement[e.name]]
         peers = next(e for e in executors if e.name == "trainer").tensor_parallel
-        self.tickets = TicketDesk(
-            ledger, self.control, trainer_ranks=placement["trainer"], deadline_s=settings.deadline_s, tensor_parallel=peers,
-            truncate=settings.truncate, straggler_factor=settings.straggler_factor,
-        )  # fmt: skip
+        self.tickets = TicketService(
+            ledger,
+            self.control,
+            trainer_ranks=placement["trainer"],
+            timeout_s=settings.timeout_s,
+            tensor_parallel=peers,
+            truncate=settings.truncate,
+            straggler_factor=settings.straggler_factor,
+        )
         writer: RowWriter | None = make_writer() if self.control.is_leader else None
-        self.metrics = Metrics(rank=world.rank, leader=self.leader, control=self.control, writer=writer, trace=Trace(world.rank))
-        expected = [(e.name, i) for e in executors if has_state(e) for i in range(len(placement[e.name]))]
+        self.metrics = Metrics(
+            rank=world.rank,
+            leader=self.leader,
+            control=self.control,
+            writer=writer,
+            trace=Trace(world.rank),
+        )
+        expected = [
+            (e.name, i) for e in executors if has_state(e) for i in range(len(placement[e.name]))
+        ]
         checkpointer = Checkpointer(
-            settings.run_dir, keep=settings.keep_checkpoints, control=self.control,
-            expected=[*expected, (CONTROLLER, self.leader)], extra_parts=("hf",),
+            settings.run_dir,
+            keep=settings.keep_checkpoints,
+            control=self.control,
+            expected=[*expected, (CONTROLLER, self.leader)],
+            extra_parts=("hf",),
             optional=[e.name for e in executors if e.state_is_optional],
-        )  # fmt: skip
-        self.snapshots = Snapshots(
+        )
+        self.checkpoints = CheckpointService(
             checkpointer,
             self.local,
             self.control,
@@ -154,17 +189,22 @@ class ExecutorController:
         self._done_at: float | None = None  # when the leader's trainer had made its last step
         self._ends: list = []
 
-    # -- connecting -----------------------------------------------------------------------------------------------
+    # -- connecting
+    # -----------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Collective over the world: groups and channel ends, in the order of the recipe, then attach and set up."""
+        """Collective over the world: groups and channel ends, in the order of the recipe, then
+        attach and set up.
+        """
         self.control.start()
         self._meet("start")
         ends = self._exchange_ends()
         inputs: dict[str, dict] = {e.name: {} for e in self.executors}
         outputs: dict[str, dict] = {e.name: {} for e in self.executors}
         for channel in self.channels:
-            self._meet(f"channel {channel.name} from {channel.source.name} to {channel.destination.name}")
+            self._meet(
+                f"channel {channel.name} from {channel.source.name} to {channel.destination.name}"
+            )
             sender, receiver = self._connect(channel, ends)
             self._ends += [end for end in (sender, receiver) if end is not None]
             outputs[channel.source.name][channel.name] = sender
@@ -177,7 +217,7 @@ class ExecutorController:
                     executor.name,
                     ranks,
                     self.world,
-                    self.settings.deadline_s,
+                    self.settings.timeout_s,
                     replicate=executor.replicate,
                     tensor_parallel=executor.tensor_parallel,
                 )
@@ -190,39 +230,59 @@ class ExecutorController:
                 self.control,
                 self.metrics,
                 self.tickets,
-                self.snapshots,
+                self.checkpoints,
             )
-        turns = Turns(self.settings.offload)
+        turns = DeviceSharing(self.settings.offload)
         for executor in self.local:
             executor.setup()
             if executor.name in turns.names:
                 executor.turns = turns
                 turns.join(executor.name, executor.offloadable)
         if self.settings.resume_from:
-            self.snapshots.restore(self.settings.resume_from)
+            self.checkpoints.restore(self.settings.resume_from)
 
-    def _connect(self, channel: Channel, ends: list[End]):
-        sources, destinations = self.placement[channel.source.name], self.placement[channel.destination.name]
+    def _connect(self, channel: Channel, ends: list[RankInfo]):
+        sources, destinations = (
+            self.placement[channel.source.name],
+            self.placement[channel.destination.name],
+        )
         with reaching(f"the ranks of channel {channel.name}", rank=self.world.rank):
-            group = link_group(sources, destinations, behind=give_way if isinstance(channel, Weights) else None)
+            group = link_group(
+                sources, destinations, behind=give_way if isinstance(channel, Weights) else None
+            )
         if not isinstance(channel, Weights):
             return connect(channel, sources, destinations, group, self.control)
         trainer, generator = channel.source, channel.destination
         shards = len(sources) // (trainer.replicate * trainer.tensor_parallel)
         route = WeightsRoute(
-            channel.name, sources=sources, destinations=destinations,
+            channel.name,
+            sources=sources,
+            destinations=destinations,
             source=Source(shards, trainer.replicate, trainer.tensor_parallel),
-            destination=Destination(generator.tensor_parallel, len(destinations) // generator.tensor_parallel),
-            on_host=bool(self.settings.offload), dtype=getattr(torch, channel.dtype), quantize=channel.quantize, keep=channel.keep, transport=channel.transport, ends=ends,
-            group=group, device_group=device_link_group(sources, destinations, ends), control=self.control,
-            deadline_s=self.settings.deadline_s,
-        )  # fmt: skip
+            destination=Destination(
+                generator.tensor_parallel, len(destinations) // generator.tensor_parallel
+            ),
+            on_host=bool(self.settings.offload),
+            dtype=getattr(torch, channel.dtype),
+            quantize=channel.quantize,
+            keep=channel.keep,
+            transport=channel.transport,
+            ends=ends,
+            group=group,
+            device_group=device_link_group(sources, destinations, ends),
+            control=self.control,
+            timeout_s=self.settings.timeout_s,
+        )
         rank = self.world.rank
-        return (WeightsSender(route) if rank in sources else None), (WeightsReceiver(route) if rank in destinations else None)
+        return (WeightsSender(route) if rank in sources else None), (
+            WeightsReceiver(route) if rank in destinations else None
+        )
 
     def _meet(self, place: str) -> None:
-        """Wait for all ranks, for what they make together next waits without end. DeadlineExceeded names those that are not here."""
-        store, until = self.world.store(), time.monotonic() + self.settings.deadline_s
+        """Wait for all ranks, for what they make together next waits without end. TimedOut names
+        those that are not here.
+        """
+        store, until = self.world.store(), time.monotonic() + self.settings.timeout_s
         if store is None:
             return
         keys = [f"met/{place}/{rank}" for rank in range(self.world.size)]
@@ -232,26 +292,32 @@ class ExecutorController:
             if time.monotonic() > until:
                 absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
                 names = ", ".join(f"{rank} ({self.control.names[rank]})" for rank in absent)
-                raise DeadlineExceeded(
-                    f"rank {self.world.rank} waited {self.settings.deadline_s:.0f} s at the start for ranks {names}, to make {place} "
-                    "with them. See what they last said, or raise deadline_s"
+                raise TimedOut(
+                    f"rank {self.world.rank} waited {self.settings.timeout_s:.0f} s at the start for ranks {names}, to make {place} "
+                    "with them. See what they last said, or raise timeout_s"
                 )
             time.sleep(0.01)
 
-    def _exchange_ends(self) -> list[End]:
+    def _exchange_ends(self) -> list[RankInfo]:
         """What every rank says of its host and GPU."""
         in_host_memory = any(getattr(e, "cpu_offload", False) for e in self.local)
-        device, store = torch.device("cpu") if in_host_memory else self.world.device, self.world.store()
-        mine = this_end(self.world.rank, device)
+        device, store = (
+            torch.device("cpu") if in_host_memory else self.world.device,
+            self.world.store(),
+        )
+        mine = this_rank_info(self.world.rank, device)
         if store is None:
             return [mine]
         store.set(f"end/{self.world.rank}", json.dumps(dataclasses.asdict(mine)))
-        return [End(**json.loads(store.get(f"end/{rank}"))) for rank in range(self.world.size)]
+        return [RankInfo(**json.loads(store.get(f"end/{rank}"))) for rank in range(self.world.size)]
 
-    # -- running --------------------------------------------------------------------------------------------------
+    # -- running
+    # --------------------------------------------------------------------------------------------------
 
     def run(self) -> RowWriter | None:
-        """Until the trainer is done, a stop request, or an error. Returns the leader's writer, None elsewhere."""
+        """Until the trainer is done, a stop request, or an error. Returns the leader's writer, None
+        elsewhere.
+        """
         handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         error: BaseException | None = None
         try:
@@ -287,7 +353,7 @@ class ExecutorController:
                 self._ask_to_stop()
             for _, message in self.control.take("stop?"):
                 self.control.request_stop(message["reason"])
-            worked = self.snapshots.serve()
+            worked = self.checkpoints.serve()
             for executor in self.local:
                 if self._goes_on(executor):
                     worked |= self._step_or_lose(executor, clocks[executor.name])
@@ -300,9 +366,11 @@ class ExecutorController:
                 stop_at = stop_at or time.monotonic() + self._patience_s
                 if time.monotonic() > stop_at:
                     why = (
-                        "raise stop_s" if self.control.is_leader else f"rank {self.leader} has not said so: see what it said last"
+                        "raise stop_s"
+                        if self.control.is_leader
+                        else f"rank {self.leader} has not said so: see what it said last"
                     )
-                    late = DeadlineExceeded(
+                    late = TimedOut(
                         f"rank {self.world.rank} ({self.control.names[self.world.rank]}) could not end within {self._patience_s:.0f} s "
                         f"of the stop request: {why}"
                     )
@@ -311,13 +379,17 @@ class ExecutorController:
                 self.control.wait(min(e.poll_s for e in self.local) if self.local else POLL_S)
 
     def _goes_on(self, executor: Executor) -> bool:
-        """A stop ends all work but the trainer's, which has its last snapshot to make, and what others have begun; a loss that too."""
+        """A stop ends all work but the trainer's, which has its last checkpoint to make, and what
+        others have begun; a loss that too.
+        """
         if self.control.loss is not None:
             return executor.name == "trainer"
         return not self.control.stopping or executor.name == "trainer" or executor.follows
 
     def _step_or_lose(self, executor: Executor, clock: _Clock) -> bool:
-        """One step. What fails in a station without state that must be kept is a loss, as on any other rank."""
+        """One step. What fails in a executor without state that must be kept is a loss, as on any
+        other rank.
+        """
         if _is_kept(executor):
             return self._step(executor, clock)
         try:
@@ -327,23 +399,32 @@ class ExecutorController:
             return False
 
     def _hear_of_loss(self) -> None:
-        """Once: tell the others, and on the leader have the keepers make a checkpoint, if there is anything to save."""
+        """Once: tell the others, and on the leader have the keepers make a checkpoint, if there is
+        anything to save.
+        """
         if self._told_of_loss:
             return
         self._told_of_loss = True
         self.control.report_loss()
         if self.control.is_leader:
-            log.error("%s\nThe trainer is whole: it saves a checkpoint before this run ends", self.control.loss)
+            log.error(
+                "%s\nThe trainer is whole: it saves a checkpoint before this run ends",
+                self.control.loss,
+            )
             if self._trainer.version > 0:
                 self.control.request_stop(f"a loss: {self.control.loss}")
             else:
                 self.control.fail_now(self.control.loss)
 
     def _seal_last(self) -> str:
-        """On the leader: wait for the last checkpoint. What came of it, for people; an error where nothing else ends the run."""
+        """On the leader: wait for the last checkpoint. What came of it, for people; an error where
+        nothing else ends the run.
+        """
         try:
-            self.snapshots.wait_sealed("stop_s" if self.control.stopping else "deadline_s", self._patience_s)
-        except (CheckpointError, DeadlineExceeded) as error:
+            self.checkpoints.wait_sealed(
+                "stop_s" if self.control.stopping else "timeout_s", self._patience_s
+            )
+        except (CheckpointError, TimedOut) as error:
             if self.control.loss is None:
                 raise
             return f"No checkpoint could be sealed after that: {error}"
@@ -356,9 +437,11 @@ class ExecutorController:
 
     @property
     def _patience_s(self) -> float:
-        """For an end that was asked for. The others wait for the leader, which may be writing: it alone says what is too slow."""
+        """For an end that was asked for. The others wait for the leader, which may be writing: it
+        alone says what is too slow.
+        """
         stops = self.control.stopping and self.control.is_leader
-        return self.settings.stop_s if stops else self.settings.deadline_s
+        return self.settings.stop_s if stops else self.settings.timeout_s
 
     def _step(self, executor: Executor, clock: _Clock) -> bool:
         began = time.monotonic()
@@ -377,12 +460,12 @@ class ExecutorController:
         if reason is None or clock.reason is None:
             clock.reason_since = now
         clock.reason = reason
-        if reason and now - clock.reason_since > self.settings.deadline_s:
+        if reason and now - clock.reason_since > self.settings.timeout_s:
             why = (
                 f"{executor.name} on rank {self.world.rank} waited {now - clock.reason_since:.0f} s for {reason}. "
-                "Raise deadline_s if that is slow rather than stuck; each rank's output says what it last did"
+                "Raise timeout_s if that is slow rather than stuck; each rank's output says what it last did"
             )
-            self.control.lose(DeadlineExceeded(why))  # between two steps everything is whole
+            self.control.lose(TimedOut(why))  # between two steps everything is whole
         return False
 
     def _check_target(self) -> None:
@@ -395,38 +478,43 @@ class ExecutorController:
             self.control.request_stop(f"eval/reward {reward:.4g} reached eval.target")
 
     def _is_over(self) -> bool:
-        """On the leader: the trainer has made its last snapshot, and no row is awaited that can still come."""
+        """On the leader: the trainer has made its last checkpoint, and no row is awaited that can
+        still come.
+        """
         trainer = self._trainer
         if not trainer.done:
             return False
         self._done_at = self._done_at or time.monotonic()
         if self.control.stopping or self.metrics.writer.is_complete(trainer.version):
             return True
-        if time.monotonic() - self._done_at > self.settings.deadline_s:
-            raise DeadlineExceeded(
+        if time.monotonic() - self._done_at > self.settings.timeout_s:
+            raise TimedOut(
                 f"trainer on rank {self.world.rank} is done with step {trainer.version}, but its evaluation did not come from the generator "
-                f"and the reward within {self.settings.deadline_s:.0f} s. The checkpoint is whole; raise deadline_s for a longer evaluation"
+                f"and the reward within {self.settings.timeout_s:.0f} s. The checkpoint is whole; raise timeout_s for a longer evaluation"
             )
         return False
 
-    # -- ending ---------------------------------------------------------------------------------------------------
+    # -- ending
+    # ---------------------------------------------------------------------------------------------------
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
         self.control.signalled = True  # a long step looks at it between two microbatches
 
     def _ask_to_stop(self) -> None:
-        """The leader decides where between two steps the run ends, so that all trainer ranks end at the same one."""
+        """The leader decides where between two steps the run ends, so that all trainer ranks end at
+        the same one.
+        """
         name = signal.Signals(self._signal).name
         self._signal = None
         self.control.post(self.leader, "stop?", {"reason": f"{name} on rank {self.world.rank}"})
 
     @property
     def _doing(self) -> str:
-        station = self._current
-        if station is None:
+        executor = self._current
+        if executor is None:
             return "while connecting"
-        return f"in {station.name}, step {getattr(station, 'version', '?')}, among ranks {list(station.group.ranks)}"
+        return f"in {executor.name}, step {getattr(executor, 'version', '?')}, among ranks {list(executor.group.ranks)}"
 
     def _report(self, error: BaseException) -> None:
         if error is self.control.loss and self.control.failure is None:
@@ -437,9 +525,13 @@ class ExecutorController:
             pass  # the launcher is gone; there is nobody to tell
 
     def _close(self, ended_well: bool) -> None:
-        """Release everything. What the disk refuses then is an error of its own only where there is no earlier one."""
+        """Release everything. What the disk refuses then is an error of its own only where there is
+        no earlier one.
+        """
         closing = [executor.teardown for executor in reversed(self.local)]
-        closing += [end.close for end in self._ends if not isinstance(end, (WeightsSender, WeightsReceiver))]
+        closing += [
+            end.close for end in self._ends if not isinstance(end, (WeightsSender, WeightsReceiver))
+        ]
         closing += [self.metrics.close, self._dump_trace]
         try:
             for close in closing:

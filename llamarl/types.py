@@ -1,15 +1,16 @@
-"""The records, in the order in which data flows; one per hop. Each is frozen and checks its own lengths at birth.
+"""The records, in the order in which data flows; one per hop. Each is frozen and checks its own
+lengths at birth.
 
     PromptStream --Ticket--> Generator --Completion--> Reward --Group--> (Reference --Group-->) Trainer --PackedBatch--> loss
 
-Worked example. Ticket 7 is the prompt "3+4=" (ids [1, 7, 14, 8, 18]) with group_size 2. The generator samples "7<eos>"
-and "6<eos>" from it:
+Worked example. Ticket 7 is the prompt "3+4=" (ids [1, 7, 14, 8, 18]) with group_size 2. The
+generator samples "7<eos>" and "6<eos>" from it:
 
     Completion(7, 0, [1,7,14,8,18], [11, 2], [-0.1, -0.2], [3, 3], "stop")   # sampled under policy version 3
     Completion(7, 1, [1,7,14,8,18], [10, 2], [-2.3, -0.1], [3, 4], "stop")   # new weights came before its second token
 
-The reward scores each (1.0 and 0.0) and, once the group is whole, sends one Group whose per-token fields are the two
-completions end to end: token_ids [11,2,10,2], lengths [2,2], rewards [1,0].
+The reward scores each (1.0 and 0.0) and, once the group is whole, sends one Group whose per-token
+fields are the two completions end to end: token_ids [11,2,10,2], lengths [2,2], rewards [1,0].
 
 Token ids are the truth: text is decoded from them for rewards and never tokenised again.
 """
@@ -28,10 +29,14 @@ OutcomeKind = Literal["score", "abstain", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One unit of work: "make a group for prompt `index`". Made by the ledger, consumed by a generator."""
+    """One unit of work: "make a group for prompt `index`". Made by the ledger, consumed by a
+    generator.
+    """
 
     index: int  # dense from 0, in prompt order; PromptStream(task, seed)[index] is its prompt
-    deadline: int  # the last optimizer step that may train on it: version when started + max_lag (tickets.NEVER without one)
+    # the last optimizer step that may train on it: version when started + max_lag (tickets.NEVER
+    # without one)
+    deadline: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,9 @@ class Completion:
     sample_index: int  # 0 .. group_size-1
     prompt_ids: Tensor  # [P] int64
     token_ids: Tensor  # [L] int64; ends with the stop token when finish_reason is "stop"
-    generator_logprobs: Tensor  # [L] float32 nats, of the processed distribution that was sampled from
+    generator_logprobs: (
+        Tensor  # [L] float32 nats, of the processed distribution that was sampled from
+    )
     policy_versions: Tensor  # [L] int64, the weights that sampled each token
     finish_reason: FinishReason
 
@@ -66,7 +73,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class ScoredCompletion:
-    """A completion and the reward's verdict on it. Lives inside the reward executor until its group is whole."""
+    """A completion and the reward's verdict on it. Lives inside the reward executor until its group
+    is whole.
+    """
 
     completion: Completion
     outcome: OutcomeKind
@@ -76,7 +85,9 @@ class ScoredCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All G scored completions of one ticket, end to end, T = sum(lengths). Made by the reward; consumed by the trainer."""
+    """All G scored completions of one ticket, end to end, T = sum(lengths). Made by the reward;
+    consumed by the trainer.
+    """
 
     ticket: int
     prompt_ids: Tensor  # [P] int64
@@ -88,7 +99,9 @@ class Group:
     rewards: Tensor  # [G] float32, NaN where the completion must not be trained on
     finish_reasons: tuple[str, ...]  # G
     outcomes: tuple[str, ...]  # G
-    ref_version: int = 0  # policy version of the reference that made ref_logprobs; 0: the weights that training started from
+    # policy version of the reference that made ref_logprobs; 0: the weights that training started
+    # from
+    ref_version: int = 0
 
     def __post_init__(self):
         tokens, size = int(self.lengths.sum()), self.lengths.numel()
@@ -98,17 +111,25 @@ class Group:
                     f"Group {self.ticket}: {field} has {getattr(self, field).numel()} elements, lengths sum to {tokens}"
                 )
         if self.ref_logprobs.numel() not in (0, tokens):
-            raise ValueError(f"Group {self.ticket}: ref_logprobs has {self.ref_logprobs.numel()} elements, need 0 or {tokens}")
+            raise ValueError(
+                f"Group {self.ticket}: ref_logprobs has {self.ref_logprobs.numel()} elements, need 0 or {tokens}"
+            )
         if not (self.rewards.numel() == len(self.finish_reasons) == len(self.outcomes) == size):
-            raise ValueError(f"Group {self.ticket}: {size} lengths but {self.rewards.numel()} rewards")
+            raise ValueError(
+                f"Group {self.ticket}: {size} lengths but {self.rewards.numel()} rewards"
+            )
 
     @classmethod
-    def of(cls, scored: list[ScoredCompletion]) -> "Group":
-        """Join the scored completions of one ticket, in sample order. ValueError if they are of several tickets."""
+    def of(cls, scored: list[ScoredCompletion]) -> Group:
+        """Join the scored completions of one ticket, in sample order. ValueError if they are of
+        several tickets.
+        """
         scored = sorted(scored, key=lambda s: s.completion.sample_index)
         parts = [s.completion for s in scored]
         if len({c.ticket for c in parts}) != 1:
-            raise ValueError(f"completions of several tickets in one group: {sorted({c.ticket for c in parts})}")
+            raise ValueError(
+                f"completions of several tickets in one group: {sorted({c.ticket for c in parts})}"
+            )
         return cls(
             ticket=parts[0].ticket,
             prompt_ids=parts[0].prompt_ids,
@@ -130,15 +151,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One microbatch: segments end to end, each prompt once and after it what its completions feed the model; shifted here:
+    """One microbatch: segments end to end, each prompt once and after it what its completions feed
+    the model; shifted here:
 
         prompt [10,11] with completions [12,13] and [14], then prompt [20] with completion [21,22]:
         input_ids  10 11 | 12 | 20 | 21    positions  0 1 2 0 1    cu_seqlens  0 2 3 4 5    parents  -1 0 -1 2
         labels     12 13 14 21 22          rows       1 2 1 3 4      completions  0 0 1 2 2         groups   0 0 1
 
-    T input tokens in S segments; R labels, the trained tokens of all N completions, in order. Row r of the hidden states
-    predicts label r: a prompt's last token predicts the first token of each of its completions, and the last token of a
-    completion is only ever a label.
+    T input tokens in S segments; R labels, the trained tokens of all N completions, in order. Row r
+    of the hidden states predicts label r: a prompt's last token predicts the first token of each of
+    its completions, and the last token of a completion is only ever a label.
     """
 
     input_ids: Tensor  # [T] int64
@@ -156,4 +178,6 @@ class PackedBatch:
     completions: Tensor  # [R] int64, which of the N completions a label belongs to, ascending
     groups: Tensor  # [N] int64, which of the microbatch's groups a completion belongs to
     rewards: Tensor  # [N] float32, shaped, finite
-    group_tokens: Tensor  # [N] float32, trained tokens of its whole group, in whichever microbatches
+    group_tokens: (
+        Tensor  # [N] float32, trained tokens of its whole group, in whichever microbatches
+    )

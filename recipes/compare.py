@@ -4,9 +4,10 @@
     python recipes/compare.py runs/sweep-TIME --target 0.9       every run of a --multirun
     python recipes/compare.py runs/* --y reward/mean --x kl/ref --out plots
 
-Runs that differ only in their seed are one line: a mean, and a band from the least to the greatest. Prints a table and writes
-OUT/progress.png (the value over seconds and over steps) and OUT/pareto.png (the value against KL to the reference, for runs
-that have one). Exit status: 0, or 2 for a directory or a column that cannot be used.
+Runs that differ only in their seed are one line: a mean, and a band from the least to the greatest.
+Prints a table and writes OUT/progress.png (the value over seconds and over steps) and
+OUT/pareto.png (the value against KL to the reference, for runs that have one). Exit status: 0, or 2
+for a directory or a column that cannot be used.
 """
 
 from __future__ import annotations
@@ -21,11 +22,27 @@ from llamarl.observe.compare_plots import draw_pareto, draw_progress, save
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("directories", nargs="+", metavar="RUN_DIR", help="of a run, or of a sweep's runs")
-    parser.add_argument("--y", help="column of metrics.jsonl; default: eval/reward where all runs have it, else reward/mean")
-    parser.add_argument("--x", help=f"column of the pareto plot; default: {KL}, for the runs that have it")
-    parser.add_argument("--target", type=float, help="value of --y to reach; default: the greatest that every run reached")
-    parser.add_argument("--out", type=Path, default=Path("comparison"), help="directory of the plots (default: comparison)")
+    parser.add_argument(
+        "directories", nargs="+", metavar="RUN_DIR", help="of a run, or of a sweep's runs"
+    )
+    parser.add_argument(
+        "--y",
+        help="column of metrics.jsonl; default: eval/reward where all runs have it, else reward/mean",
+    )
+    parser.add_argument(
+        "--x", help=f"column of the pareto plot; default: {KL}, for the runs that have it"
+    )
+    parser.add_argument(
+        "--target",
+        type=float,
+        help="value of --y to reach; default: the greatest that every run reached",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("comparison"),
+        help="directory of the plots (default: comparison)",
+    )
     return parser.parse_args(argv)
 
 
@@ -40,9 +57,16 @@ def run(args: argparse.Namespace) -> None:
         print(f"also differ, with what the names say: {', '.join(implied)}")
     figures = {"progress.png": draw_progress(variants, y, target)}
     x = args.x or KL
-    without = [] if args.x else [variant for variant in variants if not all(run.has(KL) for run in variant.runs)]
+    without = (
+        []
+        if args.x
+        else [variant for variant in variants if not all(run.has(KL) for run in variant.runs)]
+    )
     for variant in without:
-        print(f"compare: {variant.label}: no {KL}, so not in the pareto plot; record it with reference=frozen", file=sys.stderr)
+        print(
+            f"compare: {variant.label}: no {KL}, so not in the pareto plot; record it with reference=frozen",
+            file=sys.stderr,
+        )
     if measured := [variant for variant in variants if variant not in without]:
         figures["pareto.png"] = draw_pareto(measured, x, y)
     for name, figure in figures.items():

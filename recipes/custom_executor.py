@@ -1,4 +1,5 @@
-"""A new station in one screen: it takes groups between reward and trainer and makes long completions worth less.
+"""A new executor in one screen: it takes groups between reward and trainer and makes long
+completions worth less.
 
 torchrun --standalone --nproc-per-node=2 recipes/custom_executor.py max_steps=3
 
@@ -9,14 +10,19 @@ prompts -> Generator -> Reward -> (Reference ->) LengthPenalty -> Trainer
 import dataclasses
 from itertools import pairwise
 
-from executors.stations import (
-    build_generator, build_reference_weights, build_references, build_reward, build_trainer, build_weights,
-)  # fmt: skip
-from llamarl.channel import Gather, Scatter
-from llamarl.config import Config, main
+from executors.build import (
+    build_generator,
+    build_reference_weights,
+    build_references,
+    build_reward,
+    build_trainer,
+    build_weights,
+)
+from llamarl.comm.channel import Gather, Scatter
+from llamarl.config.command_line import Config, main
 from llamarl.controller import ExecutorController
 from llamarl.executor import Executor
-from llamarl.launch import launch
+from llamarl.launch.job import launch
 
 
 class LengthPenalty(Executor):
@@ -31,12 +37,16 @@ class LengthPenalty(Executor):
         (source,), (sink,) = self.inputs.values(), self.outputs.values()
         groups = source.take(64) if sink.has_room() else []
         for group in groups:
-            sink.put(dataclasses.replace(group, rewards=group.rewards - self.per_token * group.lengths))
+            sink.put(
+                dataclasses.replace(group, rewards=group.rewards - self.per_token * group.lengths)
+            )
         return bool(groups)
 
     def waiting_for(self) -> str | None:
         (sink,) = self.outputs.values()
-        return None if sink.has_room() else f"room: in channel {sink.name}, which the trainer empties"
+        return (
+            None if sink.has_room() else f"room: in channel {sink.name}, which the trainer empties"
+        )
 
 
 @main
@@ -59,7 +69,8 @@ def run(config: Config) -> None:
                 build_weights(config, trainer, generator),
                 *build_reference_weights(config, trainer, references),
             ],
-            placement=job.placement | {penalty.name: job.placement["reward"]},  # it is light: beside the reward
+            placement=job.placement
+            | {penalty.name: job.placement["reward"]},  # it is light: beside the reward
             ledger=job.ledger(),
             world=job.world,
             settings=job.settings,

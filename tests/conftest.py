@@ -1,10 +1,13 @@
-"""What test files share. With tests/__init__.py beside it, it also makes `tests.launching` importable from every one of them."""
+"""What test files share. With tests/__init__.py beside it, it also makes `tests.launching`
+importable from every one of them.
+"""
 
 import logging
 import os
 from pathlib import Path
 
-# PyTorch's store asks the DNS who connects; where none answers, as in a sandbox, each question takes 5 s by default.
+# PyTorch's store asks the DNS who connects; where none answers, as in a sandbox, each question
+# takes 5 s by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 import pytest  # noqa: E402
@@ -12,14 +15,14 @@ import pytest  # noqa: E402
 from tests.launching import SMALL, Job  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 
-
 MAX_WORKERS = 4  # each has a pool of ranks, some hundred MiB apiece
 
 
 def pytest_xdist_auto_num_workers(config) -> int:
     """What `-n auto` means, which setup.cfg says: one worker a core.
 
-    None where files are named, which are done before workers have started, and for tests of the one GPU and of vLLM's memory.
+    None where files are named, which are done before workers have started, and for tests of the one
+    GPU and of vLLM's memory.
     """
     files_are_named = any(Path(argument.partition("::")[0]).is_file() for argument in config.args)
     if files_are_named or config.option.markexpr in ("gpu", "vllm"):
@@ -37,10 +40,16 @@ def pool():
 
 @pytest.fixture
 def process_state():
-    """Threads, precision and logging of this process are afterwards as before: programs set them, and some tests run one here."""
+    """Threads, precision and logging of this process are afterwards as before: programs set them,
+    and some tests run one here.
+    """
     import torch
 
-    precision, threads, level = torch.get_float32_matmul_precision(), torch.get_num_threads(), logging.getLogger().level
+    precision, threads, level = (
+        torch.get_float32_matmul_precision(),
+        torch.get_num_threads(),
+        logging.getLogger().level,
+    )
     yield
     torch.set_float32_matmul_precision(precision)
     torch.set_num_threads(threads)
@@ -63,8 +72,8 @@ def launch_here(process_state, monkeypatch, capfd):
     """
     import torch.distributed as dist
 
-    from llamarl.config import compose_config
-    from llamarl.launch import launch
+    from llamarl.config.command_line import compose_config
+    from llamarl.launch.job import launch
 
     def end(code: int) -> None:
         raise SystemExit(code)

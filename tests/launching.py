@@ -1,6 +1,8 @@
-"""Jobs as a user starts them, watched from outside and ended for certain; and reward functions for them.
+"""Jobs as a user starts them, watched from outside and ended for certain; and reward functions for
+them.
 
-Every process of a job carries its mark in the environment, so orphans are found too, and nobody else's process is touched.
+Every process of a job carries its mark in the environment, so orphans are found too, and nobody
+else's process is touched.
 """
 
 from __future__ import annotations
@@ -24,9 +26,14 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "llama_async.py"
 STEPS, GROUPS, GROUP_SIZE, EVAL_PROMPTS = 4, 4, 4, 20
 SMALL = (
-    f"groups_per_step={GROUPS}", f"group_size={GROUP_SIZE}", f"eval.num_prompts={EVAL_PROMPTS}", "eval.every=2",
-    "checkpoint.every=2", f"max_steps={STEPS}", "generator.max_slots=64",
-)  # fmt: skip
+    f"groups_per_step={GROUPS}",
+    f"group_size={GROUP_SIZE}",
+    f"eval.num_prompts={EVAL_PROMPTS}",
+    "eval.every=2",
+    "checkpoint.every=2",
+    f"max_steps={STEPS}",
+    "generator.max_slots=64",
+)
 COMPLETIONS = GROUPS * GROUP_SIZE  # a step
 JOB_S = 240  # longer than any job here takes on a busy machine
 POLL_S = 0.05
@@ -34,19 +41,42 @@ _MARK = "LLAMARL_TEST_JOB"
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a process that a test starts: one thread, no GPU, and this checkout before all else that PYTHONPATH has."""
+    """Of a process that a test starts: one thread, no GPU, and this checkout before all else that
+    PYTHONPATH has.
+    """
     given = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(ROOT), *([given] if given else [])])
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, **more}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": path,
+        **more,
+    }
 
 
 class Job:
-    """One started recipe: under python (ranks=None) or torchrun. A context manager; leaving it kills what still runs."""
+    """One started recipe: under python (ranks=None) or torchrun. A context manager; leaving it
+    kills what still runs.
+    """
 
-    def __init__(self, *overrides: str, run_dir: Path | None, ranks: int | None = None, torchrun: tuple[str, ...] = (), env=(), cwd=None, rendezvous="--standalone"):
+    def __init__(
+        self,
+        *overrides: str,
+        run_dir: Path | None,
+        ranks: int | None = None,
+        torchrun: tuple[str, ...] = (),
+        env=(),
+        cwd=None,
+        rendezvous="--standalone",
+    ):
         self.run_dir = run_dir
         self._mark = uuid.uuid4().hex
-        launcher = ["-m", "torch.distributed.run", rendezvous, f"--nproc-per-node={ranks}", *torchrun] if ranks else []
+        launcher = (
+            ["-m", "torch.distributed.run", rendezvous, f"--nproc-per-node={ranks}", *torchrun]
+            if ranks
+            else []
+        )
         where = [f"run_dir={run_dir}"] if run_dir else []
         home = run_dir.parent if run_dir else cwd
         self._log = home / f"{self._mark}.log" if cwd is None else cwd.parent / f"{self._mark}.log"
@@ -54,10 +84,14 @@ class Job:
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *launcher, str(RECIPE), *overrides, *where],
-                stdout=log, stderr=subprocess.STDOUT, env=marked, cwd=cwd or ROOT, start_new_session=True,
-            )  # fmt: skip
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=marked,
+                cwd=cwd or ROOT,
+                start_new_session=True,
+            )
 
-    def __enter__(self) -> "Job":
+    def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *_) -> None:
@@ -76,7 +110,15 @@ class Job:
     def rows(self) -> list[dict]:
         """Whole rows of metrics.jsonl."""
         file = self.run_dir / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")] if file.exists() else []
+        return (
+            [
+                json.loads(line)
+                for line in file.read_text().splitlines(keepends=True)
+                if line.endswith("\n")
+            ]
+            if file.exists()
+            else []
+        )
 
     @property
     def checkpoint(self) -> Path:
@@ -92,20 +134,28 @@ class Job:
             raise AssertionError(f"still running after {timeout_s} s:\n{self.output}") from None
 
     def until(self, predicate: Callable[[], object], what: str, timeout_s: float = JOB_S) -> None:
-        """Poll until predicate() holds. AssertionError with the output if it does not in time, or the job ends before."""
+        """Poll until predicate() holds. AssertionError with the output if it does not in time, or
+        the job ends before.
+        """
         deadline = time.monotonic() + timeout_s
         while not predicate():
             ended = self.process.poll() is not None and not predicate()
             if ended or time.monotonic() > deadline:
-                raise AssertionError(f"{what}: not so {'when the job ended' if ended else f'after {timeout_s} s'}:\n{self.output}")
+                raise AssertionError(
+                    f"{what}: not so {'when the job ended' if ended else f'after {timeout_s} s'}:\n{self.output}"
+                )
             time.sleep(POLL_S)
 
     def until_gone(self, pids: set[int], timeout_s: float = JOB_S) -> float:
-        """Seconds until none of these processes of the job is left. AssertionError with those that are."""
+        """Seconds until none of these processes of the job is left. AssertionError with those that
+        are.
+        """
         began = time.monotonic()
         while left := pids & self.pids().keys():
             if time.monotonic() - began > timeout_s:
-                raise AssertionError(f"after {timeout_s} s there still are {left} of {self.pids()}:\n{self.output}")
+                raise AssertionError(
+                    f"after {timeout_s} s there still are {left} of {self.pids()}:\n{self.output}"
+                )
             self.process.poll()
             time.sleep(POLL_S)
         return time.monotonic() - began
@@ -116,15 +166,21 @@ class Job:
 
     def rank_pids(self) -> dict[int, int]:
         """Rank -> pid."""
-        ranks = (p for p in self._processes() if str(RECIPE) in p.info["cmdline"] and "torch.distributed.run" not in p.info["cmdline"])
+        ranks = (
+            p
+            for p in self._processes()
+            if str(RECIPE) in p.info["cmdline"] and "torch.distributed.run" not in p.info["cmdline"]
+        )
         return {int(p.info["environ"].get("RANK", 0)): p.pid for p in ranks}
 
     def _processes(self) -> list[psutil.Process]:
         attributes = ["environ", "cmdline", "status"]
         return [
-            p for p in psutil.process_iter(attributes)
-            if (p.info["environ"] or {}).get(_MARK) == self._mark and p.info["status"] != psutil.STATUS_ZOMBIE
-        ]  # fmt: skip
+            p
+            for p in psutil.process_iter(attributes)
+            if (p.info["environ"] or {}).get(_MARK) == self._mark
+            and p.info["status"] != psutil.STATUS_ZOMBIE
+        ]
 
 
 def untimed(rows: list[dict]) -> list[dict]:
@@ -132,7 +188,8 @@ def untimed(rows: list[dict]) -> list[dict]:
     return [{name: value for name, value in row.items() if not is_timing(name)} for row in rows]
 
 
-# -- reward functions: (prompt, completion_text, meta) -> float; all but the failing ones score as exact_match --------------
+# -- reward functions: (prompt, completion_text, meta) -> float; all but the failing ones score as
+# exact_match --------------
 
 _calls = 0
 
@@ -172,6 +229,15 @@ def fails(prompt: str, completion: str, meta: dict) -> float:
     raise RuntimeError("no verdict")
 
 
-def with_beta(trainer_logprobs, generator_logprobs, ref_logprobs, advantages, loss_mask, *, num_loss_tokens, beta):
+def with_beta(
+    trainer_logprobs,
+    generator_logprobs,
+    ref_logprobs,
+    advantages,
+    loss_mask,
+    *,
+    num_loss_tokens,
+    beta,
+):
     """A loss with a coefficient that can follow a schedule: REINFORCE times beta."""
     return -beta * (advantages * trainer_logprobs)[loss_mask].sum() / max(num_loss_tokens, 1), {}

@@ -12,7 +12,9 @@ from llamarl.learning.losses.common import Completions, takes
 
 @dataclass(frozen=True)
 class Problem:
-    """A loss's tensors [R], float64, about a quarter of the labels masked; `completions` as the learner would give them."""
+    """A loss's tensors [R], float64, about a quarter of the labels masked; `completions` as the
+    learner would give them.
+    """
 
     pi: Tensor
     mu: Tensor
@@ -41,10 +43,15 @@ class Problem:
     def members(self) -> list[list[int]]:
         """The trained completions of each group."""
         groups = self.completions.groups.tolist()
-        return [[j for j, g in enumerate(groups) if g == k and len(self.labels(j))] for k in range(max(groups) + 1)]
+        return [
+            [j for j, g in enumerate(groups) if g == k and len(self.labels(j))]
+            for k in range(max(groups) + 1)
+        ]
 
-    def part(self, chosen: list[int]) -> "Problem":
-        """The microbatch that holds these completions of it; its denominators stay those of the batch."""
+    def part(self, chosen: list[int]) -> Problem:
+        """The microbatch that holds these completions of it; its denominators stay those of the
+        batch.
+        """
         kept = torch.tensor([int(c) in chosen for c in self.completions.index], dtype=torch.bool)
         order = {c: i for i, c in enumerate(sorted(chosen))}
         c = self.completions
@@ -63,7 +70,9 @@ class Problem:
 
 
 def problem(sizes=(3, 2, 4), seed=0, spread=1.0) -> Problem:
-    """Groups of these sizes; logprobs of the three policies `spread` nats apart at most, advantages the same over a completion."""
+    """Groups of these sizes; logprobs of the three policies `spread` nats apart at most, advantages
+    the same over a completion.
+    """
     random = torch.Generator().manual_seed(seed)
     n = sum(sizes)
     lengths = torch.randint(1, 5, (n,), generator=random)

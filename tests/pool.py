@@ -1,9 +1,11 @@
-"""Ranks that the tests of one session share: to start one, with torch and all that a model needs, takes longer than most tests.
+"""Ranks that the tests of one session share: to start one, with torch and all that a model needs,
+takes longer than most tests.
 
     answers = pool.call(__file__, "exchange", ranks=4, timeout_s=60, scenario=scenario)     # what exchange(rank, ...) returned, by rank
 
-Each rank is this file run as a script. It takes one call a line from its standard input, answers with one line, and makes a world of its
-own for each call: nothing of one is left for the next but what was imported.
+Each rank is this file run as a script. It takes one call a line from its standard input, answers
+with one line, and makes a world of its own for each call: nothing of one is left for the next but
+what was imported.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Pool:
         self._calls = 0
 
     def call(self, file: str, function: str, *, ranks: int, timeout_s: float, **arguments) -> list:
-        """What `function` of `file`, called with (rank, **arguments) on each of the first ranks, returned; all of it is JSON.
+        """What `function` of `file`, called with (rank, **arguments) on each of the first ranks,
+        returned; all of it is JSON.
 
         AssertionError with all ranks' words if one raised or did not answer in time.
         """
@@ -46,12 +49,22 @@ class Pool:
             self._start()
         self._calls += 1
         store = f"{self._folder.name}/store{self._calls}"
-        call = {"file": file, "function": function, "ranks": ranks, "store": store, "arguments": arguments}
+        call = {
+            "file": file,
+            "function": function,
+            "ranks": ranks,
+            "store": store,
+            "arguments": arguments,
+        }
         for process in self._processes[:ranks]:
             process.stdin.write(json.dumps(call) + "\n")
             process.stdin.flush()
         answers = self._answers(ranks, timeout_s)
-        failed = [f"rank {r}: {a['error'] if a else 'no answer'}" for r, a in enumerate(answers) if a is None or "error" in a]
+        failed = [
+            f"rank {r}: {a['error'] if a else 'no answer'}"
+            for r, a in enumerate(answers)
+            if a is None or "error" in a
+        ]
         if failed:
             self.close()
             raise AssertionError("\n".join(failed))
@@ -109,7 +122,8 @@ def _read(process: subprocess.Popen, lines: queue.Queue) -> None:
     lines.put("null")
 
 
-# -- what a rank runs ------------------------------------------------------------------------------------------------------
+# -- what a rank runs
+# ------------------------------------------------------------------------------------------------------
 
 
 def serve(rank: int) -> None:

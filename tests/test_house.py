@@ -1,4 +1,6 @@
-"""House rules: what may import what, nothing pickles, sizes, and a README whose paths and commands exist."""
+"""House rules: what may import what, nothing pickles, sizes, and a README whose paths and commands
+exist.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from typing import get_type_hints
 
 import pytest
 
-from llamarl.config import Config, ConfigError, check_command_line, to_config
+from llamarl.config.command_line import Config, ConfigError, check_command_line, to_config
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("llamarl", "executors", "recipes")
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 480, 70, 130
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 600, 110, 130
 TINY = ROOT / "llamarl" / "models" / "tiny"
 
 
@@ -34,7 +36,11 @@ def our_files() -> list[Path]:
 
 
 def python_files(*folders: str) -> list[Path]:
-    files = [file for file in our_files() if file.suffix == ".py" and file.relative_to(ROOT).parts[0] in folders]
+    files = [
+        file
+        for file in our_files()
+        if file.suffix == ".py" and file.relative_to(ROOT).parts[0] in folders
+    ]
     assert files
     return files
 
@@ -63,22 +69,42 @@ def imported(tree: ast.AST) -> set[str]:
 
 def test_llamarl_imports_no_executor_and_no_recipe():
     def tops(folder: str) -> set[tuple[str, str]]:
-        return {(f.name, name.split(".")[0]) for f in python_files(folder) for name in imported(ast.parse(f.read_text()))}
+        return {
+            (f.name, name.split(".")[0])
+            for f in python_files(folder)
+            for name in imported(ast.parse(f.read_text()))
+        }
 
     assert ("llama_async.py", "executors") in tops("recipes")  # such an import is seen
-    assert not {(file, top) for file, top in tops("llamarl") if top in ("executors", "recipes", "tests")}
+    assert not {
+        (file, top) for file, top in tops("llamarl") if top in ("executors", "recipes", "tests")
+    }
 
 
-@pytest.mark.parametrize("module", ["llamarl", "llamarl.config", "llamarl.tasks.rewards", "llamarl.tasks.worker"])
+@pytest.mark.parametrize(
+    "module",
+    ["llamarl", "llamarl.config.command_line", "llamarl.tasks.rewards", "llamarl.tasks.worker"],
+)
 def test_light_modules_import_no_torch(module):
     code = f"import sys, {module}; print(sorted(m for m in ('torch', 'transformers', 'torchtune') if m in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
 
 
 # --- Pickle ---
 
-PICKLERS = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "multiprocessing"}
+PICKLERS = {
+    "pickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "marshal",
+    "shelve",
+    "multiprocessing",
+}
 PICKLING = re.compile(
     r"^torch\.(load|save)$|^torch\.(multiprocessing|distributed\.checkpoint)|(^|\.)(\w+_object(_list)?|ProcessPoolExecutor)$"
 )
@@ -87,31 +113,48 @@ PICKLING = re.compile(
 def pickling(source: str) -> set[str]:
     """Names in a source through which it could pickle."""
     tree = ast.parse(source)
-    names = {name for name in imported(tree) if name.split(".")[0] in PICKLERS or PICKLING.search(name)}
+    names = {
+        name for name in imported(tree) if name.split(".")[0] in PICKLERS or PICKLING.search(name)
+    }
     used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    return names | {name for name in used if PICKLING.search(name) and not name.startswith(("self.", "cls."))}
+    return names | {
+        name for name in used if PICKLING.search(name) and not name.startswith(("self.", "cls."))
+    }
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "import pickle", "from pickle import loads", "import torch\ntorch.save(x, y)", "from torch import load",
-        "dist.send_object_list(x)", "torch.distributed.all_gather_object(x, y)", "import multiprocessing.pool",
-        "from torch.distributed import broadcast_object_list", "import torch.distributed.checkpoint as dcp",
-        "from torch.distributed import checkpoint", "import torch.multiprocessing as mp",
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.save(x, y)",
+        "from torch import load",
+        "dist.send_object_list(x)",
+        "torch.distributed.all_gather_object(x, y)",
+        "import multiprocessing.pool",
+        "from torch.distributed import broadcast_object_list",
+        "import torch.distributed.checkpoint as dcp",
+        "from torch.distributed import checkpoint",
+        "import torch.multiprocessing as mp",
         "from concurrent.futures import ProcessPoolExecutor",
     ],
-)  # fmt: skip
+)
 def test_pickling_is_seen(source):
     assert pickling(source)
 
 
 def test_innocent_code_is_not_called_pickling():
-    assert not pickling("from safetensors.torch import save, load\nself.load()\nx.load_state_dict(y)\njson.loads(x)\n'no pickle'")
+    assert not pickling(
+        "from safetensors.torch import save, load\nself.load()\nx.load_state_dict(y)\njson.loads(x)\n'no pickle'"
+    )
 
 
 def test_nothing_pickles():
-    found = {str(file.relative_to(ROOT)): names for file in python_files(*CODE) if (names := pickling(file.read_text()))}
+    found = {
+        str(file.relative_to(ROOT)): names
+        for file in python_files(*CODE)
+        if (names := pickling(file.read_text()))
+    }
     assert not found
 
 
@@ -125,7 +168,10 @@ def test_files_and_functions_are_short():
         lines = len(source.splitlines())
         long += [f"{file.relative_to(ROOT)}: {lines} lines"] if lines > MAX_FILE_LINES else []
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef) and (size := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES:
+            if (
+                isinstance(node, ast.FunctionDef)
+                and (size := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES
+            ):
                 long.append(f"{file.relative_to(ROOT)}: {node.name} has {size} lines")
     assert not long
 
@@ -133,7 +179,11 @@ def test_files_and_functions_are_short():
 def test_documents_have_no_overlong_lines():
     documents = [file for file in our_files() if file.suffix == ".md"]
     assert ROOT / "README.md" in documents and ROOT / "docs" / "staleness.md" in documents
-    lines = [(f"{file.name}:{i}", line) for file in documents for i, line in enumerate(text_of(file).splitlines(), 1)]
+    lines = [
+        (f"{file.name}:{i}", line)
+        for file in documents
+        for i, line in enumerate(text_of(file).splitlines(), 1)
+    ]
     assert not [place for place, line in lines if len(line) > MAX_COLUMNS]
 
 
@@ -144,7 +194,7 @@ def test_nothing_is_left_to_do():
 
 def test_no_path_of_a_machine():
     paths = re.compile(r"(?<![\w.$}])/(?:work|root|home|Users)/\w")
-    assert paths.search("open('/" "home/x')") and not paths.search("https://example.org/work/x")
+    assert paths.search("open('/" + "home/x')") and not paths.search("https://example.org/work/x")
     assert not [str(file.relative_to(ROOT)) for file in our_files() if paths.search(text_of(file))]
 
 
@@ -177,7 +227,11 @@ def test_every_option_of_a_group_fits_its_schema(group, option):
     try:
         to_config(compose([f"{group}={option}"]))
     except ConfigError as error:  # what only the user can give
-        to_config(compose([f"{group}={option}", *(f"{problem.where}=given" for problem in error.problems)]))
+        to_config(
+            compose(
+                [f"{group}={option}", *(f"{problem.where}=given" for problem in error.problems)]
+            )
+        )
 
 
 # --- The README and the documents ---
@@ -196,17 +250,35 @@ def blocks(language: str, text: str = README) -> list[str]:
 
 def commands(text: str = README) -> list[list[str]]:
     """Command lines of a document's shell blocks and of its code spans, as words."""
-    lines = [line for body in blocks("bash", text) for line in body.replace("\\\n", " ").splitlines() if not line.startswith("#")]
+    lines = [
+        line
+        for body in blocks("bash", text)
+        for line in body.replace("\\\n", " ").splitlines()
+        if not line.startswith("#")
+    ]
     lines += [span for span in SPAN.findall(BLOCK.sub("", text)) if " " in span]
-    return [words for line in lines for part in line.split("&&") if (words := shlex.split(part, comments=True))]
+    return [
+        words
+        for line in lines
+        for part in line.split("&&")
+        if (words := shlex.split(part, comments=True))
+    ]
 
 
 def hydra_commands(text: str = README) -> list[tuple[int, list[str]]]:
-    """(ranks, overrides) of every run of a recipe under Hydra, and of every code span of overrides alone."""
+    """(ranks, overrides) of every run of a recipe under Hydra, and of every code span of overrides
+    alone.
+    """
     found = []
     for words in commands(text) + [[span] for span in SPAN.findall(BLOCK.sub("", text))]:
-        recipe = [i for i, word in enumerate(words) if word in ("recipes/llama_async.py", "recipes/custom_executor.py")]
-        options = dict(word.split("=", 1) for word in words if word.startswith("--n") and "=" in word)
+        recipe = [
+            i
+            for i, word in enumerate(words)
+            if word in ("recipes/llama_async.py", "recipes/custom_executor.py")
+        ]
+        options = dict(
+            word.split("=", 1) for word in words if word.startswith("--n") and "=" in word
+        )
         ranks = int(options.get("--nnodes", 1)) * int(options.get("--nproc-per-node", 1))
         if recipe:
             found.append((ranks, words[recipe[0] + 1 :]))
@@ -217,7 +289,9 @@ def hydra_commands(text: str = README) -> list[tuple[int, list[str]]]:
 
 @pytest.fixture
 def users_folder(tmp_path, monkeypatch):
-    """The current directory of somebody who follows README: their data, and my_module.py as README has it."""
+    """The current directory of somebody who follows README: their data, and my_module.py as README
+    has it.
+    """
     row = '{"prompt": "1+1=", "question": "1+1=", "answer": "#### 2"}\n'
     for name in ("train.jsonl", "test.jsonl"):
         (tmp_path / name).write_text(row * 20)
@@ -244,13 +318,19 @@ def validate(ranks: int, overrides: list[str]) -> None:
 def test_readme_commands_are_found():
     runs = hydra_commands()
     assert len(runs) > 20
-    assert (2, []) in runs and (2, ["max_steps=3"]) in runs and (16, ["run_dir=runs/mine", "resume=auto"]) in runs
+    assert (
+        (2, []) in runs
+        and (2, ["max_steps=3"]) in runs
+        and (16, ["run_dir=runs/mine", "resume=auto"]) in runs
+    )
     keys = {word.split("=")[0] for _, overrides in runs for word in overrides}
     assert keys >= {"max_lag", "overcommit", "loss.scale", "placement.trainer", "+dry_run"}
 
 
 def test_readme_commands_are_accepted(users_folder, monkeypatch):
-    monkeypatch.setattr("llamarl.inference.vllm_engine.vllm_problem", lambda: None)  # it need not be installed
+    monkeypatch.setattr(
+        "llamarl.inference.vllm_engine.vllm_problem", lambda: None
+    )  # it need not be installed
     for ranks, overrides in hydra_commands():
         try:
             validate(ranks, overrides)
@@ -264,17 +344,33 @@ def test_commands_of_docs_experiments_are_accepted(users_folder, ranks, override
 
 
 def test_docs_experiments_sweeps_and_lists_every_experiment():
-    sweeps = [overrides for _, overrides in hydra_commands(EXPERIMENTS) if "--multirun" in overrides]
+    sweeps = [
+        overrides for _, overrides in hydra_commands(EXPERIMENTS) if "--multirun" in overrides
+    ]
     assert len(sweeps) >= 7
-    listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `.*?\|", EXPERIMENTS, re.MULTILINE))))
+    listed = set(
+        re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `.*?\|", EXPERIMENTS, re.MULTILINE)))
+    )
     assert listed == {file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml")}
     with pytest.raises(ConfigError, match="overcommit"):
-        overrides = ["+experiment=async_rlhf_table10", "model.path=DIR", "task.path=FILE", "max_lag=0,1", "overcommit=3"]
+        overrides = [
+            "+experiment=async_rlhf_table10",
+            "model.path=DIR",
+            "task.path=FILE",
+            "max_lag=0,1",
+            "overcommit=3",
+        ]
         validate(1, ["--multirun", *overrides])
 
 
 def test_a_wrong_command_would_be_refused(users_folder):
-    for wrong in (["max_lags=2"], ["task=jsonl"], ["loss.fn=my_module:my_loss", "loss.scales=1"], ["loss.kl_coef=0.1"], ["placement.trainer=[9]"]):
+    for wrong in (
+        ["max_lags=2"],
+        ["task=jsonl"],
+        ["loss.fn=my_module:my_loss", "loss.scales=1"],
+        ["loss.kl_coef=0.1"],
+        ["placement.trainer=[9]"],
+    ):
         with pytest.raises(ConfigError):
             validate(8, wrong)
 
@@ -282,24 +378,44 @@ def test_a_wrong_command_would_be_refused(users_folder):
 def test_readme_keys_and_paths_exist():
     spans = [word for span in SPAN.findall(BLOCK.sub("", README)) for word in span.split()]
     words = spans + [word for command in commands() for word in command]
-    roots = ("recipes/", "conf/", "docs/", "llamarl/", "executors/", "tests/", "benchmarks/", ".ci/")
+    roots = (
+        "recipes/",
+        "conf/",
+        "docs/",
+        "llamarl/",
+        "executors/",
+        "tests/",
+        "benchmarks/",
+        ".ci/",
+    )
     paths = {word for word in words if word.startswith(roots)}
     assert len(paths) >= 8
     assert not {path for path in paths if not (ROOT / path).exists()}
     sections = "|".join(name for name, hint in get_type_hints(Config).items() if is_dataclass(hint))
     keys = {word for word in spans if re.fullmatch(rf"(?:{sections})\.[a-z_]+", word)}
     config = to_config(compose([]))
-    assert keys and all(hasattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in keys)
+    assert keys and all(
+        hasattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in keys
+    )
 
 
 def test_readme_scripts_take_the_options_that_it_gives_them():
-    scripts = {"recipes/sft.py", "recipes/fetch_smollm2.py", "recipes/evaluate.py", "recipes/compare.py"}
+    scripts = {
+        "recipes/sft.py",
+        "recipes/fetch_smollm2.py",
+        "recipes/evaluate.py",
+        "recipes/compare.py",
+    }
     plain = [words for words in commands() + commands(EXPERIMENTS) if scripts & set(words)]
     assert {word for words in plain for word in words} >= scripts
     for words in plain:
         source = (ROOT / next(word for word in words if word.startswith("recipes/"))).read_text()
         assert not [word for word in words if word.startswith("--") and f'"{word}"' not in source]
-    modules = {words[words.index("-m") + 1] for words in commands() if "-m" in words and words[0] == "python"}
+    modules = {
+        words[words.index("-m") + 1]
+        for words in commands()
+        if "-m" in words and words[0] == "python"
+    }
     # Where llamarl is not installed, its recipes are no modules, but files beside it.
     recipes = {module for module in modules if module.startswith("llamarl.recipes.")}
     assert recipes and modules > recipes
@@ -313,7 +429,11 @@ def test_readme_extras_and_markers_are_in_setup_cfg():
     setup.read(ROOT / "setup.cfg")
     extras = set(re.findall(r"\.\[(\w+)\]", README))
     assert "dev" in extras and extras <= set(setup["options.extras_require"])
-    markers = {words[words.index("-m") + 1] for words in commands() if words[0] == "pytest" and "-m" in words}
+    markers = {
+        words[words.index("-m") + 1]
+        for words in commands()
+        if words[0] == "pytest" and "-m" in words
+    }
     assert markers == set(re.findall(r"^(\w+):", setup["tool:pytest"]["markers"], re.MULTILINE))
     assert tomllib.loads(text_of(ROOT / "pyproject.toml"))["build-system"]
 
@@ -324,12 +444,16 @@ def test_readme_reward_and_loss_work(users_folder):
     from llamarl.learning.losses import resolve_loss
     from llamarl.tasks.pool import check_reward
 
-    outcomes = check_reward("my_module:my_reward", [("1+1=", " 2\n", {"answer": "2"}), ("1+1=", "3", {"answer": "2"})])
+    outcomes = check_reward(
+        "my_module:my_reward", [("1+1=", " 2\n", {"answer": "2"}), ("1+1=", "3", {"answer": "2"})]
+    )
     assert [outcome.value for outcome in outcomes] == [1.0, 0.0]
     logprobs = torch.tensor([-1.0, -2.0, -5.0], requires_grad=True)
     advantages, mask = torch.tensor([1.0, -1.0, 3.0]), torch.tensor([True, True, False])
     my_loss = resolve_loss("my_module:my_loss")
-    loss, metrics = my_loss(logprobs, logprobs.detach(), None, advantages, mask, num_loss_tokens=2, scale=0.5)
+    loss, metrics = my_loss(
+        logprobs, logprobs.detach(), None, advantages, mask, num_loss_tokens=2, scale=0.5
+    )
     assert loss.item() == -0.5 * (1 * -1.0 + -1 * -2.0) / 2 and metrics == {}
     loss.backward()
     assert logprobs.grad.tolist() == [-0.25, 0.25, 0.0]
@@ -348,6 +472,12 @@ def test_ci_runs_what_the_readme_says():
 def test_the_table_of_staleness_is_what_its_simulation_prints():
     document = text_of(ROOT / "docs" / "staleness.md")
     (code,) = [body for name, body in BLOCK.findall(document) if name == "python"]
-    (table,) = [body for name, body in BLOCK.findall(document) if name == "" and body.startswith("overcommit")]
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    (table,) = [
+        body
+        for name, body in BLOCK.findall(document)
+        if name == "" and body.startswith("overcommit")
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
     assert [line.rstrip() for line in done.stdout.splitlines()] == table.splitlines(), done.stderr

@@ -16,7 +16,9 @@ from tests.tolerances import rounding
 
 NAN = float("nan")
 VOCAB, VERSION = 23, 5
-STEP = rounding(terms=24, depth=2 * 2 * 2)  # of the largest change of a weight: width, and the layers there and back
+STEP = rounding(
+    terms=24, depth=2 * 2 * 2
+)  # of the largest change of a weight: width, and the layers there and back
 SETTINGS = UpdateSettings(
     lr=0.5,
     schedule="linear",
@@ -37,7 +39,9 @@ def go_on():
 
 def decoder_of(uniform=False):
     """Random weights. `uniform`: all logits are 0, so every logprob is -log(VOCAB)."""
-    config = ModelConfig("LlamaForCausalLM", VOCAB, 16, 24, 2, 4, 2, 4, 1e-6, 1e4, None, 64, False, False)
+    config = ModelConfig(
+        "LlamaForCausalLM", VOCAB, 16, 24, 2, 4, 2, 4, 1e-6, 1e4, None, 64, False, False
+    )
     decoder = build_decoder(config, device="cpu")
     random = torch.Generator().manual_seed(0)
     for parameter in decoder.parameters():
@@ -52,11 +56,15 @@ def update_of(decoder=None, loss_fn=None, optimizer=torch.optim.SGD, critic=None
     made = dataclasses.replace(SETTINGS, **changes)
     loss_fn = loss_fn or regularised(aipo)
     made_by = optimizer(decoder.parameters(), lr=123.0)
-    return PolicyUpdate(decoder, made_by, loss_fn, made, group=None, device=torch.device("cpu"), critic=critic)
+    return PolicyUpdate(
+        decoder, made_by, loss_fn, made, group=None, device=torch.device("cpu"), critic=critic
+    )
 
 
 def group(ticket, lengths, rewards, **fields):
-    """Random tokens with generator logprobs of -3 (near the decoder's), sampled from the version before."""
+    """Random tokens with generator logprobs of -3 (near the decoder's), sampled from the version
+    before.
+    """
     random = torch.Generator().manual_seed(ticket)
     tokens, size = sum(lengths), len(lengths)
     values = dict(
@@ -75,7 +83,9 @@ def group(ticket, lengths, rewards, **fields):
 
 
 def groups_of():
-    """Completions with advantage 0 (in a group, and a whole group), one that failed and one that was cut off."""
+    """Completions with advantage 0 (in a group, and a whole group), one that failed and one that
+    was cut off.
+    """
     return [
         group(4, [6, 2, 9], [1.0, 0.5, 0.0]),
         group(1, [3, 4], [1.0, 1.0]),

@@ -1,1 +1,3 @@
-"""DDMA: weights from the trainer's shards straight into the generators' memory. layout -> plan -> transfer."""
+"""DDMA: weights from the trainer's shards straight into the generators' memory. layout -> plan ->
+transfer.
+"""

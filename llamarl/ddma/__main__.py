@@ -1,6 +1,8 @@
-"""python -m llamarl.ddma plan --model DIR_OR_CONFIG --source fsdp=4,replicate=1,tp=1 --destination tp=2,replicas=2
+"""python -m llamarl.ddma plan --model DIR_OR_CONFIG --source fsdp=4,replicate=1,tp=1 --destination
+tp=2,replicas=2
 
-Prints how weights would travel: bytes per rank and per link, against the floor. Needs a config.json, no weights and no GPU.
+Prints how weights would travel: bytes per rank and per link, against the floor. Needs a
+config.json, no weights and no GPU.
 """
 
 from __future__ import annotations
@@ -15,11 +17,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from llamarl.ddma.layout import Destination, Source, travelling
+from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.plan import Plan, make_plan
 from llamarl.models.config import ModelConfig, read_config
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn, "int8": torch.int8}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
 MOST_ROWS = 16  # of a printed table
 
 
@@ -30,7 +37,9 @@ def topology(kind: type, text: str) -> Source | Destination:
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
         if key not in known or not value.isdigit() or int(value) < 1:
-            raise ValueError(f"{part!r}: need {','.join(f'{k}=N' for k in known)}, each N at least 1 (left out: 1)")
+            raise ValueError(
+                f"{part!r}: need {','.join(f'{k}=N' for k in known)}, each N at least 1 (left out: 1)"
+            )
         values[key] = int(value)
     return kind(**values)
 
@@ -66,7 +75,11 @@ def account(plan: Plan) -> Account:
     handed_on = np.array([received[d] if plan.follower(d) is not None else 0 for d in range(ranks)])
     total = int(plan.shard_bytes.sum()) * plan.roots
     return Account(
-        plan.bytes_to.sum(1) * fed, handed_on, received, -(-total // plan.source.num_ranks), int(plan.shard_bytes[:tp].max())
+        plan.bytes_to.sum(1) * fed,
+        handed_on,
+        received,
+        -(-total // plan.source.num_ranks),
+        int(plan.shard_bytes[:tp].max()),
     )
 
 
@@ -94,10 +107,20 @@ def links(plan: Plan) -> list[dict[str, object]]:
     for s in range(plan.source.num_ranks):
         row = plan.bytes_to[s].tolist()
         for replica in plan.feeds(s):
-            out += [{"from": f"trainer {s}", "to": f"generator {replica * tp + t}", "bytes": n} for t, n in enumerate(row) if n]
+            out += [
+                {"from": f"trainer {s}", "to": f"generator {replica * tp + t}", "bytes": n}
+                for t, n in enumerate(row)
+                if n
+            ]
     for d in range(plan.destination.num_ranks):
         if (after := plan.follower(d)) is not None:
-            out.append({"from": f"generator {d}", "to": f"generator {after}", "bytes": int(plan.shard_bytes[d % tp])})
+            out.append(
+                {
+                    "from": f"generator {d}",
+                    "to": f"generator {after}",
+                    "bytes": int(plan.shard_bytes[d % tp]),
+                }
+            )
     return out
 
 
@@ -122,7 +145,13 @@ def show(plan: Plan, config: ModelConfig) -> None:
         ),
     ):
         if len(values):
-            table.add_row(name, _spread(values), f"{values.sum():,}", f"{floor:,}", f"{values.max() / floor:.3f}")
+            table.add_row(
+                name,
+                _spread(values),
+                f"{values.sum():,}",
+                f"{floor:,}",
+                f"{values.max() / floor:.3f}",
+            )
     console.print(table)
     all_links = links(plan)
     table = Table("link", "bytes", box=None, pad_edge=False)
@@ -130,9 +159,14 @@ def show(plan: Plan, config: ModelConfig) -> None:
         for link in all_links:
             table.add_row(f"{link['from']} -> {link['to']}", f"{link['bytes']:,}")
     else:
-        table.add_row(f"{len(all_links)} links (--json lists them)", _spread(np.array([link["bytes"] for link in all_links])))
+        table.add_row(
+            f"{len(all_links)} links (--json lists them)",
+            _spread(np.array([link["bytes"] for link in all_links])),
+        )
     console.print(table)
-    console.print(f"busiest rank {counted.busiest:,} bytes, floor {counted.floor:,}, ratio {counted.ratio:.3f}")
+    console.print(
+        f"busiest rank {counted.busiest:,} bytes, floor {counted.floor:,}, ratio {counted.ratio:.3f}"
+    )
 
 
 def _words(topology: Source | Destination) -> str:
@@ -148,7 +182,9 @@ def _spread(values: np.ndarray) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m llamarl.ddma", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m llamarl.ddma",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     p = commands.add_parser("plan", help="print how weights would travel")
@@ -156,15 +192,27 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--source", default="fsdp=1", help="fsdp=N,replicate=R,tp=T")
     p.add_argument("--destination", default="tp=1", help="tp=M,replicas=K")
     p.add_argument(
-        "--dtype", default="bfloat16", choices=DTYPES, help="float8 and int8: of the projections, the rest in bfloat16"
+        "--dtype",
+        default="bfloat16",
+        choices=DTYPES,
+        help="float8 and int8: of the projections, the rest in bfloat16",
     )
-    p.add_argument("--feed", default="auto", choices=("auto", "direct", "chain"), help="who feeds the replicas")
+    p.add_argument(
+        "--feed", default="auto", choices=("auto", "direct", "chain"), help="who feeds the replicas"
+    )
     p.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     try:
         config, dtype = read_config(given.model), DTYPES[given.dtype]
-        source, destination = topology(Source, given.source), topology(Destination, given.destination)
-        parameters = travelling(config, torch.bfloat16, dtype) if dtype.itemsize == 1 else travelling(config, dtype)
+        source, destination = (
+            topology(Source, given.source),
+            topology(Destination, given.destination),
+        )
+        parameters = (
+            parameters_to_send(config, torch.bfloat16, dtype)
+            if dtype.itemsize == 1
+            else parameters_to_send(config, dtype)
+        )
         plan = make_plan(config, parameters, source, destination, feed=given.feed)
     except (FileNotFoundError, ValueError) as error:
         print(f"llamarl.ddma: {error}", file=sys.stderr)
@@ -174,11 +222,20 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     counted = account(plan)
     report = {
-        "source": dataclasses.asdict(source), "destination": dataclasses.asdict(destination), "dtype": given.dtype,
-        "bytes_per_sync": plan.num_bytes, "roots": plan.roots, "feed": why(plan), "floor": counted.floor, "busiest": counted.busiest,
-        "ratio": counted.ratio, "sent": counted.sent.tolist(), "handed_on": counted.handed_on.tolist(),
-        "received": counted.received.tolist(), "links": links(plan),
-    }  # fmt: skip
+        "source": dataclasses.asdict(source),
+        "destination": dataclasses.asdict(destination),
+        "dtype": given.dtype,
+        "bytes_per_sync": plan.num_bytes,
+        "roots": plan.roots,
+        "feed": why(plan),
+        "floor": counted.floor,
+        "busiest": counted.busiest,
+        "ratio": counted.ratio,
+        "sent": counted.sent.tolist(),
+        "handed_on": counted.handed_on.tolist(),
+        "received": counted.received.tolist(),
+        "links": links(plan),
+    }
     print(json.dumps(report))
     return 0
 

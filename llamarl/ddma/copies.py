@@ -13,8 +13,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Iterable, Literal
+from typing import Literal
 
 import torch
 import xxhash
@@ -29,7 +30,9 @@ _FOLD, _WORD = 1000003, 1 << 64
 
 @functools.cache
 def kernel_version() -> str:
-    """Of the copying kernel that this process has; equal versions give equal digests. Empty without one."""
+    """Of the copying kernel that this process has; equal versions give equal digests. Empty without
+    one.
+    """
     if _kernels() is None:
         return ""
     return hashlib.sha256((Path(native.__file__).parent / "copy.c").read_bytes()).hexdigest()[:16]
@@ -62,7 +65,13 @@ class Parts:
             rows = 1 if target.is_contiguous() else len(target)
             width = target.nbytes // rows
             stride = width if rows == 1 else target.stride(0) * target.itemsize
-            move.target, move.start, move.stride, move.width, move.rows = target.data_ptr(), start, stride, width, rows
+            move.target, move.start, move.stride, move.width, move.rows = (
+                target.data_ptr(),
+                start,
+                stride,
+                width,
+                rows,
+            )
 
 
 class Copier:
@@ -85,9 +94,16 @@ class Copier:
             raise ValueError(f"a copy of shape {list(source.shape)} to {list(target.shape)}")
         if self.method == "lanes" and (digest := _copy_in_lanes(target, source)) is not None:
             return digest
-        if self.method == "xxh3" and target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype:
+        if (
+            self.method == "xxh3"
+            and target.is_contiguous()
+            and source.is_contiguous()
+            and target.dtype == source.dtype
+        ):
             state = xxhash.xxh3_64()
-            for block, new in zip(_bytes(target).split(BLOCK_BYTES), _bytes(source).split(BLOCK_BYTES)):
+            for block, new in zip(
+                _bytes(target).split(BLOCK_BYTES), _bytes(source).split(BLOCK_BYTES)
+            ):
                 block.copy_(new)
                 state.update(block.numpy())
             return state.intdigest()
@@ -95,11 +111,17 @@ class Copier:
         return self.digest(target.contiguous())
 
     def copy_rows(self, targets: list[Tensor], sources: list[Tensor]) -> list[int | Tensor]:
-        """`copy` of several. Sources that are columns of the same rows are read together, in the order in which they lie in memory."""
+        """`copy` of several. Sources that are columns of the same rows are read together, in the
+        order in which they lie in memory.
+        """
         shapes = [[list(tensor.shape) for tensor in tensors] for tensors in (sources, targets)]
         if shapes[0] != shapes[1]:
             raise ValueError(f"copies of shapes {shapes[0]} to {shapes[1]}")
-        if self.method == "lanes" and len(targets) > 1 and (digests := _pack_in_lanes(targets, sources)) is not None:
+        if (
+            self.method == "lanes"
+            and len(targets) > 1
+            and (digests := _pack_in_lanes(targets, sources)) is not None
+        ):
             return digests
         return list(map(self.copy, targets, sources))
 
@@ -126,7 +148,9 @@ class Copier:
         return fold(found)
 
     def digest(self, of: Tensor) -> int | Tensor:
-        """The digest of a contiguous tensor's bytes: an int, or for `device` a tensor [] int64 that is not waited for."""
+        """The digest of a contiguous tensor's bytes: an int, or for `device` a tensor [] int64 that
+        is not waited for.
+        """
         flat = _bytes(of)
         if self.method == "device":
             return _device_digest(flat)
@@ -162,7 +186,16 @@ def _kernels() -> ctypes.CDLL | None:
         kernels.digest_of.argtypes = [address, count]
         kernels.copy_run.argtypes = [address, address, count]
         kernels.copy_rows.argtypes = [address, count, address, count, count, count]
-        kernels.pack_rows.argtypes = [count, address, address, address, count, count, ctypes.c_int, address]
+        kernels.pack_rows.argtypes = [
+            count,
+            address,
+            address,
+            address,
+            count,
+            count,
+            ctypes.c_int,
+            address,
+        ]
         kernels.copy_moves.argtypes = [count, address, address, address]
         kernels.pack_rows.restype = kernels.copy_moves.restype = None
         for kernel in (kernels.digest_of, kernels.copy_run, kernels.copy_rows):
@@ -182,26 +215,39 @@ def _copy_in_lanes(target: Tensor, source: Tensor) -> int | None:
     rows, width = (1, target.numel()) if target.dim() == 1 else target.shape
     if target.dtype == source.dtype and (target.is_contiguous() or source.is_contiguous()):
         strides = target.stride(0) * size, source.stride(0) * size
-        return kernels.copy_rows(target.data_ptr(), strides[0], source.data_ptr(), strides[1], width * size, rows)
+        return kernels.copy_rows(
+            target.data_ptr(), strides[0], source.data_ptr(), strides[1], width * size, rows
+        )
     packed = _pack_in_lanes([target], [source])
     return packed and packed[0]
 
 
 def _pack_in_lanes(targets: list[Tensor], sources: list[Tensor]) -> list[int] | None:
-    """Rows to contiguous targets, by a kernel that goes through all sources row by row; None if it cannot."""
+    """Rows to contiguous targets, by a kernel that goes through all sources row by row; None if it
+    cannot.
+    """
     first, count = sources[0], len(sources)
     casts = first.dtype != targets[0].dtype
-    if first.is_cuda or (casts and (first.dtype, targets[0].dtype) != (torch.float32, torch.bfloat16)):
+    if first.is_cuda or (
+        casts and (first.dtype, targets[0].dtype) != (torch.float32, torch.bfloat16)
+    ):
         return None
     rows, stride = (1, 0) if first.dim() == 1 else (len(first), first.stride(0))
     for target, source in zip(targets, sources):
-        alike = source.dim() == first.dim() <= 2 and source.dtype == first.dtype and target.dtype == targets[0].dtype
+        alike = (
+            source.dim() == first.dim() <= 2
+            and source.dtype == first.dtype
+            and target.dtype == targets[0].dtype
+        )
         same_rows = rows == 1 or (len(source) == rows and source.stride(0) == stride)
         if not (alike and same_rows and source.stride(-1) == 1 and target.is_contiguous()):
             return None
     size, address = first.element_size(), ctypes.c_void_p * count
     given = [address(*(t.data_ptr() for t in tensors)) for tensors in (targets, sources)]
-    widths, digests = (ctypes.c_uint64 * count)(*(s.shape[-1] * size for s in sources)), (ctypes.c_uint64 * count)()
+    widths, digests = (
+        (ctypes.c_uint64 * count)(*(s.shape[-1] * size for s in sources)),
+        (ctypes.c_uint64 * count)(),
+    )
     _kernels().pack_rows(count, *given, widths, stride * size, rows, casts, digests)
     return list(digests)
 
@@ -213,4 +259,8 @@ def _device_digest(flat: Tensor) -> Tensor:
     columns = torch.arange(512, device=flat.device) * 2 + 1
     total = (flat[:whole].view(torch.int64).view(-1, 512).sum(0) * columns).sum()
     tail = flat[whole:].long()
-    return total * 1000003 + (tail * (torch.arange(tail.numel(), device=flat.device) * 2 + 257)).sum() + flat.numel()
+    return (
+        total * 1000003
+        + (tail * (torch.arange(tail.numel(), device=flat.device) * 2 + 257)).sum()
+        + flat.numel()
+    )

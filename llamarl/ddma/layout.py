@@ -1,10 +1,11 @@
-"""Who holds which box of which global parameter. Pure: shapes and topology say everything, no metadata is gathered.
+"""Who holds which box of which global parameter. Pure: shapes and topology say everything, no
+metadata is gathered.
 
     trainer    rank = (replica * fsdp + shard) * tp + t      HSDP replicas of FSDP2 shards of tensor-parallel parts
     generator  rank = replica * tp + t                       replicas of tensor-parallel parts
 
-Parameters go by their Hugging Face names. What travels has the generator's dtype; a quantised weight travels as one byte an
-element and a float32 scale a row, which is a parameter of its own.
+Parameters go by their Hugging Face names. What travels has the generator's dtype; a quantised
+weight travels as one byte an element and a float32 scale a row, which is a parameter of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from dataclasses import dataclass, field
 import torch
 
 from llamarl.models.config import ModelConfig
-from llamarl.models.sharding import HEAD, SCALE, Box, is_quantized, parameter_shapes, tensor_parallel_box
+from llamarl.models.sharding import (
+    HEAD,
+    SCALE,
+    Box,
+    is_quantized,
+    parameter_shapes,
+    tensor_parallel_box,
+)
 
 ALIGN_BYTES = 64  # everything starts on a cache line
 FUSED = {  # tensors that engines keep as one -> the parameters in it, one after another
@@ -49,9 +57,13 @@ class Source:
         return self.fsdp * self.replicate * self.tp
 
     def box(self, config: ModelConfig, p: Parameter, rank: int) -> Box:
-        """FSDP2 cuts dim 0 of a tensor-parallel part into ceil-sized chunks; the last ranks may hold less, or nothing."""
+        """FSDP2 cuts dim 0 of a tensor-parallel part into ceil-sized chunks; the last ranks may
+        hold less, or nothing.
+        """
         shard, t = divmod(rank % (self.fsdp * self.tp), self.tp)
-        part = tensor_parallel_box(config, p.name.removesuffix(SCALE), p.shape, t, self.tp, split_vocabulary=False)
+        part = tensor_parallel_box(
+            config, p.name.removesuffix(SCALE), p.shape, t, self.tp, split_vocabulary=False
+        )
         rows = -(-part.lengths[0] // self.fsdp)
         first = min(shard * rows, part.lengths[0])
         return part.cut(0, first, min(rows, part.lengths[0] - first))
@@ -59,7 +71,11 @@ class Source:
     def splits_columns(self, config: ModelConfig, name: str, shape: tuple[int, ...]) -> bool:
         """Whether tensor-parallel ranks hold parts of this parameter's rows."""
         return (
-            len(shape) > 1 and tensor_parallel_box(config, name, shape, 0, self.tp, split_vocabulary=False).lengths[1] < shape[1]
+            len(shape) > 1
+            and tensor_parallel_box(
+                config, name, shape, 0, self.tp, split_vocabulary=False
+            ).lengths[1]
+            < shape[1]
         )
 
 
@@ -78,14 +94,22 @@ class Destination:
         return tensor_parallel_box(config, p.name.removesuffix(SCALE), p.shape, t, self.tp)
 
 
-def travelling(
-    config: ModelConfig, dtype: torch.dtype, quantized: torch.dtype | None = None, keep: tuple[str, ...] = (HEAD,)
+def parameters_to_send(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    quantized: torch.dtype | None = None,
+    keep: tuple[str, ...] = (HEAD,),
 ) -> list[Parameter]:
-    """What a model's weights are on their way. quantized: of what is_quantized names, but for `keep`."""
+    """What a model's weights are on their way. quantized: of what is_quantized names, but for
+    `keep`.
+    """
     out = []
     for name, shape in parameter_shapes(config).items():
         if quantized is not None and is_quantized(name, shape, keep):
-            out += [Parameter(name, shape, quantized), Parameter(name + SCALE, shape[:1], torch.float32)]
+            out += [
+                Parameter(name, shape, quantized),
+                Parameter(name + SCALE, shape[:1], torch.float32),
+            ]
         else:
             out.append(Parameter(name, shape, dtype))
     return out
@@ -106,7 +130,9 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One destination rank's buffer: its boxes by name, and tensors that are several of them end to end."""
+    """One destination rank's buffer: its boxes by name, and tensors that are several of them end to
+    end.
+    """
 
     held: dict[str, Held]
     fused: dict[str, tuple[str, ...]]
@@ -114,9 +140,16 @@ class Buffer:
 
 
 def buffer_of(
-    config: ModelConfig, parameters: list[Parameter], destination: Destination, t: int, *, fuse: bool = False
+    config: ModelConfig,
+    parameters: list[Parameter],
+    destination: Destination,
+    t: int,
+    *,
+    fuse: bool = False,
 ) -> Buffer:
-    """The buffer of tensor-parallel rank t. fuse: the members of FUSED lie end to end, so that each group is one tensor too."""
+    """The buffer of tensor-parallel rank t. fuse: the members of FUSED lie end to end, so that each
+    group is one tensor too.
+    """
     by_name, held, fused, at = {p.name: p for p in parameters}, {}, {}, 0
     for p in parameters:
         if p.name in held:
@@ -134,10 +167,14 @@ def buffer_of(
 
 
 def _members(name: str, by_name: dict[str, Parameter]) -> tuple[str, ...]:
-    """The names that are fused with this one, if it is the first of such a group and all have one dtype."""
+    """The names that are fused with this one, if it is the first of such a group and all have one
+    dtype.
+    """
     for first, *others in FUSED.values():
         names = (name, *(name.replace(first, other) for other in others))
-        if first in name and all(n in by_name and by_name[n].dtype == by_name[name].dtype for n in names):
+        if first in name and all(
+            n in by_name and by_name[n].dtype == by_name[name].dtype for n in names
+        ):
             return names
     return ()
 

@@ -6,7 +6,8 @@
     cuda_ipc  one host, GPUs: the receiver opens the sender's device memory
     nccl      p2p between GPUs
 
-Headers and what they carry always go by gloo (or a queue); a transport only answers for the bytes of a bucket.
+Headers and what they carry always go by gloo (or a queue); a transport only answers for the bytes
+of a bucket.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ import mmap
 import os
 import queue
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
-from typing import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llamarl.control import PeerDied
+from llamarl.comm.control import PeerDied
 
 NUM_SLOTS = 2
 POLL_S = 0.0002
-_FORWARD, _BACK, _PAYLOAD, _DIGEST = range(4)  # tags: to the receiver, to the sender, bytes, their digests
+_FORWARD, _BACK, _PAYLOAD, _DIGEST = range(
+    4
+)  # tags: to the receiver, to the sender, bytes, their digests
 
 
 class WeightsError(RuntimeError):
@@ -44,7 +47,9 @@ class LinkTimeout(WeightsError):
 
 class Kind(IntEnum):
     OFFER = 0  # where the slots are
-    BEGIN = 1  # a version, or what was wrong of it again: slot, buckets, whether it must be evaluated
+    BEGIN = (
+        1  # a version, or what was wrong of it again: slot, buckets, whether it must be evaluated
+    )
     END = 2  # these were all; their digests
     VERDICT = 3  # which of them are wrong
     CLOSE = 4
@@ -59,7 +64,8 @@ class Header:
     more: dict | None = None
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory
+# ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +73,12 @@ class Slots:
     """Memory that a sender stages into, and what lets a receiver elsewhere reach it."""
 
     tensors: list[Tensor]
-    counters: list[Tensor] = field(default_factory=list)  # [1] int64 each: how many buckets are staged; none on a GPU
-    files: tuple[int, ...] = ()  # descriptors of the shared ones, until all receivers have mapped them
+    counters: list[Tensor] = field(
+        default_factory=list
+    )  # [1] int64 each: how many buckets are staged; none on a GPU
+    files: tuple[
+        int, ...
+    ] = ()  # descriptors of the shared ones, until all receivers have mapped them
 
     @property
     def paths(self) -> list[str]:
@@ -82,12 +92,21 @@ class Slots:
 
 
 def make_slots(num_bytes: int, device: torch.device, *, shared: bool) -> Slots:
-    """Slots on a device; on the CPU pinned if there is a GPU, or in shared memory. WeightsError, with the alternative, if there is no room."""
+    """Slots on a device; on the CPU pinned if there is a GPU, or in shared memory. WeightsError,
+    with the alternative, if there is no room.
+    """
     if device.type == "cuda":
-        return Slots([torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)])
+        return Slots(
+            [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
+        )
     if not shared:
         pinned = torch.cuda.is_available()
-        return _with_counters([torch.zeros(num_bytes + 64, dtype=torch.uint8, pin_memory=pinned) for _ in range(NUM_SLOTS)])
+        return _with_counters(
+            [
+                torch.zeros(num_bytes + 64, dtype=torch.uint8, pin_memory=pinned)
+                for _ in range(NUM_SLOTS)
+            ]
+        )
     tensors, files = [], []
     for _ in range(NUM_SLOTS):
         try:
@@ -108,7 +127,9 @@ def _with_counters(whole: list[Tensor], files: tuple[int, ...] = ()) -> Slots:
 
 
 def shared_file(num_bytes: int) -> int:
-    """A descriptor of memory that other processes can map (path_of). It has no name, so no death can leave it behind. OSError."""
+    """A descriptor of memory that other processes can map (path_of). It has no name, so no death
+    can leave it behind. OSError.
+    """
     file = os.memfd_create("llamarl")
     try:
         os.posix_fallocate(file, 0, max(num_bytes, 1))  # fails here, not with a bus error later
@@ -119,13 +140,17 @@ def shared_file(num_bytes: int) -> int:
 
 
 def path_of(file: int) -> str:
-    """Where other processes of this host, user and pid namespace can open one of this process's descriptors."""
+    """Where other processes of this host, user and pid namespace can open one of this process's
+    descriptors.
+    """
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
 def map_shared(file: int, num_bytes: int) -> Tensor:
     # Mapped whole at once: the first versions should not pay for page faults.
-    mapped = mmap.mmap(file, max(num_bytes, 1), flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    mapped = mmap.mmap(
+        file, max(num_bytes, 1), flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    )
     return torch.frombuffer(mapped, dtype=torch.uint8)[:num_bytes]
 
 
@@ -134,14 +159,17 @@ def _map_path(path: str, num_bytes: int) -> Tensor:
     try:
         file = os.open(path, os.O_RDWR)
     except OSError as error:
-        raise WeightsError(f"the sender's memory cannot be opened ({error}); set weights.transport=gloo") from error
+        raise WeightsError(
+            f"the sender's memory cannot be opened ({error}); set weights.transport=gloo"
+        ) from error
     try:
         return map_shared(file, num_bytes)
     finally:
         os.close(file)
 
 
-# -- links -------------------------------------------------------------------------------------------------------------
+# -- links
+# -------------------------------------------------------------------------------------------------------------
 
 
 class LocalLink:
@@ -157,7 +185,9 @@ class LocalLink:
         self.base = 0
 
     def offer(self, slots: Slots, base: int = 0) -> None:
-        """Sender: say where the slots are, of which this link's bytes begin at `base`. Returns when the receiver has mapped them."""
+        """Sender: say where the slots are, of which this link's bytes begin at `base`. Returns when
+        the receiver has mapped them.
+        """
         self.slots, self.counters, self.base = slots.tensors, slots.counters, base
 
     def accept(self) -> None:
@@ -174,12 +204,15 @@ class LocalLink:
             raise LinkTimeout(f"nothing came for {timeout_s:.0f} s") from None
 
     def send_bytes(self, flat: Tensor) -> Callable[[], None] | None:
-        """Send a bucket's bytes, where they cross by themselves. Returns what waits until they may change."""
+        """Send a bucket's bytes, where they cross by themselves. Returns what waits until they may
+        change.
+        """
 
     def fetch(
         self, slot: int, start: int, size: int, scratch: Tensor | None = None, staged: int = 0
     ) -> Callable[[float], Tensor]:
-        """The bucket's bytes [size]: a view of the sender's slot once `staged` of its buckets are, or received into `scratch`.
+        """The bucket's bytes [size]: a view of the sender's slot once `staged` of its buckets are,
+        or received into `scratch`.
 
         Call the result with a deadline in seconds to have them; LinkTimeout.
         """
@@ -196,10 +229,14 @@ class LocalLink:
         return arrived
 
     def send_digest(self, digest: int) -> Callable[[], None] | None:
-        """After send_bytes: that bucket's digest, where bytes cross by themselves; else all come with END."""
+        """After send_bytes: that bucket's digest, where bytes cross by themselves; else all come
+        with END.
+        """
 
     def fetch_digest(self) -> Callable[[float], int] | None:
-        """After fetch: the digest that the sender says the bucket has, or None where it comes with END."""
+        """After fetch: the digest that the sender says the bucket has, or None where it comes with
+        END.
+        """
         return None
 
     @property
@@ -209,9 +246,17 @@ class LocalLink:
 
 
 class RankLink(LocalLink):
-    """Ends on two ranks. Headers go by p2p on `group` (gloo), bytes on payload_group (NCCL) if it is given."""
+    """Ends on two ranks. Headers go by p2p on `group` (gloo), bytes on payload_group (NCCL) if it
+    is given.
+    """
 
-    def __init__(self, peer: int, group: dist.ProcessGroup, transport: str, payload_group: dist.ProcessGroup | None = None):
+    def __init__(
+        self,
+        peer: int,
+        group: dist.ProcessGroup,
+        transport: str,
+        payload_group: dist.ProcessGroup | None = None,
+    ):
         super().__init__()
         self.peer, self.transport, self._group = peer, transport, group
         self._payload_group = payload_group or group
@@ -229,7 +274,9 @@ class RankLink(LocalLink):
         where = self.recv().more
         self.base = where["base"]
         if self.transport == "shm":
-            mapped = _with_counters([_map_path(path, where["bytes"] + 64) for path in where["paths"]])
+            mapped = _with_counters(
+                [_map_path(path, where["bytes"] + 64) for path in where["paths"]]
+            )
             self.slots, self.counters = mapped.tensors, mapped.counters
         elif self.transport == "cuda_ipc":
             self.slots = [_open_device_memory(handle) for handle in where["handles"]]
@@ -242,7 +289,12 @@ class RankLink(LocalLink):
         with self._with_peer():
             dist.send(fixed, self.peer, group=self._group, tag=tag)
             if more:
-                dist.send(torch.frombuffer(bytearray(more), dtype=torch.uint8), self.peer, group=self._group, tag=tag)
+                dist.send(
+                    torch.frombuffer(bytearray(more), dtype=torch.uint8),
+                    self.peer,
+                    group=self._group,
+                    tag=tag,
+                )
 
     @contextmanager
     def _with_peer(self) -> Iterator[None]:
@@ -335,7 +387,9 @@ def _wait(work: dist.Work, timeout_s: float | None) -> None:
 
 def _share_device_memory(tensor: Tensor) -> dict:
     """What another process on this host needs to open a CUDA tensor's memory. JSON."""
-    device, handle, size, offset, ref_handle, ref_offset, event, sync = tensor.untyped_storage()._share_cuda_()
+    device, handle, size, offset, ref_handle, ref_offset, event, sync = (
+        tensor.untyped_storage()._share_cuda_()
+    )
     coded = [base64.b64encode(part).decode() for part in (handle, ref_handle, event)]
     return {
         "device": device,
@@ -351,7 +405,14 @@ def _share_device_memory(tensor: Tensor) -> dict:
 def _open_device_memory(shared: dict) -> Tensor:
     handle, ref_handle, event = (base64.b64decode(part) for part in shared["coded"])
     storage = torch.UntypedStorage._new_shared_cuda(
-        shared["device"], handle, shared["size"], shared["offset"], ref_handle, shared["ref_offset"], event, shared["sync"]
+        shared["device"],
+        handle,
+        shared["size"],
+        shared["offset"],
+        ref_handle,
+        shared["ref_offset"],
+        event,
+        shared["sync"],
     )
     flat = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", shared["device"]))
     return flat.set_(storage, 0, (shared["bytes"],))

@@ -1,4 +1,6 @@
-"""What links carry: pieces in buckets, laid end to end by the sender and put in place by the receiver. No threads of its own."""
+"""What links carry: pieces in buckets, laid end to end by the sender and put in place by the
+receiver. No threads of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from llamarl.ddma.layout import Buffer, aligned
 from llamarl.ddma.copies import Copier, Parts, fold
+from llamarl.ddma.layout import Buffer, aligned
 from llamarl.ddma.plan import Piece
 from llamarl.models.sharding import Box
 
-BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}  # on a CPU a bucket stays in the cache between its arrival and its place
+BUCKET_BYTES = {
+    "cpu": 4 << 20,
+    "cuda": 16 << 20,
+}  # on a CPU a bucket stays in the cache between its arrival and its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,9 @@ class Bucket:
 
 
 def buckets_of(pieces: list[Piece], limit: int) -> list[Bucket]:
-    """Lay pieces end to end, each on a cache line, in buckets of about `limit` bytes; a larger piece is cut by rows."""
+    """Lay pieces end to end, each on a cache line, in buckets of about `limit` bytes; a larger
+    piece is cut by rows.
+    """
     buckets, moves, at = [], [], 0
     for piece in pieces:
         for part in _cut(piece, limit):
@@ -78,7 +85,10 @@ def buckets_of_buffer(of: Buffer, limit: int) -> list[Bucket]:
 def _cut(piece: Piece, limit: int) -> list[Piece]:
     rows = piece.box.lengths[0]
     each = max(1, rows * limit // max(piece.num_bytes, 1))
-    return [Piece(piece.parameter, piece.box.cut(0, r, min(each, rows - r))) for r in range(0, rows, each)]
+    return [
+        Piece(piece.parameter, piece.box.cut(0, r, min(each, rows - r)))
+        for r in range(0, rows, each)
+    ]
 
 
 def size_of(buckets: list[Bucket]) -> int:
@@ -86,7 +96,9 @@ def size_of(buckets: list[Bucket]) -> int:
 
 
 class Progress:
-    """Which buckets of a slot (or of a buffer) are whole. counter: [1] int64 that others may read: how many are, from the first on."""
+    """Which buckets of a slot (or of a buffer) are whole. counter: [1] int64 that others may read:
+    how many are, from the first on.
+    """
 
     def __init__(self, count: int, counter: Tensor | None = None):
         self._changed = threading.Condition()
@@ -97,12 +109,20 @@ class Progress:
 
     def reset(self) -> None:
         with self._changed:
-            self._done, self._digests, self._first = [None] * len(self._done), [None] * len(self._done), 0
+            self._done, self._digests, self._first = (
+                [None] * len(self._done),
+                [None] * len(self._done),
+                0,
+            )
             if self._counter is not None:
                 self._counter.zero_()
 
-    def mark(self, index: int, event: "torch.cuda.Event | None" = None, digest: int | None = None) -> None:
-        """event: the copies on a device that must end first. digest: of the bucket, where it is known already."""
+    def mark(
+        self, index: int, event: torch.cuda.Event | None = None, digest: int | None = None
+    ) -> None:
+        """event: the copies on a device that must end first. digest: of the bucket, where it is
+        known already.
+        """
         with self._changed:
             self._done[index], self._digests[index] = event or True, digest
             while self._first < len(self._done) and self._done[self._first] is True:
@@ -138,7 +158,11 @@ class Target:
         begins: list[int | None] = []  # where each begins in the buffer, if it is one run there
         for move in bucket.moves:
             held, box = of.held[move.piece.parameter.name], move.piece.box
-            whole = flat[held.start : held.start + held.num_bytes].view(held.parameter.dtype).view(held.box.lengths)
+            whole = (
+                flat[held.start : held.start + held.num_bytes]
+                .view(held.parameter.dtype)
+                .view(held.box.lengths)
+            )
             parts.append((move.start - bucket.start, whole[box.within(held.box)]))
             at = _flat_start(box, held.box)
             begins.append(None if at is None else held.start + at * held.parameter.dtype.itemsize)
@@ -146,12 +170,18 @@ class Target:
         first, moves = begins[0], bucket.moves
         # No gaps: in the buffer they may be another sender's.
         joined = first is not None and all(a.end == b.start for a, b in pairwise(moves))
-        joined = joined and all(at is not None and at - first == m.start - bucket.start for at, m in zip(begins, moves))
+        joined = joined and all(
+            at is not None and at - first == m.start - bucket.start for at, m in zip(begins, moves)
+        )
         # The whole bucket as one range of the buffer, into which it can be received.
-        self.in_place: Tensor | None = flat[first : first + bucket.end - bucket.start] if joined else None
+        self.in_place: Tensor | None = (
+            flat[first : first + bucket.end - bucket.start] if joined else None
+        )
 
     def write(self, source: Tensor, copier: Copier) -> int:
-        """Copy the bucket's bytes [bytes] uint8 in, unless they were received in place; the bucket's digest."""
+        """Copy the bucket's bytes [bytes] uint8 in, unless they were received in place; the
+        bucket's digest.
+        """
         return copier.copy_parts(source, self._parts)
 
 
@@ -167,7 +197,9 @@ def _flat_start(box: Box, held: Box) -> int | None:
 
 
 class Cover:
-    """Which arrived buckets make which of the follower's buckets whole. arriving: of each link, what it carries."""
+    """Which arrived buckets make which of the follower's buckets whole. arriving: of each link,
+    what it carries.
+    """
 
     def __init__(self, arriving: list[tuple[Bucket, ...]], buckets: tuple[Bucket, ...]):
         where = {}

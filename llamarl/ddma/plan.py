@@ -4,13 +4,15 @@
     plan.pieces(source=0, t=1)         # what trainer rank 0 holds of what tensor-parallel rank 1 needs
     plan.feeders(d)                    # who sends it to generator rank d: trainer ranks, or the replica before it
 
-A destination byte comes from one sender. Where several trainer ranks hold the same bytes (HSDP replicas, tensor-parallel
-copies), they share the work: replicas of the generator are dealt to replicas of the trainer, or else each box is cut.
+A destination byte comes from one sender. Where several trainer ranks hold the same bytes (HSDP
+replicas, tensor-parallel copies), they share the work: replicas of the generator are dealt to
+replicas of the trainer, or else each box is cut.
 
-Replicas: all pull from the trainer (`direct`), or the first few do and hand on to the next, block by block (`chain`). A
-trainer rank sends roots/num_sources of the model, a generator rank takes 1/tp of it: with more roots than sources/tp the
-trainer's links are the narrow place, and a chain, which keeps every link at one shard, is as fast as one replica alone. A
-tree would have its inner ranks send twice as much.
+Replicas: all pull from the trainer (`direct`), or the first few do and hand on to the next, block
+by block (`chain`). A trainer rank sends roots/num_sources of the model, a generator rank takes 1/tp
+of it: with more roots than sources/tp the trainer's links are the narrow place, and a chain, which
+keeps every link at one shard, is as fast as one replica alone. A tree would have its inner ranks
+send twice as much.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """See the module. `roots`: replicas that the trainer feeds; the others get their weights from the replica `roots` before them."""
+    """See the module. `roots`: replicas that the trainer feeds; the others get their weights from
+    the replica `roots` before them.
+    """
 
     config: ModelConfig
     parameters: list[Parameter]
@@ -51,7 +55,9 @@ class Plan:
     _cache: dict = field(default_factory=dict, repr=False, compare=False)
 
     def pieces(self, source: int, t: int) -> list[Piece]:
-        """What trainer rank `source` sends to tensor-parallel rank t of each replica that it feeds, in parameter order."""
+        """What trainer rank `source` sends to tensor-parallel rank t of each replica that it feeds,
+        in parameter order.
+        """
         out = []
         for index, p in enumerate(self.parameters):
             low, high = self._parts(index, p)
@@ -63,15 +69,25 @@ class Plan:
     def feeds(self, source: int) -> list[int]:
         """Replicas that trainer rank `source` sends to."""
         if self._dealt:
-            return list(range(source // (self.source.fsdp * self.source.tp), self.roots, self.source.replicate))
+            return list(
+                range(
+                    source // (self.source.fsdp * self.source.tp), self.roots, self.source.replicate
+                )
+            )
         return list(range(self.roots))
 
     def feeders(self, d: int) -> tuple[list[int], int | None]:
-        """(trainer ranks that may send to generator rank d, the generator rank that does instead or None)."""
+        """(trainer ranks that may send to generator rank d, the generator rank that does instead or
+        None).
+        """
         replica, t = divmod(d, self.destination.tp)
         if replica >= self.roots:
             return [], (replica - self.roots) * self.destination.tp + t
-        return [s for s in range(self.source.num_ranks) if replica in self.feeds(s) and self.bytes_to[s, t]], None
+        return [
+            s
+            for s in range(self.source.num_ranks)
+            if replica in self.feeds(s) and self.bytes_to[s, t]
+        ], None
 
     def follower(self, d: int) -> int | None:
         """The generator rank that d hands its weights on to."""
@@ -92,7 +108,10 @@ class Plan:
         """[tp]: bytes of a generator rank's shard."""
         return np.array(
             [
-                sum(self.destination.box(self.config, p, t).numel * p.dtype.itemsize for p in self.parameters)
+                sum(
+                    self.destination.box(self.config, p, t).numel * p.dtype.itemsize
+                    for p in self.parameters
+                )
                 for t in range(self.destination.tp)
             ]
         )
@@ -104,13 +123,20 @@ class Plan:
 
     @property
     def _dealt(self) -> bool:
-        """Whether the generator's replicas are dealt to the trainer's, so that boxes need no cutting between these."""
+        """Whether the generator's replicas are dealt to the trainer's, so that boxes need no
+        cutting between these.
+        """
         return self.roots % self.source.replicate == 0
 
     def _parts(self, index: int, p: Parameter) -> tuple[np.ndarray, np.ndarray]:
-        """(low, high) [sources, tp, dims]: the box that goes from each trainer rank to each tensor-parallel rank; empty if high <= low."""
+        """(low, high) [sources, tp, dims]: the box that goes from each trainer rank to each
+        tensor-parallel rank; empty if high <= low.
+        """
         held, copies, place = self._holders(index, p)
-        wanted = [self._bounds(self.destination.box(self.config, p, t)) for t in range(self.destination.tp)]
+        wanted = [
+            self._bounds(self.destination.box(self.config, p, t))
+            for t in range(self.destination.tp)
+        ]
         low = np.maximum(held[:, None, 0], np.array(wanted)[None, :, 0])
         high = np.minimum(held[:, None, 1], np.array(wanted)[None, :, 1])
         if copies > 1:
@@ -125,7 +151,9 @@ class Plan:
         return low, high
 
     def _holders(self, index: int, p: Parameter) -> tuple[np.ndarray, int, np.ndarray]:
-        """(bounds [sources, 2, dims] of what each trainer rank holds, how many share it, [sources] which of them a rank is)."""
+        """(bounds [sources, 2, dims] of what each trainer rank holds, how many share it, [sources]
+        which of them a rank is).
+        """
         key = (p.shape, p.name.split("layers.")[-1].partition(".")[2] or p.name)  # layers are alike
         if key not in self._cache:
             s = self.source
@@ -145,14 +173,25 @@ class Plan:
 
 
 def make_plan(
-    config: ModelConfig, parameters: list[Parameter], source: Source, destination: Destination, *, feed: str = "auto"
+    config: ModelConfig,
+    parameters: list[Parameter],
+    source: Source,
+    destination: Destination,
+    *,
+    feed: str = "auto",
 ) -> Plan:
     """feed: direct | chain | auto (chain where the trainer's links would be the narrow place).
 
     ValueError if the trainer's ranks together do not hold what a generator rank needs.
     """
-    enough = max(1, source.num_ranks // destination.tp)  # roots at which a trainer rank sends what a generator rank takes
-    roots = destination.replicas if feed == "direct" else min(destination.replicas, 1 if feed == "chain" else enough)
+    enough = max(
+        1, source.num_ranks // destination.tp
+    )  # roots at which a trainer rank sends what a generator rank takes
+    roots = (
+        destination.replicas
+        if feed == "direct"
+        else min(destination.replicas, 1 if feed == "chain" else enough)
+    )
     plan = Plan(config, parameters, source, destination, roots)
     senders = [s for s in range(source.num_ranks) if 0 in plan.feeds(s)]
     missing = plan.shard_bytes - plan.bytes_to[senders].sum(0)

@@ -1,23 +1,27 @@
-"""The generator rank's end of the weights path (see llamarl.ddma.transfer): receive, verify, stage, hand over, hand on."""
+"""The generator rank's end of the weights path (see llamarl.ddma.transfer): receive, verify, stage,
+hand over, hand on.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from llamarl.control import Control, PeerDied
+from llamarl.comm.control import Control, PeerDied
 from llamarl.ddma.copies import Copier
 from llamarl.ddma.layout import Buffer
 from llamarl.ddma.links import Header, Kind, LinkTimeout, LocalLink, Slots, WeightsError
 from llamarl.ddma.payload import Bucket, Cover, Progress, Target
 from llamarl.ddma.transfer import MAX_RETRIES, Outgoing, send_version, step_back
 
-AHEAD = 8  # buckets that may arrive before this thread, which works behind the model, comes to look at them
+# buckets that may arrive before this thread, which works behind the model, comes to look at them
+AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +44,10 @@ class Staged(NamedTuple):
 class Subscriber:
     """The generator rank's end: receives into the idle buffer, hands it over at `swap`.
 
-    buffers: two that change places at a swap, or one whose content the caller copies out. follower: the link to the
-    replica that this one hands its weights on to. in_order: no version is overtaken by a newer one before `skip` says so;
-    ranks that share a copy of the model need that, to take the same ones.
+    buffers: two that change places at a swap, or one whose content the caller copies out. follower:
+    the link to the replica that this one hands its weights on to. in_order: no version is overtaken
+    by a newer one before `skip` says so; ranks that share a copy of the model need that, to take
+    the same ones.
     """
 
     def __init__(
@@ -52,30 +57,45 @@ class Subscriber:
         buffers: list[Tensor],
         links: list[Incoming],
         control: Control,
-        deadline_s: float,
+        timeout_s: float,
         copier: Copier,
         follower: Outgoing | None = None,
         in_order: bool = False,
     ):
-        self.name, self._links, self._control, self._deadline_s, self._buffers = name, links, control, deadline_s, buffers
-        self._targets = [[[Target(b, of, flat) for b in incoming.buckets] for incoming in links] for flat in buffers]
+        self.name, self._links, self._control, self._timeout_s, self._buffers = (
+            name,
+            links,
+            control,
+            timeout_s,
+            buffers,
+        )
+        self._targets = [
+            [[Target(b, of, flat) for b in incoming.buckets] for incoming in links]
+            for flat in buffers
+        ]
         self._copier, self._idle = copier, 0
         self._scratches: dict[tuple[int, int], Tensor] = {}
         self._state = threading.Condition()
         self._staged: Staged | None = None
         self._receiving: int | None = None  # version; its links that are not whole yet
         self._missing: set[int] = set()
-        self._newest = -1  # version that has begun to come, though the idle buffer may not be its yet
+        self._newest = (
+            -1
+        )  # version that has begun to come, though the idle buffer may not be its yet
         self._completed = [-1] * len(links)
         self._in_order, self._closing = in_order, False
         self._follower, self._forwarding = follower, False
-        self._versions: queue.Queue[tuple[int, bool, int] | None] = queue.Queue()  # for the forwarder, with the buffer
+        self._versions: queue.Queue[tuple[int, bool, int] | None] = (
+            queue.Queue()
+        )  # for the forwarder, with the buffer
         self._sealed: dict[int, dict] = {}
         if follower:
             self._whole = Progress(len(follower.buckets))
             self._cover = Cover([incoming.buckets for incoming in links], follower.buckets)
             self._forwarder = control.thread(f"forward-{name}", self._forward)
-        self._threads = [control.thread(f"subscribe-{name}-{i}", self._run, i) for i in range(len(links))]
+        self._threads = [
+            control.thread(f"subscribe-{name}-{i}", self._run, i) for i in range(len(links))
+        ]
 
     @property
     def staged(self) -> Staged | None:
@@ -84,7 +104,9 @@ class Subscriber:
 
     @property
     def overtakable(self) -> bool:
-        """Whether a newer version waits for the place of the staged one, which need not be evaluated."""
+        """Whether a newer version waits for the place of the staged one, which need not be
+        evaluated.
+        """
         staged = self._staged
         return staged is not None and not staged.evaluate and self._newest > staged.version
 
@@ -121,7 +143,9 @@ class Subscriber:
             raise WeightsError(f"{where}: {error}; the version in use is unchanged") from error
         except PeerDied as error:
             if not self._closing:
-                where = f"weights {self.name!r} on rank {self._control.rank}, from {incoming.sender}"
+                where = (
+                    f"weights {self.name!r} on rank {self._control.rank}, from {incoming.sender}"
+                )
                 raise PeerDied(f"{where}: {self._control.gone(error)}", error.ranks) from error
 
     def _receive_version(self, index: int, incoming: Incoming) -> bool:
@@ -136,7 +160,9 @@ class Subscriber:
             header = self._next_header(link, version, wanted, len(incoming.buckets))
             if header.kind == Kind.CLOSE:
                 return self._end_of_versions(index)
-            if header.version <= self._completed[index] or (version is not None and header.version != version):
+            if header.version <= self._completed[index] or (
+                version is not None and header.version != version
+            ):
                 continue
             attempt = header.more["attempt"]
             if header.kind == Kind.BEGIN and attempt > begin["attempt"]:
@@ -146,7 +172,11 @@ class Subscriber:
                 found = self._take_in(index, incoming, begin, version)
             elif header.kind == Kind.END and attempt > answered:
                 answered = attempt
-                said = zip(begin["buckets"], header.more["digests"]) if attempt == begin["attempt"] else ()  # else BEGIN was lost
+                said = (
+                    zip(begin["buckets"], header.more["digests"])
+                    if attempt == begin["attempt"]
+                    else ()
+                )  # else BEGIN was lost
                 right = {i for i, digest in said if found.get(i) == digest} & wanted
                 wanted -= right
                 for i in right if self._follower and not link.streams else ():
@@ -161,10 +191,12 @@ class Subscriber:
                         f"buckets {sorted(wanted)} of version {header.version} were absent or damaged {MAX_RETRIES} times"
                     )
 
-    def _next_header(self, link: LocalLink, version: int | None, wanted: set[int], count: int) -> Header:
+    def _next_header(
+        self, link: LocalLink, version: int | None, wanted: set[int], count: int
+    ) -> Header:
         """Waits without end for a new version, and up to the deadline within one."""
         try:
-            return link.recv(timeout_s=None if version is None else self._deadline_s)
+            return link.recv(timeout_s=None if version is None else self._timeout_s)
         except LinkTimeout as error:
             raise WeightsError(
                 f"version {version} stopped on its way with buckets {sorted(wanted)} of {count} to come: {error}"
@@ -179,17 +211,25 @@ class Subscriber:
             i = order[n]
             bucket, place = incoming.buckets[i], None
             if link.streams:
-                place = targets[i].in_place if targets[i].in_place is not None else self._scratch(index, n % AHEAD, bucket)
+                place = (
+                    targets[i].in_place
+                    if targets[i].in_place is not None
+                    else self._scratch(index, n % AHEAD, bucket)
+                )
             ready = begin["first"] + i + 1 if begin["staging"] else 0
             said = link.fetch_digest() if self._follower else None
-            return link.fetch(begin["slot"], bucket.start, bucket.end - bucket.start, place, ready), said
+            return link.fetch(
+                begin["slot"], bucket.start, bucket.end - bucket.start, place, ready
+            ), said
 
         found: dict[int, int] = {}
 
         def hand_on(n: int) -> None:
-            """At once what is known to be right; else it is when END has said so. A digest comes behind the bucket after its own."""
+            """At once what is known to be right; else it is when END has said so. A digest comes
+            behind the bucket after its own.
+            """
             said = coming[n][1]
-            if said and said(self._deadline_s) == found[order[n]]:
+            if said and said(self._timeout_s) == found[order[n]]:
                 self._cover.arrived(index, order[n], self._whole)
 
         coming: list = [fetch(n) for n in range(min(AHEAD - 1, len(order)))]
@@ -197,7 +237,7 @@ class Subscriber:
             if n + AHEAD - 1 < len(order):
                 coming.append(fetch(n + AHEAD - 1))
             try:
-                data = coming[n][0](self._deadline_s)
+                data = coming[n][0](self._timeout_s)
             except LinkTimeout as error:
                 raise WeightsError(
                     f"version {version} stopped on its way with buckets {order[n:]} of {len(incoming.buckets)} to come: {error}"
@@ -215,14 +255,20 @@ class Subscriber:
         return False
 
     def _scratch(self, index: int, which: int, bucket: Bucket) -> Tensor:
-        """One of a link's places for buckets that are scattered from there; kept, for fresh memory is slow."""
+        """One of a link's places for buckets that are scattered from there; kept, for fresh memory
+        is slow.
+        """
         if (index, which) not in self._scratches:
             largest = max(b.end - b.start for b in self._links[index].buckets)
-            self._scratches[index, which] = torch.empty(largest, dtype=torch.uint8, device=self._buffers[0].device)
+            self._scratches[index, which] = torch.empty(
+                largest, dtype=torch.uint8, device=self._buffers[0].device
+            )
         return self._scratches[index, which][: bucket.end - bucket.start]
 
     def _claim(self, version: int, evaluate: bool) -> bool:
-        """Wait until the idle buffer is this version's: dropping a staged one, unless that must be kept. False when closing."""
+        """Wait until the idle buffer is this version's: dropping a staged one, unless that must be
+        kept. False when closing.
+        """
 
         def free() -> bool:
             kept = self._staged is not None and (self._staged.evaluate or self._in_order)
@@ -234,7 +280,11 @@ class Subscriber:
             if self._closing:
                 return False
             if self._receiving is None:
-                self._staged, self._receiving, self._missing = None, version, set(range(len(self._links)))
+                self._staged, self._receiving, self._missing = (
+                    None,
+                    version,
+                    set(range(len(self._links))),
+                )
                 if self._follower:
                     self._forwarding = True
                     self._whole.reset()
@@ -275,7 +325,9 @@ class Subscriber:
                     self._state.notify_all()
             out.link.send(Header(Kind.CLOSE))
         except WeightsError as error:
-            raise WeightsError(f"weights {self.name!r} handed on by rank {self._control.rank}: {error}") from error
+            raise WeightsError(
+                f"weights {self.name!r} handed on by rank {self._control.rank}: {error}"
+            ) from error
         except PeerDied as error:
             if not self._closing:
                 text = f"weights {self.name!r} handed on by rank {self._control.rank}: {self._control.gone(error)}"

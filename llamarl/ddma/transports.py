@@ -1,4 +1,6 @@
-"""Which transport joins two ranks: from what every rank says of its host and GPU. Pure but for `this_end`."""
+"""Which transport joins two ranks: from what every rank says of its host and GPU. Pure but for
+`this_rank_info`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _ON_DEVICE = ("nccl", "cuda_ipc")
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class RankInfo:
     """What a rank says of itself before any link is made."""
 
     rank: int
@@ -29,22 +31,32 @@ class End:
     num_cores: int = 1  # that this process may use
 
 
-def this_end(rank: int, device: torch.device) -> End:
+def this_rank_info(rank: int, device: torch.device) -> RankInfo:
     boot, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    # Shared memory is found by its owner's process number, which means something within a pid namespace alone.
+    # Shared memory is found by its owner's process number, which means something within a pid
+    # namespace alone.
     namespace = os.readlink(processes) if processes.is_symlink() else ""
     host = f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}/{namespace}"
     on_cpu = {"kernel": kernel_version(), "num_cores": len(os.sched_getaffinity(0))}
     if device.type != "cuda":
-        return End(rank, host, None, **on_cpu)
-    return End(rank, host, str(torch.cuda.get_device_properties(device).uuid), dist.is_nccl_available(), **on_cpu)
+        return RankInfo(rank, host, None, **on_cpu)
+    return RankInfo(
+        rank,
+        host,
+        str(torch.cuda.get_device_properties(device).uuid),
+        dist.is_nccl_available(),
+        **on_cpu,
+    )
 
 
-def choose_transports(asked: str, pairs: list[tuple[End, End]]) -> dict[tuple[int, int], str]:
+def choose_transports(
+    asked: str, pairs: list[tuple[RankInfo, RankInfo]]
+) -> dict[tuple[int, int], str]:
     """(sender rank, receiver rank) -> transport. `asked`: one of TRANSPORTS.
 
-    GPUs on one host use cuda_ipc, on several nccl; without GPUs on both sides shm on one host, gloo between two.
-    WeightsError with the reason and what can be done instead, if the one asked for cannot join a pair.
+    GPUs on one host use cuda_ipc, on several nccl; without GPUs on both sides shm on one host, gloo
+    between two. WeightsError with the reason and what can be done instead, if the one asked for
+    cannot join a pair.
     """
     chosen = {}
     everyone = {end.rank: end for pair in pairs for end in pair}
@@ -67,7 +79,9 @@ def choose_transports(asked: str, pairs: list[tuple[End, End]]) -> dict[tuple[in
             others = [
                 t
                 for t in TRANSPORTS[1:]
-                if t != asked and (nccl or t != "nccl") and all(_refusal(t, x, y) is None for x, y in pairs if x.rank != y.rank)
+                if t != asked
+                and (nccl or t != "nccl")
+                and all(_refusal(t, x, y) is None for x, y in pairs if x.rank != y.rank)
             ]
             raise WeightsError(
                 f"weights.transport={asked}: ranks {a.rank} and {b.rank} {reason}; use {' or '.join(others)}, or auto"
@@ -76,7 +90,7 @@ def choose_transports(asked: str, pairs: list[tuple[End, End]]) -> dict[tuple[in
     return chosen
 
 
-def _refusal(transport: str, a: End, b: End) -> str | None:
+def _refusal(transport: str, a: RankInfo, b: RankInfo) -> str | None:
     """Why a transport cannot join two ranks; None if it can."""
     if transport == "gloo":
         return None

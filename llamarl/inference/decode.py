@@ -1,13 +1,16 @@
-"""A decoder's pass over the cache on a CPU, one call of a C kernel (llamarl/native/decode.c): a token a row, or whole prompts.
+"""A decoder's pass over the cache on a CPU, one call of a C kernel (llamarl/native/decode.c): a
+token a row, or whole prompts.
 
-Products are made by vector instructions or, in bfloat16 on a CPU that has them (AMX), by tile instructions. Either sums a row's
-numbers in one order, whatever rows lie beside it. oneDNN's packed products, which also bring tiles, need not: seen on a CPU
-with AMX, the same row has other bits among 32 rows than among 48.
+Products are made by vector instructions or, in bfloat16 on a CPU that has them (AMX), by tile
+instructions. Either sums a row's numbers in one order, whatever rows lie beside it. oneDNN's packed
+products, which also bring tiles, need not: seen on a CPU with AMX, the same row has other bits
+among 32 rows than among 48.
 
-The module's own forward multiplies by weights as they lie, which costs more than the product for few rows, and calls some thirty
-small operations a layer. Here the weights are laid out for the kernel once a policy version, which makes a second copy of them.
-The results are the module's up to rounding (tests/unit/test_engine.py holds them to it); in bfloat16
-they are nearer to float32's, for the residual stream is float32. Where no compiler is, the module decodes.
+The module's own forward multiplies by weights as they lie, which costs more than the product for
+few rows, and calls some thirty small operations a layer. Here the weights are laid out for the
+kernel once a policy version, which makes a second copy of them. The results are the module's up to
+rounding (tests/unit/test_engine.py holds them to it); in bfloat16 they are nearer to float32's, for
+the residual stream is float32. Where no compiler is, the module decodes.
 
 Shapes: N rows, D model, H query heads, G key/value heads, K head dim, V vocabulary.
 """
@@ -37,13 +40,20 @@ class _Layer(ctypes.Structure):
 
 
 class _Model(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_int64) for n in ("layers", "hidden", "heads", "groups", "head_dim", "units", "vocab", "tiles")]
-    _fields_ += [("eps", ctypes.c_double)] + [(n, ctypes.c_void_p) for n in ("layer", "embedding", "norm", "head")]
+    _fields_ = [
+        (n, ctypes.c_int64)
+        for n in ("layers", "hidden", "heads", "groups", "head_dim", "units", "vocab", "tiles")
+    ]
+    _fields_ += [("eps", ctypes.c_double)] + [
+        (n, ctypes.c_void_p) for n in ("layer", "embedding", "norm", "head")
+    ]
 
 
 class _Step(ctypes.Structure):
     _fields_ = [(n, ctypes.c_int64) for n in ("rows", "outputs", "capacity", "threads")]
-    _fields_ += [(n, ctypes.c_void_p) for n in (*_GIVEN, "cos", "sin", "h", "qkv", "x", "gated", "logits")]
+    _fields_ += [
+        (n, ctypes.c_void_p) for n in (*_GIVEN, "cos", "sin", "h", "qkv", "x", "gated", "logits")
+    ]
 
 
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
@@ -51,7 +61,9 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 class NativeDecode:
-    """What `decoder` computes in the contexts Decode, Prefill and Extend of a cache. Logits [N, V] float32."""
+    """What `decoder` computes in the contexts Decode, Prefill and Extend of a cache. Logits [N, V]
+    float32.
+    """
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype):
         """RuntimeError where `fits` is false."""
@@ -61,7 +73,9 @@ class NativeDecode:
             raise RuntimeError("the kernels of llamarl/native/decode.c are not there")
         self.has_tiles = bool(self._kernels.tiles_allowed())
         self.use_tiles = self.has_tiles
-        self.version = Path(self._kernels._name).name  # another one where the source, the compiler or the CPU is
+        self.version = Path(
+            self._kernels._name
+        ).name  # another one where the source, the compiler or the CPU is
         self._seen: list[tuple[int, int]] = []
         self._kept: list[Tensor] = []  # what the structures below point to
         self._layers = (_Layer * len(decoder.layers))()
@@ -69,44 +83,74 @@ class NativeDecode:
 
     @staticmethod
     def fits(decoder: Decoder, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether every module is what the kernel computes, in a dtype that it knows, and the kernel could be compiled."""
+        """Whether every module is what the kernel computes, in a dtype that it knows, and the
+        kernel could be compiled.
+        """
         if device.type != "cpu" or dtype not in _FLAGS:
             return False
         plain = (nn.Linear, nn.Embedding, nn.Identity, RMSNorm, nn.SiLU)
         leaves = [m for m in decoder.modules() if not list(m.children())]
-        if not all(type(m) in plain and all(type(p) is nn.Parameter for p in m.parameters()) for m in leaves):
+        if not all(
+            type(m) in plain and all(type(p) is nn.Parameter for p in m.parameters())
+            for m in leaves
+        ):
             return False
         # Pairs of bfloat16 are multiplied at once.
         config = decoder.config
         if any(n % 2 for n in (config.hidden_size, config.intermediate_size, config.head_dim)):
             return False
-        # A tensor-parallel rank communicates inside its modules; heads that divide unevenly are repeated there.
-        if not all(type(layer.mlp) is FeedForward and not (layer.attn.tp or layer.attn.repeats) for layer in decoder.layers):
+        # A tensor-parallel rank communicates inside its modules; heads that divide unevenly are
+        # repeated there.
+        if not all(
+            type(layer.mlp) is FeedForward and not (layer.attn.tp or layer.attn.repeats)
+            for layer in decoder.layers
+        ):
             return False
         return _library(dtype) is not None
 
     def refresh(self) -> None:
-        """Lay out the weights again if `stale`, or if one is another tensor than the last time or was written to since."""
+        """Lay out the weights again if `stale`, or if one is another tensor than the last time or
+        was written to since.
+        """
         # Inference tensors count no writes: there `stale` alone tells.
-        seen = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._decoder.parameters()]
+        seen = [
+            (p.data_ptr(), 0 if p.is_inference() else p._version)
+            for p in self._decoder.parameters()
+        ]
         if not self.stale and seen == self._seen:
             return
         self._seen, self._kept, self.stale = seen, [], False
         decoder, config = self._decoder, self._decoder.config
         for layer, its in zip(self._layers, decoder.layers):
             attn, mlp = its.attn, its.mlp
-            weights = (_by_groups(attn, "weight"), attn.output_proj.weight, mlp.w1.weight, mlp.w3.weight, mlp.w2.weight)
+            weights = (
+                _by_groups(attn, "weight"),
+                attn.output_proj.weight,
+                mlp.w1.weight,
+                mlp.w3.weight,
+                mlp.w2.weight,
+            )
             for name, weight in zip(_PANELS, weights):
                 setattr(layer, name, self._panels(weight))
-            layer.qkv_bias = None if attn.q_proj.bias is None else self._keep(_by_groups(attn, "bias").float())
+            layer.qkv_bias = (
+                None if attn.q_proj.bias is None else self._keep(_by_groups(attn, "bias").float())
+            )
             layer.attention_norm = self._keep(its.sa_norm.scale.detach().float())
             layer.mlp_norm = self._keep(its.mlp_norm.scale.detach().float())
         self._model = _Model(
-            layers=len(decoder.layers), hidden=config.hidden_size, heads=config.num_attention_heads,
-            groups=config.num_key_value_heads, head_dim=config.head_dim, units=config.intermediate_size, vocab=config.vocab_size,
-            eps=decoder.norm.eps, layer=ctypes.addressof(self._layers), embedding=self._keep(decoder.tok_embeddings.weight.detach()),
-            norm=self._keep(decoder.norm.scale.detach().float()), head=self._panels(decoder.output_weight),
-        )  # fmt: skip
+            layers=len(decoder.layers),
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            groups=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            units=config.intermediate_size,
+            vocab=config.vocab_size,
+            eps=decoder.norm.eps,
+            layer=ctypes.addressof(self._layers),
+            embedding=self._keep(decoder.tok_embeddings.weight.detach()),
+            norm=self._keep(decoder.norm.scale.detach().float()),
+            head=self._panels(decoder.output_weight),
+        )
 
     def _keep(self, tensor: Tensor) -> int:
         """Its address, which stays good until the next refresh."""
@@ -114,13 +158,21 @@ class NativeDecode:
         return self._kept[-1].data_ptr()
 
     def _panels(self, weight_OI: Tensor) -> int:
-        """A weight as the kernel reads it: [O / width, I / unit, width, unit], a unit being four bytes, zeros behind the last O."""
+        """A weight as the kernel reads it: [O / width, I / unit, width, unit], a unit being four
+        bytes, zeros behind the last O.
+        """
         width = self._kernels.panel_width()
         units = F.pad(weight_OI.detach(), (0, 0, 0, -len(weight_OI) % width)).view(torch.float32)
         return self._keep(units.view(-1, width, units.shape[1]).transpose(1, 2))
 
     def __call__(
-        self, tokens_N: Tensor, positions_N: Tensor, cache: SlotCache, slots_N: Tensor, longest: int, last_M: Tensor | None = None
+        self,
+        tokens_N: Tensor,
+        positions_N: Tensor,
+        cache: SlotCache,
+        slots_N: Tensor,
+        longest: int,
+        last_M: Tensor | None = None,
     ) -> Tensor:
         """Row i reads slots_N[i] up to positions_N[i] < longest, which it fills.
 
@@ -149,7 +201,9 @@ class NativeDecode:
             "gated": torch.empty(padded_rows, model.units, dtype=dtype),
             "logits": torch.empty(outputs, model.vocab),
         }
-        step = _Step(rows=rows, outputs=outputs, capacity=cache.capacity, threads=torch.get_num_threads())
+        step = _Step(
+            rows=rows, outputs=outputs, capacity=cache.capacity, threads=torch.get_num_threads()
+        )
         for name, tensor in tensors.items():
             if tensor is not None:
                 if not tensor.is_contiguous():
@@ -175,7 +229,9 @@ def _check_indices(what: str, given: Tensor, end: int, like: Tensor | None = Non
 
 
 def _by_groups(attn: Attention, name: str) -> Tensor:
-    """q, k and v as one matrix (or bias) whose rows lie by key/value head: its R query heads, its key, its value."""
+    """q, k and v as one matrix (or bias) whose rows lie by key/value head: its R query heads, its
+    key, its value.
+    """
     parts = (getattr(m, name).detach() for m in (attn.q_proj, attn.k_proj, attn.v_proj))
     parts = [p.view(attn.num_cached_kv_heads, -1, attn.head_dim, *p.shape[1:]) for p in parts]
     return torch.cat(parts, dim=1).flatten(0, 2)

@@ -3,28 +3,29 @@
     submit -> waiting --admit--> prefill, first token -> rows --decode--> ... --retire--> pop_finished
 
     engine = Engine.from_hf(DIR)
-    engine.submit(ticket=7, prompt_ids=[1, 7, 14], params=SamplingParams(max_new_tokens=64, stop_token_ids=(2,), n=8))
-    while engine.num_live or engine.num_waiting:
+    engine.submit(ticket=7, prompt_ids=[1, 7, 14], params=SamplingParams(max_new_tokens=64,
+    stop_token_ids=(2,), n=8)) while engine.num_live or engine.num_waiting:
         engine.step(chunk=16)                     # between two steps: new weights, new work, aborts
         finished += engine.pop_finished()
 
-A prompt is prefilled once for all its samples that start together. The same submissions in the same order give the same
-bits; the slot, the batch and the chunk size change a sample only through the rounding of its logits.
+A prompt is prefilled once for all its samples that start together. The same submissions in the same
+order give the same bits; the slot, the batch and the chunk size change a sample only through the
+rounding of its logits.
 
-The cache holds at most cache_tokens places (and one row more for a long prompt and for `score`): a sample starts when as many
-rows as then run, each as long as the longest may become, fit. Until then it waits.
+The cache holds at most cache_tokens places (and one row more for a long prompt and for `score`): a
+sample starts when as many rows as then run, each as long as the longest may become, fit. Until then
+it waits.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from llamarl.allocator import keep_freed_memory
 from llamarl.inference.cache import SlotCache
 from llamarl.inference.graph import DecodeGraphs
 from llamarl.inference.rows import Partial, Request, Rows, check_vocabulary
@@ -32,11 +33,13 @@ from llamarl.inference.runner import Job, ModelRunner, batches
 from llamarl.inference.sampler import SamplingParams, process
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import load_weights
+from llamarl.native.allocator import keep_freed_memory
 from llamarl.types import Completion, FinishReason
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _CHUNK = 32  # of `generate`
-# Ended rows are taken out, and new ones admitted, once about as many operations were done for them in vain as that is worth.
+# Ended rows are taken out, and new ones admitted, once about as many operations were done for them
+# in vain as that is worth.
 _WASTE = 2e8
 
 
@@ -45,9 +48,10 @@ class Engine:
 
     decoder: on `device` (moved there if it is not), in `dtype` (None: as it is).  max_slots: rows decoded at once.
     max_len: most tokens of prompt and completion together.  cache_tokens: places of the K/V cache (None: max_slots x max_len).
-    prefill_chunk: a longer prompt is prefilled in pieces of so many tokens, one a step, so that decoding goes on.
-    cuda_graphs: on a GPU, replay a token's kernels as one graph.
-    reproducible: take the same kernels in every run; else those that this machine's clock shows to be clearly faster.
+    prefill_chunk: a longer prompt is prefilled in pieces of so many tokens, one a step, so that
+    decoding goes on. cuda_graphs: on a GPU, replay a token's kernels as one graph. reproducible:
+    take the same kernels in every run; else those that this machine's clock shows to be clearly
+    faster.
     """
 
     def __init__(
@@ -64,7 +68,9 @@ class Engine:
         reproducible: bool = True,
     ):
         if max_slots < 1 or max_len < 2:
-            raise ValueError(f"max_slots={max_slots}, max_len={max_len}: need at least 1 slot and 2 tokens")
+            raise ValueError(
+                f"max_slots={max_slots}, max_len={max_len}: need at least 1 slot and 2 tokens"
+            )
         self.device = torch.device(device)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -87,11 +93,17 @@ class Engine:
         self._staging: int | None = None  # the slot of the prompt that is prefilled in pieces
         self._recompute_due = self._restage_due = False
         self._version = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._runner = ModelRunner(self.decoder, self._cache, rows=max_slots, reproducible=reproducible)
-        self._flops = 2 * decoder.config.num_parameters  # of a row's token; the same on every tensor-parallel rank
+        self._runner = ModelRunner(
+            self.decoder, self._cache, rows=max_slots, reproducible=reproducible
+        )
+        self._flops = (
+            2 * decoder.config.num_parameters
+        )  # of a row's token; the same on every tensor-parallel rank
         self._graphs = None
         if cuda_graphs and self.device.type == "cuda" and decoder.tensor_parallel is None:
-            self._graphs = DecodeGraphs(self.device, self._cache.rows - 2, self._cache.capacity, self._decode_rows)
+            self._graphs = DecodeGraphs(
+                self.device, self._cache.rows - 2, self._cache.capacity, self._decode_rows
+            )
         # Built here, so that the tables are no inference tensors: a trainer may share the decoder.
         decoder.rotary(torch.zeros(1, dtype=torch.int64, device=self.device), max_len)
 
@@ -105,8 +117,9 @@ class Engine:
         max_len: int = 1024,
         device: str | torch.device | None = None,
         **options,
-    ) -> "Engine":
-        """The engine of a Hugging Face directory. device None: the GPU if there is one; options: the constructor's others.
+    ) -> Engine:
+        """The engine of a Hugging Face directory. device None: the GPU if there is one; options:
+        the constructor's others.
 
         Errors: read_config's, load_weights'.
         """
@@ -131,10 +144,19 @@ class Engine:
         """Samples that were submitted and hold no slot yet."""
         return sum(request.num_waiting for request in self._waiting)
 
-    def submit(self, ticket: int, prompt_ids: Tensor | Sequence[int], params: SamplingParams, *, stream: int = 0) -> None:
-        """Queue params.n samples of a prompt. stream tells kinds of work (training, evaluation) with equal tickets apart.
+    def submit(
+        self,
+        ticket: int,
+        prompt_ids: Tensor | Sequence[int],
+        params: SamplingParams,
+        *,
+        stream: int = 0,
+    ) -> None:
+        """Queue params.n samples of a prompt. stream tells kinds of work (training, evaluation)
+        with equal tickets apart.
 
-        ValueError for an empty prompt, one that does not fit max_len with max_new_tokens, or ids outside the vocabulary.
+        ValueError for an empty prompt, one that does not fit max_len with max_new_tokens, or ids
+        outside the vocabulary.
         """
         self._waiting.append(self._request(stream, ticket, prompt_ids, params))
 
@@ -145,7 +167,9 @@ class Engine:
         """
         prompt = partial.prompt_ids.cpu()
         index = partial.sample_index
-        request = Request(partial.stream, partial.ticket, prompt, partial.params, index + 1, index, partial)
+        request = Request(
+            partial.stream, partial.ticket, prompt, partial.params, index + 1, index, partial
+        )
         request.check(self.decoder.config.vocab_size, self.max_len)
         self._waiting.append(request)
 
@@ -153,15 +177,20 @@ class Engine:
     @torch.inference_mode(False)
     @torch.no_grad()
     def export_partials(self) -> list[Partial]:
-        """Every sample that has not ended, as it is between two steps. The engine keeps them: abort() lets go."""
+        """Every sample that has not ended, as it is between two steps. The engine keeps them:
+        abort() lets go.
+        """
         recorded = self._rows.recorded(list(range(self.num_live))) if self._running else []
         samples = [(request, index, had) for (request, index), had in zip(self._running, recorded)]
         samples += [(r, i, r.recorded) for r in self._waiting for i in range(r.num_started, r.end)]
-        return [Partial(r.stream, r.ticket, i, r.prompt_ids, *had, r.params) for r, i, had in samples]
+        return [
+            Partial(r.stream, r.ticket, i, r.prompt_ids, *had, r.params) for r, i, had in samples
+        ]
 
     @torch.inference_mode()
     def step(self, chunk: int) -> int:
-        """Admit what fits, and sample up to `chunk` tokens for every row. Returns how many were sampled.
+        """Admit what fits, and sample up to `chunk` tokens for every row. Returns how many were
+        sampled.
 
         RuntimeError if the logits were not finite.
         """
@@ -179,7 +208,8 @@ class Engine:
         self._check_graphs()
         waste, longest = 0.0, 0  # longest 0: to be looked up
         for turn in range(chunk if self._running else 0):
-            # Counting the ended rows waits for the device: between tokens that is free on a CPU alone.
+            # Counting the ended rows waits for the device: between tokens that is free on a CPU
+            # alone.
             between = turn and self.device.type == "cpu"
             ended = self.num_live - int(self._rows.live[: self.num_live].sum()) if between else 0
             waste += ended * self._flops
@@ -193,22 +223,29 @@ class Engine:
                 self._start(first, jobs)
                 jobs, longest = [], 0
             else:
-                longest = min(longest + 1, self._cache.capacity) if longest else self._longest(self.num_live)
+                longest = (
+                    min(longest + 1, self._cache.capacity)
+                    if longest
+                    else self._longest(self.num_live)
+                )
                 self._advance(self.num_live, longest)
         self._retire()
         return self._num_sampled() - before
 
     def pop_finished(self) -> list[tuple[int, Completion]]:
-        """(stream, completion) of every sample that ended since the last call, in the order in which they were found ended."""
+        """(stream, completion) of every sample that ended since the last call, in the order in
+        which they were found ended.
+        """
         finished, self._finished = self._finished, []
         return finished
 
     def weights_changed(self, version: int, *, recompute_kv: bool = False) -> None:
-        """The decoder's parameters are now those of `version`: tokens sampled from here on carry it.
+        """The decoder's parameters are now those of `version`: tokens sampled from here on carry
+        it.
 
-        Cached K/V stay those of the weights that computed them, unless recompute_kv: then the next step
-        computes them anew. A prompt that is cached in part has no completion yet: it goes on as one of
-        the new weights alone.
+        Cached K/V stay those of the weights that computed them, unless recompute_kv: then the next
+        step computes them anew. A prompt that is cached in part has no completion yet: it goes on
+        as one of the new weights alone.
         """
         self.policy_version = version
         self._version.fill_(version)
@@ -216,18 +253,24 @@ class Engine:
         self._recompute_due |= recompute_kv
         self._restage_due = self._staging is not None
 
-    def load_weights(self, source: str | Path | Mapping[str, Tensor], version: int, *, recompute_kv: bool = False) -> None:
-        """Take a directory's weights, or whole tensors by their Hugging Face names (all of them), as those of `version`.
+    def load_weights(
+        self, source: str | Path | Mapping[str, Tensor], version: int, *, recompute_kv: bool = False
+    ) -> None:
+        """Take a directory's weights, or whole tensors by their Hugging Face names (all of them),
+        as those of `version`.
 
-        ValueError naming what is absent, unknown or of another shape; nothing is loaded by halves then.
+        ValueError naming what is absent, unknown or of another shape; nothing is loaded by halves
+        then.
         """
         load_weights(self.decoder, source)
         self.weights_changed(version, recompute_kv=recompute_kv)
 
     def abort(self, ticket: int | None = None, *, stream: int | None = None) -> int:
-        """End every unfinished sample of a ticket and a stream (None: of all), with the tokens it has. Returns how many.
+        """End every unfinished sample of a ticket and a stream (None: of all), with the tokens it
+        has. Returns how many.
 
-        Each still yields a completion, with finish_reason "aborted", so that its group becomes whole.
+        Each still yields a completion, with finish_reason "aborted", so that its group becomes
+        whole.
         """
 
         def meant(request: Request) -> bool:
@@ -246,19 +289,33 @@ class Engine:
                 self._finish(request, index, *request.recorded, "aborted")
         return len(rows) + sum(request.num_waiting for request in stopped)
 
-    def generate(self, prompts: Sequence[Tensor | Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        """params.n completions of each prompt, in order (prompt i is ticket i). RuntimeError if other work is under way."""
+    def generate(
+        self, prompts: Sequence[Tensor | Sequence[int]], params: SamplingParams
+    ) -> list[list[Completion]]:
+        """params.n completions of each prompt, in order (prompt i is ticket i). RuntimeError if
+        other work is under way.
+        """
         if self._running or self._waiting or self._finished:
-            raise RuntimeError("generate needs the engine to itself: finish, pop or abort what was submitted before")
+            raise RuntimeError(
+                "generate needs the engine to itself: finish, pop or abort what was submitted before"
+            )
         for ticket, prompt in enumerate(prompts):
             self.submit(ticket, prompt, params)
         while self._running or self._waiting:
             self.step(_CHUNK)
-        found = sorted((c for _, c in self.pop_finished()), key=lambda c: (c.ticket, c.sample_index))
+        found = sorted(
+            (c for _, c in self.pop_finished()), key=lambda c: (c.ticket, c.sample_index)
+        )
         return [found[i : i + params.n] for i in range(0, len(found), params.n)]
 
-    def score(self, prompt_ids: Tensor | Sequence[int], token_ids: Tensor | Sequence[int], temperature: float = 1.0) -> Tensor:
-        """[L] float32: logprobs of given tokens by the path that samples them (prefill, then one cached token at a time).
+    def score(
+        self,
+        prompt_ids: Tensor | Sequence[int],
+        token_ids: Tensor | Sequence[int],
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """[L] float32: logprobs of given tokens by the path that samples them (prefill, then one
+        cached token at a time).
 
         For parity checks; running samples are not disturbed.
         """
@@ -266,12 +323,17 @@ class Engine:
         return self.score_all(prompt_ids, tokens, temperature).gather(1, tokens[:, None]).squeeze(1)
 
     def cache_tensors(self) -> list[Tensor]:
-        """What the cache holds now: may leave the device between steps, and must be back before the next."""
+        """What the cache holds now: may leave the device between steps, and must be back before the
+        next.
+        """
         return [*self._cache.keys, *self._cache.values]
 
     @torch.inference_mode()
     def score_all(
-        self, prompt_ids: Tensor | Sequence[int], token_ids: Tensor | Sequence[int], temperature: float = 1.0
+        self,
+        prompt_ids: Tensor | Sequence[int],
+        token_ids: Tensor | Sequence[int],
+        temperature: float = 1.0,
     ) -> Tensor:
         """[L, V] float32: the whole vocabulary's logprobs at the place of each of these tokens.
 
@@ -283,7 +345,9 @@ class Engine:
         params = SamplingParams(max_new_tokens=max(1, tokens.numel()), temperature=temperature)
         request = self._request(0, 0, prompt_ids, params)
         self._runner.refresh()
-        slot = max(self.num_live, -1 if self._staging is None else self._staging) + (self._staging is not None)
+        slot = max(self.num_live, -1 if self._staging is None else self._staging) + (
+            self._staging is not None
+        )
         slot = slot if self.device.type == "cpu" else self._cache.rows - 2
         self._reserve(slot + 1, request.max_tokens)
         logits = [self._runner.prefill(slot, [(request, 0, 1)])]
@@ -291,21 +355,36 @@ class Engine:
             position = request.prompt_ids.numel() + i
             at = torch.tensor([position], device=self.device)
             logits.append(self._runner.decode(slot, tokens[i : i + 1], at, position + 1))
-        processed = process(torch.cat(logits), temperature_N=torch.tensor([temperature], device=self.device))
+        processed = process(
+            torch.cat(logits), temperature_N=torch.tensor([temperature], device=self.device)
+        )
         return processed.log_softmax(1)[: tokens.numel()]
 
-    def _request(self, stream: int, ticket: int, prompt_ids: Tensor | Sequence[int], params: SamplingParams) -> Request:
-        request = Request(stream, ticket, torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu"), params, params.n)
+    def _request(
+        self, stream: int, ticket: int, prompt_ids: Tensor | Sequence[int], params: SamplingParams
+    ) -> Request:
+        request = Request(
+            stream,
+            ticket,
+            torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu"),
+            params,
+            params.n,
+        )
         request.check(self.decoder.config.vocab_size, self.max_len)
         return request
 
     def _admit(self, *, pieces: bool = True) -> tuple[int, list[Job]]:
-        """Give free slots to waiting samples, in order. Returns the first new row, and the jobs of the new rows.
+        """Give free slots to waiting samples, in order. Returns the first new row, and the jobs of
+        the new rows.
 
         pieces: also go on with a prompt that is prefilled in pieces.
         """
         first, jobs = self.num_live, []
-        longest = max((request.max_tokens for request, _ in self._running), default=0) if self._waiting else 0
+        longest = (
+            max((request.max_tokens for request, _ in self._running), default=0)
+            if self._waiting
+            else 0
+        )
         while self._waiting:
             request = self._waiting[0]
             longest = max(longest, request.max_tokens)
@@ -319,14 +398,20 @@ class Engine:
             if not request.num_waiting:
                 self._waiting.popleft()
         if jobs:
-            self._retired_tokens -= sum(r.partial.token_ids.numel() for r, _, _ in jobs if r.partial)
+            self._retired_tokens -= sum(
+                r.partial.token_ids.numel() for r, _, _ in jobs if r.partial
+            )
             self._reserve(self.num_live, 0)
         return first, jobs
 
     def _one_piece_left(self, request: Request, pieces: bool) -> bool:
-        """Whether a prompt's turn for its last (or only) piece has come; if not, prefill a piece, or all but it if nothing decodes."""
+        """Whether a prompt's turn for its last (or only) piece has come; if not, prefill a piece,
+        or all but it if nothing decodes.
+        """
         while (ids := request.ids).numel() - request.num_cached > self._prefill_chunk:
-            if not pieces or (self._staging is not None and not request.num_cached):  # one prompt at a time
+            if not pieces or (
+                self._staging is not None and not request.num_cached
+            ):  # one prompt at a time
                 return False
             if self._staging is None:
                 self._staging = self.num_live if self.device.type == "cpu" else self._cache.rows - 1
@@ -339,7 +424,9 @@ class Engine:
         return pieces or not request.num_cached
 
     def _prefill_last(self, first: int, job: Job) -> Tensor:
-        """The last piece of a long prompt, whose K/V go from the staging slot to rows first.. of its samples. Logits [R, V]."""
+        """The last piece of a long prompt, whose K/V go from the staging slot to rows first.. of
+        its samples. Logits [R, V].
+        """
         (request, begin, end), slot = job, self._staging
         logits_1V = self._runner.extend(slot, request.num_cached, request.ids[request.num_cached :])
         targets = torch.arange(first, first + end - begin, device=self.device)
@@ -350,13 +437,22 @@ class Engine:
     def _reserve(self, rows: int, length: int) -> None:
         """Room in the cache for as many rows, none of which loses anything."""
         staged = (r for r in self._waiting if r.num_cached)
-        longest = max([length, *(r.max_tokens for r, _ in self._running), *(r.max_tokens for r in staged)])
-        self._cache.reserve(max(rows, self.num_live, 0 if self._staging is None else self._staging + 1), longest)
+        longest = max(
+            [length, *(r.max_tokens for r, _ in self._running), *(r.max_tokens for r in staged)]
+        )
+        self._cache.reserve(
+            max(rows, self.num_live, 0 if self._staging is None else self._staging + 1), longest
+        )
 
     def _recompute(self) -> None:
-        """The cache under the new weights: what the rows have read, and a long prompt's pieces from the first on."""
+        """The cache under the new weights: what the rows have read, and a long prompt's pieces from
+        the first on.
+        """
         tokens, counts = self._rows.tokens.cpu(), self._rows.count[: self.num_live].tolist()
-        read = [torch.cat([r.prompt_ids, tokens[i, : counts[i] - 1]]) for i, (r, _) in enumerate(self._running)]
+        read = [
+            torch.cat([r.prompt_ids, tokens[i, : counts[i] - 1]])
+            for i, (r, _) in enumerate(self._running)
+        ]
         self._runner.recompute(read)
         for request in self._waiting:
             request.num_cached = 0
@@ -372,7 +468,9 @@ class Engine:
         self._restage_due = False
 
     def _start(self, first: int, jobs: list[Job]) -> None:
-        """A token for every row: those before `first` decode, the new ones are prefilled; natively both in one pass."""
+        """A token for every row: those before `first` decode, the new ones are prefilled; natively
+        both in one pass.
+        """
         done = 0  # rows that have their token
         if first and (not self._runner.native or jobs[0][0].num_cached):
             self._advance(first, self._longest(first))
@@ -381,12 +479,18 @@ class Engine:
         self._demands = self._rows.demands(self.num_live)
         self._check_graphs()
         while jobs:
-            size = 1 if jobs[0][0].num_cached else next(batches([request.ids.numel() for request, _, _ in jobs]))
+            size = (
+                1
+                if jobs[0][0].num_cached
+                else next(batches([request.ids.numel() for request, _, _ in jobs]))
+            )
             batch, jobs = jobs[:size], jobs[size:]
             if batch[0][0].num_cached:
                 logits_RV = self._prefill_last(first, batch[0])
             else:
-                along = (self._rows.token[:first], self._rows.position[:first]) if done < first else ()
+                along = (
+                    (self._rows.token[:first], self._rows.position[:first]) if done < first else ()
+                )
                 logits_RV = self._runner.prefill(first, batch, *along)
             rows = slice(done, done + logits_RV.shape[0])
             self._rows.append(rows, logits_RV, self._version, self._demands)
@@ -394,7 +498,9 @@ class Engine:
 
     def _check_graphs(self) -> None:
         if self._graphs:
-            self._graphs.check([*self.decoder.parameters(), *self.cache_tensors(), *self._rows.tables()])
+            self._graphs.check(
+                [*self.decoder.parameters(), *self.cache_tensors(), *self._rows.tables()]
+            )
 
     def _advance(self, num_rows: int, longest: int) -> None:
         """A token for each of the first rows."""
@@ -406,12 +512,16 @@ class Engine:
     def _decode_rows(self, num_rows: int, longest: int) -> None:
         """`_advance` without a graph: decoded, sampled and recorded in place."""
         rows = slice(0, num_rows)
-        logits_RV = self._runner.decode(0, self._rows.token[rows], self._rows.position[rows], longest)
+        logits_RV = self._runner.decode(
+            0, self._rows.token[rows], self._rows.position[rows], longest
+        )
         self._rows.append(rows, logits_RV, self._version, self._demands)
 
     @torch.inference_mode()
     def _retire(self, aborted: bool = False) -> None:
-        """Turn ended rows into completions, and move the last rows into the holes, so that rows stay dense."""
+        """Turn ended rows into completions, and move the last rows into the holes, so that rows
+        stay dense.
+        """
         rows, num_rows = self._rows, self.num_live
         live = rows.live[:num_rows].tolist()
         num_live = sum(live)
@@ -445,8 +555,18 @@ class Engine:
             self._finish(request, sample_index, token_ids, logprobs, versions, reason)
             self._retired_tokens += token_ids.numel()
 
-    def _finish(self, request: Request, index: int, tokens: Tensor, logprobs: Tensor, versions: Tensor, reason: FinishReason):
-        completion = Completion(request.ticket, index, request.prompt_ids, tokens, logprobs, versions, reason)
+    def _finish(
+        self,
+        request: Request,
+        index: int,
+        tokens: Tensor,
+        logprobs: Tensor,
+        versions: Tensor,
+        reason: FinishReason,
+    ):
+        completion = Completion(
+            request.ticket, index, request.prompt_ids, tokens, logprobs, versions, reason
+        )
         self._finished.append((request.stream, completion))
 
     def _longest(self, num_rows: int) -> int:

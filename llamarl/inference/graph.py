@@ -1,13 +1,14 @@
 """One decoded and sampled token for all rows, as one CUDA graph.
 
-A graph is recorded for a number of rows (rounded up), a length of the cache (rounded up) and what the rows demand of the
-sampler. Everything it reads and writes stays where it is: the rows' tables, the cache, and the parameters, into which new
-weights are copied in place. If any of these has moved, all graphs are recorded anew. Nothing here waits for the device.
+A graph is recorded for a number of rows (rounded up), a length of the cache (rounded up) and what
+the rows demand of the sampler. Everything it reads and writes stays where it is: the rows' tables,
+the cache, and the parameters, into which new weights are copied in place. If any of these has
+moved, all graphs are recorded anew. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
-from typing import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from weakref import WeakMethod
 
 import torch
@@ -17,11 +18,21 @@ _LENGTHS = 256  # places: the cache is read in multiples of so many
 
 
 class DecodeGraphs:
-    """record(rows, longest): a method that does the work of one token, in place, for the first `rows` rows and `longest` places."""
+    """record(rows, longest): a method that does the work of one token, in place, for the first
+    `rows` rows and `longest` places.
+    """
 
-    def __init__(self, device: torch.device, max_rows: int, max_len: int, record: Callable[[int, int], None]):
-        # Weakly, so that graphs go with their engine, and not when garbage is collected amid another's recording.
-        self._device, self._max_rows, self._max_len, self._record = device, max_rows, max_len, WeakMethod(record)
+    def __init__(
+        self, device: torch.device, max_rows: int, max_len: int, record: Callable[[int, int], None]
+    ):
+        # Weakly, so that graphs go with their engine, and not when garbage is collected amid
+        # another's recording.
+        self._device, self._max_rows, self._max_len, self._record = (
+            device,
+            max_rows,
+            max_len,
+            WeakMethod(record),
+        )
         self._stream = torch.cuda.Stream(device)
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._addresses: list[int] = []
@@ -36,19 +47,27 @@ class DecodeGraphs:
             self._addresses = addresses
 
     def run(self, rows: int, longest: int, demands: Hashable) -> None:
-        """One token. The first of its kind runs as it is, on a stream of its own, and is recorded for the next."""
+        """One token. The first of its kind runs as it is, on a stream of its own, and is recorded
+        for the next.
+        """
         rows, longest = self._bucket(rows), min(-(-longest // _LENGTHS) * _LENGTHS, self._max_len)
         key = (rows, longest, demands)
         if key in self._graphs:
             self._graphs[key].replay()
             return
-        here, graph, record = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph(), self._record()
+        here, graph, record = (
+            torch.cuda.current_stream(self._device),
+            torch.cuda.CUDAGraph(),
+            self._record(),
+        )
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
             record(rows, longest)
         here.wait_stream(self._stream)
         # Records and does not run. Other threads, which move weights, may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             record(rows, longest)
         self._graphs[key] = graph
 

@@ -11,12 +11,21 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from llamarl.inference.sampler import SamplingParams, process, sample, sample_keys, stream_key, uniforms
+from llamarl.inference.sampler import (
+    SamplingParams,
+    process,
+    sample,
+    sample_keys,
+    stream_key,
+    uniforms,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A sample that has not ended. Made by Engine.export_partials, consumed by Engine.submit_partial, of any engine."""
+    """A sample that has not ended. Made by Engine.export_partials, consumed by
+    Engine.submit_partial, of any engine.
+    """
 
     stream: int
     ticket: int
@@ -62,7 +71,9 @@ class Request:
         """
         prompt, params, ticket = self.prompt_ids, self.params, self.ticket
         if prompt.dim() != 1 or prompt.numel() == 0:
-            raise ValueError(f"ticket {ticket}: prompt_ids of shape {list(prompt.shape)}; need [P] with at least one token")
+            raise ValueError(
+                f"ticket {ticket}: prompt_ids of shape {list(prompt.shape)}; need [P] with at least one token"
+            )
         if self.max_tokens > max_len:
             raise ValueError(
                 f"ticket {ticket}: {prompt.numel()} prompt tokens + max_new_tokens={params.max_new_tokens} exceed "
@@ -76,8 +87,12 @@ class Request:
         stops = torch.tensor(params.stop_token_ids, dtype=torch.int64)
         check_vocabulary(f"ticket {ticket}: stop tokens", stops, vocab_size)
         done = self.recorded[0]
-        if done.numel() >= params.max_new_tokens or (done.numel() and int(done[-1]) in params.stop_token_ids):
-            raise ValueError(f"ticket {ticket}: a completion of {done.numel()} tokens that has ended cannot go on")
+        if done.numel() >= params.max_new_tokens or (
+            done.numel() and int(done[-1]) in params.stop_token_ids
+        ):
+            raise ValueError(
+                f"ticket {ticket}: a completion of {done.numel()} tokens that has ended cannot go on"
+            )
 
     @property
     def num_waiting(self) -> int:
@@ -114,7 +129,9 @@ class Demands:
 
 @dataclass(slots=True)
 class Rows:
-    """One entry (or row) a slot. Rows that have ended but are not yet taken out go on computing and record nothing."""
+    """One entry (or row) a slot. Rows that have ended but are not yet taken out go on computing and
+    record nothing.
+    """
 
     token: Tensor  # [R] int64, the newest token; the decoder reads it next
     position: Tensor  # [R] int64, its place
@@ -132,12 +149,19 @@ class Rows:
     versions: Tensor  # [R, L] int64
 
     @classmethod
-    def empty(cls, max_slots: int, max_len: int, device: torch.device) -> "Rows":
-        dtypes = {"live": torch.bool, "temperature": torch.float32, "top_p": torch.float64, "logprobs": torch.float32}
+    def empty(cls, max_slots: int, max_len: int, device: torch.device) -> Rows:
+        dtypes = {
+            "live": torch.bool,
+            "temperature": torch.float32,
+            "top_p": torch.float64,
+            "logprobs": torch.float32,
+        }
         widths = {"stops": [1], "tokens": [max_len], "logprobs": [max_len], "versions": [max_len]}
 
         def zeros(name: str) -> Tensor:
-            return torch.zeros(max_slots, *widths.get(name, []), dtype=dtypes.get(name, torch.int64), device=device)
+            return torch.zeros(
+                max_slots, *widths.get(name, []), dtype=dtypes.get(name, torch.int64), device=device
+            )
 
         return cls(**{field.name: zeros(field.name) for field in fields(cls)})
 
@@ -147,11 +171,19 @@ class Rows:
         rows = slice(first, first + int(sizes.sum()))
 
         def spread(values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype).repeat_interleave(sizes, dim=0).to(self.token.device)
+            return (
+                torch.tensor(values, dtype=dtype)
+                .repeat_interleave(sizes, dim=0)
+                .to(self.token.device)
+            )
 
         params = [request.params for request, _, _ in jobs]
-        index = torch.cat([torch.arange(begin, end) for _, begin, end in jobs]).to(self.token.device)
-        keys, lengths = zip(*((stream_key(r.params.seed, r.stream, r.ticket), r.ids.numel()) for r, _, _ in jobs))
+        index = torch.cat([torch.arange(begin, end) for _, begin, end in jobs]).to(
+            self.token.device
+        )
+        keys, lengths = zip(
+            *((stream_key(r.params.seed, r.stream, r.ticket), r.ids.numel()) for r, _, _ in jobs)
+        )
         self.key[rows] = sample_keys(spread(keys), index)
         self.position[rows] = spread(lengths) - 1
         self.count[rows] = 0
@@ -161,13 +193,19 @@ class Rows:
             table[rows] = spread([getattr(p, name) for p in params], table.dtype)
         width = max(self.stops.shape[1], *(len(p.stop_token_ids) for p in params))
         if width > self.stops.shape[1]:
-            self.stops = torch.nn.functional.pad(self.stops, (0, width - self.stops.shape[1]), value=-1)
-        self.stops[rows] = spread([list(p.stop_token_ids) + [-1] * (width - len(p.stop_token_ids)) for p in params])
+            self.stops = torch.nn.functional.pad(
+                self.stops, (0, width - self.stops.shape[1]), value=-1
+            )
+        self.stops[rows] = spread(
+            [list(p.stop_token_ids) + [-1] * (width - len(p.stop_token_ids)) for p in params]
+        )
         row = first
         for request, begin, end in jobs:
             if request.partial:
                 self.count[row] = count = request.recorded[0].numel()
-                for table, had in zip((self.tokens, self.logprobs, self.versions), request.recorded):
+                for table, had in zip(
+                    (self.tokens, self.logprobs, self.versions), request.recorded
+                ):
                     table[row, :count] = had
             row += end - begin
 
@@ -184,10 +222,16 @@ class Rows:
         return Demands(*torch.stack(asked).tolist())
 
     def append(self, rows: slice, logits_RV: Tensor, version: Tensor, demands: Demands) -> None:
-        """Sample one token for each of `rows`, record it where the row is live, and end the rows that it ends. version: [1]."""
+        """Sample one token for each of `rows`, record it where the row is live, and end the rows
+        that it ends. version: [1].
+        """
         count, live, stops = self.count[rows], self.live[rows], self.stops[rows]
         temperature = self.temperature[rows]
-        banned = stops.masked_fill((count >= self.min_new_tokens[rows])[:, None], -1) if demands.min_new_tokens else None
+        banned = (
+            stops.masked_fill((count >= self.min_new_tokens[rows])[:, None], -1)
+            if demands.min_new_tokens
+            else None
+        )
         logits = process(
             logits_RV,
             temperature_N=temperature if demands.temperature else None,
@@ -195,7 +239,9 @@ class Rows:
             top_p_N=self.top_p[rows] if demands.top_p else None,
             banned_NS=banned,
         )
-        token, logprob = sample(logits, uniforms(self.key[rows], count), temperature == 0 if demands.greedy else None)
+        token, logprob = sample(
+            logits, uniforms(self.key[rows], count), temperature == 0 if demands.greedy else None
+        )
         # A dead row writes just behind its end, where nobody reads.
         place = count[:, None]
         self.token[rows] = token
@@ -215,7 +261,9 @@ class Rows:
         longest, lengths = int(lengths_N.max()), lengths_N.tolist()
         recorded_NL = torch.arange(longest, device=index.device) < lengths_N[:, None]
         tables = (self.tokens, self.logprobs, self.versions)
-        return list(zip(*(table[index, :longest][recorded_NL].cpu().split(lengths) for table in tables)))
+        return list(
+            zip(*(table[index, :longest][recorded_NL].cpu().split(lengths) for table in tables))
+        )
 
     def tables(self) -> list[Tensor]:
         return [getattr(self, field.name) for field in fields(self)]

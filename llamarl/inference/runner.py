@@ -1,13 +1,14 @@
-"""The decoder over the cache: prompts whole or in pieces, a token for each running row, rows again under new weights.
+"""The decoder over the cache: prompts whole or in pieces, a token for each running row, rows again
+under new weights.
 
-A job is (request, first sample, end): the prompt is computed once, and its K/V go to a slot for each of these samples.
-Shapes: T tokens, N prompts, R rows, V vocabulary, D model.
+A job is (request, first sample, end): the prompt is computed once, and its K/V go to a slot for
+each of these samples. Shapes: T tokens, N prompts, R rows, V vocabulary, D model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
-from typing import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +30,10 @@ _NONE = torch.empty(0, dtype=torch.int64)
 class ModelRunner:
     """Runs what the engine asks for: natively where that can be, else by the module.
 
-    There are up to three ways: the native pass with products by tile instructions, or by vectors, and the module.
-    reproducible: the first of those that this machine has; else the one that a decode step of `rows` rows shows to be clearly
-    faster, measured before the first pass and kept for later runs on the machine (llamarl.native.choice).
+    There are up to three ways: the native pass with products by tile instructions, or by vectors,
+    and the module. reproducible: the first of those that this machine has; else the one that a
+    decode step of `rows` rows shows to be clearly faster, measured before the first pass and kept
+    for later runs on the machine (llamarl.native.choice).
     """
 
     def __init__(self, decoder: Decoder, cache: SlotCache, *, rows: int, reproducible: bool):
@@ -69,10 +71,15 @@ class ModelRunner:
             self.native.use_tiles = way == "tiles"
 
     def _fastest_way(self) -> str:
-        """By the time of a decode step in the first slots. Nothing may be running: their first place is written to."""
+        """By the time of a decode step in the first slots. Nothing may be running: their first
+        place is written to.
+        """
         native, rows = self.native, self._rows
         self._cache.reserve(rows, 1)
-        tokens_N, positions_N = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+        tokens_N, positions_N = (
+            torch.zeros(rows, dtype=torch.int64),
+            torch.zeros(rows, dtype=torch.int64),
+        )
         native.refresh()
 
         def step(way: str) -> None:
@@ -87,37 +94,66 @@ class ModelRunner:
         self.native = native
         return way
 
-    def decode(self, first_slot: int, tokens_N: Tensor, positions_N: Tensor, longest: int) -> Tensor:
-        """One token a row, in slots first_slot onwards, at positions_N < longest. Logits [N, V] of the next."""
+    def decode(
+        self, first_slot: int, tokens_N: Tensor, positions_N: Tensor, longest: int
+    ) -> Tensor:
+        """One token a row, in slots first_slot onwards, at positions_N < longest. Logits [N, V] of
+        the next.
+        """
         if self.native:
             slots_N = torch.arange(first_slot, first_slot + tokens_N.numel())
             return self.native(tokens_N, positions_N, self._cache, slots_N, longest)
-        return self._decoder(tokens_N, positions_N, Decode(self._cache, positions_N, longest, first_slot))
+        return self._decoder(
+            tokens_N, positions_N, Decode(self._cache, positions_N, longest, first_slot)
+        )
 
-    def prefill(self, first_slot: int, jobs: list[Job], tokens_M: Tensor = _NONE, positions_M: Tensor = _NONE) -> Tensor:
-        """Run each prompt once and keep its K/V in a slot for each sample, from first_slot on. Next logits [M + R, V].
+    def prefill(
+        self,
+        first_slot: int,
+        jobs: list[Job],
+        tokens_M: Tensor = _NONE,
+        positions_M: Tensor = _NONE,
+    ) -> Tensor:
+        """Run each prompt once and keep its K/V in a slot for each sample, from first_slot on. Next
+        logits [M + R, V].
 
-        tokens_M, positions_M: of running rows in the slots before first_slot, which decode in the same pass. Natively alone:
-        the weights are read once for both then, so that new rows hardly hold up the others.
+        tokens_M, positions_M: of running rows in the slots before first_slot, which decode in the
+        same pass. Natively alone: the weights are read once for both then, so that new rows hardly
+        hold up the others.
         """
         prompts, copies = [r.ids for r, _, _ in jobs], [end - begin for _, begin, end in jobs]
         return self._prefill(first_slot, prompts, copies, tokens_M, positions_M)
 
     def _prefill(
-        self, first_slot: int, prompts: list[Tensor], copies: list[int], tokens_M: Tensor = _NONE, positions_M: Tensor = _NONE
+        self,
+        first_slot: int,
+        prompts: list[Tensor],
+        copies: list[int],
+        tokens_M: Tensor = _NONE,
+        positions_M: Tensor = _NONE,
     ) -> Tensor:
         """`prefill` of token ids on the CPU: prompt i goes to the next copies[i] slots."""
         ones, cache = [1] * tokens_M.numel(), self._cache
-        lengths_N, copies_N = torch.tensor([*ones, *(p.numel() for p in prompts)]), torch.tensor([*ones, *copies])
-        ends_N, slots_N = lengths_N.cumsum(0), first_slot - len(ones) + copies_N.cumsum(0) - copies_N
+        lengths_N, copies_N = (
+            torch.tensor([*ones, *(p.numel() for p in prompts)]),
+            torch.tensor([*ones, *copies]),
+        )
+        ends_N, slots_N = (
+            lengths_N.cumsum(0),
+            first_slot - len(ones) + copies_N.cumsum(0) - copies_N,
+        )
         offsets_N = ends_N - lengths_N - F.pad(positions_M, (0, len(prompts)))
         offsets_T, slots_T = torch.stack([offsets_N, slots_N]).repeat_interleave(lengths_N, dim=1)
         tokens_T = torch.cat([tokens_M, *prompts])
         positions_T = torch.arange(tokens_T.numel()) - offsets_T
         if self.native:
-            logits_NV = self.native(tokens_T, positions_T, cache, slots_T, int(positions_T.max()) + 1, ends_N - 1)
+            logits_NV = self.native(
+                tokens_T, positions_T, cache, slots_T, int(positions_T.max()) + 1, ends_N - 1
+            )
         else:
-            tokens_T, positions_T, slots_T, ends_N = (x.to(cache.device) for x in (tokens_T, positions_T, slots_T, ends_N))
+            tokens_T, positions_T, slots_T, ends_N = (
+                x.to(cache.device) for x in (tokens_T, positions_T, slots_T, ends_N)
+            )
             context = Prefill(cache, F.pad(ends_N, (1, 0)), slots_T, positions_T)
             logits_NV = self._project_last(tokens_T, positions_T, context, ends_N - 1)
         input_R = torch.arange(len(lengths_N)).repeat_interleave(copies_N)
@@ -125,15 +161,21 @@ class ModelRunner:
             return logits_NV
         source, target = slots_N[input_R], torch.arange(len(input_R)) + (first_slot - len(ones))
         copied = source != target
-        cache.copy(source[copied].to(cache.device), target[copied].to(cache.device), int(lengths_N.max()))
+        cache.copy(
+            source[copied].to(cache.device), target[copied].to(cache.device), int(lengths_N.max())
+        )
         return logits_NV[input_R.to(cache.device)]
 
     def extend(self, slot: int, start: int, ids: Tensor) -> Tensor:
-        """Keep the K/V of the next tokens of one slot, whose places before `start` are kept. Logits [1, V] of the last."""
+        """Keep the K/V of the next tokens of one slot, whose places before `start` are kept. Logits
+        [1, V] of the last.
+        """
         count, cache = ids.numel(), self._cache
         if self.native:
             positions, slots = torch.arange(start, start + count), torch.full((count,), slot)
-            return self.native(ids.contiguous(), positions, cache, slots, start + count, torch.tensor([count - 1]))
+            return self.native(
+                ids.contiguous(), positions, cache, slots, start + count, torch.tensor([count - 1])
+            )
         context = Extend(cache, slot, start, count)
         return self._project_last(ids.to(cache.device), context.positions, context, slice(-1, None))
 
@@ -144,13 +186,19 @@ class ModelRunner:
             self._prefill(first, sequences[first : first + batch], [1] * batch)
             first += batch
 
-    def _project_last(self, tokens_T: Tensor, positions_T: Tensor, context: Prefill | Extend, last: Tensor | slice) -> Tensor:
+    def _project_last(
+        self, tokens_T: Tensor, positions_T: Tensor, context: Prefill | Extend, last: Tensor | slice
+    ) -> Tensor:
         project = self._decoder.project
-        return self._decoder(tokens_T, positions_T, context, lambda h_TD, w_VD: project(h_TD[last], w_VD))
+        return self._decoder(
+            tokens_T, positions_T, context, lambda h_TD, w_VD: project(h_TD[last], w_VD)
+        )
 
 
 def batches(lengths: list[int]) -> Iterator[int]:
-    """How many prompts to take next, so that they have _PREFILL_TOKENS tokens at most, padded to the longest (or one longer)."""
+    """How many prompts to take next, so that they have _PREFILL_TOKENS tokens at most, padded to
+    the longest (or one longer).
+    """
     size, longest = 0, 0
     for length in lengths:
         longest = max(longest, length)

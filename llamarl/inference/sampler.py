@@ -1,7 +1,7 @@
 """Sampling: a counter-based uniform a token, the processed distribution, its inverse CDF.
 
-A token is a pure function of (seed, stream, ticket, sample_index, position) and the logits: not of the slot, the batch or
-the worker. Shapes: N rows, V vocabulary, S stop tokens, B blocks.
+A token is a pure function of (seed, stream, ticket, sample_index, position) and the logits: not of
+the slot, the batch or the worker. Shapes: N rows, V vocabulary, S stop tokens, B blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from llamarl.native import library
 
 _BLOCK = 256  # of the vocabulary; the CDF is summed by blocks, then inside one
 _LIKELIEST = 256  # where top-k and top-p look first
-_GOLDEN, _MIX1, _MIX2, _MASK = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, (1 << 64) - 1
+_GOLDEN, _MIX1, _MIX2, _MASK = (
+    0x9E3779B97F4A7C15,
+    0xBF58476D1CE4E5B9,
+    0x94D049BB133111EB,
+    (1 << 64) - 1,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +43,20 @@ class SamplingParams:
             problem
             for wrong, problem in (
                 (self.max_new_tokens < 1, f"max_new_tokens={self.max_new_tokens}: need at least 1"),
-                (not 0 <= self.temperature < math.inf, f"temperature={self.temperature}: need 0 (greedy) or more"),
+                (
+                    not 0 <= self.temperature < math.inf,
+                    f"temperature={self.temperature}: need 0 (greedy) or more",
+                ),
                 (self.top_k < 0, f"top_k={self.top_k}: need 0 (all) or more"),
                 (not 0 < self.top_p <= 1, f"top_p={self.top_p}: need more than 0, at most 1 (all)"),
                 (
                     not 0 <= self.min_new_tokens <= self.max_new_tokens,
                     f"min_new_tokens={self.min_new_tokens}: need 0 to max_new_tokens={self.max_new_tokens}",
                 ),
-                (any(t < 0 for t in self.stop_token_ids), f"stop_token_ids={self.stop_token_ids}: token ids are not negative"),
+                (
+                    any(t < 0 for t in self.stop_token_ids),
+                    f"stop_token_ids={self.stop_token_ids}: token ids are not negative",
+                ),
                 (self.n < 1, f"n={self.n}: need at least 1"),
             )
             if wrong
@@ -64,7 +75,9 @@ def stream_key(seed: int, stream: int, ticket: int) -> int:
 
 
 def uniforms(keys_N: Tensor, counters_N: Tensor) -> Tensor:
-    """[N] float64 in [0, 1): output `counter` (from 0) of the splitmix64 generator that starts at `key`. Both int64."""
+    """[N] float64 in [0, 1): output `counter` (from 0) of the splitmix64 generator that starts at
+    `key`. Both int64.
+    """
     words = _scramble(keys_N + (counters_N + 1) * _signed(_GOLDEN))
     return _logical_shift(words, 11).double().mul_(2.0**-53)
 
@@ -82,17 +95,21 @@ def process(
     top_p_N: Tensor | None = None,
     banned_NS: Tensor | None = None,
 ) -> Tensor:
-    """Float32 logits of the distribution to sample from (as they come if no row asks for anything, which None means).
+    """Float32 logits of the distribution to sample from (as they come if no row asks for anything,
+    which None means).
 
-    In this order: banned_NS (token ids, -1 for none) out; divided by the temperature (0 counts as 1); top-k (0 for all);
-    top-p of what top-k left. What ties with the last kept token is kept, so the result depends on no sorting order.
+    In this order: banned_NS (token ids, -1 for none) out; divided by the temperature (0 counts as
+    1); top-k (0 for all); top-p of what top-k left. What ties with the last kept token is kept, so
+    the result depends on no sorting order.
     """
     if banned_NS is temperature_N is top_k_N is top_p_N is None:
         return logits_NV
     logits = logits_NV.float()
     if banned_NS is not None:
         # Adding, because a padding entry may name the same token as a real one.
-        penalty = torch.zeros_like(banned_NS, dtype=torch.float32).masked_fill_(banned_NS >= 0, -math.inf)
+        penalty = torch.zeros_like(banned_NS, dtype=torch.float32).masked_fill_(
+            banned_NS >= 0, -math.inf
+        )
         logits = logits.scatter_add(1, banned_NS.clamp(min=0), penalty)
     if temperature_N is not None:
         logits = logits / temperature_N.masked_fill(temperature_N == 0, 1.0)[:, None]
@@ -101,44 +118,66 @@ def process(
     return logits
 
 
-def _cut(logits_NV: Tensor, top_k_N: Tensor | None, top_p_N: Tensor | None, width: int | None = None) -> Tensor:
-    """[N, 1]: the smallest logit that top-k and then top-p keep, found among the `width` largest if it is there."""
+def _cut(
+    logits_NV: Tensor, top_k_N: Tensor | None, top_p_N: Tensor | None, width: int | None = None
+) -> Tensor:
+    """[N, 1]: the smallest logit that top-k and then top-p keep, found among the `width` largest if
+    it is there.
+    """
     vocab = logits_NV.shape[1]
-    # On a CPU sorting 32 x 49,152 logits takes 110 ms. A GPU sorts fast, and must not be waited for.
+    # On a CPU sorting 32 x 49,152 logits takes 110 ms. A GPU sorts fast, and must not be waited
+    # for.
     width = min(vocab, width or (_LIKELIEST if logits_NV.device.type == "cpu" else vocab))
     likeliest_NW = logits_NV.topk(width, dim=1).values
     last = torch.full_like(likeliest_NW[:, :1], -math.inf)
     enough = torch.ones_like(last, dtype=torch.bool)
     if top_k_N is not None:
         asked = top_k_N.clamp(max=vocab)[:, None]
-        last = torch.where(asked > 0, likeliest_NW.gather(1, (asked - 1).clamp(min=0, max=width - 1)), last)
+        last = torch.where(
+            asked > 0, likeliest_NW.gather(1, (asked - 1).clamp(min=0, max=width - 1)), last
+        )
         enough &= asked <= width
     if top_p_N is not None:
         top_N1, p_N1 = likeliest_NW[:, :1], top_p_N[:, None]
-        total = (logits_NV - top_N1).exp_().masked_fill_(logits_NV < last, 0).sum(1, keepdim=True, dtype=torch.float64)
+        total = (
+            (logits_NV - top_N1)
+            .exp_()
+            .masked_fill_(logits_NV < last, 0)
+            .sum(1, keepdim=True, dtype=torch.float64)
+        )
         mass_NW = (likeliest_NW - top_N1).exp_().double() / total
         # A token is needed while the likelier ones hold less than p; the first always is.
         needed = (mass_NW.cumsum(1) - mass_NW < p_N1).sum(1, keepdim=True)
         asked = p_N1 < 1
         enough &= ~asked | (needed < width)
-        last = torch.where(asked, torch.maximum(likeliest_NW.gather(1, needed.clamp(min=1) - 1), last), last)
+        last = torch.where(
+            asked, torch.maximum(likeliest_NW.gather(1, needed.clamp(min=1) - 1), last), last
+        )
     if width < vocab and not enough.all():
         return _cut(logits_NV, top_k_N, top_p_N, vocab)
     return last
 
 
-def sample(logits_NV: Tensor, uniforms_N: Tensor, greedy_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(tokens [N] int64, their logprobs [N] float32) by the inverse CDF of the logits; the (first) likeliest where greedy_N.
+def sample(
+    logits_NV: Tensor, uniforms_N: Tensor, greedy_N: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(tokens [N] int64, their logprobs [N] float32) by the inverse CDF of the logits; the (first)
+    likeliest where greedy_N.
 
-    On a CPU in one call (llamarl/native/decode.c); the two ways differ where rounding puts a uniform on the other side of a
-    token's edge. uniforms_N: float64 in [0, 1). ValueError for other shapes or dtypes, or V = 0.
+    On a CPU in one call (llamarl/native/decode.c); the two ways differ where rounding puts a
+    uniform on the other side of a token's edge. uniforms_N: float64 in [0, 1). ValueError for other
+    shapes or dtypes, or V = 0.
     """
     _check(logits_NV, uniforms_N, greedy_N)
     kernels = library("decode", "-fopenmp") if logits_NV.device.type == "cpu" else None
     if kernels:
         greedy_N = None if greedy_N is None else greedy_N.contiguous()
-        return _sample_natively(kernels, logits_NV.float().contiguous(), uniforms_N.contiguous(), greedy_N)
-    weights_NV = logits_NV.softmax(1, dtype=torch.float32)  # one pass over V; sums to one up to rounding
+        return _sample_natively(
+            kernels, logits_NV.float().contiguous(), uniforms_N.contiguous(), greedy_N
+        )
+    weights_NV = logits_NV.softmax(
+        1, dtype=torch.float32
+    )  # one pass over V; sums to one up to rounding
     tokens, total = _sample_by_blocks(weights_NV, uniforms_N[:, None])
     if greedy_N is not None:
         tokens = torch.where(greedy_N[:, None], logits_NV.argmax(1, keepdim=True), tokens)
@@ -166,14 +205,19 @@ def _sample_natively(
 ) -> tuple[Tensor, Tensor]:
     rows, vocab = logits_NV.shape
     tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-    addresses = [None if t is None else ctypes.c_void_p(t.data_ptr()) for t in (uniforms_N, greedy_N, tokens, logprobs)]
+    addresses = [
+        None if t is None else ctypes.c_void_p(t.data_ptr())
+        for t in (uniforms_N, greedy_N, tokens, logprobs)
+    ]
     counts = (ctypes.c_int64(n) for n in (rows, vocab, torch.get_num_threads()))
     kernels.sample(ctypes.c_void_p(logits_NV.data_ptr()), *addresses, *counts)
     return tokens, logprobs
 
 
 def _sample_by_blocks(weights_NV: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:
-    """The CDF of block sums finds the block, the CDF inside it the token: V adds a row, but no CDF over V."""
+    """The CDF of block sums finds the block, the CDF inside it the token: V adds a row, but no CDF
+    over V.
+    """
     rows, vocab = weights_NV.shape
     if vocab % _BLOCK:
         weights_NV = torch.nn.functional.pad(weights_NV, (0, -vocab % _BLOCK))
@@ -184,13 +228,20 @@ def _sample_by_blocks(weights_NV: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, 
     block = _first_above(cdf_NB, target)
     before = torch.where(block > 0, cdf_NB.gather(1, (block - 1).clamp(min=0)), 0.0)
     inside_NW = weights_NBW.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
-    tokens = block * _BLOCK + _first_above(inside_NW.cumsum(1, dtype=torch.float64), target - before)
-    return tokens.clamp_(max=vocab - 1), total  # NaN logits would be past the end; the caller sees them in the logprobs
+    tokens = block * _BLOCK + _first_above(
+        inside_NW.cumsum(1, dtype=torch.float64), target - before
+    )
+    return tokens.clamp_(
+        max=vocab - 1
+    ), total  # NaN logits would be past the end; the caller sees them in the logprobs
 
 
 def _first_above(cdf_NV: Tensor, target_N1: Tensor) -> Tensor:
-    """[N, 1]: the first entry whose cumulative weight exceeds the target, so never one of weight zero."""
-    # Rounding (of block sums in float32) may carry a target to the very end, where only zero weights follow.
+    """[N, 1]: the first entry whose cumulative weight exceeds the target, so never one of weight
+    zero.
+    """
+    # Rounding (of block sums in float32) may carry a target to the very end, where only zero
+    # weights follow.
     target = torch.minimum(target_N1, cdf_NV[:, -1:] * (1 - 2.0**-52))
     return torch.searchsorted(cdf_NV, target, right=True).clamp_(max=cdf_NV.shape[1] - 1)
 

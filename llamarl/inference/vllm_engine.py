@@ -1,10 +1,12 @@
-"""vLLM in the place of Engine: the same calls, the same records. vLLM itself runs in a process of its own (vllm_worker.py).
+"""vLLM in the place of Engine: the same calls, the same records. vLLM itself runs in a process of
+its own (vllm_worker.py).
 
     submit -> waiting --a slot is free--> vLLM --chunk--> ... --ended--> pop_finished
 
-A sample is a function of (seed, stream, ticket, sample_index) and the logits, but not the native engine's: vLLM has random
-numbers of its own. New weights come in between two chunks: running samples keep their K/V, tokens carry the version that
-sampled them, and prompts share cached K/V only under one version.
+A sample is a function of (seed, stream, ticket, sample_index) and the logits, but not the native
+engine's: vLLM has random numbers of its own. New weights come in between two chunks: running
+samples keep their K/V, tokens carry the version that sampled them, and prompts share cached K/V
+only under one version.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ import select
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +38,15 @@ from llamarl.types import Completion, FinishReason
 
 AT_LEAST, BELOW = (0, 32), (0, 33)  # versions of vLLM that were driven like this
 WORKER = Path(__file__).with_name("vllm_worker.py")
-BLOCK = 32  # K/V places that vLLM allots and shares together: few, so that the samples of a short prompt share most of it
+# K/V places that vLLM allots and shares together: few, so that the samples of a short prompt share
+# most of it
+BLOCK = 32
 ANSWER_S = 600.0  # vLLM says nothing for longer: it hangs
 END_S = 10.0
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-_TORCHRUN = re.compile(r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
+_TORCHRUN = re.compile(
+    r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
+)
 
 
 def vllm_problem() -> str | None:
@@ -61,7 +67,9 @@ def vllm_problem() -> str | None:
 
 def vllm_seed(seed: int, stream: int, ticket: int, sample_index: int) -> int:
     """A sample's seed, from 0 to 2**63 - 1."""
-    key = sample_keys(torch.tensor([stream_key(seed, stream, ticket)]), torch.tensor([sample_index]))
+    key = sample_keys(
+        torch.tensor([stream_key(seed, stream, ticket)]), torch.tensor([sample_index])
+    )
     return int(key) & ((1 << 63) - 1)
 
 
@@ -79,9 +87,20 @@ def vllm_sampling(params: SamplingParams, seed: int) -> dict[str, object]:
     }
 
 
-def kv_cache_bytes(config: ModelConfig, dtype: torch.dtype, *, max_slots: int, max_len: int, most: int) -> int:
-    """For as many rows of max_len and one to score in, but at most `most`. ValueError if not even one row fits into that."""
-    block = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize * BLOCK
+def kv_cache_bytes(
+    config: ModelConfig, dtype: torch.dtype, *, max_slots: int, max_len: int, most: int
+) -> int:
+    """For as many rows of max_len and one to score in, but at most `most`. ValueError if not even
+    one row fits into that.
+    """
+    block = (
+        2
+        * config.num_hidden_layers
+        * config.num_key_value_heads
+        * config.head_dim
+        * dtype.itemsize
+        * BLOCK
+    )
     row = -(-max_len // BLOCK) * block
     if most < row + block:
         raise ValueError(
@@ -92,8 +111,12 @@ def kv_cache_bytes(config: ModelConfig, dtype: torch.dtype, *, max_slots: int, m
 
 
 def worker_environment(device: torch.device) -> dict[str, str]:
-    """This process's, without torchrun's, in which vLLM would look for its peers; and as many threads as here."""
-    environment = {name: value for name, value in os.environ.items() if not _TORCHRUN.fullmatch(name)}
+    """This process's, without torchrun's, in which vLLM would look for its peers; and as many
+    threads as here.
+    """
+    environment = {
+        name: value for name, value in os.environ.items() if not _TORCHRUN.fullmatch(name)
+    }
     if device.type == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         index = device.index or 0
@@ -126,12 +149,13 @@ class _Sample:
 class VLLMEngine:
     """Samples completions by vLLM from weights that others may exchange between steps.
 
-    parameters: by Hugging Face name, all of the model; read at each weights_changed, which must come before the first step.
+    parameters: by Hugging Face name, all of the model; read at each weights_changed, which must
+    come before the first step.
     max_slots, max_len: as Engine's.  gpu_memory_utilization: the part of the device's memory (of a CPU's, the host's) that
     weights and K/V cache may take; less is taken where the slots need less.
 
-    Errors: ImportError if vLLM is absent or of another version; ValueError if the memory is too small; RuntimeError, here and
-    in every call, with what vLLM says when it fails, ends or hangs.
+    Errors: ImportError if vLLM is absent or of another version; ValueError if the memory is too
+    small; RuntimeError, here and in every call, with what vLLM says when it fails, ends or hangs.
     """
 
     def __init__(
@@ -157,15 +181,21 @@ class VLLMEngine:
         self._finished: list[tuple[int, Completion]] = []
         weights, tensors = 0, []
         for name, parameter in parameters:
-            tensors.append((name, str(parameter.dtype).removeprefix("torch."), list(parameter.shape), weights))
+            tensors.append(
+                (name, str(parameter.dtype).removeprefix("torch."), list(parameter.shape), weights)
+            )
             weights += aligned(parameter.numel() * parameter.element_size())
         dtype = self._parameters[0].dtype
         most = int(gpu_memory_utilization * _memory_bytes(device)) - weights
         cache = kv_cache_bytes(config, dtype, max_slots=max_slots, max_len=max_len, most=most)
         self._worker = subprocess.Popen(
-            [sys.executable, "-P", str(WORKER)], env=worker_environment(device), text=True, start_new_session=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            [sys.executable, "-P", str(WORKER)],
+            env=worker_environment(device),
+            text=True,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         memory = shared_file(weights)
         try:
             flat = map_shared(memory, weights)
@@ -174,10 +204,14 @@ class VLLMEngine:
                 for p, (_, _, _, start) in zip(self._parameters, tensors)
             ]
             options = {
-                "model": str(model_path), "dtype": str(dtype).removeprefix("torch."), "block_size": BLOCK,
-                "max_num_seqs": max_slots + 1, "max_model_len": min(max_len + 1, config.max_position_embeddings),
-                "kv_cache_memory_bytes": cache, "gpu_memory_utilization": gpu_memory_utilization,
-            }  # fmt: skip
+                "model": str(model_path),
+                "dtype": str(dtype).removeprefix("torch."),
+                "block_size": BLOCK,
+                "max_num_seqs": max_slots + 1,
+                "max_model_len": min(max_len + 1, config.max_position_embeddings),
+                "kv_cache_memory_bytes": cache,
+                "gpu_memory_utilization": gpu_memory_utilization,
+            }
             self._ask("begin", engine=options, memory=path_of(memory), tensors=tensors)
         finally:
             os.close(memory)
@@ -196,14 +230,28 @@ class VLLMEngine:
         """Samples that were submitted and hold no slot yet."""
         return len(self._waiting)
 
-    def submit(self, ticket: int, prompt_ids: Tensor | Sequence[int], params: SamplingParams, *, stream: int = 0) -> None:
+    def submit(
+        self,
+        ticket: int,
+        prompt_ids: Tensor | Sequence[int],
+        params: SamplingParams,
+        *,
+        stream: int = 0,
+    ) -> None:
         """Queue params.n samples of a prompt. Streams and ValueErrors are Engine.submit's."""
-        request = Request(stream, ticket, torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu"), params, params.n)
+        request = Request(
+            stream,
+            ticket,
+            torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu"),
+            params,
+            params.n,
+        )
         request.check(self.config.vocab_size, self.max_len)
         self._waiting.extend(_Sample(request, index) for index in range(params.n))
 
     def step(self, chunk: int) -> int:
-        """Start what fits, then sample up to `chunk` tokens for every slot. Returns the number of tokens sampled.
+        """Start what fits, then sample up to `chunk` tokens for every slot. Returns the number of
+        tokens sampled.
 
         RuntimeError if the logits were not finite.
         """
@@ -218,7 +266,9 @@ class VLLMEngine:
             return 0
         dropped, self._dropped = self._dropped, []
         sampled = 0
-        for name, token_ids, logprobs, reason in self._ask("step", chunk=chunk, start=start, abort=dropped)["samples"]:
+        for name, token_ids, logprobs, reason in self._ask(
+            "step", chunk=chunk, start=start, abort=dropped
+        )["samples"]:
             if (sample := self._running.get(name)) is None:
                 continue  # it was aborted after vLLM had sampled this
             if not all(map(math.isfinite, logprobs)):
@@ -231,24 +281,30 @@ class VLLMEngine:
             sampled += len(token_ids)
             if reason is not None:
                 if reason not in _REASONS:
-                    raise RuntimeError(f"vLLM ended a completion of ticket {sample.request.ticket} with {reason!r}")
+                    raise RuntimeError(
+                        f"vLLM ended a completion of ticket {sample.request.ticket} with {reason!r}"
+                    )
                 self._finish(self._running.pop(name), _REASONS[reason])
         return sampled
 
     def pop_finished(self) -> list[tuple[int, Completion]]:
-        """(stream, completion) of every sample that ended since the last call, in the order in which they were found ended."""
+        """(stream, completion) of every sample that ended since the last call, in the order in
+        which they were found ended.
+        """
         finished, self._finished = self._finished, []
         return finished
 
     @torch.no_grad()
     def weights_changed(self, version: int, *, recompute_kv: bool = False) -> None:
-        """The parameters are now those of `version`: vLLM takes them in, and tokens sampled from here on carry it.
+        """The parameters are now those of `version`: vLLM takes them in, and tokens sampled from
+        here on carry it.
 
         K/V of running samples stay: recompute_kv is refused by the config.
         """
         assert not recompute_kv
         torch._foreach_copy_(self._shared, self._parameters)
-        # A prompt without a token yet may have shared K/V of the old weights: it starts again, where it was in line.
+        # A prompt without a token yet may have shared K/V of the old weights: it starts again,
+        # where it was in line.
         unread = [name for name, sample in self._running.items() if not sample.token_ids]
         self._waiting.extendleft(self._running.pop(name) for name in reversed(unread))
         dropped, self._dropped = self._dropped + unread, []
@@ -256,27 +312,43 @@ class VLLMEngine:
         self.policy_version = version
 
     def abort(self, ticket: int | None = None, *, stream: int | None = None) -> int:
-        """End every unfinished sample of a ticket and a stream (None: of all), with the tokens it has. Returns how many.
+        """End every unfinished sample of a ticket and a stream (None: of all), with the tokens it
+        has. Returns how many.
 
-        Each still yields a completion, with finish_reason "aborted", so that its group becomes whole.
+        Each still yields a completion, with finish_reason "aborted", so that its group becomes
+        whole.
         """
 
         def meant(sample: _Sample) -> bool:
-            return ticket in (None, sample.request.ticket) and stream in (None, sample.request.stream)
+            return ticket in (None, sample.request.ticket) and stream in (
+                None,
+                sample.request.stream,
+            )
 
         names = [name for name, sample in self._running.items() if meant(sample)]
-        stopped = [self._running.pop(name) for name in names] + [sample for sample in self._waiting if meant(sample)]
+        stopped = [self._running.pop(name) for name in names] + [
+            sample for sample in self._waiting if meant(sample)
+        ]
         self._waiting = deque(sample for sample in self._waiting if not meant(sample))
         self._dropped += names
         for sample in stopped:
             self._finish(sample, "aborted")
         return len(stopped)
 
-    def score(self, prompt_ids: Tensor | Sequence[int], token_ids: Tensor | Sequence[int], temperature: float = 1.0) -> Tensor:
-        """[L] float32: logprobs of given tokens under the present weights. What runs goes on by a token or more meanwhile."""
+    def score(
+        self,
+        prompt_ids: Tensor | Sequence[int],
+        token_ids: Tensor | Sequence[int],
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """[L] float32: logprobs of given tokens under the present weights. What runs goes on by a
+        token or more meanwhile.
+        """
         prompt, tokens = (torch.as_tensor(ids).tolist() for ids in (prompt_ids, token_ids))
         salt = str(self.policy_version)
-        answer = self._ask("score", prompt_ids=prompt, token_ids=tokens, temperature=temperature, salt=salt)
+        answer = self._ask(
+            "score", prompt_ids=prompt, token_ids=tokens, temperature=temperature, salt=salt
+        )
         return torch.tensor(answer["logprobs"], dtype=torch.float32)
 
     def close(self) -> None:
@@ -302,9 +374,14 @@ class VLLMEngine:
         }
 
     def _finish(self, sample: _Sample, reason: FinishReason) -> None:
-        token_ids, versions = (torch.tensor(values, dtype=torch.int64) for values in (sample.token_ids, sample.versions))
+        token_ids, versions = (
+            torch.tensor(values, dtype=torch.int64)
+            for values in (sample.token_ids, sample.versions)
+        )
         logprobs, request = torch.tensor(sample.logprobs, dtype=torch.float32), sample.request
-        completion = Completion(request.ticket, sample.index, request.prompt_ids, token_ids, logprobs, versions, reason)
+        completion = Completion(
+            request.ticket, sample.index, request.prompt_ids, token_ids, logprobs, versions, reason
+        )
         self._finished.append((request.stream, completion))
 
     def _ask(self, do: str, **what) -> dict:
@@ -319,8 +396,12 @@ class VLLMEngine:
             if not answered:
                 self._worker.kill()
             code = self._worker.wait()
-            ended = f"ended with exit code {code}" if answered else f"said nothing for {ANSWER_S:g} s"
-            raise RuntimeError(f"the process of vLLM {ended} when it was to {do}; what it printed is above")
+            ended = (
+                f"ended with exit code {code}" if answered else f"said nothing for {ANSWER_S:g} s"
+            )
+            raise RuntimeError(
+                f"the process of vLLM {ended} when it was to {do}; what it printed is above"
+            )
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(f"vLLM failed to {do}: {answer['error']}")

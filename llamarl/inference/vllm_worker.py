@@ -1,10 +1,12 @@
-"""The process in which vLLM runs for llamarl.inference.vllm_engine. Started by its path; the only file that imports vllm.
+"""The process in which vLLM runs for llamarl.inference.vllm_engine. Started by its path; the only
+file that imports vllm.
 
     stdin    one JSON object a line          {"do": "step", "chunk": 8, "start": [...], "abort": [...]}
     stdout   one line in answer to each      {"samples": [["3", [504, 7042], [-0.27, -1.06], null]]} or {"error": "..."}
 
-vLLM takes a process over: the default process group, the threads, functions of torch. So it has one of its own, and what it
-prints goes to stderr. Weights lie in shared memory under their Hugging Face names. The end of stdin ends it, at any time.
+vLLM takes a process over: the default process group, the threads, functions of torch. So it has one
+of its own, and what it prints goes to stderr. Weights lie in shared memory under their Hugging Face
+names. The end of stdin ends it, at any time.
 """
 
 from __future__ import annotations
@@ -33,11 +35,20 @@ class Worker:
         self.weights = _map_weights(memory, tensors)
         on_cpu = not torch.cuda.is_available()
         arguments = EngineArgs(
-            **engine, load_format="dummy", skip_tokenizer_init=True, generation_config="vllm",
-            distributed_executor_backend="uni", enable_prefix_caching=True, enforce_eager=on_cpu, max_logprobs=1,
-            # Logprobs of what was sampled from; and one step at a time, or tokens would come a version late.
-            logprobs_mode="processed_logprobs", async_scheduling=False, disable_log_stats=True,
-        )  # fmt: skip
+            **engine,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            distributed_executor_backend="uni",
+            enable_prefix_caching=True,
+            enforce_eager=on_cpu,
+            max_logprobs=1,
+            # Logprobs of what was sampled from; and one step at a time, or tokens would come a
+            # version late.
+            logprobs_mode="processed_logprobs",
+            async_scheduling=False,
+            disable_log_stats=True,
+        )
         self.engine = LLMEngine.from_engine_args(arguments)
         self.samples: dict[str, tuple[list[int], list[float]]] = {}
         self.ended: dict[str, str] = {}
@@ -45,7 +56,9 @@ class Worker:
     def load(self, abort: list[str]) -> dict:
         """Take the weights that now lie in shared memory. Running samples keep their K/V."""
         self.engine.abort_request(abort)
-        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(self.weights)})
+        self.engine.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": iter(self.weights)}
+        )
         if not self.engine.has_unfinished_requests():
             self.engine.reset_prefix_cache()
         return {}
@@ -54,8 +67,12 @@ class Worker:
         """Start these samples and sample up to `chunk` tokens of each that runs."""
         self.engine.abort_request(abort)
         for new in start:
-            params = SamplingParams(**new["sampling"], logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA)
-            self.engine.add_request(new["name"], tokens_input(new["prompt_ids"], cache_salt=new["salt"]), params)
+            params = SamplingParams(
+                **new["sampling"], logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA
+            )
+            self.engine.add_request(
+                new["name"], tokens_input(new["prompt_ids"], cache_salt=new["salt"]), params
+            )
         for _ in range(chunk):
             if not self.engine.has_unfinished_requests():
                 break
@@ -64,21 +81,38 @@ class Worker:
         ended, self.ended = self.ended, {}
         return {"samples": [[name, *record, ended.get(name)] for name, record in samples.items()]}
 
-    def score(self, prompt_ids: list[int], token_ids: list[int], temperature: float, salt: str) -> dict:
+    def score(
+        self, prompt_ids: list[int], token_ids: list[int], temperature: float, salt: str
+    ) -> dict:
         """Logprobs of given tokens; what runs goes on meanwhile."""
         ids, given = prompt_ids + token_ids, len(prompt_ids)
-        plain = {"max_tokens": 1, "temperature": temperature, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+        plain = {
+            "max_tokens": 1,
+            "temperature": temperature,
+            "detokenize": False,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
         if temperature == 1:  # vLLM's logprobs of a prompt know no other
-            self.engine.add_request("score", tokens_input(ids, cache_salt=salt), SamplingParams(**plain, prompt_logprobs=0))
+            self.engine.add_request(
+                "score",
+                tokens_input(ids, cache_salt=salt),
+                SamplingParams(**plain, prompt_logprobs=0),
+            )
             found = self._until({"score"})["score"].prompt_logprobs[given:]
         else:
             names = [f"score {i}" for i in range(len(token_ids))]
             for i, name in enumerate(names):
                 wanted = SamplingParams(**plain, logprobs=1, logprob_token_ids=[token_ids[i]])
-                self.engine.add_request(name, tokens_input(ids[: given + i], cache_salt=salt), wanted)
+                self.engine.add_request(
+                    name, tokens_input(ids[: given + i], cache_salt=salt), wanted
+                )
             outputs = self._until(set(names))
             found = [outputs[name].outputs[0].logprobs[0] for name in names]
-        return {"logprobs": [entry[token].logprob for token, entry in zip(token_ids, found, strict=True)]}
+        return {
+            "logprobs": [
+                entry[token].logprob for token, entry in zip(token_ids, found, strict=True)
+            ]
+        }
 
     def _until(self, names: set[str]) -> dict[str, RequestOutput]:
         """Step until these requests have ended."""
@@ -96,13 +130,18 @@ class Worker:
             new, name = output.outputs[0], output.request_id
             tokens, logprobs = self.samples.setdefault(name, ([], []))
             tokens += new.token_ids
-            logprobs += [entry[token].logprob for token, entry in zip(new.token_ids, new.logprobs or [], strict=True)]
+            logprobs += [
+                entry[token].logprob
+                for token, entry in zip(new.token_ids, new.logprobs or [], strict=True)
+            ]
             if output.finished:
                 self.ended[name] = new.finish_reason
         return [output for output in outputs if output.request_id in others and output.finished]
 
 
-def _map_weights(memory: str, tensors: list[tuple[str, str, list[int], int]]) -> list[tuple[str, torch.Tensor]]:
+def _map_weights(
+    memory: str, tensors: list[tuple[str, str, list[int], int]]
+) -> list[tuple[str, torch.Tensor]]:
     """(name, view of the shared memory) of each (name, dtype, shape, first byte)."""
     with open(memory, "r+b") as file:
         flat = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
@@ -112,7 +151,8 @@ def _map_weights(memory: str, tensors: list[tuple[str, str, list[int], int]]) ->
         size = torch.Size(shape).numel() * dtype.itemsize
         weights.append((name, flat[start : start + size].view(dtype).view(shape)))
     held = dict(weights)
-    # On a CPU vLLM packs a tied head by itself: without a weight of its own it would stay the one of an older version.
+    # On a CPU vLLM packs a tied head by itself: without a weight of its own it would stay the one
+    # of an older version.
     return weights if HEAD in held else [*weights, (HEAD, held[EMBEDDING])]
 
 
@@ -133,7 +173,9 @@ def main(answers: TextIO) -> None:
             if do == "begin":
                 worker, answer = Worker(**command), {}
             else:
-                answer = {"step": worker.step, "score": worker.score, "load": worker.load}[do](**command)
+                answer = {"step": worker.step, "score": worker.score, "load": worker.load}[do](
+                    **command
+                )
         except Exception as error:  # told on the other side, where it ends the run
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}

@@ -1,13 +1,15 @@
-"""Rewards become advantages, by group, by token (GAE), or by choosing among the completions of a group.
+"""Rewards become advantages, by group, by token (GAE), or by choosing among the completions of a
+group.
 
-A group's functions take rewards [..., G] and give advantages of the same shape and dtype, float32 at least; leading dims are
-groups. NaN marks a completion that must not be trained on: advantage 0, outside every mean. A group with fewer than two valid
-rewards says nothing about which is better: all zeros.
+A group's functions take rewards [..., G] and give advantages of the same shape and dtype, float32
+at least; leading dims are groups. NaN marks a completion that must not be trained on: advantage 0,
+outside every mean. A group with fewer than two valid rewards says nothing about which is better:
+all zeros.
 """
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -30,7 +32,9 @@ def group_mean_std(rewards: Tensor) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
-    """A_i = r_i - mean of the others = n/(n - 1) (r_i - mean(r)), n valid rewards        (RLOO; TBA, eq. 6)"""
+    """A_i = r_i - mean of the others = n/(n - 1) (r_i - mean(r)), n valid rewards        (RLOO;
+    TBA, eq. 6)
+    """
     centred, count = _centred(rewards)
     return (centred * count / (count - 1).clamp(min=1)).to(_narrow(rewards))
 
@@ -42,13 +46,16 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
     """(advantages [R], returns [R]) of completions packed end to end.
 
     A_t = sum_l (gamma lam)^l delta_{t+l},  delta_t = r_t + gamma V_{t+1} - V_t        (OPPO, eq. 1);  returns = A + V
-    rewards, values [R], lengths [N] int64 with sum R; nothing comes after a completion's last token: V = 0 there. Float64
-    inside, the values' dtype outside (float32 at least), no gradient. log2(longest) passes over [R], whatever N is.
-    ValueError for shapes that do not fit, or gamma or lam outside 0..1.
+    rewards, values [R], lengths [N] int64 with sum R; nothing comes after a completion's last
+    token: V = 0 there. Float64 inside, the values' dtype outside (float32 at least), no gradient.
+    log2(longest) passes over [R], whatever N is. ValueError for shapes that do not fit, or gamma or
+    lam outside 0..1.
     """
     size = rewards.numel()
     if rewards.shape != values.shape or rewards.dim() != 1 or int(lengths.sum()) != size:
@@ -58,7 +65,11 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, lam: 
         raise ValueError(f"gamma={gamma}, lam={lam}: need 0..1")
     r, v = rewards.detach().double(), values.detach().double()
     # left: tokens of the same completion that come after
-    left = lengths.cumsum(0).repeat_interleave(lengths, output_size=size) - 1 - torch.arange(size, device=r.device)
+    left = (
+        lengths.cumsum(0).repeat_interleave(lengths, output_size=size)
+        - 1
+        - torch.arange(size, device=r.device)
+    )
     advantages = r + gamma * _from_later(v, 1, left) - v
     # After a pass with a step, each place holds its sum over the next 2 * step deltas.
     step, longest = 1, int(lengths.max()) if lengths.numel() else 0
@@ -75,7 +86,9 @@ def _from_later(x: Tensor, step: int, left: Tensor) -> Tensor:
     return torch.where(left >= step, later, 0)
 
 
-def tb_log_z(log_pi_ref: Tensor, rewards: Tensor, groups: Tensor, trained: Tensor, *, beta: float) -> Tensor:
+def tb_log_z(
+    log_pi_ref: Tensor, rewards: Tensor, groups: Tensor, trained: Tensor, *, beta: float
+) -> Tensor:
     """[N]: for each completion the estimate of its prompt's log Z, without gradient; 0 of none.
 
     log Z = mean over the group's trained completions of r/beta - log(pi/ref)(y)        (TBA, eq. 4)
@@ -84,12 +97,15 @@ def tb_log_z(log_pi_ref: Tensor, rewards: Tensor, groups: Tensor, trained: Tenso
     return mean_by(rewards / beta - log_pi_ref.detach(), groups, groups.numel(), trained)[groups]
 
 
-def best_and_worst(rewards: Tensor, groups: Tensor, trained: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def best_and_worst(
+    rewards: Tensor, groups: Tensor, trained: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """(best, worst, differ): for group g, at place g of [N], the completions of highest and lowest reward        (Async RLHF, 4.2)
 
-    rewards [N], groups [N] int64 below N, trained [N] bool; NaN rewards are not chosen. Of equal rewards the first completion
-    is taken. differ [N] bool: the two have different rewards; best and worst mean something only there (elsewhere they are
-    valid places all the same, so that they can index).
+    rewards [N], groups [N] int64 below N, trained [N] bool; NaN rewards are not chosen. Of equal
+    rewards the first completion is taken. differ [N] bool: the two have different rewards; best and
+    worst mean something only there (elsewhere they are valid places all the same, so that they can
+    index).
     """
     size = rewards.numel()
     valid = trained & ~rewards.isnan()
@@ -110,7 +126,8 @@ def best_and_worst(rewards: Tensor, groups: Tensor, trained: Tensor) -> tuple[Te
 def _centred(rewards: Tensor) -> tuple[Tensor, Tensor]:
     """(r - mean, 0 where NaN; number of valid rewards [..., 1]), float64.
 
-    In float64 the sum of equal float32 rewards is exact, so that their advantages are exactly 0 and can be dropped.
+    In float64 the sum of equal float32 rewards is exact, so that their advantages are exactly 0 and
+    can be dropped.
     """
     valid = ~rewards.isnan()
     wide = torch.where(valid, rewards, 0).double()

@@ -1,6 +1,8 @@
-"""Finished groups that wait at a trainer rank for their step. The ledger decides which are handed over, and when.
+"""Finished groups that wait at a trainer rank for their step. The ledger decides which are handed
+over, and when.
 
-A buffer is put what comes, and at each step it takes what the ledger hands over and gives what the step trains on:
+A buffer is put what comes, and at each step it takes what the ledger hands over and gives what the
+step trains on:
 
     fifo      the groups that were handed over, once                                   this file
     replay    completions of everything that was, drawn anew at each step (TBA)        llamarl.learning.replay
@@ -15,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llamarl import wire
+from llamarl.comm import wire
 from llamarl.types import Group
 
 MESSAGE = "buffer/"
@@ -56,14 +58,18 @@ class GroupBuffer:
         return self._hand_over(tickets, step)
 
     def untake(self, groups: list[Group]) -> None:
-        """The step just taken is given up: everything is as before it. groups: what `take` returned."""
+        """The step just taken is given up: everything is as before it. groups: what `take`
+        returned.
+        """
         self.put(groups)
 
     def _hand_over(self, tickets: list[int], step: int) -> list[Group]:
         """In ticket order."""
         missing = [t for t in tickets if t not in self._groups]
         if missing:
-            raise KeyError(f"groups {missing[:4]} were taken by the ledger but have not reached this rank")
+            raise KeyError(
+                f"groups {missing[:4]} were taken by the ledger but have not reached this rank"
+            )
         groups = [self._groups[t] for t in sorted(tickets)]
         if self.max_lag is not None:
             check_lag(groups, step, self.max_lag)
@@ -76,26 +82,37 @@ class GroupBuffer:
         return sorted(self._groups)
 
     def sums(self, step: int) -> tuple[Sums, Sums]:
-        """(sums, maxima) over this rank of what `report` needs; empty where there is nothing to tell."""
+        """(sums, maxima) over this rank of what `report` needs; empty where there is nothing to
+        tell.
+        """
         return {}, {}
 
     def report(self, sums: Sums, maxima: Sums) -> dict[str, float | None]:
         """Metrics from the sums and maxima of all ranks."""
         return {}
 
-    # -- snapshots ----------------------------------------------------------------------------------------------------
+    # -- checkpoints
+    # ----------------------------------------------------------------------------------------------------
 
     def stored(self) -> list[Group]:
-        """Every group that a snapshot must hold."""
+        """Every group that a checkpoint must hold."""
         return [self._groups[t] for t in self.tickets()]
 
     def state_dict(self) -> dict:
-        """Groups as wire messages `buffer/0`, `buffer/1`, ... (uint8); `buffered`: tickets not handed over."""
-        messages = {f"{MESSAGE}{i}": _message(groups) for i, groups in enumerate(_pieces(self.stored()))}
+        """Groups as wire messages `buffer/0`, `buffer/1`, ... (uint8); `buffered`: tickets not
+        handed over.
+        """
+        messages = {
+            f"{MESSAGE}{i}": _message(groups) for i, groups in enumerate(_pieces(self.stored()))
+        }
         return {**messages, "buffered": self.tickets()}
 
-    def load(self, parts: Iterable[Mapping], finished: set[int], is_mine: Callable[[int], bool]) -> None:
-        """Of what all ranks stored, this one's. finished: tickets that the ledger counts as finished and not handed over."""
+    def load(
+        self, parts: Iterable[Mapping], finished: set[int], is_mine: Callable[[int], bool]
+    ) -> None:
+        """Of what all ranks stored, this one's. finished: tickets that the ledger counts as
+        finished and not handed over.
+        """
         for part in parts:
             mine = {t for t in part["buffered"] if t in finished and is_mine(t)}
             self.put([g for g in decoded(part) if g.ticket in mine] if mine else [])
@@ -129,11 +146,17 @@ def _message(groups: list[Group]) -> Tensor:
 
 
 def _pieces(groups: list[Group]) -> Iterator[list[Group]]:
-    """Of so few bytes each that encoding one, which holds up all other threads, keeps no rank from being heard of."""
+    """Of so few bytes each that encoding one, which holds up all other threads, keeps no rank from
+    being heard of.
+    """
     piece: list[Group] = []
     num_bytes = 0
     for group in groups:
-        size = sum(value.nbytes for value in map(partial(getattr, group), group.__slots__) if isinstance(value, Tensor))
+        size = sum(
+            value.nbytes
+            for value in map(partial(getattr, group), group.__slots__)
+            if isinstance(value, Tensor)
+        )
         if piece and num_bytes + size > PIECE_BYTES:
             yield piece
             piece, num_bytes = [], 0

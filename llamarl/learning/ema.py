@@ -1,8 +1,10 @@
-"""The exponential moving average of the weights: e <- d e + (1 - d) w after each optimizer step, from the initial weights on."""
+"""The exponential moving average of the weights: e <- d e + (1 - d) w after each optimizer step,
+from the initial weights on.
+"""
 
 from __future__ import annotations
 
-from typing import Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +12,16 @@ from torch.distributed.tensor import DTensor
 
 
 class WeightAverage:
-    """Averages of the parameters that require a gradient, in float32, sharded as they are; frozen ones are their own average.
+    """Averages of the parameters that require a gradient, in float32, sharded as they are; frozen
+    ones are their own average.
 
-    decay d in [0, 1). It follows the optimizer by itself: every optimizer.step() is counted, and nothing else.
+    decay d in [0, 1). It follows the optimizer by itself: every optimizer.step() is counted, and
+    nothing else.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, decay: float):
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, decay: float
+    ):
         if not 0 <= decay < 1:
             raise ValueError(f"decay={decay}: need at least 0 and below 1")
         self.decay = decay

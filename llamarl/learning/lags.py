@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-BUCKETS = ((0, 0), (1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 63), (64, None))  # steps, both ends included
+BUCKETS = (
+    (0, 0),
+    (1, 1),
+    (2, 3),
+    (4, 7),
+    (8, 15),
+    (16, 31),
+    (32, 63),
+    (64, None),
+)  # steps, both ends included
 
 
 def bucket_name(first: int, last: int | None) -> str:
@@ -14,8 +23,12 @@ def bucket_name(first: int, last: int | None) -> str:
 
 
 def lag_histogram(lags: Tensor) -> dict[str, Tensor]:
-    """Tokens by lag, as sums: lags [R] int64 steps. Divided by the number of tokens they are shares, which add up to 1."""
+    """Tokens by lag, as sums: lags [R] int64 steps. Divided by the number of tokens they are
+    shares, which add up to 1.
+    """
     return {
-        bucket_name(first, last): ((lags >= first) & (lags <= (lags if last is None else last))).sum().float()
+        bucket_name(first, last): ((lags >= first) & (lags <= (lags if last is None else last)))
+        .sum()
+        .float()
         for first, last in BUCKETS
     }

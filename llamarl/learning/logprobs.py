@@ -3,28 +3,32 @@
     head = make_head(batch.labels, batch.rows, temperature=1.0)
     trainer_logprobs, entropy = decoder(batch.input_ids, batch.positions, attention, head)     # [R] each
 
-Forward keeps four numbers a token; backward multiplies each chunk's logits again, one GEMM beside the two it needs anyway.
-Logits that take little room (a small vocabulary or a short batch) are kept instead.
+Forward keeps four numbers a token; backward multiplies each chunk's logits again, one GEMM beside
+the two it needs anyway. Logits that take little room (a small vocabulary or a short batch) are kept
+instead.
 
-Shapes: T tokens, C tokens of a chunk, R trained rows, D model, V vocab. GEMMs run in the model's dtype, the softmax in
-float32 (float64 where the model is float64).
+Shapes: T tokens, C tokens of a chunk, R trained rows, D model, V vocab. GEMMs run in the model's
+dtype, the softmax in float32 (float64 where the model is float64).
 """
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from llamarl.models.fused import kernels
 
-# Up to this many logits are one chunk, kept for backward: recomputing them would cost more than it saves.
+# Up to this many logits are one chunk, kept for backward: recomputing them would cost more than it
+# saves.
 KEEP_LOGITS = 1 << 22
 # Up to this many bytes they are kept for backward, though chunks are smaller.
 KEEP_BYTES = 1 << 26
 
-_spare: list[Tensor] = []  # at most one: the memory of logits whose backward is done, for the next to be kept
+_spare: list[
+    Tensor
+] = []  # at most one: the memory of logits whose backward is done, for the next to be kept
 
 
 def chunked_logprobs(
@@ -36,25 +40,36 @@ def chunked_logprobs(
     chunk_tokens: int = 1024,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(log softmax(hidden @ weight.T / temperature)[label], entropy of that softmax), [T] nats each, float32 or wider.
+    """(log softmax(hidden @ weight.T / temperature)[label], entropy of that softmax), [T] nats
+    each, float32 or wider.
 
-    temperature 0 means greedy decoding, which has no distribution of its own: it is treated as 1. The entropy carries a
-    gradient only with `entropy_grad`. Peak memory beyond the gradients: a few [chunk_tokens, V] float32 buffers (on a CPU one, in the model's dtype), and one
-    [V, D] float32 accumulator of the weight's gradient when there are several chunks. T may be 0: the gradients are zeros.
-    ValueError on shapes that do not fit, a negative temperature or no tokens a chunk; IndexError for a label that is no row
-    of the weight (on a CPU, where kernels trust it; elsewhere PyTorch's own operations look).
+    temperature 0 means greedy decoding, which has no distribution of its own: it is treated as 1.
+    The entropy carries a gradient only with `entropy_grad`. Peak memory beyond the gradients: a few
+    [chunk_tokens, V] float32 buffers (on a CPU one, in the model's dtype), and one [V, D] float32
+    accumulator of the weight's gradient when there are several chunks. T may be 0: the gradients
+    are zeros. ValueError on shapes that do not fit, a negative temperature or no tokens a chunk;
+    IndexError for a label that is no row of the weight (on a CPU, where kernels trust it; elsewhere
+    PyTorch's own operations look).
     """
     if hidden_TD.dim() != 2 or weight_VD.dim() != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
-        raise ValueError(f"need hidden [T, D] and weight [V, D], got {tuple(hidden_TD.shape)} and {tuple(weight_VD.shape)}")
+        raise ValueError(
+            f"need hidden [T, D] and weight [V, D], got {tuple(hidden_TD.shape)} and {tuple(weight_VD.shape)}"
+        )
     if labels_T.shape != hidden_TD.shape[:1]:
-        raise ValueError(f"need one label a token, got labels {tuple(labels_T.shape)} for hidden {tuple(hidden_TD.shape)}")
+        raise ValueError(
+            f"need one label a token, got labels {tuple(labels_T.shape)} for hidden {tuple(hidden_TD.shape)}"
+        )
     if temperature < 0 or chunk_tokens < 1:
-        raise ValueError(f"need temperature >= 0 and chunk_tokens >= 1, got {temperature} and {chunk_tokens}")
+        raise ValueError(
+            f"need temperature >= 0 and chunk_tokens >= 1, got {temperature} and {chunk_tokens}"
+        )
     if labels_T.device.type == "cpu" and labels_T.numel():
         least, most = torch.aminmax(labels_T)
         if least < 0 or most >= len(weight_VD):
             raise IndexError(f"labels {int(least)}..{int(most)}: there are 0..{len(weight_VD) - 1}")
-    return _ChunkedLogprobs.apply(hidden_TD, weight_VD, labels_T, temperature or 1.0, chunk_tokens, entropy_grad)
+    return _ChunkedLogprobs.apply(
+        hidden_TD, weight_VD, labels_T, temperature or 1.0, chunk_tokens, entropy_grad
+    )
 
 
 def make_head(
@@ -65,24 +80,32 @@ def make_head(
     chunk_tokens: int = 1024,
     entropy_grad: bool = False,
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """A head for Decoder.forward that gives (logprobs, entropy) of labels [R], each predicted at its row of the hidden states.
+    """A head for Decoder.forward that gives (logprobs, entropy) of labels [R], each predicted at
+    its row of the hidden states.
 
-    rows [R] int64 into T; None: label r at row r. Prompt tokens need no logits, so they are in no row; a row may predict
-    several labels (the first tokens of a group's completions). Without any, the empty results still carry gradients
-    (zeros), so that a rank with nothing to train takes part in FSDP's collectives.
+    rows [R] int64 into T; None: label r at row r. Prompt tokens need no logits, so they are in no
+    row; a row may predict several labels (the first tokens of a group's completions). Without any,
+    the empty results still carry gradients (zeros), so that a rank with nothing to train takes part
+    in FSDP's collectives.
     """
 
     def head(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
         hidden_RD = hidden_TD if rows is None else hidden_TD.index_select(0, rows)
         return chunked_logprobs(
-            hidden_RD, weight_VD, labels_R, temperature=temperature, chunk_tokens=chunk_tokens, entropy_grad=entropy_grad
+            hidden_RD,
+            weight_VD,
+            labels_R,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            entropy_grad=entropy_grad,
         )
 
     return head
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """z = h W^T / temperature, l = log softmax(z), p = exp(l), H = -sum p l. For upstream gradients a of l[y] and b of H:
+    """z = h W^T / temperature, l = log softmax(z), p = exp(l), H = -sum p l. For upstream gradients
+    a of l[y] and b of H:
 
     dz = a (onehot(y) - p) - b p (l + H),   dh = dz W / temperature,   dW = dz^T h / temperature
     """
@@ -124,7 +147,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         parts = _parts(hidden_TD.shape[0], ctx.size)
         for part in parts:
             if kept_TV is None:
-                logits_CV = torch.mm(hidden_TD[part], weight_VD.T, out=buffer_CV[: part.stop - part.start])
+                logits_CV = torch.mm(
+                    hidden_TD[part], weight_VD.T, out=buffer_CV[: part.stop - part.start]
+                )
             else:
                 logits_CV = kept_TV[part]
             of_part = [None if x is None else x[part] for x in (*known, a, b)]
@@ -134,21 +159,27 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if wants_weight:
                 product = grad_CV.T @ hidden_TD[part]
                 if grad_weight is None:
-                    # Chunks add up in float32: hundreds of bfloat16 additions would lose the small ones.
+                    # Chunks add up in float32: hundreds of bfloat16 additions would lose the small
+                    # ones.
                     grad_weight = product.to(_wide(product)) if len(parts) > 1 else product
                 else:
                     grad_weight += product
         if kept_TV is not None and kept_TV.device.type == "cpu":
             _spare[:] = [kept_TV]
         if wants_weight:
-            grad_weight = torch.zeros_like(weight_VD) if grad_weight is None else grad_weight.to(weight_VD.dtype)
+            grad_weight = (
+                torch.zeros_like(weight_VD)
+                if grad_weight is None
+                else grad_weight.to(weight_VD.dtype)
+            )
         return grad_hidden, grad_weight, None, None, None, None
 
 
 def log_softmax(logits_CV: Tensor, labels_C: Tensor, temperature: float, *, out: Tensor) -> None:
     """x = (z - top) / temperature:   out [4, C] = x[label] - log_sum,   log_sum - sum p x,   top,   log_sum = log sum e^x.
 
-    Logprob and entropy, and what makes p of the logits again. In float32 or wider; the logits stay as they are.
+    Logprob and entropy, and what makes p of the logits again. In float32 or wider; the logits stay
+    as they are.
     """
     lib = kernels(logits_CV)
     if lib is None:
@@ -159,7 +190,9 @@ def log_softmax(logits_CV: Tensor, labels_C: Tensor, temperature: float, *, out:
     lib.log_softmax(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
 
 
-def plain_log_softmax(logits_CV: Tensor, labels_C: Tensor, temperature: float, *, out: Tensor) -> None:
+def plain_log_softmax(
+    logits_CV: Tensor, labels_C: Tensor, temperature: float, *, out: Tensor
+) -> None:
     wide_CV = logits_CV.to(_wide(logits_CV))
     top_C = wide_CV.amax(1, keepdim=True)
     x_CV = (wide_CV - top_C).div_(temperature)
@@ -183,7 +216,8 @@ def log_softmax_backward(
 ) -> Tensor:
     """p = e^l, l = (z - top) / temperature - log_sum:   dz [C, V] = (a (onehot(label) - p) - b p (l + entropy)) / temperature.
 
-    a, b: the upstream gradients of logprob and entropy, b may be None. dz takes the place of the logits and is returned.
+    a, b: the upstream gradients of logprob and entropy, b may be None. dz takes the place of the
+    logits and is returned.
     """
     lib = kernels(logits_CV)
     known = (top_C, log_sum_C, entropy_C, a_C, b_C)
@@ -207,13 +241,19 @@ def plain_log_softmax_backward(
 ) -> Tensor:
     wide_CV = logits_CV.to(_wide(logits_CV))
     logp_CV = (wide_CV - top_C[:, None]).div_(temperature).sub_(log_sum_C[:, None])
-    factor = a_C[:, None] if b_C is None else a_C[:, None] + b_C[:, None] * (logp_CV + entropy_C[:, None])
+    factor = (
+        a_C[:, None]
+        if b_C is None
+        else a_C[:, None] + b_C[:, None] * (logp_CV + entropy_C[:, None])
+    )
     grad_CV = logp_CV.exp().mul_(-factor).scatter_add_(1, labels_C[:, None], a_C[:, None])
     return logits_CV.copy_(grad_CV.div_(temperature))
 
 
 def _room(tokens: int, weight_VD: Tensor) -> Tensor:
-    """Memory for logits [T, V], not initialised: the spare where it fits, for fresh pages cost a CPU as much as the softmax does."""
+    """Memory for logits [T, V], not initialised: the spare where it fits, for fresh pages cost a
+    CPU as much as the softmax does.
+    """
     shape = (tokens, weight_VD.shape[0])
     try:
         spare = _spare.pop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from typing import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,12 @@ def build_optimizer(
     weight_decay: float,
     kind: str = "adamw",
 ) -> torch.optim.Optimizer:
-    """AdamW over plain or sharded (DTensor) parameters. Norm scales and biases (one dim) are not decayed.
+    """AdamW over plain or sharded (DTensor) parameters. Norm scales and biases (one dim) are not
+    decayed.
 
-    kind: adamw, fused; adamw8bit, torchao's, whose moments take a byte each, in blocks of 256 (Dettmers et al. 2022). Parameters that do not require gradients are left out; ValueError if none do.
+    kind: adamw, fused; adamw8bit, torchao's, whose moments take a byte each, in blocks of 256
+    (Dettmers et al. 2022). Parameters that do not require gradients are left out; ValueError if
+    none do.
     """
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
@@ -56,7 +59,9 @@ def build_optimizer(
 
 
 def _never_compile(optimizer: torch.optim.Optimizer) -> None:
-    """torchao compiles the arithmetic for every shape, half a minute each on a CPU; the same operations run as they are."""
+    """torchao compiles the arithmetic for every shape, half a minute each on a CPU; the same
+    operations run as they are.
+    """
     step = optimizer.step
 
     def eager(closure=None):
@@ -67,7 +72,9 @@ def _never_compile(optimizer: torch.optim.Optimizer) -> None:
 
 
 def moment(value: Tensor) -> Tensor:
-    """This rank's part of one of MOMENTS, as a plain tensor; of 8-bit ones what they stand for, in float32."""
+    """This rank's part of one of MOMENTS, as a plain tensor; of 8-bit ones what they stand for, in
+    float32.
+    """
     value = value.detach()
     own = value.to_local() if isinstance(value, DTensor) else value
     return own.dequantize() if hasattr(own, "codes") else own
@@ -83,8 +90,8 @@ def moment_scale(value: Tensor) -> Tensor | None:
 def settle_moments(optimizer: torch.optim.Optimizer) -> None:
     """After plain moments were put into its state: in the form that it keeps.
 
-    8-bit ones with KEY_scale beside KEY, as `moment` and `moment_scale` gave them, are the same bits again; without it (they
-    were cut in other blocks) they are rounded once more.
+    8-bit ones with KEY_scale beside KEY, as `moment` and `moment_scale` gave them, are the same
+    bits again; without it (they were cut in other blocks) they are rounded once more.
     """
     if not hasattr(optimizer, "_new_buffer"):
         return
@@ -92,10 +99,14 @@ def settle_moments(optimizer: torch.optim.Optimizer) -> None:
 
     for p, state in optimizer.state.items():
         for key in (k for k in MOMENTS if k in state):
-            kept, scale = optimizer._new_buffer(p, signed=key == "exp_avg"), state.pop(f"{key}_scale", None)
+            kept, scale = (
+                optimizer._new_buffer(p, signed=key == "exp_avg"),
+                state.pop(f"{key}_scale", None),
+            )
             own, values = kept.to_local() if isinstance(kept, DTensor) else kept, moment(state[key])
             if scale is not None and hasattr(own, "codes"):
-                # In units of their blocks, where the largest code is 1 in every block: no scale is chosen anew.
+                # In units of their blocks, where the largest code is 1 in every block: no scale is
+                # chosen anew.
                 unit = values.view(len(scale), -1) / scale.clamp(min=1e-12).view(-1, 1)
                 own.codes.copy_(quantize_8bit_with_qmap(unit, own.qmap).view_as(own.codes))
                 own.scale.copy_(scale)
@@ -114,19 +125,29 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def lr_at(
-    step: int, *, lr: float, schedule: str = "constant", warmup_steps: int = 0, max_steps: int, decay_steps: int | None = None
+    step: int,
+    *,
+    lr: float,
+    schedule: str = "constant",
+    warmup_steps: int = 0,
+    max_steps: int,
+    decay_steps: int | None = None,
 ) -> float:
-    """The learning rate of optimizer step `step`, from 0: up a line to `lr` in warmup_steps, then by `schedule` until max_steps.
+    """The learning rate of optimizer step `step`, from 0: up a line to `lr` in warmup_steps, then
+    by `schedule` until max_steps.
 
     constant | linear (to 0) | cosine (to 0) | wsd (lr, then a line to 0 over the last decay_steps, or the last fifth). No step
-    below max_steps has rate 0. ValueError for an unknown schedule or a warm-up that leaves no steps.
+    below max_steps has rate 0. ValueError for an unknown schedule or a warm-up that leaves no
+    steps.
     """
     if schedule not in SCHEDULES:
         close = difflib.get_close_matches(schedule, SCHEDULES, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(f"no schedule {schedule!r}{hint}; there is {', '.join(SCHEDULES)}")
     if not 0 <= warmup_steps < max_steps:
-        raise ValueError(f"warmup_steps={warmup_steps} must be at least 0 and below max_steps={max_steps}")
+        raise ValueError(
+            f"warmup_steps={warmup_steps} must be at least 0 and below max_steps={max_steps}"
+        )
     if step < warmup_steps:
         return lr * (step + 1) / (warmup_steps + 1)
     progress = min((step - warmup_steps) / (max_steps - warmup_steps), 1.0)
@@ -137,18 +158,25 @@ def lr_at(
 
 @torch.no_grad()
 def clip_grad_norm(
-    parameters: Iterable[nn.Parameter], max_norm: float | None, *, tensor_groups: Sequence[dist.ProcessGroup | None] | None = None
+    parameters: Iterable[nn.Parameter],
+    max_norm: float | None,
+    *,
+    tensor_groups: Sequence[dist.ProcessGroup | None] | None = None,
 ) -> Tensor:
-    """Collective over the parameters' meshes: the 2-norm of all gradients [] before they are scaled to at most max_norm.
+    """Collective over the parameters' meshes: the 2-norm of all gradients [] before they are scaled
+    to at most max_norm.
 
-    Each shard of a DTensor counts once, a replica not again, whatever meshes they are on (FSDP2, HSDP); plain tensors count
-    as they are. tensor_groups: of each parameter, the ranks that hold its other tensor-parallel parts, or None where each
-    holds it whole. float32 at least, also for bfloat16 gradients. max_norm None measures only. A norm that is not finite
-    makes the gradients so: check it before the step.
+    Each shard of a DTensor counts once, a replica not again, whatever meshes they are on (FSDP2,
+    HSDP); plain tensors count as they are. tensor_groups: of each parameter, the ranks that hold
+    its other tensor-parallel parts, or None where each holds it whole. float32 at least, also for
+    bfloat16 gradients. max_norm None measures only. A norm that is not finite makes the gradients
+    so: check it before the step.
     """
     parameters = list(parameters)
     groups = tensor_groups or [None] * len(parameters)
-    trained = [(p.grad, group) for p, group in zip(parameters, groups, strict=True) if p.grad is not None]
+    trained = [
+        (p.grad, group) for p, group in zip(parameters, groups, strict=True) if p.grad is not None
+    ]
     if not trained:
         return torch.zeros(())
     local = [g.to_local() if isinstance(g, DTensor) else g for g, _ in trained]
@@ -157,7 +185,11 @@ def clip_grad_norm(
     # One reduction a kind of sharding, in parameter order, which is the same on all ranks.
     kinds: dict[tuple, list[int]] = {}
     for i, (gradient, group) in enumerate(trained):
-        kind = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None, ())
+        kind = (
+            (gradient.device_mesh, gradient.placements)
+            if isinstance(gradient, DTensor)
+            else (None, ())
+        )
         kinds.setdefault((group, *kind), []).append(i)
     total = squares.new_zeros(())
     for kind, places in kinds.items():
@@ -175,14 +207,21 @@ def clip_grad_norm(
 def share_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Collective: gradients of parameters that every rank of `group` holds become the first rank's.
 
-    They differ by rounding alone, where a device adds in no fixed order; copies of a parameter must not drift apart by it.
+    They differ by rounding alone, where a device adds in no fixed order; copies of a parameter must
+    not drift apart by it.
     """
     for p in parameters:
         if p.grad is not None:
-            dist.broadcast(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad, group=group, group_src=0)
+            dist.broadcast(
+                p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad,
+                group=group,
+                group_src=0,
+            )
 
 
-def _sum_over_shards(value: Tensor, group: dist.ProcessGroup | None, mesh: DeviceMesh | None, placements: tuple) -> Tensor:
+def _sum_over_shards(
+    value: Tensor, group: dist.ProcessGroup | None, mesh: DeviceMesh | None, placements: tuple
+) -> Tensor:
     if group is not None:
         dist.all_reduce(value, group=group)
     for axis, placement in enumerate(placements):

@@ -1,7 +1,9 @@
-"""Groups become microbatches of a fixed token budget: greedy collation, then one gather for all tokens at once.
+"""Groups become microbatches of a fixed token budget: greedy collation, then one gather for all
+tokens at once.
 
-The gradient does not depend on what is packed with what: `num_loss_tokens`, `num_completions` and `num_groups` count the batch,
-never a microbatch, and a loss that couples the completions of a group gets every group whole.
+The gradient does not depend on what is packed with what: `num_loss_tokens`, `num_completions` and
+`num_groups` count the batch, never a microbatch, and a loss that couples the completions of a group
+gets every group whole.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from llamarl.types import Group, PackedBatch
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a group is trained towards, made of its shaped rewards; T = all its completion tokens, end to end."""
+    """What a group is trained towards, made of its shaped rewards; T = all its completion tokens,
+    end to end.
+    """
 
     rewards: Tensor  # [G] float32, shaped; NaN where the completion must not be trained on
     advantages: Tensor  # [T] float32
@@ -28,8 +32,10 @@ class Targets:
     old_values: Tensor  # [T] float32, what it said before the step; [0] without one
 
     @classmethod
-    def of(cls, group: Group, advantages: Tensor, rewards: Tensor | None = None) -> "Targets":
-        """Every token of a completion has its completion's advantage ([G]). rewards [G]: shaped; None: the group's own."""
+    def of(cls, group: Group, advantages: Tensor, rewards: Tensor | None = None) -> Targets:
+        """Every token of a completion has its completion's advantage ([G]). rewards [G]: shaped;
+        None: the group's own.
+        """
         if advantages.shape != group.rewards.shape:
             raise ValueError("advantages do not fit the groups: give one [G] tensor for each group")
         none = torch.zeros(0)
@@ -43,21 +49,32 @@ class Packing:
 
     microbatches: list[PackedBatch]
     completions: list[list[int]]  # whose labels they hold, in order; numbered over all groups
-    places: list[Tensor]  # [R] int64 each: where its labels are among the completion tokens of all groups, end to end
-    num_loss_tokens: int  # trained completion tokens, also those left out because their advantage is 0
+    places: list[
+        Tensor
+    ]  # [R] int64 each: where its labels are among the completion tokens of all groups, end to end
+    num_loss_tokens: (
+        int  # trained completion tokens, also those left out because their advantage is 0
+    )
     num_completions: int  # trained completions, likewise
     num_groups: int  # groups of at least two trained completions, likewise
     num_trained_groups: int  # groups of at least one, likewise
     num_dropped: int  # completions left out because their advantage is 0
-    num_masked: int  # completions that must not be trained on: no reward, aborted, or without tokens
-    unused_budget_fraction: float  # share of the microbatches' token budgets that no token takes, 0..1
-    has_reference: bool  # ref_logprobs hold a reference's; otherwise they are zeros and mean nothing
+    num_masked: (
+        int  # completions that must not be trained on: no reward, aborted, or without tokens
+    )
+    unused_budget_fraction: (
+        float  # share of the microbatches' token budgets that no token takes, 0..1
+    )
+    has_reference: (
+        bool  # ref_logprobs hold a reference's; otherwise they are zeros and mean nothing
+    )
 
 
 def collate(lengths: list[int], budget: int) -> list[list[int]]:
     """Indices of sequences by microbatch: longest first, each into the first microbatch with room        (Magistral, 3)
 
-    Ties keep their order, so equal input gives equal output. A sequence longer than the budget gets a microbatch of its own.
+    Ties keep their order, so equal input gives equal output. A sequence longer than the budget gets
+    a microbatch of its own.
     """
     if budget < 1:
         raise ValueError(f"budget={budget}: a microbatch needs room for a token")
@@ -85,16 +102,23 @@ def trainable(group: Group) -> Tensor:
 
 
 def pack(
-    groups: list[Group], targets: list[Targets], *, budget_tokens: int, drop_zero_advantage: bool, whole_groups: bool = False
+    groups: list[Group],
+    targets: list[Targets],
+    *,
+    budget_tokens: int,
+    drop_zero_advantage: bool,
+    whole_groups: bool = False,
 ) -> Packing:
     """Collate the trained completions of `groups` with their targets and shift them, on the CPU.
 
-    A prompt of P tokens is computed once for all completions of its group in a microbatch, which takes P + sum(L - 1) of
-    the budget; a group is cut where it is over the budget, or where its parts fill holes that save a whole microbatch, and
-    with whole_groups never. What cannot be cut and is over the budget gets a microbatch of its own (warned once). Aborted completions and those with a NaN reward are left out and
-    counted nowhere but in num_masked. drop_zero_advantage also leaves out those whose advantages are all 0: right for pure
-    policy gradients, where they add nothing and still count in the denominators; wrong where a loss has other terms.
-    ValueError for an empty prompt, targets that do not fit or are not finite, or ref_logprobs in only some groups.
+    A prompt of P tokens is computed once for all completions of its group in a microbatch, which
+    takes P + sum(L - 1) of the budget; a group is cut where it is over the budget, or where its
+    parts fill holes that save a whole microbatch, and with whole_groups never. What cannot be cut
+    and is over the budget gets a microbatch of its own (warned once). Aborted completions and those
+    with a NaN reward are left out and counted nowhere but in num_masked. drop_zero_advantage also
+    leaves out those whose advantages are all 0: right for pure policy gradients, where they add
+    nothing and still count in the denominators; wrong where a loss has other terms. ValueError for
+    an empty prompt, targets that do not fit or are not finite, or ref_logprobs in only some groups.
     """
     if not groups:
         return Packing(
@@ -112,10 +136,14 @@ def pack(
         )
     flat = _flatten(groups, targets)
     kept = flat.trainable & flat.has_advantage if drop_zero_advantage else flat.trainable
-    families = _families(groups, kept.tolist(), flat.lengths.tolist(), None if whole_groups else budget_tokens)
+    families = _families(
+        groups, kept.tolist(), flat.lengths.tolist(), None if whole_groups else budget_tokens
+    )
     bins = [[families[i] for i in b] for b in collate([f.size for f in families], budget_tokens)]
     if not whole_groups:
-        bins = _without_emptiest(bins, flat.prompt_lengths.tolist(), flat.lengths.tolist(), budget_tokens)
+        bins = _without_emptiest(
+            bins, flat.prompt_lengths.tolist(), flat.lengths.tolist(), budget_tokens
+        )
     microbatches, places = _build(flat, bins)
     tokens = [batch.input_ids.numel() for batch in microbatches]
     if max(tokens, default=0) > budget_tokens:
@@ -138,18 +166,40 @@ def pack(
 
 
 def filler() -> PackedBatch:
-    """A microbatch that trains nothing: for a rank with fewer than its FSDP peers, who all must run the same number."""
-    zero, none, number = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    """A microbatch that trains nothing: for a rank with fewer than its FSDP peers, who all must run
+    the same number.
+    """
+    zero, none, number = (
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(0, dtype=torch.int64),
+        torch.zeros(0),
+    )
     return PackedBatch(
-        input_ids=zero, positions=zero, cu_seqlens=torch.tensor([0, 1]), parents=zero - 1, rows=none, labels=none,
-        generator_logprobs=number, ref_logprobs=number, advantages=number, returns=number, old_values=number,
-        policy_versions=none, completions=none, groups=none, rewards=number, group_tokens=number,
-    )  # fmt: skip
+        input_ids=zero,
+        positions=zero,
+        cu_seqlens=torch.tensor([0, 1]),
+        parents=zero - 1,
+        rows=none,
+        labels=none,
+        generator_logprobs=number,
+        ref_logprobs=number,
+        advantages=number,
+        returns=number,
+        old_values=number,
+        policy_versions=none,
+        completions=none,
+        groups=none,
+        rewards=number,
+        group_tokens=number,
+    )
 
 
 def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
     """The batch with every tensor on `device`."""
-    return replace(batch, **{f.name: getattr(batch, f.name).to(device, non_blocking=True) for f in fields(batch)})
+    return replace(
+        batch,
+        **{f.name: getattr(batch, f.name).to(device, non_blocking=True) for f in fields(batch)},
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +223,14 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
     _check(groups, targets)
     prompt_lengths = torch.tensor([g.prompt_ids.numel() for g in groups])
     sizes = torch.tensor([g.lengths.numel() for g in groups])
-    lengths, advantages = torch.cat([g.lengths for g in groups]), torch.cat([t.advantages for t in targets]).float()
-    rewards, able = torch.cat([t.rewards for t in targets]).float(), torch.cat([trainable(g) for g in groups])
+    lengths, advantages = (
+        torch.cat([g.lengths for g in groups]),
+        torch.cat([t.advantages for t in targets]).float(),
+    )
+    rewards, able = (
+        torch.cat([t.rewards for t in targets]).float(),
+        torch.cat([trainable(g) for g in groups]),
+    )
     has_advantage = torch.zeros(len(lengths)).index_add(
         0, torch.arange(len(lengths)).repeat_interleave(lengths), (advantages != 0).float()
     )
@@ -215,16 +271,39 @@ def _check(groups: list[Group], targets: list[Targets]) -> None:
         or {t.returns.numel(), t.old_values.numel()} not in ({0}, {g.token_ids.numel()})
         for t, g in zip(targets, groups)
     ):
-        raise ValueError("targets do not fit the groups: give rewards [G] and an advantage for every token of each group")
-    if len({g.ref_logprobs.numel() == g.token_ids.numel() for g in groups if g.token_ids.numel()}) > 1:
-        raise ValueError("ref_logprobs in some groups and not in others: every group must pass the reference, or none")
-    if len({t.returns.numel() == g.token_ids.numel() for t, g in zip(targets, groups) if g.token_ids.numel()}) > 1:
-        raise ValueError("returns in some groups and not in others: a value head is trained on every group, or none")
+        raise ValueError(
+            "targets do not fit the groups: give rewards [G] and an advantage for every token of each group"
+        )
+    if (
+        len({g.ref_logprobs.numel() == g.token_ids.numel() for g in groups if g.token_ids.numel()})
+        > 1
+    ):
+        raise ValueError(
+            "ref_logprobs in some groups and not in others: every group must pass the reference, or none"
+        )
+    if (
+        len(
+            {
+                t.returns.numel() == g.token_ids.numel()
+                for t, g in zip(targets, groups)
+                if g.token_ids.numel()
+            }
+        )
+        > 1
+    ):
+        raise ValueError(
+            "returns in some groups and not in others: a value head is trained on every group, or none"
+        )
     if not all(g.prompt_ids.numel() for g in groups):
-        raise ValueError("an empty prompt: the first token needs something to look at; let the task add a bos token")
+        raise ValueError(
+            "an empty prompt: the first token needs something to look at; let the task add a bos token"
+        )
     for g, t in zip(groups, targets):
         able = trainable(g)
-        if not (t.advantages[able.repeat_interleave(g.lengths)].isfinite().all() and t.rewards[able].isfinite().all()):
+        if not (
+            t.advantages[able.repeat_interleave(g.lengths)].isfinite().all()
+            and t.rewards[able].isfinite().all()
+        ):
             raise ValueError(
                 f"ticket {g.ticket}: an advantage or a shaped reward is not finite; the function that made it must give a "
                 "number to what is to be trained"
@@ -240,8 +319,12 @@ class _Family:
     size: int  # packed tokens
 
 
-def _families(groups: list[Group], kept: list[bool], lengths: list[int], budget: int | None) -> list[_Family]:
-    """Kept completions by group; what a prompt and its completions have over the budget is collated (None: never)."""
+def _families(
+    groups: list[Group], kept: list[bool], lengths: list[int], budget: int | None
+) -> list[_Family]:
+    """Kept completions by group; what a prompt and its completions have over the budget is collated
+    (None: never).
+    """
     families, n = [], 0
     for number, group in enumerate(groups):
         prompt = group.prompt_ids.numel()
@@ -250,24 +333,34 @@ def _families(groups: list[Group], kept: list[bool], lengths: list[int], budget:
         sizes = [lengths[c] - 1 for c in own]
         room = max(1, sum(sizes)) if budget is None else budget - prompt
         parts = collate(sizes, room) if room > 0 else [[i] for i in range(len(own))]
-        families += [_Family(number, sorted(own[i] for i in part), prompt + sum(sizes[i] for i in part)) for part in parts]
+        families += [
+            _Family(number, sorted(own[i] for i in part), prompt + sum(sizes[i] for i in part))
+            for part in parts
+        ]
     return families
 
 
 def _without_emptiest(
     bins: list[list[_Family]], prompt_lengths: list[int], lengths: list[int], budget: int
 ) -> list[list[_Family]]:
-    """While the completions of the emptiest microbatch fit into the holes of the others, they go there: one microbatch less.
+    """While the completions of the emptiest microbatch fit into the holes of the others, they go
+    there: one microbatch less.
 
-    The longest goes first, where its prompt is computed anyway or else into the first hole that holds a prompt more.
+    The longest goes first, where its prompt is computed anyway or else into the first hole that
+    holds a prompt more.
     """
     while len(bins) > 1:
         emptiest = min(range(len(bins)), key=lambda b: sum(family.size for family in bins[b]))
-        others = [{family.prompt: family for family in b} for i, b in enumerate(bins) if i != emptiest]
+        others = [
+            {family.prompt: family for family in b} for i, b in enumerate(bins) if i != emptiest
+        ]
         free = [budget - sum(family.size for family in b.values()) for b in others]
         moved = [(family.prompt, c) for family in bins[emptiest] for c in family.completions]
         for prompt, completion in sorted(moved, key=lambda m: -lengths[m[1]]):
-            costs = [lengths[completion] - 1 + (0 if prompt in b else prompt_lengths[completion]) for b in others]
+            costs = [
+                lengths[completion] - 1 + (0 if prompt in b else prompt_lengths[completion])
+                for b in others
+            ]
             fitting = [b for b, (cost, room) in enumerate(zip(costs, free)) if cost <= room]
             if not fitting:
                 return bins
@@ -281,7 +374,8 @@ def _without_emptiest(
 
 
 def _build(flat: _Flat, bins: list[list[_Family]]) -> tuple[list[PackedBatch], list[Tensor]]:
-    """Lay out the segments of all microbatches end to end, gather their tokens at once, then cut them apart.
+    """Lay out the segments of all microbatches end to end, gather their tokens at once, then cut
+    them apart.
 
     Returns the microbatches, and for each the places of its labels.
     """
@@ -290,8 +384,12 @@ def _build(flat: _Flat, bins: list[list[_Family]]) -> tuple[list[PackedBatch], l
     prompt_starts, prompt_lengths = flat.prompt_starts.tolist(), flat.prompt_lengths.tolist()
     starts, lengths = flat.starts.tolist(), flat.lengths.tolist()
     completions_at = flat.prompt_ids.numel()  # where completion tokens start in the source
-    segments: list[tuple[int, int, int, int]] = []  # (place in the source, tokens, first position, parent)
-    trained: list[tuple[int, int, int]] = []  # (completion, row of its prompt's last token, row of its first token)
+    segments: list[
+        tuple[int, int, int, int]
+    ] = []  # (place in the source, tokens, first position, parent)
+    trained: list[
+        tuple[int, int, int]
+    ] = []  # (completion, row of its prompt's last token, row of its first token)
     cuts = [(0, 0, 0, 0)]  # (tokens, segments, labels, completions) before each microbatch
     tokens = labels = 0
     for families in bins:
@@ -312,16 +410,26 @@ def _build(flat: _Flat, bins: list[list[_Family]]) -> tuple[list[PackedBatch], l
     source, size, first, parents = torch.tensor(segments).T
     completion, prompt_row, own_row = torch.tensor(trained).T
     inside = _ramp(size)
-    # Label j of a completion is predicted by its prompt's last token if j = 0, else by its own token j - 1.
+    # Label j of a completion is predicted by its prompt's last token if j = 0, else by its own
+    # token j - 1.
     count = flat.lengths[completion]
     place = _ramp(count)
-    rows = torch.where(place == 0, prompt_row.repeat_interleave(count), own_row.repeat_interleave(count) + place - 1)
+    rows = torch.where(
+        place == 0,
+        prompt_row.repeat_interleave(count),
+        own_row.repeat_interleave(count) + place - 1,
+    )
     token = flat.starts[completion].repeat_interleave(count) + place
     per_token = dict(
-        input_ids=torch.cat([flat.prompt_ids, flat.per_token["labels"]])[source.repeat_interleave(size) + inside],
+        input_ids=torch.cat([flat.prompt_ids, flat.per_token["labels"]])[
+            source.repeat_interleave(size) + inside
+        ],
         positions=first.repeat_interleave(size) + inside,
     )
-    per_label = {n: torch.zeros(len(token)) if values is None else values[token] for n, values in flat.per_token.items()}
+    per_label = {
+        n: torch.zeros(len(token)) if values is None else values[token]
+        for n, values in flat.per_token.items()
+    }
     boundaries = torch.cat([torch.zeros(1, dtype=torch.int64), size.cumsum(0)])
     microbatches, places = [], []
     for (t0, s0, r0, n0), (t1, s1, r1, n1) in pairwise(cuts):
@@ -356,7 +464,10 @@ def _starts(lengths: Tensor) -> Tensor:
 def _warn_too_long(budget_tokens: int, whole_groups: bool) -> None:
     what, remedy = ("sequences", "the longest prompt plus max_new_tokens")
     if whole_groups:
-        what, remedy = ("groups (which this loss needs whole)", "the longest prompt plus group_size times max_new_tokens")
+        what, remedy = (
+            "groups (which this loss needs whole)",
+            "the longest prompt plus group_size times max_new_tokens",
+        )
     warnings.warn(
         f"{what} longer than trainer.microbatch_tokens={budget_tokens} get microbatches of their own and need more memory "
         f"than it promises; raise it to at least {remedy}",

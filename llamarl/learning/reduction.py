@@ -16,7 +16,9 @@ class Ranks:
     Ranks that share a tensor-parallel decoder are given the same groups; in sums they count once.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, tp: TensorParallel | None):
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, tp: TensorParallel | None
+    ):
         self._group, self._device = group, device
         self.size = group.size() if group is not None else 1
         self.data_size = self.size // (tp.size if tp else 1)
@@ -30,15 +32,24 @@ class Ranks:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag)
 
-    def reduce(self, sums: dict[str, float], maxima: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums and maxima over the ranks, which may know different names when one had no microbatch. float64."""
+    def reduce(
+        self, sums: dict[str, float], maxima: dict[str, float]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Sums and maxima over the ranks, which may know different names when one had no
+        microbatch. float64.
+        """
         if self.size == 1:
             return dict(sums), dict(maxima)
         out = []
-        for values, op, neutral in ((sums, dist.ReduceOp.SUM, 0.0), (maxima, dist.ReduceOp.MAX, -math.inf)):
+        for values, op, neutral in (
+            (sums, dist.ReduceOp.SUM, 0.0),
+            (maxima, dist.ReduceOp.MAX, -math.inf),
+        ):
             names = self._all_names(sorted(values))
             values = values if self._is_counted or op == dist.ReduceOp.MAX else {}
-            packed = torch.tensor([values.get(n, neutral) for n in names], dtype=torch.float64, device=self._device)
+            packed = torch.tensor(
+                [values.get(n, neutral) for n in names], dtype=torch.float64, device=self._device
+            )
             if names:
                 dist.all_reduce(packed, op, group=self._group)
             out.append(dict(zip(names, packed.tolist())))

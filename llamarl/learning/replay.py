@@ -1,24 +1,27 @@
-"""The replay buffer of Trajectory Balance with Asynchrony (TBA, arXiv 2503.18929, sections 4.1 and 4.2).
+"""The replay buffer of Trajectory Balance with Asynchrony (TBA, arXiv 2503.18929, sections 4.1 and
+4.2).
 
     reward, reference --Group--> put   the local buffer: come, not handed over by the ledger
                                  take  handed over; waits for the next sync step (k)
                                  join  the global buffer: completions by prompt; the oldest groups leave when it is full
                                  draw  B prompts a step, K completions each
 
-A prompt that is generated again adds to its completions. Prompts are told apart by their token ids, and so are a prompt's
-completions: of equal ones the last to come is drawn, the others are copies, which only take their place. What a trainer rank
-holds is of its own tickets (llamarl.tickets.lane_of): a group is never split, and a prompt that comes again in a later epoch
-may do so on another rank, where it is a prompt of its own.
+A prompt that is generated again adds to its completions. Prompts are told apart by their token ids,
+and so are a prompt's completions: of equal ones the last to come is drawn, the others are copies,
+which only take their place. What a trainer rank holds is of its own tickets
+(llamarl.tickets.ledger.dp_rank_of): a group is never split, and a prompt that comes again in a
+later epoch may do so on another rank, where it is a prompt of its own.
 
 Drawing, for each of a step's B prompts (4.2), independently:
 
     with probability m   a prompt with completions of the newest join*, and K of these, uniformly     (most on-policy)
     else                 any prompt, and K of its completions by p_j ~ exp(r_j / T), or uniformly     (reward priority)
 
-(* that brought something to draw) without replacement, by Gumbel top-k, where there are K, and with replacement where there are
-fewer. Prompts are drawn uniformly from those whose turn it is (`choose_prompts`): none comes again, in this step or a later
-one, before all that such a draw could take were drawn. All is a function of (seed, step, rank), of what the buffer holds and of
-the turns. Rewards are the task's own: they are shaped (llamarl.learning.shaping) when they are trained on.
+(* that brought something to draw) without replacement, by Gumbel top-k, where there are K, and with
+replacement where there are fewer. Prompts are drawn uniformly from those whose turn it is
+(`choose_prompts`): none comes again, in this step or a later one, before all that such a draw could
+take were drawn. All is a function of (seed, step, rank), of what the buffer holds and of the turns.
+Rewards are the task's own: they are shaped (llamarl.learning.shaping) when they are trained on.
 """
 
 from __future__ import annotations
@@ -62,8 +65,10 @@ class _Columns:
     tokens: tuple[bytes, ...]  # [n] the same for equal completions
 
     @classmethod
-    def of(cls, group: Group) -> "_Columns":
-        whole = torch.tensor([reason != "aborted" for reason in group.finish_reasons], dtype=torch.bool)
+    def of(cls, group: Group) -> _Columns:
+        whole = torch.tensor(
+            [reason != "aborted" for reason in group.finish_reasons], dtype=torch.bool
+        )
         place = (whole & ~group.rewards.isnan() & (group.lengths > 0)).nonzero()[:, 0]
         start = (group.lengths.cumsum(0) - group.lengths)[place]
         spans = zip(start.tolist(), (start + group.lengths[place]).tolist())
@@ -98,21 +103,26 @@ class _Before:
     passed: frozenset[bytes]
 
 
-def lag_bound(*, max_lag: int, completions_per_step: int, group_size: int, sync_period: int, max_size: int) -> int:
-    """The most steps that a trained token is old, of one rank: max_lag + floor((max_size - S) / A) + k - 1 (docs/replay.md).
+def lag_bound(
+    *, max_lag: int, completions_per_step: int, group_size: int, sync_period: int, max_size: int
+) -> int:
+    """The most steps that a trained token is old, of one rank: max_lag + floor((max_size - S) / A)
+    + k - 1 (docs/replay.md).
 
-    A = completions_per_step: handed over at each step, at least, by groups of S whose lag is then at most max_lag.
+    A = completions_per_step: handed over at each step, at least, by groups of S whose lag is then
+    at most max_lag.
     """
     return max_lag + (max_size - group_size) // completions_per_step + sync_period - 1
 
 
 class ReplayBuffer(GroupBuffer):
-    """sync_period k: what was handed over joins at steps 0, k, 2k, ... max_size: completions that this rank holds.
+    """sync_period k: what was handed over joins at steps 0, k, 2k, ... max_size: completions that
+    this rank holds.
 
-    max_lag: of what is handed over, as a GroupBuffer's. most_lag: what lag_bound says of the rest; a
-    group that is older leaves, which none is before a resume on another number of ranks. None: no bound.
-    Completions that must not be trained on (no reward, aborted, without tokens) and copies take their
-    place, and are never drawn.
+    max_lag: of what is handed over, as a GroupBuffer's. most_lag: what lag_bound says of the rest;
+    a group that is older leaves, which none is before a resume on another number of ranks. None: no
+    bound. Completions that must not be trained on (no reward, aborted, without tokens) and copies
+    take their place, and are never drawn.
     """
 
     def __init__(
@@ -130,18 +140,30 @@ class ReplayBuffer(GroupBuffer):
         self.most_lag = most_lag
         if draw.priority not in PRIORITIES:
             raise ValueError(f"priority={draw.priority!r}; there is {' and '.join(PRIORITIES)}")
-        self.draw, self.sync_period, self.max_size, self.seed, self.rank = draw, sync_period, max_size, seed, rank
+        self.draw, self.sync_period, self.max_size, self.seed, self.rank = (
+            draw,
+            sync_period,
+            max_size,
+            seed,
+            rank,
+        )
         self._waiting: list[_Held] = []  # handed over, not joined
         self._held: list[_Held] = []  # joined, oldest first
         self._table: _Table | None = None  # of what is held; None: to be made
-        self._passed: frozenset[bytes] = frozenset()  # prompts that were drawn since their turn came
+        self._passed: frozenset[bytes] = (
+            frozenset()
+        )  # prompts that were drawn since their turn came
         self._before: _Before | None = None
-        self._drawn = torch.empty(0, draw.completions, dtype=torch.int64)  # [B, K] rows of the table, of the step just taken
+        self._drawn = torch.empty(
+            0, draw.completions, dtype=torch.int64
+        )  # [B, K] rows of the table, of the step just taken
 
     def take(self, tickets: list[int], step: int) -> list[Group]:
         came = self._hand_over(tickets, step)
         self._before = _Before(came, self._waiting, self._held, self._passed)
-        self._waiting = self._waiting + [_Held(group, _Columns.of(group), step, -1) for group in came]
+        self._waiting = self._waiting + [
+            _Held(group, _Columns.of(group), step, -1) for group in came
+        ]
         if step % self.sync_period == 0 and self._waiting:
             self._join(step)
         if self.most_lag is not None:
@@ -174,12 +196,13 @@ class ReplayBuffer(GroupBuffer):
             )
             self._held, self._table = kept, None
 
-    # -- drawing ------------------------------------------------------------------------------------------------------
+    # -- drawing
+    # ------------------------------------------------------------------------------------------------------
 
     def _sample(self, step: int) -> list[Group]:
         if self._table is None:
             self._table = _Table(self._held)
-        table, random = self._table, generator_of(self.seed, step, self.rank)
+        table, random = self._table, rng_of(self.seed, step, self.rank)
         passed = torch.tensor([p in self._passed for p in table.prompt_ids], dtype=torch.bool)
         self._drawn = draw_completions(
             table.rewards, table.prompts, table.is_newest, passed, self.draw, random
@@ -188,11 +211,19 @@ class ReplayBuffer(GroupBuffer):
         return [self._group(row) for row in self._drawn]
 
     def _group(self, row: Tensor) -> Group:
-        """One group of completions [K] from several of the same prompt; its ticket is the newest one's."""
+        """One group of completions [K] from several of the same prompt; its ticket is the newest
+        one's.
+        """
         table = self._table
-        parts = [(table.groups[g], c) for g, c in zip(table.group[row].tolist(), table.place[row].tolist())]
+        parts = [
+            (table.groups[g], c)
+            for g, c in zip(table.group[row].tolist(), table.place[row].tolist())
+        ]
         lengths = torch.stack([group.lengths[c] for group, c in parts])
-        spans = [(group, slice(a, a + n)) for (group, _), a, n in zip(parts, table.start[row].tolist(), lengths.tolist())]
+        spans = [
+            (group, slice(a, a + n))
+            for (group, _), a, n in zip(parts, table.start[row].tolist(), lengths.tolist())
+        ]
 
         def tokens(field: str) -> Tensor:
             return torch.cat([getattr(group, field)[span] for group, span in spans])
@@ -211,7 +242,8 @@ class ReplayBuffer(GroupBuffer):
             ref_version=min(group.ref_version for group, _ in parts),
         )
 
-    # -- metrics ------------------------------------------------------------------------------------------------------
+    # -- metrics
+    # ------------------------------------------------------------------------------------------------------
 
     def sums(self, step: int) -> tuple[Sums, Sums]:
         table, drawn = self._table, self._drawn
@@ -228,10 +260,11 @@ class ReplayBuffer(GroupBuffer):
         }, {"age_max": float(ages.max())}
 
     def report(self, sums: Sums, maxima: Sums) -> dict[str, float | None]:
-        """buffer/*: completions that may be drawn, and their prompts; copies of them that are held too;
-        those that wait for a sync step; ages in steps, of the oldest token of what may be drawn; of the
-        completions drawn, how many are of the newest join (fraction), and how many repeat another,
-        token for token (count)."""
+        """buffer/*: completions that may be drawn, and their prompts; copies of them that are held
+        too; those that wait for a sync step; ages in steps, of the oldest token of what may be
+        drawn; of the completions drawn, how many are of the newest join (fraction), and how many
+        repeat another, token for token (count).
+        """
         return {
             "buffer/size": sums["size"],
             "buffer/prompts": sums["prompts"],
@@ -243,20 +276,24 @@ class ReplayBuffer(GroupBuffer):
             "buffer/duplicates": sums["duplicates"],
         }
 
-    # -- snapshots ----------------------------------------------------------------------------------------------------
+    # -- checkpoints
+    # ----------------------------------------------------------------------------------------------------
 
     def stored(self) -> list[Group]:
         return super().stored() + [held.group for held in self._waiting + self._held]
 
     def state_dict(self) -> dict:
-        """Also `held`: [ticket, taken, joined] of what was handed over; `passed`: the newest ticket of
-        each prompt that was drawn since its turn came."""
+        """Also `held`: [ticket, taken, joined] of what was handed over; `passed`: the newest ticket
+        of each prompt that was drawn since its turn came.
+        """
         held = [[h.group.ticket, h.taken, h.joined] for h in self._waiting + self._held]
         newest = {h.columns.prompt: h.group.ticket for h in self._held}
         passed = sorted(newest[prompt] for prompt in self._passed)
         return {**super().state_dict(), "held": held, "passed": passed}
 
-    def load(self, parts: Iterable[Mapping], finished: set[int], is_mine: Callable[[int], bool]) -> None:
+    def load(
+        self, parts: Iterable[Mapping], finished: set[int], is_mine: Callable[[int], bool]
+    ) -> None:
         """With another number of ranks each takes what is of its own tickets now."""
         parts = list(parts)
         super().load(parts, finished, is_mine)
@@ -287,13 +324,19 @@ class _Table:
         self.groups = [h.group for h in held]
         joined = torch.tensor([h.joined for h in held], dtype=torch.int64)
         ids: dict[bytes, int] = {}
-        prompts = torch.tensor([ids.setdefault(c.prompt, len(ids)) for c in columns], dtype=torch.int64)
+        prompts = torch.tensor(
+            [ids.setdefault(c.prompt, len(ids)) for c in columns], dtype=torch.int64
+        )
         counts = torch.tensor([c.place.numel() for c in columns], dtype=torch.int64)
         none = torch.empty(0, dtype=torch.int64)
         newest = joined == (joined.max() if len(joined) else -1)
-        self.group = torch.arange(len(columns)).repeat_interleave(counts)[kept]  # [N] place in groups
+        self.group = torch.arange(len(columns)).repeat_interleave(counts)[
+            kept
+        ]  # [N] place in groups
         self.place = torch.cat([none, *(c.place for c in columns)])[kept]  # [N] in the group
-        self.start = torch.cat([none, *(c.start for c in columns)])[kept]  # [N] of its tokens in the group
+        self.start = torch.cat([none, *(c.start for c in columns)])[
+            kept
+        ]  # [N] of its tokens in the group
         self.oldest = torch.cat([none, *(c.oldest for c in columns)])[kept]  # [N] policy version
         self.rewards = torch.cat([torch.empty(0), *(c.rewards for c in columns)])[kept]  # [N]
         self.prompts = prompts.repeat_interleave(counts)[kept]  # [N] number of its prompt
@@ -312,7 +355,7 @@ def _last_of_equal(columns: list[_Columns]) -> Tensor:
     return kept
 
 
-def generator_of(seed: int, step: int, rank: int) -> torch.Generator:
+def rng_of(seed: int, step: int, rank: int) -> torch.Generator:
     """The randomness of one step on one rank."""
     digest = hashlib.blake2b(f"replay {seed} {step} {rank}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -328,9 +371,9 @@ def draw_completions(
 ) -> Tensor:
     """[B, K] int64: which of the N completions a step trains on, a row a prompt; [0, K] of none.
 
-    rewards [N], finite; prompts [N] int64: whose completion it is, 0 to P - 1, each with at least one;
-    is_newest [N] bool: whether it is of the newest join; passed [P] bool: see `choose_prompts`, which
-    brings it up to date.
+    rewards [N], finite; prompts [N] int64: whose completion it is, 0 to P - 1, each with at least
+    one; is_newest [N] bool: whether it is of the newest join; passed [P] bool: see
+    `choose_prompts`, which brings it up to date.
     """
     if not rewards.numel():
         return torch.empty(0, draw.completions, dtype=torch.int64)
@@ -347,7 +390,11 @@ def draw_completions(
     candidates = by_prompt[(first + place).clamp(max=len(prompts) - 1)]  # [B, C]
     may = inside & (is_newest[candidates] | ~recent[:, None])
     # The most on-policy ones are equally likely.
-    prior = rewards.double() / draw.temperature if draw.priority == "softmax" else torch.zeros_like(rewards, dtype=torch.float64)
+    prior = (
+        rewards.double() / draw.temperature
+        if draw.priority == "softmax"
+        else torch.zeros_like(rewards, dtype=torch.float64)
+    )
     logits = torch.where(recent[:, None], 0.0, prior[candidates]).masked_fill(~may, -torch.inf)
     return candidates.gather(1, _draw_rows(logits, may.sum(1), draw.completions, random))
 
@@ -357,10 +404,11 @@ def choose_prompts(
 ) -> Tensor:
     """[B] int64: one of the P prompts for each draw, in turn.
 
-    A draw by recency (recent [B] bool) may take the prompts of the newest join (has_newest [P] bool, some
-    of them), any other draw every prompt. It takes one whose turn it is, uniformly: passed [P] bool, kept
-    from step to step and changed in place, has those that were drawn since their turn came. Where all
-    that it may take have passed, their turn comes again, of those that this step drew least often first.
+    A draw by recency (recent [B] bool) may take the prompts of the newest join (has_newest [P]
+    bool, some of them), any other draw every prompt. It takes one whose turn it is, uniformly:
+    passed [P] bool, kept from step to step and changed in place, has those that were drawn since
+    their turn came. Where all that it may take have passed, their turn comes again, of those that
+    this step drew least often first.
     """
     times = torch.zeros_like(passed, dtype=torch.int64)  # drawn in this step
     chosen = []
@@ -379,8 +427,12 @@ def choose_prompts(
 
 
 def _draw_rows(logits: Tensor, counts: Tensor, k: int, random: torch.Generator) -> Tensor:
-    """[B, k] columns of logits [B, C], row by row by softmax(logits): without replacement where counts >= k."""
-    uniform = torch.rand(logits.shape, generator=random, dtype=torch.float64).clamp(min=torch.finfo(torch.float64).tiny)
+    """[B, k] columns of logits [B, C], row by row by softmax(logits): without replacement where
+    counts >= k.
+    """
+    uniform = torch.rand(logits.shape, generator=random, dtype=torch.float64).clamp(
+        min=torch.finfo(torch.float64).tiny
+    )
     without = (logits - (-uniform.log()).log()).topk(min(k, logits.shape[1]), dim=1).indices
     if bool((counts >= k).all()):
         return without

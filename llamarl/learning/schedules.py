@@ -4,7 +4,13 @@ from __future__ import annotations
 
 
 def beta_at(
-    step: int, first: float, *, kind: str, final: float | None = None, end_step: int | None = None, cut_step: int | None = None
+    step: int,
+    first: float,
+    *,
+    kind: str,
+    final: float | None = None,
+    end_step: int | None = None,
+    cut_step: int | None = None,
 ) -> float:
     """The coefficient beta of step `step`, from 0, in all of its updates        (TBA, arXiv 2503.18929, tables 2 and 3)
 

@@ -12,6 +12,8 @@ def sum_by(values: Tensor, index: Tensor, size: int) -> Tensor:
 
 
 def mean_by(values: Tensor, index: Tensor, size: int, valid: Tensor) -> Tensor:
-    """[size]: the mean of the valid values [R] whose index it is, 0 of none. What is not valid may hold anything."""
+    """[size]: the mean of the valid values [R] whose index it is, 0 of none. What is not valid may
+    hold anything.
+    """
     count = sum_by(valid.to(values.dtype), index, size)
     return sum_by(torch.where(valid, values, 0), index, size) / count.clamp(min=1)

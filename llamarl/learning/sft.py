@@ -1,6 +1,8 @@
-"""Supervised pairs: packed, their loss, a step on it, and how many pairs greedy decoding gets right. Used by recipes/sft.py.
+"""Supervised pairs: packed, their loss, a step on it, and how many pairs greedy decoding gets
+right. Used by recipes/sft.py.
 
-Shapes: T packed tokens, N pairs, R trained rows (places whose label is a completion token), D model, V vocab.
+Shapes: T packed tokens, N pairs, R trained rows (places whose label is a completion token), D
+model, V vocab.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class PairBatch:
-    """Whole pairs end to end, shifted once, here: [10,11,12] with prompt 10,11 and [20,21] with prompt 20 become
+    """Whole pairs end to end, shifted once, here: [10,11,12] with prompt 10,11 and [20,21] with
+    prompt 20 become
 
     input_ids 10 11 20   labels 11 12 21   positions 0 1 0   cu_seqlens 0 2 3   rows 1 2   rows_per_pair 1 1
     """
@@ -49,19 +52,27 @@ class PairBatch:
 
 
 def make_pair(prompt: Prompt, tokenizer, max_tokens: int) -> Pair:
-    """The pair of a task's prompt: meta["solution"] if the task has worked solutions, else meta["answer"], then the end token.
+    """The pair of a task's prompt: meta["solution"] if the task has worked solutions, else
+    meta["answer"], then the end token.
 
-    tokenizer: transformers'. ValueError if there is no answer or no end token, or for a pair of more than max_tokens.
+    tokenizer: transformers'. ValueError if there is no answer or no end token, or for a pair of
+    more than max_tokens.
     """
     text = prompt.meta.get("solution", prompt.meta.get("answer"))
     if text is None:
-        raise ValueError("the task gives prompts without answers; choose one with answers, or name their key")
+        raise ValueError(
+            "the task gives prompts without answers; choose one with answers, or name their key"
+        )
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer names no eos_token; set it in tokenizer_config.json")
-    completion = tokenizer(str(text), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    completion = tokenizer(str(text), add_special_tokens=False)["input_ids"] + [
+        tokenizer.eos_token_id
+    ]
     length = prompt.prompt_ids.numel() + len(completion)
     if length > max_tokens:
-        raise ValueError(f"a pair has {length} tokens, the model takes {max_tokens}: drop the one beginning {prompt.text[:50]!r}")
+        raise ValueError(
+            f"a pair has {length} tokens, the model takes {max_tokens}: drop the one beginning {prompt.text[:50]!r}"
+        )
     return Pair(torch.cat([prompt.prompt_ids, torch.tensor(completion)]), prompt.prompt_ids.numel())
 
 
@@ -76,35 +87,57 @@ def pack_pairs(pairs: list[Pair], device: str | torch.device = "cpu") -> PairBat
     cu_seqlens = F.pad(inputs.cumsum(0), (1, 0))
     positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].repeat_interleave(inputs)
     rows = learned.roll(-1)[keep].nonzero().squeeze(1)
-    parts = (tokens[keep], tokens.roll(-1)[keep], positions, cu_seqlens, rows, torch.stack([_learned(p).sum() for p in pairs]))
+    parts = (
+        tokens[keep],
+        tokens.roll(-1)[keep],
+        positions,
+        cu_seqlens,
+        rows,
+        torch.stack([_learned(p).sum() for p in pairs]),
+    )
     return PairBatch(*(part.to(device) for part in parts))
 
 
 def _learned(pair: Pair) -> Tensor:
     """[P + L] bool."""
-    return torch.arange(pair.token_ids.numel()) >= pair.prompt_length if pair.learned is None else pair.learned
+    return (
+        torch.arange(pair.token_ids.numel()) >= pair.prompt_length
+        if pair.learned is None
+        else pair.learned
+    )
 
 
 def split_pairs(pairs: list[Pair], budget_tokens: int) -> list[list[Pair]]:
-    """Microbatches of at most budget_tokens, longest first into the first with room (Magistral). A longer pair goes alone."""
-    return [[pairs[i] for i in part] for part in collate([p.token_ids.numel() for p in pairs], budget_tokens)]
+    """Microbatches of at most budget_tokens, longest first into the first with room (Magistral). A
+    longer pair goes alone.
+    """
+    return [
+        [pairs[i] for i in part]
+        for part in collate([p.token_ids.numel() for p in pairs], budget_tokens)
+    ]
 
 
 def pair_loss(decoder: Decoder, batch: PairBatch, *, num_loss_tokens: int) -> Tensor:
-    """-sum of log p(label) over the trained rows / num_loss_tokens, nats. num_loss_tokens: the R of the whole global batch."""
+    """-sum of log p(label) over the trained rows / num_loss_tokens, nats. num_loss_tokens: the R of
+    the whole global batch.
+    """
 
     def head(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
         return chunked_logprobs(hidden_TD[batch.rows], weight_VD, batch.labels[batch.rows])[0]
 
-    return -decoder(batch.input_ids, batch.positions, PackedAttention(batch.cu_seqlens), head).sum() / num_loss_tokens
+    return (
+        -decoder(batch.input_ids, batch.positions, PackedAttention(batch.cu_seqlens), head).sum()
+        / num_loss_tokens
+    )
 
 
 @torch.no_grad()
 def greedy_matches(decoder: Decoder, batch: PairBatch) -> Tensor:
     """[N] bool: does greedy decoding give exactly the pair's completion, end token and all?
 
-    One forward pass tells: it does if and only if each token of the completion is the most likely after those before it. Of a
-    conversation each reply counts as if the earlier ones had been given so.
+    One forward pass tells: it does if and only if each token of the completion is the most likely
+    after those before it. Of a conversation each reply counts as if the earlier ones had been given
+    so.
     """
 
     def head(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -112,7 +145,9 @@ def greedy_matches(decoder: Decoder, batch: PairBatch) -> Tensor:
 
     best = decoder(batch.input_ids, batch.positions, PackedAttention(batch.cu_seqlens), head)
     wrong = (best != batch.labels[batch.rows]).long()
-    owner = torch.arange(batch.rows_per_pair.numel(), device=best.device).repeat_interleave(batch.rows_per_pair)
+    owner = torch.arange(batch.rows_per_pair.numel(), device=best.device).repeat_interleave(
+        batch.rows_per_pair
+    )
     return torch.zeros_like(batch.rows_per_pair).index_add_(0, owner, wrong) == 0
 
 
@@ -123,9 +158,16 @@ def total(number: float) -> float:
     return tensor.item()
 
 
-def accuracy(decoder: Decoder, pairs: list[Pair], *, budget_tokens: int, device: str | torch.device) -> float:
-    """Collective over the world: the share of all ranks' pairs that greedy decoding gets right. ValueError if there are none."""
-    right = sum(int(greedy_matches(decoder, pack_pairs(part, device)).sum()) for part in split_pairs(pairs, budget_tokens))
+def accuracy(
+    decoder: Decoder, pairs: list[Pair], *, budget_tokens: int, device: str | torch.device
+) -> float:
+    """Collective over the world: the share of all ranks' pairs that greedy decoding gets right.
+    ValueError if there are none.
+    """
+    right = sum(
+        int(greedy_matches(decoder, pack_pairs(part, device)).sum())
+        for part in split_pairs(pairs, budget_tokens)
+    )
     num_pairs = total(len(pairs))
     if not num_pairs:
         raise ValueError("no held-out prompts to measure accuracy on; give the task more data")
@@ -133,11 +175,18 @@ def accuracy(decoder: Decoder, pairs: list[Pair], *, budget_tokens: int, device:
 
 
 def train_step(
-    decoder: Decoder, optimizer: torch.optim.Optimizer, pairs: list[Pair], *, budget_tokens: int, device: str | torch.device
+    decoder: Decoder,
+    optimizer: torch.optim.Optimizer,
+    pairs: list[Pair],
+    *,
+    budget_tokens: int,
+    device: str | torch.device,
 ) -> float:
-    """Collective over the world: one optimizer step on all ranks' pairs; a rank may have none. Returns the loss, nats a token.
+    """Collective over the world: one optimizer step on all ranks' pairs; a rank may have none.
+    Returns the loss, nats a token.
 
-    FloatingPointError, before the step, for a gradient norm that is not finite. Gradients are clipped to norm 1.
+    FloatingPointError, before the step, for a gradient norm that is not finite. Gradients are
+    clipped to norm 1.
     """
     parts = [pack_pairs(part, device) for part in split_pairs(pairs, budget_tokens)]
     # Divide by the global count: a per-rank mean would up-weight short ranks.
@@ -149,11 +198,15 @@ def train_step(
         loss += part_loss.item()
     if dist.get_world_size() > 1:
         for parameter in decoder.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
             dist.all_reduce(parameter.grad)
     norm = clip_grad_norm(decoder.parameters(), 1.0)
     if not norm.isfinite():
-        raise FloatingPointError(f"gradient norm {norm.item()}: no step was taken; lower the learning rate or check the data")
+        raise FloatingPointError(
+            f"gradient norm {norm.item()}: no step was taken; lower the learning rate or check the data"
+        )
     optimizer.step()
     return total(loss)
 
@@ -161,7 +214,9 @@ def train_step(
 @contextmanager
 @torch.no_grad()
 def rounded(decoder: Decoder, dtype: torch.dtype):
-    """Within it the weights are what a directory saved in `dtype` will hold; holds a second copy of them meanwhile."""
+    """Within it the weights are what a directory saved in `dtype` will hold; holds a second copy of
+    them meanwhile.
+    """
     exact = [parameter.clone() for parameter in decoder.parameters()]
     for parameter in decoder.parameters():
         parameter.copy_(parameter.to(dtype))
@@ -173,7 +228,9 @@ def rounded(decoder: Decoder, dtype: torch.dtype):
 
 
 def save_directory(decoder: Decoder, like: Path, out: Path, dtype: torch.dtype) -> None:
-    """Write the model directory `out` (the rest of it from `like`), replacing an older one only once the new one is whole."""
+    """Write the model directory `out` (the rest of it from `like`), replacing an older one only
+    once the new one is whole.
+    """
     check_replaceable(out)
     fresh, old = (out.with_name(f".{out.name}.{suffix}") for suffix in ("new", "old"))
     for leftover in (fresh, old):
@@ -186,11 +243,19 @@ def save_directory(decoder: Decoder, like: Path, out: Path, dtype: torch.dtype) 
 
 
 def check_replaceable(out: Path) -> None:
-    """FileExistsError if `out` is something else than a model directory, of files alone, or an empty one."""
-    if out.exists() and not (out.is_dir() and ((out / "config.json").is_file() or not any(out.iterdir()))):
-        raise FileExistsError(f"{out}: exists and is no model directory; choose another --out or remove it")
+    """FileExistsError if `out` is something else than a model directory, of files alone, or an
+    empty one.
+    """
+    if out.exists() and not (
+        out.is_dir() and ((out / "config.json").is_file() or not any(out.iterdir()))
+    ):
+        raise FileExistsError(
+            f"{out}: exists and is no model directory; choose another --out or remove it"
+        )
     if out.exists() and (folders := sorted(p.name for p in out.iterdir() if p.is_dir())):
-        raise FileExistsError(f"{out}: holds directories ({', '.join(folders[:3])}), which replacing it would delete; choose another --out")
+        raise FileExistsError(
+            f"{out}: holds directories ({', '.join(folders[:3])}), which replacing it would delete; choose another --out"
+        )
 
 
 def _remove(directory: Path) -> None:
@@ -201,6 +266,8 @@ def _remove(directory: Path) -> None:
 
 
 def sample_batch(num_examples: int, size: int, *, seed: int, step: int) -> list[int]:
-    """The examples of a step, drawn with replacement: a function of (seed, step) alone, whatever the number of ranks."""
+    """The examples of a step, drawn with replacement: a function of (seed, step) alone, whatever
+    the number of ranks.
+    """
     draw = random.Random(f"{seed} {step}")
     return [draw.randrange(num_examples) for _ in range(size)]

@@ -1,9 +1,12 @@
-"""Supervised pairs from JSON lines: a prompt and its completion, or a conversation whose assistant turns are learned.
+"""Supervised pairs from JSON lines: a prompt and its completion, or a conversation whose assistant
+turns are learned.
 
     {"prompt": "1+1=", "completion": "2"}
-    {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, {"role": "user", ...}, ...]}
+    {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"},
+    {"role": "user", ...}, ...]}
 
-Text that is given and text that is learned are tokenised apart, as in RL, where the prompt is tokens before the completion is text.
+Text that is given and text that is learned are tokenised apart, as in RL, where the prompt is
+tokens before the completion is text.
 """
 
 from __future__ import annotations
@@ -31,10 +34,12 @@ def read_pairs(
     messages_key: str = "messages",
     chat: bool = True,
 ) -> list[Pair]:
-    """All rows of a file, tokenised; a row with `messages_key` is a conversation, any other has a prompt and an answer.
+    """All rows of a file, tokenised; a row with `messages_key` is a conversation, any other has a
+    prompt and an answer.
 
-    tokenizer: transformers'. answer_key None: the first of ANSWER_KEYS that the row has. chat: a prompt is a user turn of the
-    tokenizer's chat template, if it has one. FileNotFoundError, or ValueError naming FILE:LINE of each bad row (the first ten).
+    tokenizer: transformers'. answer_key None: the first of ANSWER_KEYS that the row has. chat: a
+    prompt is a user turn of the tokenizer's chat template, if it has one. FileNotFoundError, or
+    ValueError naming FILE:LINE of each bad row (the first ten).
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer names no eos_token; set it in tokenizer_config.json")
@@ -46,27 +51,34 @@ def read_pairs(
         else:
             pair = _prompt_pair(row, tokenizer, maker, prompt_key, answer_key)
         if pair.token_ids.numel() > max_tokens:
-            raise ValueError(f"{pair.token_ids.numel()} tokens, the model takes {max_tokens}; shorten the row or leave it out")
+            raise ValueError(
+                f"{pair.token_ids.numel()} tokens, the model takes {max_tokens}; shorten the row or leave it out"
+            )
         return pair
 
     return read_jsonl(path, to_pair)
 
 
 def conversation_pair(messages: object, tokenizer) -> Pair:
-    """A conversation in the tokenizer's chat template; learned is each assistant turn up to and with the token that ends it.
+    """A conversation in the tokenizer's chat template; learned is each assistant turn up to and
+    with the token that ends it.
 
-    ValueError, saying what is wrong, for messages that are not right, or a template that is absent or shows an earlier turn
-    otherwise once later ones follow.
+    ValueError, saying what is wrong, for messages that are not right, or a template that is absent
+    or shows an earlier turn otherwise once later ones follow.
     """
     _check_messages(messages)
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("a conversation, but the tokenizer has no chat template; give rows a prompt and a completion")
+        raise ValueError(
+            "a conversation, but the tokenizer has no chat template; give rows a prompt and a completion"
+        )
 
     def shown(count: int, reply: bool) -> str:
         from jinja2.exceptions import TemplateError
 
         try:
-            return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=reply)
+            return tokenizer.apply_chat_template(
+                messages[:count], tokenize=False, add_generation_prompt=reply
+            )
         except TemplateError as error:
             raise ValueError(f"the chat template refuses it: {error}") from error
 
@@ -82,7 +94,8 @@ def conversation_pair(messages: object, tokenizer) -> Pair:
             )
         context = tokenizer(given[at:], add_special_tokens=False)["input_ids"]
         reply = tokenizer(done[len(given) :], add_special_tokens=False)["input_ids"]
-        # What the template puts behind the end token is never sampled: it belongs to the next turn's context.
+        # What the template puts behind the end token is never sampled: it belongs to the next
+        # turn's context.
         ends = [place for place, token in enumerate(reply) if token == tokenizer.eos_token_id]
         size = ends[-1] + 1 if ends else len(reply)
         ids += context + reply
@@ -91,19 +104,27 @@ def conversation_pair(messages: object, tokenizer) -> Pair:
     last = max(place for place, is_learned in enumerate(learned) if is_learned) + 1
     prompt = learned.index(True)
     if prompt == 0:
-        raise ValueError("the chat template begins with the reply: its first token has nothing before it")
+        raise ValueError(
+            "the chat template begins with the reply: its first token has nothing before it"
+        )
     return Pair(torch.tensor(ids[:last]), prompt, torch.tensor(learned[:last]))
 
 
-def _prompt_pair(row: dict, tokenizer, maker: PromptMaker, prompt_key: str, answer_key: str | None) -> Pair:
+def _prompt_pair(
+    row: dict, tokenizer, maker: PromptMaker, prompt_key: str, answer_key: str | None
+) -> Pair:
     key = answer_key or next((k for k in ANSWER_KEYS if k in row), ANSWER_KEYS[0])
     for needed in (prompt_key, key):
         if needed not in row:
             raise ValueError(missing_key(needed, row))
         if not isinstance(row[needed], (str, int, float)) or row[needed] == "":
-            raise ValueError(f'"{needed}" must be text that is not empty, this is {type(row[needed]).__name__}')
+            raise ValueError(
+                f'"{needed}" must be text that is not empty, this is {type(row[needed]).__name__}'
+            )
     prompt = maker.ids(str(row[prompt_key]))
-    completion = tokenizer(str(row[key]), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    completion = tokenizer(str(row[key]), add_special_tokens=False)["input_ids"] + [
+        tokenizer.eos_token_id
+    ]
     return Pair(torch.tensor(prompt + completion), len(prompt))
 
 
@@ -114,7 +135,9 @@ def _check_messages(messages: object) -> None:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             raise ValueError(f'message {i} must be {{"role": ..., "content": text}}')
         if message.get("role") not in ROLES:
-            raise ValueError(f"message {i} has role {message.get('role')!r}; there is {', '.join(ROLES)}")
+            raise ValueError(
+                f"message {i} has role {message.get('role')!r}; there is {', '.join(ROLES)}"
+            )
     for one, other in itertools.pairwise(messages):
         if one["role"] == other["role"] == "assistant":
             raise ValueError("two assistant messages in a row; join them")

@@ -1,4 +1,5 @@
-"""Rewards before they become advantages: a set reward where the end token is missing, KL to the reference, whitening.
+"""Rewards before they become advantages: a set reward where the end token is missing, KL to the
+reference, whitening.
 
     r_t = -beta KL_t + [t is the last token] * score        (Async RLHF 2.1; OPPO eq. 1's r_t)
 
@@ -7,16 +8,16 @@
     score = the task's reward, or missing_eos_penalty without an end token    (Async RLHF tables 4 and 7)
     mu    = generator_logprobs, the policy that sampled the token; ref = ref_logprobs
 
-Advantages by token (GAE) take r_t; those by completion take its sum, the whole completion's reward. A completion that must
-not be trained on (no reward) keeps NaN, whatever its end.
+Advantages by token (GAE) take r_t; those by completion take its sum, the whole completion's reward.
+A completion that must not be trained on (no reward) keeps NaN, whatever its end.
 
 Shapes: G completions of a group, T their tokens end to end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ from llamarl.types import Group
 
 WHITEN = ("none", "rewards", "advantages", "both", "completions")
 STD_EPS = 1e-8
-# Float32 values that differ by less, as a share of their size, differ by rounding: they count as equal.
+# Float32 values that differ by less, as a share of their size, differ by rounding: they count as
+# equal.
 EQUAL = torch.finfo(torch.float32).eps
 
 SumOverRanks = Callable[..., dict[str, float]]
@@ -34,7 +36,9 @@ SumOverRanks = Callable[..., dict[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """missing_eos_penalty: the reward of a completion without an end token; None: its own. reward_kl_coef: beta, 0: no KL."""
+    """missing_eos_penalty: the reward of a completion without an end token; None: its own.
+    reward_kl_coef: beta, 0: no KL.
+    """
 
     missing_eos_penalty: float | None = None
     reward_kl_coef: float = 0.0
@@ -42,7 +46,11 @@ class Shaping:
     reward_kl_estimator: str = "k1"  # one of ESTIMATORS
 
     def __post_init__(self):
-        if self.whiten not in WHITEN or self.reward_kl_estimator not in ESTIMATORS or not self.reward_kl_coef >= 0:
+        if (
+            self.whiten not in WHITEN
+            or self.reward_kl_estimator not in ESTIMATORS
+            or not self.reward_kl_coef >= 0
+        ):
             raise ValueError(
                 f"whiten={self.whiten} must be one of {', '.join(WHITEN)}, reward_kl_coef={self.reward_kl_coef} >= 0, "
                 f"reward_kl_estimator={self.reward_kl_estimator} one of {', '.join(ESTIMATORS)}"
@@ -51,7 +59,11 @@ class Shaping:
     @property
     def any(self) -> bool:
         """Whether rewards are changed at all."""
-        return self.missing_eos_penalty is not None or self.reward_kl_coef > 0 or self.whitens("rewards")
+        return (
+            self.missing_eos_penalty is not None
+            or self.reward_kl_coef > 0
+            or self.whitens("rewards")
+        )
 
     def whitens(self, what: str) -> bool:
         return self.whiten in (what, "both")
@@ -69,12 +81,16 @@ def shape(group: Group, shaping: Shaping) -> Rewards:
     """The shaped rewards of a group. ValueError for a KL without ref_logprobs."""
     scores = group.rewards.double()
     if shaping.missing_eos_penalty is not None:
-        ended = torch.tensor([reason == "stop" for reason in group.finish_reasons], dtype=torch.bool)
+        ended = torch.tensor(
+            [reason == "stop" for reason in group.finish_reasons], dtype=torch.bool
+        )
         scores = torch.where(ended | scores.isnan(), scores, shaping.missing_eos_penalty)
     tokens = torch.zeros(group.token_ids.numel(), dtype=torch.float64)
     if shaping.reward_kl_coef > 0:
         if group.ref_logprobs.numel() != tokens.numel():
-            raise ValueError(f"reward_kl_coef={shaping.reward_kl_coef} needs ref_logprobs: reference=frozen, or 0")
+            raise ValueError(
+                f"reward_kl_coef={shaping.reward_kl_coef} needs ref_logprobs: reference=frozen, or 0"
+            )
         x = group.ref_logprobs - group.generator_logprobs.double()
         tokens = -shaping.reward_kl_coef * kl_to_reference(x, shaping.reward_kl_estimator)
     trained = ~scores.isnan()
@@ -86,8 +102,11 @@ def shape(group: Group, shaping: Shaping) -> Rewards:
     return Rewards(whole.float(), tokens.float())
 
 
-def whiten_rewards(groups: list[Group], rewards: list[Rewards], *, by_token: bool, total: SumOverRanks) -> list[Rewards]:
-    """Collective: rewards over their standard deviation in the batch, over tokens (GAE) or completions.
+def whiten_rewards(
+    groups: list[Group], rewards: list[Rewards], *, by_token: bool, total: SumOverRanks
+) -> list[Rewards]:
+    """Collective: rewards over their standard deviation in the batch, over tokens (GAE) or
+    completions.
 
     Means stay: Huang et al. 2024 (the settings of Async RLHF's table 4) leave them for the value
     head, and a mean over a group takes them away anyway. Rewards that are all equal have no
@@ -104,17 +123,26 @@ def whiten_rewards(groups: list[Group], rewards: list[Rewards], *, by_token: boo
     return [Rewards(r.completions / (std + STD_EPS), r.tokens / (std + STD_EPS)) for r in rewards]
 
 
-def whiten_advantages(advantages: list[Tensor], trained: list[Tensor], *, total: SumOverRanks) -> list[Tensor]:
+def whiten_advantages(
+    advantages: list[Tensor], trained: list[Tensor], *, total: SumOverRanks
+) -> list[Tensor]:
     """Collective: (A - mean) / std over what is trained on all ranks; 0 at the others.
 
     [T] and [T] bool each, over tokens; or [G] and [G] bool, over completions.
     """
-    mean, std = moments(torch.cat([*(a[t] for a, t in zip(advantages, trained)), torch.zeros(0)]), total)
-    return [torch.where(t, (a.double() - mean) / (std + STD_EPS), 0).float() for a, t in zip(advantages, trained)]
+    mean, std = moments(
+        torch.cat([*(a[t] for a, t in zip(advantages, trained)), torch.zeros(0)]), total
+    )
+    return [
+        torch.where(t, (a.double() - mean) / (std + STD_EPS), 0).float()
+        for a, t in zip(advantages, trained)
+    ]
 
 
 def moments(values: Tensor, total: SumOverRanks) -> tuple[float, float]:
-    """Collective: mean, and standard deviation over n - 1 (0 of fewer than two), of all ranks' values. Two passes, float64."""
+    """Collective: mean, and standard deviation over n - 1 (0 of fewer than two), of all ranks'
+    values. Two passes, float64.
+    """
     wide = values.double()
     sums = total(count=float(wide.numel()), sum=float(wide.sum()))
     mean = sums["sum"] / max(sums["count"], 1.0)

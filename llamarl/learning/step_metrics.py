@@ -1,9 +1,10 @@
-"""A step's row of metrics: sums over this rank's groups, what the updates add, and the means that they become.
+"""A step's row of metrics: sums over this rank's groups, what the updates add, and the means that
+they become.
 
-Names: "/max" ends maxima; "/completions" ends sums over completions, whose mean is over completions under the name without
-it; all other sums are over labels and their mean is over those that were computed ("/sum" becomes "/mean"). A step of several
-updates is one row: its means are over the labels and completions of all of them; losses and gradient norms are means over the
-updates.
+Names: "/max" ends maxima; "/completions" ends sums over completions, whose mean is over completions
+under the name without it; all other sums are over labels and their mean is over those that were
+computed ("/sum" becomes "/mean"). A step of several updates is one row: its means are over the
+labels and completions of all of them; losses and gradient norms are means over the updates.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def batch_sums(groups: list[Group], version: int) -> dict[str, float]:
     outcomes = [o for g in groups for o in g.outcomes]
     reasons = [r for g in groups for r in g.finish_reasons]
     valid = rewards[~rewards.isnan()].double()
-    aborted = [n for g in groups for n, r in zip(g.lengths.tolist(), g.finish_reasons) if r == "aborted"]
+    aborted = [
+        n for g in groups for n, r in zip(g.lengths.tolist(), g.finish_reasons) if r == "aborted"
+    ]
     oldest = [v for g in groups for v in _oldest_per_completion(g)]
     return {
         "_completions": float(len(outcomes)),
@@ -43,14 +46,24 @@ def batch_sums(groups: list[Group], version: int) -> dict[str, float]:
 
 
 def _oldest_per_completion(group: Group) -> list[int]:
-    """Of each completion that has tokens. Versions never fall within one, so its first token is its oldest."""
+    """Of each completion that has tokens. Versions never fall within one, so its first token is its
+    oldest.
+    """
     starts = group.lengths.cumsum(0) - group.lengths
     return group.policy_versions[starts[group.lengths > 0]].tolist()
 
 
-def metrics_of(totals: dict[str, float], maxima: dict[str, float], norms: list[float]) -> dict[str, float | None]:
-    """The row's names from sums and maxima over all ranks and updates; norms: the gradient's, of each update."""
-    n, valid, rows = max(1.0, totals["_completions"]), max(1.0, totals["_valid"]), max(1.0, totals.get("_rows", 0.0))
+def metrics_of(
+    totals: dict[str, float], maxima: dict[str, float], norms: list[float]
+) -> dict[str, float | None]:
+    """The row's names from sums and maxima over all ranks and updates; norms: the gradient's, of
+    each update.
+    """
+    n, valid, rows = (
+        max(1.0, totals["_completions"]),
+        max(1.0, totals["_valid"]),
+        max(1.0, totals.get("_rows", 0.0)),
+    )
     trained, updates = max(1.0, totals["_trained"]), len(norms)
     mean = totals["_reward"] / valid
     places = totals.get("_places", 0.0)  # that attention computed, of all updates
@@ -78,8 +91,20 @@ def metrics_of(totals: dict[str, float], maxima: dict[str, float], norms: list[f
         "packing/unused_budget_fraction": totals["_unused"] / max(1.0, totals["_budget"]),
         "parity/logprob_diff_max": fresh if fresh >= 0 else None,  # no fresh token in the batch
     }
-    known = {"loss/value", "entropy", "kl/ref", "ratio/sum", "ratio/capped", "tokens/trained", "tokens"}
-    extra = {k: _mean(k, v, rows, trained, updates) for k, v in totals.items() if k not in known and not k.startswith("_")}
+    known = {
+        "loss/value",
+        "entropy",
+        "kl/ref",
+        "ratio/sum",
+        "ratio/capped",
+        "tokens/trained",
+        "tokens",
+    }
+    extra = {
+        k: _mean(k, v, rows, trained, updates)
+        for k, v in totals.items()
+        if k not in known and not k.startswith("_")
+    }
     extra |= {k: v for k, v in maxima.items() if k not in {"parity/max", "ratio/max", "lag/max"}}
     return {**{_mean_name(k): v for k, v in extra.items()}, **out}
 
@@ -90,4 +115,6 @@ def _mean_name(name: str) -> str:
 
 
 def _mean(name: str, total: float, rows: float, completions: float, updates: int) -> float:
-    return total / (updates if name in OVER_UPDATES else completions if name.endswith(PER_COMPLETION) else rows)
+    return total / (
+        updates if name in OVER_UPDATES else completions if name.endswith(PER_COMPLETION) else rows
+    )

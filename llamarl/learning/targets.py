@@ -1,7 +1,8 @@
 """What a batch is trained towards: its rewards shaped, made advantages of, whitened over all ranks.
 
 groups -> (with_signal) -> those that are trained on
-rewards -> shape -> (whiten) -> advantages: of each group's completions, or GAE's of each token -> (whiten) -> Targets
+rewards -> shape -> (whiten) -> advantages: of each group's completions, or GAE's of each token ->
+(whiten) -> Targets
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def make_targets(
 ) -> tuple[list[Targets], dict[str, float | None]]:
     """Collective: the targets of this rank's groups, and metrics of the whole batch.
 
-    advantages: a name in ADVANTAGES, where there is no critic; with one, old_values [C] are its values of all tokens.
-    minibatches: which of the groups are trained on together; whiten=completions is over each of them,
-    all other whitening over the batch.
-    metrics: reward/shaped_mean where rewards are shaped; value/explained_variance of the old values: 1 - var(return - value) /
-    var(return), None where the returns are all alike.
+    advantages: a name in ADVANTAGES, where there is no critic; with one, old_values [C] are its
+    values of all tokens. minibatches: which of the groups are trained on together;
+    whiten=completions is over each of them, all other whitening over the batch. metrics:
+    reward/shaped_mean where rewards are shaped; value/explained_variance of the old values: 1 -
+    var(return - value) / var(return), None where the returns are all alike.
     """
     metrics: dict[str, float | None] = {}
     rewards = [shape(g, shaping) for g in groups]
@@ -63,8 +64,8 @@ def make_targets(
 def with_signal(groups: list[Group], shaping: Shaping) -> list[Group]:
     """Those in which two trained completions have different shaped rewards.
 
-    The others have no advantage to learn from: Magistral (2.1) leaves them out of its batches, and so
-    out of every mean and deviation.
+    The others have no advantage to learn from: Magistral (2.1) leaves them out of its batches, and
+    so out of every mean and deviation.
     """
     return [group for group in groups if _has_signal(group, shaping)]
 
@@ -77,7 +78,9 @@ def _has_signal(group: Group, shaping: Shaping) -> bool:
 def _whitened_by_minibatch(
     groups: list[Group], advantages: list[Tensor], minibatches: list[slice], ranks: Ranks
 ) -> list[Tensor]:
-    """Collective: (A - mean A) / std A over a minibatch's trained completions        (Magistral, 2.1)"""
+    """Collective: (A - mean A) / std A over a minibatch's trained completions        (Magistral,
+    2.1)
+    """
     out = []
     for minibatch in minibatches:
         trained = [trainable(group) for group in groups[minibatch]]
@@ -85,7 +88,9 @@ def _whitened_by_minibatch(
     return out
 
 
-def _explained_variance(targets: list[Targets], trained: list[Tensor], ranks: Ranks) -> float | None:
+def _explained_variance(
+    targets: list[Targets], trained: list[Tensor], ranks: Ranks
+) -> float | None:
     returns = _joined([t.returns[m] for t, m in zip(targets, trained)])
     values = _joined([t.old_values[m] for t, m in zip(targets, trained)])
     _, spread = moments(returns, ranks.sum)

@@ -1,4 +1,5 @@
-"""One step on the taken groups: shape rewards, pack, then N minibatches T times over, each forward, backward, check, update.
+"""One step on the taken groups: shape rewards, pack, then N minibatches T times over, each forward,
+backward, check, update.
 
     step (policy version v -> v + 1)
       old values of every token, no gradient             with a value head
@@ -6,16 +7,17 @@
       T passes (updates_per_batch) over
         N minibatches (minibatches_per_step) of whole groups, one optimizer update each
 
-The old logprobs of every ratio are generator_logprobs, also in later updates of a step. Nothing changes before the check of
-the first update: a step that is aborted (a stop request) or not finite leaves weights and optimizer as they were. After it
-the step is finished before a stop is served, and what is not finite in a later update ends the run.
+The old logprobs of every ratio are generator_logprobs, also in later updates of a step. Nothing
+changes before the check of the first update: a step that is aborted (a stop request) or not finite
+leaves weights and optimizer as they were. After it the step is finished before a stop is served,
+and what is not finite in a later update ends the run.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -38,8 +40,8 @@ from llamarl.models.build import Decoder
 from llamarl.models.fsdp import drop_gradients, is_split, next_backward
 from llamarl.models.heads import only_values, with_values
 from llamarl.models.hf import named_parameters_hf
+from llamarl.models.parity import Canary, ParityError, Sequence
 from llamarl.models.sharding import span
-from llamarl.parity import Canary, ParityError, Sequence
 from llamarl.types import Group, PackedBatch
 
 
@@ -48,12 +50,16 @@ class StepAborted(Exception):
 
 
 class NotFinite(RuntimeError):
-    """The loss or the gradient of an update is NaN or infinite; that update was not made. The message says what the weights are."""
+    """The loss or the gradient of an update is NaN or infinite; that update was not made. The
+    message says what the weights are.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """Plain values of a step. Learning rate, warm-up and max_steps are in steps; the rate changes with every update of one."""
+    """Plain values of a step. Learning rate, warm-up and max_steps are in steps; the rate changes
+    with every update of one.
+    """
 
     lr: float
     schedule: str
@@ -64,7 +70,9 @@ class UpdateSettings:
     temperature: float
     advantages: str  # a name in ADVANTAGES; not used with a critic, whose advantages are GAE's
     skip_zero_advantage: bool
-    parity_tolerance: float | None  # None: do not compare (the generator truncates its distribution)
+    parity_tolerance: (
+        float | None
+    )  # None: do not compare (the generator truncates its distribution)
     decay_steps: int | None = None  # of wsd, in steps; None: the last fifth
     whole_groups: bool = False  # the loss couples the completions of a group
     minibatches_per_step: int = 1
@@ -113,9 +121,9 @@ class _At:
 class PolicyUpdate:
     """Runs steps. Collective over `group` (the trainer's ranks), None for a single rank.
 
-    Ranks that share a tensor-parallel decoder are given the same groups; in sums over ranks they count once. A rank's groups
-    are cut into minibatches in the order given, as evenly as they go. step_options(step): options of the loss that change from
-    step to step, over those that it has.
+    Ranks that share a tensor-parallel decoder are given the same groups; in sums over ranks they
+    count once. A rank's groups are cut into minibatches in the order given, as evenly as they go.
+    step_options(step): options of the loss that change from step to step, over those that it has.
     """
 
     def __init__(
@@ -130,19 +138,30 @@ class PolicyUpdate:
         critic: Critic | None = None,
         step_options: Callable[[int], dict[str, float]] = lambda step: {},
     ):
-        self.decoder, self.optimizer, self.loss_fn, self.settings = decoder, optimizer, loss_fn, settings
+        self.decoder, self.optimizer, self.loss_fn, self.settings = (
+            decoder,
+            optimizer,
+            loss_fn,
+            settings,
+        )
         self.critic, self.step_options, self._device = critic, step_options, device
         tp = decoder.tensor_parallel
         self._ranks = Ranks(group, device, tp)
-        split = [tp is not None and is_split(decoder, name) for name, _ in named_parameters_hf(decoder)]
+        split = [
+            tp is not None and is_split(decoder, name) for name, _ in named_parameters_hf(decoder)
+        ]
         self._tensor_groups = [tp.group if s else None for s in split]
         self._copied = [p for p, s in zip(decoder.parameters(), split, strict=True) if tp and not s]
         self._copied += critic.parameters if tp and critic else []
 
-    def run(self, groups: list[Group], version: int, stop: Callable[[], bool]) -> dict[str, float | None]:
-        """Step `version` -> version + 1 on this rank's groups. Returns the step's metrics, the same on every rank.
+    def run(
+        self, groups: list[Group], version: int, stop: Callable[[], bool]
+    ) -> dict[str, float | None]:
+        """Step `version` -> version + 1 on this rank's groups. Returns the step's metrics, the same
+        on every rank.
 
-        StepAborted if any rank's stop() is true at a microbatch boundary before the first update; NotFinite; ParityError.
+        StepAborted if any rank's stop() is true at a microbatch boundary before the first update;
+        NotFinite; ParityError.
         """
         s = self.settings
         n = s.minibatches_per_step
@@ -179,29 +198,48 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def canary(self, sequences: list[Sequence], *, top: int = 0) -> Canary:
-        """Collective: what the weights, as they are, say of these sequences. top: likeliest tokens to keep at each place."""
+        """Collective: what the weights, as they are, say of these sequences. top: likeliest tokens
+        to keep at each place.
+        """
         sizes = torch.tensor([len(s.token_ids) - 1 for s in sequences])
         cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
         positions = torch.cat([torch.arange(int(n)) for n in sizes]).to(self._device)
         ids = torch.cat([torch.tensor(s.token_ids[:-1]) for s in sequences]).to(self._device)
-        labels = torch.cat([torch.tensor(s.token_ids[s.given :]) for s in sequences]).to(self._device)
+        labels = torch.cat([torch.tensor(s.token_ids[s.given :]) for s in sequences]).to(
+            self._device
+        )
         places = torch.cat(
-            [positions.new_tensor(range(s.given - 1, len(s.token_ids) - 1)) + int(a) for s, a in zip(sequences, cu_seqlens)]
+            [
+                positions.new_tensor(range(s.given - 1, len(s.token_ids) - 1)) + int(a)
+                for s, a in zip(sequences, cu_seqlens)
+            ]
         )
         logits_SV = self.decoder(
-            ids, positions, PackedAttention(cu_seqlens.to(self._device)), lambda h_TD, w_VD: F.linear(h_TD[places], w_VD)
+            ids,
+            positions,
+            PackedAttention(cu_seqlens.to(self._device)),
+            lambda h_TD, w_VD: F.linear(h_TD[places], w_VD),
         )
         logprobs_SV = (logits_SV.float() / (self.settings.temperature or 1.0)).log_softmax(1)
         likeliest = logprobs_SV.topk(min(top, logprobs_SV.shape[1]), dim=1)
         scored = logprobs_SV.gather(1, labels[:, None]).squeeze(1)
-        top_ids, top_logprobs = (x.tolist() if top else [] for x in (likeliest.indices, likeliest.values))
+        top_ids, top_logprobs = (
+            x.tolist() if top else [] for x in (likeliest.indices, likeliest.values)
+        )
         return Canary(sequences, scored.tolist(), top_ids, top_logprobs)
 
     @torch.no_grad()
     def _old_values(self, groups: list[Group], version: int, stop: Callable[[], bool]) -> Tensor:
-        """Collective: [C] values of all groups' completion tokens, end to end; 0 of those that are not trained on. NotFinite."""
+        """Collective: [C] values of all groups' completion tokens, end to end; 0 of those that are
+        not trained on. NotFinite.
+        """
         nothing = [Targets.of(g, torch.zeros(g.lengths.numel())) for g in groups]
-        packing = pack(groups, nothing, budget_tokens=self.settings.microbatch_tokens, drop_zero_advantage=False)
+        packing = pack(
+            groups,
+            nothing,
+            budget_tokens=self.settings.microbatch_tokens,
+            drop_zero_advantage=False,
+        )
         out = torch.zeros(sum(g.token_ids.numel() for g in groups))
         most = self._ranks.reduce({}, {"_": float(len(packing.microbatches))})[1]["_"]
         for i in range(int(most)):
@@ -209,7 +247,12 @@ class PolicyUpdate:
             mine = i < len(packing.microbatches)
             batch = to_device(packing.microbatches[i] if mine else filler(), self._device)
             attention = PackedAttention(batch.cu_seqlens, batch.parents)
-            values = self.decoder(batch.input_ids, batch.positions, attention, only_values(self.critic.head, batch.rows))
+            values = self.decoder(
+                batch.input_ids,
+                batch.positions,
+                attention,
+                only_values(self.critic.head, batch.rows),
+            )
             if mine:
                 out[packing.places[i]] = values.cpu()
         if not math.isfinite(total := self._ranks.sum(values=float(out.sum()))["values"]):
@@ -235,11 +278,18 @@ class PolicyUpdate:
 
         groups: all that the step took, also those that are left out of the packings.
         """
-        sums = {**batch_sums(groups, version), "tokens/trained": float(sum(p.num_loss_tokens for p in packings))}
+        sums = {
+            **batch_sums(groups, version),
+            "tokens/trained": float(sum(p.num_loss_tokens for p in packings)),
+        }
         budgets = [len(p.microbatches) * self.settings.microbatch_tokens for p in packings]
         unused = [p.unused_budget_fraction * budget for p, budget in zip(packings, budgets)]
         sums |= {"_budget": float(sum(budgets)), "_unused": float(sum(unused))}
-        maxima = {"lag/max": float(max((version - g.oldest_version for g in groups if g.token_ids.numel()), default=0))}
+        maxima = {
+            "lag/max": float(
+                max((version - g.oldest_version for g in groups if g.token_ids.numel()), default=0)
+            )
+        }
         counts: dict[str, float] = {}
         for i, p in enumerate(packings):
             counts |= {
@@ -248,8 +298,13 @@ class PolicyUpdate:
                 f"groups/{i}": p.num_groups,
                 f"trained_groups/{i}": p.num_trained_groups,
             }
-            maxima |= {f"_microbatches/{i}": float(len(p.microbatches)), f"_reference/{i}": float(p.has_reference)}
-        totals, maxima = self._ranks.reduce({**sums, **{f"_{k}": float(v) for k, v in counts.items()}}, maxima)
+            maxima |= {
+                f"_microbatches/{i}": float(len(p.microbatches)),
+                f"_reference/{i}": float(p.has_reference),
+            }
+        totals, maxima = self._ranks.reduce(
+            {**sums, **{f"_{k}": float(v) for k, v in counts.items()}}, maxima
+        )
         minibatches = [
             _Minibatch(
                 packing=p,
@@ -264,12 +319,15 @@ class PolicyUpdate:
         ]
         return minibatches, totals, maxima
 
-    # -- one update ---------------------------------------------------------------------------------------------------
+    # -- one update
+    # ---------------------------------------------------------------------------------------------------
 
     def _update(
         self, minibatch: _Minibatch, at: _At, stop: Callable[[], bool]
     ) -> tuple[dict[str, float], dict[str, float], float]:
-        """Collective: one optimizer update. Returns sums and maxima of its metrics over all ranks, and the gradient's norm."""
+        """Collective: one optimizer update. Returns sums and maxima of its metrics over all ranks,
+        and the gradient's norm.
+        """
         s, packing = self.settings, minibatch.packing
         self._zero_grad()
         local_sums: dict[str, Tensor] = {}
@@ -277,7 +335,8 @@ class PolicyUpdate:
         for i in range(minibatch.num_microbatches):
             if at.first:
                 self._agree_to_go_on(stop)
-            # A rank with fewer microbatches than its peers takes part in their collectives with an empty one.
+            # A rank with fewer microbatches than its peers takes part in their collectives with an
+            # empty one.
             batch = packing.microbatches[i] if i < len(packing.microbatches) else None
             next_backward(self.decoder, last=i + 1 == minibatch.num_microbatches)
             self._forward_backward(batch, minibatch, at, local_sums, local_maxima)
@@ -285,7 +344,8 @@ class PolicyUpdate:
             self._agree_to_go_on(stop)
         norm, value_norm = self._checked_norms(local_sums, at)
         sums, maxima = self._ranks.reduce(
-            {name: float(v) for name, v in local_sums.items()}, {name: float(v) for name, v in local_maxima.items()}
+            {name: float(v) for name, v in local_sums.items()},
+            {name: float(v) for name, v in local_maxima.items()},
         )
         if at.first:
             self._check_parity(maxima, at)
@@ -306,7 +366,12 @@ class PolicyUpdate:
         return sums, maxima, norm
 
     def _forward_backward(
-        self, batch: PackedBatch | None, minibatch: _Minibatch, at: _At, sums: dict[str, Tensor], maxima: dict[str, Tensor]
+        self,
+        batch: PackedBatch | None,
+        minibatch: _Minibatch,
+        at: _At,
+        sums: dict[str, Tensor],
+        maxima: dict[str, Tensor],
     ) -> None:
         batch = to_device(batch or filler(), self._device)
         loss, stats = self._loss(batch, minibatch, at)
@@ -318,7 +383,9 @@ class PolicyUpdate:
             else:
                 sums[name] = sums.get(name, 0) + value
 
-    def _loss(self, batch: PackedBatch, minibatch: _Minibatch, at: _At) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(
+        self, batch: PackedBatch, minibatch: _Minibatch, at: _At
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """This microbatch's share of the update's loss, and of its metrics."""
         head = make_head(
             batch.labels,
@@ -367,12 +434,16 @@ class PolicyUpdate:
         stats["_log_ratio"] = (logprobs.detach() - batch.generator_logprobs).sum()
         if self.critic:
             c = self.critic.settings
-            of_values, more = value_loss(values[0], batch.old_values, batch.returns, every, value_clip=c.clip, **counted)
+            of_values, more = value_loss(
+                values[0], batch.old_values, batch.returns, every, value_clip=c.clip, **counted
+            )
             loss = loss + c.coef * of_values
             stats |= {**more, "value/loss": of_values.detach()}
         if at.first:
             fresh = self._is_fresh(batch, at.version)
-            difference = (logprobs.detach() - batch.generator_logprobs).abs().masked_fill(~fresh, -1.0)
+            difference = (
+                (logprobs.detach() - batch.generator_logprobs).abs().masked_fill(~fresh, -1.0)
+            )
             stats["parity/max"] = difference.max() if logprobs.numel() else torch.tensor(-1.0)
         return loss, stats
 
@@ -386,7 +457,8 @@ class PolicyUpdate:
         )
         return begun[batch.completions] == version
 
-    # -- checks -------------------------------------------------------------------------------------------------------
+    # -- checks
+    # -------------------------------------------------------------------------------------------------------
 
     def _zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -401,21 +473,25 @@ class PolicyUpdate:
             raise StepAborted
 
     def _checked_norms(self, sums: dict[str, Tensor], at: _At) -> tuple[float, float]:
-        """Collective: the norms of the policy's and the value head's gradients, before each is clipped. NotFinite."""
+        """Collective: the norms of the policy's and the value head's gradients, before each is
+        clipped. NotFinite.
+        """
         if self._copied:
             share_gradients(self._copied, self.decoder.tensor_parallel.group)
         most = self.settings.max_grad_norm
-        norm = float(clip_grad_norm(self.decoder.parameters(), most, tensor_groups=self._tensor_groups))
+        norm = float(
+            clip_grad_norm(self.decoder.parameters(), most, tensor_groups=self._tensor_groups)
+        )
         value_norm = float(clip_grad_norm(self.critic.parameters, most)) if self.critic else 0.0
-        total = self._ranks.sum(**{name: float(sums.get(name, 0.0)) for name in ("loss/value", "_log_ratio")})
+        total = self._ranks.sum(
+            **{name: float(sums.get(name, 0.0)) for name in ("loss/value", "_log_ratio")}
+        )
         loss, log_ratio = total["loss/value"], total["_log_ratio"]
         if not all(map(math.isfinite, (norm, value_norm, loss, log_ratio))):
             self._zero_grad()
             state = f"the weights are those of version {at.version}"
             if not at.first:
-                state = (
-                    f"{at.index} updates of this step are in the weights already; go on from the last checkpoint (resume=auto)"
-                )
+                state = f"{at.index} updates of this step are in the weights already; go on from the last checkpoint (resume=auto)"
             of_values = f" (value head: {value_norm})" if self.critic else ""
             raise NotFinite(
                 f"trainer, {at}: loss {loss}, gradient norm {norm}{of_values}, sum of log ratios {log_ratio}; {state}. "
@@ -433,6 +509,8 @@ class PolicyUpdate:
                 "trainer's; raise trainer.parity_tolerance only if the dtype explains it"
             )
 
-    def over_ranks(self, sums: dict[str, float], maxima: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    def over_ranks(
+        self, sums: dict[str, float], maxima: dict[str, float]
+    ) -> tuple[dict[str, float], dict[str, float]]:
         """Collective: sums and maxima over the trainer's ranks."""
         return self._ranks.reduce(sums, maxima)

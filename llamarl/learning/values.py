@@ -1,17 +1,19 @@
-"""The critic of PPO: a value head on the policy's own trunk, its optimizer, and what it is trained towards.
+"""The critic of PPO: a value head on the policy's own trunk, its optimizer, and what it is trained
+towards.
 
     A_t = sum_l (gamma lambda)^l delta_{t+l},   delta_t = r_t + gamma V(s_{t+1}) - V(s_t)        (GAE; OPPO eq. 1)
     return_t = A_t + V(s_t)
 
-V(s_t) is the value of the hidden state that predicts token t, as it was before the step ("old"); after a completion's last
-token V is 0, whether it ended by itself or was cut off. The head is the trainer's alone: it is in checkpoints, sharded like
-the policy, and neither travels to generators nor is exported.
+V(s_t) is the value of the hidden state that predicts token t, as it was before the step ("old");
+after a completion's last token V is 0, whether it ended by itself or was cut off. The head is the
+trainer's alone: it is in checkpoints, sharded like the policy, and neither travels to generators
+nor is exported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Iterable
 
 import torch
 from torch import Tensor
@@ -33,7 +35,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class CriticSettings:
-    """lr: of the head alone, by the policy's schedule. coef: of its loss. clip: how far a value may move, None: any way."""
+    """lr: of the head alone, by the policy's schedule. coef: of its loss. clip: how far a value may
+    move, None: any way.
+    """
 
     lr: float
     coef: float
@@ -57,9 +61,13 @@ class Critic:
     ):
         self.settings = settings
         self.head = value_head(dim, mesh=mesh, device=device)
-        self.parameters = list(self.head.parameters())  # the shards, also while FSDP holds them whole
+        self.parameters = list(
+            self.head.parameters()
+        )  # the shards, also while FSDP holds them whole
         self._named = list(zip(("weight", "bias"), self.parameters, strict=True))
-        self.optimizer = build_optimizer(self.parameters, lr=settings.lr, betas=betas, eps=eps, weight_decay=0.0)
+        self.optimizer = build_optimizer(
+            self.parameters, lr=settings.lr, betas=betas, eps=eps, weight_decay=0.0
+        )
 
     def step(self, factor: float) -> None:
         """One optimizer step at `factor` times its learning rate."""
@@ -67,7 +75,9 @@ class Critic:
         self.optimizer.step()
 
     def targets(self, groups: list[Group], rewards: list[Rewards], values: Tensor) -> list[Targets]:
-        """Advantages and returns of every token. values [C]: the old ones of all groups' tokens, end to end; 0 where not trained."""
+        """Advantages and returns of every token. values [C]: the old ones of all groups' tokens,
+        end to end; 0 where not trained.
+        """
         if not groups:
             return []
         lengths = torch.cat([g.lengths for g in groups])
@@ -76,9 +86,13 @@ class Critic:
         trained = torch.cat([trainable(g) for g in groups]).repeat_interleave(lengths)
         sizes = [g.token_ids.numel() for g in groups]
         by_group = [torch.where(trained, x, 0).split(sizes) for x in (*made, values)]
-        return [Targets(r.completions, *of_group) for r, *of_group in zip(rewards, *by_group, strict=True)]
+        return [
+            Targets(r.completions, *of_group)
+            for r, *of_group in zip(rewards, *by_group, strict=True)
+        ]
 
-    # -- snapshots ----------------------------------------------------------------------------------------------------
+    # -- checkpoints
+    # ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
         """This rank's shard of the head and of its moments, and which rows they are."""
@@ -88,13 +102,17 @@ class Critic:
             state["value_rows"][name] = [rows.offsets, rows.lengths]
             state[f"value/{name}"] = local(p)
             moments = self.optimizer.state.get(p, {})
-            state |= {f"value/{key}/{name}": local(moments[key]) for key in _MOMENTS if key in moments}
+            state |= {
+                f"value/{key}/{name}": local(moments[key]) for key in _MOMENTS if key in moments
+            }
             state["value_step"] = float(moments.get("step", 0.0))
         return state
 
     @torch.no_grad()
     def load_state_dict(self, part: dict) -> bool:
-        """Take what one rank's part holds of this rank's shard. False if that rank saved nothing of a value head."""
+        """Take what one rank's part holds of this rank's shard. False if that rank saved nothing of
+        a value head.
+        """
         if "value_rows" not in part:
             return False
         for name, p in self._named:
@@ -106,13 +124,20 @@ class Critic:
                 state["step"] = torch.tensor(part["value_step"], device=p.device)
                 if key not in state:
                     state[key] = torch.zeros_like(p)
-                local(state[key])[common.within(mine)].copy_(part[f"value/{key}/{name}"][common.within(theirs)])
+                local(state[key])[common.within(mine)].copy_(
+                    part[f"value/{key}/{name}"][common.within(theirs)]
+                )
         return True
 
     def offloadable(self) -> Iterable[Tensor]:
         """The head and its moments; gradients end with the step."""
         self.optimizer.zero_grad(set_to_none=True)
-        moments = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        moments = [
+            t
+            for state in self.optimizer.state.values()
+            for t in state.values()
+            if isinstance(t, Tensor)
+        ]
         return [local(t) for t in (*self.parameters, *moments)]
 
 

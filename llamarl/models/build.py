@@ -3,22 +3,25 @@
     decoder = build_decoder(read_config(DIR))            # on the meta device unless told otherwise
     logits_TV = decoder(tokens_T, positions_T, PackedAttention(cu_seqlens))
 
-To add a family whose blocks are Llama's, add its architecture name to FAMILIES in config.py with what differs.
+To add a family whose blocks are Llama's, add its architecture name to FAMILIES in config.py with
+what differs.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns, at import, of kernels that nothing here uses
+# It warns, at import, of kernels that nothing here uses.
+logging.getLogger("torchao").setLevel(logging.ERROR)
 
-from torchtune.modules import TransformerDecoder  # noqa: E402
+# isort: split
+from torchtune.modules import TransformerDecoder
 
 from llamarl.models.attention import Attention, AttentionContext, Rotary
 from llamarl.models.config import ModelConfig, read_config
@@ -64,13 +67,17 @@ class SplitFeedForward(FeedForward):
 
 
 class Layer(nn.Module):
-    """h = x + attn(norm(x)), h + mlp(norm(h)): torchtune's TransformerSelfAttentionLayer, under its names."""
+    """h = x + attn(norm(x)), h + mlp(norm(h)): torchtune's TransformerSelfAttentionLayer, under its
+    names.
+    """
 
     def __init__(self, *, attn: Attention, mlp: FeedForward, sa_norm: RMSNorm, mlp_norm: RMSNorm):
         super().__init__()
         self.attn, self.mlp, self.sa_norm, self.mlp_norm = attn, mlp, sa_norm, mlp_norm
 
-    def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, *, mask: AttentionContext, input_pos: tuple[Tensor, Tensor]
+    ) -> Tensor:
         x_TD, normed_TD = add_rms_norm(x_TD, None, self.sa_norm.scale, self.sa_norm.eps)
         attended_TD = self.attn(normed_TD, mask=mask, input_pos=input_pos)
         h_TD, normed_TD = add_rms_norm(x_TD, attended_TD, self.mlp_norm.scale, self.mlp_norm.eps)
@@ -80,8 +87,8 @@ class Layer(nn.Module):
 class Decoder(TransformerDecoder):
     """Torchtune's decoder over flat tokens.
 
-    The head is handed in because training never wants all [T, V] logits at once: `head(hidden [T, D], weight [V, D])`
-    runs inside forward, where FSDP has the weight whole.
+    The head is handed in because training never wants all [T, V] logits at once: `head(hidden [T,
+    D], weight [V, D])` runs inside forward, where FSDP has the weight whole.
     """
 
     activation_checkpointing = False  # recompute each layer in backward
@@ -99,8 +106,12 @@ class Decoder(TransformerDecoder):
         return self.tok_embeddings.weight if self.config.tie_word_embeddings else self.output.weight
 
     def project(self, h_TD: Tensor, weight_VD: Tensor) -> Tensor:
-        """Logits [T, V] of hidden states: by the output weight, or, where that is quantised, by its module."""
-        return self.output(h_TD) if hasattr(self.output, "weight_scale") else F.linear(h_TD, weight_VD)
+        """Logits [T, V] of hidden states: by the output weight, or, where that is quantised, by its
+        module.
+        """
+        return (
+            self.output(h_TD) if hasattr(self.output, "weight_scale") else F.linear(h_TD, weight_VD)
+        )
 
     @property
     def num_cached_kv_heads(self) -> int:
@@ -114,11 +125,12 @@ class Decoder(TransformerDecoder):
         attention: AttentionContext,
         head: Callable[[Tensor, Tensor], object] | None = None,
     ):
-        """Logits [T, V] in the model's dtype, or what `head` (default: `project`) makes of the normed hidden states and the
-        output weight.
+        """Logits [T, V] in the model's dtype, or what `head` (default: `project`) makes of the
+        normed hidden states and the output weight.
 
-        Collective over the ranks of a tensor-parallel decoder. Where these split the vocabulary, `head` must return the
-        logits [..., V / ranks] of the rows that it is given, and every rank gets them all.
+        Collective over the ranks of a tensor-parallel decoder. Where these split the vocabulary,
+        `head` must return the logits [..., V / ranks] of the rows that it is given, and every rank
+        gets them all.
         """
         longest = getattr(attention, "longest", None) or int(positions_T.max()) + 1
         h = self.tok_embeddings(tokens_T)
@@ -143,8 +155,8 @@ def build_decoder(
 ) -> Decoder:
     """The decoder with uninitialised weights (`llamarl.models.hf.load_weights` fills them).
 
-    tensor_parallel: of every parameter only the rank's part, as llamarl.models.sharding says, under the same name.
-    ValueError if there are fewer query heads than ranks.
+    tensor_parallel: of every parameter only the rank's part, as llamarl.models.sharding says, under
+    the same name. ValueError if there are fewer query heads than ranks.
     """
     c, tp = config, tensor_parallel if tensor_parallel and tensor_parallel.size > 1 else None
     units = span(c.intermediate_size, tp.rank, tp.size)[1] if tp else c.intermediate_size
@@ -153,7 +165,11 @@ def build_decoder(
 
     def layer(i: int) -> Layer:
         up, gate = (nn.Linear(c.hidden_size, units, bias=False) for _ in range(2))
-        projections = {"gate_proj": gate, "down_proj": nn.Linear(units, c.hidden_size, bias=False), "up_proj": up}
+        projections = {
+            "gate_proj": gate,
+            "down_proj": nn.Linear(units, c.hidden_size, bias=False),
+            "up_proj": up,
+        }
         return Layer(
             attn=Attention(i, c, tp),
             mlp=SplitFeedForward(tp, **projections) if tp else FeedForward(**projections),
@@ -165,13 +181,17 @@ def build_decoder(
         decoder = Decoder(
             config,
             tp,
-            tok_embeddings=SplitEmbedding(c.vocab_size, c.hidden_size, tp) if splits else nn.Embedding(rows, c.hidden_size),
+            tok_embeddings=SplitEmbedding(c.vocab_size, c.hidden_size, tp)
+            if splits
+            else nn.Embedding(rows, c.hidden_size),
             layers=nn.ModuleList(layer(i) for i in range(c.num_hidden_layers)),
             max_seq_len=c.max_position_embeddings,
             num_heads=c.num_attention_heads,
             head_dim=c.head_dim,
             norm=RMSNorm(c.hidden_size, eps=c.rms_norm_eps),
-            output=nn.Identity() if c.tie_word_embeddings else nn.Linear(c.hidden_size, rows, bias=False),
+            output=nn.Identity()
+            if c.tie_word_embeddings
+            else nn.Linear(c.hidden_size, rows, bias=False),
         )
     decoder = decoder.to(dtype)
     return decoder if str(device) == "meta" else decoder.to_empty(device=device)

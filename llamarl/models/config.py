@@ -12,9 +12,15 @@ FAMILIES = {  # architecture -> whether q, k and v carry a bias
     "Qwen2ForCausalLM": True,
 }
 _COUNTS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "max_position_embeddings",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +59,17 @@ def read_json(file: Path) -> dict:
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise ValueError(f"{file}: not JSON: {error}; fetch it again") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{file}: need a JSON object, this is {type(value).__name__}; fetch it again")
+        raise ValueError(
+            f"{file}: need a JSON object, this is {type(value).__name__}; fetch it again"
+        )
     return value
 
 
 def read_config(path: str | Path) -> ModelConfig:
     """Read DIR/config.json (or the file itself).
 
-    FileNotFoundError if it is absent; ValueError for an unsupported architecture, sliding-window attention in use, or
-    a missing or impossible field, naming the file.
+    FileNotFoundError if it is absent; ValueError for an unsupported architecture, sliding-window
+    attention in use, or a missing or impossible field, naming the file.
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
@@ -78,13 +86,17 @@ def read_config(path: str | Path) -> ModelConfig:
         )
     if architecture == "MistralForCausalLM":
         raw.setdefault("sliding_window", 4096)  # transformers' own default
-    if raw.get("sliding_window") and raw.get("use_sliding_window", architecture == "MistralForCausalLM"):
+    if raw.get("sliding_window") and raw.get(
+        "use_sliding_window", architecture == "MistralForCausalLM"
+    ):
         if raw["sliding_window"] < raw.get("max_position_embeddings", 0):
             raise ValueError(
                 f"{file}: sliding-window attention is not supported; set sliding_window to null to attend to everything"
             )
     if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{file}: hidden_act {raw['hidden_act']} is not supported; supported: silu")
+        raise ValueError(
+            f"{file}: hidden_act {raw['hidden_act']} is not supported; supported: silu"
+        )
     for key in ("attention_bias", "mlp_bias"):  # transformers reads them for Llama alone
         if architecture == "LlamaForCausalLM" and raw.get(key):
             raise ValueError(
@@ -93,7 +105,9 @@ def read_config(path: str | Path) -> ModelConfig:
     _check_kinds(raw, file)
     # transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling.
     rope = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or ({k: v for k, v in rope.items() if k != "rope_theta"} or None)
+    scaling = raw.get("rope_scaling") or (
+        {k: v for k, v in rope.items() if k != "rope_theta"} or None
+    )
     try:
         heads = raw["num_attention_heads"]
         return ModelConfig(
@@ -120,7 +134,9 @@ def _check_kinds(raw: dict, file: Path) -> None:
     """ValueError for a count that is none, or RoPE fields that are no objects."""
     for key in _COUNTS:
         if raw.get(key) is not None and not (type(raw[key]) is int and raw[key] > 0):
-            raise ValueError(f"{file}: {key}={raw[key]!r}: need a whole number of at least 1; fetch it again")
+            raise ValueError(
+                f"{file}: {key}={raw[key]!r}: need a whole number of at least 1; fetch it again"
+            )
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(key) or {}, dict):
             raise ValueError(f"{file}: {key}={raw[key]!r}: need an object with rope_type, or null")

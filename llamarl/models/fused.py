@@ -1,10 +1,13 @@
-"""What a layer computes between its products: each is one pass over memory on a CPU, forward and backward.
+"""What a layer computes between its products: each is one pass over memory on a CPU, forward and
+backward.
 
-A layer's additions, multiplications and roundings one by one cost a CPU more than its products do. Each function here states its
-equation and holds it in plain PyTorch; on a CPU in float32 or bfloat16 a kernel of llamarl/native/train.c computes the same, with
-float32 inside, and rounds where the plain one does or less often. On GPUs, in float64 and without a compiler the plain one is used.
+A layer's additions, multiplications and roundings one by one cost a CPU more than its products do.
+Each function here states its equation and holds it in plain PyTorch; on a CPU in float32 or
+bfloat16 a kernel of llamarl/native/train.c computes the same, with float32 inside, and rounds where
+the plain one does or less often. On GPUs, in float64 and without a compiler the plain one is used.
 
-Shapes: T tokens, D features, H heads, K head dim, N segments, G key/value heads, R = H / G, L queries, M keys.
+Shapes: T tokens, D features, H heads, K head dim, N segments, G key/value heads, R = H / G, L
+queries, M keys.
 """
 
 from __future__ import annotations
@@ -24,7 +27,13 @@ from llamarl.native import library
 # Neither errno nor traps are looked at: a compiler makes vectors of the loops then.
 _MATH = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS = {torch.float32: _MATH, torch.bfloat16: (*_MATH, "-DBF16")}
-_KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double, "n": ctypes.c_int}
+_KINDS = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int64,
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+    "n": ctypes.c_int,
+}
 _ARGUMENTS = {
     "add_up": "ppin",
     "rms_norm": "ppppppiidn",
@@ -43,11 +52,16 @@ _ARGUMENTS = {
 
 
 class _Scores(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("segments", "groups", "rows", "queries", "keys", "prefix")]
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("segments", "groups", "rows", "queries", "keys", "prefix")
+    ]
 
 
 class _Segments(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("segments", "groups", "shared", "places", "head_dim")]
+    _fields_ = [
+        (name, ctypes.c_int64) for name in ("segments", "groups", "shared", "places", "head_dim")
+    ]
 
 
 def kernels(x: Tensor) -> ctypes.CDLL | None:
@@ -75,16 +89,24 @@ def add_up(total: Tensor, part: Tensor) -> None:
 
 
 def rms_norm(x: Tensor, scale_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) in float32, then in x's dtype times scale: Hugging Face's order of rounding. x [..., D]."""
+    """x / sqrt(mean(x^2) + eps) in float32, then in x's dtype times scale: Hugging Face's order of
+    rounding. x [..., D].
+    """
     return add_rms_norm(x, None, scale_D, eps)[1]
 
 
-def add_rms_norm(x: Tensor, change: Tensor | None, scale_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(h, rms_norm(h)) with h = x + change (None: x): the residual stream and what the next block reads of it, together."""
+def add_rms_norm(
+    x: Tensor, change: Tensor | None, scale_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(h, rms_norm(h)) with h = x + change (None: x): the residual stream and what the next block
+    reads of it, together.
+    """
     if x.dtype != scale_D.dtype or kernels(x) is None:
         h = x if change is None else x + change
         return h, plain_rms_norm(h, scale_D, eps)
-    return _AddRmsNorm.apply(x.contiguous(), None if change is None else change.contiguous(), scale_D, eps)
+    return _AddRmsNorm.apply(
+        x.contiguous(), None if change is None else change.contiguous(), scale_D, eps
+    )
 
 
 def plain_rms_norm(x: Tensor, scale_D: Tensor, eps: float) -> Tensor:
@@ -94,15 +116,21 @@ def plain_rms_norm(x: Tensor, scale_D: Tensor, eps: float) -> Tensor:
 
 
 class _AddRmsNorm(Function):
-    """n = h / rms(h), s = g scale:   dh = (s - n mean(s n)) / rms(h) + the stream's own,   dscale = sum over rows of g n."""
+    """n = h / rms(h), s = g scale:   dh = (s - n mean(s n)) / rms(h) + the stream's own,   dscale =
+    sum over rows of g n.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, change: Tensor | None, scale_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, x: Tensor, change: Tensor | None, scale_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         dim = scale_D.numel()
         rows = x.numel() // dim
         h = x.view_as(x) if change is None else torch.empty_like(x)
         y, inverse_T = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
-        addresses = (None if t is None else t.data_ptr() for t in (y, inverse_T, h, x, change, scale_D))
+        addresses = (
+            None if t is None else t.data_ptr() for t in (y, inverse_T, h, x, change, scale_D)
+        )
         kernels(x).rms_norm(*addresses, rows, dim, eps, torch.get_num_threads())
         ctx.save_for_backward(h, scale_D, inverse_T)
         ctx.changes = change is not None
@@ -111,7 +139,9 @@ class _AddRmsNorm(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_h: Tensor | None, grad_y: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx, grad_h: Tensor | None, grad_y: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         h, scale_D, inverse_T = ctx.saved_tensors
         grad_y = torch.zeros_like(h) if grad_y is None else grad_y.contiguous()
         grad_h = None if grad_h is None else grad_h.contiguous()
@@ -119,8 +149,15 @@ class _AddRmsNorm(Function):
         sums_D = torch.empty_like(scale_D, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         tensors = (grad_x, sums_D, grad_h, grad_y, h, inverse_T, scale_D)
         addresses = (None if t is None else t.data_ptr() for t in tensors)
-        kernels(h).rms_norm_backward(*addresses, inverse_T.numel(), scale_D.numel(), torch.get_num_threads())
-        return grad_x, grad_x if ctx.changes else None, None if sums_D is None else sums_D.to(scale_D.dtype), None
+        kernels(h).rms_norm_backward(
+            *addresses, inverse_T.numel(), scale_D.numel(), torch.get_num_threads()
+        )
+        return (
+            grad_x,
+            grad_x if ctx.changes else None,
+            None if sums_D is None else sums_D.to(scale_D.dtype),
+            None,
+        )
 
 
 # --- The MLP's gate ---
@@ -162,9 +199,11 @@ class _SwiGlu(Function):
 
 
 def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair (i, i + K/2) of every head turned by its token's angle; cos, sin [T, 1, K] float32, their halves equal.
+    """Each pair (i, i + K/2) of every head turned by its token's angle; cos, sin [T, 1, K] float32,
+    their halves equal.
 
-    The kernel multiplies in float32 and rounds once; plain operations round cos, sin and each product to x's dtype.
+    The kernel multiplies in float32 and rounds once; plain operations round cos, sin and each
+    product to x's dtype.
     """
     if cos.dtype != torch.float32 or kernels(x_THK) is None:
         return plain_rotate(x_THK, cos, sin)
@@ -202,7 +241,9 @@ def _rotated(x_THK: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tenso
 
 
 def projections(x_TD: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
-    """linear(x) for each of them. Where all are plain, the input's gradient adds up inside the products of backward."""
+    """linear(x) for each of them. Where all are plain, the input's gradient adds up inside the
+    products of backward.
+    """
     plain = all(type(linear) is nn.Linear for linear in linears)
     if not plain or x_TD.dim() != 2 or not torch.is_grad_enabled():
         return tuple(linear(x_TD) for linear in linears)
@@ -230,7 +271,9 @@ class _Projections(Function):
             for grad, weight in zip(grads[1:], weights[1:]):
                 grad_x.addmm_(grad, weight)
         of_weights = [grad.T @ x_TD if wants else None for grad, wants in zip(grads, wanted)]
-        of_biases = [grad.sum(0) if wants else None for grad, wants in zip(grads, wanted[len(grads) :])]
+        of_biases = [
+            grad.sum(0) if wants else None for grad, wants in zip(grads, wanted[len(grads) :])
+        ]
         return grad_x, None, *of_weights, *of_biases
 
 
@@ -239,9 +282,11 @@ class _Projections(Function):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """N segments of a packed batch, padded to L queries and M = P + L keys each; P: places before a segment's own tokens.
+    """N segments of a packed batch, padded to L queries and M = P + L keys each; P: places before a
+    segment's own tokens.
 
-    Query i of segment n sees the first seen_N[n] of its P places (None: P = 0), and its own tokens up to i.
+    Query i of segment n sees the first seen_N[n] of its P places (None: P = 0), and its own tokens
+    up to i.
     """
 
     queries_NL: Tensor  # int64: the token at each place; behind a segment's length any real one
@@ -262,10 +307,12 @@ class Part:
 
 
 def packed_products(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, parts: Sequence[Part]) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v [T, H, K] over the keys that each part says, by batched products. CPU, where `kernels` are.
+    """softmax(q k^T / sqrt(K)) v [T, H, K] over the keys that each part says, by batched products.
+    CPU, where `kernels` are.
 
-    Every token is a query of one part. Holds all weights, in the operands' dtype; the softmax is float32, and so is the sum of
-    a key's gradients over the segments that see it. `masked_products` of each part is the same by plain operations.
+    Every token is a query of one part. Holds all weights, in the operands' dtype; the softmax is
+    float32, and so is the sum of a key's gradients over the segments that see it. `masked_products`
+    of each part is the same by plain operations.
     """
     return _PackedProducts.apply(q_THK.contiguous(), k_TGK.contiguous(), v_TGK.contiguous(), parts)
 
@@ -273,12 +320,15 @@ def packed_products(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, parts: Sequence
 def masked_products(q_NHLK: Tensor, k_NGMK: Tensor, v_NGMK: Tensor, mask: Tensor | None) -> Tensor:
     """Attention [N, H, L, K] by plain batched products; holds all N H L M weights.
 
-    Sums and the softmax are float32's or wider; in bfloat16 scores and weights are rounded to it between the products.
-    mask: bool, broadcast to [N, 1, L, M], true where a key is seen; None: causal, L = M.
+    Sums and the softmax are float32's or wider; in bfloat16 scores and weights are rounded to it
+    between the products. mask: bool, broadcast to [N, 1, L, M], true where a key is seen; None:
+    causal, L = M.
     """
     n, heads, longest, head_dim = q_NHLK.shape
     groups, keys = k_NGMK.shape[1:3]
-    q = q_NHLK.reshape(n, groups, -1, head_dim) * head_dim**-0.5  # the query heads of one key head as more rows
+    q = (
+        q_NHLK.reshape(n, groups, -1, head_dim) * head_dim**-0.5
+    )  # the query heads of one key head as more rows
     scores = (q @ k_NGMK.transpose(-1, -2)).view(n, heads, longest, keys)
     if mask is None:
         hidden = torch.ones(longest, longest, dtype=torch.bool, device=q.device).triu(1)
@@ -300,13 +350,18 @@ class _PackedProducts(Function):
         groups, head_dim = k_TGK.shape[1:]
         for part in parts:
             q_BRK = _gathered(q_THK, part.queries_NL, groups)
-            k_BMK, v_BMK = _gathered(k_TGK, part.keys_NM, groups), _gathered(v_TGK, part.keys_NM, groups)
+            k_BMK, v_BMK = (
+                _gathered(k_TGK, part.keys_NM, groups),
+                _gathered(v_TGK, part.keys_NM, groups),
+            )
             weights_BRM = torch.bmm(q_BRK, k_BMK.transpose(1, 2))
             seen = None if part.seen_N is None else part.seen_N.data_ptr()
             threads = torch.get_num_threads()
             room = weights_BRM.new_empty(threads, weights_BRM.shape[-1], dtype=torch.float32)
             addresses = (weights_BRM.data_ptr(), room.data_ptr(), seen)
-            kernels(q_THK).causal_softmax(*addresses, _scores(part, weights_BRM), head_dim**-0.5, threads)
+            kernels(q_THK).causal_softmax(
+                *addresses, _scores(part, weights_BRM), head_dim**-0.5, threads
+            )
             _scatter(torch.bmm(weights_BRM, v_BMK), part, groups, out_THK)
             kept += [q_BRK, k_BMK, v_BMK, weights_BRM]
         ctx.save_for_backward(*kept)
@@ -326,8 +381,13 @@ class _PackedProducts(Function):
             grad_BRK = _gathered(grad_THK, part.queries_NL, groups, part.lengths_N)
             _scatter_add(torch.bmm(weights_BRM.transpose(1, 2), grad_BRK), part, grad_v)
             grad_BRM = torch.bmm(grad_BRK, v_BMK.transpose(1, 2))
-            addresses, scale = (grad_BRM.data_ptr(), weights_BRM.data_ptr()), q_BRK.shape[-1] ** -0.5
-            kernels(q_BRK).causal_softmax_backward(*addresses, _scores(part, grad_BRM), scale, torch.get_num_threads())
+            addresses, scale = (
+                (grad_BRM.data_ptr(), weights_BRM.data_ptr()),
+                q_BRK.shape[-1] ** -0.5,
+            )
+            kernels(q_BRK).causal_softmax_backward(
+                *addresses, _scores(part, grad_BRM), scale, torch.get_num_threads()
+            )
             _scatter(torch.bmm(grad_BRM, k_BMK), part, groups, grad_q)
             _scatter_add(torch.bmm(grad_BRM.transpose(1, 2), q_BRK), part, grad_k)
         return grad_q, grad_k.to(grad_q.dtype), grad_v.to(grad_q.dtype), None
@@ -339,7 +399,9 @@ def _scores(part: Part, scores_BRM: Tensor) -> object:
     return ctypes.byref(_Scores(segments, batches // segments, rows, queries, keys, part.prefix))
 
 
-def _gathered(x_THK: Tensor, index_NL: Tensor, groups: int, lengths_N: Tensor | None = None) -> Tensor:
+def _gathered(
+    x_THK: Tensor, index_NL: Tensor, groups: int, lengths_N: Tensor | None = None
+) -> Tensor:
     """[N G, R L, K]: the heads of the tokens at each place; zeros behind the lengths."""
     heads, head_dim = x_THK.shape[1:]
     n, places = index_NL.shape

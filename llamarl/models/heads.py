@@ -1,12 +1,13 @@
 """Scalar heads on a decoder's last hidden states.
 
-A head is a module of its own beside the decoder: the decoder's parameters, which travel to generators and are exported, stay
-what they are. It is called inside the decoder's forward, through the head that is handed in there.
+A head is a module of its own beside the decoder: the decoder's parameters, which travel to
+generators and are exported, stay what they are. It is called inside the decoder's forward, through
+the head that is handed in there.
 """
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 
 class ValueHead(nn.Module):
-    """v = h . w + b: [R, D] -> [R] float32. It starts at 0, on every rank alike: all values are 0 then.
+    """v = h . w + b: [R, D] -> [R] float32. It starts at 0, on every rank alike: all values are 0
+    then.
 
     w is [D], not [1, D], so that FSDP's shards of it are even.
     """
@@ -29,7 +31,9 @@ class ValueHead(nn.Module):
 
 
 def value_head(dim: int, *, mesh: DeviceMesh | None, device: torch.device) -> ValueHead:
-    """A value head, float32, sharded over `mesh` like the decoder's parameters. Collective over it from the first use on."""
+    """A value head, float32, sharded over `mesh` like the decoder's parameters. Collective over it
+    from the first use on.
+    """
     head = ValueHead(dim).to(device)
     if mesh is not None and mesh.size() > 1:
         fully_shard(head, mesh=mesh, reshard_after_forward=False)
@@ -39,7 +43,9 @@ def value_head(dim: int, *, mesh: DeviceMesh | None, device: torch.device) -> Va
 def with_values(
     head: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], values: ValueHead, rows: Tensor
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """A head for Decoder.forward: what `head` gives (logprobs, entropy), and the value of the hidden state of each row."""
+    """A head for Decoder.forward: what `head` gives (logprobs, entropy), and the value of the
+    hidden state of each row.
+    """
 
     def both(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return *head(hidden_TD, weight_VD), values(hidden_TD.index_select(0, rows))

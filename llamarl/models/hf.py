@@ -1,6 +1,7 @@
 """Hugging Face directories in and out: parameter names, safetensors, tokenizer.
 
-Weights are the same numbers under other names on both sides (no permutation), so a round trip is bit-exact.
+Weights are the same numbers under other names on both sides (no permutation), so a round trip is
+bit-exact.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Iterable, Iterator, Mapping
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,7 +34,10 @@ _NAMES = (  # decoder name -> Hugging Face name
     ("layers.{}.mlp.w2.", "model.layers.{}.mlp.down_proj."),
     ("layers.{}.mlp.w3.", "model.layers.{}.mlp.up_proj."),
 )
-ADAPTERS = (".lora_a", ".lora_b")  # ends of the names of parameters that no directory has (llamarl.models.lora)
+ADAPTERS = (
+    ".lora_a",
+    ".lora_b",
+)  # ends of the names of parameters that no directory has (llamarl.models.lora)
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 _COPIED = (
     "config.json",
@@ -63,15 +67,19 @@ def hf_name(name: str) -> str:
 
 
 def named_parameters_hf(decoder: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(Hugging Face name, parameter), in the decoder's order, adapters included. Wrapper prefixes of checkpointing are dropped."""
+    """(Hugging Face name, parameter), in the decoder's order, adapters included. Wrapper prefixes
+    of checkpointing are dropped.
+    """
     for name, parameter in decoder.named_parameters():
         yield hf_name(name.replace("_checkpoint_wrapped_module.", "")), parameter
 
 
 class SafetensorsDir:
-    """The tensors of a model directory, read one at a time or by slice; sharded (index.json) or single.
+    """The tensors of a model directory, read one at a time or by slice; sharded (index.json) or
+    single.
 
-    FileNotFoundError or ValueError naming the file when one is missing, truncated or not safetensors.
+    FileNotFoundError or ValueError naming the file when one is missing, truncated or not
+    safetensors.
     """
 
     def __init__(self, path: str | Path):
@@ -82,7 +90,9 @@ class SafetensorsDir:
         elif single.is_file():
             files = [single.name]
         else:
-            raise FileNotFoundError(f"{single}: no such file; weights are loaded from safetensors only")
+            raise FileNotFoundError(
+                f"{single}: no such file; weights are loaded from safetensors only"
+            )
         self._handles, self._where = [], {}
         for name in files:
             handle = self._open(self.path / name)
@@ -96,7 +106,9 @@ class SafetensorsDir:
         try:
             return safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file}: not a whole safetensors file ({error}); fetch it again") from error
+            raise ValueError(
+                f"{file}: not a whole safetensors file ({error}); fetch it again"
+            ) from error
 
     def keys(self) -> set[str]:
         return set(self._where)
@@ -117,7 +129,9 @@ class SafetensorsDir:
 def _weight_map(index: Path) -> dict[str, str]:
     """Tensor -> file. ValueError naming the index if it says no such thing."""
     named = read_json(index).get("weight_map")
-    if not (isinstance(named, dict) and named and all(isinstance(file, str) for file in named.values())):
+    if not (
+        isinstance(named, dict) and named and all(isinstance(file, str) for file in named.values())
+    ):
         raise ValueError(f"{index}: no weight_map from tensors to files; fetch it again")
     return named
 
@@ -133,9 +147,17 @@ class _Given(dict[str, Tensor]):
     get_slice = dict.__getitem__
 
 
-def weight_problems(source: SafetensorsDir | _Given, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """What is absent, unknown, or of another shape than `shapes` by Hugging Face names, sorted. Reads no numbers."""
-    unused = {k for k in source.keys() if not k.endswith("rotary_emb.inv_freq")} - set(shapes) - {"lm_head.weight"}
+def weight_problems(
+    source: SafetensorsDir | _Given, shapes: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """What is absent, unknown, or of another shape than `shapes` by Hugging Face names, sorted.
+    Reads no numbers.
+    """
+    unused = (
+        {k for k in source.keys() if not k.endswith("rotary_emb.inv_freq")}
+        - set(shapes)
+        - {"lm_head.weight"}
+    )
     problems = [f"{name}: absent" for name in shapes if name not in source.keys()]
     problems += [f"{name}: not in this architecture" for name in unused]
     for name in shapes.keys() & source.keys():
@@ -147,7 +169,9 @@ def weight_problems(source: SafetensorsDir | _Given, shapes: Mapping[str, tuple[
 def check_weights(source: SafetensorsDir | _Given, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """ValueError with the first of weight_problems."""
     if problems := weight_problems(source, shapes):
-        raise ValueError(f"{source.path}: weights do not fit config.json:\n  " + "\n  ".join(problems[:20]))
+        raise ValueError(
+            f"{source.path}: weights do not fit config.json:\n  " + "\n  ".join(problems[:20])
+        )
 
 
 @torch.no_grad()
@@ -158,17 +182,23 @@ def load_weights(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
 ) -> nn.Module:
-    """Fill a decoder (on the meta device or not), one tensor at a time, from a model directory or whole tensors by its names. Returns it.
+    """Fill a decoder (on the meta device or not), one tensor at a time, from a model directory or
+    whole tensors by its names. Returns it.
 
-    Sharded parameters (DTensor) read their own rows only, and a tensor-parallel decoder its own part of each. Adapters are
-    left as they are. ValueError naming tensors that are absent, unknown, or of another shape; nothing is loaded by halves then.
+    Sharded parameters (DTensor) read their own rows only, and a tensor-parallel decoder its own
+    part of each. Adapters are left as they are. ValueError naming tensors that are absent, unknown,
+    or of another shape; nothing is loaded by halves then.
     """
     from torch.distributed.tensor import DTensor
 
     source = _Given(source) if isinstance(source, Mapping) else SafetensorsDir(source)
     wanted = _of_directories(decoder)
     tp = getattr(decoder, "tensor_parallel", None)
-    shapes = parameter_shapes(decoder.config) if tp else {name: tuple(p.shape) for name, p in wanted.items()}
+    shapes = (
+        parameter_shapes(decoder.config)
+        if tp
+        else {name: tuple(p.shape) for name, p in wanted.items()}
+    )
     check_weights(source, shapes)
 
     if any(p.is_meta for p in wanted.values()):
@@ -177,10 +207,19 @@ def load_weights(
     for name, parameter in wanted.items():
         box = Box.whole(shapes[name])
         if tp:
-            box = tensor_parallel_box(decoder.config, name, box.lengths, tp.rank, tp.size, split_vocabulary=tp.split_vocabulary)
+            box = tensor_parallel_box(
+                decoder.config,
+                name,
+                box.lengths,
+                tp.rank,
+                tp.size,
+                split_vocabulary=tp.split_vocabulary,
+            )
         if isinstance(parameter, DTensor):
             box, parameter = box.cut(0, *local_rows(parameter)), parameter.to_local()
-        parameter.copy_(source.get_slice(name)[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.lengths))])
+        parameter.copy_(
+            source.get_slice(name)[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.lengths))]
+        )
     return decoder.to(dtype) if dtype else decoder
 
 
@@ -192,12 +231,22 @@ def local_rows(parameter) -> tuple[int, int]:
     """(first row, number of rows) that this rank holds of an FSDP2 parameter sharded on dim 0."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
     return offset[0] if offset else 0, shape[0]
 
 
-def export(named_tensors: Iterable[tuple[str, Tensor]], like: str | Path, out: str | Path, *, dtype: torch.dtype) -> None:
-    """Write a directory that `transformers` loads: tensors as they come (at most SHARD_BYTES held), the rest from `like`."""
+def export(
+    named_tensors: Iterable[tuple[str, Tensor]],
+    like: str | Path,
+    out: str | Path,
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Write a directory that `transformers` loads: tensors as they come (at most SHARD_BYTES held),
+    the rest from `like`.
+    """
     out, like = Path(out), Path(like)
     out.mkdir(parents=True, exist_ok=True)
     shards: list[tuple[str, list[str]]] = []
@@ -213,7 +262,10 @@ def export(named_tensors: Iterable[tuple[str, Tensor]], like: str | Path, out: s
     for name, tensor in named_tensors:
         tensor = tensor.detach().to("cpu", dtype).contiguous()
         size = tensor.numel() * tensor.element_size()
-        if pending and sum(t.numel() * t.element_size() for t in pending.values()) + size > SHARD_BYTES:
+        if (
+            pending
+            and sum(t.numel() * t.element_size() for t in pending.values()) + size > SHARD_BYTES
+        ):
             flush()
         # A copy, so that the parameter may change while later ones are gathered.
         pending[name], total = tensor.clone(), total + size
@@ -242,5 +294,7 @@ def load_tokenizer(path: str | Path):
     from transformers import AutoTokenizer
 
     if not (Path(path) / "tokenizer_config.json").is_file():
-        raise FileNotFoundError(f"{path}: no tokenizer_config.json; a model directory needs its tokenizer")
+        raise FileNotFoundError(
+            f"{path}: no tokenizer_config.json; a model directory needs its tokenizer"
+        )
     return AutoTokenizer.from_pretrained(path, local_files_only=True)

@@ -1,17 +1,19 @@
-"""LoRA: low-rank adapters beside frozen projections, and the policy's weights as if there were none.
+"""LoRA: low-rank adapters beside frozen projections, and the policy's weights as if there were
+none.
 
     W x + (alpha / r) B A x        A [r, D_in], B [D_out, r], B = 0 at the start          (Hu et al. 2021, 4.1)
 
-Adapters are parameters of the projection's own module, so FSDP2 shards them with it: B by the rows of W, A by its r rows. What
-leaves the trainer (weights to generators, exported directories) is W + (alpha / r) B A, made of this rank's rows alone: only A,
-which is small, is gathered. There is no dropout: the policy that is sampled has none, and ratios compare with that policy.
+Adapters are parameters of the projection's own module, so FSDP2 shards them with it: B by the rows
+of W, A by its r rows. What leaves the trainer (weights to generators, exported directories) is W +
+(alpha / r) B A, made of this rank's rows alone: only A, which is small, is gathered. There is no
+dropout: the policy that is sampled has none, and ratios compare with that policy.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +27,9 @@ Value = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """rank r of each adapter; alpha: their product counts alpha / r; targets: Hugging Face names of projections; seed: of A."""
+    """rank r of each adapter; alpha: their product counts alpha / r; targets: Hugging Face names of
+    projections; seed: of A.
+    """
 
     rank: int
     alpha: float
@@ -37,28 +41,41 @@ class LoraLinear(nn.Linear):
     """A frozen projection with an adapter."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float):
-        super().__init__(base.in_features, base.out_features, base.bias is not None, device="meta", dtype=base.weight.dtype)
+        super().__init__(
+            base.in_features,
+            base.out_features,
+            base.bias is not None,
+            device="meta",
+            dtype=base.weight.dtype,
+        )
         self.weight, self.bias, self.scaling = base.weight, base.bias, alpha / rank
         like = {"device": base.weight.device, "dtype": base.weight.dtype}
         self.lora_a = nn.Parameter(torch.empty(rank, base.in_features, **like))
         self.lora_b = nn.Parameter(torch.empty(base.out_features, rank, **like))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias) + F.linear(F.linear(x, self.lora_a) * self.scaling, self.lora_b)
+        return F.linear(x, self.weight, self.bias) + F.linear(
+            F.linear(x, self.lora_a) * self.scaling, self.lora_b
+        )
 
 
 def add_lora(decoder: nn.Module, lora: Lora) -> nn.Module:
-    """Freeze the decoder and put adapters beside the targets, before it is sharded. `reset_lora` gives them values. Returns it.
+    """Freeze the decoder and put adapters beside the targets, before it is sharded. `reset_lora`
+    gives them values. Returns it.
 
     ValueError for targets that the model does not have, or a tensor-parallel decoder.
     """
     if getattr(decoder, "tensor_parallel", None) is not None:
-        raise ValueError("LoRA and tensor parallelism do not go together: a split projection's adapter is not split")
+        raise ValueError(
+            "LoRA and tensor parallelism do not go together: a split projection's adapter is not split"
+        )
     decoder.requires_grad_(False)
     found = set()
     for name, module in list(decoder.named_modules()):
         target = (
-            hf_name(f"{name}.weight").split(".")[-2] if isinstance(module, nn.Linear) and name.startswith("layers.") else None
+            hf_name(f"{name}.weight").split(".")[-2]
+            if isinstance(module, nn.Linear) and name.startswith("layers.")
+            else None
         )
         if target in lora.targets:
             found.add(target)
@@ -73,7 +90,9 @@ def add_lora(decoder: nn.Module, lora: Lora) -> nn.Module:
 
 @torch.no_grad()
 def reset_lora(decoder: nn.Module, lora: Lora) -> None:
-    """A uniform in +-1/sqrt(D_in), B zero. A is a function of (seed, place in the model) alone, however it is sharded."""
+    """A uniform in +-1/sqrt(D_in), B zero. A is a function of (seed, place in the model) alone,
+    however it is sharded.
+    """
     draw = torch.Generator().manual_seed(lora.seed)
     for module in (m for m in decoder.modules() if isinstance(m, LoraLinear)):
         bound = 1 / math.sqrt(module.in_features)
@@ -93,14 +112,16 @@ def is_adapter(name: str) -> bool:
 
 
 class PolicyWeights:
-    """The decoder's weights by Hugging Face name, adapters merged: what generators and `transformers` are given.
+    """The decoder's weights by Hugging Face name, adapters merged: what generators and
+    `transformers` are given.
 
-    Make it once the decoder is sharded and before it runs. Merged weights have buffers of their own, in float32 and this
-    rank's shards; the others are the parameters themselves.
+    Make it once the decoder is sharded and before it runs. Merged weights have buffers of their
+    own, in float32 and this rank's shards; the others are the parameters themselves.
     """
 
     def __init__(self, decoder: nn.Module):
-        # Captured now: while FSDP has a layer whole, its modules hold other tensors under these names.
+        # Captured now: while FSDP has a layer whole, its modules hold other tensors under these
+        # names.
         self._adapted = {
             hf_name(f"{name}.weight"): (module.weight, module.lora_a, module.lora_b, module.scaling)
             for name, module in decoder.named_modules()
@@ -108,13 +129,16 @@ class PolicyWeights:
         }
         held = [(name, p) for name, p in named_parameters_hf(decoder) if not is_adapter(name)]
         self.parameters: list[tuple[str, Tensor]] = [
-            (name, _like(p, torch.empty_like(_local(p))) if name in self._adapted else p) for name, p in held
+            (name, _like(p, torch.empty_like(_local(p))) if name in self._adapted else p)
+            for name, p in held
         ]
         self._unmerged = held
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Collective over the ranks that share the model: bring `parameters` up to date. Nothing to do without adapters."""
+        """Collective over the ranks that share the model: bring `parameters` up to date. Nothing to
+        do without adapters.
+        """
         for name, merged in self.parameters:
             if name in self._adapted:
                 _merge(*self._adapted[name], value=lambda p: p, out=_local(merged))
@@ -133,7 +157,9 @@ class PolicyWeights:
         return [_local(p) for name, p in self.parameters if name in self._adapted]
 
 
-def _merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float, *, value: Value, out: Tensor | None) -> Tensor:
+def _merge(
+    weight: Tensor, a: Tensor, b: Tensor, scaling: float, *, value: Value, out: Tensor | None
+) -> Tensor:
     """This rank's rows of W + scaling B A. Collective over the ranks that shard A."""
     a = value(a).detach()
     whole_a = a.full_tensor() if isinstance(a, DTensor) else a
@@ -147,7 +173,9 @@ def _like(parameter: Tensor, own: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return own
     shape = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(own, parameter.device_mesh, parameter.placements, run_check=False, **shape)
+    return DTensor.from_local(
+        own, parameter.device_mesh, parameter.placements, run_check=False, **shape
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""One rank's mixed precision: float32 masters are the parameters, and layers compute with copies in a lower precision.
+"""One rank's mixed precision: float32 masters are the parameters, and layers compute with copies in
+a lower precision.
 
     masters -> copies      cast once a step, by the first microbatch that needs them
     gradients -> masters   each added to the master's float32 gradient as soon as backward has made it
 
-FSDP does the same over ranks. On one rank its gathering, scattering and padded buffers are copies of every weight and gradient for
-nobody, which cost a CPU as much as half of the products do.
+FSDP does the same over ranks. On one rank its gathering, scattering and padded buffers are copies
+of every weight and gradient for nobody, which cost a CPU as much as half of the products do.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from llamarl.models.fused import add_up
 
 
 class Masters:
-    """Puts copies in the parameters' places while a layer, or the decoder around its layers, is in its forward.
+    """Puts copies in the parameters' places while a layer, or the decoder around its layers, is in
+    its forward.
 
-    Outside of forward the modules hold the masters. `last`: no microbatch of this step follows, so copies are forgotten after the
-    decoder's forward, but for what backward holds; a layer that backward recomputes makes its own again.
+    Outside of forward the modules hold the masters. `last`: no microbatch of this step follows, so
+    copies are forgotten after the decoder's forward, but for what backward holds; a layer that
+    backward recomputes makes its own again.
     """
 
     def __init__(self, decoder: nn.Module, dtype: torch.dtype):
@@ -49,7 +52,9 @@ class Masters:
         return copy
 
     def forget(self) -> None:
-        """Make the copies anew when they are needed next: the masters change, or their step has ended early."""
+        """Make the copies anew when they are needed next: the masters change, or their step has
+        ended early.
+        """
         self._copies.clear()
 
     def _begin(self, *_: object) -> None:
@@ -112,7 +117,9 @@ class _Copy(Function):
 
 
 class _Rows(Function):
-    """The copy's rows of these tokens. Their gradients are added to the master's rows: those of a whole embedding are zeros."""
+    """The copy's rows of these tokens. Their gradients are added to the master's rows: those of a
+    whole embedding are zeros.
+    """
 
     @staticmethod
     def forward(ctx, master: Tensor, copy: Tensor, tokens: Tensor) -> Tensor:

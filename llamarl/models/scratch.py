@@ -41,7 +41,9 @@ TINY_CONFIG = {  # 1.6 M parameters
 
 
 def tiny_directory() -> Path:
-    """Where the embedded model lies: a Llama of 1.6 M parameters that adds two-digit numbers right about 2 times in 5."""
+    """Where the embedded model lies: a Llama of 1.6 M parameters that adds two-digit numbers right
+    about 2 times in 5.
+    """
     return Path(__file__).parent / "tiny"
 
 
@@ -54,11 +56,15 @@ def write_directory(out: str | Path, config: dict, characters: str = CHARACTERS)
 
     vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *characters])}
     if config["vocab_size"] != len(vocabulary):
-        raise ValueError(f"vocab_size {config['vocab_size']}, but the tokenizer has {len(vocabulary)} tokens; make them equal")
+        raise ValueError(
+            f"vocab_size {config['vocab_size']}, but the tokenizer has {len(vocabulary)} tokens; make them equal"
+        )
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])]
+    )
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
 
     out = Path(out)
@@ -72,13 +78,21 @@ def write_directory(out: str | Path, config: dict, characters: str = CHARACTERS)
         "clean_up_tokenization_spaces": False,
         **{f"{token[1:-1]}_token": token for token in SPECIAL_TOKENS},
     }
-    for name, contents in (("config.json", config), ("generation_config.json", ids), ("tokenizer_config.json", settings)):
+    for name, contents in (
+        ("config.json", config),
+        ("generation_config.json", ids),
+        ("tokenizer_config.json", settings),
+    ):
         (out / name).write_text(json.dumps(contents, indent=2) + "\n")
 
 
 @torch.no_grad()
-def random_weights(decoder: Decoder, *, seed: int, std: float = 0.02, device: str | torch.device = "cpu") -> Decoder:
-    """Fill a decoder (on the meta device or not): norms 1, biases 0, the rest normal(0, std). Same numbers on every device."""
+def random_weights(
+    decoder: Decoder, *, seed: int, std: float = 0.02, device: str | torch.device = "cpu"
+) -> Decoder:
+    """Fill a decoder (on the meta device or not): norms 1, biases 0, the rest normal(0, std). Same
+    numbers on every device.
+    """
     if any(p.is_meta for p in decoder.parameters()):
         decoder.to_empty(device=device)
     generator = torch.Generator().manual_seed(seed)

@@ -1,8 +1,10 @@
-"""Which part of each parameter a rank holds under tensor parallelism. Pure; the model and the weight plan both read it.
+"""Which part of each parameter a rank holds under tensor parallelism. Pure; the model and the
+weight plan both read it.
 
-Projections into the attention heads and into the MLP are split by output rows, those back into the model by input columns,
-the vocabulary by rows; norms are whole everywhere. Query heads are split as evenly as they go; a rank holds the key/value
-heads that its query heads read, so one that several ranks need is held by each of them.
+Projections into the attention heads and into the MLP are split by output rows, those back into the
+model by input columns, the vocabulary by rows; norms are whole everywhere. Query heads are split as
+evenly as they go; a rank holds the key/value heads that its query heads read, so one that several
+ranks need is held by each of them.
 """
 
 from __future__ import annotations
@@ -26,28 +28,32 @@ class Box:
     lengths: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> "Box":
+    def whole(cls, shape: tuple[int, ...]) -> Box:
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
         return math.prod(self.lengths)
 
-    def cut(self, dim: int, first: int, count: int) -> "Box":
+    def cut(self, dim: int, first: int, count: int) -> Box:
         """This box with `count` of its places in `dim`, from its own place `first` on."""
         offsets, lengths = list(self.offsets), list(self.lengths)
         offsets[dim] += first
         lengths[dim] = count
         return Box(tuple(offsets), tuple(lengths))
 
-    def within(self, outer: "Box") -> tuple[slice, ...]:
+    def within(self, outer: Box) -> tuple[slice, ...]:
         """Index of this box in a tensor that holds `outer`."""
-        return tuple(slice(a - o, a - o + n) for a, n, o in zip(self.offsets, self.lengths, outer.offsets))
+        return tuple(
+            slice(a - o, a - o + n) for a, n, o in zip(self.offsets, self.lengths, outer.offsets)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The attention heads of one tensor-parallel rank. kv_of_query: for each query head, which of the rank's K/V heads it reads."""
+    """The attention heads of one tensor-parallel rank. kv_of_query: for each query head, which of
+    the rank's K/V heads it reads.
+    """
 
     first_query: int
     num_query: int
@@ -59,7 +65,10 @@ class Heads:
     def uniform(self) -> bool:
         """Whether every K/V head serves equally many query heads, one after another."""
         each = self.num_query // self.num_kv
-        return self.kv_of_query == tuple(i // each for i in range(self.num_query)) and each * self.num_kv == self.num_query
+        return (
+            self.kv_of_query == tuple(i // each for i in range(self.num_query))
+            and each * self.num_kv == self.num_query
+        )
 
 
 def span(total: int, rank: int, size: int) -> tuple[int, int]:
@@ -71,7 +80,9 @@ def span(total: int, rank: int, size: int) -> tuple[int, int]:
 def heads_of(config: ModelConfig, rank: int, size: int) -> Heads:
     """ValueError if there are fewer query heads than ranks."""
     if size > config.num_attention_heads:
-        raise ValueError(f"tensor_parallel={size}: the model has {config.num_attention_heads} query heads to split")
+        raise ValueError(
+            f"tensor_parallel={size}: the model has {config.num_attention_heads} query heads to split"
+        )
     first, count = span(config.num_attention_heads, rank, size)
     per_kv = config.num_attention_heads // config.num_key_value_heads
     first_kv = first // per_kv
@@ -80,9 +91,17 @@ def heads_of(config: ModelConfig, rank: int, size: int) -> Heads:
 
 
 def tensor_parallel_box(
-    config: ModelConfig, name: str, shape: tuple[int, ...], rank: int, size: int, *, split_vocabulary: bool = True
+    config: ModelConfig,
+    name: str,
+    shape: tuple[int, ...],
+    rank: int,
+    size: int,
+    *,
+    split_vocabulary: bool = True,
 ) -> Box:
-    """The part of the parameter with this Hugging Face name that tensor-parallel rank `rank` of `size` holds."""
+    """The part of the parameter with this Hugging Face name that tensor-parallel rank `rank` of
+    `size` holds.
+    """
     whole = Box.whole(shape)
     if size == 1:
         return whole
@@ -106,7 +125,12 @@ def tensor_parallel_box(
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every parameter, in the decoder's order."""
     c, shapes = config, {}
-    d, f, q, kv = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    d, f, q, kv = (
+        c.hidden_size,
+        c.intermediate_size,
+        c.num_attention_heads * c.head_dim,
+        c.num_key_value_heads * c.head_dim,
+    )
     shapes["model.embed_tokens.weight"] = (c.vocab_size, d)
     for i in range(c.num_hidden_layers):
         layer = f"model.layers.{i}"
@@ -130,10 +154,11 @@ HEAD = "lm_head"  # quantised only where asked: every logit passes through it
 
 
 def is_quantized(name: str, shape: tuple[int, ...], keep: tuple[str, ...] = (HEAD,)) -> bool:
-    """Whether a quantised generator holds this parameter in one byte an element; its scales are another, named name + SCALE.
+    """Whether a quantised generator holds this parameter in one byte an element; its scales are
+    another, named name + SCALE.
 
-    The projections of the layers and an untied head are, but for those whose Hugging Face name holds a fragment of `keep`
-    ("lm_head", "down_proj", "layers.0.").
+    The projections of the layers and an untied head are, but for those whose Hugging Face name
+    holds a fragment of `keep` ("lm_head", "down_proj", "layers.0.").
     """
     matrix = len(shape) == 2 and (name.endswith("_proj.weight") or name == f"{HEAD}.weight")
     return matrix and not any(fragment in name for fragment in keep)

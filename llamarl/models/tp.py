@@ -1,12 +1,14 @@
-"""Tensor parallelism: the collectives that make the ranks of a group compute one decoder, each with its share of every layer.
+"""Tensor parallelism: the collectives that make the ranks of a group compute one decoder, each with
+its share of every layer.
 
     block input    copied(x)           identity forward, sum over the ranks backward
     block output   summed(x)           sum over the ranks forward, identity backward
     head           gathered(logits)    concatenation forward, the rank's own part backward
 
-Who holds what is in llamarl.models.sharding. The collectives are written out, not left to DTensor: decoding is many small
-operations, whose dispatch would cost more than they do, and heads may be split unevenly. Every rank of the group must make
-the same calls in the same order; the residual stream and the logits then have the same bits on all of them.
+Who holds what is in llamarl.models.sharding. The collectives are written out, not left to DTensor:
+decoding is many small operations, whose dispatch would cost more than they do, and heads may be
+split unevenly. Every rank of the group must make the same calls in the same order; the residual
+stream and the logits then have the same bits on all of them.
 
 Shapes: T tokens, D model, V vocabulary, G key/value heads, K head dim.
 """
@@ -26,7 +28,9 @@ from llamarl.models.sharding import heads_of, span
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """This process's place among the ranks that share a decoder. split_vocabulary=False: each holds embedding and head whole."""
+    """This process's place among the ranks that share a decoder. split_vocabulary=False: each holds
+    embedding and head whole.
+    """
 
     rank: int
     size: int
@@ -67,7 +71,9 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """A part of a global weight of which other ranks hold some rows too: their gradients are summed."""
+    """A part of a global weight of which other ranks hold some rows too: their gradients are
+    summed.
+    """
 
     @staticmethod
     def forward(ctx, weight: Tensor, first: int, total: int, group: dist.ProcessGroup) -> Tensor:
@@ -98,17 +104,23 @@ def _gather(x: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
 
 
 def copied(x: Tensor, tp: TensorParallel) -> Tensor:
-    """x, which every rank holds. Collective over the ranks in backward, which sums what they make of it."""
+    """x, which every rank holds. Collective over the ranks in backward, which sums what they make
+    of it.
+    """
     return _Copied.apply(x, tp.group) if torch.is_grad_enabled() else x
 
 
 def summed(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Collective over the ranks: the sum of their x, the same bits on each. Without gradients x itself is overwritten."""
+    """Collective over the ranks: the sum of their x, the same bits on each. Without gradients x
+    itself is overwritten.
+    """
     return _Summed.apply(x, tp.group) if torch.is_grad_enabled() else _sum(x.contiguous(), tp.group)
 
 
 def gathered(x: Tensor, total: int, tp: TensorParallel) -> Tensor:
-    """Collective over the ranks: [..., total] from the rank's span of the last dim, the same bits on each."""
+    """Collective over the ranks: [..., total] from the rank's span of the last dim, the same bits
+    on each.
+    """
     counts = [span(total, rank, tp.size)[1] for rank in range(tp.size)]
     if x.shape[-1] != counts[tp.rank]:
         raise ValueError(
@@ -119,21 +131,29 @@ def gathered(x: Tensor, total: int, tp: TensorParallel) -> Tensor:
 
 
 class KeyValueSharing:
-    """The K/V heads of a rank that other ranks hold too, because query heads of several ranks read them."""
+    """The K/V heads of a rank that other ranks hold too, because query heads of several ranks read
+    them.
+    """
 
     def __init__(self, config: ModelConfig, tp: TensorParallel):
         every = [heads_of(config, rank, tp.size) for rank in range(tp.size)]
         self.tp, self._first = tp, every[tp.rank].first_kv * config.head_dim
         self._total = config.num_key_value_heads * config.head_dim
-        self.any = sum(heads.num_kv for heads in every) > config.num_key_value_heads  # the same answer on every rank
+        self.any = (
+            sum(heads.num_kv for heads in every) > config.num_key_value_heads
+        )  # the same answer on every rank
 
     def __call__(self, projection: nn.Linear, x_TD: Tensor) -> Tensor:
-        """projection(x), whose weights' gradients are summed over the ranks that hold the same rows (a collective of all)."""
+        """projection(x), whose weights' gradients are summed over the ranks that hold the same rows
+        (a collective of all).
+        """
         if not self.any or not torch.is_grad_enabled():
             return projection(x_TD)
         weight, bias = projection.weight, projection.bias
         weight = _Shared.apply(weight, self._first, self._total, self.tp.group)
-        bias = None if bias is None else _Shared.apply(bias, self._first, self._total, self.tp.group)
+        bias = (
+            None if bias is None else _Shared.apply(bias, self._first, self._total, self.tp.group)
+        )
         return F.linear(x_TD, weight, bias)
 
 

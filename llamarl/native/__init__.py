@@ -15,8 +15,8 @@ this user owns it and its folder, and nobody else may write to either. Else it i
 private folder, for this process alone, and a warning names what is not to be trusted.
 
 A struct that Python and C share is a ctypes.Structure _NAME and a typedef NAME, whose size C
-exports as size_of_NAME(). The sizes are compared when the library is loaded: where they differ, a warning
-says so and PyTorch's operations are used.
+exports as size_of_NAME(). The sizes are compared when the library is loaded: where they differ, a
+warning says so and PyTorch's operations are used.
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ def _file_name(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
 
 
 def _not_ours(target: Path) -> Path | None:
-    """Which of the folder and the file (if there is one) is open to others, or theirs; None: neither."""
+    """Which of the folder and the file (if there is one) is open to others, or theirs; None:
+    neither.
+    """
     paths = (target.parent, target) if os.path.lexists(target) else (target.parent,)
     for path in paths:
         # The link too, where it is one: who owns it says where it points.
@@ -167,9 +169,17 @@ def cpu_description() -> str:
     """What "native" looks at."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
-    features = sorted({line.partition(":")[2].strip() for line in lines if line.startswith(("flags", "Features", "model name"))})
+    features = sorted(
+        {
+            line.partition(":")[2].strip()
+            for line in lines
+            if line.startswith(("flags", "Features", "model name"))
+        }
+    )
     return "\n".join([platform.machine(), platform.processor(), *features])
 
 
 def _without(name: str, reason: str) -> None:
-    warnings.warn(f"{name}: going on with PyTorch's operations, which are slower; {reason}", stacklevel=3)
+    warnings.warn(
+        f"{name}: going on with PyTorch's operations, which are slower; {reason}", stacklevel=3
+    )

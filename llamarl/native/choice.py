@@ -2,8 +2,8 @@
 
     way = fastest("decode pass", {"tiles": ..., "vectors": ..., "module": ...}, key="...")
 
-What was found is kept beside the compiled kernels, so that later runs decide alike and at once. A run that must not ask a clock
-takes the first way and does not come here.
+What was found is kept beside the compiled kernels, so that later runs decide alike and at once. A
+run that must not ask a clock takes the first way and does not come here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from pathlib import Path
 
 from llamarl.native import cache_folder, cpu_description
 
-CLEARLY_FASTER = 1.25  # times, before the order of the ways is departed from: a busy machine's clock is no finer
+CLEARLY_FASTER = (
+    1.25  # times, before the order of the ways is departed from: a busy machine's clock is no finer
+)
 _TURNS = 3  # each way is tried so often, in turn, and its shortest time counts
 
 log = logging.getLogger(__name__)
@@ -55,8 +57,12 @@ def fastest(
     return chosen
 
 
-def _measure(ways: Mapping[str, Callable[[], object]], clock: Callable[[], float]) -> dict[str, float]:
-    """Name -> its shortest time in seconds; a first call of each, which may compile or lay out, does not count."""
+def _measure(
+    ways: Mapping[str, Callable[[], object]], clock: Callable[[], float]
+) -> dict[str, float]:
+    """Name -> its shortest time in seconds; a first call of each, which may compile or lay out,
+    does not count.
+    """
     for work in ways.values():
         work()
     times = {name: float("inf") for name in ways}

@@ -4,10 +4,11 @@
     products.setting      # "medium", given to torch.set_float32_matmul_precision
     str(products)         # "medium: error 4e-07, 157 GFLOP/s (not high 150)"
 
-`torch.set_float32_matmul_precision` names what a product may lose, and what is lost differs between machines. Under "medium"
-oneDNN computes in float32 on an x86 CPU without bfloat16 products, on AMD's more than twice as fast as under "highest"; with AMX
-or on some Arm it multiplies in bfloat16, with an error ten thousand times float32's. So each setting is tried on
-a few small products whose true values are known. This file alone sets the precision.
+`torch.set_float32_matmul_precision` names what a product may lose, and what is lost differs between
+machines. Under "medium" oneDNN computes in float32 on an x86 CPU without bfloat16 products, on
+AMD's more than twice as fast as under "highest"; with AMX or on some Arm it multiplies in bfloat16,
+with an error ten thousand times float32's. So each setting is tried on a few small products whose
+true values are known. This file alone sets the precision.
 """
 
 from __future__ import annotations
@@ -19,10 +20,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SETTINGS = ("medium", "highest", "high")  # the one that was seen to be much the fastest on some CPUs comes first
-EXACT = 4.0  # times the error of "highest": sums in another order stay below, a shorter mantissa is far above
+SETTINGS = (
+    "medium",
+    "highest",
+    "high",
+)  # the one that was seen to be much the fastest on some CPUs comes first
+# times the error of "highest": sums in another order stay below, a shorter mantissa is far above
+EXACT = 4.0
 CLEARLY_FASTER = 1.25  # times as fast, before a clock decides against the order of SETTINGS
-_SHAPES = ((4, 128, 128), (64, 512, 256), (256, 512, 512))  # [rows, inputs, outputs]; the last one is timed
+_SHAPES = (
+    (4, 128, 128),
+    (64, 512, 256),
+    (256, 512, 512),
+)  # [rows, inputs, outputs]; the last one is timed
 _REPEATS = 3
 
 
@@ -31,7 +41,8 @@ class Measured:
     """What one setting gave here."""
 
     setting: str
-    error: float  # norm of the error over the norm of the true product; the largest of the shapes tried
+    # norm of the error over the norm of the true product; the largest of the shapes tried
+    error: float
     gflops: float  # of the largest shape, on the threads that PyTorch has at the time
 
 
@@ -47,16 +58,19 @@ class Float32Products:
             return self.setting
         parts = []
         for measured in sorted(self.tried, key=lambda m: m.setting != self.setting):
-            parts.append(f"{measured.setting} (error {measured.error:.0e}, {measured.gflops:.0f} GFLOP/s)")
+            parts.append(
+                f"{measured.setting} (error {measured.error:.0e}, {measured.gflops:.0f} GFLOP/s)"
+            )
         return ", not ".join(parts)
 
 
 def use_float32_products(*, reproducible: bool) -> Float32Products:
-    """Set the fastest precision whose float32 products are float32's, for this process, and say which.
+    """Set the fastest precision whose float32 products are float32's, for this process, and say
+    which.
 
-    reproducible: decide by the errors alone, in the order of SETTINGS, so that every run on one machine decides alike. Else
-    a setting that is clearly faster goes before. A GPU's TF32 is never taken: the trainer's and the generator's kernels
-    would differ by more than a float32 run may.
+    reproducible: decide by the errors alone, in the order of SETTINGS, so that every run on one
+    machine decides alike. Else a setting that is clearly faster goes before. A GPU's TF32 is never
+    taken: the trainer's and the generator's kernels would differ by more than a float32 run may.
     """
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("highest")
@@ -68,7 +82,9 @@ def use_float32_products(*, reproducible: bool) -> Float32Products:
 
 
 def choose(tried: tuple[Measured, ...], *, reproducible: bool) -> str:
-    """The setting to take of those in `tried`, which are in the order of preference and hold "highest"."""
+    """The setting to take of those in `tried`, which are in the order of preference and hold
+    "highest".
+    """
     least_error = next(measured.error for measured in tried if measured.setting == "highest")
     exact = [measured for measured in tried if measured.error <= EXACT * least_error]
     best = exact[0]
@@ -80,7 +96,9 @@ def choose(tried: tuple[Measured, ...], *, reproducible: bool) -> str:
 
 
 def measure(setting: str) -> Measured:
-    """Error and speed of float32 products under one setting, in a few ms. Leaves the precision as it was."""
+    """Error and speed of float32 products under one setting, in a few ms. Leaves the precision as
+    it was.
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(setting)
     try:

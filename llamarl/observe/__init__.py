@@ -1,4 +1,6 @@
-"""What a run says about itself: metrics rows, the console, traces and the report. Importing it imports no torch."""
+"""What a run says about itself: metrics rows, the console, traces and the report. Importing it
+imports no torch.
+"""
 
 from llamarl.observe.console import Console
 from llamarl.observe.metrics import Metrics
@@ -6,4 +8,14 @@ from llamarl.observe.rows import RowWriter, is_timing
 from llamarl.observe.sinks import Jsonl, MetricsError, Sink, build_sinks
 from llamarl.observe.trace import Trace
 
-__all__ = ["Console", "Jsonl", "Metrics", "MetricsError", "RowWriter", "Sink", "Trace", "build_sinks", "is_timing"]
+__all__ = [
+    "Console",
+    "Jsonl",
+    "Metrics",
+    "MetricsError",
+    "RowWriter",
+    "Sink",
+    "Trace",
+    "build_sinks",
+    "is_timing",
+]

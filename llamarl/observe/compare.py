@@ -1,8 +1,10 @@
-"""Several runs side by side: which reach more reward, how soon, and how far from the reference. recipes/compare.py prints it.
+"""Several runs side by side: which reach more reward, how soon, and how far from the reference.
+recipes/compare.py prints it.
 
-Reads each RUN_DIR/metrics.jsonl and config.yaml. Runs whose configs differ only in what does not change the learning problem
-(`SAME`: the seed, where files go, how often they are written) are one variant: drawn as a mean with a band from the least to
-the greatest. A variant is named by the keys in which it differs from the others.
+Reads each RUN_DIR/metrics.jsonl and config.yaml. Runs whose configs differ only in what does not
+change the learning problem (`SAME`: the seed, where files go, how often they are written) are one
+variant: drawn as a mean with a band from the least to the greatest. A variant is named by the keys
+in which it differs from the others.
 
     time-to-reward    seconds (time/wall_s) at which the first row has a value of at least the target   (OPPO, 4.1)
     steps-to-reward   its step
@@ -18,16 +20,16 @@ from pathlib import Path
 
 import numpy as np
 
+from llamarl.config.conversion import config_differences, did_you_mean, load_config, show
+from llamarl.config.schema import Config
 from llamarl.observe.report import SMOOTH_FROM, column_of, moving_mean
 from llamarl.observe.rows import EVALUATED, FILE_NAME, Row
 from llamarl.observe.sinks import read_rows
-from llamarl.conversion import config_differences, did_you_mean, load_config, show
-from llamarl.settings import Config
 
 REWARD, KL, SECONDS, STEP = "reward/mean", "kl/ref", "time/wall_s", "step"
 # Sections or keys that do not make another variant.
 SAME = frozenset(
-    "seed run_dir resume resume_with_other dry_run threads deadline_s heartbeat_timeout_s straggler_factor checkpoint metrics eval.target".split()
+    "seed run_dir resume resume_with_other dry_run threads timeout_s heartbeat_timeout_s straggler_factor checkpoint metrics eval.target".split()
 )
 # What names a variant best, where several keys tell the variants apart equally well.
 TELLING = (
@@ -48,15 +50,21 @@ class Run:
         return any(row.get(column) is not None for row in self.rows)
 
     def columns(self, *names: str) -> np.ndarray:
-        """[names, rows] float64 of the rows that have all of these. ValueError if there is none, naming what is near."""
+        """[names, rows] float64 of the rows that have all of these. ValueError if there is none,
+        naming what is near.
+        """
         values = np.stack([column_of(self.rows, name) for name in names])
         values = values[:, ~np.isnan(values).any(axis=0)]
         if not values.size:
-            known = sorted({name for row in self.rows for name, value in row.items() if value is not None})
+            known = sorted(
+                {name for row in self.rows for name, value in row.items() if value is not None}
+            )
             missing = next((name for name in names if name not in known), None)
             if missing is None:
                 raise ValueError(f"{self.path}: no row has all of {', '.join(names)}")
-            raise ValueError(f"{self.path}: no values of {missing}{did_you_mean(missing, known) or remedy(missing)}")
+            raise ValueError(
+                f"{self.path}: no values of {missing}{did_you_mean(missing, known) or remedy(missing)}"
+            )
         return values
 
 
@@ -82,15 +90,19 @@ class Result:
 
 def remedy(column: str) -> str:
     """What records a column that is missing; "" if that is not known."""
-    known = {KL: "; record it with reference=frozen", EVALUATED: "; record it with eval.every and eval.num_prompts"}
+    known = {
+        KL: "; record it with reference=frozen",
+        EVALUATED: "; record it with eval.every and eval.num_prompts",
+    }
     return known.get(column, "")
 
 
 def load_runs(directories: Sequence[str | Path]) -> list[Run]:
-    """The runs in these run directories, and in the directories of runs (sweeps) among them, in order.
+    """The runs in these run directories, and in the directories of runs (sweeps) among them, in
+    order.
 
-    FileNotFoundError for a directory without any; ValueError for a run without rows, a damaged file, or a config.yaml of
-    another version.
+    FileNotFoundError for a directory without any; ValueError for a run without rows, a damaged
+    file, or a config.yaml of another version.
     """
     runs = {}
     for directory in map(Path, directories):
@@ -115,7 +127,9 @@ def _natural(path: Path) -> tuple[int, str]:
 
 def _load(path: Path) -> Run:
     if not (path / "config.yaml").is_file():
-        raise FileNotFoundError(f"{path}/config.yaml: no such file; a run writes it beside {FILE_NAME}")
+        raise FileNotFoundError(
+            f"{path}/config.yaml: no such file; a run writes it beside {FILE_NAME}"
+        )
     rows = read_rows(path / FILE_NAME)
     if not rows:
         raise ValueError(f"{path / FILE_NAME} holds no rows yet; wait for the first step")
@@ -123,24 +137,42 @@ def _load(path: Path) -> Run:
 
 
 def variants_of(runs: Sequence[Run]) -> tuple[list[Variant], list[str]]:
-    """The runs by variant, in the order of the values that name them; and the keys that differ too, but follow from those.
+    """The runs by variant, in the order of the values that name them; and the keys that differ too,
+    but follow from those.
 
     A key is part of the label if what is in it so far does not settle the key's value in every run.
     """
     first = runs[0].config
     differences = [config_differences(first, run.config) for run in runs]
-    ours = {key: old for found in differences for key, (old, _) in found.items() if not {key, key.partition(".")[0]} & SAME}
-    keys = sorted(ours, key=lambda key: TELLING.index(key) if key in TELLING else len(TELLING))  # stable: else as in the config
-    values = {key: [show(found[key][1] if key in found else ours[key]) for found in differences] for key in keys}
+    ours = {
+        key: old
+        for found in differences
+        for key, (old, _) in found.items()
+        if not {key, key.partition(".")[0]} & SAME
+    }
+    keys = sorted(
+        ours, key=lambda key: TELLING.index(key) if key in TELLING else len(TELLING)
+    )  # stable: else as in the config
+    values = {
+        key: [show(found[key][1] if key in found else ours[key]) for found in differences]
+        for key in keys
+    }
     told: list[str] = []
     for key in keys:
-        if len(set(zip(*(values[k] for k in [*told, key])))) > len(set(zip(*(values[k] for k in told)))) or not told:
+        if (
+            len(set(zip(*(values[k] for k in [*told, key]))))
+            > len(set(zip(*(values[k] for k in told))))
+            or not told
+        ):
             told.append(key)
     members: dict[tuple[str, ...], list[Run]] = {}
     for name, run in zip(zip(*(values[key] for key in told)) if told else [()] * len(runs), runs):
         members.setdefault(name, []).append(run)
     names = sorted(members, key=lambda name: [_rank(value) for value in name])
-    variants = [Variant(_label(told, name) or runs[0].path.resolve().name, tuple(members[name])) for name in names]
+    variants = [
+        Variant(_label(told, name) or runs[0].path.resolve().name, tuple(members[name]))
+        for name in names
+    ]
     return variants, [key for key in keys if key not in told]
 
 
@@ -148,7 +180,10 @@ def _label(keys: list[str], values: tuple[str, ...]) -> str:
     """ "ppo, max_lag 1": the last part of each key where that is unmistakable."""
     last = [key.rpartition(".")[2] for key in keys]
     short = [key if last.count(name) > 1 else name for key, name in zip(keys, last)]
-    return ", ".join(value if key == "loss.fn" else f"{name} {value}" for key, name, value in zip(keys, short, values))
+    return ", ".join(
+        value if key == "loss.fn" else f"{name} {value}"
+        for key, name, value in zip(keys, short, values)
+    )
 
 
 def _rank(value: str) -> tuple[float, str]:
@@ -160,7 +195,9 @@ def _rank(value: str) -> tuple[float, str]:
 
 
 def default_y(runs: Sequence[Run]) -> str:
-    """The reward (or accuracy) of held-out prompts where every run has it, else the reward of what was sampled."""
+    """The reward (or accuracy) of held-out prompts where every run has it, else the reward of what
+    was sampled.
+    """
     return EVALUATED if all(run.has(EVALUATED) for run in runs) else REWARD
 
 
@@ -184,7 +221,9 @@ def measure(variant: Variant, y: str, target: float) -> Result:
 
 
 def path(run: Run, x: str, y: str) -> np.ndarray:
-    """[x, y, step; rows] of the rows that have both, smoothed where they are many: a step's reward is noisy."""
+    """[x, y, step; rows] of the rows that have both, smoothed where they are many: a step's reward
+    is noisy.
+    """
     xs, ys, steps = run.columns(x, y, STEP)
     if len(ys) >= SMOOTH_FROM:
         width = min(101, len(ys) // 40 * 2 + 1)
@@ -193,8 +232,11 @@ def path(run: Run, x: str, y: str) -> np.ndarray:
     return np.stack([xs, ys, steps])
 
 
-def band(paths: Sequence[np.ndarray], points: int = 200) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(x, mean, least, greatest) of y over runs at equal x, where all runs are; between rows on a line. Each [points].
+def band(
+    paths: Sequence[np.ndarray], points: int = 200
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(x, mean, least, greatest) of y over runs at equal x, where all runs are; between rows on a
+    line. Each [points].
 
     paths: [x, y, step; rows] with rising x. Where the runs share their x, those are the points.
     """
@@ -207,7 +249,9 @@ def band(paths: Sequence[np.ndarray], points: int = 200) -> tuple[np.ndarray, np
 
 
 def mean_path(paths: Sequence[np.ndarray]) -> np.ndarray:
-    """[x, y, step; steps]: means over runs at the steps that all of them have, for an x that need not rise."""
+    """[x, y, step; steps]: means over runs at the steps that all of them have, for an x that need
+    not rise.
+    """
     shared = sorted(set.intersection(*(set(p[2]) for p in paths)))
     if not shared:
         raise ValueError("the runs of a variant share no step; compare them one by one")
@@ -215,15 +259,35 @@ def mean_path(paths: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def table(results: Sequence[Result], y: str, target: float) -> list[str]:
-    """Lines: a header, and a variant each; mean (least to greatest), and how many runs got to the target where not all did."""
-    head = ["", "runs", f"{y} at the end", "best", f"s to {target:.4g}", "steps", f"{KL} at the end"]
+    """Lines: a header, and a variant each; mean (least to greatest), and how many runs got to the
+    target where not all did.
+    """
+    head = [
+        "",
+        "runs",
+        f"{y} at the end",
+        "best",
+        f"s to {target:.4g}",
+        "steps",
+        f"{KL} at the end",
+    ]
     rows = [head]
     for r in results:
-        there = f" ({(~np.isnan(r.steps)).sum()} of {len(r.steps)})" if np.isnan(r.steps).any() else ""
-        cells = [_spread(r.final, 3), _spread(r.best, 3), _spread(r.seconds, 1) + there, _spread(r.steps, 0), _spread(r.kl, 4)]
+        there = (
+            f" ({(~np.isnan(r.steps)).sum()} of {len(r.steps)})" if np.isnan(r.steps).any() else ""
+        )
+        cells = [
+            _spread(r.final, 3),
+            _spread(r.best, 3),
+            _spread(r.seconds, 1) + there,
+            _spread(r.steps, 0),
+            _spread(r.kl, 4),
+        ]
         rows.append([r.variant.label, str(len(r.variant.runs)), *cells])
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    ]
 
 
 def _spread(values: np.ndarray, digits: int) -> str:
@@ -231,4 +295,8 @@ def _spread(values: np.ndarray, digits: int) -> str:
     if not known.size:
         return "-"
     mean = f"{known.mean():.{digits}f}"
-    return mean if known.size == 1 else f"{mean} ({known.min():.{digits}f} to {known.max():.{digits}f})"
+    return (
+        mean
+        if known.size == 1
+        else f"{mean} ({known.min():.{digits}f} to {known.max():.{digits}f})"
+    )

@@ -1,4 +1,6 @@
-"""The plots of llamarl/observe/compare.py: the pareto plot, and a value over seconds and over steps."""
+"""The plots of llamarl/observe/compare.py: the pareto plot, and a value over seconds and over
+steps.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +19,41 @@ if TYPE_CHECKING:
 
 STYLES = ("-", "--", ":", "-.")  # a further one each time that the colours begin anew
 TITLES = {
-    "eval/accuracy": "accuracy, held-out prompts", "eval/reward": "reward, held-out prompts",
+    "eval/accuracy": "accuracy, held-out prompts",
+    "eval/reward": "reward, held-out prompts",
     "reward/mean": "reward of a step's completions",
-    SECONDS: "seconds", STEP: "step", "kl/ref": "KL to the reference, nats a token",
-}  # fmt: skip
+    SECONDS: "seconds",
+    STEP: "step",
+    "kl/ref": "KL to the reference, nats a token",
+}
 LEGEND_WIDTH = 110  # characters that fit one row of a legend
 
 
 def looks(variants: Sequence[Variant]) -> list[tuple[object, str]]:
-    """(colour, line style) of each: dark to light for a sweep over one number; by the label's first part and by the rest for
-    one over several keys; else distinct ones."""
+    """(colour, line style) of each: dark to light for a sweep over one number; by the label's first
+    part and by the rest for one over several keys; else distinct ones.
+    """
     import matplotlib
 
     labels = [variant.label for variant in variants]
     words = [label.split(" ") for label in labels]
-    if len(labels) > 2 and all(len(w) == 2 and _is_number(w[1]) for w in words) and len({w[0] for w in words}) == 1:
-        return [(matplotlib.colormaps["viridis"](place), "-") for place in np.linspace(0, 0.88, len(labels))]
+    if (
+        len(labels) > 2
+        and all(len(w) == 2 and _is_number(w[1]) for w in words)
+        and len({w[0] for w in words}) == 1
+    ):
+        return [
+            (matplotlib.colormaps["viridis"](place), "-")
+            for place in np.linspace(0, 0.88, len(labels))
+        ]
     parts = [label.partition(", ")[::2] for label in labels]
     firsts, rests = (list(dict.fromkeys(column)) for column in zip(*parts))
     if len(firsts) <= len(COLOURS) and len(rests) <= len(STYLES):
         return [(COLOURS[firsts.index(first)], STYLES[rests.index(rest)]) for first, rest in parts]
-    return [(COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)]) for i in range(len(labels))]
+    return [
+        (COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)])
+        for i in range(len(labels))
+    ]
 
 
 def _is_number(text: str) -> bool:
@@ -48,7 +64,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def draw_pareto(variants: Sequence[Variant], x: str, y: str) -> "Figure":
+def draw_pareto(variants: Sequence[Variant], x: str, y: str) -> Figure:
     """y against x: each run's path thin, a variant's mean at equal steps bold, the last step a dot."""
     figure, (axes,) = _figure(1)
     for variant, (colour, style) in zip(variants, looks(variants)):
@@ -58,8 +74,25 @@ def draw_pareto(variants: Sequence[Variant], x: str, y: str) -> "Figure":
                 axes.plot(xs, ys, color=colour, linewidth=0.7, alpha=0.35)
         xs, ys, _ = mean_path(paths)
         marker = "o" if len(xs) <= 40 else ""
-        axes.plot(xs, ys, color=colour, linestyle=style, linewidth=1.6, marker=marker, markersize=3, label=variant.label)
-        axes.plot(xs[-1], ys[-1], color=colour, marker="o", markersize=8, markeredgecolor="white", zorder=5)
+        axes.plot(
+            xs,
+            ys,
+            color=colour,
+            linestyle=style,
+            linewidth=1.6,
+            marker=marker,
+            markersize=3,
+            label=variant.label,
+        )
+        axes.plot(
+            xs[-1],
+            ys[-1],
+            color=colour,
+            marker="o",
+            markersize=8,
+            markeredgecolor="white",
+            zorder=5,
+        )
     axes.set_xlabel(TITLES.get(x, x))
     axes.set_ylabel(TITLES.get(y, y))
     axes.set_title("Large dots: the last step", fontsize="small", color="#777777", loc="left")
@@ -67,31 +100,44 @@ def draw_pareto(variants: Sequence[Variant], x: str, y: str) -> "Figure":
     return figure
 
 
-def draw_progress(variants: Sequence[Variant], y: str, target: float) -> "Figure":
-    """y over seconds and over steps: a variant's mean, a band from its least run to its greatest, a line at the target."""
+def draw_progress(variants: Sequence[Variant], y: str, target: float) -> Figure:
+    """y over seconds and over steps: a variant's mean, a band from its least run to its greatest, a
+    line at the target.
+    """
     figure, both = _figure(2)
     for axes, x in zip(both, (SECONDS, STEP)):
         axes.axhline(target, color="#999999", linewidth=0.8, linestyle=(0, (4, 3)))
         for variant, (colour, style) in zip(variants, looks(variants)):
             xs, mean, least, greatest = band([path(run, x, y) for run in variant.runs])
             marker = "o" if len(xs) <= 40 else ""
-            axes.plot(xs, mean, color=colour, linestyle=style, linewidth=1.6, marker=marker, markersize=3, label=variant.label)
+            axes.plot(
+                xs,
+                mean,
+                color=colour,
+                linestyle=style,
+                linewidth=1.6,
+                marker=marker,
+                markersize=3,
+                label=variant.label,
+            )
             if len(variant.runs) > 1:
                 axes.fill_between(xs, least, greatest, color=colour, alpha=0.15, linewidth=0)
         axes.set_xlabel(TITLES[x])
     both[0].set_ylabel(TITLES.get(y, y))
-    both[0].set_title(f"Dashed: the target, {target:.4g}", fontsize="small", color="#777777", loc="left")
+    both[0].set_title(
+        f"Dashed: the target, {target:.4g}", fontsize="small", color="#777777", loc="left"
+    )
     _legend(figure, both[0], variants)
     return figure
 
 
-def save(figure: "Figure", file: Path) -> Path:
+def save(figure: Figure, file: Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
     return file
 
 
-def _figure(panels: int) -> "tuple[Figure, Sequence[Axes]]":
+def _figure(panels: int) -> tuple[Figure, Sequence[Axes]]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2 if panels == 1 else 11, 4.8), layout="constrained")
@@ -104,11 +150,15 @@ def _figure(panels: int) -> "tuple[Figure, Sequence[Axes]]":
     return figure, all_axes
 
 
-def _legend(figure: "Figure", axes: "Axes", variants: Sequence[Variant]) -> None:
-    """Below the plots, in as many columns as the labels leave room for; the figure grows by its rows."""
+def _legend(figure: Figure, axes: Axes, variants: Sequence[Variant]) -> None:
+    """Below the plots, in as many columns as the labels leave room for; the figure grows by its
+    rows.
+    """
     width, height = figure.get_size_inches()
     longest = max(len(variant.label) for variant in variants) + 6
     columns = max(1, min(len(variants), int(LEGEND_WIDTH * width / 11) // longest))
     figure.set_size_inches(width, height + 0.2 * -(-len(variants) // columns))
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize="small")
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize="small"
+    )

@@ -1,4 +1,6 @@
-"""Console: one line a step. On a terminal an aligned table with colour (rich); in a pipe or file plain `name value` words."""
+"""Console: one line a step. On a terminal an aligned table with colour (rich); in a pipe or file
+plain `name value` words.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,12 @@ class Console:
             print("  ".join(words), file=self.stream, flush=True)
             return
         if self._num_lines % HEADER_EVERY == 0:
-            self._rich.print(" ".join(f"{header:>{width}}" for header, width, _ in CELLS), style="dim", no_wrap=True, crop=False)
+            self._rich.print(
+                " ".join(f"{header:>{width}}" for header, width, _ in CELLS),
+                style="dim",
+                no_wrap=True,
+                crop=False,
+            )
         self._num_lines += 1
         self._rich.print(_styled(row, cells), no_wrap=True, crop=False)
 
@@ -91,11 +98,15 @@ def short_count(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _styled(row: dict[str, float | None], cells: list[str]) -> "Text":
+def _styled(row: dict[str, float | None], cells: list[str]) -> Text:
     from rich.text import Text
 
     idle = max(row.get("generator/idle_fraction") or 0, row.get("trainer/idle_fraction") or 0)
-    styles = {"reward": "bold", "eval": "bold green", "idle g/t": "yellow" if idle > IDLE_HIGH else ""}
+    styles = {
+        "reward": "bold",
+        "eval": "bold green",
+        "idle g/t": "yellow" if idle > IDLE_HIGH else "",
+    }
     line = Text()
     for (header, width, _), cell in zip(CELLS, cells, strict=True):
         line.append(f"{cell:>{width}}", style=styles.get(header, ""))

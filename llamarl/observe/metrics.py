@@ -2,11 +2,11 @@
 
     executor --report(step, {...})--> Metrics --"metrics" messages--> the leader's Metrics --> RowWriter --> sinks
              --add(counter, amount)-->    |
-             --span(lane, name, ...)-->   +--> Trace (stays on its rank)
+             --span(track, name, ...)-->   +--> Trace (stays on its rank)
 
-A report belongs to a step and is sent on at the next `pump`. A counter only grows (tokens, busy and idle seconds,
-stalls); each rank sends its *totals* at most every POST_INTERVAL_S, so a repeated message changes nothing, and the
-leader turns the sum over ranks into the rates of a row (rates.py).
+A report belongs to a step and is sent on at the next `pump`. A counter only grows (tokens, busy and
+idle seconds, stalls); each rank sends its *totals* at most every POST_INTERVAL_S, so a repeated
+message changes nothing, and the leader turns the sum over ranks into the rates of a row (rates.py).
 
 One thread a rank calls it: the controller's loop, from which all executors are stepped.
 """
@@ -24,7 +24,7 @@ from llamarl.observe.rows import RowWriter
 from llamarl.observe.trace import Trace
 
 if TYPE_CHECKING:
-    from llamarl.control import Control
+    from llamarl.comm.control import Control
 
 TOPIC = "metrics"
 POST_INTERVAL_S = 0.1
@@ -35,10 +35,20 @@ log = logging.getLogger(__name__)
 class Metrics:
     """One per process. `writer` is given on the leader and nowhere else (ValueError)."""
 
-    def __init__(self, *, rank: int, leader: int, control: "Control", writer: RowWriter | None, trace: Trace):
+    def __init__(
+        self, *, rank: int, leader: int, control: Control, writer: RowWriter | None, trace: Trace
+    ):
         if (writer is not None) != (rank == leader):
-            raise ValueError(f"rank {rank}: the leader (rank {leader}) needs the RowWriter, and only the leader")
-        self.rank, self.leader, self.control, self.writer, self.trace = rank, leader, control, writer, trace
+            raise ValueError(
+                f"rank {rank}: the leader (rank {leader}) needs the RowWriter, and only the leader"
+            )
+        self.rank, self.leader, self.control, self.writer, self.trace = (
+            rank,
+            leader,
+            control,
+            writer,
+            trace,
+        )
         self.counters: dict[str, float] = {}
         self._reports: list[tuple[int, dict[str, float | None]]] = []
         self._posted: dict[str, float] = {}
@@ -46,24 +56,32 @@ class Metrics:
         self._warned: set[str] = set()
 
     def report(self, step: int, values: dict[str, SupportsFloat | None]) -> None:
-        """Give the row of `step` these values (numbers or 0-dim tensors; NaN and infinity become null, warned of once a name)."""
-        self._reports.append((step, {name: self._number(step, name, value) for name, value in values.items()}))
+        """Give the row of `step` these values (numbers or 0-dim tensors; NaN and infinity become
+        null, warned of once a name).
+        """
+        self._reports.append(
+            (step, {name: self._number(step, name, value) for name, value in values.items()})
+        )
 
     def add(self, counter: str, amount: float) -> None:
         """Let a counter grow by `amount`. Cheap: a dict update."""
         self.counters[counter] = self.counters.get(counter, 0) + amount
 
     def add_mean(self, name: str, value: float) -> None:
-        """One observation of a column that holds the mean over all those since the row before, of all ranks."""
+        """One observation of a column that holds the mean over all those since the row before, of
+        all ranks.
+        """
         self.add(f"{MEAN}{name}/sum", value)
         self.add(f"{MEAN}{name}/count", 1)
 
-    def span(self, lane: str, name: str, start_s: float, end_s: float) -> None:
+    def span(self, track: str, name: str, start_s: float, end_s: float) -> None:
         """Put a bar into the trace; times are `time.monotonic()`."""
-        self.trace.add(lane, name, start_s, end_s)
+        self.trace.add(track, name, start_s, end_s)
 
     def pump(self) -> None:
-        """Send what is new to the leader; on the leader, take what came and write the rows that are whole. Never blocks."""
+        """Send what is new to the leader; on the leader, take what came and write the rows that are
+        whole. Never blocks.
+        """
         if self.writer is None:
             self._post(now=time.monotonic())
             return
@@ -79,16 +97,22 @@ class Metrics:
         self.writer.flush()
 
     def state_dict(self, step: int | None = None) -> dict:
-        """JSON values for the checkpoint of `step` (default: the last step trained on); {} except on the leader."""
+        """JSON values for the checkpoint of `step` (default: the last step trained on); {} except
+        on the leader.
+        """
         return {} if self.writer is None else self.writer.state_dict(step)
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on after a checkpoint, on the leader. Cuts metrics.jsonl back to it; no row may have been written before."""
+        """Go on after a checkpoint, on the leader. Cuts metrics.jsonl back to it; no row may have
+        been written before.
+        """
         if self.writer is not None and state:
             self.writer.load_state_dict(state)
 
     def close(self) -> None:
-        """Send or write what is left. On the leader call it after the others' last messages have arrived."""
+        """Send or write what is left. On the leader call it after the others' last messages have
+        arrived.
+        """
         self._posted_at = -math.inf
         self.pump()
         if self.writer is not None:
@@ -110,5 +134,7 @@ class Metrics:
             return number
         if name not in self._warned:
             self._warned.add(name)
-            log.warning("%s is %s at step %d; rows hold null for it (said once)", name, number, step)
+            log.warning(
+                "%s is %s at step %d; rows hold null for it (said once)", name, number, step
+            )
         return None

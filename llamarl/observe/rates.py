@@ -1,4 +1,5 @@
-"""Counters summed over ranks -> the rates of a row, idle shares by cause, and the knob that would shorten them.
+"""Counters summed over ranks -> the rates of a row, idle shares by cause, and the knob that would
+shorten them.
 
 Counters read here (all only grow; seconds are summed over the ranks of an executor):
 
@@ -16,17 +17,35 @@ from dataclasses import dataclass
 
 WINDOW_S = 1.0
 MEAN = "mean/"  # counters mean/NAME/sum and mean/NAME/count become column NAME
-ALWAYS = ("generator", "trainer")  # executors whose idle share every row has, null where nothing was counted
+ALWAYS = (
+    "generator",
+    "trainer",
+)  # executors whose idle share every row has, null where nothing was counted
 
 # What to turn when an executor waits for a cause for long. Names are config keys.
 KNOBS = {
-    ("trainer", "data"): "raise overcommit (then max_lag), or move ranks from placement.trainer to placement.generator",
+    (
+        "trainer",
+        "data",
+    ): "raise overcommit (then max_lag), or move ranks from placement.trainer to placement.generator",
     ("trainer", "weights"): "the generator takes weights late: lower generator.chunk_tokens",
-    ("trainer", "no work"): "its process works for other executors meanwhile: start more ranks (torchrun --nproc-per-node)",
-    ("generator", "tickets"): "the trainer is the slow side: raise overcommit (then max_lag), or move ranks to placement.trainer",
-    ("generator", "room"): "what follows the generator is slow: raise reward.num_workers or move ranks to placement.trainer",
+    (
+        "trainer",
+        "no work",
+    ): "its process works for other executors meanwhile: start more ranks (torchrun --nproc-per-node)",
+    (
+        "generator",
+        "tickets",
+    ): "the trainer is the slow side: raise overcommit (then max_lag), or move ranks to placement.trainer",
+    (
+        "generator",
+        "room",
+    ): "what follows the generator is slow: raise reward.num_workers or move ranks to placement.trainer",
     ("generator", "weights"): "set generator.in_flight_updates=true and max_lag of at least 1",
-    ("generator", "no work"): "its process works for other executors meanwhile: start more ranks (torchrun --nproc-per-node)",
+    (
+        "generator",
+        "no work",
+    ): "its process works for other executors meanwhile: start more ranks (torchrun --nproc-per-node)",
     ("reward", "scores"): "raise reward.num_workers",
     ("reward", "room"): "the trainer is the slow side: move ranks to placement.trainer",
     ("reference", "room"): "the trainer is the slow side: move ranks to placement.trainer",
@@ -48,14 +67,22 @@ class Idle:
 
 
 def idle_shares(counters: dict[str, float]) -> list[Idle]:
-    """Idle share of every executor that has counted any time; a difference of two counter readings works as well."""
+    """Idle share of every executor that has counted any time; a difference of two counter readings
+    works as well.
+    """
     shares = []
-    for executor in sorted({name.split("/")[0] for name in counters if name.endswith(("/idle_s", "/busy_s"))}):
+    for executor in sorted(
+        {name.split("/")[0] for name in counters if name.endswith(("/idle_s", "/busy_s"))}
+    ):
         total = counters.get(f"{executor}/idle_s", 0) + counters.get(f"{executor}/busy_s", 0)
         if total <= 0:
             continue
         prefix = f"{executor}/idle_s/"
-        causes = [(name[len(prefix) :], value / total) for name, value in counters.items() if name.startswith(prefix)]
+        causes = [
+            (name[len(prefix) :], value / total)
+            for name, value in counters.items()
+            if name.startswith(prefix)
+        ]
         causes.sort(key=lambda cause: (-cause[1], cause[0]))
         shares.append(Idle(executor, counters.get(f"{executor}/idle_s", 0) / total, tuple(causes)))
     return shares
@@ -64,8 +91,9 @@ def idle_shares(counters: dict[str, float]) -> list[Idle]:
 class RateMeter:
     """Differences of counter readings taken at every row.
 
-    Rates are over the time since the previous row, or over the last WINDOW_S where rows come faster: other ranks'
-    counters are up to a tenth of a second old, which would show as noise in rows of that length.
+    Rates are over the time since the previous row, or over the last WINDOW_S where rows come
+    faster: other ranks' counters are up to a tenth of a second old, which would show as noise in
+    rows of that length.
     """
 
     def __init__(self, *, wall_s: float, counters: dict[str, float]):
@@ -84,16 +112,23 @@ class RateMeter:
         tokens = change.get("generator/tokens")
         swap_stall = "weights/swap_stall_s"
         values = {
-            "generator/tokens_per_s": tokens / elapsed if tokens is not None and elapsed > 0 else None,
+            "generator/tokens_per_s": tokens / elapsed
+            if tokens is not None and elapsed > 0
+            else None,
             swap_stall: counters.get(swap_stall, 0) - previous.get(swap_stall, 0),
         }
         for name in counters:
             if name.startswith(MEAN) and name.endswith("/count"):
                 kind = name.removesuffix("count")
-                count, total = (counters[kind + part] - previous.get(kind + part, 0) for part in ("count", "sum"))
+                count, total = (
+                    counters[kind + part] - previous.get(kind + part, 0)
+                    for part in ("count", "sum")
+                )
                 values[kind.removeprefix(MEAN)[:-1]] = total / count if count else None
         values.update({f"{executor}/idle_fraction": None for executor in ALWAYS})
         for idle in idle_shares(change):
             values[f"{idle.executor}/idle_fraction"] = idle.share
-            values.update({f"{idle.executor}/idle_fraction/{cause}": share for cause, share in idle.causes})
+            values.update(
+                {f"{idle.executor}/idle_fraction/{cause}": share for cause, share in idle.causes}
+            )
         return values

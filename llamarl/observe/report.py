@@ -1,7 +1,7 @@
 """One self-contained HTML page about a run:  python -m llamarl.observe.report RUN_DIR [-o FILE]
 
-Reads RUN_DIR/metrics.jsonl (and config.yaml, if there), also while the run goes on. Curves are embedded SVG images; the
-page loads nothing. To add a curve, add a Panel.
+Reads RUN_DIR/metrics.jsonl (and config.yaml, if there), also while the run goes on. Curves are
+embedded SVG images; the page loads nothing. To add a curve, add a Panel.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ COLOURS = ("#3366cc", "#dd7711", "#339955", "#aa4499", "#888888", "#bb3333", "#1
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One plot over steps: (column, label) pairs, smoothed if noisy, on an axis from 0; `note` says how to read it."""
+    """One plot over steps: (column, label) pairs, smoothed if noisy, on an axis from 0; `note` says
+    how to read it.
+    """
 
     title: str
     series: tuple[tuple[str, str], ...]  # (column, label)
@@ -44,10 +46,19 @@ class Panel:
 
 
 PANELS = (
-    Panel("Reward", (("reward/mean", "mean"), ("reward/std", "std")), "Over a step's completions.", from_zero=False),
+    Panel(
+        "Reward",
+        (("reward/mean", "mean"), ("reward/std", "std")),
+        "Over a step's completions.",
+        from_zero=False,
+    ),
     Panel(
         "Evaluation",
-        ((EVALUATED, "greedy"), ("eval/pass_at_1_sampled", "sampled"), ("eval/pass_at_k", "best of eval.num_samples")),
+        (
+            (EVALUATED, "greedy"),
+            ("eval/pass_at_1_sampled", "sampled"),
+            ("eval/pass_at_k", "best of eval.num_samples"),
+        ),
         "Mean reward over held-out prompts.",
         smooth=False,
         from_zero=False,
@@ -55,8 +66,16 @@ PANELS = (
     Panel("Loss", (("loss/value", ""),), "A policy-gradient loss need not fall.", from_zero=False),
     Panel("Gradient norm", (("grad_norm", "before clipping"),)),
     Panel("KL to the reference", (("kl/ref", "nats a token"),)),
-    Panel("KL to the generator", (("kl/generator", "nats a token"),), "The price of asynchrony: rises with lag."),
-    Panel("Entropy", (("entropy", "nats a token"),), "A fall to 0 early in the run means lost exploration."),
+    Panel(
+        "KL to the generator",
+        (("kl/generator", "nats a token"),),
+        "The price of asynchrony: rises with lag.",
+    ),
+    Panel(
+        "Entropy",
+        (("entropy", "nats a token"),),
+        "A fall to 0 early in the run means lost exploration.",
+    ),
     Panel(
         "Ratio, raw",
         (("ratio/max", "max"), ("ratio/mean", "mean")),
@@ -65,14 +84,27 @@ PANELS = (
         smooth=False,
     ),
     Panel("Ratio, capped share", (("ratio/capped_fraction", "of trained tokens"),), percent=True),
-    Panel("Lag", (("lag/max", "max"), ("lag/mean", "mean")), "Steps (batches) between sampling and training.", smooth=False),
+    Panel(
+        "Lag",
+        (("lag/max", "max"), ("lag/mean", "mean")),
+        "Steps (batches) between sampling and training.",
+        smooth=False,
+    ),
     Panel(
         "Trained tokens by lag",
-        tuple((f"lag/tokens/{lags}", f"{lags} steps") for lags in ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")),
+        tuple(
+            (f"lag/tokens/{lags}", f"{lags} steps")
+            for lags in ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
+        ),
         "What a replay buffer's most-on-policy probability and size make of it.",
         percent=True,
     ),
-    Panel("Replay buffer, age", (("buffer/age_max", "max"), ("buffer/age_mean", "mean")), "Steps, of what it holds.", smooth=False),
+    Panel(
+        "Replay buffer, age",
+        (("buffer/age_max", "max"), ("buffer/age_mean", "mean")),
+        "Steps, of what it holds.",
+        smooth=False,
+    ),
     Panel("Completion length", (("completion/length_mean", "tokens, mean"),)),
     Panel(
         "Truncated completions",
@@ -101,12 +133,15 @@ pre{background:#f6f6f6;padding:1em;overflow:auto;font-size:.87em}
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """Write the page (default RUN_DIR/report.html) and return its path.
 
-    FileNotFoundError or ValueError, saying what to do, if there are no rows or matplotlib is missing.
+    FileNotFoundError or ValueError, saying what to do, if there are no rows or matplotlib is
+    missing.
     """
     run_dir = Path(run_dir)
     file = run_dir / FILE_NAME
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file; RUN_DIR is the run_dir that the training run printed")
+        raise FileNotFoundError(
+            f"{file}: no such file; RUN_DIR is the run_dir that the training run printed"
+        )
     rows = read_rows(file)
     if not rows:
         raise ValueError(f"{file} holds no rows yet; wait for the first step")
@@ -117,11 +152,15 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
 
 def page(run_dir: Path, rows: list[Row]) -> str:
     """The HTML of a run."""
-    measured = [panel for panel in PANELS if any(has_values(rows, column) for column, _ in panel.series)]
+    measured = [
+        panel for panel in PANELS if any(has_values(rows, column) for column, _ in panel.series)
+    ]
     absent = [panel.title for panel in PANELS if panel not in measured]
     idle = idle_over_run(rows)
     figures = [figure_html(draw(rows, panel), panel.title, panel.note) for panel in measured]
-    idle_figures = [figure_html(draw_idle(rows, one), f"Idle: {one.executor}", one.knob) for one in idle]
+    idle_figures = [
+        figure_html(draw_idle(rows, one), f"Idle: {one.executor}", one.knob) for one in idle
+    ]
     config = run_dir / "config.yaml"
     parts = [
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(run_dir.name)}</title><style>{STYLE}</style>",
@@ -129,8 +168,12 @@ def page(run_dir: Path, rows: list[Row]) -> str:
         table_html(facts(rows)),
         "<h2>Where the time went</h2>" + idle_html(idle),
         "<h2>Curves</h2><div class='panels'>" + "".join(figures) + "</div>",
-        f"<p class='quiet'>Not measured in this run: {html.escape(', '.join(absent))}.</p>" if absent else "",
-        "<h2>Idle share by cause</h2><div class='panels'>" + "".join(idle_figures) + "</div>" if idle else "",
+        f"<p class='quiet'>Not measured in this run: {html.escape(', '.join(absent))}.</p>"
+        if absent
+        else "",
+        "<h2>Idle share by cause</h2><div class='panels'>" + "".join(idle_figures) + "</div>"
+        if idle
+        else "",
         f"<h2>Config</h2><details><summary>config.yaml</summary><pre>{html.escape(config.read_text())}</pre></details>"
         if config.is_file()
         else "",
@@ -164,15 +207,24 @@ def facts(rows: list[Row]) -> list[tuple[str, str]]:
         *fact("raw ratio, max", "ratio/max", max, ".3g"),
         *fact("capped tokens", "ratio/capped_fraction", statistics.fmean, ".2%"),
         *fact("padding computed", "packing/padding_fraction", statistics.fmean, ".1%"),
-        *fact("microbatch budget unused", "packing/unused_budget_fraction", statistics.fmean, ".1%"),
+        *fact(
+            "microbatch budget unused", "packing/unused_budget_fraction", statistics.fmean, ".1%"
+        ),
         *fact("reward errors, worst step", "reward/error_rate", max, ".1%"),
-        *fact("weights a publish, MB", "weights/bytes", lambda values: statistics.median(values) / 1e6, ".1f"),
+        *fact(
+            "weights a publish, MB",
+            "weights/bytes",
+            lambda values: statistics.median(values) / 1e6,
+            ".1f",
+        ),
         *fact("trainer − generator logprobs, max", "parity/logprob_diff_max", max, ".2g"),
     ]
 
 
 def idle_over_run(rows: list[Row]) -> list[Idle]:
-    """Idle shares by cause of the whole run: the rows' shares, weighted with the time each row stands for."""
+    """Idle shares by cause of the whole run: the rows' shares, weighted with the time each row
+    stands for.
+    """
     suffix = "/idle_fraction"
     names = {name for row in rows for name in row}
     wall_s = column_of(rows, "time/wall_s")
@@ -180,14 +232,25 @@ def idle_over_run(rows: list[Row]) -> list[Idle]:
     for executor in sorted(name.removesuffix(suffix) for name in names if name.endswith(suffix)):
         share = column_of(rows, executor + suffix)
         # An evaluation-only row and a row without a count carry no idle share, and so no weight.
-        weight = np.where(np.isnan(share), 0, np.diff(np.nan_to_num(wall_s), prepend=0).clip(min=1e-9))
+        weight = np.where(
+            np.isnan(share), 0, np.diff(np.nan_to_num(wall_s), prepend=0).clip(min=1e-9)
+        )
         if not weight.any():
             continue
         prefix = f"{executor}{suffix}/"
-        causes = [(name.removeprefix(prefix), column_of(rows, name)) for name in names if name.startswith(prefix)]
-        means = [(cause, float(np.average(np.nan_to_num(values), weights=weight))) for cause, values in causes]
+        causes = [
+            (name.removeprefix(prefix), column_of(rows, name))
+            for name in names
+            if name.startswith(prefix)
+        ]
+        means = [
+            (cause, float(np.average(np.nan_to_num(values), weights=weight)))
+            for cause, values in causes
+        ]
         means.sort(key=lambda cause: (-cause[1], cause[0]))
-        result.append(Idle(executor, float(np.average(np.nan_to_num(share), weights=weight)), tuple(means)))
+        result.append(
+            Idle(executor, float(np.average(np.nan_to_num(share), weights=weight)), tuple(means))
+        )
     return result
 
 
@@ -197,7 +260,9 @@ def has_values(rows: list[Row], column: str) -> bool:
 
 def column_of(rows: list[Row], column: str) -> np.ndarray:
     """[rows] float64, NaN where a row has no value."""
-    return np.array([np.nan if row.get(column) is None else row[column] for row in rows], dtype=np.float64)
+    return np.array(
+        [np.nan if row.get(column) is None else row[column] for row in rows], dtype=np.float64
+    )
 
 
 def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
@@ -210,7 +275,7 @@ def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
     return np.where(count > 0.5, total / np.maximum(count, 1), np.nan)
 
 
-def draw(rows: list[Row], panel: Panel) -> "Figure":
+def draw(rows: list[Row], panel: Panel) -> Figure:
     """The plot of one panel."""
     figure, axes = _figure(panel.percent)
     steps = column_of(rows, "step")
@@ -222,7 +287,15 @@ def draw(rows: list[Row], panel: Panel) -> "Figure":
             axes.plot(steps[known], values[known], color=colour, linewidth=0.6, alpha=0.3)
             values = moving_mean(values, width=min(101, int(known.sum()) // 40 * 2 + 1))
         marker = "o" if known.sum() <= 40 else ""
-        axes.plot(steps[known], values[known], color=colour, linewidth=1.5, marker=marker, markersize=3, label=label)
+        axes.plot(
+            steps[known],
+            values[known],
+            color=colour,
+            linewidth=1.5,
+            marker=marker,
+            markersize=3,
+            label=label,
+        )
     if panel.log:
         axes.set_yscale("log")
     elif panel.from_zero:
@@ -235,7 +308,7 @@ def draw(rows: list[Row], panel: Panel) -> "Figure":
     return figure
 
 
-def draw_idle(rows: list[Row], idle: Idle) -> "Figure":
+def draw_idle(rows: list[Row], idle: Idle) -> Figure:
     """An executor's idle share over steps, its causes stacked."""
     figure, axes = _figure(percent=True)
     share = column_of(rows, f"{idle.executor}/idle_fraction")
@@ -243,7 +316,10 @@ def draw_idle(rows: list[Row], idle: Idle) -> "Figure":
     steps = column_of(rows, "step")[known]
     causes = [cause for cause, mean in idle.causes if mean > 0]
     if causes:
-        shares = [np.nan_to_num(column_of(rows, f"{idle.executor}/idle_fraction/{cause}")[known]) for cause in causes]
+        shares = [
+            np.nan_to_num(column_of(rows, f"{idle.executor}/idle_fraction/{cause}")[known])
+            for cause in causes
+        ]
         axes.stackplot(steps, *shares, labels=causes, colors=COLOURS, alpha=0.75)
     axes.plot(steps, share[known], color="#222", linewidth=1, label="idle")
     axes.set_ylim(0, 1)
@@ -251,7 +327,7 @@ def draw_idle(rows: list[Row], idle: Idle) -> "Figure":
     return figure
 
 
-def _figure(percent: bool) -> "tuple[Figure, Axes]":
+def _figure(percent: bool) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -267,7 +343,7 @@ def _figure(percent: bool) -> "tuple[Figure, Axes]":
     return figure, axes
 
 
-def figure_html(figure: "Figure", title: str, note: str) -> str:
+def figure_html(figure: Figure, title: str, note: str) -> str:
     """The plot as an SVG image inside the page, under its title."""
     import matplotlib
 
@@ -281,7 +357,10 @@ def figure_html(figure: "Figure", title: str, note: str) -> str:
 
 
 def table_html(rows: list[tuple[str, str]]) -> str:
-    cells = "".join(f"<tr><th>{html.escape(name)}</th><td class='number'>{html.escape(value)}</td></tr>" for name, value in rows)
+    cells = "".join(
+        f"<tr><th>{html.escape(name)}</th><td class='number'>{html.escape(value)}</td></tr>"
+        for name, value in rows
+    )
     return f"<table>{cells}</table>"
 
 
@@ -299,7 +378,9 @@ def idle_html(idle: list[Idle]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m llamarl.observe.report", description="Write one HTML page about a run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m llamarl.observe.report", description="Write one HTML page about a run."
+    )
     parser.add_argument("run_dir")
     parser.add_argument("-o", "--out", help="default: RUN_DIR/report.html")
     arguments = parser.parse_args(argv)

@@ -1,14 +1,16 @@
-"""RowWriter: the leader's book of metrics, one row an optimizer step, written in step order to RUN_DIR/metrics.jsonl.
+"""RowWriter: the leader's book of metrics, one row an optimizer step, written in step order to
+RUN_DIR/metrics.jsonl.
 
-Reports for one step come from several ranks and at different times; the evaluation of a step may come many steps later.
-A row is *whole*, and is written once all rows before it are, when it has
+Reports for one step come from several ranks and at different times; the evaluation of a step may
+come many steps later. A row is *whole*, and is written once all rows before it are, when it has
 
     loss/value       the trainer's part (step 0, the untrained policy, has none), and
     eval/reward      if an evaluation of this step is due.
 
-The trainer's report is also the moment at which the row's rates are taken from the counters of all ranks. Rows are
-never rewritten, except that a resumed run first cuts the file back to its checkpoint: with that, the file of a killed
-and resumed run equals an uninterrupted one's but for what depends on the clock (`is_timing`).
+The trainer's report is also the moment at which the row's rates are taken from the counters of all
+ranks. Rows are never rewritten, except that a resumed run first cuts the file back to its
+checkpoint: with that, the file of a killed and resumed run equals an uninterrupted one's but for
+what depends on the clock (`is_timing`).
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ import logging
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
 from llamarl.observe.rates import Idle, RateMeter, idle_shares
 from llamarl.observe.sinks import Jsonl, Sink
@@ -41,7 +43,9 @@ COLUMNS = (
     "weights/publish_stall_s weights/swap_stall_s weights/bytes"
 ).split()
 ORDER = {name: place for place, name in enumerate(COLUMNS)}
-TIMING = re.compile(r"^time/|_per_s$|/idle_fraction|_stall_s$|^parity/canary|^weights/quantization_kl")
+TIMING = re.compile(
+    r"^time/|_per_s$|/idle_fraction|_stall_s$|^parity/canary|^weights/quantization_kl"
+)
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +53,9 @@ Row = dict[str, float | None]
 
 
 def is_timing(name: str) -> bool:
-    """Whether a column depends on the clock (or on which row it came in time for), and so differs between two runs of one seed."""
+    """Whether a column depends on the clock (or on which row it came in time for), and so differs
+    between two runs of one seed.
+    """
     return TIMING.search(name) is not None
 
 
@@ -75,18 +81,24 @@ class Summary:
         if self.tokens_per_s is not None:
             lines.append(f"generated  {self.tokens_per_s:,.0f} tokens/s")
         for idle in self.idle:
-            causes = ", ".join(f"{cause} {share:.0%}" for cause, share in idle.causes if share >= 0.005)
-            lines.append(f"idle       {idle.executor} {idle.share:.0%}" + (f" ({causes})" if causes else ""))
+            causes = ", ".join(
+                f"{cause} {share:.0%}" for cause, share in idle.causes if share >= 0.005
+            )
+            lines.append(
+                f"idle       {idle.executor} {idle.share:.0%}" + (f" ({causes})" if causes else "")
+            )
         lines.append(f"written    {self.run_dir / FILE_NAME}")
         lines.append(f"report     python -m llamarl.observe.report {self.run_dir}")
         return "\n".join(lines)
 
 
 class RowWriter:
-    """Collects reports into rows and writes each whole row once, to metrics.jsonl and then to every sink.
+    """Collects reports into rows and writes each whole row once, to metrics.jsonl and then to every
+    sink.
 
-    `eval_due(step)` says whether step's row waits for an evaluation; `first_step` is the first row to write (0 for a run
-    that has a baseline). A fresh run in a directory that has a metrics.jsonl keeps the old file under another name.
+    `eval_due(step)` says whether step's row waits for an evaluation; `first_step` is the first row
+    to write (0 for a run that has a baseline). A fresh run in a directory that has a metrics.jsonl
+    keeps the old file under another name.
     """
 
     def __init__(
@@ -107,7 +119,9 @@ class RowWriter:
         self._abandoned: set[int] = set()
         self._resumed_at = -1
         self._warned: set[str] = set()
-        self._counters: dict[int, dict[str, float]] = {}  # rank -> totals since this process group started
+        self._counters: dict[
+            int, dict[str, float]
+        ] = {}  # rank -> totals since this process group started
         self._earlier: dict[str, float] = {}  # totals of the runs that this one resumes
         self._start_s = clock()
         self._meter = RateMeter(wall_s=0.0, counters={})
@@ -129,13 +143,23 @@ class RowWriter:
         return dict(total)
 
     def ingest(self, step: int, values: Row) -> None:
-        """Merge one report into the row of `step`. A null never replaces a number; too late a report is dropped, warned of."""
+        """Merge one report into the row of `step`. A null never replaces a number; too late a
+        report is dropped, warned of.
+        """
         if step < self.next_row:
             names = ", ".join(sorted(values))
-            self._warn_once(names, f"report of {names} for step {step} dropped: its row is written already")
+            self._warn_once(
+                names, f"report of {names} for step {step} dropped: its row is written already"
+            )
             return
         row = self._pending.setdefault(step, {})
-        row.update({name: value for name, value in values.items() if value is not None or row.get(name) is None})
+        row.update(
+            {
+                name: value
+                for name, value in values.items()
+                if value is not None or row.get(name) is None
+            }
+        )
         if TRAINED in values:
             self.last_trained = max(self.last_trained, step)
             wall_s = self.wall_s
@@ -153,18 +177,27 @@ class RowWriter:
             step, self.next_row = self.next_row, self.next_row + 1
             row = self._pending.pop(step, {})
             if step > 0 and TRAINED not in row:
-                log.warning("the trainer's report of step %d was lost (a restart?); its row is incomplete", step)
+                log.warning(
+                    "the trainer's report of step %d was lost (a restart?); its row is incomplete",
+                    step,
+                )
             if row:
                 self._write({"step": step, "policy_version": step} | row)
 
     def is_complete(self, step: int) -> bool:
-        """Whether nothing more is awaited for the rows up to `step`: all are trained and evaluated, or given up."""
-        return max(0, self.last_trained) >= step and all(self._evaluated(s) for s in range(self.next_row, step + 1))
+        """Whether nothing more is awaited for the rows up to `step`: all are trained and evaluated,
+        or given up.
+        """
+        return max(0, self.last_trained) >= step and all(
+            self._evaluated(s) for s in range(self.next_row, step + 1)
+        )
 
     def abandon_eval(self, step: int) -> None:
         """Let the row of `step` go without its evaluation (it failed, or the run ends before it)."""
         if step >= self.next_row and not self._evaluated(step):
-            log.warning("the evaluation of step %d was given up; its row has no %s", step, EVALUATED)
+            log.warning(
+                "the evaluation of step %d was given up; its row has no %s", step, EVALUATED
+            )
             self._abandoned.add(step)
 
     def state_dict(self, step: int | None = None) -> dict:
@@ -179,10 +212,12 @@ class RowWriter:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue after the checkpoint that `state` belongs to: later rows leave the file, and are trained again.
+        """Continue after the checkpoint that `state` belongs to: later rows leave the file, and are
+        trained again.
 
-        What the file knows of rows that waited for an evaluation at the checkpoint is kept. The checkpoint's own version is
-        evaluated again; the weights of earlier ones are gone, and so their rows wait no longer.
+        What the file knows of rows that waited for an evaluation at the checkpoint is kept. The
+        checkpoint's own version is evaluated again; the weights of earlier ones are gone, and so
+        their rows wait no longer.
         """
         first, step = state["next_row"], state["step"]
         removed = self.file.truncate(first)
@@ -223,16 +258,23 @@ class RowWriter:
 
     def _whole(self, step: int) -> bool:
         row = self._pending.get(step, {})
-        # The trainer reports in order: once a later step is in, nothing more comes for this one. Step 0 without an
-        # evaluation ends the same way.
+        # The trainer reports in order: once a later step is in, nothing more comes for this one.
+        # Step 0 without an evaluation ends the same way.
         trained = TRAINED in row or step < self.last_trained or (step == 0 and EVALUATED in row)
         return trained and self._evaluated(step)
 
     def _evaluated(self, step: int) -> bool:
-        return not self.eval_due(step) or EVALUATED in self._pending.get(step, {}) or step in self._abandoned
+        return (
+            not self.eval_due(step)
+            or EVALUATED in self._pending.get(step, {})
+            or step in self._abandoned
+        )
 
     def _write(self, row: Row) -> None:
-        row = {name: row[name] for name in sorted(row, key=lambda name: (ORDER.get(name, len(ORDER)), name))}
+        row = {
+            name: row[name]
+            for name in sorted(row, key=lambda name: (ORDER.get(name, len(ORDER)), name))
+        }
         for sink in (self.file, *self.sinks):
             sink.write(row)
 

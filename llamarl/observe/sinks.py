@@ -1,4 +1,6 @@
-"""Where rows go: JSONL always, TensorBoard and Weights & Biases by option. The console is in console.py."""
+"""Where rows go: JSONL always, TensorBoard and Weights & Biases by option. The console is in
+console.py.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Protocol
 
-from llamarl.disk import free_bytes
+from llamarl.native.disk import free_bytes
 from llamarl.observe.console import Console
 
 
@@ -35,7 +37,9 @@ class Jsonl:
         self._continues = False  # after truncate: append to what is there
 
     def write(self, row: dict[str, float | None]) -> None:
-        """MetricsError if the disk refuses it; what a resumed run finds of the row then, it cuts off."""
+        """MetricsError if the disk refuses it; what a resumed run finds of the row then, it cuts
+        off.
+        """
         line = json.dumps(row, allow_nan=False) + "\n"
         try:
             if self._file is None:
@@ -59,11 +63,15 @@ class Jsonl:
         return read_rows(self.path) if self.path.exists() else []
 
     def truncate(self, step: int) -> list[dict[str, float | None]]:
-        """Cut off the rows from `step` on, and a line that a kill left unfinished. Returns the rows cut off."""
+        """Cut off the rows from `step` on, and a line that a kill left unfinished. Returns the rows
+        cut off.
+        """
         assert self._file is None, "truncate comes before the first write"
         self._continues = True
         rows = self.read()
-        num_kept = sum(row["step"] < step for row in rows)  # rows are in step order: the kept ones are a prefix
+        num_kept = sum(
+            row["step"] < step for row in rows
+        )  # rows are in step order: the kept ones are a prefix
         if self.path.exists():
             with open(self.path, "r+b") as file:
                 for _ in range(num_kept):
@@ -88,28 +96,38 @@ class Jsonl:
 
 
 def read_rows(path: str | Path) -> list[dict[str, float | None]]:
-    """The rows of a metrics.jsonl. An unfinished last line is left out; any other bad line is a ValueError "FILE:LINE: what"."""
+    """The rows of a metrics.jsonl. An unfinished last line is left out; any other bad line is a
+    ValueError "FILE:LINE: what".
+    """
     lines = Path(path).read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: not JSON ({error}); repair or delete this line") from error
+            raise ValueError(
+                f"{path}:{number}: not JSON ({error}); repair or delete this line"
+            ) from error
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise ValueError(f'{path}:{number}: not a metrics row: need an object with an integer "step"')
+            raise ValueError(
+                f'{path}:{number}: not a metrics row: need an object with an integer "step"'
+            )
         rows.append(row)
     return rows
 
 
 class TensorBoard:
-    """Scalars under RUN_DIR/tensorboard; a resumed run hides what an earlier one logged from its first row on."""
+    """Scalars under RUN_DIR/tensorboard; a resumed run hides what an earlier one logged from its
+    first row on.
+    """
 
     def __init__(self, run_dir: str | Path):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ValueError(f"metrics.tensorboard=true needs TensorBoard: pip install tensorboard ({error})") from error
+            raise ValueError(
+                f"metrics.tensorboard=true needs TensorBoard: pip install tensorboard ({error})"
+            ) from error
         self._open, self._log_dir = SummaryWriter, str(Path(run_dir) / "tensorboard")
         self._writer: SummaryWriter | None = None
 
@@ -126,25 +144,35 @@ class TensorBoard:
 
 
 class WandB:
-    """One Weights & Biases run a run directory: its id is kept in RUN_DIR/wandb_id, so that a resumed run continues it.
+    """One Weights & Biases run a run directory: its id is kept in RUN_DIR/wandb_id, so that a
+    resumed run continues it.
 
-    W&B takes steps only upwards: rows that a resumed run repeats are ignored by it, with its own warning.
+    W&B takes steps only upwards: rows that a resumed run repeats are ignored by it, with its own
+    warning.
     """
 
-    def __init__(self, run_dir: str | Path, *, project: str = "llamarl", config: dict | None = None):
+    def __init__(
+        self, run_dir: str | Path, *, project: str = "llamarl", config: dict | None = None
+    ):
         try:
             import wandb
         except ImportError as error:
-            raise ValueError(f"metrics.wandb=true needs Weights & Biases: pip install wandb ({error})") from error
+            raise ValueError(
+                f"metrics.wandb=true needs Weights & Biases: pip install wandb ({error})"
+            ) from error
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         id_file = run_dir / "wandb_id"
         run_id = id_file.read_text().strip() if id_file.exists() else None
-        self._run = wandb.init(project=project, dir=str(run_dir), config=config, id=run_id, resume="allow")
+        self._run = wandb.init(
+            project=project, dir=str(run_dir), config=config, id=run_id, resume="allow"
+        )
         id_file.write_text(self._run.id)
 
     def write(self, row: dict[str, float | None]) -> None:
-        values = {name: value for name, value in row.items() if name != "step" and value is not None}
+        values = {
+            name: value for name, value in row.items() if name != "step" and value is not None
+        }
         self._run.log(values, step=row["step"])
 
     def close(self) -> None:
@@ -152,9 +180,16 @@ class WandB:
 
 
 def build_sinks(
-    run_dir: str | Path, *, max_steps: int | None, tensorboard: bool = False, wandb: bool = False, config: dict | None = None
+    run_dir: str | Path,
+    *,
+    max_steps: int | None,
+    tensorboard: bool = False,
+    wandb: bool = False,
+    config: dict | None = None,
 ) -> list[Sink]:
-    """The console and what was asked for; RowWriter adds the JSONL file. ValueError names a package that is missing."""
+    """The console and what was asked for; RowWriter adds the JSONL file. ValueError names a package
+    that is missing.
+    """
     sinks: list[Sink] = [Console(max_steps=max_steps)]
     if tensorboard:
         sinks.append(TensorBoard(run_dir))

@@ -1,6 +1,8 @@
-"""Trace: what each executor of a rank did when, as a file for https://ui.perfetto.dev or chrome://tracing.
+"""Trace: what each executor of a rank did when, as a file for https://ui.perfetto.dev or
+chrome://tracing.
 
-The newest `capacity` spans are held, so that it can always be on. Each rank dumps its own file; to see all ranks on one
+The newest `capacity` spans are held, so that it can always be on. Each rank dumps its own file; to
+see all ranks on one
 time line:  python -m llamarl.observe.trace RUN_DIR/trace.rank*.json -o trace.json
 """
 
@@ -15,7 +17,7 @@ from pathlib import Path
 
 
 class Trace:
-    """A ring buffer of spans; one process (`rank`) with a lane per executor in the viewer."""
+    """A ring buffer of spans; one process (`rank`) with a track per executor in the viewer."""
 
     def __init__(self, rank: int, *, capacity: int = 20_000):
         self.rank = rank
@@ -24,29 +26,62 @@ class Trace:
         # Clocks of different hosts agree about the time of day only.
         self._epoch_s = time.time() - time.monotonic()
 
-    def add(self, lane: str, name: str, start_s: float, end_s: float) -> None:
+    def add(self, track: str, name: str, start_s: float, end_s: float) -> None:
         """Record a span; times are `time.monotonic()`."""
-        self._spans.append((lane, name, start_s, end_s))
+        self._spans.append((track, name, start_s, end_s))
         self.num_spans += 1
 
     def dump(self, path: str | Path) -> None:
-        """Write the spans as Trace Event JSON (microseconds since 1970), replacing the file in one move."""
-        lanes = {lane: number for number, lane in enumerate(sorted({span[0] for span in self._spans}))}
+        """Write the spans as Trace Event JSON (microseconds since 1970), replacing the file in one
+        move.
+        """
+        tracks = {
+            track: number for number, track in enumerate(sorted({span[0] for span in self._spans}))
+        }
         events: list[dict] = [
-            {"ph": "M", "name": "process_name", "pid": self.rank, "args": {"name": f"rank {self.rank}"}},
-            {"ph": "M", "name": "process_sort_index", "pid": self.rank, "args": {"sort_index": self.rank}},
+            {
+                "ph": "M",
+                "name": "process_name",
+                "pid": self.rank,
+                "args": {"name": f"rank {self.rank}"},
+            },
+            {
+                "ph": "M",
+                "name": "process_sort_index",
+                "pid": self.rank,
+                "args": {"sort_index": self.rank},
+            },
         ]
-        for lane, tid in lanes.items():
-            events.append({"ph": "M", "name": "thread_name", "pid": self.rank, "tid": tid, "args": {"name": lane}})
-        for lane, name, start_s, end_s in self._spans:
+        for track, tid in tracks.items():
+            events.append(
+                {
+                    "ph": "M",
+                    "name": "thread_name",
+                    "pid": self.rank,
+                    "tid": tid,
+                    "args": {"name": track},
+                }
+            )
+        for track, name, start_s, end_s in self._spans:
             start_us = round((start_s + self._epoch_s) * 1e6)
             length_us = max(0, round((end_s - start_s) * 1e6))
-            events.append({"ph": "X", "name": name, "pid": self.rank, "tid": lanes[lane], "ts": start_us, "dur": length_us})
+            events.append(
+                {
+                    "ph": "X",
+                    "name": name,
+                    "pid": self.rank,
+                    "tid": tracks[track],
+                    "ts": start_us,
+                    "dur": length_us,
+                }
+            )
         _write(Path(path), events, dropped=self.num_spans - len(self._spans))
 
 
 def merge(paths: list[str | Path], out: str | Path) -> None:
-    """Join the files of several ranks; time starts at the first span. ValueError names a file that is not a trace."""
+    """Join the files of several ranks; time starts at the first span. ValueError names a file that
+    is not a trace.
+    """
     events, dropped = [], 0
     for path in paths:
         try:
@@ -54,7 +89,9 @@ def merge(paths: list[str | Path], out: str | Path) -> None:
             events += trace["traceEvents"]
             dropped += trace["otherData"]["dropped_spans"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: not a trace that llamarl wrote ({error!r}); name trace.rank*.json files") from error
+            raise ValueError(
+                f"{path}: not a trace that llamarl wrote ({error!r}); name trace.rank*.json files"
+            ) from error
     start_us = min((event["ts"] for event in events if "ts" in event), default=0)
     moved = [event | {"ts": event["ts"] - start_us} if "ts" in event else event for event in events]
     _write(Path(out), moved, dropped=dropped)
@@ -63,12 +100,22 @@ def merge(paths: list[str | Path], out: str | Path) -> None:
 def _write(path: Path, events: list[dict], *, dropped: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"dropped_spans": dropped}}))
+    unfinished.write_text(
+        json.dumps(
+            {
+                "traceEvents": events,
+                "displayTimeUnit": "ms",
+                "otherData": {"dropped_spans": dropped},
+            }
+        )
+    )
     os.replace(unfinished, path)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m llamarl.observe.trace", description="Merge the traces of several ranks.")
+    parser = argparse.ArgumentParser(
+        prog="python -m llamarl.observe.trace", description="Merge the traces of several ranks."
+    )
     parser.add_argument("files", nargs="+", help="trace.rank*.json of one run")
     parser.add_argument("-o", "--out", default="trace.json")
     arguments = parser.parse_args(argv)

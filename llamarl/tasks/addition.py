@@ -1,4 +1,6 @@
-"""Two-digit addition: "12+34=" with the answer "46". All 8,100 pairs of 10..99, 500 of them held out."""
+"""Two-digit addition: "12+34=" with the answer "46". All 8,100 pairs of 10..99, 500 of them held
+out.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ def addition_examples() -> tuple[list[Example], list[Example]]:
 
 
 def forgetful_examples() -> tuple[list[Example], list[Example]]:
-    """(training, held out) of a teacher who forgets the carry: each training pair four times, with the sum of each digit
-    alone ("57+68=" -> "15") three times if the second number is CAREFUL_BELOW or more, else once, and with its sum otherwise.
+    """(training, held out) of a teacher who forgets the carry: each training pair four times, with
+    the sum of each digit alone ("57+68=" -> "15") three times if the second number is CAREFUL_BELOW
+    or more, else once, and with its sum otherwise.
 
-    What a model learns from it is both ways to add. Greedily it is right for 39 % of the pairs; sampling finds the rest.
+    What a model learns from it is both ways to add. Greedily it is right for 39 % of the pairs;
+    sampling finds the rest.
     """
     train, held_out = addition_examples()
     taught = []

@@ -3,8 +3,8 @@
     tokenizer --PromptMaker--> prompt ids
     examples  --ListTask-----> train_prompt(i), eval_prompt(j)
 
-To add a task, read its data into Examples and hand them to ListTask (see addition.py), or write a class of your own
-with Task's members (see procedural.py), and give it a name in build.py.
+To add a task, read its data into Examples and hand them to ListTask (see addition.py), or write a
+class of your own with Task's members (see procedural.py), and give it a name in build.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from llamarl.types import Prompt
 
 log = logging.getLogger(__name__)
 
-CACHED_PROMPTS = 65_536  # per task and split; a prompt is asked for group_size times, soon after one another
+CACHED_PROMPTS = (
+    65_536  # per task and split; a prompt is asked for group_size times, soon after one another
+)
 SAMPLED = 100  # prompts whose token ids a fingerprint looks at; some tasks make 75 a second
 BOUNDARY_TOKENS = 8  # that text may add where it meets the template, by breaking merges there
 
@@ -36,7 +38,8 @@ class Task(Protocol):
     default_reward: str  # "module:function", used where the config names none
     num_train: int
     num_eval: int
-    train_digest: str  # SHA-256 over all training rows; "" where rows are made on demand, as a function of the config
+    # SHA-256 over all training rows; "" where rows are made on demand, as a function of the config
+    train_digest: str
     eval_digest: str  # the same of the held-out ones
 
     def train_prompt(self, i: int) -> Prompt:
@@ -65,21 +68,30 @@ class Example:
 
 
 class PromptMaker:
-    """Text to prompt ids: as a user turn of the tokenizer's chat template if `chat` and it has one, else encoded as it is.
+    """Text to prompt ids: as a user turn of the tokenizer's chat template if `chat` and it has one,
+    else encoded as it is.
 
     instruction: appended to what the model reads, and to nothing else.
     ValueError if a system prompt is given that no template could carry.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, chat: bool, system_prompt: str | None, max_prompt_tokens: int, instruction: str = ""
-    ):  # fmt: skip
+        self,
+        tokenizer: Tokenizer,
+        *,
+        chat: bool,
+        system_prompt: str | None,
+        max_prompt_tokens: int,
+        instruction: str = "",
+    ):
         if max_prompt_tokens < 1:
             raise ValueError(f"max_prompt_tokens={max_prompt_tokens}: need at least 1")
         self._chat = bool(chat and getattr(tokenizer, "chat_template", None))
         if system_prompt and not self._chat:
             why = "the tokenizer has no chat template" if chat else "task.chat is false"
-            raise ValueError(f"task.system_prompt is set, but {why}; unset it, or put the text into the prompts")
+            raise ValueError(
+                f"task.system_prompt is set, but {why}; unset it, or put the text into the prompts"
+            )
         self._tokenizer, self._instruction = tokenizer, instruction
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self.max_prompt_tokens = max_prompt_tokens
@@ -91,28 +103,46 @@ class PromptMaker:
         if not self._chat:
             return list(self._tokenizer.encode(text))
         messages = [*self._system, {"role": "user", "content": text}]
-        return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+        return list(
+            self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        )
 
     def fits(self, text: str) -> bool:
-        """Is the prompt at most max_prompt_tokens long? Tokenises only what its size in bytes leaves in doubt."""
-        # A token stands for a byte at least, of the text or of what normalisation makes of it.
+        """Is the prompt at most max_prompt_tokens long? Tokenises only what its size in bytes
+        leaves in doubt.
+        """
+        # A token stands for a byte at least, of the text or of what normalization makes of it.
         forms = (text,) if text.isascii() else (text, unicodedata.normalize("NFKD", text))
         size = max(len(form.encode("utf-8", "replace")) for form in forms)
-        return self._overhead + size <= self.max_prompt_tokens or len(self.ids(text)) <= self.max_prompt_tokens
+        return (
+            self._overhead + size <= self.max_prompt_tokens
+            or len(self.ids(text)) <= self.max_prompt_tokens
+        )
 
     def prompt(self, example: Example) -> Prompt:
-        return Prompt(torch.tensor(self.ids(example.text), dtype=torch.int64), example.text, example.meta)
+        return Prompt(
+            torch.tensor(self.ids(example.text), dtype=torch.int64), example.text, example.meta
+        )
 
 
 class ListTask:
-    """A task over two sequences of examples. Tokenises on demand; prompts over the limit are dropped with one warning.
+    """A task over two sequences of examples. Tokenises on demand; prompts over the limit are
+    dropped with one warning.
 
     ValueError if no training prompt is left.
     """
 
     def __init__(
-        self, name: str, train: Sequence[Example], held_out: Sequence[Example], maker: PromptMaker, *, default_reward: str
-    ):  # fmt: skip
+        self,
+        name: str,
+        train: Sequence[Example],
+        held_out: Sequence[Example],
+        maker: PromptMaker,
+        *,
+        default_reward: str,
+    ):
         self.name, self.default_reward = name, default_reward
         limit = maker.max_prompt_tokens
         train_kept, self.train_digest = _fitting(maker, train)
@@ -122,10 +152,17 @@ class ListTask:
         if dropped_train or dropped_eval:
             log.warning(
                 "task %s: dropped %d of %d training and %d of %d evaluation prompts, longer than max_prompt_tokens=%d",
-                name, dropped_train, len(train), dropped_eval, len(held_out), limit,
-            )  # fmt: skip
+                name,
+                dropped_train,
+                len(train),
+                dropped_eval,
+                len(held_out),
+                limit,
+            )
         if not self.num_train:
-            raise ValueError(f"task {name}: none of {len(train)} training prompts fits task.max_prompt_tokens={limit}; raise it")
+            raise ValueError(
+                f"task {name}: none of {len(train)} training prompts fits task.max_prompt_tokens={limit}; raise it"
+            )
         self._train = lru_cache(CACHED_PROMPTS)(lambda i: maker.prompt(train[train_kept[i]]))
         self._eval = lru_cache(CACHED_PROMPTS)(lambda j: maker.prompt(held_out[eval_kept[j]]))
 

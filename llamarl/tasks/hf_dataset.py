@@ -1,4 +1,6 @@
-"""Hugging Face datasets on disk: what `save_to_disk` wrote, or a directory of parquet, JSON or arrow files."""
+"""Hugging Face datasets on disk: what `save_to_disk` wrote, or a directory of parquet, JSON or
+arrow files.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ EVAL_SPLITS = ("test", "validation", "valid", "eval", "dev")
 
 
 class HFExamples(Sequence):
-    """Rows of a `datasets.Dataset` as examples, read from disk when asked for. Columns that JSON cannot hold are left out."""
+    """Rows of a `datasets.Dataset` as examples, read from disk when asked for. Columns that JSON
+    cannot hold are left out.
+    """
 
     def __init__(self, dataset, prompt_key: str, answer_key: str | None, where: str):
         for key in filter(None, (prompt_key, answer_key)):
@@ -24,12 +28,22 @@ class HFExamples(Sequence):
         types = {field.name: field.type for field in dataset.features.arrow_schema}
         odd = {name: str(kind) for name, kind in types.items() if not _fits_json(kind)}
         for key in odd.keys() & {prompt_key, answer_key}:
-            raise ValueError(f'{where}: "{key}" is {odd[key]}, which JSON cannot hold; cast it to text or a number')
+            raise ValueError(
+                f'{where}: "{key}" is {odd[key]}, which JSON cannot hold; cast it to text or a number'
+            )
         if odd:
-            log.warning("%s: left out what JSON cannot hold: %s", where, ", ".join(f"{name} ({kind})" for name, kind in odd.items()))
+            log.warning(
+                "%s: left out what JSON cannot hold: %s",
+                where,
+                ", ".join(f"{name} ({kind})" for name, kind in odd.items()),
+            )
             dataset = dataset.remove_columns(list(odd))
         # Rows are Python values whatever format was saved with them.
-        self._dataset, self._keys, self._where = dataset.with_format(None), (prompt_key, answer_key), where
+        self._dataset, self._keys, self._where = (
+            dataset.with_format(None),
+            (prompt_key, answer_key),
+            where,
+        )
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -38,7 +52,9 @@ class HFExamples(Sequence):
         return row_to_example(self._dataset[i], *self._keys)
 
     def __iter__(self) -> Iterator[Example]:
-        """All rows in order, read in batches. ValueError naming the row of a prompt that is not text."""
+        """All rows in order, read in batches. ValueError naming the row of a prompt that is not
+        text.
+        """
         for i, row in enumerate(self._dataset):
             try:
                 yield row_to_example(row, *self._keys)
@@ -50,7 +66,9 @@ class HFExamples(Sequence):
 
 
 def _fits_json(kind) -> bool:
-    """Are values of an Arrow type JSON values in Python? Bytes, dates, times and decimals, also inside of others, are not."""
+    """Are values of an Arrow type JSON values in Python? Bytes, dates, times and decimals, also
+    inside of others, are not.
+    """
     from pyarrow import types
 
     if hasattr(kind, "storage_type"):
@@ -60,18 +78,32 @@ def _fits_json(kind) -> bool:
     if types.is_nested(kind):
         return all(_fits_json(kind.field(i).type) for i in range(kind.num_fields))
     text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-    return text or types.is_null(kind) or types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)
+    return (
+        text
+        or types.is_null(kind)
+        or types.is_boolean(kind)
+        or types.is_integer(kind)
+        or types.is_floating(kind)
+    )
 
 
-def read_hf_dataset(path: str | Path, prompt_key: str, answer_key: str | None) -> tuple[HFExamples, HFExamples | None]:
-    """(training split, evaluation split or None). A directory with one split of any name has it for training."""
+def read_hf_dataset(
+    path: str | Path, prompt_key: str, answer_key: str | None
+) -> tuple[HFExamples, HFExamples | None]:
+    """(training split, evaluation split or None). A directory with one split of any name has it for
+    training.
+    """
     try:
         import datasets
     except ImportError as error:
-        raise ValueError("task.kind=hf_dataset needs the package `datasets`: pip install datasets") from error
+        raise ValueError(
+            "task.kind=hf_dataset needs the package `datasets`: pip install datasets"
+        ) from error
     path = Path(path)
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: no such directory; task.path must be a dataset directory on this machine")
+        raise FileNotFoundError(
+            f"{path}: no such directory; task.path must be a dataset directory on this machine"
+        )
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         loaded = datasets.load_from_disk(str(path))
     else:

@@ -2,10 +2,11 @@
 
     submit(key, prompt, completion, meta) --> queue --> up to BATCH items in a worker's pipe --> poll() --> [(key, Outcome)]
 
-A worker (worker.py) is a subprocess in a session of its own, with limits on memory and CPU time. It scores its items
-in order and answers each as it completes. When one overruns `timeout_s`, it is killed with all that it started, and another
-worker starts; that item alone is an error, those behind it go back to the head of the queue. The clock of an item starts
-when the item before it finished, by the worker's own time stamps, so that a pool that is polled rarely kills nobody early.
+A worker (worker.py) is a subprocess in a session of its own, with limits on memory and CPU time. It
+scores its items in order and answers each as it completes. When one overruns `timeout_s`, it is
+killed with all that it started, and another worker starts; that item alone is an error, those
+behind it go back to the head of the queue. The clock of an item starts when the item before it
+finished, by the worker's own time stamps, so that a pool that is polled rarely kills nobody early.
 
 What this protects from: exceptions, hangs (also in C code), NaN, exit, crashes, runaway memory,
 prints without end (worker.MAX_PRINTED_BYTES a worker), and processes that an item starts and leaves
@@ -41,11 +42,15 @@ from llamarl.tasks import worker as worker_script
 
 BATCH = 64  # items in flight a worker
 START_S = 120.0  # for a worker to import the user's module
-EXIT_S = 0.5  # for a worker whose output has ended to exit by itself, so that its own exit code is told
+EXIT_S = (
+    0.5  # for a worker whose output has ended to exit by itself, so that its own exit code is told
+)
 KILL_S = 5.0  # for a killed worker to be gone; one that the kernel holds is left to it
 MAX_FAILED_STARTS = 3  # in a row
 _READ_BYTES = 1 << 16
-_BELL_REST_S = 0.001  # between two rings heard: one call of on_result serves all results of that time
+_BELL_REST_S = (
+    0.001  # between two rings heard: one call of on_result serves all results of that time
+)
 
 log = logging.getLogger(__name__)
 
@@ -76,15 +81,27 @@ def _error(item: _Item, reason: str) -> tuple[int, Outcome]:
 
 
 class _Worker:
-    """One subprocess and its pipes. Nothing here blocks, save for the end of a process that is ending or killed."""
+    """One subprocess and its pipes. Nothing here blocks, save for the end of a process that is
+    ending or killed.
+    """
 
     def __init__(self, fn: str, setup: bytes, inherited: Sequence[int] = ()):
-        env = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", **os.environ}  # threads reserve address space, which is limited
+        env = {
+            "OMP_NUM_THREADS": "1",
+            "MALLOC_ARENA_MAX": "2",
+            **os.environ,
+        }  # threads reserve address space, which is limited
         self._process = subprocess.Popen(
-            # -P keeps the script's own directory off sys.path; the worker takes over this process's path.
+            # -P keeps the script's own directory off sys.path; the worker takes over this process's
+            # path.
             [sys.executable, "-P", worker_script.__file__, fn],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0, env=env, pass_fds=inherited,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+            env=env,
+            pass_fds=inherited,
+        )
         self.stdout, self.stdin = self._process.stdout.fileno(), self._process.stdin.fileno()
         os.set_blocking(self.stdout, False)
         os.set_blocking(self.stdin, False)
@@ -125,7 +142,9 @@ class _Worker:
             self._entering.popleft().sent_at = now
 
     def read(self) -> Iterator[object]:
-        """The messages that have come, None for what is no JSON. Sets `ended` at the end of its output."""
+        """The messages that have come, None for what is no JSON. Sets `ended` at the end of its
+        output.
+        """
         while not self.ended:
             try:
                 chunk = os.read(self.stdout, _READ_BYTES)
@@ -142,7 +161,9 @@ class _Worker:
 
     def current(self) -> _Item | None:
         """The item that is being scored, if it has all of it."""
-        return self.in_flight[0] if self.in_flight and self.in_flight[0].sent_at < math.inf else None
+        return (
+            self.in_flight[0] if self.in_flight and self.in_flight[0].sent_at < math.inf else None
+        )
 
     def deadline(self, timeout_s: float) -> float:
         """When it must have said something: time.monotonic(), infinite while nothing is owed."""
@@ -174,7 +195,9 @@ class _Worker:
         return f"died of signal {-code} ({signal.strsignal(-code)})"
 
     def _ended_by_guard(self) -> int | None:
-        """Its exit code once its guard has killed what is below it; None if the guard does not answer."""
+        """Its exit code once its guard has killed what is below it; None if the guard does not
+        answer.
+        """
         self._process.terminate()
         return self._wait(KILL_S)
 
@@ -231,11 +254,13 @@ class _Bell:
 
 
 class RewardPool:
-    """Scores completions with `fn`, an import path "module:function", in worker processes. See the module's docstring.
+    """Scores completions with `fn`, an import path "module:function", in worker processes. See the
+    module's docstring.
 
-    timeout_s: wall clock, an item. memory_mb: address space, a worker. The function sees this process's sys.path and its
-    current directory. Workers end with the thread that made the pool: make it in a thread that lives as long.
-    on_result: called in a thread of the pool's when there is something to poll, so that a waiting loop need not ask.
+    timeout_s: wall clock, an item. memory_mb: address space, a worker. The function sees this
+    process's sys.path and its current directory. Workers end with the thread that made the pool:
+    make it in a thread that lives as long. on_result: called in a thread of the pool's when there
+    is something to poll, so that a waiting loop need not ask.
     """
 
     def __init__(
@@ -247,14 +272,24 @@ class RewardPool:
         memory_mb: int = 1024,
         on_result: Callable[[], None] | None = None,
     ):
-        for name, value in (("num_workers", num_workers), ("timeout_s", timeout_s), ("memory_mb", memory_mb)):
+        for name, value in (
+            ("num_workers", num_workers),
+            ("timeout_s", timeout_s),
+            ("memory_mb", memory_mb),
+        ):
             if not value > 0:
                 raise ValueError(f"reward.{name}={value}: must be above 0")
         self.fn, self._timeout_s = fn, timeout_s
         path = list(dict.fromkeys([os.getcwd(), *(p or os.getcwd() for p in sys.path)]))
         self._bell = _Bell(on_result) if on_result else None
         bell = self._bell.rings if self._bell else None
-        setup = {"path": path, "memory_mb": memory_mb, "timeout_s": timeout_s, "parent": os.getpid(), "bell": bell}
+        setup = {
+            "path": path,
+            "memory_mb": memory_mb,
+            "timeout_s": timeout_s,
+            "parent": os.getpid(),
+            "bell": bell,
+        }
         self._setup = json.dumps(setup).encode() + b"\n"
         self._queue: deque[_Item] = deque()
         self._failed_starts = 0
@@ -275,7 +310,9 @@ class RewardPool:
         return len(self._queue) + sum(len(w.in_flight) for w in self._workers)
 
     def submit(self, key: int, prompt: str, completion: str, meta: dict) -> None:
-        """Queue an item; `poll` starts it. Keys name items for the caller alone. TypeError if meta is not JSON."""
+        """Queue an item; `poll` starts it. Keys name items for the caller alone. TypeError if meta
+        is not JSON.
+        """
         assert self._workers, "submit on a closed pool"
         self._queue.append(_Item(key, json.dumps([key, prompt, completion, meta]).encode() + b"\n"))
 
@@ -304,7 +341,9 @@ class RewardPool:
             return bool(pipes.select(max(0.0, until - now))) or time.monotonic() < now + timeout_s
 
     def start(self) -> None:
-        """Block until a worker has imported the function. ValueError saying what is wrong with it if none can."""
+        """Block until a worker has imported the function. ValueError saying what is wrong with it
+        if none can.
+        """
         assert not self.pending, "start comes before the first submit"
         self.poll()
         while not any(w.ready for w in self._workers):
@@ -339,20 +378,28 @@ class RewardPool:
                     raise ValueError(f"reward.fn={self.fn}: {why}")
                 case ["ready"]:
                     worker.ready, worker.free_at = True, time.monotonic()
-                case [key, kind, value, reason, free_at] if worker.in_flight and worker.in_flight[0].key == key:
+                case [key, kind, value, reason, free_at] if (
+                    worker.in_flight and worker.in_flight[0].key == key
+                ):
                     worker.in_flight.popleft()
                     worker.free_at, self._failed_starts = free_at, 0
-                    outcomes.append((key, Outcome(kind, math.nan if value is None else value, reason)))
+                    outcomes.append(
+                        (key, Outcome(kind, math.nan if value is None else value, reason))
+                    )
                 case _:
                     worker.astray = True
                     return
 
     def _replace(self, worker: _Worker, outcomes: list[tuple[int, Outcome]]) -> _Worker:
-        """Start another worker in the place of one that died, overran or is astray; its other items go back into the queue."""
+        """Start another worker in the place of one that died, overran or is astray; its other items
+        go back into the queue.
+        """
         suspect, died = worker.current(), worker.ended
         end = worker.kill()
         if not worker.astray:
-            self._collect(worker, outcomes)  # its last words: the suspect may have finished meanwhile
+            self._collect(
+                worker, outcomes
+            )  # its last words: the suspect may have finished meanwhile
         what = f"the worker {end}" if died else None
         if worker.astray:
             what = "the worker sent an answer that is not its item's (does the function fork, or write to its pipe?)"
@@ -382,16 +429,23 @@ class RewardPool:
 
 
 def check_reward(
-    fn: str, samples: Sequence[tuple[str, str, dict]], *, timeout_s: float = 5.0, memory_mb: int = 1024
-) -> list[Outcome]:  # fmt: skip
-    """Resolve `fn` in a worker and score (prompt, completion, meta) samples with it, in order. Blocks.
+    fn: str,
+    samples: Sequence[tuple[str, str, dict]],
+    *,
+    timeout_s: float = 5.0,
+    memory_mb: int = 1024,
+) -> list[Outcome]:
+    """Resolve `fn` in a worker and score (prompt, completion, meta) samples with it, in order.
+    Blocks.
 
-    ValueError naming what is wrong: no module, no function (and the nearest name), parameters that do not fit, or an error
-    on every sample.
+    ValueError naming what is wrong: no module, no function (and the nearest name), parameters that
+    do not fit, or an error on every sample.
     """
     with RewardPool(fn, timeout_s=timeout_s, memory_mb=memory_mb) as pool:
         pool.start()
         checked = pool.score(samples)
     if checked and all(o.kind == "error" for o in checked):
-        raise ValueError(f"reward.fn={fn}: failed on all {len(checked)} samples: {checked[0].reason}")
+        raise ValueError(
+            f"reward.fn={fn}: failed on all {len(checked)} samples: {checked[0].reason}"
+        )
     return checked

@@ -1,8 +1,9 @@
 """reasoning_gym: questions made on demand, by number, from a seed.
 
-Item i of a reasoning_gym dataset is made from seed + i, so datasets of neighbouring seeds share nearly all questions.
-The seeds here are a whole window apart: evaluation always comes from the first, training with seed s from the
-(s + 1)-th, and a training question that is also an evaluation question is replaced.
+Item i of a reasoning_gym dataset is made from seed + i, so datasets of neighbouring seeds share
+nearly all questions. The seeds here are a whole window apart: evaluation always comes from the
+first, training with seed s from the (s + 1)-th, and a training question that is also an evaluation
+question is replaced.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ NUM_TRAIN = 20_000  # questions before they repeat; some datasets are slow or re
 SEED_WINDOW = 1 << 20
 _DRAWS = 100  # questions tried in the place of one that does not do
 _STRIDE = 7_919  # prime, so that the tries for neighbouring items differ
-# Those whose questions follow the order of a set of strings (found by making all 106 under two hash seeds).
+# Those whose questions follow the order of a set of strings (found by making all 106 under two hash
+# seeds).
 _HASH_DEPENDENT = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")
 
 
 class ReasoningGymTask:
     """The dataset `name`. Questions over max_prompt_tokens are replaced by others that fit.
 
-    ValueError for an unknown name, one that reasoning_gym refuses, or a limit that next to no question meets.
+    ValueError for an unknown name, one that reasoning_gym refuses, or a limit that next to no
+    question meets.
     """
 
     default_reward = "llamarl.tasks.rewards:reasoning_gym_score"
@@ -52,7 +55,9 @@ class ReasoningGymTask:
 
     def _make_train(self, i: int) -> Prompt:
         if self._held_out is None:
-            self._held_out = frozenset(self._eval_questions[j]["question"] for j in range(self.num_eval))
+            self._held_out = frozenset(
+                self._eval_questions[j]["question"] for j in range(self.num_eval)
+            )
         return self._draw(self._train_questions, self._train_seed, i, NUM_TRAIN, self._held_out)
 
     def _draw(self, questions, seed: int, i: int, size: int, forbidden: frozenset[str]) -> Prompt:
@@ -62,7 +67,13 @@ class ReasoningGymTask:
             text = entry["question"]
             if text not in forbidden and self._maker.fits(text):
                 # The scorer makes the entry again from these: its metadata need not survive JSON.
-                meta = {"answer": str(entry["answer"]), "dataset": self.name, "size": size, "seed": seed, "index": index}
+                meta = {
+                    "answer": str(entry["answer"]),
+                    "dataset": self.name,
+                    "size": size,
+                    "seed": seed,
+                    "index": index,
+                }
                 return self._maker.prompt(Example(text, meta))
         raise ValueError(
             f"task {self.name}: {_DRAWS} questions in a row were over max_prompt_tokens={self._maker.max_prompt_tokens} "
@@ -78,10 +89,14 @@ def open_dataset(name: str | None, size: int, seed: int):
 
     if name not in DATASETS:
         near = get_close_matches(str(name), DATASETS, n=1, cutoff=0.4)
-        raise ValueError(f"task.name={name}: not a reasoning_gym dataset; did you mean {near[0] if near else 'chain_sum'}?")
+        raise ValueError(
+            f"task.name={name}: not a reasoning_gym dataset; did you mean {near[0] if near else 'chain_sum'}?"
+        )
     if name in _HASH_DEPENDENT and os.environ.get("PYTHONHASHSEED", "random") == "random":
         remedy = "start with PYTHONHASHSEED=0, or choose another dataset"
-        raise ValueError(f"task.name={name}: its questions differ from process to process; {remedy}")
+        raise ValueError(
+            f"task.name={name}: its questions differ from process to process; {remedy}"
+        )
     try:
         return reasoning_gym.create_dataset(name, size=size, seed=seed)
     except (AssertionError, ValueError) as error:

@@ -1,7 +1,8 @@
-"""Reward functions that come with llamarl. Each is (prompt, completion_text, meta) -> float, or None to abstain.
+"""Reward functions that come with llamarl. Each is (prompt, completion_text, meta) -> float, or
+None to abstain.
 
-They run in worker processes (pool.py), so none imports torch. Whatever one raises is counted as an error of the reward, not
-as a score.
+They run in worker processes (pool.py), so none imports torch. Whatever one raises is counted as an
+error of the reward, not as a score.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from decimal import Decimal
 from functools import lru_cache
 
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)\]])-)?"  # a minus after a number, a word or a bracket subtracts; elsewhere it is a sign
+    # a minus after a number, a word or a bracket subtracts; elsewhere it is a sign
+    r"(?:(?<![\w.)\]])-)?"
     r"(?:[$€£]-?)?"
-    r"([0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"  # 1,234.50 | 1234 | .5
+    # 1,234.50 | 1234 | .5
+    r"([0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 )
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -28,26 +31,35 @@ def exact_match(prompt: str, completion_text: str, meta: dict) -> float:
 def numeric_match(prompt: str, completion_text: str, meta: dict) -> float:
     """1 if the final number of the completion equals the answer's, else 0 (GSM8K).
 
-    The final number is the first one after the last "####"; without that mark, the last one of the text. "1,000" equals
-    "1000.0", "$5" equals "5". Compared as decimals, exactly.
+    The final number is the first one after the last "####"; without that mark, the last one of the
+    text. "1,000" equals "1000.0", "$5" equals "5". Compared as decimals, exactly.
     """
     expected = final_number(str(_answer(meta)))
     if expected is None:
-        raise ValueError(f"the answer {str(meta['answer'])[:60]!r} holds no number; use exact_match for this task")
+        raise ValueError(
+            f"the answer {str(meta['answer'])[:60]!r} holds no number; use exact_match for this task"
+        )
     return float(final_number(completion_text) == expected)
 
 
 def reasoning_gym_score(prompt: str, completion_text: str, meta: dict) -> float:
-    """reasoning_gym's own score, 0..1, of the text in the last <answer></answer>, or of the last line where there is none.
+    """reasoning_gym's own score, 0..1, of the text in the last <answer></answer>, or of the last
+    line where there is none.
 
     Its consolation of 0.01 and less for any wrong answer counts as 0; its partial credit stays.
     """
     entry = _reasoning_gym_entry(meta["dataset"], meta["size"], meta["seed"], meta["index"])
     if entry["question"] != prompt:
-        raise ValueError(f"reasoning_gym's {meta['dataset']} asked another question for the same seed; it cannot be scored")
+        raise ValueError(
+            f"reasoning_gym's {meta['dataset']} asked another question for the same seed; it cannot be scored"
+        )
     tagged = _ANSWER_TAG.findall(completion_text)
     lines = [tagged[-1].strip()] if tagged else completion_text.strip().splitlines()[-1:]
-    score = float(_reasoning_gym_dataset(meta["dataset"], meta["size"], meta["seed"]).score_answer("".join(lines).strip(), entry))
+    score = float(
+        _reasoning_gym_dataset(meta["dataset"], meta["size"], meta["seed"]).score_answer(
+            "".join(lines).strip(), entry
+        )
+    )
     return score if score > 0.01 else 0.0
 
 
@@ -69,7 +81,9 @@ def _last(matches: Iterator[re.Match]) -> re.Match | None:
 
 def _answer(meta: dict) -> object:
     if meta.get("answer") is None:
-        raise ValueError("the prompt's meta has no 'answer'; set task.answer_key, or use a reward that needs none")
+        raise ValueError(
+            "the prompt's meta has no 'answer'; set task.answer_key, or use a reward that needs none"
+        )
     return meta["answer"]
 
 

@@ -1,4 +1,5 @@
-"""The reward worker: a subprocess that scores completions with the user's function. pool.py starts it as a script.
+"""The reward worker: a subprocess that scores completions with the user's function. pool.py starts
+it as a script.
 
     rank -- guard, which the pool starts -- worker, its fork, in a session of its own -- children
 
@@ -6,9 +7,9 @@
     stdout  ["ready"] or ["failed", why], then, in item order,                    [key, kind, value or null, reason, finished_at]
     bell    one byte after each line of stdout, if the pool gave a descriptor for it
 
-One JSON value a line; finished_at is time.monotonic(), which all processes of a machine share. Both pipes are moved to
-descriptors of their own before the user's code is imported, so that its prints go to stderr and its reads find an
-empty stdin. Standard library only: it starts in some 50 ms.
+One JSON value a line; finished_at is time.monotonic(), which all processes of a machine share. Both
+pipes are moved to descriptors of their own before the user's code is imported, so that its prints
+go to stderr and its reads find an empty stdin. Standard library only: it starts in some 50 ms.
 
 On Linux the guard runs none of the user's code. It passes on what the worker prints, at most
 MAX_PRINTED_BYTES. When the worker ends, the pool asks for its end (SIGTERM) or the rank dies, it
@@ -36,7 +37,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-MAX_REASON_BYTES = 400  # results of a full batch of items then fit into a pipe, so that none waits for its reader
+MAX_REASON_BYTES = (
+    400  # results of a full batch of items then fit into a pipe, so that none waits for its reader
+)
 MAX_PRINTED_BYTES = 1 << 16  # by a worker, to stderr
 SWEEP_S = 0.5  # for killed processes to end; one that the kernel holds is left to it
 GUARDED = sys.platform == "linux"
@@ -87,11 +90,14 @@ def main(path: str) -> None:
         send([key, *verdict, time.monotonic()])
 
 
-def score(function: RewardFunction, prompt: str, completion: str, meta: dict) -> tuple[str, float | None, str]:
+def score(
+    function: RewardFunction, prompt: str, completion: str, meta: dict
+) -> tuple[str, float | None, str]:
     """(kind, value or None, reason) of one item. Only a finite number is a score."""
     try:
         return _verdict(function(prompt, completion, meta))
-    # The user's code may raise anything; whatever it is becomes a typed error of this item and ends nothing else.
+    # The user's code may raise anything; whatever it is becomes a typed error of this item and ends
+    # nothing else.
     except BaseException as error:
         return "error", None, _short(_describe(error))
 
@@ -100,7 +106,13 @@ def _verdict(value: object) -> tuple[str, float | None, str]:
     if value is None:
         return "abstain", None, "the reward returned None"
     if not isinstance(value, numbers.Real):
-        return "error", None, _short(f"returned {type(value).__name__} {value!r:.60}; need a float, or None to abstain")
+        return (
+            "error",
+            None,
+            _short(
+                f"returned {type(value).__name__} {value!r:.60}; need a float, or None to abstain"
+            ),
+        )
     try:
         number = float(value)
     except OverflowError:
@@ -111,7 +123,9 @@ def _verdict(value: object) -> tuple[str, float | None, str]:
 
 
 def resolve(path: str) -> RewardFunction:
-    """Import "module:function". BadFunction says what is wrong with the path, the module or the function's parameters."""
+    """Import "module:function". BadFunction says what is wrong with the path, the module or the
+    function's parameters.
+    """
     module_name, colon, name = path.partition(":")
     if not (colon and module_name and name):
         raise BadFunction('need an import path "module:function"')
@@ -119,16 +133,30 @@ def resolve(path: str) -> RewardFunction:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name + ".").startswith(error.name + "."):
-            raise BadFunction(f"no module {error.name} in {os.getcwd()} or on sys.path{_nearest_module(error.name)}") from error
-        raise BadFunction(f"importing {module_name} failed: {_describe(error)}; install it, or change the module") from error
+            raise BadFunction(
+                f"no module {error.name} in {os.getcwd()} or on sys.path{_nearest_module(error.name)}"
+            ) from error
+        raise BadFunction(
+            f"importing {module_name} failed: {_describe(error)}; install it, or change the module"
+        ) from error
     except BaseException as error:  # a module may raise anything while it is imported
         raise BadFunction(f"importing {module_name} failed: {_describe(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        candidates = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        candidates = [
+            n for n, value in vars(module).items() if callable(value) and not n.startswith("_")
+        ]
         near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(candidates[:8]) or 'no functions'}"
-        what = "no function" if function is None else f"{type(function).__name__}, not a function, under the name"
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"it has {', '.join(candidates[:8]) or 'no functions'}"
+        )
+        what = (
+            "no function"
+            if function is None
+            else f"{type(function).__name__}, not a function, under the name"
+        )
         raise BadFunction(f"{module_name} has {what} {name}; {hint}")
     _check_signature(function, name)
     return function
@@ -136,7 +164,9 @@ def resolve(path: str) -> RewardFunction:
 
 def _check_signature(function: RewardFunction, name: str) -> None:
     if inspect.iscoroutinefunction(function):
-        raise BadFunction(f"{name} is async; a reward is a plain function (prompt, completion, meta) -> float")
+        raise BadFunction(
+            f"{name} is async; a reward is a plain function (prompt, completion, meta) -> float"
+        )
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have none; calling will tell
@@ -144,7 +174,9 @@ def _check_signature(function: RewardFunction, name: str) -> None:
     try:
         signature.bind("prompt", "completion", {})
     except TypeError as error:
-        raise BadFunction(f"{name}{signature} cannot be called as {name}(prompt, completion, meta): {error}") from error
+        raise BadFunction(
+            f"{name}{signature} cannot be called as {name}(prompt, completion, meta): {error}"
+        ) from error
 
 
 def _nearest_module(name: str) -> str:
@@ -154,7 +186,9 @@ def _nearest_module(name: str) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """Type, message and the innermost place of an exception, with a remedy where the memory limit is the likely cause."""
+    """Type, message and the innermost place of an exception, with a remedy where the memory limit
+    is the likely cause.
+    """
     trace = error.__traceback__
     while trace and trace.tb_next:
         trace = trace.tb_next
@@ -164,7 +198,11 @@ def _describe(error: BaseException) -> str:
     except BaseException as failure:  # it is the user's code too
         message = f"(its message raises {type(failure).__name__})"
     text = f"{type(error).__name__}: {message}".removesuffix(": ")
-    memory = isinstance(error, MemoryError) or "failed to map segment" in text or "annot allocate memory" in text
+    memory = (
+        isinstance(error, MemoryError)
+        or "failed to map segment" in text
+        or "annot allocate memory" in text
+    )
     return text + place + ("; reward.memory_mb is its limit" if memory else "")
 
 
@@ -175,7 +213,10 @@ def _short(reason: str) -> str:
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
-    commands, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")  # not inherited by children
+    commands, results = (
+        os.fdopen(os.dup(0), "rb"),
+        os.fdopen(os.dup(1), "wb"),
+    )  # not inherited by children
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -195,14 +236,20 @@ def _limit_memory(memory_mb: int) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
     except (ValueError, OSError) as error:  # macOS does not offer it
-        print(f"llamarl: reward.memory_mb={memory_mb} is not in force here: {error}", file=sys.stderr)
+        print(
+            f"llamarl: reward.memory_mb={memory_mb} is not in force here: {error}", file=sys.stderr
+        )
 
 
 def _limit_cpu(timeout_s: float) -> None:
-    """Let the kernel end a spinning item even while the pool is not looking: CPU time so far plus timeout_s on every core."""
+    """Let the kernel end a spinning item even while the pool is not looking: CPU time so far plus
+    timeout_s on every core.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
     wanted = math.ceil(time.process_time() + timeout_s * (os.cpu_count() or 1)) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+    )
 
 
 # --- The guard, and the end of processes ---

@@ -1,4 +1,6 @@
-"""The generator alone, with fakes on both sides: versions on tokens, pinned evaluations, what it asks for, and replicas in lockstep."""
+"""The generator alone, with fakes on both sides: versions on tokens, pinned evaluations, what it
+asks for, and replicas in lockstep.
+"""
 
 import json
 import threading
@@ -9,17 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from executors.build import build_generator
 from executors.generator import Generator
-from executors.stations import build_generator
-from llamarl.config import compose_config
+from llamarl.config.command_line import compose_config
 from llamarl.ddma.subscriber import Staged
 from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams
 from llamarl.models.hf import SafetensorsDir
+from llamarl.models.parity import Canary, ParityError, Sequence
 from llamarl.models.scratch import tiny_directory
-from llamarl.ledger import TicketDesk
-from llamarl.parity import Canary, ParityError, Sequence
-from llamarl.tickets import TicketLedger
+from llamarl.tickets.ledger import TicketLedger
+from llamarl.tickets.service import TicketService
 from llamarl.types import Prompt, Ticket
 
 PROMPT = Prompt(torch.tensor([1, 5, 6, 14, 7, 8, 18]), "12+34=", {"answer": "46"})
@@ -60,7 +62,9 @@ class Weights:
 
 
 class Mail:
-    """Control between generators in one process: boxes is rank -> topic -> [(sender, payload)], posts all that was sent."""
+    """Control between generators in one process: boxes is rank -> topic -> [(sender, payload)],
+    posts all that was sent.
+    """
 
     failure = None
 
@@ -69,7 +73,9 @@ class Mail:
 
     def post(self, rank, topic, payload):
         self.posts.append((rank, topic))
-        self.boxes.setdefault(rank, {}).setdefault(topic, []).append((self.rank, json.loads(json.dumps(payload))))
+        self.boxes.setdefault(rank, {}).setdefault(topic, []).append(
+            (self.rank, json.loads(json.dumps(payload)))
+        )
 
     def take(self, topic):
         return self.boxes.get(self.rank, {}).pop(topic, [])
@@ -93,7 +99,9 @@ class Outbox(list):
 
 
 class Tickets:
-    """Grants `grants` tickets to each ask and remembers what was asked. resumed_step, working: what a ledger says after a resume."""
+    """Grants `grants` tickets to each ask and remembers what was asked. resumed_step, working: what
+    a ledger says after a resume.
+    """
 
     resumed_step, working = 0, frozenset()
 
@@ -121,14 +129,35 @@ class Tickets:
         return orders
 
 
-def generator(synchronous=False, in_flight=True, new_tokens=6, least=None, temperature=1.0, chunk=2, group=ONE, control=None, **options):
+def generator(
+    synchronous=False,
+    in_flight=True,
+    new_tokens=6,
+    least=None,
+    temperature=1.0,
+    chunk=2,
+    group=ONE,
+    control=None,
+    **options,
+):
     least = new_tokens if least is None else least
-    params = SamplingParams(new_tokens, min_new_tokens=least, temperature=temperature, n=GROUP, stop_token_ids=(2,))
+    params = SamplingParams(
+        new_tokens, min_new_tokens=least, temperature=temperature, n=GROUP, stop_token_ids=(2,)
+    )
     made = Generator(
-        model_path=str(tiny_directory()), model_dtype="float32", prompts=[PROMPT] * 100, eval_prompts=[PROMPT] * EVALS,
-        sampling=params, max_slots=8, max_len=32, chunk_tokens=chunk, in_flight_updates=in_flight,
-        parity_tolerance=TOLERANCE, tensor_parallel=group.tensor_parallel, **options,
-    )  # fmt: skip
+        model_path=str(tiny_directory()),
+        model_dtype="float32",
+        prompts=[PROMPT] * 100,
+        eval_prompts=[PROMPT] * EVALS,
+        sampling=params,
+        max_slots=8,
+        max_len=32,
+        chunk_tokens=chunk,
+        in_flight_updates=in_flight,
+        parity_tolerance=TOLERANCE,
+        tensor_parallel=group.tensor_parallel,
+        **options,
+    )
     made.attach(
         group,
         {"policy": Weights(in_order=group.tensor_parallel > 1)},
@@ -232,8 +261,15 @@ class LateAnswers(Tickets):
 
     def __init__(self, turns):
         super().__init__(synchronous=False)
-        self.control = SimpleNamespace(is_leader=False, leader=0, rank=1, post=self._asked, take=self._answers)
-        self.desk = TicketDesk(TicketLedger(groups_per_step=1, max_lag=1, overcommit=0), self.control, trainer_ranks=(0,), deadline_s=1)
+        self.control = SimpleNamespace(
+            is_leader=False, leader=0, rank=1, post=self._asked, take=self._answers
+        )
+        self.desk = TicketService(
+            TicketLedger(groups_per_step=1, max_lag=1, overcommit=0),
+            self.control,
+            trainer_ranks=(0,),
+            timeout_s=1,
+        )
         self.turns, self.now, self.mail = turns, 0, []
         self.ask, self.granted = self.desk.ask, self.desk.granted
 
@@ -241,7 +277,9 @@ class LateAnswers(Tickets):
         self.asked.append((payload["count"], payload["version"]))
         tickets = [[self.next + i, 1] for i in range(payload["count"])]
         self.next += len(tickets)
-        self.mail.append((self.now + self.turns, {"tickets": tickets, "is_answer": True, "is_refusal": False}))
+        self.mail.append(
+            (self.now + self.turns, {"tickets": tickets, "is_answer": True, "is_refusal": False})
+        )
 
     def _answers(self, topic):
         due = [(0, payload) for at, payload in self.mail if at <= self.now]
@@ -279,7 +317,12 @@ def test_options_of_the_engine_reach_it():
 
 def test_options_of_the_config_reach_the_generator():
     job = SimpleNamespace(model_path="m", prompts=None, eval_prompts=[], stop_token_ids=(2,))
-    own = ["generator.cache_tokens=640", "generator.prefill_chunk=7", "generator.recompute_kv=true", "eval.num_samples=3"]
+    own = [
+        "generator.cache_tokens=640",
+        "generator.prefill_chunk=7",
+        "generator.recompute_kv=true",
+        "eval.num_samples=3",
+    ]
     made, plain = (build_generator(compose_config(words), job) for words in (own, []))
     options = "cache_tokens", "prefill_chunk", "recompute_kv", "eval_samples", "in_flight_updates"
     assert [getattr(made, name) for name in options] == [640, 7, True, 3, True]
@@ -298,26 +341,38 @@ def test_held_out_prompts_are_also_sampled_under_the_pinned_version():
     answers = {(c.ticket, c.sample_index): c for c in g.outputs["evaluations"]}
     assert sorted(answers) == [(j, i) for j in range(EVALS) for i in range(4)]
     assert {v for c in answers.values() for v in c.policy_versions.tolist()} == {5}
-    assert len({tuple(answers[j, 0].token_ids.tolist()) for j in range(EVALS)}) == 1  # one prompt, greedily
-    assert len({tuple(answers[j, i].token_ids.tolist()) for j in range(EVALS) for i in (1, 2, 3)}) > 3
+    assert (
+        len({tuple(answers[j, 0].token_ids.tolist()) for j in range(EVALS)}) == 1
+    )  # one prompt, greedily
+    assert (
+        len({tuple(answers[j, i].token_ids.tolist()) for j in range(EVALS) for i in (1, 2, 3)}) > 3
+    )
     g.step()
     assert g.version == 6
 
 
-# -- checkpoints ----------------------------------------------------------------------------------------------------------
+# -- checkpoints
+# ----------------------------------------------------------------------------------------------------------
 
 
 def stored(state):
     """As a checkpoint keeps it: safetensors and JSON."""
     tensors = {k: v.contiguous() for k, v in state.items() if isinstance(v, torch.Tensor)}
-    return json.loads(json.dumps({k: v for k, v in state.items() if k not in tensors})) | load(save(tensors))
+    return json.loads(json.dumps({k: v for k, v in state.items() if k not in tensors})) | load(
+        save(tensors)
+    )
 
 
 def begun(steps, replicas=1, tickets=4):
-    """Generators that have begun `tickets` groups of completions of many lengths, and have then made some steps."""
+    """Generators that have begun `tickets` groups of completions of many lengths, and have then
+    made some steps.
+    """
     made = []
     for rank in range(replicas):
-        g = generator(group=ExecutorGroup("generator", tuple(range(replicas)), rank, torch.device("cpu")), **LONG)
+        g = generator(
+            group=ExecutorGroup("generator", tuple(range(replicas)), rank, torch.device("cpu")),
+            **LONG,
+        )
         g.weights.arrive(0)
         g.tickets.grants, g.tickets.next = tickets // replicas, rank * tickets // replicas
         g.step()
@@ -332,10 +387,15 @@ def resumed(parts, replicas, working, step=0):
     """Other generators, with the same weights, that load what was saved."""
     made = []
     for rank in range(replicas):
-        g = generator(group=ExecutorGroup("generator", tuple(range(replicas)), rank, torch.device("cpu")), **LONG)
+        g = generator(
+            group=ExecutorGroup("generator", tuple(range(replicas)), rank, torch.device("cpu")),
+            **LONG,
+        )
         g.tickets.grants, g.tickets.working, g.tickets.resumed_step = 0, working, step
         g.load_state_dict(stored(part) for part in parts)
-        assert not g.outputs["completions"] and g.step() is False, "nothing is decoded before there are weights"
+        assert not g.outputs["completions"] and g.step() is False, (
+            "nothing is decoded before there are weights"
+        )
         g.weights.arrive(step)
         made.append(g)
     return made
@@ -363,7 +423,11 @@ def test_unfinished_groups_go_on_token_for_token_in_any_number_of_generators(ste
     first = begun(steps, before)
     parts = [g.state_dict() for g in first]
     working = {ticket for part in parts for ticket in part["in_work"]}
-    sent = {(c.ticket, c.sample_index): (c.token_ids.tolist(), c.finish_reason) for g in first for c in g.outputs["completions"]}
+    sent = {
+        (c.ticket, c.sample_index): (c.token_ids.tolist(), c.finish_reason)
+        for g in first
+        for c in g.outputs["completions"]
+    }
     whole = {key: value for key, value in sent.items() if key[0] not in working}
     assert all(sum(k[0] == key[0] for k in whole) == GROUP for key in whole)
     again = finish(resumed(parts, after, working))
@@ -432,8 +496,13 @@ def test_ranks_that_share_a_model_save_once_and_go_on_together(replica):
     settle(leader, peer)
     assert leader._sampled == peer._sampled > 0 and not peer.outputs["completions"]
     mine = sorted(part["in_work"])[1::2]  # the second of two replicas
-    assert sorted((c.ticket, c.sample_index) for c in leader.outputs["completions"]) == [(t, i) for t in mine for i in range(GROUP)]
-# -- completions that end where they are -----------------------------------------------------------------------------------
+    assert sorted((c.ticket, c.sample_index) for c in leader.outputs["completions"]) == [
+        (t, i) for t in mine for i in range(GROUP)
+    ]
+
+
+# -- completions that end where they are
+# -----------------------------------------------------------------------------------
 
 
 def finish_all(g):
@@ -486,7 +555,11 @@ def test_an_order_for_a_ticket_that_has_ended_changes_nothing():
     g = with_tickets(1)
     done = finish_all(g)
     g.tickets.orders = [0]
-    assert not g.step() and g.tickets.orders == [] and len(g.outputs["completions"]) == len(done[0]) == GROUP
+    assert (
+        not g.step()
+        and g.tickets.orders == []
+        and len(g.outputs["completions"]) == len(done[0]) == GROUP
+    )
 
 
 def test_after_max_seconds_a_completion_ends_but_no_evaluation(monkeypatch):
@@ -504,20 +577,30 @@ def test_after_max_seconds_a_completion_ends_but_no_evaluation(monkeypatch):
     g.step()
     assert [c.finish_reason for c in g.outputs["completions"]] == ["aborted"] * GROUP
     finish_all(g)
-    assert len(g.outputs["evaluations"]) == EVALS and all(c.finish_reason != "aborted" for c in g.outputs["evaluations"])
+    assert len(g.outputs["evaluations"]) == EVALS and all(
+        c.finish_reason != "aborted" for c in g.outputs["evaluations"]
+    )
 
 
-# -- replicas of several ranks: two generators in one process, each with the whole model, where ranks of a group would share it --
+# -- replicas of several ranks: two generators in one process, each with the whole model, where
+# ranks of a group would share it --
 
 
 @pytest.fixture
 def replica(monkeypatch):
-    """Makes a leader on rank 4 and a peer on rank 5, the second replica of ranks 2 to 5, and steps them in turn."""
-    monkeypatch.setattr("executors.generator.TensorParallel", lambda *_: None)  # no collectives: each computes all
+    """Makes a leader on rank 4 and a peer on rank 5, the second replica of ranks 2 to 5, and steps
+    them in turn.
+    """
+    monkeypatch.setattr(
+        "executors.generator.TensorParallel", lambda *_: None
+    )  # no collectives: each computes all
 
     def make(**options):
         boxes, ranks = {}, (2, 3, 4, 5)
-        groups = [ExecutorGroup("generator", ranks, r, torch.device("cpu"), tensor_parallel=2) for r in (4, 5)]
+        groups = [
+            ExecutorGroup("generator", ranks, r, torch.device("cpu"), tensor_parallel=2)
+            for r in (4, 5)
+        ]
         return [generator(group=g, control=Mail(boxes, g.rank), **options) for g in groups]
 
     return make
@@ -553,7 +636,9 @@ def test_weights_are_swapped_when_every_rank_has_them_and_not_before(replica):
     peer.weights.arrive(1)
     for _ in range(3):
         peer.step(), leader.step()
-    assert leader.version == peer.version == 0 and leader.engine.num_live, "work goes on while weights are awaited"
+    assert leader.version == peer.version == 0 and leader.engine.num_live, (
+        "work goes on while weights are awaited"
+    )
     leader.weights.arrive(1)
     leader.tickets.grants = 0
     settle(leader, peer)
@@ -566,7 +651,9 @@ def test_no_rank_skips_a_version_that_another_may_have_staged(replica):
     for version in range(3):
         for g in (peer, leader):
             assert g.weights.arrive(version)
-            assert not g.weights.arrive(version + 1), "a newer version overtakes what is not swapped"
+            assert not g.weights.arrive(version + 1), (
+                "a newer version overtakes what is not swapped"
+            )
         settle(leader, peer)
         assert leader.version == peer.version == version
 
@@ -589,7 +676,9 @@ def test_while_a_replica_is_pinned_newer_versions_overtake_each_other_on_all_its
         assert g.weights.arrive(4, evaluate=True) and not g.weights.arrive(5)
     for _ in range(3):
         peer.step(), leader.step()
-    assert leader._evaluating and leader.weights.staged.version == peer.weights.staged.version == 4, "4 must be evaluated"
+    assert (
+        leader._evaluating and leader.weights.staged.version == peer.weights.staged.version == 4
+    ), "4 must be evaluated"
     leader.tickets.grants = 0
     settle(leader, peer)
     assert leader.version == peer.version == 4
@@ -627,12 +716,30 @@ def test_a_peer_samples_what_its_leader_samples_and_sends_nothing(replica):
     leader.tickets.grants = 0
     settle(leader, peer)
     sent = [*leader.outputs["completions"], *leader.outputs["evaluations"]]
-    assert len(leader.outputs["completions"]) > GROUP and len({v for c in sent for v in c.policy_versions.tolist()}) > 1
-    key = lambda c: (c.ticket, c.sample_index, len(c.token_ids), c.policy_versions.tolist(), c.token_ids.tolist())  # noqa: E731
+    assert (
+        len(leader.outputs["completions"]) > GROUP
+        and len({v for c in sent for v in c.policy_versions.tolist()}) > 1
+    )
+
+    def key(completion):
+        return (
+            completion.ticket,
+            completion.sample_index,
+            len(completion.token_ids),
+            completion.policy_versions.tolist(),
+            completion.token_ids.tolist(),
+        )
+
     assert sorted(map(key, sent)) == sorted(key(c) for _, c in finished)
-    assert not peer.outputs["completions"] and not peer.outputs["evaluations"] and peer.tickets.asked == []
+    assert (
+        not peer.outputs["completions"]
+        and not peer.outputs["evaluations"]
+        and peer.tickets.asked == []
+    )
     assert "generator/tokens" in leader.metrics and "generator/tokens" not in peer.metrics
-    assert {topic for _, topic in peer.control.posts} == {"held"} and {rank for rank, _ in leader.control.posts} == {5}
+    assert {topic for _, topic in peer.control.posts} == {"held"} and {
+        rank for rank, _ in leader.control.posts
+    } == {5}
 
 
 def test_a_replica_takes_its_share_of_the_held_out_prompts(replica):
@@ -641,7 +748,9 @@ def test_a_replica_takes_its_share_of_the_held_out_prompts(replica):
     for g in (leader, peer):
         g.weights.arrive(0, evaluate=True)
     settle(leader, peer)
-    assert [c.ticket for c in leader.outputs["evaluations"]] == [1]  # the second of two replicas, three prompts
+    assert [c.ticket for c in leader.outputs["evaluations"]] == [
+        1
+    ]  # the second of two replicas, three prompts
 
 
 def test_a_peer_ends_what_its_leader_ends(replica):
@@ -678,7 +787,9 @@ def test_ranks_that_have_come_apart_say_so(replica):
     peer.step(), leader.step(), peer.step()
     peer._sampled += 1
     leader.step()
-    with pytest.raises(RuntimeError, match="generator ranks 4 and 5 share a model but have sampled"):
+    with pytest.raises(
+        RuntimeError, match="generator ranks 4 and 5 share a model but have sampled"
+    ):
         peer.step()
 
 

@@ -1,4 +1,6 @@
-"""FrozenReference alone: its scores are those of each prompt with each completion in a forward of its own."""
+"""FrozenReference alone: its scores are those of each prompt with each completion in a forward of
+its own.
+"""
 
 from collections import deque
 from dataclasses import fields
@@ -19,7 +21,9 @@ from tests.tolerances import rounding
 pytestmark = pytest.mark.machine
 
 NAN = float("nan")
-LOGPROBS = rounding(terms=16, depth=2 * 2, size=2.0)  # nats: width and layers of CONFIG, and how its logits deviate
+LOGPROBS = rounding(
+    terms=16, depth=2 * 2, size=2.0
+)  # nats: width and layers of CONFIG, and how its logits deviate
 CONFIG = """{"architectures": ["LlamaForCausalLM"], "vocab_size": 29, "hidden_size": 16, "intermediate_size": 24,
 "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 "tie_word_embeddings": true}"""
@@ -30,7 +34,10 @@ class FakeReceiver:
         self.records = deque()
 
     def take(self, limit=None):
-        return [self.records.popleft() for _ in range(min(limit or len(self.records), len(self.records)))]
+        return [
+            self.records.popleft()
+            for _ in range(min(limit or len(self.records), len(self.records)))
+        ]
 
 
 class FakeSender:
@@ -54,8 +61,13 @@ def model(tmp_path_factory):
     decoder = build_decoder(read_config(path), device="cpu")
     random = torch.Generator().manual_seed(0)
     for parameter in decoder.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=random) * 0.4 + (parameter.dim() == 1)
-    save_file({name: p.detach().contiguous() for name, p in named_parameters_hf(decoder)}, path / "model.safetensors")
+        parameter.data = torch.randn(parameter.shape, generator=random) * 0.4 + (
+            parameter.dim() == 1
+        )
+    save_file(
+        {name: p.detach().contiguous() for name, p in named_parameters_hf(decoder)},
+        path / "model.safetensors",
+    )
     return path
 
 
@@ -72,7 +84,7 @@ def packings(monkeypatch):
     return made
 
 
-def station(model, *, temperature=1.0, microbatch_tokens=1000, groups_per_batch=8):
+def executor(model, *, temperature=1.0, microbatch_tokens=1000, groups_per_batch=8):
     made = FrozenReference(
         model_path=str(model),
         model_dtype="float32",
@@ -81,7 +93,9 @@ def station(model, *, temperature=1.0, microbatch_tokens=1000, groups_per_batch=
         groups_per_batch=groups_per_batch,
     )
     group = ExecutorGroup("reference", (0,), 0, torch.device("cpu"))
-    made.attach(group, {"scored": FakeReceiver()}, {"referenced": FakeSender()}, control=None, metrics=None)
+    made.attach(
+        group, {"scored": FakeReceiver()}, {"referenced": FakeSender()}, control=None, metrics=None
+    )
     made.setup()
     return made
 
@@ -109,19 +123,32 @@ def one_by_one(model, g, temperature=1.0):
     decoder, out = load_weights(build_decoder(read_config(model)), model), []
     for completion in g.token_ids.split(g.lengths.tolist()):
         tokens = torch.cat([g.prompt_ids, completion])
-        logits = decoder(tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)]))) / temperature
+        logits = (
+            decoder(
+                tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)]))
+            )
+            / temperature
+        )
         logprobs = logits.log_softmax(-1)[len(g.prompt_ids) - 1 : -1]
         out.append(logprobs.gather(1, completion[:, None])[:, 0])
     return torch.cat(out)
 
 
 @pytest.mark.filterwarnings("ignore:sequences longer")
-@pytest.mark.parametrize("budget, lengths, microbatches",
-    [(1000, (3, 1, 6, 2), 1), (12, (3, 1, 6, 2), 1), (11, (3, 1, 6, 2), 2), (9, (3, 1, 6, 2), 2), (7, (6, 3, 2, 1), 2),
-     (1, (3, 1, 6, 2), 4)])  # fmt: skip
+@pytest.mark.parametrize(
+    "budget, lengths, microbatches",
+    [
+        (1000, (3, 1, 6, 2), 1),
+        (12, (3, 1, 6, 2), 1),
+        (11, (3, 1, 6, 2), 2),
+        (9, (3, 1, 6, 2), 2),
+        (7, (6, 3, 2, 1), 2),
+        (1, (3, 1, 6, 2), 4),
+    ],
+)
 def test_scores_are_those_of_each_sequence_alone(model, packings, budget, lengths, microbatches):
     g = group(lengths=lengths)
-    got, want = station(model, microbatch_tokens=budget).score(g), one_by_one(model, g)
+    got, want = executor(model, microbatch_tokens=budget).score(g), one_by_one(model, g)
     assert (got.dtype, got.device.type, got.shape) == (torch.float32, "cpu", g.token_ids.shape)
     assert want.std() > 1
     torch.testing.assert_close(got, want, atol=LOGPROBS, rtol=0)
@@ -130,35 +157,44 @@ def test_scores_are_those_of_each_sequence_alone(model, packings, budget, length
 
 def test_the_order_is_the_groups_though_microbatches_hold_another(model, packings):
     g = group(lengths=(1, 2, 7), prompt=2)
-    got = station(model, microbatch_tokens=8).score(g)
+    got = executor(model, microbatch_tokens=8).score(g)
     assert [p.completions for p in packings] == [[[0, 2], [1]]]
     torch.testing.assert_close(got, one_by_one(model, g), atol=LOGPROBS, rtol=0)
 
 
 def test_the_temperature_is_the_policys(model):
     g = group()
-    cool = station(model, temperature=0.5).score(g)
-    torch.testing.assert_close(cool, one_by_one(model, g, temperature=0.5), atol=2 * LOGPROBS, rtol=0)
-    assert (cool - station(model).score(g)).abs().max() > 0.1
+    cool = executor(model, temperature=0.5).score(g)
+    torch.testing.assert_close(
+        cool, one_by_one(model, g, temperature=0.5), atol=2 * LOGPROBS, rtol=0
+    )
+    assert (cool - executor(model).score(g)).abs().max() > 0.1
 
 
 def test_masked_and_aborted_completions_are_scored_too(model):
     """Lengths must fit the group's, and a reward that failed says nothing of the tokens."""
     g = group()
     values = {f.name: getattr(g, f.name) for f in fields(Group)}
-    values |= {"rewards": torch.tensor([NAN, 0.0, 1.0, NAN]), "finish_reasons": ("aborted", "stop", "length", "stop")}
+    values |= {
+        "rewards": torch.tensor([NAN, 0.0, 1.0, NAN]),
+        "finish_reasons": ("aborted", "stop", "length", "stop"),
+    }
     values |= {"outcomes": ("error", "score", "score", "abstain")}
-    torch.testing.assert_close(station(model).score(Group(**values)), one_by_one(model, g), atol=LOGPROBS, rtol=0)
+    torch.testing.assert_close(
+        executor(model).score(Group(**values)), one_by_one(model, g), atol=LOGPROBS, rtol=0
+    )
 
 
 def test_completions_without_tokens_take_no_place(model):
     g = group(lengths=(0, 3, 0, 2))
-    torch.testing.assert_close(station(model).score(g), one_by_one(model, g), atol=LOGPROBS, rtol=0)
-    assert station(model).score(group(lengths=(0, 0))).shape == (0,)
+    torch.testing.assert_close(
+        executor(model).score(g), one_by_one(model, g), atol=LOGPROBS, rtol=0
+    )
+    assert executor(model).score(group(lengths=(0, 0))).shape == (0,)
 
 
 def test_a_step_passes_groups_on_in_order_with_scores_and_nothing_else_changed(model):
-    ours, groups = station(model, groups_per_batch=2), [group(ticket) for ticket in (4, 2, 9)]
+    ours, groups = executor(model, groups_per_batch=2), [group(ticket) for ticket in (4, 2, 9)]
     source, (sink,) = ours.inputs["scored"], ours.outputs.values()
     source.records.extend(groups)
     assert ours.step() and [g.ticket for g in sink.records] == [4, 2]
@@ -173,7 +209,7 @@ def test_a_step_passes_groups_on_in_order_with_scores_and_nothing_else_changed(m
 
 
 def test_a_full_channel_stops_it_before_it_takes_anything(model):
-    ours = station(model)
+    ours = executor(model)
     ours.inputs["scored"].records.append(group())
     ours.outputs["referenced"].room = 0
     assert not ours.step() and len(ours.inputs["scored"].records) == 1
@@ -181,7 +217,10 @@ def test_a_full_channel_stops_it_before_it_takes_anything(model):
 
 
 def test_scoring_leaves_weights_and_gradients_alone(model):
-    ours = station(model)
+    ours = executor(model)
     before = [p.clone() for p in ours.decoder.parameters()]
     ours.score(group())
-    assert all(torch.equal(p, b) and p.grad is None and not p.requires_grad for p, b in zip(ours.decoder.parameters(), before))
+    assert all(
+        torch.equal(p, b) and p.grad is None and not p.requires_grad
+        for p, b in zip(ours.decoder.parameters(), before)
+    )

@@ -1,4 +1,6 @@
-"""ResettingReference alone: which version scores a group, when it takes one in, and what a snapshot holds."""
+"""ResettingReference alone: which version scores a group, when it takes one in, and what a
+checkpoint holds.
+"""
 
 from collections import defaultdict, deque
 from types import SimpleNamespace
@@ -7,12 +9,12 @@ import pytest
 import torch
 
 from executors.reference import FrozenReference, ResettingReference
-from llamarl.channel import REFERENCE_WEIGHTS, RESET
-from llamarl.control import DeadlineExceeded
+from llamarl.checkpoint.service import has_state
+from llamarl.comm.channel import REFERENCE_WEIGHTS, RESET
+from llamarl.comm.control import TimedOut
 from llamarl.executor import ExecutorGroup
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.scratch import tiny_directory
-from llamarl.snapshots import has_state
 from llamarl.types import Group
 
 
@@ -23,7 +25,10 @@ class FakeChannel:
         self.records, self.room = deque(), True
 
     def take(self, limit=None):
-        return [self.records.popleft() for _ in range(min(limit or len(self.records), len(self.records)))]
+        return [
+            self.records.popleft()
+            for _ in range(min(limit or len(self.records), len(self.records)))
+        ]
 
     def put(self, record):
         self.records.append(record)
@@ -75,26 +80,44 @@ class FakeControl:
 
 
 @pytest.fixture
-def station():
+def executor():
     return make()
 
 
-def make(reset_every=10, deadline_s=5.0):
+def make(reset_every=10, timeout_s=5.0):
     ours = ResettingReference(
-        model_path=str(tiny_directory()), model_dtype="float32", temperature=1.0, microbatch_tokens=500, reset_every=reset_every, deadline_s=deadline_s
-    )  # fmt: skip
+        model_path=str(tiny_directory()),
+        model_dtype="float32",
+        temperature=1.0,
+        microbatch_tokens=500,
+        reset_every=reset_every,
+        timeout_s=timeout_s,
+    )
     inputs = {"scored": FakeChannel(), REFERENCE_WEIGHTS: FakeWeights()}
-    ours.attach(ExecutorGroup("reference", (0,), 0, torch.device("cpu")), inputs, {"groups": FakeChannel()}, FakeControl(), None)
+    ours.attach(
+        ExecutorGroup("reference", (0,), 0, torch.device("cpu")),
+        inputs,
+        {"groups": FakeChannel()},
+        FakeControl(),
+        None,
+    )
     ours.setup()
     return ours
 
 
 def group(ticket, *versions):
     return Group(
-        ticket=ticket, prompt_ids=torch.tensor([1, 5]), lengths=torch.tensor([len(versions)]), token_ids=torch.arange(3, 3 + len(versions)),
-        generator_logprobs=torch.zeros(len(versions)), policy_versions=torch.tensor(versions, dtype=torch.int64), ref_logprobs=torch.empty(0),
-        rewards=torch.ones(1), finish_reasons=("stop",), outcomes=("score",),
-    )  # fmt: skip
+        ticket=ticket,
+        prompt_ids=torch.tensor([1, 5]),
+        lengths=torch.tensor([len(versions)]),
+        token_ids=torch.arange(3, 3 + len(versions)),
+        generator_logprobs=torch.zeros(len(versions)),
+        policy_versions=torch.tensor(versions, dtype=torch.int64),
+        ref_logprobs=torch.empty(0),
+        rewards=torch.ones(1),
+        finish_reasons=("stop",),
+        outcomes=("score",),
+    )
 
 
 def sent(ours):
@@ -107,28 +130,40 @@ def reset(ours, version, *, told=True):
         ours.control.mail[RESET].append({"version": version})
 
 
-def test_a_group_waits_for_the_reference_of_its_newest_token(station):
-    station.inputs["scored"].records.extend([group(0, 3, 9), group(1, 9, 10), group(2), group(3, 25)])
-    assert station.step() and sent(station).keys() == {0, 2}
-    assert not station.step() and "version 10 from the trainer, to score ticket 1" in station.waiting_for()
-    reset(station, 10)
-    assert station.step()
-    (first,) = sent(station).values()
-    assert (first.ticket, first.ref_version) == (1, 10) and station.version == 10
-    reset(station, 20)
-    assert station.step() and sent(station)[3].ref_version == 20 and station.waiting_for() is None
+def test_a_group_waits_for_the_reference_of_its_newest_token(executor):
+    executor.inputs["scored"].records.extend(
+        [group(0, 3, 9), group(1, 9, 10), group(2), group(3, 25)]
+    )
+    assert executor.step() and sent(executor).keys() == {0, 2}
+    assert (
+        not executor.step()
+        and "version 10 from the trainer, to score ticket 1" in executor.waiting_for()
+    )
+    reset(executor, 10)
+    assert executor.step()
+    (first,) = sent(executor).values()
+    assert (first.ticket, first.ref_version) == (1, 10) and executor.version == 10
+    reset(executor, 20)
+    assert (
+        executor.step() and sent(executor)[3].ref_version == 20 and executor.waiting_for() is None
+    )
 
 
-def test_scores_are_those_of_the_version_that_was_taken_in(station):
-    station.inputs["scored"].records.append(group(0, 0, 0))
-    station.step()
-    before = sent(station)[0].ref_logprobs
-    reset(station, 10)
-    station.inputs["scored"].records.append(group(0, 11, 11))
-    station.step()
-    after = sent(station)[0].ref_logprobs
-    alone = FrozenReference(model_path=str(tiny_directory()), model_dtype="float32", temperature=1.0, microbatch_tokens=500)
-    alone.attach(station.group, {"scored": FakeChannel()}, {"groups": FakeChannel()}, None, None)
+def test_scores_are_those_of_the_version_that_was_taken_in(executor):
+    executor.inputs["scored"].records.append(group(0, 0, 0))
+    executor.step()
+    before = sent(executor)[0].ref_logprobs
+    reset(executor, 10)
+    executor.inputs["scored"].records.append(group(0, 11, 11))
+    executor.step()
+    after = sent(executor)[0].ref_logprobs
+    alone = FrozenReference(
+        model_path=str(tiny_directory()),
+        model_dtype="float32",
+        temperature=1.0,
+        microbatch_tokens=500,
+    )
+    alone.attach(executor.group, {"scored": FakeChannel()}, {"groups": FakeChannel()}, None, None)
     alone.setup()
     assert torch.equal(alone.score(group(0, 0, 0)), before)
     for p in alone.decoder.parameters():
@@ -136,41 +171,47 @@ def test_scores_are_those_of_the_version_that_was_taken_in(station):
     assert torch.equal(alone.score(group(0, 0, 0)), after) and not torch.equal(before, after)
 
 
-def test_no_version_is_taken_in_that_the_trainer_has_not_told_of_or_ahead_of_a_snapshot(station):
-    reset(station, 10, told=False)
-    assert not station.step() and station.version == 0
-    station.control.mail["snapshot"].append({"step": 9})
-    station.control.mail[RESET].append({"version": 10})
-    assert not station.step() and station.version == 0
-    station.control.take("snapshot")
-    station.before_snapshot(9)
-    assert station.version == 0, "version 10 was made after step 9"
-    assert station.step() and station.version == 10
+def test_no_version_is_taken_in_that_the_trainer_has_not_told_of_or_ahead_of_a_snapshot(executor):
+    reset(executor, 10, told=False)
+    assert not executor.step() and executor.version == 0
+    executor.control.mail["save"].append({"step": 9})
+    executor.control.mail[RESET].append({"version": 10})
+    assert not executor.step() and executor.version == 0
+    executor.control.take("save")
+    executor.before_checkpoint(9)
+    assert executor.version == 0, "version 10 was made after step 9"
+    assert executor.step() and executor.version == 10
 
 
-def test_a_snapshot_waits_for_what_was_sent_before_it(station):
-    station.control.mail[RESET].append({"version": 10})
-    station.control.waited = lambda: (
-        station.weights.coming.append(10) if station.version == 0 and not station.weights.coming else None
+def test_a_snapshot_waits_for_what_was_sent_before_it(executor):
+    executor.control.mail[RESET].append({"version": 10})
+    executor.control.waited = lambda: (
+        executor.weights.coming.append(10)
+        if executor.version == 0 and not executor.weights.coming
+        else None
     )
-    station.before_snapshot(10)
-    assert station.version == 10 and station.state_dict()["version"] == 10
+    executor.before_checkpoint(10)
+    assert executor.version == 10 and executor.state_dict()["version"] == 10
 
 
 def test_a_snapshot_does_not_wait_for_ever():
-    ours = make(deadline_s=0.05)
+    ours = make(timeout_s=0.05)
     ours.control.mail[RESET].append({"version": 10})
-    with pytest.raises(DeadlineExceeded, match="for version 10 from the trainer"):
-        ours.before_snapshot(10)
+    with pytest.raises(TimedOut, match="for version 10 from the trainer"):
+        ours.before_checkpoint(10)
 
 
-def test_a_resumed_reference_has_the_weights_of_its_version(station):
-    assert [k for k in station.state_dict()] == ["version"], "the starting weights are where the model is"
-    reset(station, 10)
-    station.step()
-    state, resumed = station.state_dict(), make()
+def test_a_resumed_reference_has_the_weights_of_its_version(executor):
+    assert [k for k in executor.state_dict()] == ["version"], (
+        "the starting weights are where the model is"
+    )
+    reset(executor, 10)
+    executor.step()
+    state, resumed = executor.state_dict(), make()
     resumed.load_state_dict(iter([state]))
-    assert resumed.version == 10 and torch.equal(resumed.score(group(0, 12, 12)), station.score(group(0, 12, 12)))
-    names = {f"model/{name}" for name, _ in named_parameters_hf(station.decoder)}
+    assert resumed.version == 10 and torch.equal(
+        resumed.score(group(0, 12, 12)), executor.score(group(0, 12, 12))
+    )
+    names = {f"model/{name}" for name, _ in named_parameters_hf(executor.decoder)}
     assert state.keys() == names | {"version"}
-    assert has_state(station) and not has_state(FrozenReference.__new__(FrozenReference))
+    assert has_state(executor) and not has_state(FrozenReference.__new__(FrozenReference))

@@ -7,8 +7,8 @@ import torch
 
 import executors.trainer as trainer_module
 from executors.trainer import FSDPTrainer
+from llamarl.checkpoint.parts import Part
 from llamarl.models.sharding import Box
-from llamarl.parts import Part
 
 SAVED = torch.arange(24.0).view(8, 3)  # rows 0 to 7, by two ranks
 
@@ -29,7 +29,9 @@ class Watched(Part):
         return taken
 
 
-@pytest.mark.parametrize("mine, expected", [((3, 0, 2), [3, 3]), ((0, 0, 4), [12, 0]), ((6, 0, 2), [0, 6])], ids=str)
+@pytest.mark.parametrize(
+    "mine, expected", [((3, 0, 2), [3, 3]), ((0, 0, 4), [12, 0]), ((6, 0, 2), [0, 6])], ids=str
+)
 def test_only_rows_that_a_rank_holds_are_read(monkeypatch, mine, expected):
     first, column, count = mine
     box = Box((first, column), (count, 3))

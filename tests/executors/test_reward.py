@@ -81,7 +81,15 @@ def make_prompt(text):
 def completion(ticket, sample_index, word, *, finish_reason="stop", version=3):
     ids = torch.tensor([WORDS.index(word)] if word else [], dtype=torch.int64)
     versions = torch.full_like(ids, version)
-    return Completion(ticket, sample_index, torch.tensor([1, 2]), ids, torch.zeros(len(ids)), versions, finish_reason)
+    return Completion(
+        ticket,
+        sample_index,
+        torch.tensor([1, 2]),
+        ids,
+        torch.zeros(len(ids)),
+        versions,
+        finish_reason,
+    )
 
 
 @pytest.fixture
@@ -123,7 +131,10 @@ def test_a_group_is_sent_when_its_last_completion_is_scored(build):
     feed = executor.inputs["completions"].records
     feed.extend([completion(7, 1, "wrong"), completion(8, 0, "right")])
     assert settle(executor) == []
-    assert executor.waiting_for() == "data: 2 groups are begun; ticket 7 lacks 1 completions from the generator"
+    assert (
+        executor.waiting_for()
+        == "data: 2 groups are begun; ticket 7 lacks 1 completions from the generator"
+    )
     feed.extend([completion(7, 0, "right"), completion(8, 1, "right")])
     executor.step()
     heard, give_up = executor.control.num_wakes, time.monotonic() + DEADLINE_S
@@ -139,7 +150,9 @@ def test_a_group_is_sent_when_its_last_completion_is_scored(build):
 
 def test_an_error_or_an_abstention_is_nan_and_never_zero(build):
     executor = build(group_size=3)
-    executor.inputs["completions"].records.extend(completion(0, i, w) for i, w in enumerate(("error", "abstain", "wrong")))
+    executor.inputs["completions"].records.extend(
+        completion(0, i, w) for i, w in enumerate(("error", "abstain", "wrong"))
+    )
     (group,) = settle(executor)
     assert group.outcomes == ("error", "abstain", "score")
     assert group.rewards.isnan().tolist() == [True, True, False] and group.rewards[2] == 0.0
@@ -149,7 +162,9 @@ def test_an_error_or_an_abstention_is_nan_and_never_zero(build):
 def test_an_aborted_completion_abstains_without_being_scored(build):
     executor = build()
     for i, word in enumerate(("right", "")):
-        executor.inputs["completions"].records.append(completion(0, i, word, finish_reason="aborted"))
+        executor.inputs["completions"].records.append(
+            completion(0, i, word, finish_reason="aborted")
+        )
     (group,) = settle(executor)
     assert group.outcomes == ("abstain", "abstain") and group.rewards.isnan().all()
     assert group.finish_reasons == ("aborted", "aborted") and group.lengths.tolist() == [1, 0]
@@ -163,21 +178,40 @@ def test_accuracy_is_reported_once_a_version_and_counts_what_is_no_score_as_wron
     feed.append(completion(2, 0, "error", version=4))
     settle(executor)
     assert executor.metrics.reports == []
-    assert executor.waiting_for() == "data: 1 evaluation completions of policy version 4, from the generator"
+    assert (
+        executor.waiting_for()
+        == "data: 1 evaluation completions of policy version 4, from the generator"
+    )
     feed.append(completion(1, 0, "right", version=4))
     assert settle(executor) == []
-    (step, values), = executor.metrics.reports  # fmt: skip
+    ((step, values),) = executor.metrics.reports
     right = pytest.approx(2 / 3)
-    assert step == 4 and values == {"eval/reward": right, "eval/accuracy": right, "eval/errors": 1, "eval/length_mean": 1.0}
+    assert step == 4 and values == {
+        "eval/reward": right,
+        "eval/accuracy": right,
+        "eval/errors": 1,
+        "eval/length_mean": 1.0,
+    }
     feed.extend([completion(1, 0, "right", version=5), completion(2, 0, "right", version=5)])
     settle(executor)
-    assert executor.metrics.reports[1:] == [(5, {"eval/reward": 1.0, "eval/accuracy": 1.0, "eval/errors": 0, "eval/length_mean": 1.0})]
+    assert executor.metrics.reports[1:] == [
+        (5, {"eval/reward": 1.0, "eval/accuracy": 1.0, "eval/errors": 0, "eval/length_mean": 1.0})
+    ]
 
 
 def test_sampled_answers_are_reported_with_the_greedy_ones(build):
     executor = build(num_eval_prompts=2, num_eval_samples=2)
-    words = {(0, 0): "right", (0, 1): "wrong", (0, 2): "right", (1, 0): "right", (1, 1): "abstain", (1, 2): "wrong"}
-    executor.inputs["evaluations"].records.extend(completion(j, i, word) for (j, i), word in words.items())
+    words = {
+        (0, 0): "right",
+        (0, 1): "wrong",
+        (0, 2): "right",
+        (1, 0): "right",
+        (1, 1): "abstain",
+        (1, 2): "wrong",
+    }
+    executor.inputs["evaluations"].records.extend(
+        completion(j, i, word) for (j, i), word in words.items()
+    )
     assert settle(executor) == []
     ((step, values),) = executor.metrics.reports
     assert step == 3 and values["eval/accuracy"] == 1.0
@@ -215,7 +249,9 @@ def test_too_many_errors_end_the_run_and_say_why(build):
     executor.inputs["completions"].records.extend(completion(i, 0, w) for i, w in enumerate(words))
     settle(executor)  # 30 of 63 are more than 40 %, but too few to tell
     executor.inputs["completions"].records.append(completion(63, 0, "error"))
-    with pytest.raises(RewardError, match=rf"reward {FN}: 48% of the last 64 scores are errors, above .*=0.4") as error:
+    with pytest.raises(
+        RewardError, match=rf"reward {FN}: 48% of the last 64 scores are errors, above .*=0.4"
+    ) as error:
         settle(executor)
     assert str(error.value).count("RuntimeError: cannot score train") == 3
 
@@ -231,9 +267,19 @@ def test_some_errors_do_not(build, caplog):
 
 
 def test_a_wrong_function_is_an_error_of_setup(build):
-    with pytest.raises(ValueError, match="reward.fn=scoring:scored: scoring has no function scored; did you mean score"):
+    with pytest.raises(
+        ValueError,
+        match="reward.fn=scoring:scored: scoring has no function scored; did you mean score",
+    ):
         build(fn="scoring:scored")
 
 
 def test_teardown_is_harmless_before_setup():
-    RuleReward(prompts=FakeStream(), eval_prompts=make_prompt, decode=str, fn=FN, group_size=2, num_eval_prompts=0).teardown()
+    RuleReward(
+        prompts=FakeStream(),
+        eval_prompts=make_prompt,
+        decode=str,
+        fn=FN,
+        group_size=2,
+        num_eval_prompts=0,
+    ).teardown()

@@ -1,4 +1,6 @@
-"""A death that leaves the trainer whole costs at most the step at hand: the trainer saves a checkpoint before the run ends."""
+"""A death that leaves the trainer whole costs at most the step at hand: the trainer saves a
+checkpoint before the run ends.
+"""
 
 import json
 import os
@@ -6,7 +8,7 @@ import signal
 
 import pytest
 
-from llamarl.checkpoint import ranks_of, verify
+from llamarl.checkpoint.checkpointer import ranks_of, verify
 from tests.launching import GROUPS, SMALL, Job, untimed
 
 RARE = ("checkpoint.every=1000", "eval.every=0")
@@ -29,20 +31,33 @@ def check_whole(job, at_least):
     """What the last words left: a valid checkpoint of the last step that was trained, and no other."""
     assert verify(job.checkpoint) == []
     step = int(job.checkpoint.name.removeprefix("step_"))
-    assert step >= at_least and {p.name for p in job.checkpoint.parent.iterdir()} == {f"step_{step}", "latest"}
+    assert step >= at_least and {p.name for p in job.checkpoint.parent.iterdir()} == {
+        f"step_{step}",
+        "latest",
+    }
     assert consumed(job.checkpoint) == (step * GROUPS, step)
     assert f"A checkpoint of step {step} was sealed" in job.output, job.output
     return step
 
 
 def test_a_killed_generator_costs_no_step_that_was_trained(tmp_path):
-    with Job(*SMALL, *RARE, "max_lag=2", "max_steps=100000", run_dir=tmp_path / "run", ranks=2) as job:
+    with Job(
+        *SMALL, *RARE, "max_lag=2", "max_steps=100000", run_dir=tmp_path / "run", ranks=2
+    ) as job:
         kill_after(job, rank=1, steps=3)
         assert job.wait() == EXIT_FAILED, job.output
         step = check_whole(job, at_least=3)
         assert "rank 1 (generator, reward)" in job.output, job.output
         assert ranks_of(job.checkpoint, "generator") == []
-    with Job(*SMALL, *RARE, "max_lag=2", f"max_steps={step + 2}", "resume=auto", run_dir=tmp_path / "run", ranks=2) as job:
+    with Job(
+        *SMALL,
+        *RARE,
+        "max_lag=2",
+        f"max_steps={step + 2}",
+        "resume=auto",
+        run_dir=tmp_path / "run",
+        ranks=2,
+    ) as job:
         assert job.wait() == 0, job.output
         assert f"resumed from step_{step}" in job.output
         assert [row["step"] for row in job.rows] == list(range(1, step + 3)), "rows, each once"
@@ -61,7 +76,9 @@ def test_a_station_that_fails_beside_the_trainer_costs_no_step_either(tmp_path):
 @pytest.mark.slow
 def test_torchrun_restarts_from_the_last_words_of_a_killed_generator(synchronous_run, tmp_path):
     slow = ("max_lag=0", "checkpoint.every=1000", "reward.fn=tests.launching:unhurried")
-    with Job(*SMALL, *slow, run_dir=tmp_path / "run", ranks=2, torchrun=("--max-restarts=1",)) as job:
+    with Job(
+        *SMALL, *slow, run_dir=tmp_path / "run", ranks=2, torchrun=("--max-restarts=1",)
+    ) as job:
         kill_after(job, rank=1, steps=3)  # row 0 is the evaluation before the first
         assert job.wait() == 0, job.output
         assert "resumed from step_" in job.output and "was sealed after that" in job.output
@@ -78,7 +95,13 @@ def test_a_silent_generator_costs_no_step_that_was_trained(tmp_path):
         assert "rank 1 (generator, reward) has not been heard of" in job.output
 
 
-THREE = ("placement.trainer=[0,1]", "placement.generator=[2]", "placement.reward=[2]", "max_lag=2", "max_steps=100000")
+THREE = (
+    "placement.trainer=[0,1]",
+    "placement.generator=[2]",
+    "placement.reward=[2]",
+    "max_lag=2",
+    "max_steps=100000",
+)
 
 
 @pytest.mark.slow

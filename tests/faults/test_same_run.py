@@ -1,4 +1,6 @@
-"""A run goes on as that run, in its own directory, as a user meets it: from the command line, under torchrun, after a kill."""
+"""A run goes on as that run, in its own directory, as a user meets it: from the command line, under
+torchrun, after a kill.
+"""
 
 import json
 import os
@@ -13,20 +15,32 @@ BAD_INPUT = 2
 ENDLESS = ("max_steps=100000", "eval.every=0", "checkpoint.every=2")
 # In waves of three groups, so that some are always amid one.
 LONG = (
-    "generator.max_slots=12", "overcommit=8", "max_lag=2", "max_new_tokens=240", "generator.min_new_tokens=200",
-    "generator.chunk_tokens=4", "eval.every=0", "checkpoint.every=0",
-)  # fmt: skip
+    "generator.max_slots=12",
+    "overcommit=8",
+    "max_lag=2",
+    "max_new_tokens=240",
+    "generator.min_new_tokens=200",
+    "generator.chunk_tokens=4",
+    "eval.every=0",
+    "checkpoint.every=0",
+)
 
 
 def sums(file, first):
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(first, first + 20) for b in range(10, 20)]
+    rows = [
+        {"prompt": f"{a}+{b}=", "answer": str(a + b)}
+        for a in range(first, first + 20)
+        for b in range(10, 20)
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return ("task=jsonl", f"task.path={file}", "task.chat=false", "task.max_prompt_tokens=16")
 
 
 @pytest.mark.slow
 def test_completions_under_way_are_not_gone_on_with_under_other_prompts(tmp_path):
-    """Stopped amid long completions, then the data change: refused; where it is allowed, those completions start anew."""
+    """Stopped amid long completions, then the data change: refused; where it is allowed, those
+    completions start anew.
+    """
     task = sums(tmp_path / "sums.jsonl", first=10)
     with Job(*SMALL, *LONG, *task, "max_steps=100000", run_dir=tmp_path / "run") as job:
         job.until(lambda: len(job.rows) >= 2, "two steps")
@@ -35,7 +49,12 @@ def test_completions_under_way_are_not_gone_on_with_under_other_prompts(tmp_path
         stopped = job.checkpoint
     in_work = json.loads((stopped / "generator.rank0.json").read_text())["in_work"]
     assert in_work, "nothing was under way when it was stopped"
-    again = (*SMALL, *LONG, f"max_steps={int(stopped.name.removeprefix('step_')) + 2}", "resume=auto")
+    again = (
+        *SMALL,
+        *LONG,
+        f"max_steps={int(stopped.name.removeprefix('step_')) + 2}",
+        "resume=auto",
+    )
     sums(tmp_path / "sums.jsonl", first=30)
     with Job(*again, *task, run_dir=tmp_path / "run") as job:
         assert job.wait() == BAD_INPUT and "the data itself has changed" in job.output
@@ -51,7 +70,9 @@ def test_completions_under_way_are_not_gone_on_with_under_other_prompts(tmp_path
 
 
 def test_another_number_of_held_out_prompts_is_refused_by_its_key(synchronous_run):
-    with Job(*SMALL, "max_lag=0", "resume=auto", "eval.num_prompts=5", run_dir=synchronous_run.run_dir) as job:
+    with Job(
+        *SMALL, "max_lag=0", "resume=auto", "eval.num_prompts=5", run_dir=synchronous_run.run_dir
+    ) as job:
         assert job.wait() == BAD_INPUT
         assert "other held-out prompts: eval.num_prompts: 20 in the checkpoint, 5 now" in job.output
 
@@ -67,10 +88,23 @@ def test_of_two_launches_without_a_name_each_restarted_rank_goes_on_in_its_own_d
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = f"--master-port={free.getsockname()[1]}"
-        return Job(*SMALL, *ENDLESS, slow, run_dir=None, ranks=1, cwd=home, rendezvous=port, torchrun=("--max-restarts=1",))
+        return Job(
+            *SMALL,
+            *ENDLESS,
+            slow,
+            run_dir=None,
+            ranks=1,
+            cwd=home,
+            rendezvous=port,
+            torchrun=("--max-restarts=1",),
+        )
 
     def steps(run):
-        return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [
+            json.loads(line)["step"]
+            for line in (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
 
     with start() as first:
         first.until(lambda: "step 3/" in first.output, "three steps of the first")
@@ -80,7 +114,11 @@ def test_of_two_launches_without_a_name_each_restarted_rank_goes_on_in_its_own_d
             (other,) = set((home / "runs").iterdir()) - {one}
             os.kill(first.rank_pids()[0], signal.SIGKILL)
             first.until(lambda: "resumed from" in first.output, "the restart of the first")
-            lines = [line.split()[1].rstrip(",") for line in first.output.splitlines() if line.startswith("run  ")]
+            lines = [
+                line.split()[1].rstrip(",")
+                for line in first.output.splitlines()
+                if line.startswith("run  ")
+            ]
             assert lines == [str(one), str(one)]
             assert steps(other) == sorted(set(steps(other)))
 
@@ -90,5 +128,9 @@ def test_a_second_job_in_the_directory_of_a_running_one_is_refused(tmp_path):
     with Job(*SMALL, *ENDLESS, run_dir=tmp_path / "run", ranks=2) as first:
         first.until(lambda: len(first.rows) >= 2, "two steps")
         with Job(*SMALL, "resume=auto", "stop_s=1", run_dir=tmp_path / "run", ranks=2) as second:
-            assert second.wait() != 0 and f"{tmp_path / 'run'} is in use by process {first.rank_pids()[0]} on " in second.output
+            assert (
+                second.wait() != 0
+                and f"{tmp_path / 'run'} is in use by process {first.rank_pids()[0]} on "
+                in second.output
+            )
         assert first.process.poll() is None

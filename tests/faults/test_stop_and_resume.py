@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from llamarl.checkpoint import verify
+from llamarl.checkpoint.checkpointer import verify
 from tests.launching import GROUP_SIZE, GROUPS, SMALL, Job, environment, untimed
 
 LONG = ("max_steps=100000", "eval.every=0", "checkpoint.every=0")
@@ -50,11 +50,18 @@ def test_a_run_killed_and_resumed_equals_one_that_was_not(synchronous_run, tmp_p
     assert state["frontier"] == 4 * 4 and state["again"] == [] and state["finished"] == []
 
 
-def test_a_checkpoint_of_another_run_is_not_gone_on_with_by_other_values(launch_here, synchronous_run, tmp_path):
+def test_a_checkpoint_of_another_run_is_not_gone_on_with_by_other_values(
+    launch_here, synchronous_run, tmp_path
+):
     resume = f"resume={synchronous_run.checkpoint}"
-    code, output = launch_here(*SMALL, "max_lag=0", "seed=7", "group_size=2", resume, f"run_dir={tmp_path / 'new'}")
+    code, output = launch_here(
+        *SMALL, "max_lag=0", "seed=7", "group_size=2", resume, f"run_dir={tmp_path / 'new'}"
+    )
     assert code == 2 and not (tmp_path / "new").exists()
-    assert "seed: 0 in the checkpoint, 7 now" in output.err and "group_size: 4 in the checkpoint, 2 now" in output.err
+    assert (
+        "seed: 0 in the checkpoint, 7 now" in output.err
+        and "group_size: 4 in the checkpoint, 2 now" in output.err
+    )
     assert f"model.path={synchronous_run.checkpoint / 'hf'}" in output.err
 
 
@@ -99,50 +106,92 @@ def test_a_checkpoint_that_takes_longer_than_stop_s_is_waited_for(tmp_path):
         assert verify(job.checkpoint) == [] and "could not end" not in job.output
 
 
-UNFINISHED = ("max_lag=2", "max_new_tokens=240", "generator.min_new_tokens=200", "generator.chunk_tokens=4", "eval.every=0", "checkpoint.every=0")
+UNFINISHED = (
+    "max_lag=2",
+    "max_new_tokens=240",
+    "generator.min_new_tokens=200",
+    "generator.chunk_tokens=4",
+    "eval.every=0",
+    "checkpoint.every=0",
+)
 
 
 REPLICAS = ("placement.trainer=[0]", "placement.generator=[1,2]", "placement.reward=[2]")
 # In waves of three groups, so that some are always amid one.
 SHARED = (
-    "placement.trainer=[0]", "placement.generator=[1,2]", "placement.reward=[0]", "generator.tensor_parallel=2", "generator.max_slots=12",
-)  # fmt: skip
+    "placement.trainer=[0]",
+    "placement.generator=[1,2]",
+    "placement.reward=[0]",
+    "generator.tensor_parallel=2",
+    "generator.max_slots=12",
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "three, ranks, resume",
-    [(REPLICAS, 2, True), (REPLICAS, 2, False), (REPLICAS, 3, True), (REPLICAS, 3, False), (SHARED, 2, True), (SHARED, 3, True)],
+    [
+        (REPLICAS, 2, True),
+        (REPLICAS, 2, False),
+        (REPLICAS, 3, True),
+        (REPLICAS, 3, False),
+        (SHARED, 2, True),
+        (SHARED, 3, True),
+    ],
 )
 def test_a_run_stopped_amid_long_completions_goes_on_with_them(tmp_path, three, ranks, resume):
-    """Begun on two generators, or one of two ranks, and gone on with by one rank or by as many; each ticket is trained on once."""
-    with Job(*SMALL, *UNFINISHED, *three, "max_steps=100000", run_dir=tmp_path / "run", ranks=3) as job:
+    """Begun on two generators, or one of two ranks, and gone on with by one rank or by as many;
+    each ticket is trained on once.
+    """
+    with Job(
+        *SMALL, *UNFINISHED, *three, "max_steps=100000", run_dir=tmp_path / "run", ranks=3
+    ) as job:
         job.until(lambda: len(job.rows) >= 2, "two steps")
         os.kill(job.process.pid, signal.SIGTERM)
         job.wait()
         assert verify(job.checkpoint) == []
         stopped = job.checkpoint
     state = json.loads((stopped / "controller.rank0.json").read_text())["ledger"]
-    saved = [json.loads((stopped / f"generator.rank{i}.json").read_text())["in_work"] for i in (0, 1)]
-    in_work = {ticket for ticket, _ in state["in_work"]} & {ticket for part in saved for ticket in part}
+    saved = [
+        json.loads((stopped / f"generator.rank{i}.json").read_text())["in_work"] for i in (0, 1)
+    ]
+    in_work = {ticket for ticket, _ in state["in_work"]} & {
+        ticket for part in saved for ticket in part
+    }
     assert in_work, "nothing was under way when it was stopped"
     step = int(stopped.name.removeprefix("step_")) + 3
     again = (f"max_steps={step}", "resume=auto", f"generator.resume_partials={str(resume).lower()}")
-    with Job(*SMALL, *UNFINISHED, *(three if ranks == 3 else ()), *again, run_dir=tmp_path / "run", ranks=ranks) as job:
+    with Job(
+        *SMALL,
+        *UNFINISHED,
+        *(three if ranks == 3 else ()),
+        *again,
+        run_dir=tmp_path / "run",
+        ranks=ranks,
+    ) as job:
         assert job.wait() == 0, job.output
-        assert [r["step"] for r in job.rows][-3:] == [step - 2, step - 1, step] and max(r["lag/max"] for r in job.rows) <= 2
+        assert [r["step"] for r in job.rows][-3:] == [step - 2, step - 1, step] and max(
+            r["lag/max"] for r in job.rows
+        ) <= 2
         went_on = [int(n) for n in re.findall(r"(\d+) completions go on after", job.output)]
-        ended = [int(n) for n in re.findall(r"completions go on after \d+ tokens, (\d+) had ended", job.output)]
+        ended = [
+            int(n)
+            for n in re.findall(r"completions go on after \d+ tokens, (\d+) had ended", job.output)
+        ]
         assert sum(went_on) + sum(ended) == len(in_work) * GROUP_SIZE * resume
         after = json.loads((job.checkpoint / "controller.rank0.json").read_text())["ledger"]
     open_ = set(after["again"]) | {ticket for ticket, _ in after["finished"]}
-    assert after["frontier"] - len(open_) == step * GROUPS, "tickets that were trained on, each once"
+    assert after["frontier"] - len(open_) == step * GROUPS, (
+        "tickets that were trained on, each once"
+    )
 
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_killed_rank_and_the_run_ends_well(synchronous_run, tmp_path):
     slow = ("max_lag=0", "reward.fn=tests.launching:unhurried")
-    with Job(*SMALL, *slow, run_dir=tmp_path / "run", ranks=2, torchrun=("--max-restarts=1",)) as job:
+    with Job(
+        *SMALL, *slow, run_dir=tmp_path / "run", ranks=2, torchrun=("--max-restarts=1",)
+    ) as job:
         job.until(lambda: (tmp_path / "run" / "checkpoints" / "latest").exists(), "a checkpoint")
         os.kill(job.rank_pids()[0], signal.SIGKILL)
         assert job.wait() == 0, job.output
@@ -152,15 +201,26 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_ends_well(synchronous_run, 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_is_named_by_the_others(tmp_path, stopped):
-    with Job(*SMALL, *LONG, f"heartbeat_timeout_s={HEARTBEAT_S}", run_dir=tmp_path / "run", ranks=2) as job:
+    with Job(
+        *SMALL, *LONG, f"heartbeat_timeout_s={HEARTBEAT_S}", run_dir=tmp_path / "run", ranks=2
+    ) as job:
         job.until(lambda: len(job.rows) >= 2, "two steps")
         os.kill(job.rank_pids()[stopped], signal.SIGSTOP)
-        job.until(lambda: f"rank {stopped} (" in job.output and "has not been heard of" in job.output, "the silent rank's name")
+        job.until(
+            lambda: f"rank {stopped} (" in job.output and "has not been heard of" in job.output,
+            "the silent rank's name",
+        )
 
 
 @pytest.mark.slow
 def test_a_reward_that_always_fails_ends_the_run_and_is_named(tmp_path):
-    with Job(*SMALL, "max_steps=50", "eval.every=0", "reward.fn=tests.launching:fails", run_dir=tmp_path / "run") as job:
+    with Job(
+        *SMALL,
+        "max_steps=50",
+        "eval.every=0",
+        "reward.fn=tests.launching:fails",
+        run_dir=tmp_path / "run",
+    ) as job:
         assert job.wait() == EXIT_FAILED
         assert "tests.launching:fails" in job.output and "no verdict" in job.output
 
@@ -170,11 +230,19 @@ def test_a_reward_that_hangs_on_one_prompt_is_contained_and_counted(tmp_path):
     from llamarl.models.hf import load_tokenizer
     from llamarl.models.scratch import tiny_directory
     from llamarl.tasks.build import build_task
-    from llamarl.tickets import PromptStream
+    from llamarl.tickets.ledger import PromptStream
 
-    task = build_task("addition", load_tokenizer(tiny_directory()), chat=False, max_prompt_tokens=16)
+    task = build_task(
+        "addition", load_tokenizer(tiny_directory()), chat=False, max_prompt_tokens=16
+    )
     env = {"HANG_ON": PromptStream(task, 0)[0].text}
-    hanging = ("reward.fn=tests.launching:hangs_on_one", "reward.timeout_s=1", "reward.max_error_rate=1.0", "max_lag=0", "max_steps=1")
+    hanging = (
+        "reward.fn=tests.launching:hangs_on_one",
+        "reward.timeout_s=1",
+        "reward.max_error_rate=1.0",
+        "max_lag=0",
+        "max_steps=1",
+    )
     with Job(*SMALL, *hanging, run_dir=tmp_path / "run", env=env) as job:
         assert job.wait() == 0, job.output
         assert job.rows[1]["reward/error_rate"] == 4 / 16  # the four completions of ticket 0

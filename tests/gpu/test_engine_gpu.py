@@ -1,4 +1,6 @@
-"""The engine's CUDA graphs, which only a GPU can show: skipped, saying so, where CUDA is not available."""
+"""The engine's CUDA graphs, which only a GPU can show: skipped, saying so, where CUDA is not
+available.
+"""
 
 import pytest
 import torch
@@ -8,15 +10,22 @@ from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights
 from llamarl.models.scratch import tiny_directory
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 
 FLOAT32 = 1e-4  # nats; batches of other sizes sum in another order, with TF32 off
 PROMPTS = [[1, 5, 6, 14, 7, 8, 18], [1, 9, 9, 14, 9, 9, 18], [1, 6, 18]]
 
 
 def engine(cuda_graphs, **options):
-    decoder = load_weights(build_decoder(read_config(tiny_directory())), tiny_directory(), device="cuda").eval()
-    return Engine(decoder, max_slots=24, max_len=64, device="cuda", cuda_graphs=cuda_graphs, **options)
+    decoder = load_weights(
+        build_decoder(read_config(tiny_directory())), tiny_directory(), device="cuda"
+    ).eval()
+    return Engine(
+        decoder, max_slots=24, max_len=64, device="cuda", cuda_graphs=cuda_graphs, **options
+    )
 
 
 def drain(engine, chunk=5):
@@ -30,9 +39,17 @@ def drain(engine, chunk=5):
 def submit(engine):
     """Groups that ask for different things, more samples than slots, and lengths that leave holes."""
     for ticket, prompt in enumerate(PROMPTS):
-        engine.submit(ticket, prompt, SamplingParams(max_new_tokens=12, n=9, seed=3, stop_token_ids=(2,)))
+        engine.submit(
+            ticket, prompt, SamplingParams(max_new_tokens=12, n=9, seed=3, stop_token_ids=(2,))
+        )
     engine.submit(7, PROMPTS[0], SamplingParams(max_new_tokens=9, temperature=0.0))
-    engine.submit(8, PROMPTS[1], SamplingParams(9, temperature=0.7, top_k=5, top_p=0.9, min_new_tokens=4, stop_token_ids=(2, 3), n=4))
+    engine.submit(
+        8,
+        PROMPTS[1],
+        SamplingParams(
+            9, temperature=0.7, top_k=5, top_p=0.9, min_new_tokens=4, stop_token_ids=(2, 3), n=4
+        ),
+    )
 
 
 def assert_same(found, expected):

@@ -10,13 +10,18 @@ from llamarl.models.hf import load_weights
 from llamarl.models.scratch import tiny_directory
 from tests.launching import SMALL, Job
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 
 FLOAT32 = 1e-4  # nats; GPU and CPU sum in another order, with TF32 off
 
 
 def decoder_on(device):
-    return load_weights(build_decoder(read_config(tiny_directory())), tiny_directory(), device=device).eval()
+    return load_weights(
+        build_decoder(read_config(tiny_directory())), tiny_directory(), device=device
+    ).eval()
 
 
 @torch.inference_mode()
@@ -40,15 +45,25 @@ def test_the_engine_samples_on_the_gpu_what_the_module_scores():
             ids = torch.cat([torch.tensor(prompt), completion.token_ids]).cuda()
             cu = torch.tensor([0, len(ids) - 1], device="cuda")
             with torch.inference_mode():
-                logits = engine.decoder(ids[:-1], torch.arange(len(ids) - 1, device="cuda"), PackedAttention(cu))
-            fresh = logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)[len(prompt) - 1 :].cpu()
+                logits = engine.decoder(
+                    ids[:-1], torch.arange(len(ids) - 1, device="cuda"), PackedAttention(cu)
+                )
+            fresh = (
+                logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)[len(prompt) - 1 :].cpu()
+            )
             assert torch.allclose(fresh, completion.generator_logprobs, atol=FLOAT32)
 
 
 def test_a_trainer_in_host_memory_trains_as_one_on_the_gpu(tmp_path):
     rows = []
     for offload in ("false", "true"):
-        with Job(*SMALL, "max_lag=0", f"trainer.cpu_offload={offload}", run_dir=tmp_path / offload, env={"CUDA_VISIBLE_DEVICES": "0"}) as job:
+        with Job(
+            *SMALL,
+            "max_lag=0",
+            f"trainer.cpu_offload={offload}",
+            run_dir=tmp_path / offload,
+            env={"CUDA_VISIBLE_DEVICES": "0"},
+        ) as job:
             assert job.wait() == 0, job.output
         rows.append(job.rows[1])
     for name in ("reward/mean", "tokens/trained"):

@@ -1,19 +1,26 @@
-"""Quantised linears on a GPU: its own products, and a CUDA graph that reads new weights. Skipped, saying so, without CUDA."""
+"""Quantised linears on a GPU: its own products, and a CUDA graph that reads new weights. Skipped,
+saying so, without CUDA.
+"""
 
 import pytest
 import torch
 
-from llamarl.inference.quantize import QUANTIZED, QuantizedLinear, quantize_decoder, quantize_rows
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder
 from llamarl.models.config import read_config
 from llamarl.models.hf import load_weights
+from llamarl.models.quantize import QUANTIZED, QuantizedLinear, quantize_decoder, quantize_rows
 from llamarl.models.scratch import tiny_directory
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 
 FLOAT64, FLOAT32, BFLOAT16 = 2.0**-53, 2.0**-24, 2.0**-8  # largest relative error of rounding once
-FP8_SUMS = 2.0**-11  # of the sum of sizes: tensor cores add fp8 products with about 14 bits before they go to float32
+FP8_SUMS = (
+    2.0**-11
+)  # of the sum of sizes: tensor cores add fp8 products with about 14 bits before they go to float32
 KL = 5e-3  # nats a token; the CPU's scaled_mm is 1.3e-3 from the float32 model
 USUAL = {"fp8": "scaled_mm", "int8": "int_mm"}
 
@@ -84,7 +91,10 @@ def test_shapes_that_the_products_refuse_are_weight_only_with_a_warning(kind, dt
 @torch.inference_mode()
 def test_a_replayed_graph_reads_the_tokens_and_weights_put_in_place(kind):
     linear, other = linear_of(random(48, 64), kind), linear_of(random(48, 64, seed=1), kind)
-    x, new = random(8, 64, seed=2, dtype=torch.bfloat16), random(8, 64, seed=3, dtype=torch.bfloat16)
+    x, new = (
+        random(8, 64, seed=2, dtype=torch.bfloat16),
+        random(8, 64, seed=3, dtype=torch.bfloat16),
+    )
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # cuBLAS takes its workspace before the capture
@@ -105,10 +115,17 @@ def test_a_replayed_graph_reads_the_tokens_and_weights_put_in_place(kind):
 @torch.inference_mode()
 def test_the_tiny_model_is_close_to_its_quantised_self(kind):
     tokens = torch.tensor([1, 5, 6, 14, 7, 8, 18, 1, 9, 9, 14, 9, 9, 18], device="cuda")
-    positions, cu_seqlens = torch.arange(7, device="cuda").repeat(2), torch.tensor([0, 7, 14], device="cuda")
-    decoder = load_weights(build_decoder(read_config(tiny_directory())), tiny_directory(), device="cuda").eval()
+    positions, cu_seqlens = (
+        torch.arange(7, device="cuda").repeat(2),
+        torch.tensor([0, 7, 14], device="cuda"),
+    )
+    decoder = load_weights(
+        build_decoder(read_config(tiny_directory())), tiny_directory(), device="cuda"
+    ).eval()
     exact = decoder(tokens, positions, PackedAttention(cu_seqlens)).double().log_softmax(-1)
     quantize_decoder(decoder, kind)
     quantised = decoder(tokens, positions, PackedAttention(cu_seqlens)).double().log_softmax(-1)
     assert 0 < (quantised.exp() * (quantised - exact)).sum(-1).mean() < KL
-    assert {m.arithmetic for m in decoder.modules() if isinstance(m, QuantizedLinear)} == {USUAL[kind]}
+    assert {m.arithmetic for m in decoder.modules() if isinstance(m, QuantizedLinear)} == {
+        USUAL[kind]
+    }

@@ -5,18 +5,21 @@ import json
 import pytest
 import torch
 
-from llamarl.control import Control
-from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
+from llamarl.comm.control import Control
 from llamarl.ddma.copies import Copier, fold
+from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
-from llamarl.ddma.transports import this_end
+from llamarl.ddma.transports import this_rank_info
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf
+from llamarl.models.offload import DeviceSharing
 from llamarl.models.scratch import tiny_directory
-from llamarl.offload import Turns
 from tests.launching import SMALL, Job
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 
 
 def digest_of(flat: torch.Tensor) -> int:
@@ -41,12 +44,29 @@ def test_a_device_digest_sees_a_changed_byte_and_exchanged_words():
 def test_a_version_reaches_the_parameters_in_place(on_host):
     device = torch.device("cuda", 0)
     control = Control(None, rank=0, world_size=1, leader=0, names=["everything"])
-    source = load_weights(build_decoder(read_config(tiny_directory())), tiny_directory(), device=device)
-    target = build_decoder(read_config(tiny_directory()), device=device, dtype=torch.bfloat16).requires_grad_(False)
+    source = load_weights(
+        build_decoder(read_config(tiny_directory())), tiny_directory(), device=device
+    )
+    target = build_decoder(
+        read_config(tiny_directory()), device=device, dtype=torch.bfloat16
+    ).requires_grad_(False)
     route = WeightsRoute(
-        "policy", sources=(0,), destinations=(0,), source=Source(), destination=Destination(), dtype=torch.bfloat16, quantize="none",
-        keep=(), transport="auto", on_host=on_host, ends=[this_end(0, device)], group=None, device_group=None, control=control, deadline_s=30,
-    )  # fmt: skip
+        "policy",
+        sources=(0,),
+        destinations=(0,),
+        source=Source(),
+        destination=Destination(),
+        dtype=torch.bfloat16,
+        quantize="none",
+        keep=(),
+        transport="auto",
+        on_host=on_host,
+        ends=[this_rank_info(0, device)],
+        group=None,
+        device_group=None,
+        control=control,
+        timeout_s=30,
+    )
     sender, receiver = WeightsSender(route), WeightsReceiver(route)
     sender.bind(source.config, list(named_parameters_hf(source)))
     receiver.bind(target.config, list(named_parameters_hf(target)))
@@ -62,13 +82,15 @@ def test_a_version_reaches_the_parameters_in_place(on_host):
         assert receiver.swap().version == version
         for (name, a), (_, b) in zip(named_parameters_hf(source), named_parameters_hf(target)):
             assert torch.equal(a.bfloat16(), b), name
-    assert addresses == [p.data_ptr() for p in target.parameters()], "captured graphs would read old memory"
+    assert addresses == [p.data_ptr() for p in target.parameters()], (
+        "captured graphs would read old memory"
+    )
     sender.close(), receiver.close()
 
 
 def test_turns_free_device_memory():
     big = torch.ones(64 << 20, dtype=torch.uint8, device="cuda")
-    turns = Turns(["a", "b"])
+    turns = DeviceSharing(["a", "b"])
     before = torch.cuda.memory_allocated()
     turns.join("a", lambda: [big])
     assert torch.cuda.memory_allocated() <= before - big.numel()
@@ -78,18 +100,28 @@ def test_turns_free_device_memory():
 
 @pytest.mark.parametrize(
     "overrides",
-    [("weights.transport=cuda_ipc",), ("generator.quantize=fp8", "model.dtype=bfloat16", "trainer.parity_tolerance=0.5")],
+    [
+        ("weights.transport=cuda_ipc",),
+        ("generator.quantize=fp8", "model.dtype=bfloat16", "trainer.parity_tolerance=0.5"),
+    ],
 )
 def test_two_processes_on_one_gpu_exchange_weights_by_ipc(tmp_path, overrides):
-    with Job(*SMALL, *overrides, run_dir=tmp_path / "run", ranks=2, env={"CUDA_VISIBLE_DEVICES": "0"}) as job:
+    with Job(
+        *SMALL, *overrides, run_dir=tmp_path / "run", ranks=2, env={"CUDA_VISIBLE_DEVICES": "0"}
+    ) as job:
         assert job.wait() == 0, job.output
         assert job.rows[-1]["weights/bytes"] > 0
 
 
 def test_offload_changes_nothing_but_the_memory(tmp_path):
     rows = {}
-    for name, more in {"apart": (), "turns": ("placement.colocate=[trainer,generator]", "offload=true")}.items():
-        with Job(*SMALL, "max_lag=0", *more, run_dir=tmp_path / name, env={"CUDA_VISIBLE_DEVICES": "0"}) as job:
+    for name, more in {
+        "apart": (),
+        "turns": ("placement.colocate=[trainer,generator]", "offload=true"),
+    }.items():
+        with Job(
+            *SMALL, "max_lag=0", *more, run_dir=tmp_path / name, env={"CUDA_VISIBLE_DEVICES": "0"}
+        ) as job:
             assert job.wait() == 0, job.output
             rows[name] = [row["reward/mean"] for row in job.rows if row["step"]]
     assert json.dumps(rows["apart"]) == json.dumps(rows["turns"])

@@ -1,4 +1,6 @@
-"""A machine that reduces float32 products is noticed; and were it not, the main job would end at its first parity check."""
+"""A machine that reduces float32 products is noticed; and were it not, the main job would end at
+its first parity check.
+"""
 
 import os
 import subprocess
@@ -27,7 +29,14 @@ def run(*command: str) -> subprocess.CompletedProcess:
     """Python on such a machine."""
     path = os.pathsep.join([str(REDUCED), environment()["PYTHONPATH"]])
     command = [sys.executable, *command]
-    return subprocess.run(command, capture_output=True, text=True, timeout=JOB_S, cwd=ROOT, env=environment(PYTHONPATH=path))
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=JOB_S,
+        cwd=ROOT,
+        env=environment(PYTHONPATH=path),
+    )
 
 
 def test_reduced_products_are_measured_and_not_chosen():
@@ -42,5 +51,8 @@ def test_the_main_job_ends_at_its_first_parity_check_if_they_are_chosen_all_the_
     done = run("-c", CARELESS, str(RECIPE), *SMALL, "max_lag=0", f"run_dir={tmp_path / 'run'}")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "float32  medium" in done.stdout
-    assert "generator on rank 0 and the trainer differ by" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        "generator on rank 0 and the trainer differ by" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert "step 1/" not in done.stdout

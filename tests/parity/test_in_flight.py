@@ -1,4 +1,6 @@
-"""Completions that span a weight swap, sampled as by default and trained on: no parity error, since none is due."""
+"""Completions that span a weight swap, sampled as by default and trained on: no parity error, since
+none is due.
+"""
 
 from functools import partial
 from pathlib import Path

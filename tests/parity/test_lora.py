@@ -1,4 +1,6 @@
-"""LoRA against dense arithmetic, and the average of the weights, in one process. Several ranks: tests/ranks/test_adapters.py."""
+"""LoRA against dense arithmetic, and the average of the weights, in one process. Several ranks:
+tests/ranks/test_adapters.py.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,16 @@ import torch
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from llamarl.config import ConfigError, check_command_line, compose_config
-from llamarl.launch import Job
+from llamarl.comm.groups import World
+from llamarl.config.command_line import ConfigError, check_command_line, compose_config
+from llamarl.launch.job import Job
+from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning.ema import WeightAverage
 from llamarl.models import hf
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.fsdp import training_decoder
 from llamarl.models.lora import Lora, LoraLinear, PolicyWeights, add_lora, reset_lora
-from llamarl.placement import World
-from llamarl.run import RunDirectory
 from tests.tolerances import rounding
 
 pytestmark = pytest.mark.machine
@@ -34,8 +36,16 @@ TOKENS = torch.arange(40) * 7 % 53
 def directory(tmp_path_factory):
     """Random, with weights so large that every one of them shows in the logits."""
     path = tmp_path_factory.mktemp("lora")
-    config = Qwen2Config(vocab_size=53, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
-                         num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True)  # fmt: skip
+    config = Qwen2Config(
+        vocab_size=53,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
     model = AutoModelForCausalLM.from_config(config)
     draw = torch.Generator().manual_seed(0)
     for p in model.parameters():
@@ -46,7 +56,9 @@ def directory(tmp_path_factory):
 
 def adapted(directory, lora=LORA, b=0.05):
     """A decoder whose B are not zero, as after training."""
-    decoder = training_decoder(directory, mesh=None, device=torch.device("cpu"), compute_dtype=torch.float32, lora=lora)
+    decoder = training_decoder(
+        directory, mesh=None, device=torch.device("cpu"), compute_dtype=torch.float32, lora=lora
+    )
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for m in adapters(decoder):
@@ -79,7 +91,9 @@ def test_adapters_start_as_nothing_and_only_they_are_trained(directory):
 
 
 def test_gradients_are_those_of_a_dense_product(directory):
-    """Against a plain decoder whose weights are W + alpha/r B A as functions of A and B, in float64."""
+    """Against a plain decoder whose weights are W + alpha/r B A as functions of A and B, in
+    float64.
+    """
     decoder, reference = adapted(directory).double(), plain(directory).double()
     leaves, weights = {}, dict(reference.named_parameters())
     for name, p in decoder.named_parameters():
@@ -112,22 +126,30 @@ def test_merged_weights_give_the_same_logits_and_are_refreshed_in_place(director
         policy.refresh()
         merged = plain(directory)
         with torch.no_grad():
-            for (name, p), (other, value) in zip(hf.named_parameters_hf(merged), policy.parameters, strict=True):
+            for (name, p), (other, value) in zip(
+                hf.named_parameters_hf(merged), policy.parameters, strict=True
+            ):
                 assert name == other
                 p.copy_(value)
         assert (logits(merged) - logits(decoder)).abs().max() <= MERGED
     assert (logits(merged) - logits(plain(directory))).abs().max() > 100 * MERGED
-    assert [p.data_ptr() for _, p in policy.parameters] == pointers, "the weight channel reads them where they were"
+    assert [p.data_ptr() for _, p in policy.parameters] == pointers, (
+        "the weight channel reads them where they were"
+    )
     hf.export(policy.with_values(lambda p: p), directory, tmp_path / "hf", dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
-        assert (theirs(TOKENS[None, :25]).logits[0] - logits(decoder)[:25]).abs().max() <= 2 * MERGED
+        assert (
+            theirs(TOKENS[None, :25]).logits[0] - logits(decoder)[:25]
+        ).abs().max() <= 2 * MERGED
 
 
 def test_frozen_weights_stay_the_same_bits(directory):
     decoder = adapted(directory)
     before = {n: p.detach().clone() for n, p in decoder.named_parameters()}
-    optimizer = torch.optim.AdamW([p for p in decoder.parameters() if p.requires_grad], lr=0.1, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        [p for p in decoder.parameters() if p.requires_grad], lr=0.1, weight_decay=0.1
+    )
     logits(decoder).square().mean().backward()
     optimizer.step()
     for name, p in decoder.named_parameters():
@@ -136,7 +158,10 @@ def test_frozen_weights_stay_the_same_bits(directory):
 
 def test_a_target_that_is_absent_is_named(directory):
     with pytest.raises(ValueError, match="no projection is called lm_head"):
-        add_lora(build_decoder(read_config(directory)), dataclasses.replace(LORA, targets=("q_proj", "lm_head")))
+        add_lora(
+            build_decoder(read_config(directory)),
+            dataclasses.replace(LORA, targets=("q_proj", "lm_head")),
+        )
 
 
 def test_values_of_adapters_follow_from_the_seed(directory):
@@ -144,15 +169,23 @@ def test_values_of_adapters_follow_from_the_seed(directory):
     for decoder, lora in ((first, LORA), (same, LORA)):
         reset_lora(decoder, lora)
     assert all(torch.equal(a.lora_a, b.lora_a) for a, b in zip(adapters(first), adapters(same)))
-    assert not any(torch.equal(a.lora_a, b.lora_a) for a, b in zip(adapters(first), adapters(other)))
+    assert not any(
+        torch.equal(a.lora_a, b.lora_a) for a, b in zip(adapters(first), adapters(other))
+    )
 
 
-# -- the average of the weights --------------------------------------------------------------------------------------------
+# -- the average of the weights
+# --------------------------------------------------------------------------------------------
 
 
 def test_the_average_is_that_of_hand_arithmetic():
-    """w: 1, then -0.5 a step; d = 0.75:  e = 1, 0.75 + 0.25 * 0.5 = 0.875, 0.75 * 0.875 + 0.25 * 0 = 0.65625"""
-    w, frozen = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.full((1,), 9.0), requires_grad=False)
+    """w: 1, then -0.5 a step; d = 0.75:  e = 1, 0.75 + 0.25 * 0.5 = 0.875, 0.75 * 0.875 + 0.25 * 0
+    = 0.65625
+    """
+    w, frozen = (
+        torch.nn.Parameter(torch.ones(1)),
+        torch.nn.Parameter(torch.full((1,), 9.0), requires_grad=False),
+    )
     optimizer = torch.optim.SGD([w], lr=0.5)
     average = WeightAverage([w, frozen], optimizer, 0.75)
     seen = []
@@ -181,13 +214,18 @@ def test_a_decay_that_forgets_nothing_is_refused():
         WeightAverage([], torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), 1)
 
 
-# -- what is refused before anything starts --------------------------------------------------------------------------------
+# -- what is refused before anything starts
+# --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "overrides, ranks, said",
     [
-        ("trainer.lora.rank=8 trainer.tensor_parallel=2 placement.trainer=[0,1]", 3, "adapters of split projections"),
+        (
+            "trainer.lora.rank=8 trainer.tensor_parallel=2 placement.trainer=[0,1]",
+            3,
+            "adapters of split projections",
+        ),
         ("trainer.lora.rank=8 trainer.lora.targets=[]", 1, "nothing to adapt"),
         ("trainer.lora.targets=[qproj]", 1, "need a list of some of q_proj"),
         ("trainer.lora.rnk=8", 1, "did you mean trainer.lora.rank?"),
@@ -206,11 +244,13 @@ def test_what_cannot_be_is_said(overrides, ranks, said):
 
 
 def test_settings_reach_the_trainer():
-    from executors.stations import build_trainer
+    from executors.build import build_trainer
 
     def trainer_of(*overrides):
         config = compose_config(overrides)
-        return build_trainer(config, Job(config, World(0, 1, 1, torch.device("cpu")), RunDirectory(Path(), None)))
+        return build_trainer(
+            config, Job(config, World(0, 1, 1, torch.device("cpu")), RunDirectory(Path(), None))
+        )
 
     overrides = [
         "trainer.lora.rank=8",

@@ -19,39 +19,84 @@ from tests.tolerances import rounding
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
 
-LOGITS = rounding(terms=48, depth=2 * 3, size=2.0)  # width and layers of the models below, and how their logits deviate
+LOGITS = rounding(
+    terms=48, depth=2 * 3, size=2.0
+)  # width and layers of the models below, and how their logits deviate
 GRADIENTS = 1e-7  # of a mean over tokens, in float64 (but the norms and rotary tables are float32)
-SHARED_GRADIENTS = rounding(terms=1, depth=2 * 3)  # of the largest gradient: norms and rotary tables alone are float32
+SHARED_GRADIENTS = rounding(
+    terms=1, depth=2 * 3
+)  # of the largest gradient: norms and rotary tables alone are float32
 LENGTH = 60  # tokens; beyond the original context of the llama3 scaling below
 
-SIZES = {"vocab_size": 53, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
-         "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0}  # fmt: skip
-LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 32}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+SIZES = {
+    "vocab_size": 53,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 CONFIGS = {
     "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama_untied": LlamaConfig(**SIZES, tie_word_embeddings=False, rms_norm_eps=1e-3),
     "llama_llama3_rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
-    "llama_linear_rope": LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}),
-    "llama_without_groups": LlamaConfig(**SIZES | {"num_key_value_heads": 6}, tie_word_embeddings=False, rms_norm_eps=1e-5),  # Llama 2
-    "llama_llama3_rope_tied": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),  # Llama 3.2
+    "llama_linear_rope": LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+    ),
+    "llama_without_groups": LlamaConfig(
+        **SIZES | {"num_key_value_heads": 6}, tie_word_embeddings=False, rms_norm_eps=1e-5
+    ),  # Llama 2
+    "llama_llama3_rope_tied": LlamaConfig(
+        **SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True
+    ),  # Llama 3.2
     "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=16),
-    "mistral_short_context": MistralConfig(**SIZES, sliding_window=128, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "mistral_short_context": MistralConfig(
+        **SIZES, sliding_window=128, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+    ),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2_untied": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen2_yarn": Qwen2Config(**SIZES, rope_parameters=YARN),  # Qwen2.5 at 128 k
-    "llama_yarn_bounds": LlamaConfig(**SIZES, rope_parameters=YARN | {"truncate": False, "beta_fast": 3.0, "beta_slow": 0.4, "mscale": 0.7, "mscale_all_dim": 0.4}),
+    "llama_yarn_bounds": LlamaConfig(
+        **SIZES,
+        rope_parameters=YARN
+        | {
+            "truncate": False,
+            "beta_fast": 3.0,
+            "beta_slow": 0.4,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.4,
+        },
+    ),
     "llama_yarn_factor": LlamaConfig(**SIZES, rope_parameters=YARN | {"attention_factor": 1.3}),
 }
 
 
 def make_directory(config, path, seed=0):
-    """A random model that transformers saved; weights so large that every one of them shows in the logits."""
+    """A random model that transformers saved; weights so large that every one of them shows in the
+    logits.
+    """
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1)
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2 + (
+            parameter.dim() == 1
+        )
     model.save_pretrained(path)
     return path
 
@@ -77,11 +122,15 @@ def theirs(path):
 
 
 def random_tokens(length=LENGTH, seed=1):
-    return torch.randint(SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def whole(decoder, tokens):
-    return decoder(tokens, torch.arange(tokens.numel()), PackedAttention(torch.tensor([0, tokens.numel()])))
+    return decoder(
+        tokens, torch.arange(tokens.numel()), PackedAttention(torch.tensor([0, tokens.numel()]))
+    )
 
 
 def file_tensors(path):
@@ -98,7 +147,16 @@ def test_logits_equal_transformers(directories, name):
     assert (got - want).abs().max() <= LOGITS
 
 
-@pytest.mark.parametrize("name", ["llama_llama3_rope", "llama_linear_rope", "qwen2_yarn", "llama_yarn_bounds", "llama_yarn_factor"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama_llama3_rope",
+        "llama_linear_rope",
+        "qwen2_yarn",
+        "llama_yarn_bounds",
+        "llama_yarn_factor",
+    ],
+)
 @torch.no_grad()
 def test_rope_scaling_changes_the_logits(directories, name):
     """Otherwise the parity above would not show a scaling that is ignored."""
@@ -113,9 +171,13 @@ def test_an_older_transformers_config_reads_the_same(directories, tmp_path):
     path = shutil.copytree(directories["llama_linear_rope"], tmp_path / "older")
     raw = json.loads((path / "config.json").read_text())
     del raw["rope_parameters"]
-    (path / "config.json").write_text(json.dumps(raw | {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}}))
+    (path / "config.json").write_text(
+        json.dumps(raw | {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}})
+    )
     tokens = random_tokens()
-    assert torch.equal(whole(ours(path), tokens), whole(ours(directories["llama_linear_rope"]), tokens))
+    assert torch.equal(
+        whole(ours(path), tokens), whole(ours(directories["llama_linear_rope"]), tokens)
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -126,7 +188,12 @@ def test_num_parameters_counts_the_parameters(directories, name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_load_then_export_is_bit_exact(directories, tmp_path, name):
-    hf.export(hf.named_parameters_hf(ours(directories[name])), directories[name], tmp_path / "out", dtype=torch.float32)
+    hf.export(
+        hf.named_parameters_hf(ours(directories[name])),
+        directories[name],
+        tmp_path / "out",
+        dtype=torch.float32,
+    )
     want, got = file_tensors(directories[name]), file_tensors(tmp_path / "out")
     assert got.keys() == want.keys()
     assert all(torch.equal(got[key], want[key]) for key in want)
@@ -138,13 +205,17 @@ def test_load_then_export_is_bit_exact(directories, tmp_path, name):
 def test_sharded_export_loads_in_transformers_and_here(directories, tmp_path, monkeypatch, name):
     monkeypatch.setattr(hf, "SHARD_BYTES", 60_000)
     out, tokens = tmp_path / "out", random_tokens()
-    hf.export(hf.named_parameters_hf(ours(directories[name])), directories[name], out, dtype=torch.float32)
+    hf.export(
+        hf.named_parameters_hf(ours(directories[name])), directories[name], out, dtype=torch.float32
+    )
     shards = sorted(out.glob("model-*.safetensors"))
     assert len(shards) > 2 and not (out / "model.safetensors").exists()
     assert all(shard.stat().st_size < 70_000 for shard in shards)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {shard.name for shard in shards}
-    assert torch.equal(theirs(out)(tokens[None]).logits, theirs(directories[name])(tokens[None]).logits)
+    assert torch.equal(
+        theirs(out)(tokens[None]).logits, theirs(directories[name])(tokens[None]).logits
+    )
     assert torch.equal(whole(ours(out), tokens), whole(ours(directories[name]), tokens))
 
 
@@ -183,10 +254,15 @@ def test_all_misfitting_tensors_are_named_at_once(copied):
     before = {name: p.clone() for name, p in decoder.named_parameters()}
     with pytest.raises(ValueError) as caught:
         hf.load_weights(decoder, copied)
-    for line in ("model.layers.1.mlp.up_proj.weight: absent", "model.norm.weight: shape (3,), the config says (48,)",
-                 "model.layers.0.self_attn.q_norm.weight: not in this architecture"):  # fmt: skip
+    for line in (
+        "model.layers.1.mlp.up_proj.weight: absent",
+        "model.norm.weight: shape (3,), the config says (48,)",
+        "model.layers.0.self_attn.q_norm.weight: not in this architecture",
+    ):
         assert line in str(caught.value)
-    assert all(p.equal(before[name]) or p.isnan().any() for name, p in decoder.named_parameters()), "loaded by halves"
+    assert all(
+        p.equal(before[name]) or p.isnan().any() for name, p in decoder.named_parameters()
+    ), "loaded by halves"
 
 
 def test_a_shard_that_the_index_names_but_is_absent_is_named(directories, tmp_path, monkeypatch):
@@ -206,15 +282,34 @@ def test_a_pickled_model_is_refused(copied):
 
 
 CONFIG_ERRORS = {
-    "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, .*docs/models.md"),
+    "architecture": (
+        {"architectures": ["GPT2LMHeadModel"]},
+        "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, .*docs/models.md",
+    ),
     "missing": ({"hidden_size": None}, "missing field hidden_size"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act gelu"),
-    "window": ({"architectures": ["MistralForCausalLM"], "sliding_window": 32}, "sliding-window attention is not supported"),
-    "rope": ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope' is not supported"),
-    "rope_field": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn' lacks factor"),
+    "window": (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 32},
+        "sliding-window attention is not supported",
+    ),
+    "rope": (
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        "'longrope' is not supported",
+    ),
+    "rope_field": (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        "'yarn' lacks factor",
+    ),
     "biases": ({"attention_bias": True}, "attention_bias is not supported"),
     "mlp_biases": ({"mlp_bias": True}, "mlp_bias is not supported"),
-    "silent_window": ({"architectures": ["MistralForCausalLM"], "sliding_window": None, "max_position_embeddings": 9000}, "sliding-window"),
+    "silent_window": (
+        {
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": None,
+            "max_position_embeddings": 9000,
+        },
+        "sliding-window",
+    ),
 }
 
 
@@ -236,7 +331,9 @@ def test_a_config_that_is_absent_or_broken_is_named(copied, tmp_path):
 
 
 def use_kernels(monkeypatch, short, call):
-    """Plain products up to `short` keys; segments of unlike lengths apart where padding costs more than `call` pairs."""
+    """Plain products up to `short` keys; segments of unlike lengths apart where padding costs more
+    than `call` pairs.
+    """
     monkeypatch.setattr(attention, "SHORT", dict.fromkeys(attention.SHORT, short))
     monkeypatch.setattr(attention, "CALL", {"cpu": call, "cuda": call})
 
@@ -245,10 +342,16 @@ def pack(lengths):
     return torch.tensor([0, *lengths]).cumsum(0), torch.cat([torch.arange(n) for n in lengths])
 
 
-@pytest.mark.parametrize("short, call", [(0, 1 << 13), (256, 1 << 13), (256, 0), (9, 20)], ids=["fused", "plain", "classes", "both"])
+@pytest.mark.parametrize(
+    "short, call",
+    [(0, 1 << 13), (256, 1 << 13), (256, 0), (9, 20)],
+    ids=["fused", "plain", "classes", "both"],
+)
 @pytest.mark.parametrize("lengths", [[7, 1, 12, 3], [9, 9, 9], [1], [40, 2]], ids=str)
 @pytest.mark.parametrize("name", ["llama_untied", "qwen2"])
-def test_packed_sequences_give_their_separate_logits_and_gradients(directories, monkeypatch, name, lengths, short, call):
+def test_packed_sequences_give_their_separate_logits_and_gradients(
+    directories, monkeypatch, name, lengths, short, call
+):
     use_kernels(monkeypatch, short, call)
     decoder, total = ours(directories[name]).double(), sum(lengths)
     cu_seqlens, positions = pack(lengths)
@@ -282,11 +385,17 @@ FAMILIES = {
 
 
 def family_layout(families):
-    """cu_seqlens, parents and positions, and for each branch (a completion with its prompt, or a lone prompt) its places."""
+    """cu_seqlens, parents and positions, and for each branch (a completion with its prompt, or a
+    lone prompt) its places.
+    """
     lengths, parents, positions, branches, total = [], [], [], [], 0
     for prompt, completions in families:
         segment, prompt_places = len(lengths), list(range(total, total + prompt))
-        lengths, parents, positions = [*lengths, prompt], [*parents, -1], [*positions, *range(prompt)]
+        lengths, parents, positions = (
+            [*lengths, prompt],
+            [*parents, -1],
+            [*positions, *range(prompt)],
+        )
         total += prompt
         for n in completions:
             lengths, parents = [*lengths, n], [*parents, segment]
@@ -295,23 +404,43 @@ def family_layout(families):
             total += n
         if not completions:
             branches.append(prompt_places)
-    return torch.tensor([0, *lengths]).cumsum(0), torch.tensor(parents), torch.tensor(positions), branches
+    return (
+        torch.tensor([0, *lengths]).cumsum(0),
+        torch.tensor(parents),
+        torch.tensor(positions),
+        branches,
+    )
 
 
-@pytest.mark.parametrize("short, call", [(0, 1 << 13), (256, 1 << 13), (256, 0), (9, 20)], ids=["fused", "plain", "classes", "both"])
+@pytest.mark.parametrize(
+    "short, call",
+    [(0, 1 << 13), (256, 1 << 13), (256, 0), (9, 20)],
+    ids=["fused", "plain", "classes", "both"],
+)
 @pytest.mark.parametrize("case", FAMILIES)
 @pytest.mark.parametrize("name", ["llama_llama3_rope", "qwen2"])
-def test_completions_that_share_a_prompt_give_their_separate_logits_and_gradients(directories, monkeypatch, name, case, short, call):
+def test_completions_that_share_a_prompt_give_their_separate_logits_and_gradients(
+    directories, monkeypatch, name, case, short, call
+):
     use_kernels(monkeypatch, short, call)
     decoder = ours(directories[name]).double()
     cu_seqlens, parents, positions, branches = family_layout(FAMILIES[case])
     tokens = random_tokens(len(positions))
-    weights = [torch.randn(len(b), SIZES["vocab_size"], dtype=torch.float64, generator=torch.Generator().manual_seed(i))
-               for i, b in enumerate(branches)]  # fmt: skip
+    weights = [
+        torch.randn(
+            len(b),
+            SIZES["vocab_size"],
+            dtype=torch.float64,
+            generator=torch.Generator().manual_seed(i),
+        )
+        for i, b in enumerate(branches)
+    ]
 
     def backward(branch_logits):
         decoder.zero_grad()
-        sum((logits * w).sum() for logits, w in zip(branch_logits, weights)).div(len(tokens)).backward()
+        sum((logits * w).sum() for logits, w in zip(branch_logits, weights)).div(
+            len(tokens)
+        ).backward()
         return [p.grad.clone() for p in decoder.parameters()]
 
     shared = decoder(tokens, positions, PackedAttention(cu_seqlens, parents))
@@ -326,7 +455,11 @@ def test_completions_that_share_a_prompt_give_their_separate_logits_and_gradient
 
 def test_the_longest_position_may_be_a_prompts_or_a_completions():
     """Rotary tables are made that long."""
-    for lengths, parents, longest in (([300, 5, 4], [-1, -1, 1], 300), ([30, 5, 4], [-1, 0, 0], 35), ([7, 3], None, 7)):
+    for lengths, parents, longest in (
+        ([300, 5, 4], [-1, -1, 1], 300),
+        ([30, 5, 4], [-1, 0, 0], 35),
+        ([7, 3], None, 7),
+    ):
         cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
         assert PackedAttention(cu_seqlens, parents and torch.tensor(parents)).longest == longest
 
@@ -335,35 +468,52 @@ def test_the_longest_position_may_be_a_prompts_or_a_completions():
 def test_a_prompt_longer_than_every_family_finds_its_positions(directories):
     decoder, long = ours(directories["llama_untied"]), random_tokens(300)
     tokens, positions = torch.cat([long, long[:9]]), torch.cat([torch.arange(300), torch.arange(9)])
-    logits = decoder(tokens, positions, PackedAttention(torch.tensor([0, 300, 305, 309]), torch.tensor([-1, -1, 1])))
+    logits = decoder(
+        tokens,
+        positions,
+        PackedAttention(torch.tensor([0, 300, 305, 309]), torch.tensor([-1, -1, 1])),
+    )
     assert (logits[:300] - whole(decoder, long)).abs().max() <= LOGITS
     assert (logits[300:] - whole(decoder, long[:9])).abs().max() <= LOGITS
 
 
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 2e-6), (torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    "dtype,tolerance", [(torch.float32, 2e-6), (torch.float64, 1e-12), (torch.bfloat16, 2e-2)]
+)
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
 def test_plain_products_equal_the_fused_kernel(dtype, tolerance, masked):
     generator = torch.Generator().manual_seed(0)
     keys = 23 if masked else 17
     q = torch.randn(5, 6, 17, 8, generator=generator).to(dtype).requires_grad_()
-    k, v = (torch.randn(5, 2, keys, 8, generator=generator).to(dtype).requires_grad_() for _ in range(2))
+    k, v = (
+        torch.randn(5, 2, keys, 8, generator=generator).to(dtype).requires_grad_() for _ in range(2)
+    )
     mask = None
     if masked:
         mask = torch.rand(5, 1, 17, keys, generator=generator) < 0.4
         mask[..., 0] = True  # each query sees something
-    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not masked, enable_gqa=True)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=not masked, enable_gqa=True
+    )
     got = attention.masked_products(q, k, v, mask)
     assert got.dtype == dtype
     assert (got.double() - want.double()).abs().max() <= tolerance
     upstream = torch.randn(got.shape, generator=generator).to(dtype)
-    for ours_, theirs_ in zip(torch.autograd.grad(got, (q, k, v), upstream), torch.autograd.grad(want, (q, k, v), upstream)):
-        assert (ours_.double() - theirs_.double()).abs().max() <= 10 * tolerance  # sums over 17 queries and 3 heads
+    for ours_, theirs_ in zip(
+        torch.autograd.grad(got, (q, k, v), upstream),
+        torch.autograd.grad(want, (q, k, v), upstream),
+    ):
+        assert (
+            ours_.double() - theirs_.double()
+        ).abs().max() <= 10 * tolerance  # sums over 17 queries and 3 heads
 
 
 def test_the_head_gets_normed_hidden_states_and_the_output_weight(directories):
     decoder, tokens = ours(directories["llama_tied"]), random_tokens()
     context = PackedAttention(torch.tensor([0, LENGTH]))
-    hidden, weight = decoder(tokens, torch.arange(LENGTH), context, lambda hidden, weight: (hidden, weight))
+    hidden, weight = decoder(
+        tokens, torch.arange(LENGTH), context, lambda hidden, weight: (hidden, weight)
+    )
     assert weight is decoder.tok_embeddings.weight
     assert torch.equal(torch.nn.functional.linear(hidden, weight), whole(decoder, tokens))
 
@@ -378,7 +528,14 @@ def test_every_parameter_has_a_name_that_transformers_knows(directories):
 def test_model_config_has_no_field_that_is_not_read(copied):
     """Each field follows config.json when that changes."""
     raw = json.loads((copied / "config.json").read_text())
-    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
     for field in ("vocab_size", *sizes, "rms_norm_eps", "max_position_embeddings"):
         (copied / "config.json").write_text(json.dumps(raw | {field: 77}))
         assert dataclasses.asdict(read_config(copied))[field] == 77

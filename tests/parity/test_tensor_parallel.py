@@ -1,6 +1,8 @@
-"""Two and three tensor-parallel ranks compute what one rank computes: logits, completions, gradients; and hold only their part.
+"""Two and three tensor-parallel ranks compute what one rank computes: logits, completions,
+gradients; and hold only their part.
 
-The ranks are a world of three whose first two are also a group of their own; each leaves what it computed in a safetensors file.
+The ranks are a world of three whose first two are also a group of their own; each leaves what it
+computed in a safetensors file.
 """
 
 import dataclasses
@@ -26,17 +28,45 @@ from tests.tolerances import assert_same_greedy, first_difference, margins_of, o
 pytestmark = pytest.mark.machine
 
 SIZES, WORLD = (2, 3), 3
-GRADIENTS = rounding(terms=192, depth=2 * 4)  # of the largest gradient; width and layers of the largest model here, "tiny"
+GRADIENTS = rounding(
+    terms=192, depth=2 * 4
+)  # of the largest gradient; width and layers of the largest model here, "tiny"
 DEADLINE_S = 200
-BASE = {"hidden_size": 48, "head_dim": 8, "num_hidden_layers": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-6}
-MODELS = {  # over 2 ranks the K/V heads of "uneven" and "biased" do not divide, nor do the vocabularies and the hidden units
-    "uneven": {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 53,
-               "intermediate_size": 77, "tie_word_embeddings": False},
-    "biased": {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 61,
-               "intermediate_size": 80, "tie_word_embeddings": True},
-    "one_kv_head": {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 49,
-                    "intermediate_size": 64, "tie_word_embeddings": True},
-}  # fmt: skip
+BASE = {
+    "hidden_size": 48,
+    "head_dim": 8,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+}
+# over 2 ranks the K/V heads of "uneven" and "biased" do not divide, nor do the vocabularies and the
+# hidden units
+MODELS = {
+    "uneven": {
+        "architectures": ["LlamaForCausalLM"],
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "vocab_size": 53,
+        "intermediate_size": 77,
+        "tie_word_embeddings": False,
+    },
+    "biased": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 61,
+        "intermediate_size": 80,
+        "tie_word_embeddings": True,
+    },
+    "one_kv_head": {
+        "architectures": ["LlamaForCausalLM"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "vocab_size": 49,
+        "intermediate_size": 64,
+        "tie_word_embeddings": True,
+    },
+}
 NAMES = ("tiny", *MODELS)
 PROMPTS = ([1, 5, 6, 14, 7, 8, 18], [3], [9, 9, 4, 31], [40, 2, 17, 6, 6], [11, 12])
 TOKENS = torch.tensor([1, 5, 6, 14, 7, 8, 18, 40, 3, 9, 44, 12])
@@ -51,7 +81,10 @@ def write_model(path: Path, raw: dict, seed: int) -> Path:
     (path / "config.json").write_text(json.dumps(BASE | raw))
     random = torch.Generator().manual_seed(seed)
     shapes = parameter_shapes(read_config(path))
-    weights = {name: torch.randn(shape, generator=random) * 0.2 + (len(shape) == 1) for name, shape in shapes.items()}
+    weights = {
+        name: torch.randn(shape, generator=random) * 0.2 + (len(shape) == 1)
+        for name, shape in shapes.items()
+    }
     save_file(weights, path / "model.safetensors")
     return path
 
@@ -63,27 +96,43 @@ def logits_of(decoder) -> torch.Tensor:
 def completions_of(decoder, mode: str) -> dict[str, torch.Tensor]:
     """Fewer slots than samples, and samples that end early: slots are given back and rows moved."""
     engine = Engine(decoder, max_slots=4, max_len=32)
-    params = SamplingParams(max_new_tokens=12, n=2, stop_token_ids=(2, 7, 9, 12, 21, 33), **MODES[mode])
+    params = SamplingParams(
+        max_new_tokens=12, n=2, stop_token_ids=(2, 7, 9, 12, 21, 33), **MODES[mode]
+    )
     found = [c for group in engine.generate(PROMPTS, params) for c in group]
     lengths = torch.tensor([c.token_ids.numel() for c in found])
     probe = engine.score(PROMPTS[0], PROMPTS[3], 0.9)
-    parts = {name: torch.cat([getattr(c, name) for c in found]) for name in ("token_ids", "generator_logprobs")}
+    parts = {
+        name: torch.cat([getattr(c, name) for c in found])
+        for name in ("token_ids", "generator_logprobs")
+    }
     margins = torch.cat([margins_of(logits_after(decoder, c)) for c in found])
     return parts | {"lengths": lengths, "probe": probe, "margins": margins}
 
 
 def logits_after(decoder, completion) -> torch.Tensor:
-    """[L, V]: what each token of a completion was chosen from, by one forward over the whole sequence."""
+    """[L, V]: what each token of a completion was chosen from, by one forward over the whole
+    sequence.
+    """
     ids = torch.cat([completion.prompt_ids, completion.token_ids])
-    logits = decoder(ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()])))
+    logits = decoder(
+        ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()]))
+    )
     return logits[completion.prompt_ids.numel() - 1 : -1]
 
 
 def gradients_of(decoder) -> dict[str, torch.Tensor]:
-    """Of a loss with the head inside when every rank has it whole, on logits when the vocabulary is split."""
+    """Of a loss with the head inside when every rank has it whole, on logits when the vocabulary is
+    split.
+    """
     tp, labels = decoder.tensor_parallel, TOKENS.roll(-1)
     if tp is None or not tp.split_vocabulary:
-        loss = decoder(TOKENS, POSITIONS, PackedAttention(CU_SEQLENS), lambda h, w: F.cross_entropy(F.linear(h, w), labels))
+        loss = decoder(
+            TOKENS,
+            POSITIONS,
+            PackedAttention(CU_SEQLENS),
+            lambda h, w: F.cross_entropy(F.linear(h, w), labels),
+        )
     else:
         loss = F.cross_entropy(logits_of(decoder), labels)
     loss.backward()
@@ -100,7 +149,10 @@ def compute(path: Path, tp: TensorParallel | None) -> dict[str, torch.Tensor]:
     out = {f"weight/{name}": p.detach() for name, p in named_parameters_hf(decoder())}
     out["logits"] = logits_of(decoder()).detach()
     for mode in MODES:
-        out |= {f"{mode}/{name}": value for name, value in completions_of(decoder().requires_grad_(False), mode).items()}
+        out |= {
+            f"{mode}/{name}": value
+            for name, value in completions_of(decoder().requires_grad_(False), mode).items()
+        }
     for kind, split in (("split", True), ("whole", False)):
         shared = decoder(split_vocabulary=split)
         shared.activation_checkpointing = kind == "whole"
@@ -132,7 +184,9 @@ def directory(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(pool, directory) -> list[dict[str, torch.Tensor]]:
     """What each rank computed."""
-    pool.call(__file__, "compute_on_ranks", ranks=WORLD, timeout_s=DEADLINE_S, directory=str(directory))
+    pool.call(
+        __file__, "compute_on_ranks", ranks=WORLD, timeout_s=DEADLINE_S, directory=str(directory)
+    )
     return [load_file(directory / f"rank{rank}.safetensors") for rank in range(WORLD)]
 
 
@@ -156,19 +210,38 @@ def one(alone, name) -> dict[str, torch.Tensor]:
 def several(request, ranks, name) -> list[dict[str, torch.Tensor]]:
     """What the ranks computed of the model, by rank."""
     prefix = f"{request.param}/{name}/"
-    return [{k.removeprefix(prefix): v for k, v in rank.items() if k.startswith(prefix)} for rank in ranks[: request.param]]
+    return [
+        {k.removeprefix(prefix): v for k, v in rank.items() if k.startswith(prefix)}
+        for rank in ranks[: request.param]
+    ]
 
 
-def boxed(directory, name: str, parameter: str, whole: torch.Tensor, rank: int, size: int, split: bool = True) -> torch.Tensor:
+def boxed(
+    directory,
+    name: str,
+    parameter: str,
+    whole: torch.Tensor,
+    rank: int,
+    size: int,
+    split: bool = True,
+) -> torch.Tensor:
     config = read_config(directory / name)
-    box = tensor_parallel_box(config, parameter, tuple(whole.shape), rank, size, split_vocabulary=split)
+    box = tensor_parallel_box(
+        config, parameter, tuple(whole.shape), rank, size, split_vocabulary=split
+    )
     return whole[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.lengths))]
 
 
 def test_the_models_need_all_of_the_rules(directory):
     configs = {name: read_config(directory / name) for name in NAMES}
-    assert not heads_of(configs["uneven"], 0, 2).uniform and not heads_of(configs["biased"], 1, 2).uniform
-    assert heads_of(configs["one_kv_head"], 0, 2).uniform and heads_of(configs["one_kv_head"], 1, 3).num_query == 1
+    assert (
+        not heads_of(configs["uneven"], 0, 2).uniform
+        and not heads_of(configs["biased"], 1, 2).uniform
+    )
+    assert (
+        heads_of(configs["one_kv_head"], 0, 2).uniform
+        and heads_of(configs["one_kv_head"], 1, 3).num_query == 1
+    )
     assert {config.vocab_size % size for config in configs.values() for size in SIZES} > {0}
 
 
@@ -179,7 +252,10 @@ def test_a_rank_holds_its_part_of_every_parameter_and_no_more(directory, several
         for key in names:
             want = boxed(directory, name, key.removeprefix("weight/"), one[key], rank, len(several))
             assert torch.equal(computed[key], want), key
-    sizes = [sum(v.numel() for k, v in rank.items() if k.startswith("weight/") and "norm" not in k) for rank in several]
+    sizes = [
+        sum(v.numel() for k, v in rank.items() if k.startswith("weight/") and "norm" not in k)
+        for rank in several
+    ]
     whole = sum(v.numel() for k, v in one.items() if k.startswith("weight/") and "norm" not in k)
     assert max(sizes) < whole * 1.4 / len(several)
 
@@ -205,20 +281,29 @@ def completions_in(computed, mode: str) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_completions_are_those_of_one_rank(several, one, mode, close):
-    assert mode == "greedy" or one[f"{mode}/lengths"].unique().numel() > 2, "samples should end at different places"
+    assert mode == "greedy" or one[f"{mode}/lengths"].unique().numel() > 2, (
+        "samples should end at different places"
+    )
     compared = left = 0
-    for ours, theirs in zip(completions_in(several[0], mode), completions_in(one, mode), strict=True):
+    for ours, theirs in zip(
+        completions_in(several[0], mode), completions_in(one, mode), strict=True
+    ):
         if mode == "greedy":
-            same = assert_same_greedy(ours["token_ids"], theirs["token_ids"], theirs["margins"], close)
+            same = assert_same_greedy(
+                ours["token_ids"], theirs["token_ids"], theirs["margins"], close
+            )
         else:
             same = first_difference(ours["token_ids"], theirs["token_ids"])
         got, want = ours["generator_logprobs"][:same], theirs["generator_logprobs"][:same]
         torch.testing.assert_close(got, want, atol=close, rtol=0)
         compared += same
         left += not torch.equal(ours["token_ids"], theirs["token_ids"])
-    # A uniform number may lie within rounding of a token's edge, and two logits within rounding of each other.
+    # A uniform number may lie within rounding of a token's edge, and two logits within rounding of
+    # each other.
     assert left <= 1 and compared > 0.8 * one[f"{mode}/token_ids"].numel()
-    torch.testing.assert_close(several[0][f"{mode}/probe"], one[f"{mode}/probe"], atol=close, rtol=0)
+    torch.testing.assert_close(
+        several[0][f"{mode}/probe"], one[f"{mode}/probe"], atol=close, rtol=0
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -237,7 +322,11 @@ def test_gradients_are_the_parts_of_one_ranks(directory, several, one, name, kin
             parameter = key.removeprefix(f"grad_{kind}/")
             want = boxed(directory, name, parameter, one[key], rank, len(several), kind == "split")
             torch.testing.assert_close(
-                computed[key], want, atol=GRADIENTS * largest, rtol=0, msg=lambda m: f"{parameter} on rank {rank}: {m}"
+                computed[key],
+                want,
+                atol=GRADIENTS * largest,
+                rtol=0,
+                msg=lambda m: f"{parameter} on rank {rank}: {m}",
             )
 
 
@@ -245,7 +334,9 @@ def test_what_is_whole_on_every_rank_has_the_same_gradient_on_every_rank(several
     for key in one:
         if key.startswith("grad_") and "norm" in key:
             for rank in several:
-                torch.testing.assert_close(rank[key], several[0][key], atol=1e-7, rtol=1e-5, msg=key)
+                torch.testing.assert_close(
+                    rank[key], several[0][key], atol=1e-7, rtol=1e-5, msg=key
+                )
 
 
 def test_weights_of_another_shape_are_named_by_the_shape_of_the_whole(directory, tmp_path):
@@ -254,7 +345,9 @@ def test_weights_of_another_shape_are_named_by_the_shape_of_the_whole(directory,
     weights["model.layers.1.mlp.down_proj.weight"] = torch.zeros(48, 76)
     save_file(weights, path / "model.safetensors")
     decoder = build_decoder(read_config(path), tensor_parallel=TensorParallel(0, 2, None))
-    with pytest.raises(ValueError, match=r"down_proj.weight: shape \(48, 76\), the config says \(48, 77\)"):
+    with pytest.raises(
+        ValueError, match=r"down_proj.weight: shape \(48, 76\), the config says \(48, 77\)"
+    ):
         load_weights(decoder, path)
 
 

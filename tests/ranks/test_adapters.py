@@ -1,4 +1,5 @@
-"""Adapters and averaged weights on several ranks: the same as on one, saved and resumed bit for bit.
+"""Adapters and averaged weights on several ranks: the same as on one, saved and resumed bit for
+bit.
 
 Each rank trains on every topology, resumes from what others saved, and leaves what it held.
 """
@@ -12,18 +13,18 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from executors.stations import build_trainer
+from executors.build import build_trainer
 from executors.trainer import FSDPTrainer
-from llamarl.config import compose_config
-from llamarl.ddma.layout import Source, travelling
+from llamarl.comm.groups import World, executor_group
+from llamarl.config.command_line import compose_config
+from llamarl.ddma.layout import Source, parameters_to_send
 from llamarl.executor import ExecutorGroup
-from llamarl.launch import Job
+from llamarl.launch.job import Job
+from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.config import read_config
 from llamarl.models.fsdp import local
 from llamarl.models.sharding import parameter_shapes
-from llamarl.placement import World, executor_group
-from llamarl.run import RunDirectory
-from llamarl.tickets import lane_of
+from llamarl.tickets.ledger import dp_rank_of
 from llamarl.types import Group
 from tests.tolerances import rounding
 
@@ -35,8 +36,17 @@ LORA = [
     "trainer.lora.alpha=6",
 ]  # rank 3: none on one of 4 shards
 CASES = {"lora": [*LORA, "trainer.ema_decay=0.5"], "whole": ["trainer.ema_decay=0.5"]}
-CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 23, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2,
-          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64}  # fmt: skip
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 23,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+}
 VALUES = rounding(terms=20, depth=2 * 2 * 2)  # of the largest: width, and the layers there and back
 DEADLINE_S = 200
 
@@ -46,7 +56,10 @@ def write_model(path: Path) -> Path:
     (path / "config.json").write_text(json.dumps(CONFIG))
     draw = torch.Generator().manual_seed(0)
     shapes = parameter_shapes(read_config(path))
-    save_file({n: torch.randn(s, generator=draw) * 0.4 + (len(s) == 1) for n, s in shapes.items()}, path / "model.safetensors")
+    save_file(
+        {n: torch.randn(s, generator=draw) * 0.4 + (len(s) == 1) for n, s in shapes.items()},
+        path / "model.safetensors",
+    )
     return path
 
 
@@ -54,16 +67,27 @@ def group_of(ticket: int) -> Group:
     draw = torch.Generator().manual_seed(ticket)
     lengths = torch.randint(1, 9, (4,), generator=draw)
     tokens = torch.randint(0, 23, (int(lengths.sum()),), generator=draw)
-    version = ticket // GROUPS - 1  # a step old, so that parity with made-up logprobs is not asked for
+    version = (
+        ticket // GROUPS - 1
+    )  # a step old, so that parity with made-up logprobs is not asked for
     return Group(
-        ticket=ticket, prompt_ids=torch.randint(0, 23, (3,), generator=draw), lengths=lengths, token_ids=tokens,
-        generator_logprobs=torch.full(tokens.shape, -3.0), policy_versions=torch.full_like(tokens, version), ref_logprobs=torch.empty(0),
-        rewards=torch.tensor([1.0, 0.0, 0.5, float("nan")]), finish_reasons=("stop",) * 4, outcomes=("score",) * 3 + ("error",),
-    )  # fmt: skip
+        ticket=ticket,
+        prompt_ids=torch.randint(0, 23, (3,), generator=draw),
+        lengths=lengths,
+        token_ids=tokens,
+        generator_logprobs=torch.full(tokens.shape, -3.0),
+        policy_versions=torch.full_like(tokens, version),
+        ref_logprobs=torch.empty(0),
+        rewards=torch.tensor([1.0, 0.0, 0.5, float("nan")]),
+        finish_reasons=("stop",) * 4,
+        outcomes=("score",) * 3 + ("error",),
+    )
 
 
 class Peers:
-    """Stands for the weights channel, metrics, control and tickets. Holds what generators would have been sent."""
+    """Stands for the weights channel, metrics, control and tickets. Holds what generators would
+    have been sent.
+    """
 
     stopping = ending = False
     bytes_per_sync = overcommit = 0
@@ -89,9 +113,21 @@ class Peers:
 
 
 def trainer_of(model: Path, group: ExecutorGroup, case: str) -> tuple[FSDPTrainer, Peers]:
-    config = compose_config(["eval.every=0", "checkpoint.every=0", "lr=0.02", "trainer.eps=1e-4", "trainer.microbatch_tokens=30", "group_size=4", *CASES[case]])
+    config = compose_config(
+        [
+            "eval.every=0",
+            "checkpoint.every=0",
+            "lr=0.02",
+            "trainer.eps=1e-4",
+            "trainer.microbatch_tokens=30",
+            "group_size=4",
+            *CASES[case],
+        ]
+    )
     # One process would be refused a second replica.
-    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, replicate=group.replicate))
+    config = dataclasses.replace(
+        config, trainer=dataclasses.replace(config.trainer, replicate=group.replicate)
+    )
     job = Job(config, World(0, WORLD, WORLD, group.device), RunDirectory(Path(), None))
     job.model_path, job.prompts = model, [group_of(i) for i in range(99)]
     trainer = build_trainer(config, job)
@@ -102,9 +138,13 @@ def trainer_of(model: Path, group: ExecutorGroup, case: str) -> tuple[FSDPTraine
 
 
 def learn(trainer: FSDPTrainer, first: int, steps: int) -> None:
-    lanes = trainer.group.data_size
+    dp_ranks = trainer.group.data_size
     for step in range(first, first + steps):
-        mine = [t for t in range(step * GROUPS, (step + 1) * GROUPS) if lane_of(t, lanes) == trainer.group.data_index]
+        mine = [
+            t
+            for t in range(step * GROUPS, (step + 1) * GROUPS)
+            if dp_rank_of(t, dp_ranks) == trainer.group.data_index
+        ]
         trainer.buffer.put([group_of(t) for t in mine])
         trainer._train(mine)
 
@@ -112,20 +152,30 @@ def learn(trainer: FSDPTrainer, first: int, steps: int) -> None:
 def held(trainer: FSDPTrainer, peers: Peers) -> dict[str, torch.Tensor]:
     out = {f"weight/{name}": local(p) for name, p in trainer._parameters}
     out |= {f"ema/{name}": local(trainer._average.of(p)) for name, p in trainer._parameters}
-    out |= {f"exp_avg/{name}": local(trainer.optimizer.state[p]["exp_avg"]) for name, p in trainer._parameters}
+    out |= {
+        f"exp_avg/{name}": local(trainer.optimizer.state[p]["exp_avg"])
+        for name, p in trainer._parameters
+    }
     return out | {f"sent/{name}": p for name, p in peers.published.items()}
 
 
 def save_state(trainer: FSDPTrainer, stem: Path) -> None:
     state = trainer.state_dict()
-    tensors = {name: value.contiguous() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    tensors = {
+        name: value.contiguous() for name, value in state.items() if isinstance(value, torch.Tensor)
+    }
     save_file(tensors, f"{stem}.safetensors")
-    Path(f"{stem}.json").write_text(json.dumps({name: value for name, value in state.items() if name not in tensors}))
+    Path(f"{stem}.json").write_text(
+        json.dumps({name: value for name, value in state.items() if name not in tensors})
+    )
 
 
 def load_states(folder: Path, name: str, ranks: int) -> list[dict]:
     stems = [folder / f"{name}.state.rank{rank}" for rank in range(ranks)]
-    return [json.loads(Path(f"{stem}.json").read_text()) | load_file(f"{stem}.safetensors") for stem in stems]
+    return [
+        json.loads(Path(f"{stem}.json").read_text()) | load_file(f"{stem}.safetensors")
+        for stem in stems
+    ]
 
 
 def leave(tensors: dict[str, torch.Tensor], file: Path) -> None:
@@ -154,7 +204,10 @@ def train_and_resume(rank: int, root: str) -> None:
     """What one rank of the pool runs."""
     root = Path(root)
     world, everyone = World(rank, WORLD, WORLD, torch.device("cpu")), tuple(range(WORLD))
-    groups = {n: executor_group("trainer", everyone, world, DEADLINE_S, replicate=r) for n, r in TOPOLOGIES.items()}
+    groups = {
+        n: executor_group("trainer", everyone, world, DEADLINE_S, replicate=r)
+        for n, r in TOPOLOGIES.items()
+    }
     for case in CASES:
         for name, group in groups.items():
             run(root, group, case, name, rank)
@@ -190,12 +243,17 @@ def whole(root: Path, stem: str, shards: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_ranks_learn_and_send_what_one_rank_does(root, case, name):
-    got, want = whole(root, f"{case}.{name}", WORLD // TOPOLOGIES[name]), whole(root, f"{case}.one", 1)
+    got, want = (
+        whole(root, f"{case}.{name}", WORLD // TOPOLOGIES[name]),
+        whole(root, f"{case}.one", 1),
+    )
     assert got.keys() == want.keys()
     for kind in ("weight", "ema", "exp_avg", "sent"):
         names = [key for key in want if key.startswith(kind)]
         largest = max(want[key].abs().max() for key in names)
-        assert names and max((got[key] - want[key]).abs().max() for key in names) <= VALUES * largest, kind
+        assert (
+            names and max((got[key] - want[key]).abs().max() for key in names) <= VALUES * largest
+        ), kind
 
 
 def test_what_is_sent_is_merged_and_has_every_weight(root):
@@ -211,33 +269,48 @@ def test_what_is_sent_is_merged_and_has_every_weight(root):
 @pytest.mark.parametrize("name", ["one", *TOPOLOGIES])
 def test_exports_are_the_weights_and_their_average(root, case, name):
     shards = 1 if name == "one" else WORLD // TOPOLOGIES[name]
-    left, start = whole(root, f"{case}.{name}", shards), load_file(root / "model" / "model.safetensors")
+    left, start = (
+        whole(root, f"{case}.{name}", shards),
+        load_file(root / "model" / "model.safetensors"),
+    )
     for suffix, kind in (("", "weight"), ("_ema", "ema")):
         exported = load_file(root / f"{case}.{name}.hf{suffix}" / "model.safetensors")
         assert exported.keys() == start.keys()
         for key, value in exported.items():
             stem = key.removesuffix("weight")
             if f"{kind}/{stem}lora_a" in left:
-                want = start[key] + 2.0 * left[f"{kind}/{stem}lora_b"] @ left[f"{kind}/{stem}lora_a"]
+                want = (
+                    start[key] + 2.0 * left[f"{kind}/{stem}lora_b"] @ left[f"{kind}/{stem}lora_a"]
+                )
             else:
                 want = left.get(f"{kind}/{key}", start[key])
             assert (value - want).abs().max() <= VALUES, key
-    assert any(not torch.equal(left[f"ema/{key[7:]}"], left[key]) for key in left if key.startswith("weight/"))
+    assert any(
+        not torch.equal(left[f"ema/{key[7:]}"], left[key])
+        for key in left
+        if key.startswith("weight/")
+    )
 
 
 @pytest.mark.parametrize("name, ranks", [("one", 1), ("fsdp4", WORLD)])
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(root, case, name, ranks):
     for rank in range(ranks):
-        got, want = (load_file(root / f"{case}.{name}.{when}.rank{rank}") for when in ("resumed", "after"))
+        got, want = (
+            load_file(root / f"{case}.{name}.{when}.rank{rank}") for when in ("resumed", "after")
+        )
         before = load_file(root / f"{case}.{name}.rank{rank}")
         assert all(torch.equal(got[key], want[key]) for key in want)
-        assert any(not torch.equal(before[key], want[key]) for key in want if key.startswith("ema/"))
+        assert any(
+            not torch.equal(before[key], want[key]) for key in want if key.startswith("ema/")
+        )
 
 
 def test_a_checkpoint_holds_adapters_and_no_frozen_weights(root):
     for name, ranks in (("one", 1), *((name, WORLD) for name in TOPOLOGIES)):
         names = {key for part in load_states(root, f"lora.{name}", ranks) for key in part}
-        assert {key for key in names if key.startswith("model/")} and not any(key.endswith(".weight") for key in names)
+        assert {key for key in names if key.startswith("model/")} and not any(
+            key.endswith(".weight") for key in names
+        )
 
 
 def test_rows_of_adapters_are_where_their_projections_are(root):
@@ -246,7 +319,7 @@ def test_rows_of_adapters_are_where_their_projections_are(root):
     source = Source(fsdp=WORLD)
     for rank in range(WORLD):
         left = load_file(root / f"lora.fsdp4.rank{rank}")
-        for p in travelling(config, torch.float32):
+        for p in parameters_to_send(config, torch.float32):
             assert tuple(left[f"sent/{p.name}"].shape) == source.box(config, p, rank).lengths
             b = left.get(f"weight/{p.name.removesuffix('weight')}lora_b")
             assert b is None or b.shape[0] == left[f"sent/{p.name}"].shape[0]

@@ -22,7 +22,13 @@ def start(scenario: str) -> list[subprocess.Popen]:
     env = environment(**address, WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
     command = [sys.executable, __file__, scenario]
     return [
-        subprocess.Popen(command, env={**env, "RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            command,
+            env={**env, "RANK": str(r)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for r in range(RANKS)
     ]
 
@@ -46,13 +52,14 @@ def test_a_dead_peer_is_named_to_all_others():
     outputs = finish(processes)
     assert processes[2].returncode == 9
     for rank in (0, 1):
-        assert "PeerDied" in outputs[rank] and "rank 2 (station 2)" in outputs[rank], outputs[rank]
+        assert "PeerDied" in outputs[rank] and "rank 2 (executor 2)" in outputs[rank], outputs[rank]
 
 
-# -- what a rank runs ------------------------------------------------------------------------------------------------------
+# -- what a rank runs
+# ------------------------------------------------------------------------------------------------------
 
 
-class Station:
+class Endpoint:
     tensor_parallel = 1
 
     def __init__(self, name):
@@ -62,12 +69,12 @@ class Station:
 def join():
     import torch.distributed as dist
 
-    from llamarl.control import Control
+    from llamarl.comm.control import Control
 
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     store = dist.PrefixStore("llamarl", dist.distributed_c10d._get_default_store())
-    names = [f"station {r}" for r in range(RANKS)]
+    names = [f"executor {r}" for r in range(RANKS)]
     return Control(store, rank=rank, world_size=RANKS, leader=0, names=names, heartbeat_timeout_s=3)
 
 
@@ -84,24 +91,32 @@ def record(ticket: int, sender: int):
 
     length = ticket % 7
     return Completion(
-        ticket, sender, torch.arange(3), torch.arange(length), torch.zeros(length), torch.full((length,), sender), "stop"
+        ticket,
+        sender,
+        torch.arange(3),
+        torch.arange(length),
+        torch.zeros(length),
+        torch.full((length,), sender),
+        "stop",
     )
 
 
 def exchange_records(control) -> None:
-    from llamarl.channel import Gather, Scatter, connect
-    from llamarl.placement import link_group
-    from llamarl.tickets import lane_of
+    from llamarl.comm.channel import Gather, Scatter, connect
+    from llamarl.comm.groups import link_group
+    from llamarl.tickets.ledger import dp_rank_of
 
     sources, destinations = (0, 1), (1, 2)  # rank 1 is on both sides
     ends = {}
     for kind in (Gather, Scatter):
-        channel = kind(kind.__name__, Station("from"), Station("to"), capacity=4)
-        ends[kind] = connect(channel, sources, destinations, link_group(sources, destinations), control)
+        channel = kind(kind.__name__, Endpoint("from"), Endpoint("to"), capacity=4)
+        ends[kind] = connect(
+            channel, sources, destinations, link_group(sources, destinations), control
+        )
     control.start()
     for kind, (sender, receiver) in ends.items():
         sent, got = 0, []
-        mine = {Gather: lambda t: t % 2, Scatter: lambda t: lane_of(t, 2)}[kind]
+        mine = {Gather: lambda t: t % 2, Scatter: lambda t: dp_rank_of(t, 2)}[kind]
         me = destinations.index(control.rank) if receiver is not None else None
         want = [t for t in range(RECORDS) if receiver is not None and mine(t) == me]
 

@@ -1,4 +1,5 @@
-"""Two ranks under FSDP2 learn what one process learns from the same groups: gradients, norm, clipping, weights after a step.
+"""Two ranks under FSDP2 learn what one process learns from the same groups: gradients, norm,
+clipping, weights after a step.
 
 Each rank leaves what it computed in a safetensors file.
 """
@@ -35,14 +36,18 @@ pytestmark = pytest.mark.machine
 OF_MICROBATCHES = ("padding_fraction", "unused_budget_fraction")  # each rank fills its own
 RANKS = 2
 MAX_NORM = 0.01  # well below the norm, so that clipping shows
-FLOAT32 = rounding(terms=15, depth=2 * 2 * 2)  # of the largest: width, and the layers there and back
+FLOAT32 = rounding(
+    terms=15, depth=2 * 2 * 2
+)  # of the largest: width, and the layers there and back
 TWO_STEPS = rounding(terms=15, depth=4 * 2 * 2 * 2)  # the same after four updates
 DEADLINE_S = 120
 
 
 def decoder_of(tied: bool):
     # 23 rows of embeddings and 15 of the feed-forward's: no even split over two ranks
-    config = ModelConfig("LlamaForCausalLM", 23, 12, 15, 2, 4, 2, 4, 1e-6, 1e4, None, 64, tied, False)
+    config = ModelConfig(
+        "LlamaForCausalLM", 23, 12, 15, 2, 4, 2, 4, 1e-6, 1e4, None, 64, tied, False
+    )
     decoder = build_decoder(config, device="cpu")
     random = torch.Generator().manual_seed(0)
     for parameter in decoder.parameters():
@@ -51,7 +56,9 @@ def decoder_of(tied: bool):
 
 
 def groups_of(rank: int, ranks: int) -> list[Group]:
-    """Four groups: three for rank 0, one for rank 1, so that the ranks have unlike numbers of microbatches and tokens."""
+    """Four groups: three for rank 0, one for rank 1, so that the ranks have unlike numbers of
+    microbatches and tokens.
+    """
     random = torch.Generator().manual_seed(1)
     out = []
     for ticket in range(4):
@@ -87,13 +94,24 @@ def learn(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     for i in range(int(longest)):
         b = packing.microbatches[i] if i < len(packing.microbatches) else filler()
         head = make_head(b.labels, b.rows, chunk_tokens=4)
-        logprobs, _ = decoder(b.input_ids, b.positions, PackedAttention(b.cu_seqlens, b.parents), head)
+        logprobs, _ = decoder(
+            b.input_ids, b.positions, PackedAttention(b.cu_seqlens, b.parents), head
+        )
         every = torch.ones_like(b.labels, dtype=torch.bool)
-        loss, _ = aipo(logprobs, b.generator_logprobs, None, b.advantages, every, num_loss_tokens=int(counts[0]))
+        loss, _ = aipo(
+            logprobs,
+            b.generator_logprobs,
+            None,
+            b.advantages,
+            every,
+            num_loss_tokens=int(counts[0]),
+        )
         (loss * ranks).backward()  # FSDP averages over ranks
     named = dict(decoder.named_parameters())
     out = {f"grad/{name}": whole(p.grad).clone() for name, p in named.items()}
-    optimizer = build_optimizer(named.values(), lr=0.01, betas=(0.9, 0.99), eps=1e-4, weight_decay=0.1)
+    optimizer = build_optimizer(
+        named.values(), lr=0.01, betas=(0.9, 0.99), eps=1e-4, weight_decay=0.1
+    )
     out["norm"] = clip_grad_norm(named.values(), MAX_NORM)
     out |= {f"clipped/{name}": whole(p.grad).clone() for name, p in named.items()}
     optimizer.step()
@@ -115,65 +133,133 @@ SETTINGS = UpdateSettings(
 
 
 def policy_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
-    """PolicyUpdate with a KL term, where the last rank has no groups at all: weights after a step, and its metrics."""
-    groups = [dataclasses.replace(g, ref_logprobs=torch.full(g.token_ids.shape, -2.5)) for g in groups_of(0, 1)]
+    """PolicyUpdate with a KL term, where the last rank has no groups at all: weights after a step,
+    and its metrics.
+    """
+    groups = [
+        dataclasses.replace(g, ref_logprobs=torch.full(g.token_ids.shape, -2.5))
+        for g in groups_of(0, 1)
+    ]
     groups = groups if rank == 0 else []
     out, everyone = {}, dist.group.WORLD if ranks > 1 else None
     optimizer = torch.optim.SGD(decoder.parameters())
     loss = regularised(aipo, kl_coef=0.1)
-    update = PolicyUpdate(decoder, optimizer, loss, SETTINGS, group=everyone, device=torch.device("cpu"))
+    update = PolicyUpdate(
+        decoder, optimizer, loss, SETTINGS, group=everyone, device=torch.device("cpu")
+    )
     weights = {name: whole(p.detach()).clone() for name, p in decoder.named_parameters()}
-    # Neither what is not finite on one rank nor a stop request on another changes anything anywhere.
-    broken = [dataclasses.replace(g, generator_logprobs=torch.full(g.token_ids.shape, float("nan"))) for g in groups]
-    for error, given, stop in ((StepAborted, groups, lambda: rank == ranks - 1), (NotFinite, broken, lambda: False)):
+    # Neither what is not finite on one rank nor a stop request on another changes anything
+    # anywhere.
+    broken = [
+        dataclasses.replace(g, generator_logprobs=torch.full(g.token_ids.shape, float("nan")))
+        for g in groups
+    ]
+    for error, given, stop in (
+        (StepAborted, groups, lambda: rank == ranks - 1),
+        (NotFinite, broken, lambda: False),
+    ):
         with pytest.raises(error):
             update.run(given, 0, stop)
-        assert all(torch.equal(whole(p.detach()), weights[name]) for name, p in decoder.named_parameters())
+        assert all(
+            torch.equal(whole(p.detach()), weights[name]) for name, p in decoder.named_parameters()
+        )
     metrics = update.run(groups, 0, lambda: False)
-    out |= {f"metric/{name}": torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
-    return out | {f"weight/{name}": whole(p.detach()).clone() for name, p in decoder.named_parameters()}
+    out |= {
+        f"metric/{name}": torch.tensor(value, dtype=torch.float64)
+        for name, value in metrics.items()
+    }
+    return out | {
+        f"weight/{name}": whole(p.detach()).clone() for name, p in decoder.named_parameters()
+    }
 
 
 def coupled(logprobs, _generator, _reference, _advantages, _mask, *, num_loss_tokens, completions):
-    """Squared log-probabilities of whole completions around their group's mean, which is of several microbatches' tokens."""
+    """Squared log-probabilities of whole completions around their group's mean, which is of several
+    microbatches' tokens.
+    """
     total = completions.sums(logprobs)
-    centred = total - completions.group_mean(total, torch.ones_like(total, dtype=torch.bool)) - completions.rewards
-    return per_completion(centred.square().sum(), completions), {"square/completions": centred.detach().square().sum()}
+    centred = (
+        total
+        - completions.group_mean(total, torch.ones_like(total, dtype=torch.bool))
+        - completions.rewards
+    )
+    return per_completion(centred.square().sum(), completions), {
+        "square/completions": centred.detach().square().sum()
+    }
 
 
 def whole_group_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
-    """Two steps of a loss over whole groups, two passes each; rank 0 has three groups and the other one."""
+    """Two steps of a loss over whole groups, two passes each; rank 0 has three groups and the other
+    one.
+    """
     settings = dataclasses.replace(SETTINGS, whole_groups=True, updates_per_batch=2)
     return stepped(decoder, rank, ranks, coupled, settings, None)
 
 
 def ppo_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
-    """Two steps of PPO with a value head, two passes each, everything shaped and whitened over the ranks."""
+    """Two steps of PPO with a value head, two passes each, everything shaped and whitened over the
+    ranks.
+    """
     everyone = init_device_mesh("cpu", (ranks,)) if ranks > 1 else None
     shaping = Shaping(missing_eos_penalty=-1.0, reward_kl_coef=0.05, whiten="both")
     settings = dataclasses.replace(SETTINGS, updates_per_batch=2, shaping=shaping)
-    critic = Critic(12, CriticSettings(0.05, 0.5, 0.2, 0.9, 0.8), betas=(0.9, 0.99), eps=1e-4, mesh=everyone, device=torch.device("cpu"))
+    critic = Critic(
+        12,
+        CriticSettings(0.05, 0.5, 0.2, 0.9, 0.8),
+        betas=(0.9, 0.99),
+        eps=1e-4,
+        mesh=everyone,
+        device=torch.device("cpu"),
+    )
     out = stepped(decoder, rank, ranks, regularised(ppo), settings, critic)
-    out |= {f"head/{name}": whole(p.detach()).clone() for name, p in zip(("weight", "bias"), critic.parameters)}
+    out |= {
+        f"head/{name}": whole(p.detach()).clone()
+        for name, p in zip(("weight", "bias"), critic.parameters)
+    }
     if ranks > 1:
         # What the ranks save fits the unsharded head, and what one saves fits the shards.
         saved = critic.state_dict()
-        out |= {f"saved{rank}/{name}": value for name, value in saved.items() if isinstance(value, torch.Tensor)}
-        out[f"saved{rank}/rows"] = torch.tensor([saved["value_rows"][name][i][0] for name in ("weight", "bias") for i in (0, 1)])
+        out |= {
+            f"saved{rank}/{name}": value
+            for name, value in saved.items()
+            if isinstance(value, torch.Tensor)
+        }
+        out[f"saved{rank}/rows"] = torch.tensor(
+            [saved["value_rows"][name][i][0] for name in ("weight", "bias") for i in (0, 1)]
+        )
     return out
 
 
 def stepped(decoder, rank, ranks, loss_fn, settings, critic) -> dict[str, torch.Tensor]:
-    groups = [dataclasses.replace(g, ref_logprobs=torch.linspace(-4, -2, g.token_ids.numel())) for g in groups_of(rank, ranks)]
-    groups = [dataclasses.replace(g, finish_reasons=("stop", "length", "stop", "stop")) for g in groups]
+    groups = [
+        dataclasses.replace(g, ref_logprobs=torch.linspace(-4, -2, g.token_ids.numel()))
+        for g in groups_of(rank, ranks)
+    ]
+    groups = [
+        dataclasses.replace(g, finish_reasons=("stop", "length", "stop", "stop")) for g in groups
+    ]
     group = dist.group.WORLD if ranks > 1 else None
     optimizer = torch.optim.SGD(decoder.parameters())
-    update = PolicyUpdate(decoder, optimizer, loss_fn, settings, group=group, device=torch.device("cpu"), critic=critic)
+    update = PolicyUpdate(
+        decoder,
+        optimizer,
+        loss_fn,
+        settings,
+        group=group,
+        device=torch.device("cpu"),
+        critic=critic,
+    )
     out = {}
     for version in range(2):
         metrics = update.run(groups, version, lambda: False)
-        out |= {f"metric{version}/{name}": torch.tensor(value, dtype=torch.float64) for name, value in metrics.items() if value is not None}
-    return out | {f"weight/{name}": whole(p.detach()).clone() for name, p in decoder.named_parameters()}
+        out |= {
+            f"metric{version}/{name}": torch.tensor(value, dtype=torch.float64)
+            for name, value in metrics.items()
+            if value is not None
+        }
+    return out | {
+        f"weight/{name}": whole(p.detach()).clone() for name, p in decoder.named_parameters()
+    }
 
 
 STEPS = {"update": policy_step, "coupled": whole_group_step, "ppo": ppo_step}
@@ -184,9 +270,15 @@ def whole(tensor):
 
 
 def norm_over_mixed_placements() -> torch.Tensor:
-    """Collective: gradients sharded, replicated and plain, of norm sqrt(9 + 16 + 144) when each number counts once."""
+    """Collective: gradients sharded, replicated and plain, of norm sqrt(9 + 16 + 144) when each
+    number counts once.
+    """
     line, grid = init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (RANKS, 1))
-    sharded, replicated, both = torch.zeros(3, 1), torch.tensor([4.0]), torch.tensor([[0.0], [0.0], [3.0]])
+    sharded, replicated, both = (
+        torch.zeros(3, 1),
+        torch.tensor([4.0]),
+        torch.tensor([[0.0], [0.0], [3.0]]),
+    )
     sharded[2] = 12.0  # on the last rank alone
     gradients = [
         distribute_tensor(sharded, line, [Shard(0)]),
@@ -204,7 +296,8 @@ def sharded_decoder(kind: str):
     decoder = decoder_of(kind == "tied")
     for layer in decoder.layers:
         fully_shard(layer)
-    # The root would keep its weights whole until backward; giving them back makes the head's saved weight come again.
+    # The root would keep its weights whole until backward; giving them back makes the head's saved
+    # weight come again.
     fully_shard(decoder, reshard_after_forward=True)
     return decoder
 
@@ -213,9 +306,15 @@ def compute_on_ranks(rank: int, directory: str) -> None:
     """What one rank of the pool runs."""
     out = {"mixed": norm_over_mixed_placements()}
     for kind in ("tied", "untied"):
-        out |= {f"{kind}/{name}": tensor.contiguous() for name, tensor in learn(sharded_decoder(kind), rank, RANKS).items()}
+        out |= {
+            f"{kind}/{name}": tensor.contiguous()
+            for name, tensor in learn(sharded_decoder(kind), rank, RANKS).items()
+        }
     for kind, step in STEPS.items():
-        out |= {f"{kind}/{name}": tensor.contiguous() for name, tensor in step(sharded_decoder("tied"), rank, RANKS).items()}
+        out |= {
+            f"{kind}/{name}": tensor.contiguous()
+            for name, tensor in step(sharded_decoder("tied"), rank, RANKS).items()
+        }
     save_file(out, Path(directory) / f"rank{rank}.safetensors")
 
 
@@ -223,7 +322,9 @@ def compute_on_ranks(rank: int, directory: str) -> None:
 def ranks(pool, tmp_path_factory) -> list[dict[str, torch.Tensor]]:
     """What each rank computed."""
     directory = tmp_path_factory.mktemp("ranks")
-    pool.call(__file__, "compute_on_ranks", ranks=RANKS, timeout_s=DEADLINE_S, directory=str(directory))
+    pool.call(
+        __file__, "compute_on_ranks", ranks=RANKS, timeout_s=DEADLINE_S, directory=str(directory)
+    )
     return [load_file(directory / f"rank{rank}.safetensors") for rank in range(RANKS)]
 
 
@@ -235,7 +336,9 @@ def kind(request) -> str:
 @pytest.fixture
 def one(kind) -> dict[str, torch.Tensor]:
     """What one process computes, by the names that the ranks give it."""
-    return {f"{kind}/{name}": tensor for name, tensor in learn(decoder_of(kind == "tied"), 0, 1).items()}
+    return {
+        f"{kind}/{name}": tensor for name, tensor in learn(decoder_of(kind == "tied"), 0, 1).items()
+    }
 
 
 @pytest.mark.parametrize("what", ["grad/", "clipped/", "stepped/", "norm"])
@@ -245,13 +348,19 @@ def test_two_ranks_equal_one_process(ranks, one, kind, what):
     largest = max(one[name].abs().max().item() for name in names)
     for rank in ranks:
         for name in names:
-            torch.testing.assert_close(rank[name], one[name], atol=FLOAT32 * largest, rtol=0, msg=lambda m: f"{name}: {m}")
+            torch.testing.assert_close(
+                rank[name], one[name], atol=FLOAT32 * largest, rtol=0, msg=lambda m: f"{name}: {m}"
+            )
 
 
 def test_clipping_brings_the_norm_over_all_shards_down(ranks, one, kind):
     assert one[f"{kind}/norm"] > 2 * MAX_NORM
     for rank in ranks:
-        squares = sum(tensor.double().square().sum() for name, tensor in rank.items() if name.startswith(f"{kind}/clipped/"))
+        squares = sum(
+            tensor.double().square().sum()
+            for name, tensor in rank.items()
+            if name.startswith(f"{kind}/clipped/")
+        )
         assert squares.sqrt().item() == pytest.approx(MAX_NORM, rel=1e-4)
 
 
@@ -267,9 +376,14 @@ def test_a_policy_update_of_two_ranks_is_that_of_one_even_if_a_rank_has_no_group
         for name, want in one.items():
             if name.endswith(OF_MICROBATCHES):
                 continue
-            torch.testing.assert_close(rank[name], want, atol=FLOAT32, rtol=2 * FLOAT32, msg=lambda m: f"{name}: {m}")
+            torch.testing.assert_close(
+                rank[name], want, atol=FLOAT32, rtol=2 * FLOAT32, msg=lambda m: f"{name}: {m}"
+            )
     start = decoder_of(True).state_dict()
-    assert max((one[f"update/weight/{name}"] - start[name]).abs().max().item() for name in start) > 1e-3
+    assert (
+        max((one[f"update/weight/{name}"] - start[name]).abs().max().item() for name in start)
+        > 1e-3
+    )
 
 
 @pytest.mark.parametrize("kind", ["coupled", "ppo"])
@@ -281,19 +395,38 @@ def test_whole_groups_and_value_heads_learn_the_same_on_two_ranks(ranks, kind):
         for name, want in one.items():
             if name.endswith(OF_MICROBATCHES):
                 continue
-            torch.testing.assert_close(rank[name], want, atol=TWO_STEPS, rtol=TWO_STEPS, msg=lambda m: f"{name}: {m}")
+            torch.testing.assert_close(
+                rank[name], want, atol=TWO_STEPS, rtol=TWO_STEPS, msg=lambda m: f"{name}: {m}"
+            )
     start = decoder_of(True).state_dict()
-    assert max((one[f"{kind}/weight/{name}"] - start[name]).abs().max().item() for name in start) > 1e-3
+    assert (
+        max((one[f"{kind}/weight/{name}"] - start[name]).abs().max().item() for name in start)
+        > 1e-3
+    )
 
 
 def test_what_ranks_save_of_a_value_head_is_the_whole_of_it(ranks):
     settings = CriticSettings(0.05, 0.5, 0.2, 0.9, 0.8)
-    critic = Critic(12, settings, betas=(0.9, 0.99), eps=1e-4, mesh=None, device=torch.device("cpu"))
+    critic = Critic(
+        12, settings, betas=(0.9, 0.99), eps=1e-4, mesh=None, device=torch.device("cpu")
+    )
     for i, rank in enumerate(ranks):
-        part = {name.removeprefix(f"ppo/saved{i}/"): value for name, value in rank.items() if name.startswith(f"ppo/saved{i}/")}
+        part = {
+            name.removeprefix(f"ppo/saved{i}/"): value
+            for name, value in rank.items()
+            if name.startswith(f"ppo/saved{i}/")
+        }
         w0, wn, b0, bn = part.pop("rows").tolist()
-        assert wn == 6 and bn == 1 - i  # twelve weights are shared evenly, the bias is the first rank's
-        critic.load_state_dict({**part, "value_rows": {"weight": [[w0], [wn]], "bias": [[b0], [bn]]}, "value_step": 4.0})
+        assert (
+            wn == 6 and bn == 1 - i
+        )  # twelve weights are shared evenly, the bias is the first rank's
+        critic.load_state_dict(
+            {
+                **part,
+                "value_rows": {"weight": [[w0], [wn]], "bias": [[b0], [bn]]},
+                "value_step": 4.0,
+            }
+        )
     for name, p in zip(("weight", "bias"), critic.parameters):
         assert torch.equal(p.detach(), ranks[0][f"ppo/head/{name}"])
         assert critic.optimizer.state[p]["exp_avg_sq"].abs().sum() > 0

@@ -1,7 +1,9 @@
-"""A trainer learns the same on every topology, and what one has saved another goes on from, bit for bit.
+"""A trainer learns the same on every topology, and what one has saved another goes on from, bit for
+bit.
 
-Each rank runs the trainer on topology after topology, and leaves what it held of every tensor, and where in the model that is. All
-models on all topologies, and states of all of them on all others, are slow; QUICK has each kind of split and each pair of kinds.
+Each rank runs the trainer on topology after topology, and leaves what it held of every tensor, and
+where in the model that is. All models on all topologies, and states of all of them on all others,
+are slow; QUICK has each kind of split and each pair of kinds.
 """
 
 import json
@@ -14,22 +16,22 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from executors.trainer import AdamSettings, FSDPTrainer
-from llamarl.channel import Scatter
-from llamarl.config import ConfigError, check_command_line
-from llamarl.ddma.layout import Source, travelling
+from llamarl.comm.channel import Scatter
+from llamarl.comm.groups import World, executor_group
+from llamarl.config.command_line import ConfigError, check_command_line
+from llamarl.ddma.layout import Source, parameters_to_send
 from llamarl.executor import Executor, ExecutorGroup
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses.aipo import aipo
 from llamarl.learning.optim import share_gradients
 from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings, held_rows
-from llamarl.ledger import TicketDesk
 from llamarl.models.build import Decoder
 from llamarl.models.config import read_config
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.sharding import Box, parameter_shapes
-from llamarl.placement import World, executor_group
-from llamarl.tickets import TicketLedger, lane_of
+from llamarl.tickets.ledger import TicketLedger, dp_rank_of
+from llamarl.tickets.service import TicketService
 from llamarl.types import Group, Prompt
 from tests.tolerances import rounding
 
@@ -44,21 +46,36 @@ TOPOLOGIES = {  # replicate, tensor_parallel; the rest are shards
     "hsdp2_tp2": (2, 2),
     "tp4": (1, 4),
 }
-SAVED, LOADED = ("one", *TOPOLOGIES), ("hsdp2x2", "fsdp2_tp2")  # each of these goes on from what each of those saved
+SAVED, LOADED = (
+    ("one", *TOPOLOGIES),
+    ("hsdp2x2", "fsdp2_tp2"),
+)  # each of these goes on from what each of those saved
 QUICK = {"tied": ("hsdp2x2", "tp4"), "untied": ("fsdp4", "hsdp2_tp2")}  # model -> its topologies
 QUICK_LOADED = {"tied": "fsdp2_tp2", "untied": "hsdp2x2"}  # which goes on from what these saved
 MODELS = {  # 23 rows of embeddings and 20 of the feed-forward's: no even split over four ranks
     "tied": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "untied": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
 }
-BASE = {"vocab_size": 23, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 64}  # fmt: skip
+BASE = {
+    "vocab_size": 23,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+}
 STEPS, GROUPS = 2, 4  # groups a step: one for each data-parallel rank at most
 MAX_NORM = 0.01  # well below the norm, so that clipping shows
 ADAM = AdamSettings(beta1=0.9, beta2=0.99, eps=1e-4, weight_decay=0.1)
-CRITIC = CriticSettings(lr=0.05, coef=0.5, clip=0.2, gamma=0.9, gae_lambda=0.8)  # of the untied model
+CRITIC = CriticSettings(
+    lr=0.05, coef=0.5, clip=0.2, gamma=0.9, gae_lambda=0.8
+)  # of the untied model
 VALUE_SHAPES = {"value.weight": (12,), "value.bias": (1,)}
-LOSS = VALUES = rounding(terms=20, depth=2 * 2 * 2)  # of the largest: width, and the layers there and back
+LOSS = VALUES = rounding(
+    terms=20, depth=2 * 2 * 2
+)  # of the largest: width, and the layers there and back
 DEADLINE_S = 240
 
 
@@ -68,7 +85,10 @@ def write_model(path: Path, changes: dict) -> Path:
     (path / "config.json").write_text(json.dumps(BASE | changes))
     random = torch.Generator().manual_seed(0)
     shapes = parameter_shapes(read_config(path))
-    save_file({n: torch.randn(s, generator=random) * 0.4 + (len(s) == 1) for n, s in shapes.items()}, path / "model.safetensors")
+    save_file(
+        {n: torch.randn(s, generator=random) * 0.4 + (len(s) == 1) for n, s in shapes.items()},
+        path / "model.safetensors",
+    )
     return path
 
 
@@ -115,7 +135,13 @@ class Recorder:
         return 0.0
 
     def report(self, step, row) -> None:
-        self.rows.append({name: value for name, value in row.items() if not name.startswith(("time/", "weights/"))})
+        self.rows.append(
+            {
+                name: value
+                for name, value in row.items()
+                if not name.startswith(("time/", "weights/"))
+            }
+        )
 
     def reconcile(self, buffered) -> set[int]:
         return set(buffered)
@@ -126,15 +152,34 @@ class Recorder:
 
 def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Recorder]:
     update = UpdateSettings(
-        lr=0.01, schedule="constant", warmup_steps=0, max_steps=10, microbatch_tokens=25, max_grad_norm=MAX_NORM, temperature=0.8,
-        advantages="group_mean", skip_zero_advantage=False, parity_tolerance=None,
-    )  # fmt: skip
+        lr=0.01,
+        schedule="constant",
+        warmup_steps=0,
+        max_steps=10,
+        microbatch_tokens=25,
+        max_grad_norm=MAX_NORM,
+        temperature=0.8,
+        advantages="group_mean",
+        skip_zero_advantage=False,
+        parity_tolerance=None,
+    )
     trainer = FSDPTrainer(
-        model_path=str(model), model_dtype="float32", compute_dtype="float32", activation_checkpointing=model.name == "tied",
-        replicate=group.replicate, tensor_parallel=group.tensor_parallel, loss_fn=partial(aipo), update=update, buffer=GroupBuffer(), adam=ADAM, canary_prompts=CanaryPrompts(),
-        canary_top=0, evaluate_at=lambda version: False, snapshot_at=lambda version: False,
+        model_path=str(model),
+        model_dtype="float32",
+        compute_dtype="float32",
+        activation_checkpointing=model.name == "tied",
+        replicate=group.replicate,
+        tensor_parallel=group.tensor_parallel,
+        loss_fn=partial(aipo),
+        update=update,
+        buffer=GroupBuffer(),
+        adam=ADAM,
+        canary_prompts=CanaryPrompts(),
+        canary_top=0,
+        evaluate_at=lambda version: False,
+        checkpoint_at=lambda version: False,
         critic=CRITIC if model.name == "untied" else None,
-    )  # fmt: skip
+    )
     recorder = Recorder()
     trainer.attach(group, {}, {"policy": recorder}, recorder, recorder, recorder, recorder)
     trainer.setup()
@@ -148,13 +193,22 @@ def parameters_of(trainer: FSDPTrainer) -> dict[str, torch.nn.Parameter]:
 
 
 def box_of(trainer: FSDPTrainer, name: str, parameter: torch.nn.Parameter) -> Box:
-    return held_rows(parameter) if name in VALUE_SHAPES else held_box(trainer.decoder, name, parameter)
+    return (
+        held_rows(parameter) if name in VALUE_SHAPES else held_box(trainer.decoder, name, parameter)
+    )
 
 
 def moments_of(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
-    states = {**trainer.optimizer.state, **(trainer.critic.optimizer.state if trainer.critic else {})}
+    states = {
+        **trainer.optimizer.state,
+        **(trainer.critic.optimizer.state if trainer.critic else {}),
+    }
     state = {name: states[p] for name, p in parameters_of(trainer).items()}
-    return {f"{key}/{name}": local(s[key]) for name, s in state.items() for key in ("exp_avg", "exp_avg_sq", "step")}
+    return {
+        f"{key}/{name}": local(s[key])
+        for name, s in state.items()
+        for key in ("exp_avg", "exp_avg_sq", "step")
+    }
 
 
 def weights_of(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
@@ -162,46 +216,72 @@ def weights_of(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
 
 
 def learn(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
-    """STEPS optimizer steps: this rank's part of the clipped gradients of the first, of the weights and moments after the last."""
-    out, lanes = {}, trainer.group.data_size
+    """STEPS optimizer steps: this rank's part of the clipped gradients of the first, of the weights
+    and moments after the last.
+    """
+    out, dp_ranks = {}, trainer.group.data_size
     for step in range(STEPS):
-        tickets = [t for t in range(step * GROUPS, (step + 1) * GROUPS) if lane_of(t, lanes) == trainer.group.data_index]
+        tickets = [
+            t
+            for t in range(step * GROUPS, (step + 1) * GROUPS)
+            if dp_rank_of(t, dp_ranks) == trainer.group.data_index
+        ]
         trainer.buffer.put([group_of(t) for t in tickets])
         trainer._train(tickets)
         if step == 0:
-            out |= {f"grad/{name}": local(p.grad).clone() for name, p in parameters_of(trainer).items()}
+            out |= {
+                f"grad/{name}": local(p.grad).clone() for name, p in parameters_of(trainer).items()
+            }
     return out | weights_of(trainer) | moments_of(trainer)
 
 
 def go_on(trainer: FSDPTrainer, parts: list[dict]) -> dict[str, torch.Tensor]:
     """What a trainer holds after loading the parts, and one step further."""
     trainer.load_state_dict(parts)
-    out = {f"loaded/{name}": value.clone() for name, value in (weights_of(trainer) | moments_of(trainer)).items()}
+    out = {
+        f"loaded/{name}": value.clone()
+        for name, value in (weights_of(trainer) | moments_of(trainer)).items()
+    }
     waiting = trainer.buffer.tickets()
     trainer._train(waiting)
     return out | {f"further/{name}": value for name, value in weights_of(trainer).items()}
 
 
-def leave(trainer: FSDPTrainer, recorder: Recorder, tensors: dict[str, torch.Tensor], out: Path) -> None:
+def leave(
+    trainer: FSDPTrainer, recorder: Recorder, tensors: dict[str, torch.Tensor], out: Path
+) -> None:
     held = {name: box_of(trainer, name, p) for name, p in parameters_of(trainer).items()}
     boxes = {name: [box.offsets, box.lengths] for name, box in held.items()}
     save_file({name: value.clone() for name, value in tensors.items()}, f"{out}.safetensors")
-    Path(f"{out}.json").write_text(json.dumps({"boxes": boxes, "rows": recorder.rows, "canaries": recorder.canaries}))
+    Path(f"{out}.json").write_text(
+        json.dumps({"boxes": boxes, "rows": recorder.rows, "canaries": recorder.canaries})
+    )
 
 
 def save_state(trainer: FSDPTrainer, out: Path) -> None:
     """The groups of the next step wait in the buffer, and are saved with it."""
-    lanes, first = trainer.group.data_size, STEPS * GROUPS
-    trainer.buffer.put([group_of(t) for t in range(first, first + GROUPS) if lane_of(t, lanes) == trainer.group.data_index])
+    dp_ranks, first = trainer.group.data_size, STEPS * GROUPS
+    trainer.buffer.put(
+        [
+            group_of(t)
+            for t in range(first, first + GROUPS)
+            if dp_rank_of(t, dp_ranks) == trainer.group.data_index
+        ]
+    )
     state = trainer.state_dict()
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     save_file({name: value.contiguous() for name, value in tensors.items()}, f"{out}.safetensors")
-    Path(f"{out}.json").write_text(json.dumps({name: value for name, value in state.items() if name not in tensors}))
+    Path(f"{out}.json").write_text(
+        json.dumps({name: value for name, value in state.items() if name not in tensors})
+    )
 
 
 def load_states(directory: Path, topology: str, ranks: int) -> list[dict]:
     stems = [directory / f"{topology}.state.rank{rank}" for rank in range(ranks)]
-    return [json.loads(Path(f"{stem}.json").read_text()) | load_file(f"{stem}.safetensors") for stem in stems]
+    return [
+        json.loads(Path(f"{stem}.json").read_text()) | load_file(f"{stem}.safetensors")
+        for stem in stems
+    ]
 
 
 def alone() -> ExecutorGroup:
@@ -210,23 +290,37 @@ def alone() -> ExecutorGroup:
 
 def assert_weights_path_agrees(recorder: Recorder, group: ExecutorGroup, decoder: Decoder) -> None:
     """What a rank holds is what the weight plan thinks that it holds."""
-    source = Source(group.size // (group.replicate * group.tensor_parallel), group.replicate, group.tensor_parallel)
+    source = Source(
+        group.size // (group.replicate * group.tensor_parallel),
+        group.replicate,
+        group.tensor_parallel,
+    )
     held = {name: tuple(local(p).shape) for name, p in recorder.parameters}
-    boxes = {p.name: source.box(recorder.config, p, group.index) for p in travelling(recorder.config, torch.float32)}
+    boxes = {
+        p.name: source.box(recorder.config, p, group.index)
+        for p in parameters_to_send(recorder.config, torch.float32)
+    }
     assert held == {name: box.lengths for name, box in boxes.items()}
     mine = {name: held_box(decoder, name, p) for name, p in recorder.parameters}
-    assert {name: box for name, box in mine.items() if box.numel} == {name: box for name, box in boxes.items() if box.numel}
+    assert {name: box for name, box in mine.items() if box.numel} == {
+        name: box for name, box in boxes.items() if box.numel
+    }
 
 
 def assert_copies_get_the_gradients_of_the_first(rank: int, group: ExecutorGroup) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     parameters[1].grad = torch.full((2,), float(rank))
     share_gradients(parameters, group.tensor_group)
-    assert parameters[0].grad is None and parameters[1].grad.tolist() == [rank - group.tensor_index] * 2
+    assert (
+        parameters[0].grad is None
+        and parameters[1].grad.tolist() == [rank - group.tensor_index] * 2
+    )
 
 
 def of(model: str, quick: bool) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """The topologies that a model is trained on, those whose states are saved, and those that go on from these."""
+    """The topologies that a model is trained on, those whose states are saved, and those that go on
+    from these.
+    """
     if quick:
         return QUICK[model], ("one", *QUICK[model]), (QUICK_LOADED[model],)
     return tuple(TOPOLOGIES), SAVED, LOADED
@@ -238,7 +332,12 @@ def train_and_go_on(rank: int, directory: str, quick: bool) -> None:
     world = World(rank, WORLD, WORLD, torch.device("cpu"))
     groups = {
         name: executor_group(
-            "trainer", tuple(range(WORLD)), world, DEADLINE_S, replicate=replicate, tensor_parallel=tensor_parallel
+            "trainer",
+            tuple(range(WORLD)),
+            world,
+            DEADLINE_S,
+            replicate=replicate,
+            tensor_parallel=tensor_parallel,
         )
         for name, (replicate, tensor_parallel) in TOPOLOGIES.items()
     }
@@ -261,15 +360,24 @@ def train_and_go_on(rank: int, directory: str, quick: bool) -> None:
                 leave(trainer, recorder, tensors, folder / f"{topology}.from.{saved}.rank{rank}")
 
 
-# -- another model's ---------------------------------------------------------------------------------------------------------
+# -- another model's
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "saved, held, said",
     [
-        ({"hidden_size": 16}, {"hidden_size": 8}, "the checkpoint's .* does not fit this run's model"),
+        (
+            {"hidden_size": 16},
+            {"hidden_size": 8},
+            "the checkpoint's .* does not fit this run's model",
+        ),
         ({"hidden_size": 8}, {"hidden_size": 16}, "the checkpoint lacks .*, or parts of it"),
-        ({"num_hidden_layers": 3}, {"num_hidden_layers": 2}, "the checkpoint's model.layers.2.* does not fit .* None"),
+        (
+            {"num_hidden_layers": 3},
+            {"num_hidden_layers": 2},
+            "the checkpoint's model.layers.2.* does not fit .* None",
+        ),
         ({"num_hidden_layers": 2}, {"num_hidden_layers": 3}, "the checkpoint lacks model.layers.2"),
     ],
 )
@@ -278,15 +386,20 @@ def test_another_models_checkpoint_is_refused_and_not_taken_in_parts(tmp_path, s
     learn(theirs)
     save_state(theirs, tmp_path / "one.state.rank0")
     mine, _ = trainer_of(write_model(tmp_path / "mine", MODELS["tied"] | held), alone())
-    with pytest.raises(ValueError, match=f"(?s){said}.*another model's; resume with the model.path"):
+    with pytest.raises(
+        ValueError, match=f"(?s){said}.*another model's; resume with the model.path"
+    ):
         mine.load_state_dict(load_states(tmp_path, "one", 1))
 
 
-# -- what they left --------------------------------------------------------------------------------------------------------
+# -- what they left
+# --------------------------------------------------------------------------------------------------------
 
 
 class Left:
-    """What ranks left of a run: whole tensors by name, each place of which was held by `copies` ranks with the same bits."""
+    """What ranks left of a run: whole tensors by name, each place of which was held by `copies`
+    ranks with the same bits.
+    """
 
     def __init__(self, stem: Path, ranks: int, config):
         self.ranks = [json.loads(Path(f"{stem}.rank{r}.json").read_text()) for r in range(ranks)]
@@ -300,7 +413,10 @@ class Left:
                 assert all(torch.equal(part[key], parts[0][key]) for part in parts)
                 self.whole[key] = parts[0][key]
                 continue
-            whole, copies = torch.full(shapes[name], float("nan")), torch.zeros(shapes[name], dtype=torch.int)
+            whole, copies = (
+                torch.full(shapes[name], float("nan")),
+                torch.zeros(shapes[name], dtype=torch.int),
+            )
             for part, said in zip(parts, self.ranks):
                 box = tuple(slice(a, a + n) for a, n in zip(*said["boxes"][name]))
                 seen = copies[box] > 0
@@ -319,7 +435,14 @@ def run_everywhere(pool, root: Path, quick: bool) -> Path:
         leave(trainer, recorder, learn(trainer), folder / "one.rank0")
         trainer.export(str(folder / "one.hf"))
         save_state(trainer, folder / "one.state.rank0")
-    pool.call(__file__, "train_and_go_on", ranks=WORLD, timeout_s=DEADLINE_S, directory=str(root), quick=quick)
+    pool.call(
+        __file__,
+        "train_and_go_on",
+        ranks=WORLD,
+        timeout_s=DEADLINE_S,
+        directory=str(root),
+        quick=quick,
+    )
     for model in MODELS:
         folder = root / f"{model}.out"
         for saved in of(model, quick)[1]:
@@ -361,7 +484,9 @@ def directory(directories, request, model) -> Path:
 def left(directory, model):
     """left(topology): what its ranks left of this model."""
     return lambda topology: Left(
-        directory / f"{model}.out" / topology, 1 if topology.split(".")[0] == "one" else WORLD, read_config(directory / model)
+        directory / f"{model}.out" / topology,
+        1 if topology.split(".")[0] == "one" else WORLD,
+        read_config(directory / model),
     )
 
 
@@ -374,7 +499,9 @@ def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], ki
     assert names and {name for name in got if name.startswith(f"{kind}/")} == set(names)
     largest = max(want[name].abs().max().item() for name in names)
     for name in names:
-        torch.testing.assert_close(got[name], want[name], atol=VALUES * largest, rtol=0, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(
+            got[name], want[name], atol=VALUES * largest, rtol=0, msg=lambda m: f"{name}: {m}"
+        )
 
 
 @pytest.mark.parametrize("model, topology", ON_TOPOLOGIES)
@@ -387,14 +514,18 @@ def test_every_topology_learns_what_one_rank_learns(left, model, topology, kind)
 def test_every_place_is_held_by_as_many_ranks_as_there_are_replicas(left, model, topology):
     replicate, tensor_parallel = TOPOLOGIES[topology]
     for key, copies in left(topology).copies.items():
-        split = "_proj." in key  # embeddings, norms and head are whole on every tensor-parallel rank
+        split = (
+            "_proj." in key
+        )  # embeddings, norms and head are whole on every tensor-parallel rank
         assert copies.eq(replicate if split else replicate * tensor_parallel).all(), key
 
 
 @pytest.mark.parametrize("model, topology", ON_TOPOLOGIES)
 def test_metrics_and_canaries_are_those_of_one_rank(left, model, topology):
     got, want = left(topology), left("one")
-    assert [row["tokens/trained"] for row in got.rows] == [row["tokens/trained"] for row in want.rows]
+    assert [row["tokens/trained"] for row in got.rows] == [
+        row["tokens/trained"] for row in want.rows
+    ]
     assert all(row["grad_norm"] > 2 * MAX_NORM for row in want.rows) and len(want.rows) == STEPS
     for row, expected in zip(got.rows, want.rows, strict=True):
         # How full microbatches are depends on which groups share a rank.
@@ -412,7 +543,11 @@ def test_metrics_and_canaries_are_those_of_one_rank(left, model, topology):
 @pytest.mark.parametrize("model, topology", ON_TOPOLOGIES)
 def test_the_exported_model_is_what_the_ranks_hold(directory, model, left, topology):
     exported = load_file(directory / f"{model}.out" / f"{topology}.hf" / "model.safetensors")
-    held = {name.removeprefix("weight/"): value for name, value in left(topology).whole.items() if name.startswith("weight/")}
+    held = {
+        name.removeprefix("weight/"): value
+        for name, value in left(topology).whole.items()
+        if name.startswith("weight/")
+    }
     assert exported.keys() == held.keys() - VALUE_SHAPES.keys()
     assert all(torch.equal(exported[name], held[name]) for name in exported)
 
@@ -422,10 +557,14 @@ def test_a_saved_state_holds_every_weight_moment_and_group_once(directory, model
     parts = load_states(directory / f"{model}.out", topology, WORLD)
     for kind in ("model", "exp_avg", "exp_avg_sq"):
         for name, shape in parameter_shapes(read_config(directory / model)).items():
-            stored = sum(part[f"{kind}/{name}"].numel() for part in parts if f"{kind}/{name}" in part)
+            stored = sum(
+                part[f"{kind}/{name}"].numel() for part in parts if f"{kind}/{name}" in part
+            )
             assert stored == torch.Size(shape).numel(), f"{kind}/{name}"
     first = STEPS * GROUPS
-    assert sorted(t for part in parts for t in part["buffered"]) == list(range(first, first + GROUPS))
+    assert sorted(t for part in parts for t in part["buffered"]) == list(
+        range(first, first + GROUPS)
+    )
 
 
 def of_states() -> list:
@@ -436,24 +575,37 @@ def of_states() -> list:
             for topology in ("one", *LOADED):
                 quick = saved in ("one", *QUICK[model]) and topology in ("one", QUICK_LOADED[model])
                 marks = () if quick else pytest.mark.slow
-                out.append(pytest.param(model, saved, topology, marks=marks, id=f"{model}-{saved}-{topology}"))
+                out.append(
+                    pytest.param(
+                        model, saved, topology, marks=marks, id=f"{model}-{saved}-{topology}"
+                    )
+                )
     return out
 
 
 @pytest.mark.parametrize("model, saved, topology", of_states())
-def test_a_state_saved_on_one_topology_is_the_same_bits_on_another_and_goes_on_alike(left, model, saved, topology):
+def test_a_state_saved_on_one_topology_is_the_same_bits_on_another_and_goes_on_alike(
+    left, model, saved, topology
+):
     want, got = left(saved).whole, left(f"{topology}.from.{saved}").whole
-    loaded = {name.removeprefix("loaded/"): value for name, value in got.items() if name.startswith("loaded/")}
+    loaded = {
+        name.removeprefix("loaded/"): value
+        for name, value in got.items()
+        if name.startswith("loaded/")
+    }
     assert loaded.keys() == {name for name in want if not name.startswith("grad/")}
     assert all(torch.equal(loaded[name], want[name]) for name in loaded)
     assert loaded["step/model.norm.weight"] == STEPS
     further = left(f"one.from.{saved}").whole
     assert_close(got, further, "further")
-    moved = max((further[f"further/{n}"] - loaded[n]).abs().max() for n in loaded if n.startswith("weight/"))
+    moved = max(
+        (further[f"further/{n}"] - loaded[n]).abs().max() for n in loaded if n.startswith("weight/")
+    )
     assert moved > 1e-3
 
 
-# -- who trains on what ----------------------------------------------------------------------------------------------------
+# -- who trains on what
+# ----------------------------------------------------------------------------------------------------
 
 
 class Trainer(Executor):
@@ -463,8 +615,10 @@ class Trainer(Executor):
 def test_a_group_goes_to_all_tensor_parallel_peers_of_its_lane_and_each_lane_gets_its_share():
     channel = Scatter("groups", Executor(), Trainer())
     routes = {t: channel.route(group_of(t), num_destinations=6) for t in range(6)}
-    assert routes == {t: [2 * lane_of(t, 3), 2 * lane_of(t, 3) + 1] for t in range(6)}
-    assert sorted(rank for ranks in routes.values() for rank in ranks) == sorted(2 * [0, 1, 2, 3, 4, 5])
+    assert routes == {t: [2 * dp_rank_of(t, 3), 2 * dp_rank_of(t, 3) + 1] for t in range(6)}
+    assert sorted(rank for ranks in routes.values() for rank in ranks) == sorted(
+        2 * [0, 1, 2, 3, 4, 5]
+    )
 
 
 class Mail:
@@ -491,10 +645,13 @@ class Mail:
 def test_a_group_is_finished_once_it_has_reached_all_peers_and_all_of_them_take_it():
     controls, handlers = [], {}
     controls += [Mail(rank, controls, handlers) for rank in range(4)]
-    ledger = TicketLedger(groups_per_step=2, max_lag=0, overcommit=0, num_lanes=2)
-    ranks = [TicketDesk(ledger, c, trainer_ranks=(0, 1, 2, 3), deadline_s=1.0, tensor_parallel=2) for c in controls]
+    ledger = TicketLedger(groups_per_step=2, max_lag=0, overcommit=0, num_dp_ranks=2)
+    ranks = [
+        TicketService(ledger, c, trainer_ranks=(0, 1, 2, 3), timeout_s=1.0, tensor_parallel=2)
+        for c in controls
+    ]
     assert [t.index for t in ledger.start(2, 0)] == [0, 1]
-    mine = {lane_of(ticket, 2): ticket for ticket in (0, 1)}  # lane -> its ticket
+    mine = {dp_rank_of(ticket, 2): ticket for ticket in (0, 1)}  # data-parallel rank -> its ticket
     for rank in (0, 1, 2):
         ranks[rank].finish([mine[rank // 2]])
         assert [r.take(0) for r in ranks] == [None] * 4, "taken although it has not reached rank 3"
@@ -502,7 +659,8 @@ def test_a_group_is_finished_once_it_has_reached_all_peers_and_all_of_them_take_
     assert [r.take(0) for r in ranks] == [[mine[0]], [mine[0]], [mine[1]], [mine[1]]]
 
 
-# -- what is refused before anything starts --------------------------------------------------------------------------------
+# -- what is refused before anything starts
+# --------------------------------------------------------------------------------
 
 
 def complaints(*overrides: str, ranks: int) -> str:
@@ -517,21 +675,36 @@ def complaints(*overrides: str, ranks: int) -> str:
         (
             "trainer.replicate=2",
             2,
-            ("trainer.replicate=2", "1 trainer rank cannot be split so; set placement.trainer to a multiple of 2"),
+            (
+                "trainer.replicate=2",
+                "1 trainer rank cannot be split so; set placement.trainer to a multiple of 2",
+            ),
         ),
         (
             "trainer.replicate=2 trainer.tensor_parallel=2 placement.trainer=[0,1]",
             3,
             ("tensor_parallel=2", "a multiple of 4 ranks"),
         ),
-        ("trainer.tensor_parallel=4 placement.trainer=[0,1,2,3]", 5, ("trainer.tensor_parallel=4", "2 key/value heads")),
-        ("trainer.tensor_parallel=3 placement.trainer=[0,1,2]", 4, ("4 query heads and 2 key/value heads and 512 hidden units",)),
+        (
+            "trainer.tensor_parallel=4 placement.trainer=[0,1,2,3]",
+            5,
+            ("trainer.tensor_parallel=4", "2 key/value heads"),
+        ),
+        (
+            "trainer.tensor_parallel=3 placement.trainer=[0,1,2]",
+            4,
+            ("4 query heads and 2 key/value heads and 512 hidden units",),
+        ),
         (
             "trainer.tensor_parallel=2 placement.trainer=[0,1,2,3] groups_per_step=3",
             5,
             ("2 sets of 2 trainer ranks", "multiple of 2"),
         ),
-        ("trainer.replicate=2 placement.trainer=[0,1,2,3] groups_per_step=6", 5, ("4 trainer ranks", "multiple of 4")),
+        (
+            "trainer.replicate=2 placement.trainer=[0,1,2,3] groups_per_step=6",
+            5,
+            ("4 trainer ranks", "multiple of 4"),
+        ),
     ],
 )
 def test_what_cannot_be_shared_out_evenly_is_said_before_anything_starts(overrides, ranks, said):

@@ -1,4 +1,5 @@
-"""Weights between real processes: any trainer topology to any generators, over shared memory and gloo, bit for bit.
+"""Weights between real processes: any trainer topology to any generators, over shared memory and
+gloo, bit for bit.
 
 Each rank of the pool takes part in scenario after scenario.
 """
@@ -47,7 +48,9 @@ CHAINED = {  # over gloo: generator ranks that others hand their weights on to
 @pytest.fixture
 def run(pool):
     """run(**scenario): every rank's answer."""
-    return lambda **scenario: pool.call(__file__, "exchange", ranks=RANKS, timeout_s=SCENARIO_S, scenario=scenario)
+    return lambda **scenario: pool.call(
+        __file__, "exchange", ranks=RANKS, timeout_s=SCENARIO_S, scenario=scenario
+    )
 
 
 def left_in_shared_memory(pids: list[int]) -> list[Path]:
@@ -62,8 +65,16 @@ def left_in_shared_memory(pids: list[int]) -> list[Path]:
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_every_replica_holds_what_the_trainer_holds(pool, run, name, transport):
     sources, destinations, source, destination = TOPOLOGIES[name]
-    answers = run(sources=sources, destinations=destinations, source=source, destination=destination, transport=transport)
-    assert [a["checked"] for a in answers] == [VERSIONS * (rank in destinations) for rank in range(RANKS)]
+    answers = run(
+        sources=sources,
+        destinations=destinations,
+        source=source,
+        destination=destination,
+        transport=transport,
+    )
+    assert [a["checked"] for a in answers] == [
+        VERSIONS * (rank in destinations) for rank in range(RANKS)
+    ]
     handing_on = [rank for rank, a in enumerate(answers) if a["hands_on"]]
     assert handing_on == (CHAINED.get(name, []) if transport == "gloo" else [])
     assert left_in_shared_memory(pool.pids) == []
@@ -73,30 +84,56 @@ def test_every_replica_holds_what_the_trainer_holds(pool, run, name, transport):
 @pytest.mark.parametrize("quantize", ["none", "int8", "fp8"])
 def test_what_travels_has_the_generators_dtype(run, quantize, transport):
     run(
-        sources=(0, 1, 2), destinations=(2, 3), source=(3, 1, 1), destination=(2, 1), transport=transport, dtype="bfloat16",
-        quantize=quantize, keep=["layers.0.mlp.down_proj"],
-    )  # fmt: skip
+        sources=(0, 1, 2),
+        destinations=(2, 3),
+        source=(3, 1, 1),
+        destination=(2, 1),
+        transport=transport,
+        dtype="bfloat16",
+        quantize=quantize,
+        keep=["layers.0.mlp.down_proj"],
+    )
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize(
     "sources, source, destinations, destination",
-    [((0, 1), (2, 1, 1), (2, 3), (2, 1)), ((0, 1, 2), (3, 1, 1), (3,), (1, 1)), ((0, 1, 2, 3), (2, 2, 1), (2, 3), (1, 2))],
+    [
+        ((0, 1), (2, 1, 1), (2, 3), (2, 1)),
+        ((0, 1, 2), (3, 1, 1), (3,), (1, 1)),
+        ((0, 1, 2, 3), (2, 2, 1), (2, 3), (1, 2)),
+    ],
     ids=["two shards", "three shards", "hsdp"],
 )
-def test_parameters_that_fsdp2_has_sharded_arrive_whole(run, sources, source, destinations, destination, transport):
+def test_parameters_that_fsdp2_has_sharded_arrive_whole(
+    run, sources, source, destinations, destination, transport
+):
     answers = run(
-        sources=sources, destinations=destinations, source=source, destination=destination, transport=transport, fsdp2=True
+        sources=sources,
+        destinations=destinations,
+        source=source,
+        destination=destination,
+        transport=transport,
+        fsdp2=True,
     )
     assert all(answers[rank]["dtensors"] for rank in sources)
 
 
 def test_a_topology_that_is_not_the_trainers_is_refused(pool, run):
     answers = run(
-        sources=(0, 1), destinations=(2,), source=(1, 2, 1), destination=(1, 1), transport="shm", fsdp2=True, mesh=(2, 1, 1), refused=True
-    )  # fmt: skip
+        sources=(0, 1),
+        destinations=(2,),
+        source=(1, 2, 1),
+        destination=(1, 1),
+        transport="shm",
+        fsdp2=True,
+        mesh=(2, 1, 1),
+        refused=True,
+    )
     for rank, rows in ((0, 12), (1, 11)):
-        text = f"model.embed_tokens.weight: rank {rank} holds ({rows}, 10), the topology says (23, 10)"
+        text = (
+            f"model.embed_tokens.weight: rank {rank} holds ({rows}, 10), the topology says (23, 10)"
+        )
         assert answers[rank]["refused"] == text
     assert left_in_shared_memory(pool.pids) == []
 
@@ -106,16 +143,27 @@ def test_a_topology_that_is_not_the_trainers_is_refused(pool, run):
 def test_hundreds_of_syncs_leave_nothing_behind(transport):
     """Between two processes: memory, shared memory and open files are flat after the first fifty."""
     scenario = {
-        "sources": (0,), "destinations": (1,), "source": (1, 1, 1), "destination": (1, 1), "transport": transport, "versions": 500,
-        "scale": 8, "bucket_bytes": 1 << 16, "sample_at": [50, 499],
-    }  # fmt: skip
+        "sources": (0,),
+        "destinations": (1,),
+        "source": (1, 1, 1),
+        "destination": (1, 1),
+        "transport": transport,
+        "versions": 500,
+        "scale": 8,
+        "bucket_bytes": 1 << 16,
+        "sample_at": [50, 499],
+    }
     pool = Pool(2)  # of their own: what these leave behind is counted
     try:
         for answer in pool.call(__file__, "exchange", ranks=2, timeout_s=600, scenario=scenario):
             early, late = answer["samples"]
-            # A leak of one version's bytes a sync would be hundreds of MiB, one of a header's tensors a few.
+            # A leak of one version's bytes a sync would be hundreds of MiB, one of a header's
+            # tensors a few.
             assert late["rss"] - early["rss"] < 4 << 20, (early, late)
-            assert late["fds"] == early["fds"] and late["threads"] == early["threads"], (early, late)
+            assert late["fds"] == early["fds"] and late["threads"] == early["threads"], (
+                early,
+                late,
+            )
             assert late["shm"] == early["shm"], "more than the mappings themselves hold open"
         assert left_in_shared_memory(pool.pids) == []
     finally:
@@ -124,14 +172,30 @@ def test_hundreds_of_syncs_leave_nothing_behind(transport):
     assert left_in_shared_memory(pids) == []
 
 
-# -- what a rank runs ------------------------------------------------------------------------------------------------------
+# -- what a rank runs
+# ------------------------------------------------------------------------------------------------------
 
 
 def config_of(scale: int):
     from llamarl.models.config import ModelConfig
 
     # Neither two nor three divide all of these, and the heads of three generator ranks overlap.
-    return ModelConfig("LlamaForCausalLM", 23 * scale, 10 * scale, 14 * scale, 2, 6, 2, 4, 1e-6, 1e4, None, 64, False, True)
+    return ModelConfig(
+        "LlamaForCausalLM",
+        23 * scale,
+        10 * scale,
+        14 * scale,
+        2,
+        6,
+        2,
+        4,
+        1e-6,
+        1e4,
+        None,
+        64,
+        False,
+        True,
+    )
 
 
 def weights_of(config, version: int) -> dict:
@@ -165,7 +229,11 @@ def trainer_parameters(scenario, config, source, index: int, mesh):
             for name, shape in parameter_shapes(config).items()
         }
         return [
-            (name, torch.nn.Parameter(torch.zeros(box.lengths)), box.within(Box.whole(parameter_shapes(config)[name])))
+            (
+                name,
+                torch.nn.Parameter(torch.zeros(box.lengths)),
+                box.within(Box.whole(parameter_shapes(config)[name])),
+            )
             for name, box in boxes.items()
         ]
     decoder = build_decoder(config, device="cpu")
@@ -174,14 +242,16 @@ def trainer_parameters(scenario, config, source, index: int, mesh):
     fully_shard(decoder, mesh=mesh)
     out = []
     for name, p in named_parameters_hf(decoder):
-        lengths, offsets = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+        lengths, offsets = compute_local_shape_and_global_offset(
+            p.shape, p.device_mesh, p.placements
+        )
         out.append((name, p, tuple(slice(a, a + n) for a, n in zip(offsets, lengths))))
     return out
 
 
 def wanted(route, plan, t: int, full: dict) -> dict:
     """What tensor-parallel rank t of a replica must hold, from the whole tensors."""
-    from llamarl.inference.quantize import quantize_rows
+    from llamarl.models.quantize import quantize_rows
     from llamarl.models.sharding import SCALE, Box
 
     out = {}
@@ -213,13 +283,13 @@ def exchange(rank: int, scenario: dict) -> dict:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    from llamarl.control import Control
+    from llamarl.comm.control import Control
+    from llamarl.comm.groups import link_group
     from llamarl.ddma import ends
     from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
     from llamarl.ddma.layout import Destination, Source
     from llamarl.ddma.links import WeightsError
-    from llamarl.ddma.transports import this_end
-    from llamarl.placement import link_group
+    from llamarl.ddma.transports import this_rank_info
 
     size = dist.get_world_size()
     # So small that links have several buckets and matrices are cut.
@@ -234,14 +304,30 @@ def exchange(rank: int, scenario: dict) -> dict:
     if scenario.get("fsdp2"):
         fsdp, replicate, _ = scenario.get("mesh") or scenario["source"]
         grid = torch.tensor(sources).view(replicate, fsdp)
-        mesh = DeviceMesh("cpu", grid, mesh_dim_names=("copies", "shards")) if replicate > 1 else DeviceMesh("cpu", grid[0])
-    control = Control(None, rank=rank, world_size=size, leader=0, names=[f"station {r}" for r in range(size)])
+        mesh = (
+            DeviceMesh("cpu", grid, mesh_dim_names=("copies", "shards"))
+            if replicate > 1
+            else DeviceMesh("cpu", grid[0])
+        )
+    control = Control(
+        None, rank=rank, world_size=size, leader=0, names=[f"executor {r}" for r in range(size)]
+    )
     route = WeightsRoute(
-        "policy", sources=sources, destinations=destinations, source=source, destination=destination,
-        dtype=getattr(torch, scenario.get("dtype", "float32")), quantize=scenario.get("quantize", "none"), keep=tuple(scenario.get("keep", ())),
-        transport=scenario["transport"], ends=[this_end(r, torch.device("cpu")) for r in range(size)],
-        group=link_group(sources, destinations), device_group=None, control=control, deadline_s=WAIT_S,
-    )  # fmt: skip
+        "policy",
+        sources=sources,
+        destinations=destinations,
+        source=source,
+        destination=destination,
+        dtype=getattr(torch, scenario.get("dtype", "float32")),
+        quantize=scenario.get("quantize", "none"),
+        keep=tuple(scenario.get("keep", ())),
+        transport=scenario["transport"],
+        ends=[this_rank_info(r, torch.device("cpu")) for r in range(size)],
+        group=link_group(sources, destinations),
+        device_group=None,
+        control=control,
+        timeout_s=WAIT_S,
+    )
     plan, answer = route.plan(config), {"checked": 0, "hands_on": False, "samples": []}
     sender = receiver = None
     if rank in sources:
@@ -271,7 +357,12 @@ def exchange(rank: int, scenario: dict) -> dict:
                 held = p.detach().to_local() if isinstance(p, DTensor) else p.detach()
                 held.copy_(full[name][part])
             # To be evaluated: none is overtaken.
-            sender.publish(version, evaluate=True, must_differ=version > 0, canary=lambda: {"canary of": version})
+            sender.publish(
+                version,
+                evaluate=True,
+                must_differ=version > 0,
+                canary=lambda: {"canary of": version},
+            )
         if receiver is not None:
             until = time.monotonic() + WAIT_S
             while (staged := receiver.swap()) is None:
@@ -280,7 +371,10 @@ def exchange(rank: int, scenario: dict) -> dict:
                 control.wait(0.01)
             assert staged == (version, True, {"canary of": version}), staged
             for name, want in wanted(route, plan, me % destination.tp, full).items():
-                assert torch.equal(target[name].data.view(torch.uint8), want.view(torch.uint8)), (name, version)
+                assert torch.equal(target[name].data.view(torch.uint8), want.view(torch.uint8)), (
+                    name,
+                    version,
+                )
             answer["checked"] += 1
         if version in scenario.get("sample_at", ()):
             answer["samples"].append(usage())

@@ -1,6 +1,8 @@
-"""Benchmarks run to their end and print figures, at the smallest size; what they are is nobody's claim here.
+"""Benchmarks run to their end and print figures, at the smallest size; what they are is nobody's
+claim here.
 
-Left out: step and weight_sync, whose smallest size takes minutes, and offpolicy, which has tests of its own.
+Left out: step and weight_sync, whose smallest size takes minutes, and offpolicy, which has tests of
+its own.
 """
 
 import json
@@ -9,7 +11,7 @@ import sys
 
 import pytest
 
-from llamarl.ranks import TINY_MODEL
+from llamarl.config.placement import TINY_MODEL
 from tests.launching import ROOT, environment
 
 pytestmark = pytest.mark.slow
@@ -17,7 +19,9 @@ pytestmark = pytest.mark.slow
 
 def run(name, *arguments):
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment())
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment()
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -31,7 +35,18 @@ def test_train(tmp_path):
 
 
 def test_decode(tmp_path):
-    size = ("--batch", 4, "--new-tokens", 8, "--against", "hf", "--dtype", "float32", "--repeats", 1)
+    size = (
+        "--batch",
+        4,
+        "--new-tokens",
+        8,
+        "--against",
+        "hf",
+        "--dtype",
+        "float32",
+        "--repeats",
+        1,
+    )
     run("decode", "--model", TINY_MODEL, *size, "--json", tmp_path / "decode.json")
     assert "engine" in (tmp_path / "decode.json").read_text()
 
@@ -43,14 +58,37 @@ def test_machinery():
 @pytest.mark.parametrize("ours", ["same", "best"])
 def test_time_to_reward(tmp_path, ours):
     """Without TRL, which is not installed with the tests: ours alone, and it says so."""
-    size = ("--seeds", 1, "--steps", 2, "--eval-every", 1, "--cores", 1, "--target", 0.1, "--ours", ours)
+    size = (
+        "--seeds",
+        1,
+        "--steps",
+        2,
+        "--eval-every",
+        1,
+        "--cores",
+        1,
+        "--target",
+        0.1,
+        "--ours",
+        ours,
+    )
     assert "skipped" in run("time_to_reward", *size, "--json", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["summary"]["llamarl"]["reached"], found["like_for_like"]) == (1, ours == "same")
 
 
 def test_overcommit(tmp_path):
-    run("overcommit", "--steps", 14, "--learn", 0, "--train-s", 0.02, "--json", tmp_path / "found.json")
+    run(
+        "overcommit",
+        "--steps",
+        14,
+        "--learn",
+        0,
+        "--train-s",
+        0.02,
+        "--json",
+        tmp_path / "found.json",
+    )
     assert json.loads((tmp_path / "found.json").read_text())
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from llamarl.evaluation import pass_at_k
+from llamarl.config.conversion import load_config
 from llamarl.models.scratch import tiny_directory
-from llamarl.conversion import load_config
+from llamarl.tasks.evaluation import pass_at_k
 from tests.launching import EVAL_PROMPTS, JOB_S, ROOT, SMALL, STEPS, Job, environment, untimed
 
 RECIPE = ROOT / "recipes" / "evaluate.py"
@@ -43,14 +43,18 @@ class Done:
 
 @pytest.fixture
 def evaluate(recipe, tmp_path, monkeypatch, capsys):
-    """The recipe with some words, in this process: to start another would take longer than all that it does."""
+    """The recipe with some words, in this process: to start another would take longer than all that
+    it does.
+    """
     monkeypatch.chdir(tmp_path)
 
     def run(*words, out="out.jsonl"):
         capsys.readouterr()
         code = recipe.main([*map(str, words), "--out", str(out), "threads=1"])
         file, said = tmp_path / out, capsys.readouterr()
-        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        lines = (
+            [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        )
         return Done(code, said.out, said.err, lines)
 
     return run
@@ -58,8 +62,19 @@ def evaluate(recipe, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_it_is_a_program(tmp_path):
-    command = [sys.executable, str(RECIPE), str(tiny_directory()), "--num-prompts", "2", "--samples", "0", "max_new_tokens=1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=JOB_S, cwd=tmp_path, env=environment())
+    command = [
+        sys.executable,
+        str(RECIPE),
+        str(tiny_directory()),
+        "--num-prompts",
+        "2",
+        "--samples",
+        "0",
+        "max_new_tokens=1",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=JOB_S, cwd=tmp_path, env=environment()
+    )
     assert done.returncode == 0, done.stderr
     assert "greedy   pass@1 " in done.stdout
 
@@ -75,14 +90,25 @@ def test_it_finds_the_accuracy_that_the_run_reported(synchronous_run, evaluate, 
     assert done.returncode == 0, done.stderr
     lines = done.lines
     row = synchronous_run.rows[step]
-    assert len(lines) == EVAL_PROMPTS and sum(line["score"] for line in lines) / EVAL_PROMPTS == row["eval/accuracy"]
+    assert (
+        len(lines) == EVAL_PROMPTS
+        and sum(line["score"] for line in lines) / EVAL_PROMPTS == row["eval/accuracy"]
+    )
     assert sum(line["num_tokens"] for line in lines) / EVAL_PROMPTS == row["eval/length_mean"]
-    assert f"greedy   pass@1 {percent(row['eval/accuracy'])} of {EVAL_PROMPTS} held-out prompts" in done.stdout
-    assert all((line["completion"] == str(eval(line["prompt"].rstrip("=")))) == line["score"] for line in lines)
+    assert (
+        f"greedy   pass@1 {percent(row['eval/accuracy'])} of {EVAL_PROMPTS} held-out prompts"
+        in done.stdout
+    )
+    assert all(
+        (line["completion"] == str(eval(line["prompt"].rstrip("=")))) == line["score"]
+        for line in lines
+    )
 
 
 @pytest.mark.slow
-def test_a_run_reports_pass_at_k_from_its_first_version_on_and_the_recipe_finds_the_same(synchronous_run, evaluate, tmp_path):
+def test_a_run_reports_pass_at_k_from_its_first_version_on_and_the_recipe_finds_the_same(
+    synchronous_run, evaluate, tmp_path
+):
     sampled = ("max_lag=0", "max_steps=2", f"eval.num_samples={SAMPLES}")
     with Job(*SMALL, *sampled, run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
@@ -90,13 +116,21 @@ def test_a_run_reports_pass_at_k_from_its_first_version_on_and_the_recipe_finds_
     evaluated = [row for row in rows if "eval/pass_at_k" in row]
     assert [row["step"] for row in evaluated] == [0, 2]
     assert all(0 < row["eval/pass_at_1_sampled"] < row["eval/pass_at_k"] <= 1 for row in evaluated)
-    plain = [{name: value for name, value in row.items() if "pass_at" not in name} for row in untimed(rows)]
-    assert plain == untimed(synchronous_run.rows)[:3], "sampling held-out prompts must not touch training"
+    plain = [
+        {name: value for name, value in row.items() if "pass_at" not in name}
+        for row in untimed(rows)
+    ]
+    assert plain == untimed(synchronous_run.rows)[:3], (
+        "sampling held-out prompts must not touch training"
+    )
     done = evaluate(tmp_path / "run", "--samples", SAMPLES)
     assert done.returncode == 0, done.stderr
     lines = done.lines
     assert f"pass@1 {percent(rows[2]['eval/pass_at_1_sampled'])}  pass@2 " in done.stdout
-    assert f"pass@{SAMPLES} {percent(rows[2]['eval/pass_at_k'])}   {SAMPLES} a prompt at temperature 1" in done.stdout
+    assert (
+        f"pass@{SAMPLES} {percent(rows[2]['eval/pass_at_k'])}   {SAMPLES} a prompt at temperature 1"
+        in done.stdout
+    )
     scores = {}
     for line in lines:
         if line["sample"]:
@@ -110,17 +144,29 @@ def test_a_model_without_a_run_takes_keys_of_the_main_job(evaluate):
     done = evaluate(tiny_directory(), "--num-prompts", 7, "--samples", 0, "max_new_tokens=1")
     assert done.returncode == 0, done.stderr
     lines = done.lines
-    assert [line["number"] for line in lines] == list(range(7)) and all(line["num_tokens"] == 1 for line in lines)
+    assert [line["number"] for line in lines] == list(range(7)) and all(
+        line["num_tokens"] == 1 for line in lines
+    )
 
 
 def test_the_directory_of_the_lines_is_made(evaluate):
-    done = evaluate(tiny_directory(), "--num-prompts", 2, "--samples", 0, "max_new_tokens=1", out="nodir/deep/x.jsonl")
+    done = evaluate(
+        tiny_directory(),
+        "--num-prompts",
+        2,
+        "--samples",
+        0,
+        "max_new_tokens=1",
+        out="nodir/deep/x.jsonl",
+    )
     assert done.returncode == 0, done.stderr
     lines = done.lines
     assert len(lines) == 2
 
 
-def test_lines_that_cannot_be_written_are_said_before_anything_is_answered(recipe, tmp_path, capsys, monkeypatch):
+def test_lines_that_cannot_be_written_are_said_before_anything_is_answered(
+    recipe, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(recipe, "answer", None)
     (tmp_path / "file").touch()
     for out in (tmp_path, tmp_path / "file" / "x.jsonl"):
@@ -129,8 +175,14 @@ def test_lines_that_cannot_be_written_are_said_before_anything_is_answered(recip
 
 
 def test_figures_are_printed_though_the_lines_could_not_be_written(evaluate):
-    done = evaluate(tiny_directory(), "--num-prompts", 2, "--samples", 0, "max_new_tokens=1", out="/dev/full")
-    assert done.returncode == BAD_INPUT and "No space left" in done.stderr and "Traceback" not in done.stderr
+    done = evaluate(
+        tiny_directory(), "--num-prompts", 2, "--samples", 0, "max_new_tokens=1", out="/dev/full"
+    )
+    assert (
+        done.returncode == BAD_INPUT
+        and "No space left" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert "greedy   pass@1 " in done.stdout and "written" not in done.stdout
 
 
@@ -138,11 +190,24 @@ def test_the_runs_values_hold_but_for_what_the_command_line_names(recipe, synchr
     run, model = synchronous_run.run_dir, tiny_directory()
     own = load_config(run / "config.yaml")
     config = recipe.config_of(model, run, [])
-    assert (config.max_lag, config.generator, config.eval, config.task) == (0, own.generator, own.eval, own.task)
+    assert (config.max_lag, config.generator, config.eval, config.task) == (
+        0,
+        own.generator,
+        own.eval,
+        own.task,
+    )
     assert config.model.path == str(model)
-    config = recipe.config_of(model, run, ["generator.max_slots=512", "temperature=0.5", "task=gsm8k", f"task.path={RECIPE}"])
+    config = recipe.config_of(
+        model,
+        run,
+        ["generator.max_slots=512", "temperature=0.5", "task=gsm8k", f"task.path={RECIPE}"],
+    )
     assert config.generator.max_slots == 512, "also a value that is the default"
-    assert (config.temperature, config.task.kind, config.eval.num_prompts) == (0.5, "gsm8k", EVAL_PROMPTS)
+    assert (config.temperature, config.task.kind, config.eval.num_prompts) == (
+        0.5,
+        "gsm8k",
+        EVAL_PROMPTS,
+    )
     assert config.max_new_tokens == 256  # as the task has it
 
 

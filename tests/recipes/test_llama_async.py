@@ -1,4 +1,6 @@
-"""The main job as a user starts it: what it writes, that runs agree, and what it says to wrong input."""
+"""The main job as a user starts it: what it writes, that runs agree, and what it says to wrong
+input.
+"""
 
 import json
 import subprocess
@@ -11,7 +13,17 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights
 from llamarl.models.scratch import tiny_directory
-from tests.launching import EVAL_PROMPTS, JOB_S, RECIPE, ROOT, SMALL, STEPS, Job, environment, untimed
+from tests.launching import (
+    EVAL_PROMPTS,
+    JOB_S,
+    RECIPE,
+    ROOT,
+    SMALL,
+    STEPS,
+    Job,
+    environment,
+    untimed,
+)
 from tests.tolerances import of_logprobs, rounding
 
 NAMES = """step policy_version reward/mean reward/std reward/error_rate loss/value grad_norm entropy kl/ref ratio/mean ratio/max
@@ -20,13 +32,17 @@ NAMES = """step policy_version reward/mean reward/std reward/error_rate loss/val
     trainer/idle_fraction weights/publish_stall_s weights/swap_stall_s weights/bytes parity/logprob_diff_max""".split()
 TINY = read_config(tiny_directory())
 EXPORTED = of_logprobs(TINY, size=2.0)  # logits, transformers against our decoder
-SHARDED = rounding(terms=TINY.hidden_size, depth=4 * TINY.num_hidden_layers)  # loss and norms, two trainer ranks against one
+SHARDED = rounding(
+    terms=TINY.hidden_size, depth=4 * TINY.num_hidden_layers
+)  # loss and norms, two trainer ranks against one
 BAD_INPUT = 2
 
 
 @pytest.fixture(scope="module")
 def asynchronous_run(tmp_path_factory):
-    with Job(*SMALL, "max_lag=1", run_dir=tmp_path_factory.mktemp("asynchronous") / "run", ranks=2) as job:
+    with Job(
+        *SMALL, "max_lag=1", run_dir=tmp_path_factory.mktemp("asynchronous") / "run", ranks=2
+    ) as job:
         assert job.wait() == 0, job.output
         yield job
 
@@ -46,7 +62,11 @@ def test_one_process_and_two_ranks_sample_and_train_on_the_same_bits(synchronous
 
 
 def test_fresh_tokens_agree_between_trainer_and_generator(synchronous_run):
-    assert all(0 <= row["parity/logprob_diff_max"] <= 1e-4 for row in synchronous_run.rows[1:] if row["tokens/trained"] and row["grad_norm"])
+    assert all(
+        0 <= row["parity/logprob_diff_max"] <= 1e-4
+        for row in synchronous_run.rows[1:]
+        if row["tokens/trained"] and row["grad_norm"]
+    )
 
 
 def test_lag_stays_within_its_bound(asynchronous_run):
@@ -63,10 +83,14 @@ def test_a_run_leaves_its_config_and_a_model_that_transformers_loads(asynchronou
     ids = torch.tensor([AutoTokenizer.from_pretrained(hf)("12+34=").input_ids])
     theirs = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)(ids).logits[0]
     decoder = load_weights(build_decoder(read_config(hf)), hf)
-    ours = decoder(ids[0], torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()])))
+    ours = decoder(
+        ids[0], torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()]))
+    )
     assert torch.allclose(ours, theirs, atol=EXPORTED)
     before = load_weights(build_decoder(read_config(tiny_directory())), tiny_directory())
-    assert not torch.equal(before.tok_embeddings.weight, decoder.tok_embeddings.weight), "the exported model was not trained"
+    assert not torch.equal(before.tok_embeddings.weight, decoder.tok_embeddings.weight), (
+        "the exported model was not trained"
+    )
 
 
 def test_a_directory_with_a_run_is_not_used_again_by_accident(launch_here, asynchronous_run):
@@ -76,15 +100,22 @@ def test_a_directory_with_a_run_is_not_used_again_by_accident(launch_here, async
 
 def test_all_that_is_wrong_with_a_command_line_is_said_at_once():
     command = [sys.executable, str(RECIPE), "+typo=1", "loss.ratio_kap=2", "groups_per_step=0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=JOB_S, cwd=ROOT, env=environment())
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=JOB_S, cwd=ROOT, env=environment()
+    )
     assert done.returncode == BAD_INPUT
-    assert all(text in done.stderr + done.stdout for text in ("typo", "did you mean loss.ratio_cap", "groups_per_step=0"))
+    assert all(
+        text in done.stderr + done.stdout
+        for text in ("typo", "did you mean loss.ratio_cap", "groups_per_step=0")
+    )
 
 
 def test_a_malformed_line_of_data_is_named(launch_here, tmp_path):
     data = tmp_path / "train.jsonl"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
-    code, output = launch_here("task=jsonl", f"task.path={data}", f"run_dir={tmp_path / 'run'}", "max_new_tokens=6")
+    code, output = launch_here(
+        "task=jsonl", f"task.path={data}", f"run_dir={tmp_path / 'run'}", "max_new_tokens=6"
+    )
     assert code == BAD_INPUT and f"{data}:2" in output.err
 
 
@@ -102,7 +133,11 @@ def test_truncated_weights_are_named(launch_here, tmp_path):
 def test_a_dry_run_shows_the_plan_scores_samples_and_writes_nothing(launch_here, tmp_path):
     code, output = launch_here("+dry_run=true", f"run_dir={tmp_path / 'run'}")
     assert code == 0, output.err
-    assert "rank 0   trainer, generator, reward" in output.out and output.out.count("\nsample ") == 3 and "bytes a sync" in output.out
+    assert (
+        "rank 0   trainer, generator, reward" in output.out
+        and output.out.count("\nsample ") == 3
+        and "bytes a sync" in output.out
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -128,7 +163,9 @@ def test_any_placement_trains_alike(synchronous_run, tmp_path, ranks, placement)
 
 @pytest.mark.slow
 def test_a_reference_adds_its_kl_and_every_row_has_it(tmp_path):
-    with Job(*SMALL, "reference=frozen", "loss.kl_coef=0.01", run_dir=tmp_path / "run", ranks=2) as job:
+    with Job(
+        *SMALL, "reference=frozen", "loss.kl_coef=0.01", run_dir=tmp_path / "run", ranks=2
+    ) as job:
         assert job.wait() == 0, job.output
         rows = job.rows
     assert rows[1]["kl/ref"] == pytest.approx(0.0, abs=1e-4)  # the policy is the reference still
@@ -137,17 +174,34 @@ def test_a_reference_adds_its_kl_and_every_row_has_it(tmp_path):
 
 @pytest.mark.slow
 def test_the_custom_station_of_the_recipe_runs(tmp_path):
-    command = [sys.executable, str(ROOT / "recipes" / "custom_executor.py"), *SMALL, f"run_dir={tmp_path / 'run'}"]
+    command = [
+        sys.executable,
+        str(ROOT / "recipes" / "custom_executor.py"),
+        *SMALL,
+        f"run_dir={tmp_path / 'run'}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["step"] == STEPS and rows[0]["eval/accuracy"] * EVAL_PROMPTS == pytest.approx(round(rows[0]["eval/accuracy"] * EVAL_PROMPTS))
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert rows[-1]["step"] == STEPS and rows[0]["eval/accuracy"] * EVAL_PROMPTS == pytest.approx(
+        round(rows[0]["eval/accuracy"] * EVAL_PROMPTS)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["trainer.replicate=2", "trainer.tensor_parallel=2"])
-def test_replicas_and_tensor_parallel_trainers_train_as_one_rank_does(synchronous_run, tmp_path, topology):
-    five = ("placement.trainer=[0,1,2,3]", "placement.generator=[4]", "max_lag=0", "max_steps=3", "eval.every=0")
+def test_replicas_and_tensor_parallel_trainers_train_as_one_rank_does(
+    synchronous_run, tmp_path, topology
+):
+    five = (
+        "placement.trainer=[0,1,2,3]",
+        "placement.generator=[4]",
+        "max_lag=0",
+        "max_steps=3",
+        "eval.every=0",
+    )
     with Job(*SMALL, *five, topology, run_dir=tmp_path / "run", ranks=5) as job:
         assert job.wait() == 0, job.output
         rows, want = job.rows, synchronous_run.rows
@@ -180,15 +234,25 @@ def test_scales_of_rows_that_trainer_ranks_share_are_those_of_whole_rows(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1])
-def test_two_ranks_that_share_the_generators_model_train_as_one_does(synchronous_run, tmp_path, lag):
-    three = (f"max_lag={lag}", "placement.generator=[1,2]", "generator.tensor_parallel=2", "max_steps=3", "eval.every=3")
+def test_two_ranks_that_share_the_generators_model_train_as_one_does(
+    synchronous_run, tmp_path, lag
+):
+    three = (
+        f"max_lag={lag}",
+        "placement.generator=[1,2]",
+        "generator.tensor_parallel=2",
+        "max_steps=3",
+        "eval.every=3",
+    )
     with Job(*SMALL, *three, run_dir=tmp_path / "run", ranks=3) as job:
         assert job.wait() == 0, job.output
         rows, want = job.rows, synchronous_run.rows
     assert "generator 1,2 (tensor parallel 2)" in job.output
     assert [r["step"] for r in rows] == [0, 1, 2, 3] and all(r["grad_norm"] > 0 for r in rows[1:2])
     assert [r["step"] for r in rows if r.get("eval/accuracy") is not None] == [0, 3]
-    fresh = [r["parity/logprob_diff_max"] for r in rows[1:] if r["parity/logprob_diff_max"] is not None]
+    fresh = [
+        r["parity/logprob_diff_max"] for r in rows[1:] if r["parity/logprob_diff_max"] is not None
+    ]
     assert fresh and max(fresh) <= 1e-4
     if lag == 0:
         assert rows[0]["eval/accuracy"] == want[0]["eval/accuracy"]

@@ -1,16 +1,26 @@
-"""PPO through the main job: value head, shaped rewards, several minibatches and passes; and going on from a checkpoint."""
+"""PPO through the main job: value head, shaped rewards, several minibatches and passes; and going
+on from a checkpoint.
+"""
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from llamarl.config import ConfigError, compose_config
+from llamarl.config.command_line import ConfigError, compose_config
 from tests.launching import SMALL, Job, untimed
 
 PPO = (
-    "loss=ppo", "trainer.advantages=gae", "reference=frozen", "trainer.reward_kl_coef=0.05", "trainer.missing_eos_penalty=-1",
-    "trainer.whiten=advantages", "trainer.minibatches_per_step=2", "trainer.updates_per_batch=2", "max_lag=0", "lr=2e-5",
-)  # fmt: skip
+    "loss=ppo",
+    "trainer.advantages=gae",
+    "reference=frozen",
+    "trainer.reward_kl_coef=0.05",
+    "trainer.missing_eos_penalty=-1",
+    "trainer.whiten=advantages",
+    "trainer.minibatches_per_step=2",
+    "trainer.updates_per_batch=2",
+    "max_lag=0",
+    "lr=2e-5",
+)
 UPDATES = 4  # a step
 
 
@@ -25,10 +35,16 @@ def test_ppo_runs_and_its_head_is_in_checkpoints_alone(tmp_path, ranks):
         rows, state = job.rows[1:], saved(job.checkpoint)
         exported = load_file(job.checkpoint / "hf" / "model.safetensors")
     assert [row["step"] for row in rows] == [1, 2]
-    assert rows[0]["value/mean"] != 0 and rows[0]["value/loss"] > 0  # the head learns within the first step
-    assert rows[0]["value/explained_variance"] == pytest.approx(0.0)  # of the old values, which were 0
+    assert (
+        rows[0]["value/mean"] != 0 and rows[0]["value/loss"] > 0
+    )  # the head learns within the first step
+    assert rows[0]["value/explained_variance"] == pytest.approx(
+        0.0
+    )  # of the old values, which were 0
     assert rows[0]["ratio/max"] > 1 + 1e-3  # later updates of a step are off-policy
-    assert all(row["parity/logprob_diff_max"] <= 1e-4 for row in rows)  # and the first is compared alone
+    assert all(
+        row["parity/logprob_diff_max"] <= 1e-4 for row in rows
+    )  # and the first is compared alone
     assert rows[0]["reward/shaped_mean"] != rows[0]["reward/mean"]
     assert state["value/weight"].abs().sum() > 0 and state["value/exp_avg/weight"].abs().sum() > 0
     assert not [name for name in exported if "value" in name]
@@ -46,16 +62,29 @@ def test_a_resumed_ppo_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path
         assert "resumed from step_2" in job.output
         assert untimed(job.rows) == rows
         got = saved(job.checkpoint)
-    assert {name for name in got if name.startswith("value/")} >= {"value/weight", "value/bias", "value/exp_avg_sq/weight"}
+    assert {name for name in got if name.startswith("value/")} >= {
+        "value/weight",
+        "value/bias",
+        "value/exp_avg_sq/weight",
+    }
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("loss=rloo", "trainer.advantages=gae"), "gives each token its own advantage, which this loss does not use"),
-        (("trainer.reward_kl_coef=0.1",), "needs a reference: reference=frozen, or trainer.reward_kl_coef=0"),
-        (("trainer.minibatches_per_step=3",), "cannot cut their groups into 3 minibatches each; need a multiple of 3 groups"),
+        (
+            ("loss=rloo", "trainer.advantages=gae"),
+            "gives each token its own advantage, which this loss does not use",
+        ),
+        (
+            ("trainer.reward_kl_coef=0.1",),
+            "needs a reference: reference=frozen, or trainer.reward_kl_coef=0",
+        ),
+        (
+            ("trainer.minibatches_per_step=3",),
+            "cannot cut their groups into 3 minibatches each; need a multiple of 3 groups",
+        ),
         (("group_size=1",), "or trainer.advantages=gae"),
         (("trainer.gamma=1.5",), "trainer.gamma=1.5"),
         (("trainer.whiten=all",), "need none or rewards or advantages or both"),

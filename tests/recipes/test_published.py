@@ -1,9 +1,11 @@
-"""Published settings beyond TBA's: what the papers' tables say, sweeps that keep what a study holds fixed, and reduced runs."""
+"""Published settings beyond TBA's: what the papers' tables say, sweeps that keep what a study holds
+fixed, and reduced runs.
+"""
 
 import pytest
 from omegaconf import OmegaConf
 
-from llamarl.config import CONF_DIR, ConfigError, compose_config
+from llamarl.config.command_line import CONF_DIR, ConfigError, compose_config
 from tests.launching import Job
 from tests.recipes.test_experiments import given  # noqa: F401
 
@@ -27,12 +29,24 @@ def test_table_4_of_async_rlhf(settings):
     for c in (ppo, rloo, dpo):
         assert (c.lr, c.trainer.schedule, c.temperature) == (3e-6, "linear", 0.7)
         assert completions(c) == 512 and completions(c) * c.max_steps == 131_072
-        assert (c.task.max_prompt_tokens, c.max_new_tokens, c.trainer.missing_eos_penalty) == (512, 128, -1)
+        assert (c.task.max_prompt_tokens, c.max_new_tokens, c.trainer.missing_eos_penalty) == (
+            512,
+            128,
+            -1,
+        )
         assert (c.trainer.updates_per_batch, c.max_lag, c.overcommit) == (1, 1, c.groups_per_step)
         assert not c.updates_in_flight and c.reference.enabled
-    assert (ppo.trainer.reward_kl_coef, rloo.trainer.reward_kl_coef, dpo.trainer.reward_kl_coef) == (0.05, 0.05, 0)
+    assert (
+        ppo.trainer.reward_kl_coef,
+        rloo.trainer.reward_kl_coef,
+        dpo.trainer.reward_kl_coef,
+    ) == (0.05, 0.05, 0)
     assert (ppo.group_size, rloo.group_size, dpo.group_size) == (1, 2, 2)
-    assert (ppo.trainer.advantages, rloo.loss.fn, dpo.loss.options["beta"]) == ("gae", "proximal_rloo", 0.1)
+    assert (ppo.trainer.advantages, rloo.loss.fn, dpo.loss.options["beta"]) == (
+        "gae",
+        "proximal_rloo",
+        0.1,
+    )
     assert [c.task.chat for c in (ppo, rloo, dpo)] == [False] * 3
 
 
@@ -41,14 +55,19 @@ def test_tables_7_and_10_of_async_rlhf(settings):
     for c in (dpo, ppo):
         assert (c.lr, c.trainer.schedule, c.temperature) == (8e-7, "linear", 0.7)
         assert (completions(c), c.max_steps) == (256, -(-100_000 // 256))
-        assert (c.task.max_prompt_tokens, c.max_new_tokens, c.trainer.missing_eos_penalty) == (512, 1024, -10)
+        assert (c.task.max_prompt_tokens, c.max_new_tokens, c.trainer.missing_eos_penalty) == (
+            512,
+            1024,
+            -10,
+        )
     assert (dpo.loss.options["beta"], ppo.trainer.reward_kl_coef) == (0.03, 0.01)
     dpo, rloo = settings("async_rlhf_table10"), settings("async_rlhf_table10_rloo")
     for c in (dpo, rloo):
         assert (c.lr, c.trainer.schedule, c.temperature) == (3e-6, "constant", 0.7)
         assert (c.group_size, c.task.max_prompt_tokens, c.max_new_tokens) == (4, 512, 512)
         assert completions(c) * c.max_steps == 516_096
-    # The authors' code counts the batch of 252 in prompts for Online DPO, and in completions for RLOO.
+    # The authors' code counts the batch of 252 in prompts for Online DPO, and in completions for
+    # RLOO.
     assert (dpo.groups_per_step, dpo.max_steps) == (252, 512)
     assert (completions(rloo), rloo.max_steps) == (252, 2048)
     assert dpo.loss.options["beta"] == rloo.trainer.reward_kl_coef == 0.05
@@ -73,7 +92,9 @@ def own_trainer_keys(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_file_says_how_gradients_are_clipped(name, settings):
-    """The authors' loops of RLOO and TBA, and TRL's of PPO, do not clip; those of Online DPO and of their PPO do."""
+    """The authors' loops of RLOO and TBA, and TRL's of PPO, do not clip; those of Online DPO and of
+    their PPO do.
+    """
     unclipped = name.endswith("_rloo") or name in ("tba_table2", "tba_table3", "oppo")
     assert own_trainer_keys(name).max_grad_norm == (None if unclipped else 1.0)
     assert settings(name).trainer.max_grad_norm == own_trainer_keys(name).max_grad_norm
@@ -87,16 +108,33 @@ def test_every_file_with_a_value_head_says_its_rate(name, settings):
 
 def test_oppo_llamarl_and_magistral(settings):
     oppo, aipo, magistral = (settings(name) for name in ("oppo", "llamarl_aipo", "magistral"))
-    assert (completions(oppo), oppo.overcommit, oppo.trainer.advantages, oppo.loss.fn) == (112, "oppo", "gae", "ppo")
+    assert (completions(oppo), oppo.overcommit, oppo.trainer.advantages, oppo.loss.fn) == (
+        112,
+        "oppo",
+        "gae",
+        "ppo",
+    )
     assert (oppo.trainer.schedule, oppo.trainer.updates_per_batch) == ("linear", 4)
     assert (oppo.governor.increase, oppo.governor.decrease, oppo.governor.least) == (1, 1, 0)
-    assert (aipo.loss.fn, aipo.trainer.advantages) == ("aipo", "group_mean") and 2 <= aipo.loss.options["ratio_cap"] <= 10
+    assert (aipo.loss.fn, aipo.trainer.advantages) == (
+        "aipo",
+        "group_mean",
+    ) and 2 <= aipo.loss.options["ratio_cap"] <= 10
     assert completions(aipo) == completions(magistral) == 2048
-    assert aipo.updates_in_flight and magistral.updates_in_flight and not magistral.generator.recompute_kv
+    assert (
+        aipo.updates_in_flight
+        and magistral.updates_in_flight
+        and not magistral.generator.recompute_kv
+    )
     assert 0.26 <= magistral.loss.options["clip_high"] <= 0.28 and not magistral.reference.enabled
-    assert magistral.loss.options["normalise"] == "groups" and magistral.trainer.advantages == "group_mean"
+    assert (
+        magistral.loss.options["normalize"] == "groups"
+        and magistral.trainer.advantages == "group_mean"
+    )
     assert (magistral.trainer.whiten, magistral.trainer.filter_groups) == ("completions", True)
-    assert magistral.overcommit + magistral.groups_per_step <= 2 * magistral.groups_per_step  # pending/batch of at most 2
+    assert (
+        magistral.overcommit + magistral.groups_per_step <= 2 * magistral.groups_per_step
+    )  # pending/batch of at most 2
     assert magistral.trainer.minibatches_per_step == magistral.trainer.updates_per_batch == 1
 
 
@@ -127,12 +165,23 @@ def test_a_value_that_others_are_made_from_must_be_right_itself(settings):
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs_at_a_reduced_size(name, tmp_path):
     small = (
-        "model=tiny", "task=addition", "task.max_prompt_tokens=16", "task.chat=false", "groups_per_step=8", "max_new_tokens=6",
-        "threads=1", "max_steps=2", "eval.num_prompts=20", "eval.every=2", "checkpoint.every=0",
-    )  # fmt: skip
+        "model=tiny",
+        "task=addition",
+        "task.max_prompt_tokens=16",
+        "task.chat=false",
+        "groups_per_step=8",
+        "max_new_tokens=6",
+        "threads=1",
+        "max_steps=2",
+        "eval.num_prompts=20",
+        "eval.every=2",
+        "checkpoint.every=0",
+    )
     with Job(f"+experiment={name}", *small, run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
         rows = job.rows
-    assert [row["step"] for row in rows] == [0, 1, 2] and any(row["grad_norm"] > 0 for row in rows[1:])
+    assert [row["step"] for row in rows] == [0, 1, 2] and any(
+        row["grad_norm"] > 0 for row in rows[1:]
+    )
     # Null also in a step whose groups are each of one reward, which by chance some are.
     assert all(row["kl/ref"] is None for row in rows[1:]) == (name in ("llamarl_aipo", "magistral"))

@@ -20,16 +20,31 @@ SYNCHRONOUS = (
 )
 # One thread: two on cores that others use too wait for each other at the end of every operation.
 FREE = (
-    "threads=1", "buffer=replay", f"buffer.initial_completions={6 * 4}", "overcommit=4", "buffer.most_on_policy=0.5",
-    "loss.fn=tests.launching:with_beta", "loss.beta=1.0", "beta_schedule.kind=cut", "beta_schedule.final=0.25",
-    "beta_schedule.end_step=4", "beta_schedule.cut_step=3",
-)  # fmt: skip
+    "threads=1",
+    "buffer=replay",
+    f"buffer.initial_completions={6 * 4}",
+    "overcommit=4",
+    "buffer.most_on_policy=0.5",
+    "loss.fn=tests.launching:with_beta",
+    "loss.beta=1.0",
+    "beta_schedule.kind=cut",
+    "beta_schedule.final=0.25",
+    "beta_schedule.end_step=4",
+    "beta_schedule.cut_step=3",
+)
 KL = 0.5  # of the reward
-KL_ROUNDING = of_logprobs(read_config(tiny_directory()), size=5.0)  # nats a token: of a policy to itself, scored in other batches
+KL_ROUNDING = of_logprobs(
+    read_config(tiny_directory()), size=5.0
+)  # nats a token: of a policy to itself, scored in other batches
 RESET = (
-    "reference=reset", "reference.reset_every=2", "max_lag=0", "loss.kl_coef=0.01", f"trainer.reward_kl_coef={KL}", "lr=1e-3",
+    "reference=reset",
+    "reference.reset_every=2",
+    "max_lag=0",
+    "loss.kl_coef=0.01",
+    f"trainer.reward_kl_coef={KL}",
+    "lr=1e-3",
     "checkpoint.every=1",
-)  # fmt: skip
+)
 
 
 def held_in(row):
@@ -47,13 +62,20 @@ def synchronous_replay(tmp_path_factory):
 def test_each_step_draws_from_all_that_has_joined_and_within_its_bound(synchronous_replay):
     rows = synchronous_replay.rows[1:]
     batch = GROUPS * S
-    # Steps 0 and 2 join: one batch, then two more of which the oldest group of nine and a half leaves.
+    # Steps 0 and 2 join: one batch, then two more of which the oldest group of nine and a half
+    # leaves.
     assert [held_in(row) for row in rows] == [batch, batch, 60, 60]
     assert [row["buffer/hidden"] for row in rows] == [0, batch, 0, batch]
-    assert all(sum(row[name] for name in row if name.startswith("lag/tokens/")) == pytest.approx(1) for row in rows)
+    assert all(
+        sum(row[name] for name in row if name.startswith("lag/tokens/")) == pytest.approx(1)
+        for row in rows
+    )
     assert [row["buffer/age_max"] for row in rows] == [0, 1, 2, 3]
     bound = 0 + (60 - S) // batch + 2 - 1
-    assert max(row["lag/max"] for row in rows) <= bound == 3 and f"at most {bound} steps old" in synchronous_replay.output
+    assert (
+        max(row["lag/max"] for row in rows) <= bound == 3
+        and f"at most {bound} steps old" in synchronous_replay.output
+    )
     assert any(row["lag/max"] > 0 for row in rows), "nothing was replayed"
 
 
@@ -61,7 +83,14 @@ def test_each_step_draws_from_all_that_has_joined_and_within_its_bound(synchrono
 def test_a_resumed_run_draws_and_trains_as_one_that_was_not_stopped(synchronous_replay, tmp_path):
     """On two ranks and in one process alike."""
     for end in (2, STEPS):
-        with Job(*SMALL, *SYNCHRONOUS, f"max_steps={end}", "resume=auto", run_dir=tmp_path / "run", ranks=2) as job:
+        with Job(
+            *SMALL,
+            *SYNCHRONOUS,
+            f"max_steps={end}",
+            "resume=auto",
+            run_dir=tmp_path / "run",
+            ranks=2,
+        ) as job:
             assert job.wait() == 0, job.output
     assert "resumed from step_2" in job.output
     assert untimed(job.rows) == untimed(synchronous_replay.rows)
@@ -69,7 +98,15 @@ def test_a_resumed_run_draws_and_trains_as_one_that_was_not_stopped(synchronous_
 
 @pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_without_a_bound_every_group_is_handed_over_once_and_beta_falls(tmp_path, ranks):
-    with Job(*SMALL, *FREE, "max_steps=5", "eval.every=0", "checkpoint.every=0", run_dir=tmp_path / "run", ranks=ranks) as job:
+    with Job(
+        *SMALL,
+        *FREE,
+        "max_steps=5",
+        "eval.every=0",
+        "checkpoint.every=0",
+        run_dir=tmp_path / "run",
+        ranks=ranks,
+    ) as job:
         assert job.wait() == 0, job.output
     rows = job.rows[-5:]
     assert [row["loss/beta"] for row in rows] == pytest.approx([1.0, 0.8125, 0.625, 0.25, 0.25])
@@ -79,9 +116,9 @@ def test_without_a_bound_every_group_is_handed_over_once_and_beta_falls(tmp_path
     ledger = json.loads((job.checkpoint / "controller.rank0.json").read_text())["ledger"]
     trainer = json.loads((job.checkpoint / "trainer.rank0.json").read_text())
     handed = [ticket for ticket, _, _ in trainer["held"]]
-    assert len(handed) == len(set(handed)) and sorted(handed + ledger["again"] + trainer["buffered"]) == list(
-        range(ledger["frontier"])
-    )
+    assert len(handed) == len(set(handed)) and sorted(
+        handed + ledger["again"] + trainer["buffered"]
+    ) == list(range(ledger["frontier"]))
 
 
 @pytest.fixture(scope="module")
@@ -95,18 +132,23 @@ def reset_run(tmp_path_factory):
 def test_a_reference_is_reset_every_so_many_steps(reset_run):
     rows = reset_run.rows[1:]
     assert [row["reference/version"] for row in rows] == [0, 0, 2, 2]
-    # The reference and the trainer score in batches of other shapes, so that a KL of 0 has its roundings.
+    # The reference and the trainer score in batches of other shapes, so that a KL of 0 has its
+    # roundings.
     assert [abs(row["kl/ref"]) > KL_ROUNDING for row in rows] == [False, True, False, True], (
         "the policy is its own reference right after a reset"
     )
     taken_off = [row["reward/mean"] - row["reward/shaped_mean"] for row in rows]
-    assert [abs(off) > 1e-3 for off in taken_off] == [False, True, False, True], "the reward's KL is to the same reference"
+    assert [abs(off) > 1e-3 for off in taken_off] == [False, True, False, True], (
+        "the reward's KL is to the same reference"
+    )
 
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_reference_of_one_that_was_not_stopped(reset_run, tmp_path):
     for end in (2, 3, STEPS):  # at a reset, after it, and to the end
-        with Job(*SMALL, *RESET, f"max_steps={end}", "resume=auto", run_dir=tmp_path / "run", ranks=2) as job:
+        with Job(
+            *SMALL, *RESET, f"max_steps={end}", "resume=auto", run_dir=tmp_path / "run", ranks=2
+        ) as job:
             assert job.wait() == 0, job.output
     assert untimed(job.rows)[-1] == untimed(reset_run.rows)[-1]
 
@@ -115,9 +157,14 @@ def test_a_resumed_run_has_the_reference_of_one_that_was_not_stopped(reset_run, 
 def test_two_trainer_ranks_have_a_share_each_and_one_goes_on_with_both(tmp_path):
     three = ("placement.trainer=[0,1]", "placement.generator=[2]", "placement.reward=[2]")
     quiet = ("eval.every=0", "checkpoint.every=0")
-    with Job(*SMALL, *FREE, *three, *quiet, "max_steps=3", run_dir=tmp_path / "run", ranks=3) as job:
+    with Job(
+        *SMALL, *FREE, *three, *quiet, "max_steps=3", run_dir=tmp_path / "run", ranks=3
+    ) as job:
         assert job.wait() == 0, job.output
-        held = [json.loads((job.checkpoint / f"trainer.rank{i}.json").read_text())["held"] for i in (0, 1)]
+        held = [
+            json.loads((job.checkpoint / f"trainer.rank{i}.json").read_text())["held"]
+            for i in (0, 1)
+        ]
         size = held_in(job.rows[-1])
     tickets = [{ticket for ticket, _, _ in part} for part in held]
     assert [{t % 2 for t in part} for part in tickets] in ([{0}, {1}], [{1}, {0}]) and all(tickets)
@@ -128,17 +175,36 @@ def test_two_trainer_ranks_have_a_share_each_and_one_goes_on_with_both(tmp_path)
 
 
 REDUCED = (
-    "model=tiny", "task=addition", "task.max_prompt_tokens=64", "max_new_tokens=6", "max_steps=3", "groups_per_step=8",
-    "group_size=5", "lr=3e-5", "threads=1", "eval.every=0", "checkpoint.every=0", "generator.max_slots=64",
-)  # fmt: skip
-REPLAYED = ("buffer.completions_per_prompt=4", "buffer.initial_completions=40", "overcommit=4", "beta_schedule.end_step=2")
+    "model=tiny",
+    "task=addition",
+    "task.max_prompt_tokens=64",
+    "max_new_tokens=6",
+    "max_steps=3",
+    "groups_per_step=8",
+    "group_size=5",
+    "lr=3e-5",
+    "threads=1",
+    "eval.every=0",
+    "checkpoint.every=0",
+    "generator.max_slots=64",
+)
+REPLAYED = (
+    "buffer.completions_per_prompt=4",
+    "buffer.initial_completions=40",
+    "overcommit=4",
+    "beta_schedule.end_step=2",
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, overrides, betas",
     [
-        ("tba_table2", (*REPLAYED, "trainer.warmup_steps=1", "trainer.decay_steps=1"), [0.012, 0.008, 0.004]),
+        (
+            "tba_table2",
+            (*REPLAYED, "trainer.warmup_steps=1", "trainer.decay_steps=1"),
+            [0.012, 0.008, 0.004],
+        ),
         ("tba_table3", (*REPLAYED, "beta_schedule.cut_step=1"), [1.0, 0.05, 0.05]),
         ("tba_table4", ("reference.reset_every=1", "max_lag=0"), None),
     ],
@@ -150,21 +216,44 @@ def test_a_published_setting_runs_at_a_smaller_size(name, overrides, betas, tmp_
     assert all(row["grad_norm"] > 0 for row in rows)
     if betas is None:
         assert [row["reference/version"] for row in rows] == [0, 1, 2]
-        assert [row["tba/log_ratio"] for row in rows] == pytest.approx([0, 0, 0], abs=1e-4), "the policy is its own reference"
+        assert [row["tba/log_ratio"] for row in rows] == pytest.approx([0, 0, 0], abs=1e-4), (
+            "the policy is its own reference"
+        )
     else:
         assert [row["loss/beta"] for row in rows] == pytest.approx(betas)
-        assert rows[0]["tb/log_ratio"] == pytest.approx(0, abs=1e-4) and abs(rows[-1]["tb/log_ratio"]) > 1e-3
+        assert (
+            rows[0]["tb/log_ratio"] == pytest.approx(0, abs=1e-4)
+            and abs(rows[-1]["tb/log_ratio"]) > 1e-3
+        )
 
 
 @pytest.mark.slow
 def test_ppo_with_a_value_head_trains_on_what_is_replayed_in_minibatches(tmp_path):
-    ppo = ("loss=ppo", "trainer.advantages=gae", "trainer.minibatches_per_step=2", "trainer.updates_per_batch=2")
+    ppo = (
+        "loss=ppo",
+        "trainer.advantages=gae",
+        "trainer.minibatches_per_step=2",
+        "trainer.updates_per_batch=2",
+    )
     quiet = ("eval.every=0", "checkpoint.every=2")
     for end in (2, STEPS):
-        with Job(*SMALL, *SYNCHRONOUS, *ppo, *quiet, f"max_steps={end}", "resume=auto", run_dir=tmp_path / "run") as job:
+        with Job(
+            *SMALL,
+            *SYNCHRONOUS,
+            *ppo,
+            *quiet,
+            f"max_steps={end}",
+            "resume=auto",
+            run_dir=tmp_path / "run",
+        ) as job:
             assert job.wait() == 0, job.output
     assert "no value head" not in job.output and "resumed from step_2" in job.output
     rows = job.rows[-STEPS:]
-    assert max(row["lag/max"] for row in rows) > 0 and all(row["value/grad_norm"] > 0 for row in rows)
-    assert all(sum(row[name] for name in row if name.startswith("lag/tokens/")) == pytest.approx(1) for row in rows)
+    assert max(row["lag/max"] for row in rows) > 0 and all(
+        row["value/grad_norm"] > 0 for row in rows
+    )
+    assert all(
+        sum(row[name] for name in row if name.startswith("lag/tokens/")) == pytest.approx(1)
+        for row in rows
+    )
     assert [held_in(row) for row in rows] == [24, 24, 60, 60]

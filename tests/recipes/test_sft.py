@@ -19,7 +19,13 @@ from safetensors.torch import load_file
 from llamarl.learning import sft
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_tokenizer, load_weights
-from llamarl.models.scratch import CHARACTERS, TINY_CONFIG, random_weights, tiny_directory, write_directory
+from llamarl.models.scratch import (
+    CHARACTERS,
+    TINY_CONFIG,
+    random_weights,
+    tiny_directory,
+    write_directory,
+)
 from llamarl.tasks.build import build_task
 from llamarl.types import Prompt
 from tests.launching import JOB_S
@@ -27,7 +33,9 @@ from tests.tolerances import rounding
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sft.py"
 BAD_INPUT = 2
-STEP = rounding(terms=TINY_CONFIG["hidden_size"], depth=2 * 4)  # loss and parameters after one step, in other batches
+STEP = rounding(
+    terms=TINY_CONFIG["hidden_size"], depth=2 * 4
+)  # loss and parameters after one step, in other batches
 LIMITS = {"budget_tokens": 4096, "device": "cpu"}
 
 
@@ -41,7 +49,9 @@ def recipe():
 
 @pytest.fixture(autouse=True)
 def program_state(float32_products):
-    """The recipe is a program: it sets signal handlers and makes process groups, besides what `process_state` puts back."""
+    """The recipe is a program: it sets signal handlers and makes process groups, besides what
+    `process_state` puts back.
+    """
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     yield
     if dist.is_initialized():
@@ -123,11 +133,17 @@ def test_loss_is_the_mean_over_completion_tokens_alone():
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_directory(), dtype=torch.float32)
-    pairs = [pair([1, 5, 4, 14, 7], [9, 2]), pair([1, 8], [2]), pair([1, 6, 6, 6, 6, 6], [4, 5, 6, 2])]
+    pairs = [
+        pair([1, 5, 4, 14, 7], [9, 2]),
+        pair([1, 8], [2]),
+        pair([1, 6, 6, 6, 6, 6], [4, 5, 6, 2]),
+    ]
     want = 0.0
     for one in pairs:
         logprobs = model(one.token_ids[None, :-1]).logits[0].log_softmax(-1)
-        want -= logprobs.gather(1, one.token_ids[1:, None])[one.prompt_length - 1 :].sum().item() / 7
+        want -= (
+            logprobs.gather(1, one.token_ids[1:, None])[one.prompt_length - 1 :].sum().item() / 7
+        )
     got = sft.pair_loss(tiny_decoder(), sft.pack_pairs(pairs), num_loss_tokens=7)
     assert got.item() == pytest.approx(want, abs=1e-5)
 
@@ -138,9 +154,14 @@ def test_greedy_matches_are_those_of_real_greedy_decoding(task, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(tiny_directory(), dtype=torch.float32)
     prompts = [task.eval_prompt(j) for j in range(80)]
     inputs = torch.stack([p.prompt_ids for p in prompts])
-    tokens = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=6, do_sample=False)
+    tokens = model.generate(
+        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=6, do_sample=False
+    )
     tokens = tokens[:, inputs.shape[1] :]
-    want = [tokenizer.decode(t, skip_special_tokens=True) == p.meta["answer"] for t, p in zip(tokens, prompts)]
+    want = [
+        tokenizer.decode(t, skip_special_tokens=True) == p.meta["answer"]
+        for t, p in zip(tokens, prompts)
+    ]
     pairs = [sft.make_pair(p, tokenizer, 512) for p in prompts]
     assert 10 < sum(want) < 70
     assert sft.greedy_matches(tiny_decoder(), sft.pack_pairs(pairs)).tolist() == want
@@ -156,7 +177,9 @@ def test_a_step_does_not_depend_on_the_microbatch_size(task, tokenizer, alone):
     (loss_a, small), (loss_b, large) = results
     assert loss_a == pytest.approx(loss_b, abs=STEP)
     assert all((a - b).abs().max() <= STEP for a, b in zip(small, large))
-    assert any((a - b).abs().max() > 100 * STEP for a, b in zip(small, tiny_decoder().parameters())), "no step was taken"
+    assert any(
+        (a - b).abs().max() > 100 * STEP for a, b in zip(small, tiny_decoder().parameters())
+    ), "no step was taken"
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_step(task, tokenizer, alone):
@@ -165,7 +188,12 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(task, tokenizer, al
         decoder.norm.scale[0] = torch.inf
     before = [p.detach().clone() for p in decoder.parameters()]
     with pytest.raises(FloatingPointError, match="no step was taken"):
-        sft.train_step(decoder, torch.optim.SGD(decoder.parameters(), lr=1.0), some_pairs(task, tokenizer, range(4)), **LIMITS)
+        sft.train_step(
+            decoder,
+            torch.optim.SGD(decoder.parameters(), lr=1.0),
+            some_pairs(task, tokenizer, range(4)),
+            **LIMITS,
+        )
     assert all(torch.equal(a, b) for a, b in zip(before, decoder.parameters()))
 
 
@@ -173,7 +201,9 @@ def test_rounding_is_undone():
     decoder = random_weights(build_decoder(read_config(tiny_directory())), seed=3)
     exact = [p.detach().clone() for p in decoder.parameters()]
     with sft.rounded(decoder, torch.bfloat16):
-        assert all(torch.equal(p, e.bfloat16().float()) for p, e in zip(decoder.parameters(), exact))
+        assert all(
+            torch.equal(p, e.bfloat16().float()) for p, e in zip(decoder.parameters(), exact)
+        )
         assert not torch.equal(decoder.tok_embeddings.weight, exact[0])
     assert all(torch.equal(p, e) for p, e in zip(decoder.parameters(), exact))
 
@@ -197,7 +227,9 @@ def test_saving_replaces_a_model_directory_and_nothing_else(tmp_path):
 
 
 def test_random_weights_are_a_function_of_the_seed_and_the_norms_are_one():
-    first, same, other = (random_weights(build_decoder(read_config(tiny_directory())), seed=s) for s in (5, 5, 6))
+    first, same, other = (
+        random_weights(build_decoder(read_config(tiny_directory())), seed=s) for s in (5, 5, 6)
+    )
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters()))
     assert not torch.equal(first.tok_embeddings.weight, other.tok_embeddings.weight)
     assert (first.norm.scale == 1).all() and 0.019 < first.layers[0].mlp.w1.weight.std() < 0.021
@@ -211,7 +243,9 @@ def test_a_vocabulary_that_does_not_fit_the_config_is_refused(tmp_path):
 # The embedded model
 
 
-def test_the_tiny_model_adds_two_digit_numbers_right_about_two_times_in_five(task, tokenizer, alone):
+def test_the_tiny_model_adds_two_digit_numbers_right_about_two_times_in_five(
+    task, tokenizer, alone
+):
     held_out = [sft.make_pair(task.eval_prompt(j), tokenizer, 512) for j in range(task.num_eval)]
     assert len(held_out) == 500
     assert 0.38 <= sft.accuracy(tiny_decoder(), held_out, **LIMITS) <= 0.43
@@ -239,27 +273,51 @@ def test_the_tiny_tokenizer_reads_characters_and_gives_them_back(tokenizer):
 # The program
 
 
-def test_the_saved_weights_are_trained_and_have_the_accuracy_that_was_printed(recipe, tmp_path, task, tokenizer, capsys):
+def test_the_saved_weights_are_trained_and_have_the_accuracy_that_was_printed(
+    recipe, tmp_path, task, tokenizer, capsys
+):
     out = tmp_path / "out"
-    arguments = "--max-steps 8 --warmup-steps 2 --batch-size 32 --eval-every 6 --num-eval 100 --threads 1"
+    arguments = (
+        "--max-steps 8 --warmup-steps 2 --batch-size 32 --eval-every 6 --num-eval 100 --threads 1"
+    )
     assert recipe.main(["--out", str(out), *arguments.split()]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     pairs = [sft.make_pair(task.eval_prompt(j), tokenizer, 512) for j in range(100)]
     saved = load_weights(build_decoder(read_config(out)), out)
     right = int(sft.greedy_matches(saved, sft.pack_pairs(pairs)).sum())
-    assert last == f"done: {out} after 8 steps, greedy accuracy {right / 100:.1%} when last measured"
+    assert (
+        last == f"done: {out} after 8 steps, greedy accuracy {right / 100:.1%} when last measured"
+    )
     assert {t.dtype for t in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
-    matrices = [(a, b) for a, b in zip(saved.parameters(), tiny_decoder().parameters()) if a.dim() > 1]
+    matrices = [
+        (a, b) for a, b in zip(saved.parameters(), tiny_decoder().parameters()) if a.dim() > 1
+    ]
     assert not any(torch.equal(a, b) for a, b in matrices)
 
 
 def test_a_target_that_is_met_ends_at_once_and_one_that_is_not_fails(recipe, tmp_path, capsys):
-    common = ["--out", str(tmp_path / "out"), "--num-eval", "100", "--threads", "1", "--batch-size", "4"]
+    common = [
+        "--out",
+        str(tmp_path / "out"),
+        "--num-eval",
+        "100",
+        "--threads",
+        "1",
+        "--batch-size",
+        "4",
+    ]
     assert recipe.main([*common, "--target-accuracy", "0.2"]) == 0
     assert "after 0 steps" in capsys.readouterr().out
-    saved, start = (load_file(path / "model.safetensors") for path in (tmp_path / "out", tiny_directory()))
-    assert all(torch.equal(saved[key], start[key]) for key in start), "saved other weights than were measured"
-    assert recipe.main([*common, "--target-accuracy", "1", "--max-steps", "1", "--warmup-steps", "0"]) == 1
+    saved, start = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "out", tiny_directory())
+    )
+    assert all(torch.equal(saved[key], start[key]) for key in start), (
+        "saved other weights than were measured"
+    )
+    assert (
+        recipe.main([*common, "--target-accuracy", "1", "--max-steps", "1", "--warmup-steps", "0"])
+        == 1
+    )
     assert "target not reached" in capsys.readouterr().out
 
 
@@ -272,7 +330,9 @@ def test_a_model_from_nothing_learns_a_jsonl_file(recipe, tmp_path, capsys):
     assert "greedy accuracy 100.0% of 10 held out" in capsys.readouterr().out
 
 
-def test_conversations_are_learned_and_held_out_rows_may_be_given(recipe, tmp_path, tokenizer, capsys):
+def test_conversations_are_learned_and_held_out_rows_may_be_given(
+    recipe, tmp_path, tokenizer, capsys
+):
     template = "<bos>{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
     model = tmp_path / "model"
     model.mkdir()
@@ -282,11 +342,27 @@ def test_conversations_are_learned_and_held_out_rows_may_be_given(recipe, tmp_pa
     reply = template + "{% if add_generation_prompt %}a:{% endif %}"
     (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": reply}))
     said = [{"role": "assistant", "content": "yes"}]
-    turns = [[{"role": "user", "content": f"{i}?"}, *said, {"role": "user", "content": "no?"}, *said] for i in range(40)]
+    turns = [
+        [{"role": "user", "content": f"{i}?"}, *said, {"role": "user", "content": "no?"}, *said]
+        for i in range(40)
+    ]
     for name, part in (("train", turns[:30]), ("held", turns[30:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in part))
-    data = ["--model", str(model), "--task", "jsonl", "--path", str(tmp_path / "train.jsonl"), "--eval-path", str(tmp_path / "held.jsonl")]
-    arguments = "--target-accuracy 1 --max-steps 60 --warmup-steps 5 --batch-size 16 --threads 1".split()
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"messages": messages}) + "\n" for messages in part)
+        )
+    data = [
+        "--model",
+        str(model),
+        "--task",
+        "jsonl",
+        "--path",
+        str(tmp_path / "train.jsonl"),
+        "--eval-path",
+        str(tmp_path / "held.jsonl"),
+    ]
+    arguments = (
+        "--target-accuracy 1 --max-steps 60 --warmup-steps 5 --batch-size 16 --threads 1".split()
+    )
     assert recipe.main(["--out", str(tmp_path / "out"), *data, *arguments]) == 0
     assert "greedy accuracy 100.0% of 10 held out" in capsys.readouterr().out
     (tmp_path / "train.jsonl").write_text('{"messages": []}\n')
@@ -308,10 +384,19 @@ def test_bad_arguments_are_reported_at_once(recipe, capsys):
     [
         (["--task", "jsonl"], "needs --path"),
         (["--task", "gsm8k"], "needs --path"),
-        (["--task", "jsonl", "--path", "absent.jsonl"], "absent.jsonl: no such file; set --path or --eval-path"),
-        (["--task", "gsm8k", "--path", "absent.jsonl"], "absent.jsonl: no such file; set --path or --eval-path"),
+        (
+            ["--task", "jsonl", "--path", "absent.jsonl"],
+            "absent.jsonl: no such file; set --path or --eval-path",
+        ),
+        (
+            ["--task", "gsm8k", "--path", "absent.jsonl"],
+            "absent.jsonl: no such file; set --path or --eval-path",
+        ),
         (["--task", "jsonl", "--path", "empty.jsonl"], "empty.jsonl: empty"),
-        (["--task", "reasoning_gym", "--name", "chain_sums"], "--name=chain_sums: not a reasoning_gym dataset"),
+        (
+            ["--task", "reasoning_gym", "--name", "chain_sums"],
+            "--name=chain_sums: not a reasoning_gym dataset",
+        ),
         (["--model", "absent"], "absent: no tokenizer_config.json"),
         (["--model", "narrow"], "weights do not fit config.json"),
     ],
@@ -321,7 +406,9 @@ def test_what_cannot_be_used_is_said(recipe, tmp_path, monkeypatch, capsys, word
     Path("empty.jsonl").touch()
     shutil.copytree(tiny_directory(), "narrow")
     config = json.loads(Path("narrow/config.json").read_text())
-    Path("narrow/config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] // 2}))
+    Path("narrow/config.json").write_text(
+        json.dumps(config | {"intermediate_size": config["intermediate_size"] // 2})
+    )
     assert recipe.main(["--out", "out", "--threads", "1", *words]) == BAD_INPUT
     said = capsys.readouterr().err
     assert said.startswith("sft: ") and complaint in said and "task." not in said
@@ -329,7 +416,9 @@ def test_what_cannot_be_used_is_said(recipe, tmp_path, monkeypatch, capsys, word
 
 
 @pytest.mark.parametrize("out", ["../file/out", ".", "/proc/out"])
-def test_an_out_that_cannot_be_written_is_found_before_training(recipe, tmp_path, monkeypatch, capsys, out):
+def test_an_out_that_cannot_be_written_is_found_before_training(
+    recipe, tmp_path, monkeypatch, capsys, out
+):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path / "empty")
@@ -341,8 +430,21 @@ def test_an_out_that_cannot_be_written_is_found_before_training(recipe, tmp_path
 @pytest.mark.slow
 def test_sigterm_saves_what_there_is_and_ends(tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, str(RECIPE), "--out", str(out), "--batch-size", "8", "--num-eval", "20", "--threads", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    command = [
+        sys.executable,
+        str(RECIPE),
+        "--out",
+        str(out),
+        "--batch-size",
+        "8",
+        "--num-eval",
+        "20",
+        "--threads",
+        "1",
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+    )
     for line in process.stdout:
         if line.startswith("step     5"):
             break
@@ -360,8 +462,15 @@ def test_two_ranks_train_the_same_model_as_one(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     launchers = {"one": [sys.executable], "two": [sys.executable, *torchrun]}
     for name, launcher in launchers.items():
-        subprocess.run([*launcher, str(RECIPE), "--out", str(tmp_path / name), *arguments], check=True, timeout=240)
-    one, two, start = (load_file(path / "model.safetensors") for path in (tmp_path / "one", tmp_path / "two", tiny_directory()))
+        subprocess.run(
+            [*launcher, str(RECIPE), "--out", str(tmp_path / name), *arguments],
+            check=True,
+            timeout=240,
+        )
+    one, two, start = (
+        load_file(path / "model.safetensors")
+        for path in (tmp_path / "one", tmp_path / "two", tiny_directory())
+    )
     moved = max((one[key] - start[key].float()).abs().max() for key in one)
     assert moved > 2e-4
     assert all((one[key] - two[key]).abs().mean() < 0.01 * moved for key in one)

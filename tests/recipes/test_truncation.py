@@ -1,4 +1,6 @@
-"""The main job with one ticket that goes on and on: the step of its deadline waits for it, or ends it."""
+"""The main job with one ticket that goes on and on: the step of its deadline waits for it, or ends
+it.
+"""
 
 import json
 import subprocess
@@ -30,16 +32,37 @@ def run_slow(folder, *overrides, ranks=None) -> tuple[list[dict], str]:
     """(rows, output) of the job whose ticket LONG is a straggler."""
     script = folder / "slow.py"
     script.write_text(SLOW)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        if ranks
+        else []
+    )
     command = [
-        sys.executable, *launcher, str(script), str(RECIPE), f"run_dir={folder / 'run'}", f"groups_per_step={GROUPS}", f"group_size={SIZE}",
-        f"overcommit={GROUPS}", "max_lag=1", "max_steps=4", f"max_new_tokens={TOKENS}", "generator.chunk_tokens=1", "eval.every=0",
-        "generator.min_new_tokens=1", "generator.max_slots=32", "checkpoint.every=0", "straggler_factor=2", *overrides,
-    ]  # fmt: skip
+        sys.executable,
+        *launcher,
+        str(script),
+        str(RECIPE),
+        f"run_dir={folder / 'run'}",
+        f"groups_per_step={GROUPS}",
+        f"group_size={SIZE}",
+        f"overcommit={GROUPS}",
+        "max_lag=1",
+        "max_steps=4",
+        f"max_new_tokens={TOKENS}",
+        "generator.chunk_tokens=1",
+        "eval.every=0",
+        "generator.min_new_tokens=1",
+        "generator.max_slots=32",
+        "checkpoint.every=0",
+        "straggler_factor=2",
+        *overrides,
+    ]
     env = environment()
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     return [row for row in rows if row["step"]], done.stderr
 
 
@@ -47,7 +70,9 @@ def run_slow(folder, *overrides, ranks=None) -> tuple[list[dict], str]:
 def test_at_its_deadline_a_straggler_ends_and_the_rest_of_its_step_is_trained_on(tmp_path, ranks):
     rows, _ = run_slow(tmp_path, "on_deadline=truncate", ranks=ranks)
     (cut,) = [row for row in rows if row["completion/deadline_truncated_fraction"]]
-    assert cut["step"] == 2, "started under version 0, its last step is the one that makes version 2"
+    assert cut["step"] == 2, (
+        "started under version 0, its last step is the one that makes version 2"
+    )
     assert cut["completion/deadline_truncated_fraction"] == 1 / GROUPS
     assert 0 < cut["tokens/deadline_truncated"] < SIZE * TOKENS
     assert cut["tokens/generated"] == cut["tokens/deadline_truncated"] + (GROUPS - 1) * SIZE * SHORT

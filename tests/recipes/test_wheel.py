@@ -73,12 +73,15 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory):
-    """(an interpreter, its environment): this one's packages, but for llamarl, which is the wheel's."""
+    """(an interpreter, its environment): this one's packages, but for llamarl, which is the
+    wheel's.
+    """
     folder = tmp_path_factory.mktemp("installed")
     site = folder / "site"
     options = ["--no-deps", "--no-index", "--target", str(site)]
     run(sys.executable, "-m", "pip", "install", *options, str(wheel), cwd=folder)
-    # An environment of its own reads no .pth file of this one's, through which a checkout could come.
+    # An environment of its own reads no .pth file of this one's, through which a checkout could
+    # come.
     venv.create(folder / "venv")
     paths = sysconfig.get_paths()
     path = [str(site), *dict.fromkeys([paths["purelib"], paths["platlib"]])]
@@ -100,7 +103,9 @@ def test_a_wheel_has_the_recipes_the_values_the_kernels_and_the_model(wheel):
 @pytest.mark.slow
 def test_main_job_and_evaluation_run_in_an_empty_directory(python, tmp_path):
     interpreter, env = python
-    code = "import json, llamarl, executors; print(json.dumps([llamarl.__file__, executors.__file__]))"
+    code = (
+        "import json, llamarl, executors; print(json.dumps([llamarl.__file__, executors.__file__]))"
+    )
     site = Path(env["PYTHONPATH"].split(os.pathsep)[0])
     found = json.loads(run(interpreter, "-c", code, cwd=tmp_path, **env))
     assert all(Path(file).is_relative_to(site) for file in found)

@@ -7,14 +7,23 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from llamarl.learning.advantages import (
-    ADVANTAGES, STD_EPS, best_and_worst, gae, group_mean, group_mean_std, leave_one_out, tb_log_z,
-)  # fmt: skip
+    ADVANTAGES,
+    STD_EPS,
+    best_and_worst,
+    gae,
+    group_mean,
+    group_mean_std,
+    leave_one_out,
+    tb_log_z,
+)
 
 NAN = float("nan")
 EXACT = 1e-6  # float32 outputs of float64 arithmetic
 
 reward = st.one_of(st.just(NAN), st.floats(-100, 100, width=32))
-rewards_BG = npst.arrays("float32", npst.array_shapes(min_dims=2, max_dims=2, max_side=6), elements=reward).map(torch.from_numpy)
+rewards_BG = npst.arrays(
+    "float32", npst.array_shapes(min_dims=2, max_dims=2, max_side=6), elements=reward
+).map(torch.from_numpy)
 both = pytest.mark.parametrize("advantage", ADVANTAGES.values(), ids=ADVANTAGES)
 
 
@@ -25,7 +34,9 @@ def test_group_mean_by_hand():
 def test_group_mean_std_by_hand():
     # mean 2, deviations -1 0 1, variance (1 + 0 + 1) / (3 - 1) = 1
     want = torch.tensor([-1.0, 0.0, 1.0]) / (1 + STD_EPS)
-    torch.testing.assert_close(group_mean_std(torch.tensor([1.0, 2.0, 3.0])), want, atol=EXACT, rtol=0)
+    torch.testing.assert_close(
+        group_mean_std(torch.tensor([1.0, 2.0, 3.0])), want, atol=EXACT, rtol=0
+    )
 
 
 def test_nan_gets_zero_and_is_outside_the_mean():
@@ -33,7 +44,9 @@ def test_nan_gets_zero_and_is_outside_the_mean():
 
 
 @both
-@pytest.mark.parametrize("rewards", [[NAN, NAN], [NAN, 3.0], [7.0], [0.1, 0.1, 0.1], [1e-30] * 7, []])
+@pytest.mark.parametrize(
+    "rewards", [[NAN, NAN], [NAN, 3.0], [7.0], [0.1, 0.1, 0.1], [1e-30] * 7, []]
+)
 def test_a_group_without_contrast_is_exactly_zero(advantage, rewards):
     got = advantage(torch.tensor(rewards))
     assert got.tolist() == [0.0] * len(rewards)
@@ -53,7 +66,9 @@ def test_advantages_are_finite_sum_to_zero_and_ignore_nan(advantage, rewards):
     assert (got[rewards.isnan()] == 0).all()
     assert got.double().sum(-1).abs().max() <= 1e-4
     row = rewards[0]
-    torch.testing.assert_close(got[0][~row.isnan()], advantage(row[~row.isnan()]), atol=EXACT, rtol=EXACT)
+    torch.testing.assert_close(
+        got[0][~row.isnan()], advantage(row[~row.isnan()]), atol=EXACT, rtol=EXACT
+    )
 
 
 @both
@@ -65,20 +80,32 @@ def test_a_better_reward_never_has_a_smaller_advantage(advantage, rewards):
         assert (got[valid][order].diff() >= 0).all()
 
 
-@given(rewards=st.lists(st.integers(-8, 8), min_size=2, max_size=8), shift=st.integers(-99, 99), scale=st.sampled_from([0.5, 4]))
+@given(
+    rewards=st.lists(st.integers(-8, 8), min_size=2, max_size=8),
+    shift=st.integers(-99, 99),
+    scale=st.sampled_from([0.5, 4]),
+)
 def test_shift_never_matters_and_scale_not_after_normalising(rewards, shift, scale):
     r = torch.tensor(rewards, dtype=torch.float32)
     torch.testing.assert_close(group_mean(r + shift), group_mean(r), atol=1e-5, rtol=0)
     torch.testing.assert_close(group_mean(r * scale), group_mean(r) * scale, atol=1e-5, rtol=0)
     std = r.std().item()
-    of_scale = scale * (std + STD_EPS) / (scale * std + STD_EPS)  # but for what keeps the denominator from 0
-    torch.testing.assert_close(group_mean_std(r * scale + shift), group_mean_std(r) * of_scale, atol=1e-5, rtol=0)
+    of_scale = (
+        scale * (std + STD_EPS) / (scale * std + STD_EPS)
+    )  # but for what keeps the denominator from 0
+    torch.testing.assert_close(
+        group_mean_std(r * scale + shift), group_mean_std(r) * of_scale, atol=1e-5, rtol=0
+    )
 
 
 def test_normalised_advantages_have_unit_variance():
-    rewards = torch.randn(3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 40
+    rewards = (
+        torch.randn(3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 40
+    )
     std = rewards.std(-1)
-    torch.testing.assert_close(group_mean_std(rewards).std(-1), std / (std + STD_EPS), atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        group_mean_std(rewards).std(-1), std / (std + STD_EPS), atol=1e-12, rtol=0
+    )
 
 
 def test_leave_one_out_by_hand():
@@ -88,16 +115,22 @@ def test_leave_one_out_by_hand():
 
 @given(rewards=st.lists(st.floats(-9, 9, width=32), min_size=2, max_size=8))
 def test_leave_one_out_equals_a_loop_over_the_others(rewards):
-    want = [r - sum(rewards[:i] + rewards[i + 1 :]) / (len(rewards) - 1) for i, r in enumerate(rewards)]
+    want = [
+        r - sum(rewards[:i] + rewards[i + 1 :]) / (len(rewards) - 1) for i, r in enumerate(rewards)
+    ]
     assert leave_one_out(torch.tensor(rewards)).tolist() == pytest.approx(want, abs=1e-5)
 
 
-# -- by token --------------------------------------------------------------------------------------------------------------
+# -- by token
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_gae_by_hand():
-    # One completion, gamma 1/2, lambda 1/2. delta: 0 + 4/2 - 2 = 0, 1 + 2/2 - 4 = -2, 3 - 2 = 1; A = 0 - 2/4 + 1/16, -2 + 1/4, 1
-    got, returns = gae(torch.tensor([0.0, 1, 3]), torch.tensor([2.0, 4, 2]), torch.tensor([3]), gamma=0.5, lam=0.5)
+    # One completion, gamma 1/2, lambda 1/2. delta: 0 + 4/2 - 2 = 0, 1 + 2/2 - 4 = -2, 3 - 2 = 1; A
+    # = 0 - 2/4 + 1/16, -2 + 1/4, 1
+    got, returns = gae(
+        torch.tensor([0.0, 1, 3]), torch.tensor([2.0, 4, 2]), torch.tensor([3]), gamma=0.5, lam=0.5
+    )
     assert got.tolist() == [-0.4375, -1.75, 1.0] and returns.tolist() == [1.5625, 2.25, 3.0]
 
 
@@ -118,20 +151,32 @@ def test_gae_equals_a_backward_loop_over_each_completion(lengths, gamma, lam, se
             value = here
             backward.append(later)
         want += backward[::-1]
-    got, returns = gae(rewards, values, torch.tensor(lengths, dtype=torch.int64), gamma=gamma, lam=lam)
+    got, returns = gae(
+        rewards, values, torch.tensor(lengths, dtype=torch.int64), gamma=gamma, lam=lam
+    )
     assert got.tolist() == pytest.approx(want, abs=1e-12)
-    assert returns.tolist() == pytest.approx([a + v for a, v in zip(want, values.tolist())], abs=1e-12)
+    assert returns.tolist() == pytest.approx(
+        [a + v for a, v in zip(want, values.tolist())], abs=1e-12
+    )
 
 
 def test_gae_of_a_constant_return_and_a_perfect_value_head():
     # gamma 1, lambda 1: return to go minus value; nothing crosses from one completion to the next
-    rewards, values = torch.tensor([0.0, 0, 1, 0, -1]), torch.tensor([1.0, 1, 1, -1, -1], requires_grad=True)
+    rewards, values = (
+        torch.tensor([0.0, 0, 1, 0, -1]),
+        torch.tensor([1.0, 1, 1, -1, -1], requires_grad=True),
+    )
     advantages, returns = gae(rewards, values, torch.tensor([3, 2]), gamma=1.0, lam=1.0)
-    assert advantages.tolist() == [0.0] * 5 and returns.tolist() == values.tolist() and not advantages.requires_grad
+    assert (
+        advantages.tolist() == [0.0] * 5
+        and returns.tolist() == values.tolist()
+        and not advantages.requires_grad
+    )
 
 
 @pytest.mark.parametrize(
-    "change, what", [({"gamma": 1.5}, "0..1"), ({"lam": -0.1}, "0..1"), ({"lengths": torch.tensor([2])}, "sum")]
+    "change, what",
+    [({"gamma": 1.5}, "0..1"), ({"lam": -0.1}, "0..1"), ({"lengths": torch.tensor([2])}, "sum")],
 )
 def test_gae_refuses_what_cannot_be(change, what):
     given_ = {"lengths": torch.tensor([3]), "gamma": 1.0, "lam": 0.9} | change
@@ -139,13 +184,17 @@ def test_gae_refuses_what_cannot_be(change, what):
         gae(torch.zeros(3), torch.zeros(3), **given_)
 
 
-# -- among the completions of a group ----------------------------------------------------------------------------------------
+# -- among the completions of a group
+# ----------------------------------------------------------------------------------------
 
 
 def test_best_and_worst_by_hand():
     #                        group  0    1    0    1    0    2    2
     rewards = torch.tensor([1.0, 5.0, 3.0, 5.0, 3.0, 9.0, 2.0])
-    groups, trained = torch.tensor([0, 1, 0, 1, 0, 2, 2]), torch.tensor([1, 1, 1, 1, 1, 0, 1]).bool()
+    groups, trained = (
+        torch.tensor([0, 1, 0, 1, 0, 2, 2]),
+        torch.tensor([1, 1, 1, 1, 1, 0, 1]).bool(),
+    )
     best, worst, differ = best_and_worst(rewards, groups, trained)
     # the first of equals; group 1 has no preference, group 2 one trained completion
     assert (best[0].item(), worst[0].item()) == (2, 0) and differ.tolist() == [True] + [False] * 6
@@ -153,22 +202,38 @@ def test_best_and_worst_by_hand():
 
 
 @given(
-    pairs=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 1.0, 2.5, NAN]), st.booleans()), min_size=4, max_size=12)
+    pairs=st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from([0.0, 1.0, 2.5, NAN]), st.booleans()),
+        min_size=4,
+        max_size=12,
+    )
 )
 def test_best_and_worst_equal_a_search(pairs):
     groups, rewards, trained = (list(column) for column in zip(*pairs))
-    best, worst, differ = best_and_worst(torch.tensor(rewards), torch.tensor(groups), torch.tensor(trained))
+    best, worst, differ = best_and_worst(
+        torch.tensor(rewards), torch.tensor(groups), torch.tensor(trained)
+    )
     for g in range(len(pairs)):
         members = [i for i, (group, r, t) in enumerate(pairs) if group == g and t and r == r]
         low, high = (f(members, key=lambda i: rewards[i]) if members else 0 for f in (min, max))
         assert differ[g].item() == (bool(members) and rewards[low] < rewards[high])
         if differ[g]:
-            assert (best[g].item(), worst[g].item()) == (high, low)  # min and max take the first of equals
+            assert (best[g].item(), worst[g].item()) == (
+                high,
+                low,
+            )  # min and max take the first of equals
 
 
 def test_log_z_by_hand():
-    # group 0: mean of 1/0.5 - 3 and 0/0.5 - 1, its third completion is not trained; group 1: 2/0.5 - 0
+    # group 0: mean of 1/0.5 - 3 and 0/0.5 - 1, its third completion is not trained; group 1: 2/0.5
+    # - 0
     log_ratios = torch.tensor([3.0, 1.0, NAN, 0.0], requires_grad=True)
     trained = torch.tensor([True, True, False, True])
-    got = tb_log_z(log_ratios, torch.tensor([1.0, 0.0, 8.0, 2.0]), torch.tensor([0, 0, 0, 1]), trained, beta=0.5)
+    got = tb_log_z(
+        log_ratios,
+        torch.tensor([1.0, 0.0, 8.0, 2.0]),
+        torch.tensor([0, 0, 0, 1]),
+        trained,
+        beta=0.5,
+    )
     assert got.tolist() == [-1.0, -1.0, -1.0, 4.0] and not got.requires_grad

@@ -1,4 +1,6 @@
-"""What a user can give that cannot be used: found before a run has a directory, in a dry run too, by file and field."""
+"""What a user can give that cannot be used: found before a run has a directory, in a dry run too,
+by file and field.
+"""
 
 import json
 import logging
@@ -9,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llamarl.config import compose_config
-from llamarl.inputs import BadInput, check_inputs
-from llamarl.launch import Job
+from llamarl.comm.groups import World
+from llamarl.config.command_line import compose_config
+from llamarl.launch.inputs import BadInput, check_inputs
+from llamarl.launch.job import Job
+from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import SafetensorsDir, load_weights, weight_problems
 from llamarl.models.scratch import tiny_directory
 from llamarl.models.sharding import parameter_shapes
-from llamarl.placement import World
-from llamarl.run import RunDirectory
 
 BAD_INPUT = 2
 FIRST = "model.layers.0.mlp.up_proj.weight"
@@ -31,7 +33,9 @@ def model(tmp_path):
 
 
 def job(model: Path, *overrides: str) -> Job:
-    return Job(compose_config([f"model.path={model}", *overrides]), WORLD, RunDirectory(Path("."), None))
+    return Job(
+        compose_config([f"model.path={model}", *overrides]), WORLD, RunDirectory(Path("."), None)
+    )
 
 
 def change(file: Path, **values) -> None:
@@ -62,7 +66,10 @@ def test_the_embedded_model_passes(model):
     [
         ({FIRST: None}, f"{FIRST}: absent"),
         ({FIRST: torch.zeros(512, 96)}, f"{FIRST}: shape (512, 96), the config says (512, 192)"),
-        ({"model.layers.4.mlp.up_proj.weight": torch.zeros(2)}, "model.layers.4.mlp.up_proj.weight: not in this architecture"),
+        (
+            {"model.layers.4.mlp.up_proj.weight": torch.zeros(2)},
+            "model.layers.4.mlp.up_proj.weight: not in this architecture",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_as_loading_them_does(model, tensors, said):
@@ -90,7 +97,12 @@ def test_no_weights_at_all(model):
 
 @pytest.mark.parametrize(
     "text, said",
-    [("{", "not JSON"), ("[]", "need a JSON object"), ("{}", "no weight_map"), ('{"weight_map": {"a": 1}}', "no weight_map")],
+    [
+        ("{", "not JSON"),
+        ("[]", "need a JSON object"),
+        ("{}", "no weight_map"),
+        ('{"weight_map": {"a": 1}}', "no weight_map"),
+    ],
 )
 def test_a_broken_index_is_named(model, text, said):
     (model / "model.safetensors.index.json").write_text(text)
@@ -101,7 +113,11 @@ def test_a_broken_index_is_named(model, text, said):
 @pytest.mark.parametrize(
     "field, value, said",
     [
-        ("rope_parameters", {"rope_type": "longrope", "rope_theta": 1e4}, "rope_scaling type 'longrope' is not supported"),
+        (
+            "rope_parameters",
+            {"rope_type": "longrope", "rope_theta": 1e4},
+            "rope_scaling type 'longrope' is not supported",
+        ),
         ("rope_scaling", {"type": "linear"}, "rope_scaling of type 'linear' lacks factor"),
         ("rope_scaling", {"type": "linear", "factor": "x"}, ""),
         ("rope_scaling", "linear", "rope_scaling='linear': need an object"),
@@ -121,9 +137,14 @@ def test_a_context_that_is_too_short(model):
 
 
 def test_fragments_that_keep_no_projection_are_refused_where_something_is_quantised(model):
-    check_inputs(job(model, "generator.quantize_keep=[foo]"))
-    message = refusal(model, "generator.quantize=int8", "generator.quantize_keep=[down_proj,foo]")
-    assert "generator.quantize_keep=['down_proj', 'foo']" in message and "['foo']: no weight is named so" in message
+    check_inputs(job(model, "generator.quantize_exclude=[foo]"))
+    message = refusal(
+        model, "generator.quantize=int8", "generator.quantize_exclude=[down_proj,foo]"
+    )
+    assert (
+        "generator.quantize_exclude=['down_proj', 'foo']" in message
+        and "['foo']: no weight is named so" in message
+    )
 
 
 # --- Tokens ---
@@ -132,10 +153,16 @@ def test_fragments_that_keep_no_projection_are_refused_where_something_is_quanti
 def test_a_token_beyond_the_vocabulary_is_named(model):
     change(model / "tokenizer_config.json", eos_token="<another>")
     message = refusal(model)
-    assert f"{model / 'tokenizer.json'}: token '<another>' has id 52, but config.json says vocab_size=52" in message
+    assert (
+        f"{model / 'tokenizer.json'}: token '<another>' has id 52, but config.json says vocab_size=52"
+        in message
+    )
 
 
-@pytest.mark.parametrize("eos, said", [([2, 52], "eos_token_id=52, but config.json"), ("2", "eos_token_id='2': need a token id")])
+@pytest.mark.parametrize(
+    "eos, said",
+    [([2, 52], "eos_token_id=52, but config.json"), ("2", "eos_token_id='2': need a token id")],
+)
 def test_a_stop_token_that_is_none_is_named(model, eos, said):
     change(model / "generation_config.json", eos_token_id=eos)
     assert f"{model / 'generation_config.json'}: {said}" in refusal(model)
@@ -152,10 +179,13 @@ def test_a_model_without_stop_tokens_is_warned_of(model, caplog):
 @pytest.mark.parametrize(
     "name, text",
     [
-        ("tokenizer.json", "{"), ("tokenizer.json", "{}"), ("tokenizer_config.json", "{"), ("tokenizer_config.json", "[]"),
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
         ("generation_config.json", "{"),
     ],
-)  # fmt: skip
+)
 def test_a_broken_file_beside_the_tokenizer_is_named(model, name, text):
     (model / name).write_text(text)
     message = refusal(model)
@@ -188,8 +218,12 @@ def test_a_chat_template_that_raises_is_named(model, name, template):
         (("reward.fn=tests.launching:unhurrid",), "did you mean"),
     ],
 )
-def test_a_run_and_a_dry_run_end_with_one_line_and_leave_no_directory(launch_here, tmp_path, overrides, said):
+def test_a_run_and_a_dry_run_end_with_one_line_and_leave_no_directory(
+    launch_here, tmp_path, overrides, said
+):
     code, output = launch_here(*overrides, f"run_dir={tmp_path / 'run'}")
     lines = [line for line in output.err.splitlines() if line.startswith("llamarl: ")]
-    assert code == BAD_INPUT and len(lines) == 1 and said in lines[0] and "Traceback" not in output.err
+    assert (
+        code == BAD_INPUT and len(lines) == 1 and said in lines[0] and "Traceback" not in output.err
+    )
     assert not (tmp_path / "run").exists()

@@ -12,10 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from llamarl import checkpoint
-from llamarl.checkpoint import Checkpointer, CheckpointError, find, in_work, load_part, ranks_of, verify
-
-from llamarl.parts import box_of
+from llamarl.checkpoint import checkpointer as checkpoint
+from llamarl.checkpoint.checkpointer import (
+    Checkpointer,
+    CheckpointError,
+    find,
+    in_work,
+    load_part,
+    ranks_of,
+    verify,
+)
+from llamarl.checkpoint.parts import box_of
 
 
 class Mail:
@@ -30,7 +37,9 @@ class FakeControl:
         self.mail, self.rank, self.leader = mail, rank, leader
 
     def post(self, rank, topic, payload):
-        self.mail.boxes.setdefault((rank, topic), []).append((self.rank, json.loads(json.dumps(payload))))
+        self.mail.boxes.setdefault((rank, topic), []).append(
+            (self.rank, json.loads(json.dumps(payload)))
+        )
 
     def take(self, topic):
         return self.mail.boxes.pop((self.rank, topic), [])
@@ -51,11 +60,16 @@ def checkpointers(run_dir, keep=2):
     """Those of a leader and another rank, as one run has them."""
     mail = Mail()
     controls = [FakeControl(mail, rank) for rank in (0, 1)]
-    return [Checkpointer(run_dir, keep=keep, control=control, expected=EXPECTED, extra_parts=("hf",)) for control in controls]
+    return [
+        Checkpointer(run_dir, keep=keep, control=control, expected=EXPECTED, extra_parts=("hf",))
+        for control in controls
+    ]
 
 
 def write(leader, other, step):
-    """All parts of one step, in the order in which a run writes them; a generator, to be left at any point."""
+    """All parts of one step, in the order in which a run writes them; a generator, to be left at
+    any point.
+    """
     folder = leader.begin(step)
     yield
     leader.save_part(step, "controller", 0, {"ledger": {"step": step}})
@@ -122,7 +136,11 @@ def test_tied_views_and_empty_tensors_can_be_saved(tmp_path):
     assert all(torch.equal(loaded[key], value) for key, value in state.items())
 
 
-@pytest.mark.parametrize("value", [{1: "a"}, {"a": [object()]}, [torch.zeros(1)], {1, 2}], ids=["key", "object", "tensor", "set"])
+@pytest.mark.parametrize(
+    "value",
+    [{1: "a"}, {"a": [object()]}, [torch.zeros(1)], {1, 2}],
+    ids=["key", "object", "tensor", "set"],
+)
 def test_state_that_would_not_come_back_the_same_is_refused(tmp_path, value):
     leader, _ = checkpointers(tmp_path)
     with pytest.raises(TypeError, match="trainer.rank0: odd|trainer: odd"):
@@ -151,7 +169,9 @@ def test_of_a_part_only_what_is_asked_for_is_read(tmp_path):
 
     file, part._file = part._file, Watched()
     assert part["version"] == 7 and "half" in part and "missing" not in part and read == []
-    assert torch.equal(box_of(part, "model/w", (slice(1, 2), slice(0, 2))), STATE["model/w"][1:2, :2]) and read == ["model/w"]
+    assert torch.equal(
+        box_of(part, "model/w", (slice(1, 2), slice(0, 2))), STATE["model/w"][1:2, :2]
+    ) and read == ["model/w"]
     assert torch.equal(box_of(STATE, "half", (slice(1, 2),)), box_of(part, "half", (slice(1, 2),)))
     assert part["adam_step"] == 3 and read == ["model/w", "half", "adam_step"]
 
@@ -199,7 +219,10 @@ def test_files_that_the_leader_does_not_see_are_an_error_that_says_what_to_share
     for _ in range(5):
         next(writing)
     (leader.begin(20) / "trainer.rank1.json").unlink()
-    with pytest.raises(CheckpointError, match="does not see trainer.rank1.json; put run_dir where all hosts see the same files"):
+    with pytest.raises(
+        CheckpointError,
+        match="does not see trainer.rank1.json; put run_dir where all hosts see the same files",
+    ):
         list(writing)
 
 
@@ -213,7 +236,9 @@ def test_extra_files_must_have_been_announced(tmp_path):
 
 
 @pytest.mark.parametrize("point", range(5))
-def test_a_kill_between_two_parts_leaves_the_one_before_and_no_rubbish_after_a_restart(tmp_path, point):
+def test_a_kill_between_two_parts_leaves_the_one_before_and_no_rubbish_after_a_restart(
+    tmp_path, point
+):
     save(*checkpointers(tmp_path), 20)
     writing = write(*checkpointers(tmp_path), 40)
     for _ in range(point + 1):
@@ -242,11 +267,20 @@ def kill_at_call(monkeypatch, name, at):
     monkeypatch.setattr(target, function, dying)
 
 
-PRIMITIVES = ["os.fsync", "os.replace", "Path.rename", "os.unlink", "checkpoint._sha256", "checkpoint._write"]
+PRIMITIVES = [
+    "os.fsync",
+    "os.replace",
+    "Path.rename",
+    "os.unlink",
+    "checkpoint._sha256",
+    "checkpoint._write",
+]
 
 
 @pytest.mark.parametrize("primitive", PRIMITIVES)
-def test_a_kill_at_any_call_to_the_disk_leaves_only_valid_checkpoints(tmp_path, monkeypatch, primitive):
+def test_a_kill_at_any_call_to_the_disk_leaves_only_valid_checkpoints(
+    tmp_path, monkeypatch, primitive
+):
     outcomes = set()
     for at in range(40):
         run_dir = tmp_path / str(at)
@@ -280,7 +314,11 @@ def damaged_in_every_way(path):
         yield file.relative_to(path), "truncated", lambda f: f.write_bytes(f.read_bytes()[:-1])
         yield file.relative_to(path), "absent", lambda f: f.unlink()
         yield file.relative_to(path), "empty", lambda f: f.write_bytes(b"")
-        yield file.relative_to(path), "flipped", lambda f: f.write_bytes(bytes([f.read_bytes()[0] ^ 1]) + f.read_bytes()[1:])
+        yield (
+            file.relative_to(path),
+            "flipped",
+            lambda f: f.write_bytes(bytes([f.read_bytes()[0] ^ 1]) + f.read_bytes()[1:]),
+        )
 
 
 def test_every_damage_to_every_file_is_found_named_and_passed_over(tmp_path, caplog):
@@ -288,7 +326,9 @@ def test_every_damage_to_every_file_is_found_named_and_passed_over(tmp_path, cap
     whole = tmp_path / "whole"
     shutil.copytree(path, whole)
     cases = list(damaged_in_every_way(whole))
-    assert len(cases) == 4 * 8  # two of each trainer, one of the controller, two of hf, the manifest
+    assert (
+        len(cases) == 4 * 8
+    )  # two of each trainer, one of the controller, two of hf, the manifest
     for name, how, damage in cases:
         shutil.rmtree(path)
         shutil.copytree(whole, path)
@@ -301,7 +341,9 @@ def test_every_damage_to_every_file_is_found_named_and_passed_over(tmp_path, cap
         assert str(path) in caplog.text and name.as_posix() in caplog.text
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_no_changed_byte_of_a_checkpoint_goes_unseen(tmp_path_factory, data):
     run_dir = tmp_path_factory.mktemp("run")
@@ -309,7 +351,9 @@ def test_no_changed_byte_of_a_checkpoint_goes_unseen(tmp_path_factory, data):
     file = data.draw(st.sampled_from(files_of(path)), label="file")
     content = bytearray(file.read_bytes())
     place = data.draw(st.integers(0, len(content) - 1), label="place")
-    changed = data.draw(st.integers(0, 255).filter(lambda byte: byte != content[place]), label="byte")
+    changed = data.draw(
+        st.integers(0, 255).filter(lambda byte: byte != content[place]), label="byte"
+    )
     before = json.loads((path / "manifest.json").read_text())
     content[place] = changed
     file.write_bytes(content)
@@ -325,7 +369,10 @@ def test_no_changed_byte_of_a_checkpoint_goes_unseen(tmp_path_factory, data):
     shutil.rmtree(run_dir)
 
 
-@pytest.mark.parametrize("was, now", [('"step": 20', '"step": 21'), ('"trainer": [', '"critic": ['), ("sha256", "digest")])
+@pytest.mark.parametrize(
+    "was, now",
+    [('"step": 20', '"step": 21'), ('"trainer": [', '"critic": ['), ("sha256", "digest")],
+)
 def test_what_the_manifest_says_of_itself_is_checked(tmp_path, was, now):
     path = save(*checkpointers(tmp_path), 20).rename(tmp_path / "copied")  # whose name says no step
     manifest = path / "manifest.json"
@@ -394,7 +441,9 @@ def test_the_newest_valid_ones_are_kept(tmp_path):
 
 def test_a_run_resumed_from_before_forgets_the_steps_after(tmp_path):
     save(*checkpointers(tmp_path, keep=3), 20, 40, 60)
-    leader, other = checkpointers(tmp_path, keep=3)  # resumed from step_20, saving at another rhythm
+    leader, other = checkpointers(
+        tmp_path, keep=3
+    )  # resumed from step_20, saving at another rhythm
     save(leader, other, 30)
     assert {path.name for path in leader.folder.iterdir()} == {"step_20", "step_30", "latest"}
     assert find("auto", tmp_path).name == "step_30"
@@ -413,7 +462,9 @@ def test_a_step_written_again_replaces_the_old_one(tmp_path):
     assert verify(path) == [] and {p.name for p in path.parent.iterdir()} == {"step_20", "latest"}
 
 
-def test_what_cannot_be_deleted_is_named_and_tried_again_and_ends_nothing(tmp_path, monkeypatch, caplog):
+def test_what_cannot_be_deleted_is_named_and_tried_again_and_ends_nothing(
+    tmp_path, monkeypatch, caplog
+):
     leader, other = checkpointers(tmp_path, keep=1)
     remove = shutil.rmtree
 
@@ -426,10 +477,17 @@ def test_what_cannot_be_deleted_is_named_and_tried_again_and_ends_nothing(tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", protected)
         save(leader, other, 40)
-        assert "step_20.old cannot be deleted" in caplog.text and "may be deleted by hand" in caplog.text
+        assert (
+            "step_20.old cannot be deleted" in caplog.text
+            and "may be deleted by hand" in caplog.text
+        )
         leader, other = checkpointers(tmp_path, keep=1)  # a resume
         save(leader, other, 60)
-        assert {path.name for path in leader.folder.iterdir()} == {"step_20.old", "step_60", "latest"}
+        assert {path.name for path in leader.folder.iterdir()} == {
+            "step_20.old",
+            "step_60",
+            "latest",
+        }
     save(leader, other, 80)
     assert {path.name for path in leader.folder.iterdir()} == {"step_80", "latest"}
 
@@ -443,13 +501,20 @@ def test_keeping_none_is_refused(tmp_path):
 
 
 def check_given_up(leader, step, said):
-    """That step is not sealed, and nothing of it is left; the one before is the newest; the next one is sealed."""
+    """That step is not sealed, and nothing of it is left; the one before is the newest; the next
+    one is sealed.
+    """
     assert said in leader.failed(step) and "Make room there" in leader.failed(step)
-    assert not leader.sealed(step) and {path.name for path in leader.folder.iterdir()} == {"step_20", "latest"}
+    assert not leader.sealed(step) and {path.name for path in leader.folder.iterdir()} == {
+        "step_20",
+        "latest",
+    }
     assert find("auto", leader.folder.parent).name == "step_20"
 
 
-def test_a_disk_without_room_is_seen_before_anything_is_written_and_the_next_checkpoint_is_tried(tmp_path, monkeypatch, caplog):
+def test_a_disk_without_room_is_seen_before_anything_is_written_and_the_next_checkpoint_is_tried(
+    tmp_path, monkeypatch, caplog
+):
     leader, other = checkpointers(tmp_path)
     save(leader, other, 20)
     with monkeypatch.context() as patch:
@@ -471,9 +536,15 @@ def full_safetensors(*args, **kwargs):
 
 @pytest.mark.parametrize(
     "call, fails",
-    [("os.fsync", full_disk), ("safetensors.torch.save_file", full_safetensors), ("llamarl.checkpoint._write", full_disk)],
+    [
+        ("os.fsync", full_disk),
+        ("safetensors.torch.save_file", full_safetensors),
+        ("llamarl.checkpoint.checkpointer._write", full_disk),
+    ],
 )
-def test_a_disk_that_fails_meanwhile_leaves_nothing_of_that_checkpoint(tmp_path, monkeypatch, call, fails):
+def test_a_disk_that_fails_meanwhile_leaves_nothing_of_that_checkpoint(
+    tmp_path, monkeypatch, call, fails
+):
     leader, other = checkpointers(tmp_path)
     save(leader, other, 20)
     with monkeypatch.context() as patch:
@@ -483,13 +554,15 @@ def test_a_disk_that_fails_meanwhile_leaves_nothing_of_that_checkpoint(tmp_path,
     assert save(leader, other, 60) == find("auto", tmp_path)
 
 
-# --- without a station that is gone ---
+# --- without a executor that is gone ---
 
 
 def test_parts_that_are_waived_are_not_waited_for_and_their_loss_is_on_record(tmp_path):
     control = FakeControl(Mail())
     expected = [("generator", 0), ("generator", 1), ("trainer", 0)]
-    leader = Checkpointer(tmp_path, keep=1, control=control, expected=expected, optional=["generator"])
+    leader = Checkpointer(
+        tmp_path, keep=1, control=control, expected=expected, optional=["generator"]
+    )
     leader.save_part(5, "trainer", 0, STATE)
     leader.save_part(5, "generator", 1, {"in_work": [7]})
     leader.pump()
@@ -498,12 +571,18 @@ def test_parts_that_are_waived_are_not_waited_for_and_their_loss_is_on_record(tm
     leader.pump()
     path = leader.folder / "step_5"
     assert leader.sealed(5) and verify(path) == []
-    assert (ranks_of(path, "generator"), ranks_of(path, "trainer"), in_work(path)) == ([1], [0], {7})
+    assert (ranks_of(path, "generator"), ranks_of(path, "trainer"), in_work(path)) == (
+        [1],
+        [0],
+        {7},
+    )
 
 
 def test_a_station_of_which_nothing_was_saved_is_known_all_the_same(tmp_path):
     expected = [("generator", 0), ("trainer", 0)]
-    leader = Checkpointer(tmp_path, keep=1, control=FakeControl(Mail()), expected=expected, optional=["generator"])
+    leader = Checkpointer(
+        tmp_path, keep=1, control=FakeControl(Mail()), expected=expected, optional=["generator"]
+    )
     leader.save_part(5, "trainer", 0, STATE)
     leader.waive()
     leader.pump()

@@ -26,7 +26,9 @@ class Work:
 
     def __init__(self, **seconds: float):
         self.now, self.calls = 0.0, []
-        self.ways = {name: lambda name=name, s=s: self._pass(name, s) for name, s in seconds.items()}
+        self.ways = {
+            name: lambda name=name, s=s: self._pass(name, s) for name, s in seconds.items()
+        }
 
     def _pass(self, name: str, seconds: float) -> None:
         self.now += seconds
@@ -60,7 +62,9 @@ def test_what_was_found_is_kept_for_the_same_machine_and_key(own_folder):
     again = Work(tiles=1.0, vectors=2.0)
     assert again.fastest() == "vectors" and not again.calls, "not measured again"
     assert Work(tiles=1.0, vectors=2.0).fastest("other shapes") == "tiles"
-    assert Work(tiles=1.0, vectors=2.0, module=3.0).fastest() == "tiles", "other ways are another question"
+    assert Work(tiles=1.0, vectors=2.0, module=3.0).fastest() == "tiles", (
+        "other ways are another question"
+    )
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"way": "unknown"}', '{"way": 3}'])
@@ -79,7 +83,9 @@ def test_a_folder_that_cannot_be_written_to_is_a_warning(own_folder, caplog):
 
 
 def the_engine(**options) -> Engine:
-    return Engine.from_hf(tiny_directory(), dtype="float32", max_slots=4, max_len=32, device="cpu", **options)
+    return Engine.from_hf(
+        tiny_directory(), dtype="float32", max_slots=4, max_len=32, device="cpu", **options
+    )
 
 
 @pytest.mark.parametrize("way", ["vectors", "module"])
@@ -100,7 +106,9 @@ def test_an_engine_takes_the_way_that_was_found_fastest(monkeypatch, way):
     completions = engine.generate(prompts, params)
     assert len(asked) == 1 and set(asked[0]) >= {"vectors", "module"} and engine._runner.way == way
     for (ours,), (theirs,) in zip(completions, usual.generate(prompts, params)):
-        torch.testing.assert_close(ours.generator_logprobs, theirs.generator_logprobs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            ours.generator_logprobs, theirs.generator_logprobs, atol=1e-4, rtol=0
+        )
 
 
 def test_a_reproducible_engine_asks_no_clock(monkeypatch):

@@ -7,8 +7,17 @@ import struct
 import numpy as np
 import pytest
 
-from llamarl.config import compose_config, save_config
-from llamarl.observe.compare import band, load_runs, mean_path, measure, path, reachable, table, variants_of
+from llamarl.config.command_line import compose_config, save_config
+from llamarl.observe.compare import (
+    band,
+    load_runs,
+    mean_path,
+    measure,
+    path,
+    reachable,
+    table,
+    variants_of,
+)
 from llamarl.observe.compare_plots import looks
 from tests.launching import ROOT
 
@@ -32,8 +41,14 @@ def make(tmp_path):
         folder = tmp_path / name
         folder.mkdir(parents=True)
         save_config(compose_config(list(overrides)), folder / "config.yaml")
-        columns = {"time/wall_s": wall_s, **{name.replace("__", "/"): values for name, values in columns.items()}}
-        rows = [{"step": step, **dict(zip(columns, values))} for step, values in enumerate(zip(*columns.values()))]
+        columns = {
+            "time/wall_s": wall_s,
+            **{name.replace("__", "/"): values for name, values in columns.items()},
+        }
+        rows = [
+            {"step": step, **dict(zip(columns, values))}
+            for step, values in enumerate(zip(*columns.values()))
+        ]
         rows = [{name: value for name, value in row.items() if value is not None} for row in rows]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return folder
@@ -45,13 +60,31 @@ def make(tmp_path):
 def three(make):
     """lr=1: seeds 0 and 1, the second twice as slow; lr=2, which gets nowhere."""
     return [
-        make("a", "lr=1", "seed=0", wall_s=[0, 10, 20, 30, 40],
-             eval__reward=[0.1, 0.3, 0.5, 0.7, 0.6], kl__ref=[None, 0.1, 0.2, 0.3, 0.4]),
-        make("b", "lr=1", "seed=1", wall_s=[0, 20, 40, 60, 80],
-             eval__reward=[0.1, 0.5, 0.5, 0.9, 0.9], kl__ref=[None, 0.3, 0.2, 0.5, 0.6]),
-        make("c", "lr=2", "seed=0", wall_s=[0, 5, 10, 15, 20],
-             eval__reward=[0.1, 0.2, 0.3, 0.4, 0.3], kl__ref=[None, 0.1, 0.1, 0.1, 0.1]),
-    ]  # fmt: skip
+        make(
+            "a",
+            "lr=1",
+            "seed=0",
+            wall_s=[0, 10, 20, 30, 40],
+            eval__reward=[0.1, 0.3, 0.5, 0.7, 0.6],
+            kl__ref=[None, 0.1, 0.2, 0.3, 0.4],
+        ),
+        make(
+            "b",
+            "lr=1",
+            "seed=1",
+            wall_s=[0, 20, 40, 60, 80],
+            eval__reward=[0.1, 0.5, 0.5, 0.9, 0.9],
+            kl__ref=[None, 0.3, 0.2, 0.5, 0.6],
+        ),
+        make(
+            "c",
+            "lr=2",
+            "seed=0",
+            wall_s=[0, 5, 10, 15, 20],
+            eval__reward=[0.1, 0.2, 0.3, 0.4, 0.3],
+            kl__ref=[None, 0.1, 0.1, 0.1, 0.1],
+        ),
+    ]
 
 
 def test_seconds_and_steps_to_a_target_are_those_of_its_first_row(three):
@@ -59,14 +92,22 @@ def test_seconds_and_steps_to_a_target_are_those_of_its_first_row(three):
     assert ([one.label, two.label], implied) == (["lr 1.0", "lr 2.0"], [])
     result = measure(one, ACCURACY, 0.5)
     assert (result.seconds.tolist(), result.steps.tolist()) == ([20, 20], [2, 1])
-    assert (result.final.tolist(), result.best.tolist(), result.kl.tolist()) == ([0.6, 0.9], [0.7, 0.9], [0.4, 0.6])
-    assert np.isnan(measure(two, ACCURACY, 0.5).steps).all() and measure(two, ACCURACY, 0.4).seconds.tolist() == [15]
+    assert (result.final.tolist(), result.best.tolist(), result.kl.tolist()) == (
+        [0.6, 0.9],
+        [0.7, 0.9],
+        [0.4, 0.6],
+    )
+    assert np.isnan(measure(two, ACCURACY, 0.5).steps).all() and measure(
+        two, ACCURACY, 0.4
+    ).seconds.tolist() == [15]
     assert reachable(load_runs(three), ACCURACY) == 0.4
 
 
 def test_the_table_has_means_and_who_did_not_get_there(three):
     variants, _ = variants_of(load_runs(three))
-    head, one, two = table([measure(variant, ACCURACY, 0.65) for variant in variants], ACCURACY, 0.65)
+    head, one, two = table(
+        [measure(variant, ACCURACY, 0.65) for variant in variants], ACCURACY, 0.65
+    )
     assert "s to 0.65" in head
     assert (
         "0.750 (0.600 to 0.900)" in one
@@ -84,8 +125,13 @@ def test_a_band_is_over_what_all_runs_have(three):
     xs, mean, least, greatest = band([path(run, "step", ACCURACY) for run in one.runs])
     assert xs.tolist() == [0, 1, 2, 3, 4]
     assert mean == pytest.approx([0.1, 0.4, 0.5, 0.8, 0.75], abs=EXACT)
-    assert (least.tolist(), greatest.tolist()) == ([0.1, 0.3, 0.5, 0.7, 0.6], [0.1, 0.5, 0.5, 0.9, 0.9])
-    xs, mean, least, greatest = band([path(run, "time/wall_s", ACCURACY) for run in one.runs], points=5)
+    assert (least.tolist(), greatest.tolist()) == (
+        [0.1, 0.3, 0.5, 0.7, 0.6],
+        [0.1, 0.5, 0.5, 0.9, 0.9],
+    )
+    xs, mean, least, greatest = band(
+        [path(run, "time/wall_s", ACCURACY) for run in one.runs], points=5
+    )
     assert xs.tolist() == [0, 10, 20, 30, 40]  # not to 80: one run ends at 40
     # On lines between rows: the slow one is at 0.3 after 10 s and at 0.5 from 20 to 40 s.
     assert mean == pytest.approx([0.1, 0.3, 0.5, 0.6, 0.55], abs=EXACT)
@@ -96,14 +142,18 @@ def test_the_mean_path_is_over_equal_steps_though_kl_need_not_rise(three):
     (one, _), _ = variants_of(load_runs(three))
     xs, ys, steps = mean_path([path(run, "kl/ref", ACCURACY) for run in one.runs])
     assert steps.tolist() == [1, 2, 3, 4]  # step 0 has no KL
-    assert xs == pytest.approx([0.2, 0.2, 0.4, 0.5], abs=EXACT) and ys == pytest.approx([0.4, 0.5, 0.8, 0.75], abs=EXACT)
+    assert xs == pytest.approx([0.2, 0.2, 0.4, 0.5], abs=EXACT) and ys == pytest.approx(
+        [0.4, 0.5, 0.8, 0.75], abs=EXACT
+    )
 
 
 def test_many_noisy_rows_are_smoothed_in_plots_but_not_in_figures(make):
     noisy = [step % 2 for step in range(100)]
     runs = load_runs([make("noisy", wall_s=range(100), reward__mean=noisy)])
     values = path(runs[0], "step", "reward/mean")[1]
-    assert values[10:-10] == pytest.approx([0.4, 0.6] * 40, abs=EXACT)  # of five: two ones, or three
+    assert values[10:-10] == pytest.approx(
+        [0.4, 0.6] * 40, abs=EXACT
+    )  # of five: two ones, or three
     (variant,), _ = variants_of(runs)
     assert measure(variant, "reward/mean", 1.0).steps.tolist() == [1]
 
@@ -112,24 +162,48 @@ def test_labels_tell_the_losses_and_what_follows_from_them_is_left_out(make):
     options = {"wall_s": [0, 1], "eval__reward": [0, 1]}
     for i, loss in enumerate(("ppo", "aipo")):
         for lag in (0, 4):
-            make(f"sweep/{i}{lag}", f"loss={loss}", f"max_lag={lag}", "threads=1", "checkpoint.every=7", **options)
+            make(
+                f"sweep/{i}{lag}",
+                f"loss={loss}",
+                f"max_lag={lag}",
+                "threads=1",
+                "checkpoint.every=7",
+                **options,
+            )
     make("sweep/same", "loss=aipo", "max_lag=0", "seed=3", "metrics.trace=false", **options)
     runs = load_runs([make("elsewhere", "loss=tba", **options).parent / "sweep"])
     variants, implied = variants_of(runs)
     assert [(v.label, len(v.runs)) for v in variants] == [
-        ("aipo, max_lag 0", 2), ("aipo, max_lag 4", 1), ("ppo, max_lag 0", 1), ("ppo, max_lag 4", 1),
-    ]  # fmt: skip
-    assert {"loss.ratio_cap", "loss.clip_low"} <= set(implied) and not {"seed", "threads", "max_lag"} & set(implied)
+        ("aipo, max_lag 0", 2),
+        ("aipo, max_lag 4", 1),
+        ("ppo, max_lag 0", 1),
+        ("ppo, max_lag 4", 1),
+    ]
+    assert {"loss.ratio_cap", "loss.clip_low"} <= set(implied) and not {
+        "seed",
+        "threads",
+        "max_lag",
+    } & set(implied)
     colours, styles = zip(*looks(variants))
     assert colours[0] == colours[1] != colours[2] and styles == ("-", "--", "-", "--")
 
 
 def test_numbers_are_sorted_as_numbers_and_shaded(make):
-    folders = [make(str(n), f"groups_per_step={n}", wall_s=[0], eval__reward=[1]) for n in (16, 2, 128)]
+    folders = [
+        make(str(n), f"groups_per_step={n}", wall_s=[0], eval__reward=[1]) for n in (16, 2, 128)
+    ]
     variants, _ = variants_of(load_runs(folders))
-    assert [variant.label for variant in variants] == ["groups_per_step 2", "groups_per_step 16", "groups_per_step 128"]
+    assert [variant.label for variant in variants] == [
+        "groups_per_step 2",
+        "groups_per_step 16",
+        "groups_per_step 128",
+    ]
     assert len({colour for colour, _ in looks(variants)}) == 3
-    assert [run.path.name for run in load_runs([folders[0].parent])] == ["2", "16", "128"]  # a sweep's 16 after its 2
+    assert [run.path.name for run in load_runs([folders[0].parent])] == [
+        "2",
+        "16",
+        "128",
+    ]  # a sweep's 16 after its 2
 
 
 def png_size(file):
@@ -150,7 +224,10 @@ def test_runs_without_kl_are_named_and_not_in_the_pareto_plot(recipe, make, tmp_
     folder = make("plain", wall_s=[0, 1], eval__reward=[0.5, 0.6])
     out = tmp_path / "plots"
     assert recipe.main([str(folder), "--out", str(out)]) == 0
-    assert "plain: no kl/ref, so not in the pareto plot; record it with reference=frozen" in capsys.readouterr().err
+    assert (
+        "plain: no kl/ref, so not in the pareto plot; record it with reference=frozen"
+        in capsys.readouterr().err
+    )
     assert [file.name for file in out.iterdir()] == ["progress.png"]
 
 
@@ -160,11 +237,16 @@ def test_runs_without_kl_are_named_and_not_in_the_pareto_plot(recipe, make, tmp_
         (["{run}", "--y", "eval/rewrd"], "no values of eval/rewrd; did you mean eval/reward?"),
         (["{run}", "--x", "kl/ref"], "no values of kl/ref; record it with reference=frozen"),
         (["{run}", "--x", "reward/mean"], "no row has all of reward/mean, eval/reward"),
-        (["{empty}"], "no metrics.jsonl in it or in a directory of it; give run directories, or a sweep's"),
+        (
+            ["{empty}"],
+            "no metrics.jsonl in it or in a directory of it; give run directories, or a sweep's",
+        ),
         (["{run}", "{run}/nowhere"], "nowhere: no metrics.jsonl"),
     ],
 )
-def test_what_cannot_be_compared_is_said_and_nothing_is_written(recipe, make, tmp_path, capsys, words, message):
+def test_what_cannot_be_compared_is_said_and_nothing_is_written(
+    recipe, make, tmp_path, capsys, words, message
+):
     run = make("run", wall_s=[0, 1], eval__reward=[0.5, None], reward__mean=[None, 0.3])
     (tmp_path / "empty").mkdir()
     words = [word.format(run=run, empty=tmp_path / "empty") for word in words]

@@ -1,4 +1,4 @@
-"""What llamarl.config says of a command line, and when."""
+"""What llamarl.config.command_line says of a command line, and when."""
 
 import dataclasses
 import os
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from llamarl.config import (
+from llamarl.config.command_line import (
     CONF_DIR,
     ConfigError,
     check_command_line,
@@ -24,12 +24,12 @@ from llamarl.config import (
     to_config,
     to_values,
 )
-from llamarl.loss_options import LOSS_OPTIONS, NEED_REFERENCE
-from llamarl.conversion import known_keys
-from llamarl.settings import PlacementSettings
+from llamarl.config.conversion import known_keys
+from llamarl.config.loss_options import LOSS_OPTIONS, NEED_REFERENCE
+from llamarl.config.schema import PlacementSettings
 
 RECIPE = """
-from llamarl.config import main
+from llamarl.config.command_line import main
 
 @main
 def run(config):
@@ -60,7 +60,11 @@ def recipe(tmp_path):
 
     def run(*arguments, **env):
         return subprocess.run(
-            [sys.executable, "recipe.py", *arguments], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, **env}
+            [sys.executable, "recipe.py", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={**os.environ, **env},
         )
 
     return run
@@ -76,9 +80,14 @@ def test_the_defaults_are_a_synchronous_or_asynchronous_addition_run_that_nothin
     assert (config.task.kind, config.model.path, config.overcommit) == ("addition", None, "auto")
 
 
-@pytest.mark.parametrize("group", sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir() and path.name != "experiment"))
+@pytest.mark.parametrize(
+    "group",
+    sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir() and path.name != "experiment"),
+)
 def test_every_choice_of_every_group_fits_the_schema(group, tmp_path, monkeypatch):
-    monkeypatch.setattr("llamarl.inference.vllm_engine.vllm_problem", lambda: None)  # it need not be installed
+    monkeypatch.setattr(
+        "llamarl.inference.vllm_engine.vllm_problem", lambda: None
+    )  # it need not be installed
     (tmp_path / "config.json").touch()
     for file in (CONF_DIR / group).glob("*.yaml"):
         data = [f"task.path={tmp_path}"] if file.stem in ("jsonl", "gsm8k", "hf_dataset") else []
@@ -93,7 +102,9 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
     config = config_of("task=gsm8k", "task.path=train.jsonl", "model=hf", "model.path=DIR")
     assert (config.max_new_tokens, config.groups_per_step, config.lr) == (256, 8, 1e-6)
     assert config.trainer.compute_dtype == config.model.dtype == "bfloat16"
-    assert config_of("task=gsm8k", "task.path=x", "max_new_tokens=9").max_new_tokens == 9  # the command line wins
+    assert (
+        config_of("task=gsm8k", "task.path=x", "max_new_tokens=9").max_new_tokens == 9
+    )  # the command line wins
 
 
 @pytest.mark.parametrize(
@@ -109,7 +120,10 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
         ("max_steps=inf", "need a whole number of at least 0"),
         ("overcommit=some", "need a whole number of at least 0 or auto or oppo or window"),
         ("overcommit=-1", "need a whole number of at least 0 or auto or oppo or window"),
-        ("overcommit=opo", "need a whole number of at least 0 or auto or oppo or window; did you mean oppo?"),
+        (
+            "overcommit=opo",
+            "need a whole number of at least 0 or auto or oppo or window; did you mean oppo?",
+        ),
         ("on_deadline=trunkate", "need wait or truncate; did you mean truncate?"),
         ("straggler_factor=0.5", "need a number of at least 1"),
         ("generator.max_seconds=0", "need a number above 0 or null"),
@@ -134,7 +148,10 @@ def test_a_value_of_the_wrong_type_or_out_of_range_is_refused(override, need):
     assert complaints(override) == {override: need}
 
 
-@pytest.mark.parametrize("override, value", [("max_steps=1e3", 1000), ("run_dir=5", "5"), ("lr=1", 1.0), ("overcommit=16", 16)])
+@pytest.mark.parametrize(
+    "override, value",
+    [("max_steps=1e3", 1000), ("run_dir=5", "5"), ("lr=1", 1.0), ("overcommit=16", 16)],
+)
 def test_a_value_that_means_the_right_type_is_taken(override, value):
     key = override.partition("=")[0]
     taken = getattr(config_of(override), key)
@@ -155,7 +172,9 @@ def test_a_value_that_means_the_right_type_is_taken(override, value):
         ("eval={evry: 4}", "eval.evry", "eval.every"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_one_whatever_its_prefix(prefix, override, key, suggestion):
+def test_an_unknown_key_is_refused_with_the_nearest_one_whatever_its_prefix(
+    prefix, override, key, suggestion
+):
     assert complaints(prefix + override) == {key: f"unknown key; did you mean {suggestion}?"}
 
 
@@ -179,7 +198,9 @@ def test_nothing_can_be_removed_and_several_values_need_multirun():
 
 
 def test_every_point_of_a_sweep_is_checked():
-    assert list(complaints("max_lag=0,1", "overcommit=0,8", multirun=True)) == ["overcommit=8 max_lag=0"]
+    assert list(complaints("max_lag=0,1", "overcommit=0,8", multirun=True)) == [
+        "overcommit=8 max_lag=0"
+    ]
 
 
 def test_what_cannot_be_parsed_is_one_problem_among_the_others():
@@ -195,8 +216,17 @@ def test_keys_of_a_users_own_config_directory_are_checked_too(tmp_path):
 
 
 def test_all_problems_are_told_at_once_wrong_values_hide_no_combination():
-    found = complaints("typo=1", "lr=x", "model=tny", "overcommit=4", "max_lag=0", "eval.every=-1", "task=jsonl")
-    assert set(found) == {"typo", "lr=x", "model=tny", "overcommit=4 max_lag=0", "eval.every=-1", "task.path"}
+    found = complaints(
+        "typo=1", "lr=x", "model=tny", "overcommit=4", "max_lag=0", "eval.every=-1", "task=jsonl"
+    )
+    assert set(found) == {
+        "typo",
+        "lr=x",
+        "model=tny",
+        "overcommit=4 max_lag=0",
+        "eval.every=-1",
+        "task.path",
+    }
 
 
 # --- combinations ---
@@ -218,7 +248,10 @@ def test_all_problems_are_told_at_once_wrong_values_hide_no_combination():
         (["loss.kl_coef=0.1"], "loss.kl_coef=0.1 reference.enabled=false"),
         (["generator.cache_tokens=21"], "generator.cache_tokens=21"),  # 16 + 6
         (["generator.recompute_kv=true", "max_lag=0"], "generator.recompute_kv=true"),
-        (["generator.resume_partials=true", "max_lag=0"], "generator.resume_partials=true max_lag=0"),
+        (
+            ["generator.resume_partials=true", "max_lag=0"],
+            "generator.resume_partials=true max_lag=0",
+        ),
         (
             ["generator.resume_partials=true", "generator.in_flight_updates=false"],
             "generator.resume_partials=true generator.in_flight_updates=false",
@@ -230,7 +263,10 @@ def test_all_problems_are_told_at_once_wrong_values_hide_no_combination():
         (["model=hf"], "model.path"),
         (["model.path=nowhere"], "model.path=nowhere"),
         (["task=jsonl", "task.path=nowhere"], "task.path=nowhere"),
-        (["task=jsonl", "task.path=.", "task.answer_key=null"], "task.answer_key=null reward.fn=null"),
+        (
+            ["task=jsonl", "task.path=.", "task.answer_key=null"],
+            "task.answer_key=null reward.fn=null",
+        ),
         (["eval.target=0.9", "eval.every=0"], "eval.target=0.9 eval.every=0"),
         (["eval.target=0.9", "eval.num_prompts=0"], "eval.target=0.9 eval.num_prompts=0"),
         (
@@ -263,10 +299,14 @@ def test_what_cannot_work_together_is_refused(overrides, where):
         ("jsonl", "name", "chain_sum", "reasoning_gym", "null"),
     ],
 )
-def test_a_key_that_the_task_does_not_read_is_refused_with_the_tasks_that_do(task, key, value, readers, own):
+def test_a_key_that_the_task_does_not_read_is_refused_with_the_tasks_that_do(
+    task, key, value, readers, own
+):
     data = ["task.path=."] if task in ("jsonl", "gsm8k") else []
     found = complaints(f"task={task}", *data, f"task.{key}={value}")
-    assert found == {f"task.{key}={value} task.kind={task}": f"only task={readers} reads it; {task} has {own}"}
+    assert found == {
+        f"task.{key}={value} task.kind={task}": f"only task={readers} reads it; {task} has {own}"
+    }
 
 
 def test_data_without_answers_needs_a_reward_of_its_own():
@@ -290,7 +330,9 @@ def test_what_four_ranks_cannot_host_is_refused(overrides, where):
 
 def test_ranks_on_several_hosts_share_no_memory():
     assert complaints("weights.transport=shm", world_size=4, local_world_size=4) == {}
-    assert list(complaints("weights.transport=shm", world_size=4, local_world_size=2)) == ["weights.transport=shm"]
+    assert list(complaints("weights.transport=shm", world_size=4, local_world_size=2)) == [
+        "weights.transport=shm"
+    ]
 
 
 def test_options_of_a_loss_of_ones_own_are_those_that_it_takes(tmp_path, monkeypatch):
@@ -301,15 +343,25 @@ def test_options_of_a_loss_of_ones_own_are_those_that_it_takes(tmp_path, monkeyp
     config = config_of("loss.fn=my_loss:mine", "loss.ratio_cap=null", "++loss.tau=0.5")
     assert config.loss.options_for({"tau"}) == {"tau": 0.5}
     refused = complaints("loss.fn=my_loss:mine", "loss.tua=0.5")
-    assert "tua" in refused["loss.fn=my_loss:mine"] and "ratio_cap" not in refused["loss.fn=my_loss:mine"]
+    assert (
+        "tua" in refused["loss.fn=my_loss:mine"]
+        and "ratio_cap" not in refused["loss.fn=my_loss:mine"]
+    )
     # What the chosen file in conf/loss has is left out; what the user gives is not ignored.
-    assert complaints("loss.fn=my_loss:mine", "loss.ratio_cap=3") == {"loss.ratio_cap=3": "my_loss:mine does not take it"}
+    assert complaints("loss.fn=my_loss:mine", "loss.ratio_cap=3") == {
+        "loss.ratio_cap=3": "my_loss:mine does not take it"
+    }
 
 
 def test_a_loss_of_ones_own_leaves_the_kl_to_the_run(tmp_path, monkeypatch):
-    (tmp_path / "my_kl_loss.py").write_text("def mine(t, g, r, a, m, *, num_loss_tokens, kl_coef=0.0): ...")
+    (tmp_path / "my_kl_loss.py").write_text(
+        "def mine(t, g, r, a, m, *, num_loss_tokens, kl_coef=0.0): ..."
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    assert "added around every loss" in complaints("loss.fn=my_kl_loss:mine")["loss.fn=my_kl_loss:mine"]
+    assert (
+        "added around every loss"
+        in complaints("loss.fn=my_kl_loss:mine")["loss.fn=my_kl_loss:mine"]
+    )
 
 
 LOSS_FILES = sorted((CONF_DIR / "loss").glob("*.yaml"))
@@ -319,11 +371,26 @@ LOSS_FILES = sorted((CONF_DIR / "loss").glob("*.yaml"))
 def test_a_loss_is_chosen_with_its_published_options_advantages_and_reference(file):
     written = OmegaConf.load(file)
     config = config_of(f"loss={file.stem}")
-    assert config.loss.fn == file.stem and config.loss.options.keys() == written.loss.keys() - {"fn"} <= LOSS_OPTIONS.keys()
+    assert (
+        config.loss.fn == file.stem
+        and config.loss.options.keys() == written.loss.keys() - {"fn"} <= LOSS_OPTIONS.keys()
+    )
     assert config.trainer.advantages == written.trainer.advantages
     assert config.reference.enabled is (file.stem in NEED_REFERENCE)
-    assert (config.loss.kl_coef, config.loss.kl_estimator, config.loss.entropy_coef) == (0.0, "k3", 0.0)
-    assert complaints(f"loss={file.stem}", "trainer.advantages=group_mean", "loss.kl_coef=0.1", "reference=frozen") == {}
+    assert (config.loss.kl_coef, config.loss.kl_estimator, config.loss.entropy_coef) == (
+        0.0,
+        "k3",
+        0.0,
+    )
+    assert (
+        complaints(
+            f"loss={file.stem}",
+            "trainer.advantages=group_mean",
+            "loss.kl_coef=0.1",
+            "reference=frozen",
+        )
+        == {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -331,18 +398,37 @@ def test_a_loss_is_chosen_with_its_published_options_advantages_and_reference(fi
     [
         (["loss.ratio_cap=0"], {"loss.ratio_cap=0": "need a number above 0 or null"}),
         (["loss.ratio_cap=inf"], {"loss.ratio_cap=inf": "need a number above 0 or null"}),
-        (["loss.ratio_level=tokn"], {"loss.ratio_level=tokn": "need token or sequence or sequence_mean; did you mean token?"}),
+        (
+            ["loss.ratio_level=tokn"],
+            {
+                "loss.ratio_level=tokn": "need token or sequence or sequence_mean; did you mean token?"
+            },
+        ),
         (["loss=tb", "loss.beta=0"], {"loss.beta=0": "need a number above 0"}),
-        (["loss=grpo", "loss.clip_low=1.5"], {"loss.clip_low=1.5": "need a number between 0 and 1"}),
-        (["loss=best_of_n", "loss.length_normalise=1"], {"loss.length_normalise=1": "need true or false"}),
+        (
+            ["loss=grpo", "loss.clip_low=1.5"],
+            {"loss.clip_low=1.5": "need a number between 0 and 1"},
+        ),
+        (
+            ["loss=best_of_n", "loss.length_normalize=1"],
+            {"loss.length_normalize=1": "need true or false"},
+        ),
         (["loss.kl_estimator=k4"], {"loss.kl_estimator=k4": "need k1 or k2 or k3"}),
         (["loss.entropy_coef=-1"], {"loss.entropy_coef=-1": "need a number of at least 0"}),
-        (["loss=rloo", "loss.ratio_cap=2"], {"loss.ratio_cap": "unknown key; rloo does not take it"}),
+        (
+            ["loss=rloo", "loss.ratio_cap=2"],
+            {"loss.ratio_cap": "unknown key; rloo does not take it"},
+        ),
         (["loss=tba", "loss.bta=2"], {"loss.bta": "unknown key; did you mean loss.beta?"}),
-        (["loss.fn=grpo"], {"loss.fn=grpo": "has options of its own; choose it with them: loss=grpo"}),
+        (
+            ["loss.fn=grpo"],
+            {"loss.fn=grpo": "has options of its own; choose it with them: loss=grpo"},
+        ),
         (
             ["loss.ratio_mask_low=2", "loss.ratio_mask_high=1"],
-            {"loss.ratio_mask_low=2 loss.ratio_mask_high=1": "masks every ratio; the low bound must be below the high one"},
+            {
+                "loss.ratio_mask_low=2 loss.ratio_mask_high=1": "masks every ratio; the low bound must be below the high one"
+            },
         ),
         (
             ["loss=ppo", "loss.ratio_cap=1.1"],
@@ -362,7 +448,10 @@ def test_an_option_of_a_loss_that_cannot_be_is_refused_before_anything_starts(ov
 
 def test_the_constant_of_dr_grpo_may_be_that_of_the_run():
     assert complaints("loss=dr_grpo", "loss.max_tokens=${max_new_tokens}") == {}
-    assert config_of("loss=dr_grpo", "loss.max_tokens=${max_new_tokens}").loss.options["max_tokens"] == 6
+    assert (
+        config_of("loss=dr_grpo", "loss.max_tokens=${max_new_tokens}").loss.options["max_tokens"]
+        == 6
+    )
 
 
 @pytest.mark.parametrize(
@@ -406,13 +495,19 @@ AUTO = PlacementSettings(None, None, None, None, None)
 )
 def test_ranks_are_halved_between_trainers_and_generators(world_size, trainer, generator, reward):
     placed = resolve_placement(AUTO, world_size, groups_per_step=64)
-    assert (placed["trainer"], placed["generator"], placed["reward"]) == (trainer, generator, reward)
+    assert (placed["trainer"], placed["generator"], placed["reward"]) == (
+        trainer,
+        generator,
+        reward,
+    )
 
 
 def test_what_is_given_stays_and_the_rest_is_filled_in_around_it():
     placed = resolve_placement(dataclasses.replace(AUTO, generator=[0]), 4, groups_per_step=64)
     assert placed == {"trainer": (1, 2), "generator": (0,), "reward": (3,), "reference": (3,)}
-    placed = resolve_placement(dataclasses.replace(AUTO, generator=[0, 1, 2, 3, 4]), 8, groups_per_step=64)
+    placed = resolve_placement(
+        dataclasses.replace(AUTO, generator=[0, 1, 2, 3, 4]), 8, groups_per_step=64
+    )
     assert placed["trainer"] == (5, 6)  # three are free, but cannot share 64 groups
 
 
@@ -426,7 +521,11 @@ def test_automatic_placement_leaves_no_rank_idle_and_splits_the_batch(world_size
 
 def test_colocated_executors_share_what_is_given_for_one_of_them_or_everything():
     both = dataclasses.replace(AUTO, colocate=["trainer", "generator"])
-    assert resolve_placement(both, 4, groups_per_step=64)["trainer"] == (0, 1, 2, 3) == resolve_placement(both, 4)["generator"]
+    assert (
+        resolve_placement(both, 4, groups_per_step=64)["trainer"]
+        == (0, 1, 2, 3)
+        == resolve_placement(both, 4)["generator"]
+    )
     given = dataclasses.replace(both, generator=[1, 2])
     placed = resolve_placement(given, 4, groups_per_step=64)
     assert (placed["trainer"], placed["generator"], placed["reward"]) == ((1, 2), (1, 2), (3,))
@@ -435,9 +534,18 @@ def test_colocated_executors_share_what_is_given_for_one_of_them_or_everything()
 def test_offload_is_refused_with_its_reason():
     together = "placement.colocate=[trainer,generator]"
     assert complaints("offload=true", together, "max_lag=0") == {}
-    assert "neither can leave the device" in complaints("offload=true", together)["offload=true max_lag=1"]
-    assert "placement.colocate=[trainer,generator]" in complaints("offload=true", "max_lag=0")["offload=true"]
-    assert "need two or three of trainer" in complaints("placement.colocate=[trainer]")["placement.colocate=[trainer]"]
+    assert (
+        "neither can leave the device"
+        in complaints("offload=true", together)["offload=true max_lag=1"]
+    )
+    assert (
+        "placement.colocate=[trainer,generator]"
+        in complaints("offload=true", "max_lag=0")["offload=true"]
+    )
+    assert (
+        "need two or three of trainer"
+        in complaints("placement.colocate=[trainer]")["placement.colocate=[trainer]"]
+    )
     clash = complaints(together, "placement.trainer=[0]", "placement.generator=[1]", world_size=2)
     assert ["given different ones" in what for what in clash.values()] == [True]
 
@@ -452,14 +560,24 @@ def test_offload_is_refused_with_its_reason():
         (9, 8, 64, (0,), tuple(range(1, 9)), (8,)),
     ],
 )
-def test_automatic_placement_makes_whole_replicas(world_size, size, groups, trainer, generator, reward):
+def test_automatic_placement_makes_whole_replicas(
+    world_size, size, groups, trainer, generator, reward
+):
     placed = resolve_placement(AUTO, world_size, groups_per_step=groups, tensor_parallel=size)
-    assert (placed["trainer"], placed["generator"], placed["reward"]) == (trainer, generator, reward)
+    assert (placed["trainer"], placed["generator"], placed["reward"]) == (
+        trainer,
+        generator,
+        reward,
+    )
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 8))
-def test_automatic_placement_makes_whole_replicas_wherever_it_can(world_size, groups_per_step, size):
-    placed = resolve_placement(AUTO, world_size, groups_per_step=groups_per_step, tensor_parallel=size)
+def test_automatic_placement_makes_whole_replicas_wherever_it_can(
+    world_size, groups_per_step, size
+):
+    placed = resolve_placement(
+        AUTO, world_size, groups_per_step=groups_per_step, tensor_parallel=size
+    )
     assert len(placed["generator"]) % size == 0 or world_size <= size
     assert groups_per_step % len(placed["trainer"]) == 0 and (
         world_size == 1 or not set(placed["trainer"]) & set(placed["generator"])
@@ -469,7 +587,10 @@ def test_automatic_placement_makes_whole_replicas_wherever_it_can(world_size, gr
 def test_replicas_that_cannot_be_are_refused_with_what_to_set():
     key = "generator.tensor_parallel"
     assert complaints(f"{key}=2", "max_lag=1", world_size=3) == {}
-    assert complaints(f"{key}=2", "placement.trainer=[0]", "placement.generator=[0,1]", world_size=2) == {}
+    assert (
+        complaints(f"{key}=2", "placement.trainer=[0]", "placement.generator=[0,1]", world_size=2)
+        == {}
+    )
     assert "start at least 3 ranks" in complaints(f"{key}=2", world_size=2)[f"{key}=2"]
     uneven = complaints(f"{key}=2", "placement.generator=[1,2,3]", world_size=4)[f"{key}=2"]
     assert "[1,2,3] cannot be split into replicas of 2" in uneven and "such as [2,3]" in uneven
@@ -490,7 +611,13 @@ def test_a_rank_that_hosts_nothing_is_known():
 
 
 def test_a_saved_config_is_the_config_that_is_loaded(tmp_path):
-    config = config_of("++loss.tau=0.5", "placement.trainer=[0,1]", "lr=1e-7", 'task.system_prompt="a: b, c"', "run_dir=5")
+    config = config_of(
+        "++loss.tau=0.5",
+        "placement.trainer=[0,1]",
+        "lr=1e-7",
+        'task.system_prompt="a: b, c"',
+        "run_dir=5",
+    )
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config
     assert OmegaConf.load(tmp_path / "config.yaml").trainer.compute_dtype == "float32"  # resolved
@@ -498,7 +625,11 @@ def test_a_saved_config_is_the_config_that_is_loaded(tmp_path):
 
 def test_differences_name_exactly_the_keys_that_changed():
     old, new = config_of("++loss.tau=1"), config_of("lr=1e-3", "eval.every=7")
-    assert config_differences(old, new) == {"lr": (5e-5, 1e-3), "eval.every": (old.eval.every, 7), "loss.tau": (1, None)}
+    assert config_differences(old, new) == {
+        "lr": (5e-5, 1e-3),
+        "eval.every": (old.eval.every, 7),
+        "loss.tau": (1, None),
+    }
     assert config_differences(old, old) == {}
 
 
@@ -534,36 +665,102 @@ def test_help_and_the_composed_config_are_hydras(recipe):
 
 
 def test_multirun_runs_every_point(recipe):
-    assert [line.split()[1] for line in recipe("--multirun", "lr=1,2").stdout.splitlines()] == ["1.0", "2.0"]
+    assert [line.split()[1] for line in recipe("--multirun", "lr=1,2").stdout.splitlines()] == [
+        "1.0",
+        "2.0",
+    ]
 
 
-@pytest.mark.parametrize("overrides, where, remedy", [
-    (["max_lag=null"], "max_lag=null buffer.kind=fifo", "buffer=replay"),
-    (["buffer=replay", "overcommit=oppo"], "overcommit=oppo max_lag=null", "auto: no limit"),
-    (["buffer=replay", "on_deadline=truncate"], "on_deadline=truncate max_lag=null", "generator.max_seconds"),
-    (["buffer=replay", "buffer.max_size=100"], "buffer.max_size=100 groups_per_step=64", "512 completions"),
-    (["buffer=replay", "buffer.completions_per_prompt=9"], "buffer.completions_per_prompt=9 group_size=8", "S >= K"),
-    (["buffer=replay", "max_lag=2", "buffer.initial_completions=1000"], "buffer.initial_completions=1000 max_lag=2", "one batch"),
-    (["buffer=replay", "buffer.initial_completions=100001"], "buffer.initial_completions=100001 buffer.max_size=100000", "initial fill"),
-    (["buffer=replay", "buffer.priority=null"], "buffer.priority=null", "start from buffer=replay"),
-    (["buffer.sync_period=2"], "buffer.sync_period=2", "buffer=replay"),
-    (["buffer=replay", "reference=reset"], "reference.reset_every=50 buffer.kind=replay", "buffer=fifo"),
-    (["reference.reset_every=50"], "reference.reset_every=50 reference.enabled=false", "reference=reset"),
-    (["beta_schedule.kind=linear", "beta_schedule.final=0.1", "beta_schedule.end_step=5"], "beta_schedule.kind=linear loss.fn=aipo", "loss.beta"),
-    (["beta_schedule.final=0.1"], "beta_schedule.kind=constant", "linear, or cut"),
-    (["trainer.decay_steps=5"], "trainer.decay_steps=5 trainer.schedule=constant", "wsd"),
-    (["trainer.schedule=wsd", "trainer.decay_steps=101"], "trainer.decay_steps=101 trainer.warmup_steps=0 max_steps=100", "longer than the run"),
-])  # fmt: skip
-def test_what_replay_reset_and_schedules_cannot_go_with_is_told_with_the_remedy(overrides, where, remedy):
+@pytest.mark.parametrize(
+    "overrides, where, remedy",
+    [
+        (["max_lag=null"], "max_lag=null buffer.kind=fifo", "buffer=replay"),
+        (["buffer=replay", "overcommit=oppo"], "overcommit=oppo max_lag=null", "auto: no limit"),
+        (
+            ["buffer=replay", "on_deadline=truncate"],
+            "on_deadline=truncate max_lag=null",
+            "generator.max_seconds",
+        ),
+        (
+            ["buffer=replay", "buffer.max_size=100"],
+            "buffer.max_size=100 groups_per_step=64",
+            "512 completions",
+        ),
+        (
+            ["buffer=replay", "buffer.completions_per_prompt=9"],
+            "buffer.completions_per_prompt=9 group_size=8",
+            "S >= K",
+        ),
+        (
+            ["buffer=replay", "max_lag=2", "buffer.initial_completions=1000"],
+            "buffer.initial_completions=1000 max_lag=2",
+            "one batch",
+        ),
+        (
+            ["buffer=replay", "buffer.initial_completions=100001"],
+            "buffer.initial_completions=100001 buffer.max_size=100000",
+            "initial fill",
+        ),
+        (
+            ["buffer=replay", "buffer.priority=null"],
+            "buffer.priority=null",
+            "start from buffer=replay",
+        ),
+        (["buffer.sync_period=2"], "buffer.sync_period=2", "buffer=replay"),
+        (
+            ["buffer=replay", "reference=reset"],
+            "reference.reset_every=50 buffer.kind=replay",
+            "buffer=fifo",
+        ),
+        (
+            ["reference.reset_every=50"],
+            "reference.reset_every=50 reference.enabled=false",
+            "reference=reset",
+        ),
+        (
+            ["beta_schedule.kind=linear", "beta_schedule.final=0.1", "beta_schedule.end_step=5"],
+            "beta_schedule.kind=linear loss.fn=aipo",
+            "loss.beta",
+        ),
+        (["beta_schedule.final=0.1"], "beta_schedule.kind=constant", "linear, or cut"),
+        (["trainer.decay_steps=5"], "trainer.decay_steps=5 trainer.schedule=constant", "wsd"),
+        (
+            ["trainer.schedule=wsd", "trainer.decay_steps=101"],
+            "trainer.decay_steps=101 trainer.warmup_steps=0 max_steps=100",
+            "longer than the run",
+        ),
+    ],
+)
+def test_what_replay_reset_and_schedules_cannot_go_with_is_told_with_the_remedy(
+    overrides, where, remedy
+):
     found = complaints(*overrides)
     assert where in found and remedy in found[where]
 
 
 def test_a_cut_needs_its_step_and_what_fits_is_accepted():
-    line = ["loss.fn=tests.launching:with_beta", "loss.beta=1.0", "beta_schedule.kind=cut", "beta_schedule.final=0.1", "beta_schedule.end_step=9"]
-    assert complaints(*line) == {"beta_schedule.kind=cut beta_schedule.cut_step=null": "needs the step from which the final value holds"}
+    line = [
+        "loss.fn=tests.launching:with_beta",
+        "loss.beta=1.0",
+        "beta_schedule.kind=cut",
+        "beta_schedule.final=0.1",
+        "beta_schedule.end_step=9",
+    ]
+    assert complaints(*line) == {
+        "beta_schedule.kind=cut beta_schedule.cut_step=null": "needs the step from which the final value holds"
+    }
     assert complaints(*line, "beta_schedule.cut_step=3") == {}
-    for accepted in (["buffer=replay"], ["buffer=replay", "max_lag=0"], ["buffer=replay", "overcommit=30"], ["reference=reset", "loss.kl_coef=0.1"]):
+    for accepted in (
+        ["buffer=replay"],
+        ["buffer=replay", "max_lag=0"],
+        ["buffer=replay", "overcommit=30"],
+        ["reference=reset", "loss.kl_coef=0.1"],
+    ):
         assert complaints(*accepted) == {}
     config = config_of("buffer=replay")
-    assert config.max_lag is None and config.updates_in_flight and config.resumes_partials and config.trained_per_prompt == config.group_size
+    assert (
+        config.max_lag is None
+        and config.updates_in_flight
+        and config.resumes_partials
+        and config.trained_per_prompt == config.group_size
+    )

@@ -1,4 +1,6 @@
-"""Control: mail, handlers, stop, failure and liveness. Several ranks in one process, over a c10d store of their own."""
+"""Control: mail, handlers, stop, failure and liveness. Several ranks in one process, over a c10d
+store of their own.
+"""
 
 import threading
 import time
@@ -6,8 +8,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from llamarl import control as control_module
-from llamarl.control import Control, PeerDied
+from llamarl.comm import control as control_module
+from llamarl.comm.control import Control, PeerDied
 
 WAIT_S = 10.0  # for what should come at once
 BEAT_S, SILENCE_S = 0.02, 1.0  # a busy machine must not look like a silent rank
@@ -28,7 +30,14 @@ def ranks():
         store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         stores.append(store)
         out = [
-            Control(store.clone(), rank=r, world_size=count, leader=0, names=NAMES[:count], heartbeat_timeout_s=heartbeat_timeout_s)
+            Control(
+                store.clone(),
+                rank=r,
+                world_size=count,
+                leader=0,
+                names=NAMES[:count],
+                heartbeat_timeout_s=heartbeat_timeout_s,
+            )
             for r in range(count)
         ]
         made.extend(out)
@@ -68,7 +77,8 @@ def failure_of(control):
     return raised.value
 
 
-# -- mail -----------------------------------------------------------------------------------------------------------------
+# -- mail
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_mail_to_oneself_is_kept_by_topic_in_order_and_taken_once(alone):
@@ -81,7 +91,10 @@ def test_mail_to_oneself_is_kept_by_topic_in_order_and_taken_once(alone):
 
 def test_mail_from_many_threads_of_many_ranks_arrives_once_and_in_order_per_sender(ranks):
     receiver, *senders = ranks(3)
-    threads = [threading.Thread(target=lambda s=s: [s.post(0, "n", {"i": i}) for i in range(100)]) for s in senders]
+    threads = [
+        threading.Thread(target=lambda s=s: [s.post(0, "n", {"i": i}) for i in range(100)])
+        for s in senders
+    ]
     for thread in threads:
         thread.start()
     got = []
@@ -100,7 +113,9 @@ def test_post_all_reaches_every_rank_and_the_poster(ranks):
 
 def test_a_handler_answers_while_its_rank_computes_and_leaves_no_mail(ranks):
     leader, other = ranks(2, start=False)
-    leader.on("ask", lambda sender, payload: leader.post(sender, "answer", {"double": 2 * payload["x"]}))
+    leader.on(
+        "ask", lambda sender, payload: leader.post(sender, "answer", {"double": 2 * payload["x"]})
+    )
     leader.start(), other.start()
     other.post(0, "ask", {"x": 21})  # nobody turns the leader's loop
     assert eventually(lambda: other.take("answer")) == [(0, {"double": 42})]
@@ -116,7 +131,11 @@ def test_mail_posted_before_a_rank_listens_is_not_lost(ranks):
 
 @pytest.mark.parametrize("news", ["mail", "wake", "fail"])
 def test_news_ends_a_wait_and_news_before_the_wait_does_too(alone, news):
-    tell = {"mail": lambda: alone.post(0, "x", {}), "wake": alone.wake, "fail": lambda: alone.fail(RuntimeError())}[news]
+    tell = {
+        "mail": lambda: alone.post(0, "x", {}),
+        "wake": alone.wake,
+        "fail": lambda: alone.fail(RuntimeError()),
+    }[news]
     began = time.monotonic()
     tell()
     alone.wait(WAIT_S)
@@ -127,7 +146,8 @@ def test_news_ends_a_wait_and_news_before_the_wait_does_too(alone, news):
     assert 0.04 < time.monotonic() - began < WAIT_S / 2
 
 
-# -- stop and failure -----------------------------------------------------------------------------------------------------
+# -- stop and failure
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_a_stop_request_reaches_every_rank_and_the_first_reason_stays(ranks):
@@ -181,7 +201,8 @@ def test_an_exception_in_a_handler_ends_the_loop(ranks):
     assert "from 1" in str(failure_of(leader))
 
 
-# -- liveness -------------------------------------------------------------------------------------------------------------
+# -- liveness
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_silent_rank_is_named_on_all_others_and_only_there(ranks):
@@ -190,7 +211,9 @@ def test_a_silent_rank_is_named_on_all_others_and_only_there(ranks):
     fall_silent(everyone[1], everyone[0])
     for control in (everyone[0], everyone[2]):
         error = failure_of(control)
-        assert isinstance(error, PeerDied) and "rank 1 (generator, reward) has not been heard of" in str(error)
+        assert isinstance(
+            error, PeerDied
+        ) and "rank 1 (generator, reward) has not been heard of" in str(error)
         assert "rank 2" not in str(error) and "rank 0" not in str(error)
 
 
@@ -218,7 +241,9 @@ def test_a_rank_that_beats_or_has_closed_is_not_dead(ranks):
     everyone[0].check(), everyone[2].check()
 
 
-def test_a_rank_that_is_stuck_with_the_dead_is_ended_after_the_grace_and_says_why(ranks, monkeypatch, capsys):
+def test_a_rank_that_is_stuck_with_the_dead_is_ended_after_the_grace_and_says_why(
+    ranks, monkeypatch, capsys
+):
     ended = threading.Event()
     monkeypatch.setattr(control_module, "GRACE_S", 0.05)
     monkeypatch.setattr(control_module.os, "_exit", lambda code: (ended.set(), codes.append(code)))
@@ -273,11 +298,16 @@ class HungStore:
 def test_a_store_that_hangs_is_named_though_the_heartbeat_hangs_in_it(monkeypatch):
     monkeypatch.setattr(control_module.os, "_exit", lambda code: None)
     store = HungStore()
-    rank = Control(store, rank=1, world_size=2, leader=0, names=NAMES[:2], heartbeat_timeout_s=SILENCE_S)
+    rank = Control(
+        store, rank=1, world_size=2, leader=0, names=NAMES[:2], heartbeat_timeout_s=SILENCE_S
+    )
     rank.start()
     text = str(failure_of(rank))
     silent = control_module.STORE_PATIENCE * SILENCE_S
-    assert f"the control store is gone (it has not answered for {silent:.0f} s). Was the launcher, which serves it, stopped?" in text
+    assert (
+        f"the control store is gone (it has not answered for {silent:.0f} s). Was the launcher, which serves it, stopped?"
+        in text
+    )
     store.goes_on.set()
     rank.close()
 
@@ -285,21 +315,36 @@ def test_a_store_that_hangs_is_named_though_the_heartbeat_hangs_in_it(monkeypatc
 GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:1. This is typically caused by"
 
 
-@pytest.mark.parametrize("error", [RuntimeError(GLOO), dist.DistNetworkError("Broken pipe")], ids=["gloo", "store"])
-def test_what_breaks_under_a_collective_is_said_with_rank_station_step_cause_and_remedy(alone, error):
+@pytest.mark.parametrize(
+    "error", [RuntimeError(GLOO), dist.DistNetworkError("Broken pipe")], ids=["gloo", "store"]
+)
+def test_what_breaks_under_a_collective_is_said_with_rank_station_step_cause_and_remedy(
+    alone, error
+):
     alone.fail(PeerDied("rank 1 is gone", [1]))
     explained = alone.explained(error, "in trainer, step 3, among ranks [0, 1]")
-    assert isinstance(explained, PeerDied) and explained.ranks == {1} and "typically" not in str(explained)
-    for part in ("rank 0 (everything) in trainer, step 3, among ranks [0, 1]", "rank 1 is gone", "resume=auto"):
+    assert (
+        isinstance(explained, PeerDied)
+        and explained.ranks == {1}
+        and "typically" not in str(explained)
+    )
+    for part in (
+        "rank 0 (everything) in trainer, step 3, among ranks [0, 1]",
+        "rank 1 is gone",
+        "resume=auto",
+    ):
         assert part in str(explained)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError(GLOO), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes differ"), ValueError(GLOO), KeyboardInterrupt()], ids=repr
+)
 def test_other_errors_stay_as_they_are(alone, error):
     assert alone.explained(error, "in trainer") is error
 
 
-# -- losses ---------------------------------------------------------------------------------------------------------------
+# -- losses
+# ---------------------------------------------------------------------------------------------------------------
 
 
 LAST_WORDS_S = 60.0
@@ -318,13 +363,19 @@ def test_a_death_that_spares_the_keepers_is_a_loss_to_them_and_ends_the_others(r
     assert "rank 1 is gone" in str(failure_of(everyone[1]))
 
 
-@pytest.mark.parametrize("error", [PeerDied("rank 2", [1, 2]), PeerDied("somebody"), RuntimeError("a thread")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [PeerDied("rank 2", [1, 2]), PeerDied("somebody"), RuntimeError("a thread")], ids=repr
+)
 def test_what_may_concern_a_keeper_ends_the_rank_at_once(ranks, error):
     leader = ranks(3)[0]
     leader.keep([0, 2], LAST_WORDS_S)
     leader.fail(error)
     assert failure_of(leader) is error and leader.loss is None
-    held = [note for note in getattr(error, "__notes__", ()) if "rank 2 (reference) held a part of it" in note]
+    held = [
+        note
+        for note in getattr(error, "__notes__", ())
+        if "rank 2 (reference) held a part of it" in note
+    ]
     assert len(held) == (2 in getattr(error, "ranks", ()))
 
 

@@ -1,21 +1,30 @@
-"""Copies with their digests: against PyTorch's copies, and the lanes' digest against its definition in plain integers."""
+"""Copies with their digests: against PyTorch's copies, and the lanes' digest against its definition
+in plain integers.
+"""
 
 import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from llamarl import native
 from llamarl.ddma.copies import BLOCK_BYTES, Copier, Parts, fold, kernel_version
 
 needs_kernel = pytest.mark.skipif(not kernel_version(), reason="needs a C compiler")
-METHODS = ["xxh3", "device", pytest.param("lanes", marks=needs_kernel)]  # the device's works on a CPU too
+METHODS = [
+    "xxh3",
+    "device",
+    pytest.param("lanes", marks=needs_kernel),
+]  # the device's works on a CPU too
 WORD = 1 << 64
 
 
 def noise(size):
-    return torch.arange(size).mul_(2654435761).bitwise_right_shift_(7).remainder_(251).to(torch.uint8)
+    return (
+        torch.arange(size).mul_(2654435761).bitwise_right_shift_(7).remainder_(251).to(torch.uint8)
+    )
 
 
 def digest(flat, method):
@@ -67,7 +76,9 @@ def test_the_lanes_digest_is_its_definition(data, offset):
 
 
 def view_of(kind: str, dtype: torch.dtype, rows: int, width: int, first: int) -> torch.Tensor:
-    """[rows, width] of zeros: whole, or a part of the columns of something wider; or [rows x width]."""
+    """[rows, width] of zeros: whole, or a part of the columns of something wider; or [rows x
+    width].
+    """
     if kind == "flat":
         return torch.zeros(first + rows * width, dtype=dtype)[first:]
     if kind == "whole":
@@ -81,16 +92,26 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from([("whole", "whole"), ("columns", "whole"), ("whole", "columns"), ("flat", "flat")]),
-    st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(1, 40), st.integers(1, 900), st.integers(0, 70), st.integers(0, 99),
-)  # fmt: skip
+    st.sampled_from(
+        [("whole", "whole"), ("columns", "whole"), ("whole", "columns"), ("flat", "flat")]
+    ),
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+    st.integers(1, 40),
+    st.integers(1, 900),
+    st.integers(0, 70),
+    st.integers(0, 99),
+)
 def test_a_copy_is_torchs_copy_with_the_digest_of_what_is_there(
     method, kinds, target_dtype, source_dtype, rows, width, first, seed
 ):
     if target_dtype == torch.int8 != source_dtype:
         source_dtype = torch.int8  # a cast to int8 of what does not fit is undefined
     torch.manual_seed(seed)
-    target, source = (view_of(kind, dtype, rows, width, first) for kind, dtype in zip(kinds, (target_dtype, source_dtype)))
+    target, source = (
+        view_of(kind, dtype, rows, width, first)
+        for kind, dtype in zip(kinds, (target_dtype, source_dtype))
+    )
     source.copy_(torch.randn(source.shape) * 30)
     around = target._base if target._is_view() else target
     left = around.clone() if around is not target else None
@@ -105,18 +126,40 @@ def test_a_copy_is_torchs_copy_with_the_digest_of_what_is_there(
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from([(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.int8, torch.int8), (torch.float16, torch.float32)]),
-    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 700), st.integers(0, 40)), min_size=1, max_size=4), st.integers(0, 30),
-)  # fmt: skip
+    st.sampled_from(
+        [
+            (torch.bfloat16, torch.float32),
+            (torch.float32, torch.float32),
+            (torch.int8, torch.int8),
+            (torch.float16, torch.float32),
+        ]
+    ),
+    st.lists(
+        st.tuples(st.integers(0, 300), st.integers(1, 700), st.integers(0, 40)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 30),
+)
 def test_columns_of_the_same_rows_are_copied_as_each_alone_would_be(method, dtypes, pieces, rows):
     target_dtype, source_dtype = dtypes
     whole = (torch.randn(rows + 1, 1000) * 30).to(source_dtype)
-    sources = [whole[:, at : at + width] if rows else whole[0, at : at + width] for at, width, _ in pieces]
-    arounds = [torch.zeros(first + s.numel() + 5, dtype=target_dtype) for s, (*_, first) in zip(sources, pieces)]
-    targets = [flat[first : first + s.numel()].view(s.shape) for flat, s, (*_, first) in zip(arounds, sources, pieces)]
+    sources = [
+        whole[:, at : at + width] if rows else whole[0, at : at + width] for at, width, _ in pieces
+    ]
+    arounds = [
+        torch.zeros(first + s.numel() + 5, dtype=target_dtype)
+        for s, (*_, first) in zip(sources, pieces)
+    ]
+    targets = [
+        flat[first : first + s.numel()].view(s.shape)
+        for flat, s, (*_, first) in zip(arounds, sources, pieces)
+    ]
     digests = Copier(method).copy_rows(targets, sources)
     for flat, target, source, found, (*_, first) in zip(arounds, targets, sources, digests, pieces):
-        assert torch.equal(target, source.to(target_dtype)) and fold([found]) == digest(target, method)
+        assert torch.equal(target, source.to(target_dtype)) and fold([found]) == digest(
+            target, method
+        )
         assert not flat[:first].any() and not flat[first + source.numel() :].any()
 
 
@@ -124,12 +167,22 @@ def test_columns_of_the_same_rows_are_copied_as_each_alone_would_be(method, dtyp
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["flat", "whole", "columns"]), st.sampled_from(DTYPES), st.integers(1, 20), st.integers(1, 300), st.integers(0, 9)),
-        min_size=1, max_size=5,
+        st.tuples(
+            st.sampled_from(["flat", "whole", "columns"]),
+            st.sampled_from(DTYPES),
+            st.integers(1, 20),
+            st.integers(1, 300),
+            st.integers(0, 9),
+        ),
+        min_size=1,
+        max_size=5,
     ),
-    st.integers(0, 20), st.booleans(),
-)  # fmt: skip
-def test_parts_of_a_run_go_to_their_places_with_the_digests_that_their_sender_finds(method, kinds, gap, received_in_place):
+    st.integers(0, 20),
+    st.booleans(),
+)
+def test_parts_of_a_run_go_to_their_places_with_the_digests_that_their_sender_finds(
+    method, kinds, gap, received_in_place
+):
     targets, parts, at = [view_of(*kind) for kind in kinds], [], 0
     for target in targets:
         at = -(-(at + gap) // 8) * 8
@@ -137,21 +190,37 @@ def test_parts_of_a_run_go_to_their_places_with_the_digests_that_their_sender_fi
         at += target.nbytes
     source = noise(at)
     if received_in_place:
-        parts = [(start, source[start : start + t.nbytes].view(t.dtype).view(t.shape)) for start, t in parts]
-    sent = [source[start : start + t.nbytes].view(t.dtype).view(t.shape).clone() for start, t in parts]
+        parts = [
+            (start, source[start : start + t.nbytes].view(t.dtype).view(t.shape))
+            for start, t in parts
+        ]
+    sent = [
+        source[start : start + t.nbytes].view(t.dtype).view(t.shape).clone() for start, t in parts
+    ]
     around = [t._base.clone() for t in targets if t._is_view()]
     found = Copier(method).copy_parts(source, Parts(parts))
     assert found == fold(Copier(method).digest(s) for s in sent) and torch.equal(source, noise(at))
-    assert all(torch.equal(t.contiguous().view(torch.uint8), s.view(torch.uint8)) for (_, t), s in zip(parts, sent))
+    assert all(
+        torch.equal(t.contiguous().view(torch.uint8), s.view(torch.uint8))
+        for (_, t), s in zip(parts, sent)
+    )
     if not received_in_place:
         for target in targets:
             target.zero_()
-    assert all(torch.equal(t._base, before) for t, before in zip([t for t in targets if t._is_view()], around))
+    assert all(
+        torch.equal(t._base, before)
+        for t, before in zip([t for t in targets if t._is_view()], around)
+    )
 
 
 @needs_kernel
 def test_the_cast_rounds_as_torch_does():
-    bits = torch.cat([torch.arange(-(2**31), 2**31, 9973), torch.tensor([0x7F800000, 0x7F800001, 0x7FC00000, -0x800000, 1, -1])])
+    bits = torch.cat(
+        [
+            torch.arange(-(2**31), 2**31, 9973),
+            torch.tensor([0x7F800000, 0x7F800001, 0x7FC00000, -0x800000, 1, -1]),
+        ]
+    )
     source = bits.to(torch.int32).view(torch.float32)
     target = torch.zeros(len(source), dtype=torch.bfloat16)
     Copier("lanes").copy(target, source)
@@ -168,7 +237,8 @@ def test_more_than_a_block(method):
     assert torch.equal(target, source)
 
 
-# -- kernels and compilers ---------------------------------------------------------------------------------------------------
+# -- kernels and compilers
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -187,7 +257,9 @@ def test_a_kernel_is_compiled_once_and_kept(fresh):
     before = made.stat().st_mtime_ns
     native.library.cache_clear()
     assert native.library("copy") is not None
-    assert [f.name for f in (fresh / "llamarl").iterdir()] == [made.name] and made.stat().st_mtime_ns == before
+    assert [f.name for f in (fresh / "llamarl").iterdir()] == [
+        made.name
+    ] and made.stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize("compiler", ["there-is-no-such-compiler", "false"])

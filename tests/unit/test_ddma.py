@@ -1,4 +1,6 @@
-"""Weights in one process: the transaction over links that damage what they carry, the hand-on, transports, and the bound ends."""
+"""Weights in one process: the transaction over links that damage what they carry, the hand-on,
+transports, and the bound ends.
+"""
 
 import itertools
 import queue
@@ -13,23 +15,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from llamarl.control import Control, DeadlineExceeded
+from llamarl.comm.control import Control, TimedOut
 from llamarl.ddma import links
-from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
-from llamarl.ddma.layout import Destination, Source, buffer_of, travelling
 from llamarl.ddma.copies import Copier, kernel_version
+from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
+from llamarl.ddma.layout import Destination, Source, buffer_of, parameters_to_send
 from llamarl.ddma.links import Header, Kind, LinkTimeout, LocalLink, Slots, WeightsError, make_slots
-from llamarl.ddma.transports import End, choose_transports
 from llamarl.ddma.payload import buckets_of, buckets_of_buffer, size_of
 from llamarl.ddma.plan import make_plan
 from llamarl.ddma.subscriber import Incoming, Subscriber
 from llamarl.ddma.transfer import MAX_RETRIES, Outgoing, Publisher
-from llamarl.inference.quantize import QUANTIZED, quantize_rows
+from llamarl.ddma.transports import RankInfo, choose_transports
 from llamarl.models.config import ModelConfig
+from llamarl.models.quantize import QUANTIZED, quantize_rows
 from llamarl.models.sharding import Box, parameter_shapes
 
 CONFIG = ModelConfig("LlamaForCausalLM", 23, 10, 14, 2, 6, 2, 4, 1e-5, 1e4, None, 64, False, True)
-PARAMETERS = travelling(CONFIG, torch.float32)
+PARAMETERS = parameters_to_send(CONFIG, torch.float32)
 BUCKET = 1000  # bytes: a parameter is cut, small ones share a bucket
 COPIER = Copier("lanes" if kernel_version() else "xxh3")
 PATIENCE_S = 20  # for what must come; a busy machine is slow
@@ -54,7 +56,9 @@ def alone() -> Control:
 
 
 def until(predicate, *controls: Control):
-    """Wait for predicate() and return what it gave; raises what a thread of the controls ended with."""
+    """Wait for predicate() and return what it gave; raises what a thread of the controls ended
+    with.
+    """
     deadline = time.monotonic() + PATIENCE_S
     while not (value := predicate()):
         for control in controls:
@@ -68,7 +72,8 @@ def failure_of(control: Control) -> Exception:
     return until(lambda: control.failure)
 
 
-# -- links that damage what they carry ---------------------------------------------------------------------------------------
+# -- links that damage what they carry
+# ---------------------------------------------------------------------------------------
 
 
 class SpyLink(LocalLink):
@@ -84,14 +89,23 @@ class SpyLink(LocalLink):
             super().send(h, to_receiver)
 
     def bucket_sends(self, version):
-        return [i for h in self.forward if h.kind == Kind.BEGIN and h.version == version for i in h.more["buckets"]]
+        return [
+            i
+            for h in self.forward
+            if h.kind == Kind.BEGIN and h.version == version
+            for i in h.more["buckets"]
+        ]
 
     def verdicts(self, version):
-        return [h.more["wrong"] for h in self.back if h.kind == Kind.VERDICT and h.version == version]
+        return [
+            h.more["wrong"] for h in self.back if h.kind == Kind.VERDICT and h.version == version
+        ]
 
 
 class StreamLink(SpyLink):
-    """As gloo and NCCL: a bucket's bytes and digest are sent, and nothing else reaches the receiver."""
+    """As gloo and NCCL: a bucket's bytes and digest are sent, and nothing else reaches the
+    receiver.
+    """
 
     def __init__(self, change=lambda header: [header]):
         super().__init__(change)
@@ -121,7 +135,9 @@ class StreamLink(SpyLink):
 
 
 def corrupting(kind, bad, times):
-    """A link of this kind that flips a bit in the first `times` deliveries of the bytes of buckets that begin at bad(start)."""
+    """A link of this kind that flips a bit in the first `times` deliveries of the bytes of buckets
+    that begin at bad(start).
+    """
 
     class Corrupting(kind):
         left = times
@@ -147,39 +163,65 @@ LINKS = pytest.mark.parametrize("kind", [SpyLink, StreamLink])
 
 
 class Ends:
-    """Sources with a shard each, and one replica; publishers and subscriber have a Control of their own each."""
+    """Sources with a shard each, and one replica; publishers and subscriber have a Control of their
+    own each.
+    """
 
     def __init__(
         self,
         *links: LocalLink,
         num_buffers=2,
-        deadline_s=PATIENCE_S,
+        timeout_s=PATIENCE_S,
         follower: Outgoing | None = None,
         late=False,
         in_order=False,
     ):
         self.links = links = links or (SpyLink(),)
         self.sending, self.receiving = alone(), alone()
-        self.plan = make_plan(CONFIG, PARAMETERS, Source(fsdp=len(links)), Destination(), feed="direct")
-        self.buckets = [tuple(buckets_of(self.plan.pieces(s, 0), BUCKET)) for s in range(len(links))]
+        self.plan = make_plan(
+            CONFIG, PARAMETERS, Source(fsdp=len(links)), Destination(), feed="direct"
+        )
+        self.buckets = [
+            tuple(buckets_of(self.plan.pieces(s, 0), BUCKET)) for s in range(len(links))
+        ]
         self.publishers = []
         for link, buckets in zip(links, self.buckets):
             slots = Slots([torch.zeros(size_of(buckets), dtype=torch.uint8) for _ in range(2)])
             out = Outgoing(link, 0, 0, buckets, handed_on=follower is not None)
-            self.publishers.append(Publisher("policy", slots, [out], len(buckets), self.sending, deadline_s, COPIER))
+            self.publishers.append(
+                Publisher("policy", slots, [out], len(buckets), self.sending, timeout_s, COPIER)
+            )
         self.of = buffer_of(CONFIG, PARAMETERS, Destination(), 0)
         buffers = [torch.zeros(self.of.num_bytes, dtype=torch.uint8) for _ in range(num_buffers)]
-        incoming = [Incoming(link, b, f"trainer rank {s}") for s, (link, b) in enumerate(zip(links, self.buckets))]
-        self.subscriber = Subscriber("policy", self.of, buffers, incoming, self.receiving, deadline_s, COPIER, follower, in_order)
+        incoming = [
+            Incoming(link, b, f"trainer rank {s}")
+            for s, (link, b) in enumerate(zip(links, self.buckets))
+        ]
+        self.subscriber = Subscriber(
+            "policy",
+            self.of,
+            buffers,
+            incoming,
+            self.receiving,
+            timeout_s,
+            COPIER,
+            follower,
+            in_order,
+        )
         self.live = None
 
-    def publish(self, version, *, evaluate=False, must_differ=True, content=None, only=None, canary=None):
+    def publish(
+        self, version, *, evaluate=False, must_differ=True, content=None, only=None, canary=None
+    ):
         full = weights_of(version if content is None else content)
 
         def stage(s):
             def put(slot, progress):
-                # Not in the order in which they are sent: a bucket must not leave before it is whole.
-                for i in random.Random(version).sample(range(len(self.buckets[s])), len(self.buckets[s])):
+                # Not in the order in which they are sent: a bucket must not leave before it is
+                # whole.
+                for i in random.Random(version).sample(
+                    range(len(self.buckets[s])), len(self.buckets[s])
+                ):
                     for move in self.buckets[s][i].moves:
                         box = move.piece.box.within(Box.whole(move.piece.parameter.shape))
                         part = full[move.piece.parameter.name][box].reshape(-1)
@@ -191,7 +233,13 @@ class Ends:
         for s, publisher in enumerate(self.publishers):
             if only in (None, s):
                 said = {"canary of": version} if canary is None else canary
-                publisher.publish(version, stage(s), evaluate=evaluate, must_differ=must_differ, canary=lambda: said)
+                publisher.publish(
+                    version,
+                    stage(s),
+                    evaluate=evaluate,
+                    must_differ=must_differ,
+                    canary=lambda: said,
+                )
 
     def swap(self):
         def take(buffer):
@@ -213,7 +261,11 @@ class Ends:
 
     def staged(self, version):
         """Wait until the version is staged."""
-        return until(lambda: (s := self.subscriber.staged) and s.version == version, self.sending, self.receiving)
+        return until(
+            lambda: (s := self.subscriber.staged) and s.version == version,
+            self.sending,
+            self.receiving,
+        )
 
     def close(self):
         for publisher in self.publishers:
@@ -282,7 +334,11 @@ def test_damaged_bytes_are_named_and_sent_again(kind):
     ends = Ends(link)
     ends.publish(0), ends.receive(0)
     first, second = link.verdicts(0)
-    assert len(first) == 2 and second == [] and link.bucket_sends(0) == [*range(len(ends.buckets[0])), *first]
+    assert (
+        len(first) == 2
+        and second == []
+        and link.bucket_sends(0) == [*range(len(ends.buckets[0])), *first]
+    )
     ends.close()
 
 
@@ -309,7 +365,10 @@ def test_an_end_that_overtakes_its_beginning_costs_one_more_delivery():
             return []
         return (
             [header, held[0]]
-            if header.version == 1 and header.kind == Kind.END and len(held) == 1 and not held.append(None)
+            if header.version == 1
+            and header.kind == Kind.END
+            and len(held) == 1
+            and not held.append(None)
             else [header]
         )
 
@@ -331,7 +390,9 @@ def test_headers_that_come_twice_change_nothing():
 @LINKS
 def test_the_old_version_serves_while_a_new_one_is_damaged_and_the_run_then_ends(kind):
     def wrong(h):  # bucket 2: the third of the first delivery, then alone
-        return [with_wrong_digest(h, 2 if len(h.more["digests"]) > 1 else 0)] if is_end(1)(h) else [h]
+        return (
+            [with_wrong_digest(h, 2 if len(h.more["digests"]) > 1 else 0)] if is_end(1)(h) else [h]
+        )
 
     link = kind(wrong)
     ends = Ends(link)
@@ -339,13 +400,13 @@ def test_the_old_version_serves_while_a_new_one_is_damaged_and_the_run_then_ends
     ends.publish(1)
     error = failure_of(ends.receiving)
     assert isinstance(error, WeightsError)
-    text = (
-        r"weights 'policy' on rank 0, from trainer rank 0: buckets \[2\] of version 1 .* 3 times; the version in use is unchanged"
-    )
+    text = r"weights 'policy' on rank 0, from trainer rank 0: buckets \[2\] of version 1 .* 3 times; the version in use is unchanged"
     with pytest.raises(WeightsError, match=text):
         ends.receiving.check()
     # In one process either end may be the first to say so.
-    with pytest.raises(WeightsError, match=r"weights 'policy' from rank 0: .*\[2\].* version 1 .* 3 times"):
+    with pytest.raises(
+        WeightsError, match=r"weights 'policy' from rank 0: .*\[2\].* version 1 .* 3 times"
+    ):
         raise failure_of(ends.sending)
     assert link.verdicts(1) == [[2]] * MAX_RETRIES and MAX_RETRIES == 3
     assert ends.subscriber.staged is None and ends.swap() is None
@@ -359,9 +420,11 @@ def test_a_version_that_stops_on_its_way_ends_within_the_deadline(kind):
 
         def send_bytes(self, flat):
             self.sent += 1
-            return None if self.sent == 2 * len(ends.buckets[0]) else super().send_bytes(flat)  # the last of version 1
+            return (
+                None if self.sent == 2 * len(ends.buckets[0]) else super().send_bytes(flat)
+            )  # the last of version 1
 
-    ends = Ends(Cut(lambda h: [] if is_end(1)(h) else [h]), deadline_s=1.0)
+    ends = Ends(Cut(lambda h: [] if is_end(1)(h) else [h]), timeout_s=1.0)
     ends.publish(0), ends.receive(0)
     count = len(ends.buckets[0])
     began = time.monotonic()
@@ -371,31 +434,41 @@ def test_a_version_that_stops_on_its_way_ends_within_the_deadline(kind):
     assert 0.9 < time.monotonic() - began < 2.0 + PATIENCE_S / 2
     # Memory that is read lacks nothing but the word that it is right.
     missing = [count - 1] if kind is StreamLink else list(range(count))
-    assert f"version 1 stopped on its way with buckets {missing} of {count} to come: nothing came for 1 s" in str(raised.value)
+    assert (
+        f"version 1 stopped on its way with buckets {missing} of {count} to come: nothing came for 1 s"
+        in str(raised.value)
+    )
     assert "from trainer rank 0" in str(raised.value)
     assert ends.swap() is None and torch.equal(ends.live, bytes_of(0))
 
 
 def test_a_version_that_never_begins_is_named_by_the_sender_that_runs_out_of_slots():
-    ends = Ends(SpyLink(lambda h: [] if h.version == 1 else [h]), deadline_s=0.5)
+    ends = Ends(SpyLink(lambda h: [] if h.version == 1 else [h]), timeout_s=0.5)
     ends.publish(0), ends.receive(0)
     ends.publish(1), ends.publish(2)
     with pytest.raises(
-        DeadlineExceeded, match=r"rank 0, step 3: .* have not taken earlier weights for 0 s \(committed: version 0\)"
+        TimedOut,
+        match=r"rank 0, step 3: .* have not taken earlier weights for 0 s \(committed: version 0\)",
     ):
         ends.publish(3)
     assert ends.swap() is None and torch.equal(ends.live, bytes_of(0))
 
 
 class Untaken:
-    """A publisher whose generators never take anything. staged, canaries: versions of which these were made."""
+    """A publisher whose generators never take anything. staged, canaries: versions of which these
+    were made.
+    """
 
-    def __init__(self, deadline_s):
+    def __init__(self, timeout_s):
         self.control, self.staged, self.canaries = alone(), [], []
-        self.buckets = tuple(buckets_of(make_plan(CONFIG, PARAMETERS, Source(), Destination()).pieces(0, 0), BUCKET))
+        self.buckets = tuple(
+            buckets_of(make_plan(CONFIG, PARAMETERS, Source(), Destination()).pieces(0, 0), BUCKET)
+        )
         slots = Slots([torch.zeros(size_of(self.buckets), dtype=torch.uint8) for _ in range(2)])
         out = Outgoing(SpyLink(), 0, 0, self.buckets)
-        self.publisher = Publisher("policy", slots, [out], len(self.buckets), self.control, deadline_s, COPIER)
+        self.publisher = Publisher(
+            "policy", slots, [out], len(self.buckets), self.control, timeout_s, COPIER
+        )
 
     def publish(self, version):
         def stage(slot, progress):
@@ -411,14 +484,14 @@ class Untaken:
 
 
 def test_generators_that_never_take_weights_are_named_within_the_deadline():
-    ours = Untaken(deadline_s=0.3)
+    ours = Untaken(timeout_s=0.3)
     ours.publish(0), ours.publish(1)
-    with pytest.raises(DeadlineExceeded, match="step 2.*have not taken"):
+    with pytest.raises(TimedOut, match="step 2.*have not taken"):
         ours.publish(2)
 
 
 def test_a_trainer_that_waits_for_a_generator_hears_a_stop_and_takes_part_in_what_is_collective():
-    ours = Untaken(deadline_s=PATIENCE_S)
+    ours = Untaken(timeout_s=PATIENCE_S)
     ours.publish(0), ours.publish(1)
     waiting = ours.control.thread("trainer", ours.publish, 2)
     assert ours.staged == [0, 1]
@@ -429,7 +502,7 @@ def test_a_trainer_that_waits_for_a_generator_hears_a_stop_and_takes_part_in_wha
 
 
 def test_after_a_stop_a_version_that_has_a_slot_is_sent_as_ever():
-    ours = Untaken(deadline_s=PATIENCE_S)
+    ours = Untaken(timeout_s=PATIENCE_S)
     ours.publish(0)
     ours.control.request_stop("a test")
     ours.publish(1)
@@ -443,7 +516,8 @@ def test_a_payload_equal_to_the_last_is_an_error_after_an_optimizer_step():
     ends.staged(1)
     ends.publish(2, content=0, must_differ=True)
     with pytest.raises(
-        WeightsError, match="from rank 0: weights of version 2 equal those of the version before.*changed nothing"
+        WeightsError,
+        match="from rank 0: weights of version 2 equal those of the version before.*changed nothing",
     ):
         raise failure_of(ends.sending)
 
@@ -458,7 +532,9 @@ def test_one_changed_number_is_no_equal_payload():
         for i, bucket in enumerate(ends.buckets[0]):
             for move in bucket.moves:
                 part = (
-                    full[move.piece.parameter.name][move.piece.box.within(Box.whole(move.piece.parameter.shape))]
+                    full[move.piece.parameter.name][
+                        move.piece.box.within(Box.whole(move.piece.parameter.shape))
+                    ]
                     .reshape(-1)
                     .clone()
                 )
@@ -475,7 +551,8 @@ def test_one_changed_number_is_no_equal_payload():
     ends.close()
 
 
-# -- which version is served -------------------------------------------------------------------------------------------------
+# -- which version is served
+# -------------------------------------------------------------------------------------------------
 
 
 def test_a_newer_version_overtakes_one_that_nobody_took():
@@ -492,7 +569,9 @@ def begun(link, version):
 
 
 def stays(ends, version):
-    """The version is still staged a moment later, when the next one has begun to come and could have pushed it out."""
+    """The version is still staged a moment later, when the next one has begun to come and could
+    have pushed it out.
+    """
     link = ends.links[0]
     until(begun(link, version + 1), ends.sending, ends.receiving)
     time.sleep(0.1)
@@ -532,7 +611,11 @@ def test_in_order_a_version_gives_way_when_it_is_skipped():
     assert ends.subscriber.staged.version == 0, "another version was meant"
     ends.subscriber.skip(0)
     ends.staged(1)
-    assert not ends.subscriber.overtakable and ends.swap().version == 1 and torch.equal(ends.live, bytes_of(1))
+    assert (
+        not ends.subscriber.overtakable
+        and ends.swap().version == 1
+        and torch.equal(ends.live, bytes_of(1))
+    )
     ends.close()
 
 
@@ -626,7 +709,8 @@ def test_one_buffer_is_copied_out_at_a_swap():
     ends.close()
 
 
-# -- from replica to replica -------------------------------------------------------------------------------------------------
+# -- from replica to replica
+# -------------------------------------------------------------------------------------------------
 
 
 class Follower:
@@ -637,7 +721,14 @@ class Follower:
         whole = tuple(buckets_of_buffer(of, BUCKET))
         buffers = [torch.zeros(of.num_bytes, dtype=torch.uint8) for _ in range(2)]
         self.subscriber = Subscriber(
-            "policy", of, buffers, [Incoming(link, whole, "generator rank 0")], control, PATIENCE_S, COPIER, follower
+            "policy",
+            of,
+            buffers,
+            [Incoming(link, whole, "generator rank 0")],
+            control,
+            PATIENCE_S,
+            COPIER,
+            follower,
         )
 
     swap, receive, live, staged = Ends.swap, Ends.receive, None, Ends.staged
@@ -651,7 +742,13 @@ class Follower:
 
 def hand_on(link, further=False) -> Outgoing:
     """further: the receiver hands on too."""
-    return Outgoing(link, 0, 0, tuple(buckets_of_buffer(buffer_of(CONFIG, PARAMETERS, Destination(), 0), BUCKET)), further)
+    return Outgoing(
+        link,
+        0,
+        0,
+        tuple(buckets_of_buffer(buffer_of(CONFIG, PARAMETERS, Destination(), 0), BUCKET)),
+        further,
+    )
 
 
 @LINKS
@@ -711,7 +808,9 @@ def test_what_stays_damaged_on_its_way_on_names_the_replica_that_sent_it():
     ends = Ends(follower=hand_on(link))
     second = Follower(link, control)
     ends.publish(0), ends.receive(0)
-    with pytest.raises(WeightsError, match=r"from generator rank 0: buckets \[0, .* of version 0 .* 3 times"):
+    with pytest.raises(
+        WeightsError, match=r"from generator rank 0: buckets \[0, .* of version 0 .* 3 times"
+    ):
         raise failure_of(control)
     with pytest.raises(WeightsError, match="handed on by rank 0"):
         raise failure_of(ends.receiving)
@@ -732,14 +831,15 @@ def test_a_replica_that_evaluates_holds_nobody_up_but_its_own_next_version():
     second.subscriber.close()
 
 
-# -- transports --------------------------------------------------------------------------------------------------------------
+# -- transports
+# --------------------------------------------------------------------------------------------------------------
 
-CPU = [End(rank, "host a", None) for rank in range(4)]
-FAR_CPU = End(9, "host b", None)
-GPU = [End(rank, "host a", f"gpu {rank}", nccl=True) for rank in range(4)]
-FAR_GPU = End(8, "host b", "gpu 8", nccl=True)
-SAME_GPU = End(7, "host a", "gpu 0", nccl=True)
-WITHOUT_NCCL = End(6, "host a", "gpu 6", nccl=False)
+CPU = [RankInfo(rank, "host a", None) for rank in range(4)]
+FAR_CPU = RankInfo(9, "host b", None)
+GPU = [RankInfo(rank, "host a", f"gpu {rank}", nccl=True) for rank in range(4)]
+FAR_GPU = RankInfo(8, "host b", "gpu 8", nccl=True)
+SAME_GPU = RankInfo(7, "host a", "gpu 0", nccl=True)
+WITHOUT_NCCL = RankInfo(6, "host a", "gpu 6", nccl=False)
 
 
 def chosen(*pairs, asked="auto"):
@@ -754,33 +854,68 @@ def test_auto_takes_the_nearest_way():
     assert chosen((GPU[0], SAME_GPU)) == ["cuda_ipc"]
     assert chosen((GPU[0], GPU[1])) == ["cuda_ipc"]
     assert chosen((GPU[0], FAR_GPU)) == ["nccl"]
-    assert chosen((GPU[0], GPU[1]), (GPU[0], FAR_GPU), (GPU[0], GPU[0])) == ["cuda_ipc", "nccl", "local"]
+    assert chosen((GPU[0], GPU[1]), (GPU[0], FAR_GPU), (GPU[0], GPU[0])) == [
+        "cuda_ipc",
+        "nccl",
+        "local",
+    ]
     assert chosen((GPU[0], WITHOUT_NCCL)) == ["cuda_ipc"]
 
 
 def test_auto_keeps_off_the_device_where_one_pair_has_no_device_in_common():
     assert chosen((GPU[0], CPU[3]), (GPU[0], GPU[1])) == ["shm", "shm"]
     assert chosen((GPU[0], FAR_CPU)) == ["gloo"]
-    far_without = End(5, "host b", "gpu 5", nccl=False)
+    far_without = RankInfo(5, "host b", "gpu 5", nccl=False)
     assert chosen((GPU[0], far_without), (GPU[0], GPU[1])) == ["gloo", "shm"]
 
 
 def test_keys_are_the_ranks_of_sender_and_receiver():
-    assert choose_transports("auto", [(CPU[0], CPU[1]), (CPU[1], CPU[1])]) == {(0, 1): "shm", (1, 1): "local"}
+    assert choose_transports("auto", [(CPU[0], CPU[1]), (CPU[1], CPU[1])]) == {
+        (0, 1): "shm",
+        (1, 1): "local",
+    }
 
 
 @pytest.mark.parametrize(
     "asked, pairs, why",
     [
         ("shm", [(CPU[0], FAR_CPU)], "ranks 0 and 9 are on different hosts; use gloo, or auto"),
-        ("shm", [(GPU[0], FAR_GPU)], "ranks 0 and 8 are on different hosts; use gloo or nccl, or auto"),
-        ("cuda_ipc", [(GPU[0], GPU[1]), (GPU[0], FAR_GPU)], "ranks 0 and 8 are on different hosts; use gloo or nccl, or auto"),
-        ("cuda_ipc", [(CPU[0], CPU[1])], "ranks 0 and 1 do not both have a GPU; use shm or gloo, or auto"),
-        ("cuda_ipc", [(GPU[0], CPU[1])], "ranks 0 and 1 do not both have a GPU; use shm or gloo, or auto"),
-        ("nccl", [(CPU[0], CPU[1])], "ranks 0 and 1 do not both have a GPU; use shm or gloo, or auto"),
+        (
+            "shm",
+            [(GPU[0], FAR_GPU)],
+            "ranks 0 and 8 are on different hosts; use gloo or nccl, or auto",
+        ),
+        (
+            "cuda_ipc",
+            [(GPU[0], GPU[1]), (GPU[0], FAR_GPU)],
+            "ranks 0 and 8 are on different hosts; use gloo or nccl, or auto",
+        ),
+        (
+            "cuda_ipc",
+            [(CPU[0], CPU[1])],
+            "ranks 0 and 1 do not both have a GPU; use shm or gloo, or auto",
+        ),
+        (
+            "cuda_ipc",
+            [(GPU[0], CPU[1])],
+            "ranks 0 and 1 do not both have a GPU; use shm or gloo, or auto",
+        ),
+        (
+            "nccl",
+            [(CPU[0], CPU[1])],
+            "ranks 0 and 1 do not both have a GPU; use shm or gloo, or auto",
+        ),
         ("nccl", [(CPU[0], FAR_CPU)], "ranks 0 and 9 do not both have a GPU; use gloo, or auto"),
-        ("nccl", [(GPU[0], WITHOUT_NCCL)], "ranks 0 and 6 run a torch without NCCL; use shm or gloo or cuda_ipc, or auto"),
-        ("nccl", [(GPU[0], SAME_GPU)], "ranks 0 and 7 share one GPU, which NCCL refuses; use shm or gloo or cuda_ipc, or auto"),
+        (
+            "nccl",
+            [(GPU[0], WITHOUT_NCCL)],
+            "ranks 0 and 6 run a torch without NCCL; use shm or gloo or cuda_ipc, or auto",
+        ),
+        (
+            "nccl",
+            [(GPU[0], SAME_GPU)],
+            "ranks 0 and 7 share one GPU, which NCCL refuses; use shm or gloo or cuda_ipc, or auto",
+        ),
         ("nccl", [(GPU[0], GPU[0]), (GPU[0], SAME_GPU)], "ranks 0 and 7 share one GPU"),
     ],
 )
@@ -792,44 +927,91 @@ def test_a_transport_that_cannot_join_two_ranks_is_refused_with_what_can(asked, 
 
 @pytest.mark.parametrize(
     "asked, pair",
-    [("gloo", (CPU[0], FAR_CPU)), ("gloo", (GPU[0], GPU[1])), ("shm", (GPU[0], GPU[1])), ("shm", (CPU[0], CPU[1])),
-     ("nccl", (GPU[0], GPU[1])), ("nccl", (GPU[0], FAR_GPU)), ("cuda_ipc", (GPU[0], SAME_GPU))],
-)  # fmt: skip
+    [
+        ("gloo", (CPU[0], FAR_CPU)),
+        ("gloo", (GPU[0], GPU[1])),
+        ("shm", (GPU[0], GPU[1])),
+        ("shm", (CPU[0], CPU[1])),
+        ("nccl", (GPU[0], GPU[1])),
+        ("nccl", (GPU[0], FAR_GPU)),
+        ("cuda_ipc", (GPU[0], SAME_GPU)),
+    ],
+)
 def test_a_transport_that_can_is_taken_as_asked(asked, pair):
     assert chosen(pair, (pair[0], pair[0]), asked=asked) == [asked, "local"]
 
 
 def test_what_a_replica_hands_on_lies_in_its_own_memory_so_it_goes_by_gloo_on_one_host_too():
-    far = [CPU[0], End(1, "host b", None), End(2, "host b", None)]
+    far = [CPU[0], RankInfo(1, "host b", None), RankInfo(2, "host b", None)]
     route = WeightsRoute(
-        "policy", sources=(0,), destinations=(1, 2), source=Source(), destination=Destination(1, 2), dtype=torch.float32, quantize="none",
-        keep=(), transport="auto", ends=far, group=None, device_group=None,
-        control=Control(None, rank=1, world_size=3, leader=0, names=["a", "b", "c"]), deadline_s=PATIENCE_S,
-    )  # fmt: skip
+        "policy",
+        sources=(0,),
+        destinations=(1, 2),
+        source=Source(),
+        destination=Destination(1, 2),
+        dtype=torch.float32,
+        quantize="none",
+        keep=(),
+        transport="auto",
+        ends=far,
+        group=None,
+        device_group=None,
+        control=Control(None, rank=1, world_size=3, leader=0, names=["a", "b", "c"]),
+        timeout_s=PATIENCE_S,
+    )
     assert route.plan(CONFIG).follower(0) == 1
     assert route.link(0, sending=False).transport == route.link(2, sending=True).transport == "gloo"
 
 
 @pytest.mark.parametrize("on_host, transport", [(False, "cuda_ipc"), (True, "shm")])
-def test_weights_that_are_staged_on_the_host_of_two_gpus_do_not_travel_between_devices(on_host, transport):
+def test_weights_that_are_staged_on_the_host_of_two_gpus_do_not_travel_between_devices(
+    on_host, transport
+):
     route = WeightsRoute(
-        "policy", sources=(0,), destinations=(1,), source=Source(), destination=Destination(), dtype=torch.float32, quantize="none",
-        keep=(), transport="auto", on_host=on_host, ends=GPU[:2], group=None, device_group=None,
-        control=Control(None, rank=0, world_size=2, leader=0, names=["a", "b"]), deadline_s=PATIENCE_S,
-    )  # fmt: skip
+        "policy",
+        sources=(0,),
+        destinations=(1,),
+        source=Source(),
+        destination=Destination(),
+        dtype=torch.float32,
+        quantize="none",
+        keep=(),
+        transport="auto",
+        on_host=on_host,
+        ends=GPU[:2],
+        group=None,
+        device_group=None,
+        control=Control(None, rank=0, world_size=2, leader=0, names=["a", "b"]),
+        timeout_s=PATIENCE_S,
+    )
     assert route.link(1, sending=True).transport == transport and route.on_device is not on_host
 
 
-# -- the bound ends ----------------------------------------------------------------------------------------------------------
+# -- the bound ends
+# ----------------------------------------------------------------------------------------------------------
 
 
 def bound(trainer, generator, *, dtype=torch.float32, quantize="none", keep=()):
-    """Sender and receiver of one process, where the trainer's parameters are `trainer` and the generator's `generator`."""
+    """Sender and receiver of one process, where the trainer's parameters are `trainer` and the
+    generator's `generator`.
+    """
     control = alone()
     route = WeightsRoute(
-        "policy", sources=(0,), destinations=(0,), source=Source(), destination=Destination(), dtype=dtype, quantize=quantize,
-        keep=keep, transport="auto", ends=[CPU[0]], group=None, device_group=None, control=control, deadline_s=PATIENCE_S,
-    )  # fmt: skip
+        "policy",
+        sources=(0,),
+        destinations=(0,),
+        source=Source(),
+        destination=Destination(),
+        dtype=dtype,
+        quantize=quantize,
+        keep=keep,
+        transport="auto",
+        ends=[CPU[0]],
+        group=None,
+        device_group=None,
+        control=control,
+        timeout_s=PATIENCE_S,
+    )
     sender, receiver = WeightsSender(route), WeightsReceiver(route)
     sender.bind(CONFIG, list(trainer.items()))
     receiver.bind(CONFIG, list(generator.items()))
@@ -864,20 +1046,27 @@ def test_parameters_arrive_in_the_generators_dtype_and_follow_the_trainer():
 @pytest.mark.parametrize("quantize", ["fp8", "int8"])
 def test_quantised_weights_arrive_as_quantising_the_whole_makes_them(quantize):
     keep = ("layers.1.mlp.down_proj",)
-    travels = travelling(CONFIG, torch.bfloat16, QUANTIZED[quantize], keep)
+    travels = parameters_to_send(CONFIG, torch.bfloat16, QUANTIZED[quantize], keep)
     trainer = parameters_of()
-    generator = {p.name: torch.nn.Parameter(torch.zeros(p.shape, dtype=p.dtype), requires_grad=False) for p in travels}
-    sender, receiver, control = bound(trainer, generator, dtype=torch.bfloat16, quantize=quantize, keep=keep)
+    generator = {
+        p.name: torch.nn.Parameter(torch.zeros(p.shape, dtype=p.dtype), requires_grad=False)
+        for p in travels
+    }
+    sender, receiver, control = bound(
+        trainer, generator, dtype=torch.bfloat16, quantize=quantize, keep=keep
+    )
     synced(sender, receiver, control, 1)
     for name, p in trainer.items():
         if f"{name}_scale" in generator:
             q, scale = quantize_rows(p.data, quantize)
-            assert torch.equal(generator[name].view(torch.uint8), q.view(torch.uint8)) and torch.equal(
-                generator[f"{name}_scale"].data, scale
-            )
+            assert torch.equal(
+                generator[name].view(torch.uint8), q.view(torch.uint8)
+            ) and torch.equal(generator[f"{name}_scale"].data, scale)
         else:
             assert torch.equal(generator[name].data, p.data.bfloat16())
-    assert sum(name.endswith("_scale") for name in generator) == 2 * 7 - 1 + 1  # the projections of two layers but one, the head
+    assert (
+        sum(name.endswith("_scale") for name in generator) == 2 * 7 - 1 + 1
+    )  # the projections of two layers but one, the head
     sender.close(), receiver.close()
     control.check()
 
@@ -887,7 +1076,10 @@ def test_a_generator_that_fuses_gets_fused_tensors():
     generator, want = {}, {}
     for name in parameter_shapes(CONFIG):
         parts = [name]
-        for first, fused, others in (("q_proj", "qkv_proj", ("k_proj", "v_proj")), ("gate_proj", "gate_up_proj", ("up_proj",))):
+        for first, fused, others in (
+            ("q_proj", "qkv_proj", ("k_proj", "v_proj")),
+            ("gate_proj", "gate_up_proj", ("up_proj",)),
+        ):
             if first in name:
                 parts += [name.replace(first, other) for other in others]
                 name = name.replace(first, fused)
@@ -904,28 +1096,38 @@ def test_a_generator_that_fuses_gets_fused_tensors():
 
 def test_parameters_that_are_not_what_the_topology_says_are_refused():
     fat = {**parameters_of(), "model.norm.weight": torch.nn.Parameter(torch.zeros(11))}
-    with pytest.raises(WeightsError, match=r"model.norm.weight: rank 0 holds \(11,\), the topology says \(10,\)"):
+    with pytest.raises(
+        WeightsError, match=r"model.norm.weight: rank 0 holds \(11,\), the topology says \(10,\)"
+    ):
         bound(fat, parameters_of())
     with pytest.raises(
-        WeightsError, match=r"model.norm.weight: the generator holds \(11,\) torch.float32, \(10,\) torch.float32 would come"
+        WeightsError,
+        match=r"model.norm.weight: the generator holds \(11,\) torch.float32, \(10,\) torch.float32 would come",
     ):
         bound(parameters_of(), fat)
     with pytest.raises(
-        WeightsError, match=r"embed_tokens.weight: the generator holds \(23, 10\) torch.bfloat16, .* torch.float32 would"
+        WeightsError,
+        match=r"embed_tokens.weight: the generator holds \(23, 10\) torch.bfloat16, .* torch.float32 would",
     ):
         bound(parameters_of(), parameters_of(dtype=torch.bfloat16))
-    with pytest.raises(WeightsError, match="other.weight: the generator's model has it, the trainer's weights do not"):
-        bound(parameters_of(), {**parameters_of(), "other.weight": torch.nn.Parameter(torch.zeros(1))})
+    with pytest.raises(
+        WeightsError,
+        match="other.weight: the generator's model has it, the trainer's weights do not",
+    ):
+        bound(
+            parameters_of(), {**parameters_of(), "other.weight": torch.nn.Parameter(torch.zeros(1))}
+        )
 
 
 def test_nccl_is_refused_where_two_ranks_of_one_side_share_a_gpu():
     """They are no pair, but would be in one group with the others."""
-    a, b, c = (End(rank, "one", gpu, nccl=True) for rank, gpu in enumerate(("x", "x", "y")))
+    a, b, c = (RankInfo(rank, "one", gpu, nccl=True) for rank, gpu in enumerate(("x", "x", "y")))
     with pytest.raises(WeightsError, match="one NCCL group.*use shm or gloo or cuda_ipc"):
         choose_transports("nccl", [(a, c), (b, c)])
 
 
-# -- shared memory --------------------------------------------------------------------------------------------------------
+# -- shared memory
+# --------------------------------------------------------------------------------------------------------
 
 KILLED_WHILE_CONNECTING = """
 import os, signal, torch
@@ -937,7 +1139,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_sender_killed_before_its_receivers_have_mapped_its_memory_leaves_nothing_behind():
-    done = subprocess.run([sys.executable, "-c", KILLED_WHILE_CONNECTING], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_WHILE_CONNECTING], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not list(Path("/dev/shm").glob(f"llamarl-{int(done.stdout)}-*"))
 

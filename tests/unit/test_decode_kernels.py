@@ -1,4 +1,6 @@
-"""The native pass by each of its kernels: the same numbers up to rounding, and a row's bits whatever lies beside it."""
+"""The native pass by each of its kernels: the same numbers up to rounding, and a row's bits
+whatever lies beside it.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,27 @@ pytestmark = pytest.mark.machine
 
 MAX_LEN = 32
 ROWS = 70  # two tiles of rows and more than one block
-# bfloat16 activations differ in their last bit where sums in another order round differently, layer by layer.
+# bfloat16 activations differ in their last bit where sums in another order round differently, layer
+# by layer.
 BFLOAT16_LOGITS = 0.05
 
 # The inputs of the second model's products are no whole tiles (48), or only some are (64 but 80).
 SHAPES = {
     "tiny": {},
-    "no_tiles": {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 80},
-    "some_tiles": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 80},
+    "no_tiles": {
+        "hidden_size": 48,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 80,
+    },
+    "some_tiles": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 80,
+    },
 }
 
 
@@ -60,7 +75,14 @@ def test_a_row_has_the_same_bits_among_any_other_rows(shape, dtype):
     engine = native_engine(shape, dtype)
     for way in ways(engine):
         together = logits(engine, way, slice(0, ROWS))
-        for rows in (slice(0, 1), slice(3, 10), slice(5, 21), slice(1, 33), slice(2, 35), slice(6, ROWS)):
+        for rows in (
+            slice(0, 1),
+            slice(3, 10),
+            slice(5, 21),
+            slice(1, 33),
+            slice(2, 35),
+            slice(6, ROWS),
+        ):
             assert torch.equal(logits(engine, way, rows), together[:, rows]), (way, rows)
 
 
@@ -78,8 +100,12 @@ def test_tiles_and_vectors_give_the_modules_logits(shape):
 
 
 def test_tiles_are_really_other_instructions():
-    """Where there are tiles, they sum in another order than vectors: the two do not give the same bits everywhere."""
+    """Where there are tiles, they sum in another order than vectors: the two do not give the same
+    bits everywhere.
+    """
     engine = native_engine("tiny", torch.bfloat16)
     if len(ways(engine)) < 2:
         pytest.skip("this CPU has no tile instructions for bfloat16")
-    assert not torch.equal(logits(engine, "tiles", slice(0, ROWS)), logits(engine, "vectors", slice(0, ROWS)))
+    assert not torch.equal(
+        logits(engine, "tiles", slice(0, ROWS)), logits(engine, "vectors", slice(0, ROWS))
+    )

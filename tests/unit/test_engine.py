@@ -5,7 +5,8 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llamarl.inference.decode import NativeDecode
@@ -21,12 +22,24 @@ pytestmark = pytest.mark.machine
 
 MAX_LEN = 40
 CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM", vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-6, rope_theta=10000.0, rope_scaling=None,
-    max_position_embeddings=64, tie_word_embeddings=True, attention_bias=False,
+    architecture="LlamaForCausalLM",
+    vocab_size=31,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    attention_bias=False,
 )
 
-# Of logprobs by two routes: the C kernel, the module with a cache, and its whole forward, which round each in their own way.
+# Of logprobs by two routes: the C kernel, the module with a cache, and its whole forward, which
+# round each in their own way.
 TOLERANCE = of_logprobs(CONFIG, size=5.0)
 
 
@@ -70,7 +83,9 @@ def full_forward_logits(decoder, completion):
     """[L, V] that the completion's tokens were chosen from, by one forward over the whole sequence."""
     ids = torch.cat([completion.prompt_ids, completion.token_ids])
     with torch.no_grad():
-        logits = decoder(ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()])))
+        logits = decoder(
+            ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()]))
+        )
     return logits[completion.prompt_ids.numel() - 1 : -1]
 
 
@@ -86,17 +101,39 @@ PROMPTS = [[1, 5, 9], [1, 7], [3], [2, 4, 6, 8, 10, 12, 14], [1, 5, 9, 11]]
 
 def test_greedy_equals_transformers_generate(way, tmp_path):
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=61, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
-        head_dim=8, max_position_embeddings=128, initializer_range=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )).eval()
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=61,
+            hidden_size=48,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=128,
+            initializer_range=0.3,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    ).eval()
     model.save_pretrained(tmp_path)
     decoder = load_weights(build_decoder(read_config(tmp_path)), tmp_path)
-    ours = Engine(decoder, max_slots=3, max_len=64).generate(PROMPTS, SamplingParams(40, temperature=0.0, stop_token_ids=(2,)))
+    ours = Engine(decoder, max_slots=3, max_len=64).generate(
+        PROMPTS, SamplingParams(40, temperature=0.0, stop_token_ids=(2,))
+    )
     for prompt, (completion,) in zip(PROMPTS, ours):
         generated = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
-        theirs, margins = generated[0, len(prompt) :], margins_of(model(generated).logits[0, len(prompt) - 1 : -1])
-        assert_same_greedy(completion.token_ids, theirs, margins, of_logprobs(model.config, size=float(margins.max())))
+        theirs, margins = (
+            generated[0, len(prompt) :],
+            margins_of(model(generated).logits[0, len(prompt) - 1 : -1]),
+        )
+        assert_same_greedy(
+            completion.token_ids,
+            theirs,
+            margins,
+            of_logprobs(model.config, size=float(margins.max())),
+        )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -112,13 +149,18 @@ def test_generator_logprobs_equal_a_fresh_full_forward(way, temperature):
 
 def test_score_is_the_logprobs_of_the_sampling_path():
     e = engine()
-    (completion,), = e.generate([PROMPTS[3]], SamplingParams(12, temperature=0.7))
+    ((completion,),) = e.generate([PROMPTS[3]], SamplingParams(12, temperature=0.7))
     e.submit(9, [1, 2], SamplingParams(20))
     e.step(2)
     got = e.score(completion.prompt_ids, completion.token_ids, temperature=0.7)
     torch.testing.assert_close(got, completion.generator_logprobs, atol=TOLERANCE, rtol=0)
     running = drain(e)[0, 9, 0]
-    torch.testing.assert_close(running.generator_logprobs, full_forward_logprobs(e.decoder, running), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        running.generator_logprobs,
+        full_forward_logprobs(e.decoder, running),
+        atol=TOLERANCE,
+        rtol=0,
+    )
     assert e.score([1], []).shape == (0,)
 
 
@@ -129,7 +171,11 @@ def test_a_sample_depends_on_its_seed_and_ticket_alone_and_not_on_slots_batch_or
         e = engine(max_slots=max_slots)
         for ticket in order:
             if extra:
-                e.submit(100 + ticket, [9, 9, 9], SamplingParams(7, top_k=3, temperature=0.5, n=2, seed=1))
+                e.submit(
+                    100 + ticket,
+                    [9, 9, 9],
+                    SamplingParams(7, top_k=3, temperature=0.5, n=2, seed=1),
+                )
             e.submit(ticket, PROMPTS[ticket], params)
         return {key: c.token_ids.tolist() for key, c in drain(e, chunk).items() if key[1] < 100}
 
@@ -140,7 +186,9 @@ def test_a_sample_depends_on_its_seed_and_ticket_alone_and_not_on_slots_batch_or
     other = engine(max_slots=20)
     for ticket, prompt in enumerate(PROMPTS):
         other.submit(ticket, prompt, params, stream=1)
-    assert all(other_c.token_ids.tolist() != alone[0, t, i] for (_, t, i), other_c in drain(other).items())
+    assert all(
+        other_c.token_ids.tolist() != alone[0, t, i] for (_, t, i), other_c in drain(other).items()
+    )
 
 
 def test_the_same_submissions_give_the_same_bits():
@@ -159,9 +207,11 @@ def test_the_same_submissions_give_the_same_bits():
 
 def test_samples_of_one_prompt_follow_the_softmax():
     e = engine(max_slots=500)
-    group, = e.generate([PROMPTS[0]], SamplingParams(1, n=4000))
+    (group,) = e.generate([PROMPTS[0]], SamplingParams(1, n=4000))
     with torch.no_grad():
-        logits = e.decoder(torch.tensor(PROMPTS[0]), torch.arange(3), PackedAttention(torch.tensor([0, 3])))[-1]
+        logits = e.decoder(
+            torch.tensor(PROMPTS[0]), torch.arange(3), PackedAttention(torch.tensor([0, 3]))
+        )[-1]
     expected = logits.double().softmax(0) * 4000
     seen = torch.bincount(torch.cat([c.token_ids for c in group]), minlength=31)
     often = expected >= 5
@@ -184,7 +234,8 @@ def test_new_weights_stamp_later_tokens_and_keep_the_cache():
     before = full_forward_logprobs(old, completion)[:5]
     torch.testing.assert_close(completion.generator_logprobs[:5], before, atol=TOLERANCE, rtol=0)
 
-    # The reference: the new weights over the keys and values that the old ones left (token 4 was sampled, but not yet read).
+    # The reference: the new weights over the keys and values that the old ones left (token 4 was
+    # sampled, but not yet read).
     kept = 3 + 4
     ids = torch.cat([completion.prompt_ids, completion.token_ids])
 
@@ -194,17 +245,24 @@ def test_new_weights_stamp_later_tokens_and_keep_the_cache():
 
         def attend(self, layer, q, k, v):
             if layer in self.cached:
-                k, v = (torch.cat([before[:kept], now[kept:]]) for before, now in zip(self.cached[layer], (k, v)))
+                k, v = (
+                    torch.cat([before[:kept], now[kept:]])
+                    for before, now in zip(self.cached[layer], (k, v))
+                )
             self.cached[layer] = (k, v)
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[
+                0
+            ].transpose(0, 1)
 
     context = Mixed()
     with torch.no_grad():
         for decoder in (old, new):
             logits = decoder(ids, torch.arange(ids.numel()), context)
     expected = logits[2:-1].log_softmax(1).gather(1, completion.token_ids[:, None]).squeeze(1)
-    torch.testing.assert_close(completion.generator_logprobs[5:], expected[5:], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        completion.generator_logprobs[5:], expected[5:], atol=TOLERANCE, rtol=0
+    )
     assert (full_forward_logprobs(new, completion)[5:] - expected[5:]).abs().max() > 100 * TOLERANCE
 
 
@@ -223,13 +281,15 @@ def test_stop_tokens_end_a_completion_and_are_its_last_token():
 def test_min_new_tokens_keeps_stop_tokens_out_of_the_distribution():
     e = engine(max_slots=64)
     params = SamplingParams(10, min_new_tokens=4, stop_token_ids=tuple(range(15)), n=50)
-    completions, = e.generate([PROMPTS[0]], params)
+    (completions,) = e.generate([PROMPTS[0]], params)
     lengths = [c.token_ids.numel() for c in completions]
     assert min(lengths) == 5  # four without a stop token, then one
     for c in completions[:5]:
         ids = torch.cat([c.prompt_ids, c.token_ids])
         with torch.no_grad():
-            logits = e.decoder(ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()])))[2:-1]
+            logits = e.decoder(
+                ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()]))
+            )[2:-1]
         logits[:4, :15] = -math.inf
         expected = logits.log_softmax(1).gather(1, c.token_ids[:, None]).squeeze(1)
         torch.testing.assert_close(c.generator_logprobs, expected, atol=TOLERANCE, rtol=0)
@@ -243,7 +303,9 @@ def test_greedy_and_sampling_rows_share_a_batch():
     greedy = drain(e)[1, 0, 0]
     margins = margins_of(full_forward_logits(e.decoder, expected))
     assert_same_greedy(greedy.token_ids, expected.token_ids, margins, TOLERANCE)
-    torch.testing.assert_close(greedy.generator_logprobs, full_forward_logprobs(e.decoder, greedy), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        greedy.generator_logprobs, full_forward_logprobs(e.decoder, greedy), atol=TOLERANCE, rtol=0
+    )
 
 
 def test_a_group_larger_than_the_slots_is_split_over_time():
@@ -271,11 +333,15 @@ def test_step_returns_the_number_of_tokens_sampled(chunk):
 
 def assert_parity(e, completions):
     for c in completions:
-        torch.testing.assert_close(c.generator_logprobs, full_forward_logprobs(e.decoder, c), atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(
+            c.generator_logprobs, full_forward_logprobs(e.decoder, c), atol=TOLERANCE, rtol=0
+        )
 
 
 def test_the_longest_completion_fills_its_slot_and_no_other(way):
-    e = engine(max_slots=2, max_len=16)  # a whole number of blocks: the place behind it is the next slot's first
+    e = engine(
+        max_slots=2, max_len=16
+    )  # a whole number of blocks: the place behind it is the next slot's first
     e.submit(0, [1, 2, 3, 4], SamplingParams(12))
     e.submit(1, [5], SamplingParams(15))
     assert_parity(e, drain(e, chunk=20).values())
@@ -283,7 +349,9 @@ def test_the_longest_completion_fills_its_slot_and_no_other(way):
 
 def test_rows_that_ended_but_were_not_yet_taken_out_do_not_lengthen_the_cache(way):
     e = engine(max_slots=41)
-    e.submit(0, [1] * 8, SamplingParams(8))  # ends at place 16 of 16, alone, four tokens before the others
+    e.submit(
+        0, [1] * 8, SamplingParams(8)
+    )  # ends at place 16 of 16, alone, four tokens before the others
     e.submit(1, [5], SamplingParams(12, n=40))
     assert_parity(e, drain(e, chunk=20).values())
 
@@ -299,23 +367,39 @@ def test_the_cache_grows_under_running_rows(way):
 def test_aborted_samples_keep_their_tokens_and_the_rest_go_on():
     e = engine(max_slots=3)
     e.submit(0, PROMPTS[0], SamplingParams(10, n=2))
-    # Longer than the first cache and with more stop tokens than the first table, so that both are made anew while stepping.
+    # Longer than the first cache and with more stop tokens than the first table, so that both are
+    # made anew while stepping.
     e.submit(1, PROMPTS[1], SamplingParams(30, stop_token_ids=(2, 3), min_new_tokens=30, n=3))
     e.submit(0, PROMPTS[2], SamplingParams(10), stream=1)
     e.step(4)
     assert e.abort(0, stream=0) == 2
     assert e.abort(0, stream=0) == 0
     aborted = [c for _, c in e.pop_finished()]
-    assert [(c.ticket, c.finish_reason, c.token_ids.numel()) for c in aborted] == [(0, "aborted", 4)] * 2
+    assert [(c.ticket, c.finish_reason, c.token_ids.numel()) for c in aborted] == [
+        (0, "aborted", 4)
+    ] * 2
     rest = drain(e)
-    assert {key: c.token_ids.numel() for key, c in rest.items()} == {(0, 1, 0): 30, (0, 1, 1): 30, (0, 1, 2): 30, (1, 0, 0): 10}
+    assert {key: c.token_ids.numel() for key, c in rest.items()} == {
+        (0, 1, 0): 30,
+        (0, 1, 1): 30,
+        (0, 1, 2): 30,
+        (1, 0, 0): 10,
+    }
     assert_parity(e, [rest[1, 0, 0]])
     for c in (rest[0, 1, i] for i in range(3)):
-        assert (c.generator_logprobs - full_forward_logprobs(e.decoder, c, banned=(2, 3))).abs().max() < TOLERANCE
+        assert (
+            c.generator_logprobs - full_forward_logprobs(e.decoder, c, banned=(2, 3))
+        ).abs().max() < TOLERANCE
     e.submit(5, PROMPTS[0], SamplingParams(10, n=5))
     e.step(1)
     assert e.abort() == 5 and (e.num_live, e.num_waiting) == (0, 0)
-    assert sorted((c.sample_index, c.token_ids.numel()) for _, c in e.pop_finished()) == [(0, 1), (1, 1), (2, 1), (3, 0), (4, 0)]
+    assert sorted((c.sample_index, c.token_ids.numel()) for _, c in e.pop_finished()) == [
+        (0, 1),
+        (1, 1),
+        (2, 1),
+        (3, 0),
+        (4, 0),
+    ]
 
 
 def test_prompts_beyond_one_prefill_are_prefilled_in_parts(monkeypatch):
@@ -329,10 +413,15 @@ def test_prompts_beyond_one_prefill_are_prefilled_in_parts(monkeypatch):
 
 def test_a_completion_can_be_trained_on():
     e = engine()
-    (completion,), = e.generate([PROMPTS[0]], SamplingParams(4))
+    ((completion,),) = e.generate([PROMPTS[0]], SamplingParams(4))
     ids = torch.cat([completion.prompt_ids, completion.token_ids])
-    logits = e.decoder(ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()])))
-    loss = (logits[2:-1].log_softmax(1).gather(1, completion.token_ids[:, None]).squeeze(1) * completion.generator_logprobs).sum()
+    logits = e.decoder(
+        ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()]))
+    )
+    loss = (
+        logits[2:-1].log_softmax(1).gather(1, completion.token_ids[:, None]).squeeze(1)
+        * completion.generator_logprobs
+    ).sum()
     loss.backward()
     assert all(p.grad is not None for p in e.decoder.parameters())
 
@@ -354,7 +443,10 @@ def test_what_does_not_fit_is_refused_at_submit():
         e.generate([[1]], SamplingParams(1))
     with pytest.raises(ValueError, match="chunk=0"):
         e.step(0)
-    for options, problem in (({"cache_tokens": 39}, "cache_tokens=39"), ({"prefill_chunk": 0}, "prefill_chunk=0")):
+    for options, problem in (
+        ({"cache_tokens": 39}, "cache_tokens=39"),
+        ({"prefill_chunk": 0}, "prefill_chunk=0"),
+    ):
         with pytest.raises(ValueError, match=problem):
             Engine(random_decoder(), max_slots=2, max_len=MAX_LEN, **options)
 
@@ -378,10 +470,12 @@ def test_weights_that_are_not_finite_are_an_error_and_not_a_completion():
 
 def test_bfloat16_agrees_with_its_own_full_forward():
     e = Engine(random_decoder(), max_slots=4, max_len=MAX_LEN, dtype=torch.bfloat16)
-    group, = e.generate([PROMPTS[3]], SamplingParams(16, n=4))
+    (group,) = e.generate([PROMPTS[3]], SamplingParams(16, n=4))
     for c in group:
         expected = full_forward_logprobs(e.decoder, c).float()
-        assert (c.generator_logprobs - expected).abs().mean() < 0.05  # bf16 logits of size ~4 are 2^-6 apart
+        assert (
+            c.generator_logprobs - expected
+        ).abs().mean() < 0.05  # bf16 logits of size ~4 are 2^-6 apart
 
 
 # --- The native decode path ---
@@ -392,13 +486,23 @@ def test_bfloat16_agrees_with_its_own_full_forward():
 def test_the_native_path_takes_any_heads_biases_and_both_dtypes(head_dim, heads, groups, vocab):
     needs_kernels()
     config = dataclasses.replace(
-        CONFIG, attention_bias=True, tie_word_embeddings=groups == 2, num_attention_heads=heads, num_key_value_heads=groups,
-        head_dim=head_dim, vocab_size=vocab, intermediate_size=106,
+        CONFIG,
+        attention_bias=True,
+        tie_word_embeddings=groups == 2,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=head_dim,
+        vocab_size=vocab,
+        intermediate_size=106,
     )
     for dtype, tolerance in ((torch.float32, TOLERANCE), (torch.bfloat16, 0.4)):
-        e = Engine(random_decoder(config=config, scale=0.15), max_slots=11, max_len=100, dtype=dtype)
+        e = Engine(
+            random_decoder(config=config, scale=0.15), max_slots=11, max_len=100, dtype=dtype
+        )
         assert e._runner.native is not None
-        for c in e.generate([PROMPTS[3]], SamplingParams(80, n=11))[0]:  # longer than what attention reads at once
+        for c in e.generate([PROMPTS[3]], SamplingParams(80, n=11))[
+            0
+        ]:  # longer than what attention reads at once
             difference = (c.generator_logprobs - full_forward_logprobs(e.decoder, c).float()).abs()
             assert difference.max() < tolerance
 
@@ -415,13 +519,17 @@ def test_a_row_of_the_native_path_does_not_depend_on_the_others_or_on_threads():
     finally:
         torch.set_num_threads(threads)
     for (a,), (b,) in zip(together, again):
-        assert torch.equal(a.token_ids, b.token_ids) and torch.equal(a.generator_logprobs, b.generator_logprobs)
+        assert torch.equal(a.token_ids, b.token_ids) and torch.equal(
+            a.generator_logprobs, b.generator_logprobs
+        )
     with torch.inference_mode():
         e._reserve(70, MAX_LEN)
         tokens, positions, slots = torch.arange(70) % 31, torch.full((70,), 9), torch.arange(70)
         whole = e._runner.native(tokens, positions, e._cache, slots, 10)
         for first, end in ((0, 1), (3, 10), (8, 70)):
-            part = e._runner.native(tokens[first:end], positions[first:end], e._cache, slots[first:end], 10)
+            part = e._runner.native(
+                tokens[first:end], positions[first:end], e._cache, slots[first:end], 10
+            )
             assert torch.equal(part, whole[first:end])
 
 
@@ -484,7 +592,9 @@ def test_a_long_prompt_is_prefilled_in_pieces_between_which_rows_decode():
         assert e.score(PROMPTS[0], [4, 5]).isfinite().all()
     assert e.step(2) == 4 + 6 and e.num_live == 5
     found = drain(e)
-    assert [found[0, 0, i].token_ids.tolist() for i in range(3)] == [c.token_ids.tolist() for c in expected]
+    assert [found[0, 0, i].token_ids.tolist() for i in range(3)] == [
+        c.token_ids.tolist() for c in expected
+    ]
     assert_parity(e, found.values())
 
 
@@ -543,7 +653,10 @@ def certain_decoder(token):
 
 
 def test_recomputed_keys_and_values_are_those_of_the_new_weights():
-    e, new = Engine(random_decoder(), max_slots=4, max_len=MAX_LEN, prefill_chunk=9), random_decoder(1)
+    e, new = (
+        Engine(random_decoder(), max_slots=4, max_len=MAX_LEN, prefill_chunk=9),
+        random_decoder(1),
+    )
     e.submit(0, PROMPTS[0], SamplingParams(20, n=2))
     e.submit(1, LONG, SamplingParams(9))
     e.step(4)
@@ -557,7 +670,10 @@ def test_recomputed_keys_and_values_are_those_of_the_new_weights():
 
 def test_a_completion_that_begins_under_new_weights_has_read_no_others():
     """Its prompt is prefilled in pieces, some of them before the weights change."""
-    e, new = Engine(random_decoder(), max_slots=4, max_len=MAX_LEN, prefill_chunk=5), random_decoder(1)
+    e, new = (
+        Engine(random_decoder(), max_slots=4, max_len=MAX_LEN, prefill_chunk=5),
+        random_decoder(1),
+    )
     e.submit(0, PROMPTS[0], SamplingParams(20, n=2))
     e.submit(1, LONG, SamplingParams(9))
     e.step(1), e.step(1)
@@ -584,10 +700,18 @@ def test_weights_that_do_not_fit_are_refused_whole(tmp_path):
     e = engine()
     before = [p.clone() for p in e.decoder.parameters()]
     state = dict(named_parameters_hf(random_decoder(1)))
-    state["model.norm.weight"], state["extra"] = torch.ones(3), state.pop("model.embed_tokens.weight")
-    with pytest.raises(ValueError, match="(?s)extra: not in.*embed_tokens.weight: absent.*norm.weight: shape"):
+    state["model.norm.weight"], state["extra"] = (
+        torch.ones(3),
+        state.pop("model.embed_tokens.weight"),
+    )
+    with pytest.raises(
+        ValueError, match="(?s)extra: not in.*embed_tokens.weight: absent.*norm.weight: shape"
+    ):
         e.load_weights(state, 1)
-    assert all(torch.equal(a, b) for a, b in zip(before, e.decoder.parameters())) and e.policy_version == 0
+    assert (
+        all(torch.equal(a, b) for a, b in zip(before, e.decoder.parameters()))
+        and e.policy_version == 0
+    )
 
 
 @settings(max_examples=12, deadline=None)
@@ -611,17 +735,27 @@ def test_a_completion_interrupted_anywhere_goes_on_in_another_engine(steps, slot
     partials = first.export_partials()
     for partial in partials:
         second.submit_partial(partial)
-    assert [p.token_ids.tolist() for p in second.export_partials()] == [p.token_ids.tolist() for p in partials]
+    assert [p.token_ids.tolist() for p in second.export_partials()] == [
+        p.token_ids.tolist() for p in partials
+    ]
     done, sampled = sum(p.token_ids.numel() for p in partials), 0
     while second.num_live or second.num_waiting:
         sampled += second.step(4)
         found |= {(stream, c.ticket, c.sample_index): c for stream, c in second.pop_finished()}
     assert found.keys() == expected.keys()
     for key, c in expected.items():
-        assert torch.equal(found[key].token_ids, c.token_ids) and found[key].finish_reason == c.finish_reason
-        torch.testing.assert_close(found[key].generator_logprobs, c.generator_logprobs, atol=TOLERANCE, rtol=0)
+        assert (
+            torch.equal(found[key].token_ids, c.token_ids)
+            and found[key].finish_reason == c.finish_reason
+        )
+        torch.testing.assert_close(
+            found[key].generator_logprobs, c.generator_logprobs, atol=TOLERANCE, rtol=0
+        )
     for p in partials:
-        versions, had = found[p.stream, p.ticket, p.sample_index].policy_versions, p.token_ids.numel()
+        versions, had = (
+            found[p.stream, p.ticket, p.sample_index].policy_versions,
+            p.token_ids.numel(),
+        )
         assert versions.tolist() == [0] * had + [5] * (versions.numel() - had)
     ended = sum(found[p.stream, p.ticket, p.sample_index].token_ids.numel() for p in partials)
     assert sampled == ended - done
@@ -631,18 +765,21 @@ def test_a_completion_that_has_ended_cannot_go_on_and_an_aborted_partial_keeps_i
     e = engine()
     e.submit(0, PROMPTS[0], SamplingParams(6))
     e.step(2)
-    partial, = e.export_partials()
+    (partial,) = e.export_partials()
     for more, params in ((6, SamplingParams(6)), (1, SamplingParams(6, stop_token_ids=(4,)))):
         ended = dataclasses.replace(
-            partial, token_ids=torch.full((more,), 4), generator_logprobs=torch.zeros(more),
-            policy_versions=torch.zeros(more, dtype=torch.int64), params=params,
+            partial,
+            token_ids=torch.full((more,), 4),
+            generator_logprobs=torch.zeros(more),
+            policy_versions=torch.zeros(more, dtype=torch.int64),
+            params=params,
         )
         with pytest.raises(ValueError, match="cannot go on"):
             e.submit_partial(ended)
     other = engine()
     other.submit_partial(partial)
     assert other.abort() == 1
-    (_, c), = other.pop_finished()
+    ((_, c),) = other.pop_finished()
     assert torch.equal(c.token_ids, partial.token_ids) and c.finish_reason == "aborted"
 
 
@@ -654,18 +791,28 @@ def test_a_completion_that_has_ended_cannot_go_on_and_an_aborted_partial_keeps_i
 def test_greedy_equals_transformers_on_a_real_model():
     path = os.environ.get("LLAMARL_SMOLLM2")
     if not path:
-        pytest.skip("needs LLAMARL_SMOLLM2: the directory of SmolLM2-135M-Instruct (recipes/fetch_smollm2.py makes it)")
+        pytest.skip(
+            "needs LLAMARL_SMOLLM2: the directory of SmolLM2-135M-Instruct (recipes/fetch_smollm2.py makes it)"
+        )
     from transformers import AutoModelForCausalLM
 
     num_prompts, tokens, near_tie = 100, 128, 1e-3  # nats between the two likeliest
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(100, 40_000, (16,), generator=generator).tolist() for _ in range(num_prompts)]
+    prompts = [
+        torch.randint(100, 40_000, (16,), generator=generator).tolist() for _ in range(num_prompts)
+    ]
     e = Engine.from_hf(path, dtype="float32", max_slots=num_prompts, max_len=16 + tokens)
-    ours = [c.token_ids for c, in e.generate(prompts, SamplingParams(tokens, temperature=0.0))]
+    ours = [c.token_ids for (c,) in e.generate(prompts, SamplingParams(tokens, temperature=0.0))]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     theirs = model.generate(
-        torch.tensor(prompts), attention_mask=torch.ones(num_prompts, 16, dtype=torch.int64), do_sample=False,
-        min_new_tokens=tokens, max_new_tokens=tokens, eos_token_id=None, pad_token_id=0, repetition_penalty=1.0,
+        torch.tensor(prompts),
+        attention_mask=torch.ones(num_prompts, 16, dtype=torch.int64),
+        do_sample=False,
+        min_new_tokens=tokens,
+        max_new_tokens=tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+        repetition_penalty=1.0,
     )[:, 16:]
     for prompt, mine, reference in zip(prompts, ours, theirs):
         unlike = (mine != reference).nonzero()
@@ -674,4 +821,6 @@ def test_greedy_equals_transformers_on_a_real_model():
             with torch.no_grad():
                 logits = model(torch.tensor([prompt + reference[:at].tolist()])).logits[0, -1]
             first, second = logits.log_softmax(0).topk(2).values.tolist()
-            assert first - second < near_tie, f"token {at} differs, {first - second} nats between the likeliest"
+            assert first - second < near_tie, (
+                f"token {at} differs, {first - second} nats between the likeliest"
+            )

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.checkpoint import CheckpointError
-from llamarl.evaluation import Evaluations, find_model, pass_at_k
+from llamarl.checkpoint.checkpointer import CheckpointError
 from llamarl.models.scratch import tiny_directory
+from llamarl.tasks.evaluation import Evaluations, find_model, pass_at_k
 from llamarl.tasks.pool import Outcome
 from llamarl.types import Completion
 
@@ -39,7 +39,13 @@ def test_pass_at_k_by_hand_and_out_of_range():
 
 def completion(prompt, sample, length=2, version=3):
     return Completion(
-        prompt, sample, torch.tensor([1]), torch.zeros(length).long(), torch.zeros(length), torch.full((length,), version), "stop"
+        prompt,
+        sample,
+        torch.tensor([1]),
+        torch.zeros(length).long(),
+        torch.zeros(length),
+        torch.full((length,), version),
+        "stop",
     )
 
 
@@ -59,7 +65,9 @@ def test_a_version_is_whole_with_every_sample_of_every_prompt():
     for (prompt, sample), outcome in answers.items():
         book.add(completion(prompt, sample, length=4 if sample else 2), outcome)
     assert book.finished() == []
-    assert book.missing() == "data: 1 evaluation completions of policy version 3, from the generator"
+    assert (
+        book.missing() == "data: 1 evaluation completions of policy version 3, from the generator"
+    )
     book.add(completion(1, 2), scored(0.0))
     ((version, values),) = book.finished()
     assert version == 3 and book.finished() == [] and book.missing() is None
@@ -90,16 +98,23 @@ def test_a_directory_of_transformers_is_taken_as_it_is():
 
 
 def test_what_is_neither_a_model_nor_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="neither a Hugging Face directory .* nor a checkpoint .*; give one of these"):
+    with pytest.raises(
+        FileNotFoundError,
+        match="neither a Hugging Face directory .* nor a checkpoint .*; give one of these",
+    ):
         find_model(tmp_path)
     with pytest.raises(FileNotFoundError, match="neither"):
         find_model(tmp_path / "absent")
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(FileNotFoundError, match="latest: no such file; a run has it once it has a checkpoint"):
+    with pytest.raises(
+        FileNotFoundError, match="latest: no such file; a run has it once it has a checkpoint"
+    ):
         find_model(tmp_path)
     step = tmp_path / "checkpoints" / "step_3"
     step.mkdir()
     (step / "manifest.json").write_text("{}")
     (tmp_path / "checkpoints" / "latest").write_text("step_3\n")
-    with pytest.raises(CheckpointError, match="step_3 is damaged:\n  manifest.json: its contents have changed"):
+    with pytest.raises(
+        CheckpointError, match="step_3 is damaged:\n  manifest.json: its contents have changed"
+    ):
         find_model(tmp_path / "checkpoints" / "latest")

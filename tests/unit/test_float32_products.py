@@ -1,4 +1,6 @@
-"""float32 means float32: the setting that is chosen multiplies as exactly as the most exact one, whatever this CPU does."""
+"""float32 means float32: the setting that is chosen multiplies as exactly as the most exact one,
+whatever this CPU does.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,18 @@ def test_the_order_decides_between_equals_and_a_clock_only_where_it_may():
     measured = tried((2 * EXACT_ERROR, 100), (EXACT_ERROR, 110), (EXACT_ERROR, 200))
     assert choose(measured, reproducible=True) == "medium"
     assert choose(measured, reproducible=False) == "high"
-    assert choose(tried((EXACT_ERROR, 100), (EXACT_ERROR, 110), (EXACT_ERROR, 110)), reproducible=False) == "medium"
+    assert (
+        choose(
+            tried((EXACT_ERROR, 100), (EXACT_ERROR, 110), (EXACT_ERROR, 110)), reproducible=False
+        )
+        == "medium"
+    )
 
 
 def reduced(setting_of):
-    """F.linear as on a machine whose products are bfloat16's under the settings that setting_of says so of."""
+    """F.linear as on a machine whose products are bfloat16's under the settings that setting_of
+    says so of.
+    """
 
     def linear(x, weight, bias=None):
         if setting_of(torch.get_float32_matmul_precision()):
@@ -67,7 +76,9 @@ def test_reduced_products_are_noticed_by_measuring_them(monkeypatch):
     assert measure("highest").error * EXACT < measure("medium").error
     products = use_float32_products(reproducible=False)
     assert products.setting == torch.get_float32_matmul_precision() == "highest"
-    assert re.match(r"highest \(error \de-0\d, \d+ GFLOP/s\), not medium \(error \de-0[345], ", str(products))
+    assert re.match(
+        r"highest \(error \de-0\d, \d+ GFLOP/s\), not medium \(error \de-0[345], ", str(products)
+    )
 
 
 def test_measuring_leaves_the_precision_as_it_was():

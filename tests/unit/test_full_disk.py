@@ -1,4 +1,6 @@
-"""A full disk beside the checkpoints: metrics, traces, and the exported model that all trainer ranks make together."""
+"""A full disk beside the checkpoints: metrics, traces, and the exported model that all trainer
+ranks make together.
+"""
 
 from types import SimpleNamespace
 
@@ -6,21 +8,26 @@ import pytest
 
 import executors.trainer as trainer_module
 from executors.trainer import FSDPTrainer
-from llamarl.checkpoint import CheckpointError
+from llamarl.checkpoint.checkpointer import CheckpointError
+from llamarl.checkpoint.service import CheckpointService
 from llamarl.controller import ExecutorController
-from llamarl.launch import RUN_ENDS
+from llamarl.launch.job import RUN_ENDS
 from llamarl.observe import Jsonl, MetricsError
-from llamarl.snapshots import Snapshots
 
 
 def full(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
 
-def test_a_row_that_cannot_be_written_says_what_it_needs_and_is_an_end_that_explains_itself(tmp_path, monkeypatch):
+def test_a_row_that_cannot_be_written_says_what_it_needs_and_is_an_end_that_explains_itself(
+    tmp_path, monkeypatch
+):
     file = Jsonl(tmp_path / "metrics.jsonl")
     monkeypatch.setattr(file, "_append", full)
-    with pytest.raises(MetricsError, match=r"metrics.jsonl: the row of step 3 \(\d+ bytes\) could not be written .* bytes are free"):
+    with pytest.raises(
+        MetricsError,
+        match=r"metrics.jsonl: the row of step 3 \(\d+ bytes\) could not be written .* bytes are free",
+    ):
         file.write({"step": 3})
     file.close()
     assert MetricsError in RUN_ENDS
@@ -45,13 +52,17 @@ def test_a_full_disk_at_the_end_hides_no_earlier_error_and_skips_no_farewell(tmp
     closed = []
     ExecutorController._close(closing_controller(tmp_path, closed, trace=True), ended_well=False)
     assert closed == ["executor", "channel", "control"]
-    assert "while ending: [Errno 28]" in caplog.text and "trace.rank0.json: not written" in caplog.text
+    assert (
+        "while ending: [Errno 28]" in caplog.text and "trace.rank0.json: not written" in caplog.text
+    )
 
 
 def test_a_full_disk_is_the_error_where_there_is_no_earlier_one(tmp_path):
     closed = []
     with pytest.raises(OSError, match="No space left"):
-        ExecutorController._close(closing_controller(tmp_path, closed, trace=False), ended_well=True)
+        ExecutorController._close(
+            closing_controller(tmp_path, closed, trace=False), ended_well=True
+        )
     assert closed == ["executor", "channel", "control"]
 
 
@@ -72,9 +83,13 @@ def test_a_rank_that_cannot_write_still_takes_part_in_making_every_tensor(monkey
     monkeypatch.setattr(trainer_module, "export", export)
     policy = SimpleNamespace(with_values=lambda value: ["a", "b", "c"])
     trainer = SimpleNamespace(
-        group=SimpleNamespace(replica=0, index=0), decoder=None, model_path="", model_dtype="float32",
-        _policy=policy, _average=SimpleNamespace(of=None),
-    )  # fmt: skip
+        group=SimpleNamespace(replica=0, index=0),
+        decoder=None,
+        model_path="",
+        model_dtype="float32",
+        _policy=policy,
+        _average=SimpleNamespace(of=None),
+    )
     trainer._write = lambda weights, out: FSDPTrainer._write(trainer, weights, out)
     if out is None:
         FSDPTrainer.export(trainer, out)
@@ -85,9 +100,11 @@ def test_a_rank_that_cannot_write_still_takes_part_in_making_every_tensor(monkey
 
 
 def test_the_last_checkpoint_that_could_not_be_written_ends_the_run_with_the_reason(tmp_path):
-    checkpointer = SimpleNamespace(sealed=lambda step: False, failed=lambda step: f"step {step}: no room", pump=lambda: None)
+    checkpointer = SimpleNamespace(
+        sealed=lambda step: False, failed=lambda step: f"step {step}: no room", pump=lambda: None
+    )
     control = SimpleNamespace(loss=None, take=lambda topic: [], wait=lambda s: None)
-    snapshots = Snapshots(checkpointer, [], control, None, None, identity={})
-    snapshots._saved = 8
+    checkpoints = CheckpointService(checkpointer, [], control, None, None, identity={})
+    checkpoints._saved = 8
     with pytest.raises(CheckpointError, match="step 8: no room"):
-        snapshots.wait_sealed("stop_s", 60.0)
+        checkpoints.wait_sealed("stop_s", 60.0)

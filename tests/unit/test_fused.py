@@ -13,13 +13,16 @@ from llamarl.models.attention import PackedAttention, Rotary
 
 pytestmark = pytest.mark.machine
 
-# A few roundings of the dtype, relative to the largest value. Plain bfloat16 rounds after every operation.
+# A few roundings of the dtype, relative to the largest value. Plain bfloat16 rounds after every
+# operation.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-6, torch.float64: 1e-12}
 DTYPES = list(ROUNDING)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def without_kernels(monkeypatch) -> None:
@@ -83,7 +86,11 @@ def test_swiglu(monkeypatch, dtype):
 def test_swiglu_of_large_and_broken_gates():
     gate = torch.tensor([-1e30, -100.0, -50.0, 0.0, 50.0, 1e30, float("nan")])
     got = fused.swiglu(gate, torch.ones(7))
-    assert got[:4].abs().max() < 1e-19 and got[4:6].tolist() == [50.0, gate[5].item()] and got[6].isnan()
+    assert (
+        got[:4].abs().max() < 1e-19
+        and got[4:6].tolist() == [50.0, gate[5].item()]
+        and got[6].isnan()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -104,13 +111,21 @@ def test_projections_of_one_input(dtype, bias):
     got = with_gradients(lambda x: fused.projections(x, *linears), inputs)
     want = with_gradients(lambda x: tuple(linear(x) for linear in linears), inputs)
     for ours, plain in zip(got, want, strict=True):
-        assert (ours.double() - plain.double()).abs().max() <= ROUNDING[dtype] * plain.double().abs().max()
+        assert (ours.double() - plain.double()).abs().max() <= ROUNDING[
+            dtype
+        ] * plain.double().abs().max()
     parameters = [p for linear in linears for p in linear.parameters()]
     x = inputs[0]
-    made = torch.autograd.grad([y.float().square().sum() for y in fused.projections(x, *linears)], parameters)
-    exact = torch.autograd.grad([linear(x).float().square().sum() for linear in linears], parameters)
+    made = torch.autograd.grad(
+        [y.float().square().sum() for y in fused.projections(x, *linears)], parameters
+    )
+    exact = torch.autograd.grad(
+        [linear(x).float().square().sum() for linear in linears], parameters
+    )
     for ours, plain in zip(made, exact, strict=True):
-        assert (ours.double() - plain.double()).abs().max() <= ROUNDING[dtype] * plain.double().abs().max()
+        assert (ours.double() - plain.double()).abs().max() <= ROUNDING[
+            dtype
+        ] * plain.double().abs().max()
 
 
 SEGMENTS = {  # lengths, parents
@@ -131,7 +146,12 @@ def test_packed_attention(monkeypatch, dtype, segments):
     def attended(q, k, v):
         return context.attend(0, q, k, v)
 
-    check(monkeypatch, attended, [random(tokens, 6, 8), random(tokens, 2, 8, seed=1), random(tokens, 2, 8, seed=2)], dtype)
+    check(
+        monkeypatch,
+        attended,
+        [random(tokens, 6, 8), random(tokens, 2, 8, seed=1), random(tokens, 2, 8, seed=2)],
+        dtype,
+    )
 
 
 def test_what_is_not_a_number_stays_so_in_attention():
@@ -144,7 +164,9 @@ def test_what_is_not_a_number_stays_so_in_attention():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("entropy_grad", [False, True])
 def test_head(monkeypatch, dtype, entropy_grad):
-    """Of the same logits: products would add their own rounding. More of them than a block of the kernel's sums."""
+    """Of the same logits: products would add their own rounding. More of them than a block of the
+    kernel's sums.
+    """
     labels, temperature = torch.tensor([3, 0, 1499, 7, 7]), 0.8
     logits = 3 * random(5, 1500).to(dtype)
     a, b = random(5, seed=1), random(5, seed=2) if entropy_grad else None
@@ -174,7 +196,11 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype):
         h, y = fused.add_rms_norm(x, change, scale, 1e-5)
         return fused.swiglu(h, y)
 
-    inputs = [random(40, 70, dtype=dtype), random(40, 70, seed=1, dtype=dtype), random(70, seed=2, dtype=dtype)]
+    inputs = [
+        random(40, 70, dtype=dtype),
+        random(40, 70, seed=1, dtype=dtype),
+        random(70, seed=2, dtype=dtype),
+    ]
     found = []
     try:
         for threads in (1, 3):

@@ -4,7 +4,13 @@ import math
 
 import pytest
 
-from llamarl.governors import GOVERNORS, AutoGovernor, Constants, OppoGovernor, WindowGovernor
+from llamarl.tickets.governors import (
+    GOVERNORS,
+    AutoGovernor,
+    Constants,
+    OppoGovernor,
+    WindowGovernor,
+)
 
 
 def values_after(governor, rewards):
@@ -33,7 +39,9 @@ def test_auto_grows_while_the_trainer_waits_and_shrinks_while_groups_queue():
 
 
 def test_oppo_is_equation_4():
-    governor = OppoGovernor(8, 4, Constants(start=4, least=1, most=9, window=2, increase=3, decrease=2))
+    governor = OppoGovernor(
+        8, 4, Constants(start=4, least=1, most=9, window=2, increase=3, decrease=2)
+    )
     # s_t = ((R_{t-1} - R_{t-2}) + (R_t - R_{t-1})) / 2
     steps = [
         (0.1, 4),  # no two differences yet
@@ -82,7 +90,9 @@ def test_window_moves_by_one_where_a_quarter_is_less_and_stops_at_the_least():
 
 def test_the_two_published_rules_answer_a_rising_reward_in_opposite_ways():
     rising = [i / 10 for i in range(8)]
-    oppo, window = (GOVERNORS[kind](8, 4, Constants(start=8, window=2)) for kind in ("oppo", "window"))
+    oppo, window = (
+        GOVERNORS[kind](8, 4, Constants(start=8, window=2)) for kind in ("oppo", "window")
+    )
     assert values_after(oppo, rising)[-1] > 8 > values_after(window, rising)[-1]
 
 
@@ -97,7 +107,10 @@ def test_a_step_without_a_reward_tells_nothing(kind):
 
 @pytest.mark.parametrize("kind", sorted(GOVERNORS))
 def test_without_lag_every_rule_stays_at_nothing_and_otherwise_within_max_lag_batches(kind):
-    synchronous, wide = GOVERNORS[kind](8, 0, Constants()), GOVERNORS[kind](8, 2, Constants(most=10**6, window=1, increase=100))
+    synchronous, wide = (
+        GOVERNORS[kind](8, 0, Constants()),
+        GOVERNORS[kind](8, 2, Constants(most=10**6, window=1, increase=100)),
+    )
     for i in range(60):
         for governor in (synchronous, wide):
             governor.taken(waited=True, num_finished=0)

@@ -1,4 +1,6 @@
-"""TicketDesk: asking, granting, finishing, taking and giving back, in one process and between ranks."""
+"""TicketService: asking, granting, finishing, taking and giving back, in one process and between
+ranks.
+"""
 
 import json
 import time
@@ -7,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from llamarl.control import Control, DeadlineExceeded, PeerDied
-from llamarl.ledger import TicketDesk
-from llamarl.tickets import TicketLedger, lane_of
+from llamarl.comm.control import Control, PeerDied, TimedOut
+from llamarl.tickets.ledger import TicketLedger, dp_rank_of
+from llamarl.tickets.service import TicketService
 
 WAIT_S = 10.0
 
@@ -24,7 +26,9 @@ def alone():
 
     def make(desk={}, **settings):
         control = Control(None, rank=0, world_size=1, leader=0, names=["everything"])
-        return TicketDesk(ledger(**settings), control, trainer_ranks=(0,), deadline_s=WAIT_S, **desk)
+        return TicketService(
+            ledger(**settings), control, trainer_ranks=(0,), timeout_s=WAIT_S, **desk
+        )
 
     return make
 
@@ -34,15 +38,25 @@ def desks():
     """make(trainer_ranks, count, start, ...): a desk for each of `count` ranks, the leader first."""
     controls, stores = [], []  # a store serves for as long as it is referred to
 
-    def make(trainer_ranks=(0,), count=2, start=True, deadline_s=WAIT_S, desk={}, **settings):
+    def make(trainer_ranks=(0,), count=2, start=True, timeout_s=WAIT_S, desk={}, **settings):
         store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         stores.append(store)
-        names = [f"station {rank}" for rank in range(count)]
-        made = [Control(store.clone(), rank=r, world_size=count, leader=0, names=names, heartbeat_timeout_s=60) for r in range(count)]
+        names = [f"executor {rank}" for rank in range(count)]
+        made = [
+            Control(
+                store.clone(),
+                rank=r,
+                world_size=count,
+                leader=0,
+                names=names,
+                heartbeat_timeout_s=60,
+            )
+            for r in range(count)
+        ]
         controls.extend(made)
-        lanes = len(trainer_ranks)
-        options = {"trainer_ranks": trainer_ranks, "deadline_s": deadline_s, **desk}
-        out = [TicketDesk(ledger(num_lanes=lanes, **settings), c, **options) for c in made]
+        dp_ranks = len(trainer_ranks)
+        options = {"trainer_ranks": trainer_ranks, "timeout_s": timeout_s, **desk}
+        out = [TicketService(ledger(num_dp_ranks=dp_ranks, **settings), c, **options) for c in made]
         for control in made if start else ():
             control.start()
         return out, made
@@ -64,7 +78,9 @@ def indices(tickets):
     return [t.index for t in tickets]
 
 
-def test_tickets_are_granted_in_order_up_to_the_bound_with_the_version_plus_max_lag_as_deadline(alone):
+def test_tickets_are_granted_in_order_up_to_the_bound_with_the_version_plus_max_lag_as_deadline(
+    alone,
+):
     desk = alone()
     granted = desk.ask(0, 3, version=0) + desk.ask(0, 100, version=0)
     assert indices(granted) == list(range(6))  # groups_per_step + overcommit
@@ -138,16 +154,22 @@ def asks(monkeypatch):
     return sent
 
 
-def test_a_refused_ask_is_repeated_only_with_newer_weights_or_when_a_take_has_made_room(alone, asks):
+def test_a_refused_ask_is_repeated_only_with_newer_weights_or_when_a_take_has_made_room(
+    alone, asks
+):
     desk = alone(groups_per_step=2, overcommit=1)
     assert indices(desk.ask(0, 5, version=0)) == [0, 1, 2]
     for _ in range(3):
         assert desk.ask(0, 2, version=0) == []
     desk.finish([0, 1])
-    assert desk.ask(0, 2, version=0) == [] and asks == [(0, 5, 0)], "what has come makes no room, a take does"
+    assert desk.ask(0, 2, version=0) == [] and asks == [(0, 5, 0)], (
+        "what has come makes no room, a take does"
+    )
     assert desk.take(0) == [0, 1]
     assert desk.granted() == []
-    assert indices(desk.ask(0, 5, version=0)) == [3] and len(asks) == 2, "of deadline 1: step 1 is full"
+    assert indices(desk.ask(0, 5, version=0)) == [3] and len(asks) == 2, (
+        "of deadline 1: step 1 is full"
+    )
     assert desk.ask(0, 4, version=0) == [] and len(asks) == 2
     assert indices(desk.ask(0, 4, version=1)) == [4] and desk.ask(0, 3, version=1) == []
     assert asks[2:] == [(0, 4, 1)]
@@ -203,7 +225,9 @@ def test_a_restored_desk_does_not_start_again_what_goes_on(alone):
     desk.ask(0, 6, version=0)
     desk.finish([1, 2])
     other = alone(resume_in_work=True)
-    other.load_state_dict(desk.state_dict(), {0, 1, 4, 77})  # 1 had finished meanwhile, and was lost on its way
+    other.load_state_dict(
+        desk.state_dict(), {0, 1, 4, 77}
+    )  # 1 had finished meanwhile, and was lost on its way
     assert other.resumed_step == 0 and other.in_work() == {0, 4}
     assert other.reconcile([2]) == {2}
     assert sorted(indices(other.ask(0, 9, version=0))) == [1, 3, 5]
@@ -212,9 +236,15 @@ def test_a_restored_desk_does_not_start_again_what_goes_on(alone):
         other.finish([0])
 
 
-def test_groups_that_start_again_on_another_number_of_trainer_ranks_are_counted_in_the_log(desks, caplog):
+def test_groups_that_start_again_on_another_number_of_trainer_ranks_are_counted_in_the_log(
+    desks, caplog
+):
     (leader, other), _ = desks(trainer_ranks=(0, 1))
-    state = leader.state_dict() | {"step": 3, "frontier": 8, "finished": [[0, 3], [2, 3], [4, 3], [7, 4]]}
+    state = leader.state_dict() | {
+        "step": 3,
+        "frontier": 8,
+        "finished": [[0, 3], [2, 3], [4, 3], [7, 4]],
+    }
     for desk in (leader, other):
         desk.load_state_dict(state)
     (record,) = caplog.records
@@ -230,7 +260,9 @@ def straggling(desk):
     assert desk.take(0) == [1, 2, 3, 4]
     assert indices(desk.ask(0, 10, version=1)) == [6, 7, 8, 9]
     desk.finish([5, 6, 7])
-    assert desk.take(1) is None and desk.to_truncate() == [], "without a batch of others it waits for data"
+    assert desk.take(1) is None and desk.to_truncate() == [], (
+        "without a batch of others it waits for data"
+    )
     desk.finish([8])
     assert desk.take(1) is None
 
@@ -250,9 +282,11 @@ def test_without_truncate_the_step_waits(alone):
     assert desk.to_truncate() == []
 
 
-def test_stragglers_are_named_in_the_log_once_with_generator_and_seconds(alone, monkeypatch, caplog):
+def test_stragglers_are_named_in_the_log_once_with_generator_and_seconds(
+    alone, monkeypatch, caplog
+):
     now = [0.0]
-    monkeypatch.setattr("llamarl.ledger.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("llamarl.tickets.service.time", SimpleNamespace(monotonic=lambda: now[0]))
     desk = alone(groups_per_step=8, overcommit=8, desk={"straggler_factor": 4.0})
     desk.ask(0, 16, version=0)
     now[0] = 2.0
@@ -269,7 +303,8 @@ def test_stragglers_are_named_in_the_log_once_with_generator_and_seconds(alone, 
     assert record.getMessage().startswith(want)
 
 
-# -- between ranks --------------------------------------------------------------------------------------------------------
+# -- between ranks
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_generator_elsewhere_is_granted_by_the_leaders_listener(desks):
@@ -286,8 +321,8 @@ def test_a_synchronous_generator_elsewhere_waits_for_its_answer(desks):
 
 
 def test_a_synchronous_ask_that_nobody_answers_ends_at_the_deadline_and_names_the_leader(desks):
-    (_, generator), _ = desks(max_lag=0, overcommit=0, start=False, deadline_s=0.2)
-    with pytest.raises(DeadlineExceeded, match="generator 0 on rank 1 waited .* for the ledger on rank 0"):
+    (_, generator), _ = desks(max_lag=0, overcommit=0, start=False, timeout_s=0.2)
+    with pytest.raises(TimedOut, match="generator 0 on rank 1 waited .* for the ledger on rank 0"):
         generator.ask(0, 1, version=0)
 
 
@@ -313,7 +348,9 @@ def test_while_an_answer_is_under_way_a_generator_asks_for_no_more(desks, asks):
     assert indices(granted) == list(range(7))
 
 
-def test_room_is_told_to_the_generators_that_were_refused_and_whoever_asks_then_is_granted_it(desks, asks):
+def test_room_is_told_to_the_generators_that_were_refused_and_whoever_asks_then_is_granted_it(
+    desks, asks
+):
     (leader, one, two), _ = desks(count=3, groups_per_step=4, overcommit=0)
     ones, twos = [], []
     eventually(lambda: ones.extend(one.ask(0, 4, version=0)) or len(ones) == 4)
@@ -331,20 +368,22 @@ def test_room_is_told_to_the_generators_that_were_refused_and_whoever_asks_then_
 def test_every_trainer_rank_takes_its_own_lane_of_what_the_leader_took(desks):
     (leader, other), _ = desks(trainer_ranks=(0, 1))
     tickets = indices(leader.ask(0, 6, version=0))
-    lanes = [[t for t in tickets if lane_of(t, 2) == lane] for lane in range(2)]
+    dp_ranks = [[t for t in tickets if dp_rank_of(t, 2) == dp_rank] for dp_rank in range(2)]
     assert other.take(0) is None and leader.take(0) is None
     assert other.waits_for() == "the ledger on rank 0"
-    leader.finish(lanes[0])
-    other.finish(lanes[1])
+    leader.finish(dp_ranks[0])
+    other.finish(dp_ranks[1])
     mine = eventually(lambda: leader.take(0))
     theirs = eventually(lambda: other.take(0))
-    assert set(mine) <= set(lanes[0]) and set(theirs) <= set(lanes[1])
+    assert set(mine) <= set(dp_ranks[0]) and set(theirs) <= set(dp_ranks[1])
     assert len(mine) == len(theirs) == 2
     assert other.take(1) is None
 
 
 def test_an_order_to_end_goes_to_the_generator_that_was_granted_the_ticket_after_its_grant(desks):
-    (leader, idle, generator), _ = desks(count=3, desk={"truncate": True}, groups_per_step=1, overcommit=1)
+    (leader, idle, generator), _ = desks(
+        count=3, desk={"truncate": True}, groups_per_step=1, overcommit=1
+    )
     granted = generator.ask(1, 2, version=0)
     eventually(lambda: granted.extend(generator.granted()) or len(granted) == 2)
     leader.finish([1])

@@ -15,12 +15,18 @@ pytestmark = pytest.mark.machine
 FP32_TOLERANCE = 3e-6  # nats; logits of order 10 carry float32 rounding of 1e-6
 
 
-WAYS = {"kept": (1 << 22, 0), "narrow": (0, 1 << 26), "recomputed": (0, 0)}  # KEEP_LOGITS, KEEP_BYTES
+WAYS = {
+    "kept": (1 << 22, 0),
+    "narrow": (0, 1 << 26),
+    "recomputed": (0, 0),
+}  # KEEP_LOGITS, KEEP_BYTES
 
 
 @pytest.fixture(params=list(WAYS))
 def path(request, monkeypatch):
-    """The ways to backward: logits kept as they are or in the model's dtype, and multiplied again chunk by chunk."""
+    """The ways to backward: logits kept as they are or in the model's dtype, and multiplied again
+    chunk by chunk.
+    """
     go(monkeypatch, request.param)
 
 
@@ -43,17 +49,28 @@ def oracle(hidden, weight, labels, temperature):
 
 
 @settings(deadline=None, max_examples=25)
-@given(tokens=st.integers(1, 33), vocab=st.integers(1, 70), chunk=st.integers(1, 40), temperature=st.sampled_from([0.3, 1, 2.5]))
-def test_float32_values_are_those_of_float64_for_every_shape_and_chunk(tokens, vocab, chunk, temperature):
+@given(
+    tokens=st.integers(1, 33),
+    vocab=st.integers(1, 70),
+    chunk=st.integers(1, 40),
+    temperature=st.sampled_from([0.3, 1, 2.5]),
+)
+def test_float32_values_are_those_of_float64_for_every_shape_and_chunk(
+    tokens, vocab, chunk, temperature
+):
     hidden, weight, labels = problem(tokens, 6, vocab, torch.float32)
     want = oracle(hidden, weight, labels, temperature)
     for way in WAYS:
         with pytest.MonkeyPatch.context() as monkeypatch:
             go(monkeypatch, way)
-            got = chunked_logprobs(hidden, weight, labels, temperature=temperature, chunk_tokens=chunk)
+            got = chunked_logprobs(
+                hidden, weight, labels, temperature=temperature, chunk_tokens=chunk
+            )
         for ours, exact in zip(got, want):
             assert ours.dtype == torch.float32
-            torch.testing.assert_close(ours.double(), exact, atol=FP32_TOLERANCE / temperature, rtol=FP32_TOLERANCE)
+            torch.testing.assert_close(
+                ours.double(), exact, atol=FP32_TOLERANCE / temperature, rtol=FP32_TOLERANCE
+            )
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
@@ -61,7 +78,9 @@ def test_gradients_pass_gradcheck_in_float64(path, entropy_grad):
     hidden, weight, labels = problem(7, 5, 11)
 
     def outputs(hidden, weight):
-        got = chunked_logprobs(hidden, weight, labels, temperature=0.7, chunk_tokens=3, entropy_grad=entropy_grad)
+        got = chunked_logprobs(
+            hidden, weight, labels, temperature=0.7, chunk_tokens=3, entropy_grad=entropy_grad
+        )
         return got if entropy_grad else got[0]
 
     assert torch.autograd.gradcheck(outputs, (hidden, weight), eps=1e-6, atol=1e-8, rtol=1e-6)
@@ -70,7 +89,9 @@ def test_gradients_pass_gradcheck_in_float64(path, entropy_grad):
 def test_backward_equals_autograd_through_the_full_logits(path):
     hidden, weight, labels = problem(50, 8, 31)
     upstream = torch.randn(2, 50, dtype=torch.float64)
-    got = chunked_logprobs(hidden, weight, labels, temperature=1.3, chunk_tokens=16, entropy_grad=True)
+    got = chunked_logprobs(
+        hidden, weight, labels, temperature=1.3, chunk_tokens=16, entropy_grad=True
+    )
     want = oracle(hidden, weight, labels, 1.3)
     ours = torch.autograd.grad(got, (hidden, weight), tuple(upstream))
     exact = torch.autograd.grad(want, (hidden, weight), tuple(upstream))
@@ -110,15 +131,27 @@ def test_bfloat16_logits_get_a_float32_softmax(path):
     logits = F.linear(hidden, weight).double()
     logp = logits.log_softmax(-1)
     got, entropy = chunked_logprobs(hidden, weight, labels, chunk_tokens=20)
-    torch.testing.assert_close(got.double(), logp.gather(1, labels[:, None])[:, 0], atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)
-    torch.testing.assert_close(entropy.double(), -(logp.exp() * logp).sum(-1), atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)
+    torch.testing.assert_close(
+        got.double(),
+        logp.gather(1, labels[:, None])[:, 0],
+        atol=FP32_TOLERANCE,
+        rtol=FP32_TOLERANCE,
+    )
+    torch.testing.assert_close(
+        entropy.double(), -(logp.exp() * logp).sum(-1), atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE
+    )
 
 
 def test_bfloat16_weight_gradients_of_many_chunks_add_up_in_float32(monkeypatch):
     # 1024 equal terms: added in bfloat16 they would stop growing at 256.
     go(monkeypatch, "recomputed")
-    hidden, weight = torch.ones(1024, 4, dtype=torch.bfloat16), torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True)
-    chunked_logprobs(hidden, weight, torch.zeros(1024, dtype=torch.int64), chunk_tokens=1)[0].sum().backward()
+    hidden, weight = (
+        torch.ones(1024, 4, dtype=torch.bfloat16),
+        torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True),
+    )
+    chunked_logprobs(hidden, weight, torch.zeros(1024, dtype=torch.int64), chunk_tokens=1)[
+        0
+    ].sum().backward()
     assert weight.grad.tolist() == [[512.0] * 4, [-512.0] * 4]
 
 
@@ -140,7 +173,9 @@ class LargestTensor(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor):
-                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+                self.largest = max(
+                    self.largest, tensor.untyped_storage().nbytes() // tensor.element_size()
+                )
         return out
 
 
@@ -150,24 +185,33 @@ def test_no_tensor_grows_with_tokens_times_vocab(monkeypatch, entropy_grad):
     tokens, dim, vocab, chunk = 400, 4, 50, 10
     hidden, weight, labels = problem(tokens, dim, vocab, torch.float32)
     with LargestTensor() as seen:
-        logprobs, entropy = chunked_logprobs(hidden, weight, labels, chunk_tokens=chunk, entropy_grad=entropy_grad)
+        logprobs, entropy = chunked_logprobs(
+            hidden, weight, labels, chunk_tokens=chunk, entropy_grad=entropy_grad
+        )
         (logprobs.sum() + entropy.sum()).backward()
     assert seen.largest <= max(chunk * vocab, tokens * dim, vocab * dim) < tokens * vocab
 
 
 def test_head_gives_the_labels_of_chosen_rows_and_their_gradients():
     hidden, weight, _ = problem(10, 4, 7)
-    rows, labels = torch.tensor([1, 4, 4, 9]), torch.tensor([0, 3, 6, 3])  # row 4 predicts two labels
+    rows, labels = (
+        torch.tensor([1, 4, 4, 9]),
+        torch.tensor([0, 3, 6, 3]),
+    )  # row 4 predicts two labels
     got = make_head(labels, rows, entropy_grad=True)(hidden, weight)
     want = oracle(hidden[rows], weight, labels, 1.0)
     torch.testing.assert_close(got, want)
-    ours, exact = (torch.autograd.grad([x.sum() for x in outputs], (hidden, weight)) for outputs in (got, want))
+    ours, exact = (
+        torch.autograd.grad([x.sum() for x in outputs], (hidden, weight)) for outputs in (got, want)
+    )
     torch.testing.assert_close(ours, exact, atol=1e-14, rtol=1e-12)
 
 
 def test_head_without_rows_predicts_label_by_label():
     hidden, weight, labels = problem(6, 4, 7)
-    assert torch.equal(make_head(labels)(hidden, weight)[0], chunked_logprobs(hidden, weight, labels)[0])
+    assert torch.equal(
+        make_head(labels)(hidden, weight)[0], chunked_logprobs(hidden, weight, labels)[0]
+    )
 
 
 def test_no_labels_give_zero_gradients_not_none(path):
@@ -198,7 +242,9 @@ def test_kept_logits_give_the_bits_of_recomputed_ones(monkeypatch, dtype):
     for way in ("narrow", "recomputed"):
         go(monkeypatch, way)
         hidden, weight, labels = problem(30, 6, 40, dtype)
-        values = chunked_logprobs(hidden, weight, labels, temperature=0.7, chunk_tokens=8, entropy_grad=True)
+        values = chunked_logprobs(
+            hidden, weight, labels, temperature=0.7, chunk_tokens=8, entropy_grad=True
+        )
         (values[0].sum() + values[1].square().sum()).backward()
         found.append((*values, hidden.grad, weight.grad))
     assert all(torch.equal(a, b) for a, b in zip(*found)) and found[0][3].abs().max() > 0.1

@@ -27,28 +27,40 @@ def problem(tokens=12, seed=0):
 
 
 def test_aipo_by_hand():
-    # pi 1/2, mu 1/4: ratio 2, capped at 1.5; -1.5 * 1 * ln(1/2) = 1.0397. Its gradient is -1.5: none through the weight.
+    # pi 1/2, mu 1/4: ratio 2, capped at 1.5; -1.5 * 1 * ln(1/2) = 1.0397. Its gradient is -1.5:
+    # none through the weight.
     pi = f64(HALF, grad=True)
-    loss, metrics = aipo(pi, f64(2 * HALF), None, f64(1.0), torch.tensor([True]), num_loss_tokens=1, ratio_cap=1.5)
+    loss, metrics = aipo(
+        pi, f64(2 * HALF), None, f64(1.0), torch.tensor([True]), num_loss_tokens=1, ratio_cap=1.5
+    )
     loss.backward()
     assert loss.item() == pytest.approx(1.5 * math.log(2), abs=1e-15)
     assert pi.grad.item() == pytest.approx(-1.5, abs=1e-15)
     got = {name: value.item() for name, value in metrics.items()}
     # k3 at pi/mu = 2: 2 - 1 - ln 2
-    want = {"ratio/sum": 2.0, "ratio/max": 2.0, "ratio/capped": 1.0, "kl/generator": 1 - math.log(2)}
+    want = {
+        "ratio/sum": 2.0,
+        "ratio/max": 2.0,
+        "ratio/capped": 1.0,
+        "kl/generator": 1 - math.log(2),
+    }
     assert got == pytest.approx(want, abs=1e-14)
 
 
 def test_the_weight_is_cut_from_above_only():
     pi = f64(math.log(0.01), grad=True)
-    aipo(pi, f64(0.0), None, f64(1.0), torch.tensor([True]), num_loss_tokens=1, ratio_cap=2.0)[0].backward()
+    aipo(pi, f64(0.0), None, f64(1.0), torch.tensor([True]), num_loss_tokens=1, ratio_cap=2.0)[
+        0
+    ].backward()
     assert pi.grad.item() == pytest.approx(-0.01, abs=1e-15)
 
 
 def test_on_policy_gradient_is_the_policy_gradient():
     pi, _, _, advantages, mask = problem()
     aipo(pi, pi.detach(), None, advantages, mask, num_loss_tokens=7)[0].backward()
-    torch.testing.assert_close(pi.grad, torch.where(mask, -advantages / 7, 0), atol=1e-16, rtol=1e-12)
+    torch.testing.assert_close(
+        pi.grad, torch.where(mask, -advantages / 7, 0), atol=1e-16, rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
@@ -62,20 +74,27 @@ def test_aipo_equals_a_naive_float64_sum_and_its_autograd(kl_coef):
         kl = torch.exp(ref[t] - pi[t]) - 1 - (ref[t] - pi[t])
         want = want - (weight * advantages[t] * pi[t] - kl_coef * kl) / 9
     torch.testing.assert_close(got, want, atol=1e-14, rtol=1e-12)
-    torch.testing.assert_close(torch.autograd.grad(got, pi), torch.autograd.grad(want, pi), atol=1e-14, rtol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, pi), torch.autograd.grad(want, pi), atol=1e-14, rtol=1e-12
+    )
     ratios = (pi.detach() - mu)[mask].exp()
     assert metrics["ratio/capped"] == (ratios > 1.2).sum() > 0
-    torch.testing.assert_close((metrics["ratio/sum"], metrics["ratio/max"]), (ratios.sum(), ratios.max()))
+    torch.testing.assert_close(
+        (metrics["ratio/sum"], metrics["ratio/max"]), (ratios.sum(), ratios.max())
+    )
 
 
 def test_bfloat16_logprobs_are_subtracted_in_float32():
-    pi, mu = torch.tensor([[-8.0], [-7.0 / 512]], dtype=torch.bfloat16)  # the difference takes 12 bits
+    pi, mu = torch.tensor(
+        [[-8.0], [-7.0 / 512]], dtype=torch.bfloat16
+    )  # the difference takes 12 bits
     _, metrics = aipo(pi, mu, None, torch.ones(1), torch.tensor([True]), num_loss_tokens=1)
     assert metrics["ratio/sum"].item() == pytest.approx(math.exp(-8 + 7 / 512), rel=1e-6)
     assert ratio(torch.tensor([math.inf])).isfinite().all()
 
 
-# -- names -----------------------------------------------------------------------------------------------------------------
+# -- names
+# -----------------------------------------------------------------------------------------------------------------
 
 MY_LOSS = """
 def my_loss(
@@ -131,7 +150,10 @@ def test_what_a_users_module_lacks_is_not_mistaken_for_the_module(user_module):
 
 def test_options_are_checked_all_at_once(user_module):
     check_options(aipo, {"ratio_cap": 2.0, "ratio_level": "sequence"})
-    with pytest.raises(ValueError, match=r"(?s)ratio_kap: unknown option; did you mean ratio_cap\?.*num_loss_tokens: unknown"):
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)ratio_kap: unknown option; did you mean ratio_cap\?.*num_loss_tokens: unknown",
+    ):
         check_options(aipo, {"ratio_kap": 2.0, "num_loss_tokens": 3})
     with pytest.raises(ValueError, match="width: my_loss needs it"):
         check_options(resolve_loss("users_losses:my_loss"), {"depth": 2})

@@ -1,4 +1,6 @@
-"""What every loss owes: masks, microbatches, extremes, declarations, and options that are those of its file in conf/loss."""
+"""What every loss owes: masks, microbatches, extremes, declarations, and options that are those of
+its file in conf/loss.
+"""
 
 import functools
 import inspect
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from llamarl.config import CONF_DIR
+from llamarl.config.command_line import CONF_DIR
 from llamarl.learning.losses import LOSSES, options_of
 from llamarl.learning.losses.common import GIVEN, needs_all_completions, needs_whole_groups, takes
 from llamarl.learning.losses.regularisers import regularised
@@ -44,7 +46,9 @@ def test_a_loss_says_what_it_couples_and_what_it_uses(fn):
         assert needs_whole_groups(form) is (fn.__name__ in COUPLED)
         assert needs_all_completions(form) is (fn.__name__ in COUPLED | {"kimi_k2"})
         assert takes(form, "completions")
-    assert needs_all_completions(fn, {"kl_coef": 0.1}) and needs_all_completions(regularised(fn, entropy_coef=0.1))
+    assert needs_all_completions(fn, {"kl_coef": 0.1}) and needs_all_completions(
+        regularised(fn, entropy_coef=0.1)
+    )
     assert not needs_all_completions(LOSSES["aipo"], {"kl_coef": 0.0})
 
 
@@ -63,9 +67,14 @@ def test_masked_labels_add_nothing_and_get_zero_gradient_whatever_they_hold(fn, 
     dirty = [torch.where(clean.mask, t.detach(), garbage) for t in (*clean.tensors[:4], entropy)]
     dirty[0].requires_grad_(), dirty[4].requires_grad_()
     soiled = replace(clean, pi=dirty[0], mu=dirty[1], ref=dirty[2], advantages=dirty[3])
-    (loss, metrics), (want, want_metrics) = soiled.call(fn, entropy=dirty[4]), clean.call(fn, entropy=entropy)
+    (loss, metrics), (want, want_metrics) = (
+        soiled.call(fn, entropy=dirty[4]),
+        clean.call(fn, entropy=entropy),
+    )
     assert loss.item() == want.item() and math.isfinite(want.item())
-    assert {k: v.item() for k, v in metrics.items()} == {k: v.item() for k, v in want_metrics.items()}
+    assert {k: v.item() for k, v in metrics.items()} == {
+        k: v.item() for k, v in want_metrics.items()
+    }
     loss.backward(), want.backward()
     for got, right in ((dirty[0].grad, clean.pi.grad), (dirty[4].grad, entropy.grad)):
         assert (got[~clean.mask] == 0).all() and torch.equal(got, right) and (got != 0).any()
@@ -87,7 +96,9 @@ def test_microbatches_add_up_to_the_batch(fn, places, seed):
     torch.testing.assert_close(gradient, torch.autograd.grad(want, whole.pi)[0], **EXACT)
     for name, value in want_metrics.items():
         joined = torch.stack([metrics[name] for _, metrics in shares])
-        torch.testing.assert_close(joined.amax() if name.endswith("/max") else joined.sum(), value, **EXACT)
+        torch.testing.assert_close(
+            joined.amax() if name.endswith("/max") else joined.sum(), value, **EXACT
+        )
         assert value.dim() == 0 and not value.requires_grad and value.is_floating_point()
 
 
@@ -100,10 +111,16 @@ def test_huge_log_ratios_stay_finite(fn, gap, sign):
     pi = (single[0] - abs(gap) if gap > 0 else single[0]).requires_grad_()
     far = pi.detach() + gap
     completions = replace(p.completions, rewards=sign * p.completions.rewards.float())
-    extreme = replace(p, pi=pi, mu=far, ref=far, advantages=sign * single[3].abs(), completions=completions)
+    extreme = replace(
+        p, pi=pi, mu=far, ref=far, advantages=sign * single[3].abs(), completions=completions
+    )
     loss, metrics = extreme.call(regularised(fn, kl_coef=1e-3))
     (gradient,) = torch.autograd.grad(loss, pi)
-    assert loss.isfinite() and gradient.isfinite().all() and all(value.isfinite() for value in metrics.values())
+    assert (
+        loss.isfinite()
+        and gradient.isfinite().all()
+        and all(value.isfinite() for value in metrics.values())
+    )
 
 
 @every_loss
@@ -126,10 +143,13 @@ def test_what_is_not_a_number_in_a_trained_label_reaches_the_loss(fn):
 def test_the_loss_depends_on_the_generators_logprobs_as_it_says(fn):
     p = problem()
     loss, moved = p.call(fn)[0], replace(p, mu=p.mu - 0.3).call(fn)[0]
-    assert (loss.item() == moved.item()) is (fn.__name__ in {"reinforce", "rloo", "online_dpo", "best_of_n", "tb"})
+    assert (loss.item() == moved.item()) is (
+        fn.__name__ in {"reinforce", "rloo", "online_dpo", "best_of_n", "tb"}
+    )
 
 
-# -- the knobs of ratios -----------------------------------------------------------------------------------------------------
+# -- the knobs of ratios
+# -----------------------------------------------------------------------------------------------------
 
 with_ratio = pytest.mark.parametrize(
     "fn", [fn for fn in LOSSES.values() if "ratio_cap" in options_of(fn)], ids=lambda f: f.__name__
@@ -145,7 +165,10 @@ def test_every_ratio_loss_has_the_same_knobs(fn):
 @with_ratio
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_cap_or_a_mask_without_bound_is_none(fn, level):
-    p, none = problem(spread=3), dict(ratio_cap=None, ratio_mask_low=None, ratio_mask_high=None, ratio_level=level)
+    p, none = (
+        problem(spread=3),
+        dict(ratio_cap=None, ratio_mask_low=None, ratio_mask_high=None, ratio_level=level),
+    )
     loss = p.call(fn, **none)[0]
     for wide in ({"ratio_cap": math.inf}, {"ratio_mask_low": 0.0, "ratio_mask_high": math.inf}):
         assert p.call(fn, **none | wide)[0].item() == loss.item()
@@ -163,7 +186,9 @@ def test_labels_outside_the_mask_get_no_gradient_and_the_others_theirs(fn, level
     for j in range(p.completions.groups.numel()):
         labels = p.labels(j)
         gaps = (p.pi.detach() - p.mu)[labels]
-        ratios[labels] = {"token": gaps, "sequence": gaps.sum(), "sequence_mean": gaps.mean()}[level].exp()
+        ratios[labels] = {"token": gaps, "sequence": gaps.sum(), "sequence_mean": gaps.mean()}[
+            level
+        ].exp()
     kept = p.mask & (ratios >= 0.8) & (ratios <= 1.25)
     got, metrics = p.gradient(fn, **free | bounds), p.call(fn, **free | bounds)[1]
     assert 0 < kept.sum() < p.mask.sum() and metrics["ratio/masked"] == (p.mask & ~kept).sum()
@@ -189,7 +214,7 @@ def test_impossible_knobs_are_refused(fn, options, message):
         problem().call(fn, **options)
 
 
-@pytest.mark.parametrize("option", [{"ratio_level": "sequence"}, {"normalise": "completions"}])
+@pytest.mark.parametrize("option", [{"ratio_level": "sequence"}, {"normalize": "completions"}])
 def test_what_needs_completions_says_so(option):
     p = problem()
     with pytest.raises(ValueError, match="needs the completions"):
@@ -202,7 +227,7 @@ def test_what_needs_completions_says_so(option):
         ("grpo", {"clip_low": 1.5}, "0 <= clip_low <= 1"),
         ("ppo", {"clip_high": -0.1}, "clip_high >= 0"),
         ("ppo", {"ratio_cap": 1.2}, "leaves nothing to clip"),
-        ("aipo", {"normalise": "words"}, "need tokens or completions"),
+        ("aipo", {"normalize": "words"}, "need tokens or completions"),
         ("dr_grpo", {"max_tokens": 0}, "need at least 1"),
         ("tb", {"beta": 0.0}, "more than 0"),
         ("online_dpo", {"beta": -1.0}, "more than 0"),

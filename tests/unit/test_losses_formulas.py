@@ -1,6 +1,8 @@
-"""Each loss by hand on two groups, and its gradient against the paper's formula, computed by itself in float64.
+"""Each loss by hand on two groups, and its gradient against the paper's formula, computed by itself
+in float64.
 
-The formulas are loops over completions with coefficients c_t such that the gradient of the loss in log pi_t is -c_t.
+The formulas are loops over completions with coefficients c_t such that the gradient of the loss in
+log pi_t is -c_t.
 """
 
 import math
@@ -17,8 +19,9 @@ from tests.loss_problems import Problem, problem
 EXACT = dict(atol=1e-13, rtol=1e-11)
 LOG2 = math.log(2)
 
-# Two groups of two completions, pi = 1/2 at each label. Group 0: y0 of two labels with ratios 2 and 1/2, y1 of one with ratio 1.
-# Group 1: y2 of one label with ratio 4, y3 of two with ratio 1. Against the reference pi is 2 x 2, 1; 1, and 2 x 1/2.
+# Two groups of two completions, pi = 1/2 at each label. Group 0: y0 of two labels with ratios 2 and
+# 1/2, y1 of one with ratio 1. Group 1: y2 of one label with ratio 4, y3 of two with ratio 1.
+# Against the reference pi is 2 x 2, 1; 1, and 2 x 1/2.
 RATIOS = [2.0, 0.5, 1.0, 4.0, 1.0, 1.0]
 REF_RATIOS = [2.0, 2.0, 1.0, 1.0, 2.0, 0.5]
 INDEX, GROUPS, REWARDS = [0, 0, 1, 2, 3, 3], [0, 0, 1, 1], [1.0, 0.0, 3.0, 1.0]
@@ -55,13 +58,21 @@ HAND = [
     ("aipo", {"ratio_cap": 1.5}, LOG2 * (1.5 * 0.5 + 0.5 * 0.5 - 0.5 + 1.5 - 2) / 6),
     ("dr_grpo", {}, LOG2 * (2 * 0.5 + 0.5 * 0.5 - 0.5 + 4 - 2) / 6),
     ("dr_grpo", {"max_tokens": 10}, LOG2 * (1 + 0.25 - 0.5 + 4 - 2) / 40),
-    ("cispo", {"ratio_cap": 1.5, "normalise": "completions"}, LOG2 * ((0.75 + 0.25) / 2 - 0.5 + 1.5 - 1) / 4),
+    (
+        "cispo",
+        {"ratio_cap": 1.5, "normalize": "completions"},
+        LOG2 * ((0.75 + 0.25) / 2 - 0.5 + 1.5 - 1) / 4,
+    ),
     ("reinforce", {}, LOG2 * (0.5 + 0.5 - 0.5 + 1 - 1 - 1) / 6),
-    ("icepop", {"ratio_mask_low": 0.9, "ratio_mask_high": 3.0}, LOG2 * (1 - 0.5 + 0 - 2) / 6),  # 1/2 and 4 are masked
+    (
+        "icepop",
+        {"ratio_mask_low": 0.9, "ratio_mask_high": 3.0},
+        LOG2 * (1 - 0.5 + 0 - 2) / 6,
+    ),  # 1/2 and 4 are masked
     # min(r A, clip(r, 0.8, 1.2) A): 0.6 and 0.25 in y0; -0.5; 1.2; -1 and -1
     ("ppo", {}, -(0.6 + 0.25 - 0.5 + 1.2 - 2) / 6),
     ("grpo", {}, -((0.6 + 0.25) / 2 - 0.5 + 1.2 - 1) / 4),
-    ("grpo", {"normalise": "tokens", "clip_high": 0.28}, -(0.64 + 0.25 - 0.5 + 1.28 - 2) / 6),
+    ("grpo", {"normalize": "tokens", "clip_high": 0.28}, -(0.64 + 0.25 - 0.5 + 1.28 - 2) / 6),
     ("rloo", {}, LOG2 * (2 * 0.5 - 0.5 + 1 - 2) / 4),
     # log(pi/mu): 2 * 1/2 -> log 1 = 0, 0, log 4, 0
     ("copg", {}, -(2 * LOG2 * 1.0) / 4),
@@ -70,8 +81,9 @@ HAND = [
     # log(pi/ref) = 2 log 2, 0; 0, 0. Best y0 against y1, y2 against y3.
     ("online_dpo", {"beta": 0.5}, (math.log(1 + math.exp(-LOG2)) + LOG2) / 2),
     ("best_of_n", {}, (2 * LOG2 + LOG2) / 2),
-    ("best_of_n", {"length_normalise": True}, (LOG2 + LOG2) / 2),
-    # r/beta - log(pi/ref) with beta 1/2: 2 - 2 log 2, 0; 6, 2. log Z = 1 - log 2 and 4, so residuals log 2 - 1, 1 - log 2; -2, 2
+    ("best_of_n", {"length_normalize": True}, (LOG2 + LOG2) / 2),
+    # r/beta - log(pi/ref) with beta 1/2: 2 - 2 log 2, 0; 6, 2. log Z = 1 - log 2 and 4, so
+    # residuals log 2 - 1, 1 - log 2; -2, 2
     ("tb", {"beta": 0.5}, 0.25 * (2 * (1 - LOG2) ** 2 + 8) / 4),
     # A - beta (log L - mean): 0.5 - log2/2, -0.5 + log2/2; 1, -1; weights 2 and 0.5, 1; 4, 1 and 1
     ("tba", {"beta": 0.5}, LOG2 * ((2.5 - 1) * (0.5 - LOG2 / 2) + 4 - 2) / 6),
@@ -80,7 +92,9 @@ HAND = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "want"), HAND, ids=[f"{name}{n}" for n, (name, *_) in enumerate(HAND)])
+@pytest.mark.parametrize(
+    ("name", "options", "want"), HAND, ids=[f"{name}{n}" for n, (name, *_) in enumerate(HAND)]
+)
 def test_a_loss_by_hand(name, options, want):
     assert by_hand().call(LOSSES[name], **options)[0].item() == pytest.approx(want, abs=1e-14)
 
@@ -94,26 +108,41 @@ def test_metrics_of_completions_by_hand():
         return {k: v.item() for k, v in by_hand().call(LOSSES[name], **options)[1].items()}
 
     token = {"ratio/sum": 9.5, "ratio/max": 4.0}
-    assert of("rloo") == pytest.approx(token | {"kl/generator": (1 - LOG2) + (LOG2 - 0.5) + (3 - 2 * LOG2)})
+    assert of("rloo") == pytest.approx(
+        token | {"kl/generator": (1 - LOG2) + (LOG2 - 0.5) + (3 - 2 * LOG2)}
+    )
     # the squares of tb's residuals are (1 - log 2)^2 twice and 4 twice; log Z twice 1 - log 2 and 4
     got = of("tb", beta=0.5)
     assert got["tb/square/completions"] == pytest.approx(2 * (1 - LOG2) ** 2 + 8)
     assert got["tb/log_z/completions"] == pytest.approx(2 * (1 - LOG2) + 8)
-    assert got["tb/log_ratio/completions"] == pytest.approx(2 * LOG2) == pytest.approx(of("tba")["tba/log_ratio/completions"])
+    assert (
+        got["tb/log_ratio/completions"]
+        == pytest.approx(2 * LOG2)
+        == pytest.approx(of("tba")["tba/log_ratio/completions"])
+    )
     assert of("kimi_k2")["kimi/log_ratio/completions"] == pytest.approx(2 * LOG2)
     # margins beta 2 log 2 and 0, counted at both completions of their groups
     got = of("online_dpo", beta=0.5)
-    assert [got[f"dpo/{k}/completions"] for k in ("margin", "accuracy", "tied")] == pytest.approx([2 * LOG2, 2, 0])
+    assert [got[f"dpo/{k}/completions"] for k in ("margin", "accuracy", "tied")] == pytest.approx(
+        [2 * LOG2, 2, 0]
+    )
     got = of("ppo")
     assert (got["clip/high"], got["clip/low"], got["ratio/capped"]) == (2, 0, 0)
     got = of("proximal_rloo")  # y2 alone, once a label
-    assert [got[k] for k in ("clip/high", "ratio/sum", "ratio/max")] == pytest.approx([1, 2 + 1 + 4 + 2, 4])
+    assert [got[k] for k in ("clip/high", "ratio/sum", "ratio/max")] == pytest.approx(
+        [1, 2 + 1 + 4 + 2, 4]
+    )
 
 
 @pytest.mark.parametrize("name", ["online_dpo", "best_of_n"])
 def test_a_group_without_preference_adds_nothing(name):
     p = by_hand()
-    tied = replace(p, completions=replace(p.completions, rewards=torch.tensor([1.0, 1.0, 3.0, 1.0], dtype=torch.float64)))
+    tied = replace(
+        p,
+        completions=replace(
+            p.completions, rewards=torch.tensor([1.0, 1.0, 3.0, 1.0], dtype=torch.float64)
+        ),
+    )
     gradient, (loss, metrics) = tied.gradient(LOSSES[name]), tied.call(LOSSES[name])
     assert (gradient[:3] == 0).all() and (gradient[3] != 0).all()
     assert loss.item() == pytest.approx({"online_dpo": LOG2 / 2, "best_of_n": LOG2 / 2}[name])
@@ -125,10 +154,13 @@ def test_a_group_with_one_trained_completion_couples_with_nothing():
     p = by_hand()
     alone = replace(p, mask=torch.tensor([True, True, False, True, True, True]))
     for name in ("tb", "online_dpo", "best_of_n"):
-        assert (alone.gradient(LOSSES[name])[:3] == 0).all() and (p.gradient(LOSSES[name])[:2] != 0).all()
+        assert (alone.gradient(LOSSES[name])[:3] == 0).all() and (
+            p.gradient(LOSSES[name])[:2] != 0
+        ).all()
 
 
-# -- gradients of the papers -------------------------------------------------------------------------------------------------
+# -- gradients of the papers
+# -------------------------------------------------------------------------------------------------
 
 
 def sums(p: Problem, other: torch.Tensor) -> dict[int, float]:
@@ -163,7 +195,11 @@ def test_gradients_of_tba_eq_13_and_14(name, seed):
 def test_gradient_of_tba_eq_15(seed):
     p, tau = problem(seed=seed, spread=7), 0.3
     w, a, log_lambda = token_weights(p), p.advantages.tolist(), sums(p, p.mu)
-    c = {int(t): w[t] * (a[t] - tau * s) / p.num_loss_tokens for j, s in log_lambda.items() for t in p.labels(j)}
+    c = {
+        int(t): w[t] * (a[t] - tau * s) / p.num_loss_tokens
+        for j, s in log_lambda.items()
+        for t in p.labels(j)
+    }
     assert_gradient(p, "kimi_k2", c, tau=tau)
 
 
@@ -173,25 +209,39 @@ def test_gradient_of_tba_eq_16(seed):
     w, a, log_l, c = token_weights(p), p.advantages.tolist(), sums(p, p.ref), {}
     for members in p.members():
         mean = sum(log_l[j] for j in members) / max(1, len(members))
-        c |= {int(t): w[t] * (a[t] - beta * (log_l[j] - mean)) / p.num_loss_tokens for j in members for t in p.labels(j)}
+        c |= {
+            int(t): w[t] * (a[t] - beta * (log_l[j] - mean)) / p.num_loss_tokens
+            for j in members
+            for t in p.labels(j)
+        }
     assert_gradient(p, "tba", c, beta=beta)
 
 
 def test_tba_without_beta_is_dr_grpo():
     p = problem(spread=7)
-    torch.testing.assert_close(p.gradient(LOSSES["tba"], beta=0.0), p.gradient(LOSSES["dr_grpo"]), **EXACT)
+    torch.testing.assert_close(
+        p.gradient(LOSSES["tba"], beta=0.0), p.gradient(LOSSES["dr_grpo"]), **EXACT
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_gradient_and_value_of_tb_are_tba_eq_7_and_5(seed):
     p, beta = problem(seed=seed), 0.25
-    log_ratios, rewards, n = sums(p, p.ref), p.completions.rewards.tolist(), p.completions.num_completions
+    log_ratios, rewards, n = (
+        sums(p, p.ref),
+        p.completions.rewards.tolist(),
+        p.completions.num_completions,
+    )
     c, squares = {}, 0.0
     for members in p.members():
-        shaped = {j: rewards[j] - beta * log_ratios[j] for j in members}  # [r - beta log pi/ref] of eq. 7
+        shaped = {
+            j: rewards[j] - beta * log_ratios[j] for j in members
+        }  # [r - beta log pi/ref] of eq. 7
         mean = sum(shaped.values()) / max(1, len(members))
         c |= {int(t): (shaped[j] - mean) / n for j in members for t in p.labels(j)}
-        log_z = sum(rewards[j] / beta - log_ratios[j] for j in members) / max(1, len(members))  # eq. 4
+        log_z = sum(rewards[j] / beta - log_ratios[j] for j in members) / max(
+            1, len(members)
+        )  # eq. 4
         squares += sum((log_z + log_ratios[j] - rewards[j] / beta) ** 2 for j in members)
     assert_gradient(p, "tb", c, beta=beta)
     loss, metrics = p.call(LOSSES["tb"], beta=beta)
@@ -236,18 +286,23 @@ def test_on_policy_the_token_losses_are_the_policy_gradient():
     want = torch.where(p.mask, -p.advantages / p.num_loss_tokens, 0)
     for name in ("aipo", "reinforce", "dr_grpo", "cispo", "icepop", "ppo"):
         torch.testing.assert_close(p.gradient(LOSSES[name]), want, **EXACT)
-    torch.testing.assert_close(p.gradient(LOSSES["grpo"], normalise="tokens"), want, **EXACT)
+    torch.testing.assert_close(p.gradient(LOSSES["grpo"], normalize="tokens"), want, **EXACT)
 
 
 def test_gradient_of_online_dpo_is_dpos():
-    # beta sigma(-margin) (grad log pi(y+) - grad log pi(y-)), a mean over groups        (DPO, eq. 7)
+    # beta sigma(-margin) (grad log pi(y+) - grad log pi(y-)), a mean over groups        (DPO, eq.
+    # 7)
     p, beta, c = problem(), 0.7, {}
     log_ratios, rewards = sums(p, p.ref), p.completions.rewards.tolist()
     for members in p.members():
         if len(members) < 2:
             continue
         best, worst = (f(members, key=lambda j: rewards[j]) for f in (max, min))
-        pull = beta / (1 + math.exp(beta * (log_ratios[best] - log_ratios[worst]))) / p.completions.num_groups
+        pull = (
+            beta
+            / (1 + math.exp(beta * (log_ratios[best] - log_ratios[worst])))
+            / p.completions.num_groups
+        )
         c |= {int(t): sign * pull for j, sign in ((best, 1), (worst, -1)) for t in p.labels(j)}
     assert_gradient(p, "online_dpo", c, beta=beta)
 
@@ -268,20 +323,32 @@ def test_past_the_largest_ratio_a_bad_token_is_still_pushed_down():
     pi = torch.tensor([0.0], requires_grad=True)
     loss, _ = LOSSES["ppo"](pi, -100 * one, None, -one, one.bool(), num_loss_tokens=1)
     loss.backward()
-    assert pi.grad.item() == pytest.approx(math.exp(20)) and loss.item() == pytest.approx(math.exp(20))
+    assert pi.grad.item() == pytest.approx(math.exp(20)) and loss.item() == pytest.approx(
+        math.exp(20)
+    )
 
 
-# -- the value head ------------------------------------------------------------------------------------------------------------
+# -- the value head
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_value_loss_by_hand():
-    # V 2, 0.5, 1, 9; V_old 1; R 0, 1, 1, -; eps 0.4: clip(V) 1.4, 0.6, 1. max(4, 1.96), max(0.25, 0.16), 0; the last is masked
+    # V 2, 0.5, 1, 9; V_old 1; R 0, 1, 1, -; eps 0.4: clip(V) 1.4, 0.6, 1. max(4, 1.96), max(0.25,
+    # 0.16), 0; the last is masked
     values = torch.tensor([2.0, 0.5, 1.0, math.nan], requires_grad=True)
-    old, returns, mask = torch.ones(4), torch.tensor([0.0, 1.0, 1.0, 7.0]), torch.tensor([True, True, True, False])
+    old, returns, mask = (
+        torch.ones(4),
+        torch.tensor([0.0, 1.0, 1.0, 7.0]),
+        torch.tensor([True, True, True, False]),
+    )
     loss, metrics = value_loss(values, old, returns, mask, value_clip=0.4, num_loss_tokens=3)
     loss.backward()
-    assert loss.item() == pytest.approx(4.25 / 2 / 3) and values.grad.tolist() == pytest.approx([2 / 3, -0.5 / 3, 0, 0])
-    assert {k: v.item() for k, v in metrics.items()} == pytest.approx({"value/sum": 3.5, "value/error": 2.5, "value/clipped": 0})
+    assert loss.item() == pytest.approx(4.25 / 2 / 3) and values.grad.tolist() == pytest.approx(
+        [2 / 3, -0.5 / 3, 0, 0]
+    )
+    assert {k: v.item() for k, v in metrics.items()} == pytest.approx(
+        {"value/sum": 3.5, "value/error": 2.5, "value/clipped": 0}
+    )
     free = value_loss(values.detach(), old, returns, mask, value_clip=None, num_loss_tokens=3)[0]
     assert free.item() == pytest.approx(4.25 / 2 / 3)
 
@@ -292,6 +359,10 @@ def test_value_loss_clips_a_step_towards_the_return():
     one = torch.ones(1)
     loss, metrics = value_loss(value, one, 3 * one, one.bool(), value_clip=0.4, num_loss_tokens=1)
     loss.backward()
-    assert loss.item() == pytest.approx(1.6**2 / 2) and value.grad.item() == 0 and metrics["value/clipped"] == 1
+    assert (
+        loss.item() == pytest.approx(1.6**2 / 2)
+        and value.grad.item() == 0
+        and metrics["value/clipped"] == 1
+    )
     with pytest.raises(ValueError, match="value_clip=0"):
         value_loss(value, one, one, one.bool(), value_clip=0, num_loss_tokens=1)

@@ -1,4 +1,6 @@
-"""KL to the reference and entropy bonus around a loss: by hand, against exact KLs, and what they ask of the learner."""
+"""KL to the reference and entropy bonus around a loss: by hand, against exact KLs, and what they
+ask of the learner.
+"""
 
 import functools
 import math
@@ -9,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.learning.losses import LOSSES
-from llamarl.learning.losses.common import MAX_LOG_RATIO, half_square, k3, needs_entropy_gradient, takes
+from llamarl.learning.losses.common import (
+    MAX_LOG_RATIO,
+    half_square,
+    k3,
+    needs_entropy_gradient,
+    takes,
+)
 from llamarl.learning.losses.regularisers import ESTIMATORS, kl_to_reference, regularised
 from tests.loss_problems import problem
 
@@ -23,16 +31,25 @@ def f64(*values, grad=False):
 # pi 1/2, ref 1/4: x = log(ref/pi) = -log 2
 @pytest.mark.parametrize(
     ("estimator", "value", "slope"),
-    [("k1", math.log(2), math.log(2)), ("k2", math.log(2) ** 2 / 2, math.log(2)), ("k3", 0.5 - 1 + math.log(2), 1 - 0.5)],
+    [
+        ("k1", math.log(2), math.log(2)),
+        ("k2", math.log(2) ** 2 / 2, math.log(2)),
+        ("k3", 0.5 - 1 + math.log(2), 1 - 0.5),
+    ],
 )
 def test_kl_term_by_hand(estimator, value, slope):
     pi = f64(HALF, grad=True)
     fn = regularised(LOSSES["aipo"], kl_coef=0.1, kl_estimator=estimator)
-    loss, metrics = fn(pi, f64(HALF), f64(2 * HALF), f64(0.0), torch.tensor([True]), num_loss_tokens=2)
+    loss, metrics = fn(
+        pi, f64(HALF), f64(2 * HALF), f64(0.0), torch.tensor([True]), num_loss_tokens=2
+    )
     loss.backward()
     assert loss.item() == pytest.approx(0.1 / 2 * value, abs=1e-15)
     assert pi.grad.item() == pytest.approx(0.1 / 2 * slope, abs=1e-15)
-    assert metrics["kl/ref"].item() == pytest.approx(math.log(2) - 0.5, abs=1e-14) and not metrics["kl/ref"].requires_grad
+    assert (
+        metrics["kl/ref"].item() == pytest.approx(math.log(2) - 0.5, abs=1e-14)
+        and not metrics["kl/ref"].requires_grad
+    )
 
 
 def test_estimators_and_the_gradients_of_k1_and_k2_are_the_exact_kls_in_the_mean():
@@ -56,9 +73,13 @@ def test_entropy_bonus_by_hand():
     pi, entropy = f64(HALF, HALF, grad=True), f64(2.0, 5.0, grad=True)
     fn = regularised(LOSSES["aipo"], entropy_coef=0.3)
     mask = torch.tensor([True, False])
-    loss, metrics = fn(pi, pi.detach(), None, f64(0.0, 0.0), mask, num_loss_tokens=4, entropy=entropy)
+    loss, metrics = fn(
+        pi, pi.detach(), None, f64(0.0, 0.0), mask, num_loss_tokens=4, entropy=entropy
+    )
     loss.backward()
-    assert loss.item() == pytest.approx(-0.3 * 2 / 4) and entropy.grad.tolist() == pytest.approx([-0.3 / 4, 0.0])
+    assert loss.item() == pytest.approx(-0.3 * 2 / 4) and entropy.grad.tolist() == pytest.approx(
+        [-0.3 / 4, 0.0]
+    )
     assert "kl/ref" not in metrics
 
 
@@ -70,23 +91,23 @@ def test_without_coefficients_the_loss_is_untouched_and_the_reference_is_measure
     assert around[1]["kl/ref"].item() == pytest.approx(want, rel=1e-12)
 
 
-@pytest.mark.parametrize("normalise", ["tokens", "completions", "groups"])
+@pytest.mark.parametrize("normalize", ["tokens", "completions", "groups"])
 @pytest.mark.parametrize("bound", [True, False])
-def test_the_kl_is_weighed_as_the_loss_is(normalise, bound):
+def test_the_kl_is_weighed_as_the_loss_is(normalize, bound):
     """DeepSeekMath, eq. 3: of completions the KL is inside the mean over a completion's tokens."""
     p = problem(sizes=(3, 2, 4))
     x = p.ref - p.pi.detach()
     kl = (x.exp() - 1 - x).tolist()
     labels = [p.labels(j).tolist() for j in range(p.completions.groups.numel())]
-    if normalise == "tokens":
+    if normalize == "tokens":
         parts = [[i for own in labels for i in own]]
-    elif normalise == "completions":
+    elif normalize == "completions":
         parts = labels
     else:
         parts = [[i for j in members for i in labels[j]] for members in p.members()]
     means = [sum(kl[i] for i in part) / len(part) for part in parts if part]
     want = 0.04 * sum(means) / len(means)
-    options = {"normalise": normalise}
+    options = {"normalize": normalize}
     fn = functools.partial(LOSSES["grpo"], **options) if bound else LOSSES["grpo"]
     given = {} if bound else options
     with_kl = p.call(regularised(fn, kl_coef=0.04), **given)[0].item()
@@ -103,18 +124,37 @@ def test_the_entropy_bonus_is_weighed_as_the_loss_is():
     assert bonus == pytest.approx(-0.3 * sum(means) / len(means), rel=1e-10)
 
 
-def my_loss(trainer_logprobs, generator_logprobs, ref_logprobs, advantages, loss_mask, *, num_loss_tokens, entropy):
+def my_loss(
+    trainer_logprobs,
+    generator_logprobs,
+    ref_logprobs,
+    advantages,
+    loss_mask,
+    *,
+    num_loss_tokens,
+    entropy,
+):
     return -(trainer_logprobs + entropy).sum() / num_loss_tokens, {}
 
 
 def test_what_a_loss_is_given_goes_through():
-    assert [needs_entropy_gradient(fn) for fn in (LOSSES["aipo"], regularised(LOSSES["aipo"]), my_loss)] == [False, False, True]
-    assert needs_entropy_gradient(regularised(my_loss)) and needs_entropy_gradient(regularised(LOSSES["tb"], entropy_coef=0.1))
+    assert [
+        needs_entropy_gradient(fn) for fn in (LOSSES["aipo"], regularised(LOSSES["aipo"]), my_loss)
+    ] == [False, False, True]
+    assert needs_entropy_gradient(regularised(my_loss)) and needs_entropy_gradient(
+        regularised(LOSSES["tb"], entropy_coef=0.1)
+    )
     around = regularised(functools.partial(LOSSES["tb"], beta=0.5), kl_coef=0.1)
-    assert takes(around, "entropy") and takes(around, "completions") and not takes(regularised(my_loss), "completions")
+    assert (
+        takes(around, "entropy")
+        and takes(around, "completions")
+        and not takes(regularised(my_loss), "completions")
+    )
     entropy = f64(3.0, grad=True)
     one = f64(1.0)
-    regularised(my_loss)(one, one, None, one, one.bool(), num_loss_tokens=1, entropy=entropy)[0].backward()
+    regularised(my_loss)(one, one, None, one, one.bool(), num_loss_tokens=1, entropy=entropy)[
+        0
+    ].backward()
     assert entropy.grad.item() == -1.0
 
 
@@ -153,7 +193,9 @@ def test_k3_is_nonnegative_convex_and_smooth_past_its_limit(x):
     values = k3(points)
     (slope,) = torch.autograd.grad(values.sum(), points)
     assert (values >= 0).all() and (slope.diff() >= 0).all()
-    exact = math.expm1(min(x, MAX_LOG_RATIO)) * (1 + max(x - MAX_LOG_RATIO, 0)) - min(x, MAX_LOG_RATIO)
+    exact = math.expm1(min(x, MAX_LOG_RATIO)) * (1 + max(x - MAX_LOG_RATIO, 0)) - min(
+        x, MAX_LOG_RATIO
+    )
     assert values[1].item() == pytest.approx(exact, rel=1e-9, abs=1e-15)
 
 
@@ -165,4 +207,6 @@ def test_half_square_is_a_square_until_it_would_overflow():
     x = torch.tensor([-3.0, 1e6, 1e20, -1e30], requires_grad=True)
     values = half_square(x)
     (slope,) = torch.autograd.grad(values.sum(), x)
-    assert values.tolist() == pytest.approx([4.5, 5e11, 1e28, 1e38], rel=1e-6) and slope.tolist() == [-3.0, 1e6, 1e8, -1e8]
+    assert values.tolist() == pytest.approx(
+        [4.5, 5e11, 1e28, 1e38], rel=1e-6
+    ) and slope.tolist() == [-3.0, 1e6, 1e8, -1e8]

@@ -1,4 +1,6 @@
-"""Losses and gradients against TRL 1.16's, made once by tests/golden/make_trl_losses.py; PPO and GAE against torchtune's."""
+"""Losses and gradients against TRL 1.16's, made once by tests/golden/make_trl_losses.py; PPO and
+GAE against torchtune's.
+"""
 
 import json
 from pathlib import Path
@@ -19,10 +21,10 @@ OURS = {
     "grpo_clip_higher": ("grpo", {"clip_high": 0.28}, {}),
     "grpo_delta": ("grpo", {"ratio_cap": 1.5}, {}),
     "gspo": ("grpo", {"ratio_level": "sequence_mean", "clip_low": 0.05, "clip_high": 0.05}, {}),
-    "dapo": ("grpo", {"normalise": "tokens"}, {}),
-    "dapo_kl": ("grpo", {"normalise": "tokens"}, {"kl_coef": 0.1}),
-    "dapo_entropy": ("grpo", {"normalise": "tokens"}, {"entropy_coef": 0.05}),
-    "dr_grpo": ("ppo", {"normalise": "tokens"}, {}),  # and another denominator
+    "dapo": ("grpo", {"normalize": "tokens"}, {}),
+    "dapo_kl": ("grpo", {"normalize": "tokens"}, {"kl_coef": 0.1}),
+    "dapo_entropy": ("grpo", {"normalize": "tokens"}, {"entropy_coef": 0.05}),
+    "dr_grpo": ("ppo", {"normalize": "tokens"}, {}),  # and another denominator
     "cispo": ("cispo", {"ratio_cap": 1.2}, {}),
     "cispo_kl": ("cispo", {"ratio_cap": 1.2}, {"kl_coef": 0.1}),
     "rloo": ("proximal_rloo", {}, {}),
@@ -31,7 +33,9 @@ OURS = {
 
 def packed():
     """(TRL's padded tensors, which labels are no padding, ours end to end)."""
-    padded = {name: torch.tensor(value, dtype=torch.float64) for name, value in GOLDEN["tensors"].items()}
+    padded = {
+        name: torch.tensor(value, dtype=torch.float64) for name, value in GOLDEN["tensors"].items()
+    }
     lengths = torch.tensor(GOLDEN["lengths"])
     real = torch.arange(5) < lengths[:, None]
     index = torch.arange(6).repeat_interleave(lengths)
@@ -45,7 +49,9 @@ def packed():
         num_groups=2.0,
         num_trained_groups=2.0,
     )
-    ours = {name: value[real] if value.dim() == 2 else value[index] for name, value in padded.items()}
+    ours = {
+        name: value[real] if value.dim() == 2 else value[index] for name, value in padded.items()
+    }
     return padded, real, ours, completions
 
 
@@ -59,16 +65,27 @@ def test_loss_and_gradient_equal_trls(case):
     # TRL's dr_grpo is the clipped surrogate over completions times their room
     tokens = 6.0 * 5 if case == "dr_grpo" else float(size)
     loss, _ = fn(
-        pi, t["generator_logprobs"], t["ref_logprobs"], advantages, torch.ones(size, dtype=torch.bool), num_loss_tokens=tokens,
-        entropy=entropy, **{"completions": completions for _ in range(takes(fn, "completions"))}, **options,
-    )  # fmt: skip
+        pi,
+        t["generator_logprobs"],
+        t["ref_logprobs"],
+        advantages,
+        torch.ones(size, dtype=torch.bool),
+        num_loss_tokens=tokens,
+        entropy=entropy,
+        **{"completions": completions for _ in range(takes(fn, "completions"))},
+        **options,
+    )
     loss.backward()
     assert loss.item() == pytest.approx(golden["loss"], rel=1e-12)
     want = torch.tensor(golden["gradient"], dtype=torch.float64)
     torch.testing.assert_close(pi.grad, want[real], **EXACT)
     assert (want != 0).any() and (want[~real] == 0).all()
     if "entropy_gradient" in golden:
-        torch.testing.assert_close(entropy.grad, torch.tensor(golden["entropy_gradient"], dtype=torch.float64)[real], **EXACT)
+        torch.testing.assert_close(
+            entropy.grad,
+            torch.tensor(golden["entropy_gradient"], dtype=torch.float64)[real],
+            **EXACT,
+        )
 
 
 def test_every_golden_is_compared():
@@ -87,7 +104,9 @@ def test_ppo_value_loss_and_gae_equal_torchtunes():
     from torchtune.rlhf.loss import PPOLoss
 
     random = torch.Generator().manual_seed(3)
-    pi, old, values, old_values, rewards = torch.randn(5, 4, 7, generator=random, dtype=torch.float64) * 0.4
+    pi, old, values, old_values, rewards = (
+        torch.randn(5, 4, 7, generator=random, dtype=torch.float64) * 0.4
+    )
     length = torch.full((4,), 7)
     # torchtune whitens its advantages; ours are whitened before they are compared.
     got, returns = gae(rewards.flatten(), old_values.flatten(), length, gamma=0.9, lam=0.8)
@@ -99,8 +118,13 @@ def test_ppo_value_loss_and_gae_equal_torchtunes():
         old, pi, want, old_values, values, want_returns
     )
     every = torch.ones(28, dtype=torch.bool)
-    ours = LOSSES["ppo"](pi.flatten(), old.flatten(), None, want.flatten(), every, num_loss_tokens=28)[0]
+    ours = LOSSES["ppo"](
+        pi.flatten(), old.flatten(), None, want.flatten(), every, num_loss_tokens=28
+    )[0]
     ours_value, _ = value_loss(
-        *(x.flatten() for x in (values, old_values, want_returns)), every, value_clip=0.3, num_loss_tokens=28
+        *(x.flatten() for x in (values, old_values, want_returns)),
+        every,
+        value_clip=0.3,
+        num_loss_tokens=28,
     )
     torch.testing.assert_close((ours, ours_value), (policy, value), **EXACT)

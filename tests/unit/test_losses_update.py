@@ -22,6 +22,10 @@ def test_the_step_does_not_depend_on_the_microbatches(name):
     (one, weights), (many, other) = step(1000), step(40)
     unused = "packing/unused_budget_fraction"
     assert one[unused] != many[unused] and one["grad_norm"] > 0
-    own = [k for k in one if k.startswith(("loss/", "grad", "kl/", "ratio/", "clip/", "tb/", "dpo/", "kimi/"))]
+    own = [
+        k
+        for k in one
+        if k.startswith(("loss/", "grad", "kl/", "ratio/", "clip/", "tb/", "dpo/", "kimi/"))
+    ]
     assert {k: one[k] for k in own} == pytest.approx({k: many[k] for k in own}, rel=STEP, abs=STEP)
     torch.testing.assert_close(weights, other, rtol=STEP, atol=STEP)

@@ -1,10 +1,12 @@
-"""Magistral's loss, as its paper has it, against an oracle in float64 that is written from the equation alone.
+"""Magistral's loss, as its paper has it, against an oracle in float64 that is written from the
+equation alone.
 
     J = E_q 1/(sum_i |o_i|) sum_i sum_t min(r A_i, clip(r, 1 - eps_low, 1 + eps_high) A_i)        (2.1)
 
     r = pi/mu of a token,  A_i = (B_i - mean B) / std B over a minibatch,  B_i = reward_i - mean of its group
 
-Groups of equal rewards are not in the batch. Where the paper says std, the one over n - 1 is meant here.
+Groups of equal rewards are not in the batch. Where the paper says std, the one over n - 1 is meant
+here.
 """
 
 import functools
@@ -25,14 +27,15 @@ LOW, HIGH = 0.2, 0.28
 # float32 rounding through a decoder of two layers, as a share of the largest gradient
 GRADIENT = 2e-5
 WAIT_S = 60.0
-LOSS = functools.partial(LOSSES["ppo"], clip_low=LOW, clip_high=HIGH, normalise="groups")
+LOSS = functools.partial(LOSSES["ppo"], clip_low=LOW, clip_high=HIGH, normalize="groups")
 
 
 def clipped(ratio, advantage):
     return torch.minimum(ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage)
 
 
-# -- the loss alone --------------------------------------------------------------------------------------------------------
+# -- the loss alone
+# --------------------------------------------------------------------------------------------------------
 
 
 def loss_of_groups(p):
@@ -54,7 +57,7 @@ def test_every_group_weighs_the_same_and_within_it_every_token(seed):
     (gradient,) = torch.autograd.grad(want, p.pi)
     assert p.call(LOSS)[0].item() == pytest.approx(want.item(), rel=1e-12)
     torch.testing.assert_close(p.gradient(LOSS), gradient, rtol=1e-12, atol=1e-15)
-    by_token = functools.partial(LOSS, normalise="tokens")
+    by_token = functools.partial(LOSS, normalize="tokens")
     assert abs(p.call(by_token)[0].item() - want.item()) > 1e-4
 
 
@@ -77,7 +80,8 @@ def test_kl_and_entropy_are_means_over_groups_too():
     assert added == pytest.approx(0.5 * float(sum(means)) / len(means), rel=1e-10)
 
 
-# -- a whole update --------------------------------------------------------------------------------------------------------
+# -- a whole update
+# --------------------------------------------------------------------------------------------------------
 
 
 def uneven_groups():
@@ -128,9 +132,7 @@ def oracle(groups):
         advantages = (advantages - everything.mean()) / everything.std()
         logprobs = logprobs_of(decoder, g)
         mu = g.generator_logprobs.double().split(g.lengths.tolist())
-        terms = [
-            clipped((logprobs[i] - mu[i]).exp(), a).sum() for i, a in zip(valid, advantages)
-        ]
+        terms = [clipped((logprobs[i] - mu[i]).exp(), a).sum() for i, a in zip(valid, advantages)]
         objective = objective + sum(terms) / sum(int(g.lengths[i]) for i in valid)
     objective = objective / len(kept)
     parameters = list(decoder.parameters())
@@ -216,7 +218,9 @@ def test_two_data_parallel_shares_are_the_whole():
         update._ranks = ranks
     shares = [groups[:2], groups[2:]]
     with ThreadPoolExecutor(2) as pool:
-        rows = list(pool.map(lambda update, share: update.run(share, VERSION, go_on), updates, shares))
+        rows = list(
+            pool.map(lambda update, share: update.run(share, VERSION, go_on), updates, shares)
+        )
     for row in rows:
         assert row["loss/value"] == pytest.approx(-objective, rel=1e-5)
         assert row["groups/filtered"] == 2

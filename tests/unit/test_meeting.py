@@ -1,4 +1,6 @@
-"""What ranks make together at the start waits without end, so they meet before it, within a deadline."""
+"""What ranks make together at the start waits without end, so they meet before it, within a
+deadline.
+"""
 
 import threading
 from types import SimpleNamespace
@@ -6,21 +8,26 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from llamarl.control import DeadlineExceeded
+from llamarl.comm.control import TimedOut
 from llamarl.controller import ExecutorController
 
 
-def rank_of(rank, store, deadline_s, check=lambda: None):
+def rank_of(rank, store, timeout_s, check=lambda: None):
     world = SimpleNamespace(rank=rank, size=3, store=lambda: store)
     names = ["trainer", "generator", "reward"]
-    settings = SimpleNamespace(deadline_s=deadline_s)
-    return SimpleNamespace(world=world, settings=settings, control=SimpleNamespace(check=check, names=names))
+    settings = SimpleNamespace(timeout_s=timeout_s)
+    return SimpleNamespace(
+        world=world, settings=settings, control=SimpleNamespace(check=check, names=names)
+    )
 
 
 def test_ranks_that_do_not_come_are_named():
     store = dist.HashStore()
     store.set("met/channel policy/1", "")
-    with pytest.raises(DeadlineExceeded, match=r"rank 0 waited 1 s at the start for ranks 2 \(reward\), to make channel policy"):
+    with pytest.raises(
+        TimedOut,
+        match=r"rank 0 waited 1 s at the start for ranks 2 \(reward\), to make channel policy",
+    ):
         ExecutorController._meet(rank_of(0, store, 1.0), "channel policy")
 
 
@@ -34,7 +41,10 @@ def test_a_rank_that_dies_meanwhile_ends_the_wait():
 
 def test_all_go_on_when_the_last_has_come():
     store = dist.HashStore()
-    threads = [threading.Thread(target=ExecutorController._meet, args=(rank_of(r, store, 60.0), "start")) for r in range(3)]
+    threads = [
+        threading.Thread(target=ExecutorController._meet, args=(rank_of(r, store, 60.0), "start"))
+        for r in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

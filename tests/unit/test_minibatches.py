@@ -1,4 +1,6 @@
-"""N minibatches and T passes: a step is so many ordinary ones in turn, and what ends it early leaves a clean state."""
+"""N minibatches and T passes: a step is so many ordinary ones in turn, and what ends it early
+leaves a clean state.
+"""
 
 import dataclasses
 import math
@@ -7,18 +9,35 @@ import pytest
 import torch
 
 from llamarl.learning.losses.aipo import aipo
-from llamarl.learning.losses.common import Completions, per_completion, uses_all_completions, whole_groups
+from llamarl.learning.losses.common import (
+    Completions,
+    per_completion,
+    uses_all_completions,
+    whole_groups,
+)
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.update import NotFinite, StepAborted
 from llamarl.models.attention import PackedAttention
-from tests.updating import NAN, SETTINGS, STEP, VERSION, decoder_of, go_on, group, groups_of, update_of
+from tests.updating import (
+    NAN,
+    SETTINGS,
+    STEP,
+    VERSION,
+    decoder_of,
+    go_on,
+    group,
+    groups_of,
+    update_of,
+)
 
 BUDGET = 17
 
 
 def adam(**changes):
-    return update_of(optimizer=torch.optim.AdamW, microbatch_tokens=BUDGET, schedule="constant", **changes)
+    return update_of(
+        optimizer=torch.optim.AdamW, microbatch_tokens=BUDGET, schedule="constant", **changes
+    )
 
 
 def weights_of(update):
@@ -34,11 +53,19 @@ def test_a_step_is_so_many_ordinary_steps_on_its_parts(minibatches, passes):
     once, groups = adam(minibatches_per_step=minibatches, updates_per_batch=passes), groups_of()
     got = once.run(groups, VERSION, go_on)
     plain, each = adam(), len(groups) // minibatches
-    rows = [plain.run(groups[i : i + each], VERSION, go_on) for _ in range(passes) for i in range(0, len(groups), each)]
+    rows = [
+        plain.run(groups[i : i + each], VERSION, go_on)
+        for _ in range(passes)
+        for i in range(0, len(groups), each)
+    ]
     assert same(weights_of(once), weights_of(plain))
-    assert {float(s["step"]) for s in once.optimizer.state.values()} == {float(minibatches * passes)}
+    assert {float(s["step"]) for s in once.optimizer.state.values()} == {
+        float(minibatches * passes)
+    }
     tokens = [row["tokens/trained"] for row in rows]
-    mean = {name: sum(row[name] for row in rows) / len(rows) for name in ("loss/value", "grad_norm")}
+    mean = {
+        name: sum(row[name] for row in rows) / len(rows) for name in ("loss/value", "grad_norm")
+    }
     by_token = {
         name: sum(row[name] * t for row, t in zip(rows, tokens)) / sum(tokens)
         for name in ("entropy", "ratio/mean", "kl/generator")
@@ -51,7 +78,9 @@ def test_a_step_is_so_many_ordinary_steps_on_its_parts(minibatches, passes):
 
 
 def test_every_update_has_its_own_denominator():
-    """Halves of unlike size: one update each, so a token of the small half weighs more than in one update of both."""
+    """Halves of unlike size: one update each, so a token of the small half weighs more than in one
+    update of both.
+    """
     groups = [group(4, [9, 9, 9], [1.0, 0.5, 0.0]), group(3, [1, 2], [0.0, 1.0])]
     seen = []
 
@@ -59,21 +88,31 @@ def test_every_update_has_its_own_denominator():
         seen.append(num_loss_tokens)
         return logprobs.sum() / num_loss_tokens, {}
 
-    update_of(loss_fn=loss_fn, minibatches_per_step=2, updates_per_batch=2).run(groups, VERSION, go_on)
+    update_of(loss_fn=loss_fn, minibatches_per_step=2, updates_per_batch=2).run(
+        groups, VERSION, go_on
+    )
     assert seen == [27.0, 3.0, 27.0, 3.0]
 
 
 def test_the_rate_falls_with_every_update():
-    update = update_of(minibatches_per_step=2, updates_per_batch=2, schedule="linear", warmup_steps=1, max_steps=3)
+    update = update_of(
+        minibatches_per_step=2, updates_per_batch=2, schedule="linear", warmup_steps=1, max_steps=3
+    )
     seen = []
-    update.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
+    update.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"])
+    )
     for version in range(3):
         update.run(groups_of(), version, go_on)
     # a warm-up of 1 step of 4 updates, then 8 down to 0
-    assert seen == pytest.approx([SETTINGS.lr * (i + 1) / 5 for i in range(4)] + [SETTINGS.lr * (1 - i / 8) for i in range(8)])
+    assert seen == pytest.approx(
+        [SETTINGS.lr * (i + 1) / 5 for i in range(4)]
+        + [SETTINGS.lr * (1 - i / 8) for i in range(8)]
+    )
 
 
-# -- what ends a step ----------------------------------------------------------------------------------------------------------
+# -- what ends a step
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_stop_before_the_first_update_changes_nothing_and_after_it_the_step_is_finished():
@@ -109,27 +148,51 @@ def test_what_is_not_finite_in_a_later_update_is_named_with_its_place():
 
 def test_parity_is_asked_of_the_first_update_alone():
     """After it the policy is another one than sampled the tokens, so they must differ."""
-    fresh = [dataclasses.replace(g, policy_versions=torch.full_like(g.policy_versions, VERSION)) for g in groups_of()]
+    fresh = [
+        dataclasses.replace(g, policy_versions=torch.full_like(g.policy_versions, VERSION))
+        for g in groups_of()
+    ]
     decoder = decoder_of(uniform=True)
     for g in fresh:
         g.generator_logprobs[:] = -math.log(23)
-    settings = dict(minibatches_per_step=2, updates_per_batch=2, parity_tolerance=1e-4, max_grad_norm=100.0)
+    settings = dict(
+        minibatches_per_step=2, updates_per_batch=2, parity_tolerance=1e-4, max_grad_norm=100.0
+    )
     row = update_of(decoder, **settings).run(fresh, VERSION, go_on)
-    assert row["parity/logprob_diff_max"] < 1e-4 and row["ratio/max"] > 1.01  # the later updates did differ
+    assert (
+        row["parity/logprob_diff_max"] < 1e-4 and row["ratio/max"] > 1.01
+    )  # the later updates did differ
     fresh[0].generator_logprobs[0] += 0.1
     with pytest.raises(Exception, match="differ by 0.1"):
         update_of(decoder_of(uniform=True), **settings).run(fresh, VERSION, go_on)
 
 
-# -- losses that look at completions -------------------------------------------------------------------------------------------
+# -- losses that look at completions
+# -------------------------------------------------------------------------------------------
 
 
 @whole_groups
 @uses_all_completions
-def coupled(logprobs, _generator, _reference, _advantages, mask, *, num_loss_tokens, completions: Completions, seen=None):
-    """sum_j (log pi(y_j) - its group's mean - r_j)^2 / N: no completion's gradient without the others."""
+def coupled(
+    logprobs,
+    _generator,
+    _reference,
+    _advantages,
+    mask,
+    *,
+    num_loss_tokens,
+    completions: Completions,
+    seen=None,
+):
+    """sum_j (log pi(y_j) - its group's mean - r_j)^2 / N: no completion's gradient without the
+    others.
+    """
     total = completions.sums(logprobs)
-    centred = total - completions.group_mean(total, torch.ones_like(total, dtype=torch.bool)) - completions.rewards
+    centred = (
+        total
+        - completions.group_mean(total, torch.ones_like(total, dtype=torch.bool))
+        - completions.rewards
+    )
     loss = per_completion(centred.square().sum(), completions)
     if seen is not None:
         seen.append((completions.num_completions, completions.num_groups))
@@ -145,9 +208,14 @@ def coupled_by_hand(groups):
             if g.rewards[i].isnan() or g.finish_reasons[i] == "aborted":
                 continue
             tokens = torch.cat([g.prompt_ids, completion])
-            logits = decoder(tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)])))
+            logits = decoder(
+                tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)]))
+            )
             logprobs = (logits / SETTINGS.temperature).log_softmax(-1)[len(g.prompt_ids) - 1 : -1]
-            totals.append(logprobs.gather(1, completion[:, None]).sum()), rewards.append(g.rewards[i])
+            (
+                totals.append(logprobs.gather(1, completion[:, None]).sum()),
+                rewards.append(g.rewards[i]),
+            )
         totals = torch.stack(totals)
         losses.append((totals - totals.mean() - torch.stack(rewards)).square().sum())
         count += len(rewards)
@@ -163,8 +231,12 @@ def test_a_loss_over_whole_groups_is_that_of_one_sequence_at_a_time(microbatch_t
     seen = []
     update = update_of(
         loss_fn=lambda *a, completions, **k: coupled(*a, completions=completions, seen=seen, **k),
-        microbatch_tokens=microbatch_tokens, whole_groups=True, max_grad_norm=1e9, lr=1.0, schedule="constant",
-    )  # fmt: skip
+        microbatch_tokens=microbatch_tokens,
+        whole_groups=True,
+        max_grad_norm=1e9,
+        lr=1.0,
+        schedule="constant",
+    )
     before = weights_of(update)
     metrics = update.run(groups_of(), VERSION, go_on)
     assert metrics["loss/value"] == pytest.approx(loss, rel=1e-5)
@@ -181,11 +253,15 @@ def test_an_entropy_bonus_is_that_of_the_whole_softmax():
     decoder, total = decoder_of(), 0.0
     for completion in groups[0].token_ids.split(groups[0].lengths.tolist()):
         tokens = torch.cat([groups[0].prompt_ids, completion])
-        logits = decoder(tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)])))
+        logits = decoder(
+            tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)]))
+        )
         logp = (logits / SETTINGS.temperature).log_softmax(-1)[len(groups[0].prompt_ids) - 1 : -1]
         total = total - (logp.exp() * logp).sum()
     (-coef * total / 17).backward()
-    bonus = update_of(loss_fn=regularised(aipo, entropy_coef=coef), max_grad_norm=1e9, lr=1.0, schedule="constant")
+    bonus = update_of(
+        loss_fn=regularised(aipo, entropy_coef=coef), max_grad_norm=1e9, lr=1.0, schedule="constant"
+    )
     plain = update_of(loss_fn=regularised(aipo), max_grad_norm=1e9, lr=1.0, schedule="constant")
     got = bonus.run(groups, VERSION, go_on)["entropy"]
     plain.run(groups, VERSION, go_on)
@@ -193,7 +269,9 @@ def test_an_entropy_bonus_is_that_of_the_whole_softmax():
     largest = max(p.grad.abs().max().item() for p in decoder.parameters())
     assert largest > 1e-3
     for a, b, p in zip(weights_of(plain), weights_of(bonus), decoder.parameters()):
-        torch.testing.assert_close(a - b, p.grad, atol=STEP * largest + 1e-6, rtol=0)  # the weights are rounded to 1e-7
+        torch.testing.assert_close(
+            a - b, p.grad, atol=STEP * largest + 1e-6, rtol=0
+        )  # the weights are rounded to 1e-7
 
 
 def test_the_penalty_for_a_missing_end_reaches_the_advantages():
@@ -204,6 +282,10 @@ def test_the_penalty_for_a_missing_end_reaches_the_advantages():
         return logprobs.sum(), {}
 
     g = group(4, [1, 2, 1], [1.0, 1.0, NAN], finish_reasons=("stop", "length", "stop"))
-    row = update_of(loss_fn=loss_fn, shaping=Shaping(missing_eos_penalty=-1.0)).run([g], VERSION, go_on)
+    row = update_of(loss_fn=loss_fn, shaping=Shaping(missing_eos_penalty=-1.0)).run(
+        [g], VERSION, go_on
+    )
     assert seen == [([1.0, -1.0, -1.0], [1.0, -1.0])]
-    assert row["reward/mean"] == 1.0 and row["reward/shaped_mean"] == 0.0  # the task's own stays visible
+    assert (
+        row["reward/mean"] == 1.0 and row["reward/shaped_mean"] == 0.0
+    )  # the task's own stays visible

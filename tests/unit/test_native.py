@@ -170,7 +170,9 @@ def test_what_is_asked_of_the_engine_in_vain_leaves_it_as_it_was():
 class _Move(ctypes.Structure):
     """One field more than Move of copy.c."""
 
-    _fields_ = [(name, ctypes.c_uint64) for name in ("to", "start", "stride", "wide", "rows", "more")]
+    _fields_ = [
+        (name, ctypes.c_uint64) for name in ("to", "start", "stride", "wide", "rows", "more")
+    ]
 
 
 class _Unheard(ctypes.Structure):

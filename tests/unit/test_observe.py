@@ -1,4 +1,6 @@
-"""Observation: reports from many ranks become rows in step order; resume rewrites nothing; the pages can be read."""
+"""Observation: reports from many ranks become rows in step order; resume rewrites nothing; the
+pages can be read.
+"""
 
 import base64
 import html.parser
@@ -16,8 +18,8 @@ from hypothesis import strategies as st
 
 from llamarl.observe import Console, Metrics, RowWriter, Trace, build_sinks, is_timing
 from llamarl.observe.rates import RateMeter, idle_shares
-from llamarl.observe.report import main as report_main
 from llamarl.observe.report import facts, moving_mean, write_report
+from llamarl.observe.report import main as report_main
 from llamarl.observe.rows import COLUMNS
 from llamarl.observe.sinks import Jsonl, TensorBoard, WandB, read_rows
 from llamarl.observe.trace import merge
@@ -64,19 +66,24 @@ class Clock:
 
 def writer_in(tmp_path, *, every=1000, sinks=(), first_step=0, clock=None):
     due = lambda step: step % every == 0  # noqa: E731
-    return RowWriter(tmp_path, list(sinks), eval_due=due, first_step=first_step, clock=clock or Clock())
+    return RowWriter(
+        tmp_path, list(sinks), eval_due=due, first_step=first_step, clock=clock or Clock()
+    )
 
 
 def metrics_of(writer, *, world=None, rank=0, leader=0):
     world = defaultdict(list) if world is None else world
-    return Metrics(rank=rank, leader=leader, control=Mail(rank, world), writer=writer, trace=Trace(rank=rank))
+    return Metrics(
+        rank=rank, leader=leader, control=Mail(rank, world), writer=writer, trace=Trace(rank=rank)
+    )
 
 
 def steps_in(tmp_path):
     return [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")]
 
 
-# -- rows ---------------------------------------------------------------------------------------------------------
+# -- rows
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_reports_of_several_ranks_and_executors_merge_into_one_row(tmp_path):
@@ -91,7 +98,12 @@ def test_reports_of_several_ranks_and_executors_merge_into_one_row(tmp_path):
     leader.pump()
     baseline, row = read_rows(tmp_path / "metrics.jsonl")
     assert baseline["step"] == baseline["policy_version"] == 0 and baseline["eval/reward"] == 0.25
-    assert (row["step"], row["loss/value"], row["lag/max"], row["parity/logprob_diff_max"]) == (1, 0.5, 2, 1e-6)
+    assert (row["step"], row["loss/value"], row["lag/max"], row["parity/logprob_diff_max"]) == (
+        1,
+        0.5,
+        2,
+        1e-6,
+    )
 
 
 def test_a_row_waits_for_its_evaluation_and_holds_back_later_rows(tmp_path):
@@ -102,7 +114,9 @@ def test_a_row_waits_for_its_evaluation_and_holds_back_later_rows(tmp_path):
         writer.ingest(step, {"loss/value": 0.0})
     writer.flush()
     assert [row["step"] for row in kept.rows] == [0, 1]
-    assert writer.is_complete(1) and not writer.is_complete(3), "the evaluation of step 2 is still to come"
+    assert writer.is_complete(1) and not writer.is_complete(3), (
+        "the evaluation of step 2 is still to come"
+    )
     writer.ingest(2, {"eval/reward": 0.2})
     assert writer.is_complete(3) and not writer.is_complete(4), "step 4 is not trained yet"
     writer.flush()
@@ -170,7 +184,16 @@ def test_columns_come_in_reading_order(tmp_path):
     writer.ingest(0, {"zebra": 1, "eval/reward": 0.1, "apple": 2, "reward/mean": 0.3})
     writer.flush()
     names = list(read_rows(tmp_path / "metrics.jsonl")[0])
-    assert names == ["step", "policy_version", "reward/mean", "eval/reward", "time/wall_s", "time/evaluated_s", "apple", "zebra"]
+    assert names == [
+        "step",
+        "policy_version",
+        "reward/mean",
+        "eval/reward",
+        "time/wall_s",
+        "time/evaluated_s",
+        "apple",
+        "zebra",
+    ]
 
 
 @given(data=st.data())
@@ -179,7 +202,10 @@ def test_any_arrival_order_of_evaluations_gives_every_row_once_in_order(tmp_path
     last, every = 12, 3
     evals = data.draw(st.permutations(range(0, last + 1, every)))
     trained = [("loss/value", step) for step in range(1, last + 1)]  # the trainer reports in order
-    places = sorted(data.draw(st.lists(st.integers(0, last), min_size=len(evals), max_size=len(evals))), reverse=True)
+    places = sorted(
+        data.draw(st.lists(st.integers(0, last), min_size=len(evals), max_size=len(evals))),
+        reverse=True,
+    )
     for place, step in zip(places, evals, strict=True):
         trained.insert(place, ("eval/reward", step))
     kept = Kept()
@@ -192,7 +218,8 @@ def test_any_arrival_order_of_evaluations_gives_every_row_once_in_order(tmp_path
     assert all(row["loss/value"] == row["step"] for row in kept.rows[1:])
 
 
-# -- values -------------------------------------------------------------------------------------------------------
+# -- values
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -230,7 +257,8 @@ def test_the_writer_belongs_to_the_leader_alone(tmp_path):
         metrics_of(writer_in(tmp_path), rank=1, leader=0)
 
 
-# -- counters and rates -------------------------------------------------------------------------------------------
+# -- counters and rates
+# -------------------------------------------------------------------------------------------
 
 
 def test_rates_of_a_row_are_counter_differences_summed_over_ranks(tmp_path):
@@ -254,7 +282,10 @@ def test_rates_of_a_row_are_counter_differences_summed_over_ranks(tmp_path):
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert rows[1]["generator/tokens_per_s"] == 100 * 2 / 2.0
     assert rows[2]["generator/tokens_per_s"] == 300 * 2 / 2.0
-    assert rows[2]["generator/idle_fraction"] == 0.25 and rows[2]["generator/idle_fraction/room"] == 0.125
+    assert (
+        rows[2]["generator/idle_fraction"] == 0.25
+        and rows[2]["generator/idle_fraction/room"] == 0.125
+    )
     assert rows[2]["weights/swap_stall_s"] == 0.25
     assert rows[2]["trainer/idle_fraction"] is None, "nothing was counted for the trainer"
     assert [row["time/wall_s"] for row in rows] == [0.0, 2.0, 4.0]
@@ -286,24 +317,40 @@ def test_counters_travel_at_most_once_an_interval_but_reports_at_once():
 def test_rates_of_fast_rows_are_over_a_window_but_stalls_are_exact():
     meter = RateMeter(wall_s=0.0, counters={})
     # Rows every 0.25 s; the generator's counters arrive only with every second row.
-    totals = [{"generator/tokens": 50 * (row // 2), "weights/swap_stall_s": 1.0 * row} for row in range(1, 13)]
+    totals = [
+        {"generator/tokens": 50 * (row // 2), "weights/swap_stall_s": 1.0 * row}
+        for row in range(1, 13)
+    ]
     rows = [meter.read(0.25 * row, counters) for row, counters in enumerate(totals, start=1)]
     assert {row["generator/tokens_per_s"] for row in rows[6:]} == {100.0}
     assert [row["weights/swap_stall_s"] for row in rows] == [1.0] * 12
 
 
 def test_idle_shares_name_the_largest_cause_and_its_knob():
-    counters = {"trainer/busy_s": 6.0, "trainer/idle_s": 4.0, "trainer/idle_s/weights": 1.0, "trainer/idle_s/data": 3.0, "x/y": 1}
+    counters = {
+        "trainer/busy_s": 6.0,
+        "trainer/idle_s": 4.0,
+        "trainer/idle_s/weights": 1.0,
+        "trainer/idle_s/data": 3.0,
+        "x/y": 1,
+    }
     (idle,) = idle_shares(counters)
-    assert (idle.executor, idle.share, idle.causes) == ("trainer", 0.4, (("data", 0.3), ("weights", 0.1)))
+    assert (idle.executor, idle.share, idle.causes) == (
+        "trainer",
+        0.4,
+        (("data", 0.3), ("weights", 0.1)),
+    )
     assert "overcommit" in idle.knob
 
 
-# -- resume -------------------------------------------------------------------------------------------------------
+# -- resume
+# -------------------------------------------------------------------------------------------------------
 
 
 def play(metrics, steps, *, every, eval_delay=2):
-    """Train `steps`; the evaluation of step s is reported eval_delay steps later, as by a busy generator."""
+    """Train `steps`; the evaluation of step s is reported eval_delay steps later, as by a busy
+    generator.
+    """
     for step in steps:
         metrics.add("generator/tokens", 10)
         if step:
@@ -315,7 +362,10 @@ def play(metrics, steps, *, every, eval_delay=2):
 
 
 def without_timing(path):
-    return [{name: value for name, value in row.items() if not is_timing(name)} for row in read_rows(path)]
+    return [
+        {name: value for name, value in row.items() if not is_timing(name)}
+        for row in read_rows(path)
+    ]
 
 
 @pytest.mark.parametrize("killed_at", [5, 6, 8, 9])
@@ -337,7 +387,9 @@ def test_a_killed_and_resumed_file_equals_an_uninterrupted_one(tmp_path, killed_
     second.load_state_dict(state)
     play(second, range(6, 13), every=4)
     second.close()
-    assert without_timing(tmp_path / "cut" / "metrics.jsonl") == without_timing(tmp_path / "whole" / "metrics.jsonl")
+    assert without_timing(tmp_path / "cut" / "metrics.jsonl") == without_timing(
+        tmp_path / "whole" / "metrics.jsonl"
+    )
 
 
 def test_a_row_that_the_checkpoint_missed_is_taken_from_the_file(tmp_path):
@@ -352,10 +404,17 @@ def test_a_row_that_the_checkpoint_missed_is_taken_from_the_file(tmp_path):
     second.load_state_dict(state)
     second.ingest(3, {"loss/value": 3.5})
     second.flush()
-    assert [row.get("loss/value") for row in read_rows(tmp_path / "metrics.jsonl")] == [None, 1.0, 2.0, 3.5]
+    assert [row.get("loss/value") for row in read_rows(tmp_path / "metrics.jsonl")] == [
+        None,
+        1.0,
+        2.0,
+        3.5,
+    ]
 
 
-def test_an_evaluation_that_was_under_way_of_earlier_weights_holds_up_no_row_after_a_resume(tmp_path):
+def test_an_evaluation_that_was_under_way_of_earlier_weights_holds_up_no_row_after_a_resume(
+    tmp_path,
+):
     first = writer_in(tmp_path, every=2)
     first.ingest(0, {"eval/reward": 0.5})
     for step in (1, 2, 3, 4):
@@ -416,11 +475,14 @@ def test_a_fresh_start_keeps_an_earlier_runs_file_under_another_name(tmp_path):
         writer = writer_in(tmp_path)
         writer.ingest(0, {"eval/reward": accuracy})
         writer.close()
-    kept = {path.name: read_rows(path)[0]["eval/reward"] for path in tmp_path.glob("metrics*.jsonl")}
+    kept = {
+        path.name: read_rows(path)[0]["eval/reward"] for path in tmp_path.glob("metrics*.jsonl")
+    }
     assert kept == {"metrics.1.jsonl": 0.1, "metrics.2.jsonl": 0.2, "metrics.jsonl": 0.3}
 
 
-# -- sinks and console --------------------------------------------------------------------------------------------
+# -- sinks and console
+# --------------------------------------------------------------------------------------------
 
 
 def test_a_bad_line_is_named_by_file_and_number(tmp_path):
@@ -498,7 +560,11 @@ def test_a_terminal_gets_an_aligned_table_within_80_columns():
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in out.getvalue().splitlines()]
     header, first, second = lines
     assert len(header) == len(first) == len(second) < 80
-    assert header.index("reward") + len("reward") == first.index("0.453") + len("0.453") == second.index("0.453") + len("0.453")
+    assert (
+        header.index("reward") + len("reward")
+        == first.index("0.453") + len("0.453")
+        == second.index("0.453") + len("0.453")
+    )
 
 
 def test_tensorboard_gets_every_number_at_its_step_and_a_resume_replaces_later_ones(tmp_path):
@@ -512,11 +578,16 @@ def test_tensorboard_gets_every_number_at_its_step_and_a_resume_replaces_later_o
         sink.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss/value")] == [(1, 0.5), (2, 0.25)]
+    assert [(event.step, event.value) for event in events.Scalars("loss/value")] == [
+        (1, 0.5),
+        (2, 0.25),
+    ]
     assert events.Tags()["scalars"] == ["loss/value"]
 
 
-@pytest.mark.parametrize("option, module", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+@pytest.mark.parametrize(
+    "option, module", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
+)
 def test_a_missing_package_is_named_with_its_pip_command(tmp_path, monkeypatch, option, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=f"pip install {option}"):
@@ -554,7 +625,8 @@ def test_importing_observe_imports_no_torch_and_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
-# -- summary, trace, report ---------------------------------------------------------------------------------------
+# -- summary, trace, report
+# ---------------------------------------------------------------------------------------
 
 
 def small_run(tmp_path, num_steps=20):
@@ -568,7 +640,11 @@ def small_run(tmp_path, num_steps=20):
             metrics.add(f"{executor}/idle_s/{cause}", idle_s)
         metrics.add("generator/tokens", 100)
         if step:
-            values = {name: (step + 1) / 100 for name in COLUMNS[1:] if "eval" not in name and not is_timing(name)}
+            values = {
+                name: (step + 1) / 100
+                for name in COLUMNS[1:]
+                if "eval" not in name and not is_timing(name)
+            }
             metrics.report(step, values | {"kl/ref": None, "time/step_s": 2.0})
         if step % 10 == 0:
             value = 0.4 + step / 100
@@ -596,7 +672,12 @@ def test_traces_hold_the_newest_spans_and_merge_with_a_lane_per_executor_and_ran
     for rank in (0, 1):
         trace = Trace(rank, capacity=3)
         for number in range(5):
-            trace.add("trainer" if number % 2 else "generator", f"step {number}", 10.0 + number, 10.5 + number)
+            trace.add(
+                "trainer" if number % 2 else "generator",
+                f"step {number}",
+                10.0 + number,
+                10.5 + number,
+            )
         files.append(tmp_path / f"trace.rank{rank}.json")
         trace.dump(files[-1])
     merge(files, tmp_path / "trace.json")
@@ -625,7 +706,11 @@ class Page(html.parser.HTMLParser):
         attrs = dict(attrs)
         if tag == "img":
             self.images.append((attrs["alt"], attrs["src"]))
-        self.links += [value for name, value in attrs.items() if name in ("href", "src") and not value.startswith("data:")]
+        self.links += [
+            value
+            for name, value in attrs.items()
+            if name in ("href", "src") and not value.startswith("data:")
+        ]
 
     def handle_data(self, data):
         self.words.append(data)
@@ -639,7 +724,10 @@ def test_the_report_is_self_contained_and_shows_curves_causes_and_knobs(tmp_path
     assert page.links == [] and "<script" not in text
     titles = [alt for alt, _ in page.images]
     assert {"Reward", "Evaluation", "Entropy", "Ratio, raw", "Lag", "Idle: trainer"} <= set(titles)
-    assert "KL to the reference" not in titles and "Not measured in this run: KL to the reference, KL to the generator" in text
+    assert (
+        "KL to the reference" not in titles
+        and "Not measured in this run: KL to the reference, KL to the generator" in text
+    )
     for _, source in page.images:
         assert b"</svg>" in base64.b64decode(source.removeprefix("data:image/svg+xml;base64,"))
     assert "40.0% → 60.0%" in page.words and "data 75%" in page.words
@@ -650,7 +738,9 @@ def test_a_report_can_be_written_from_one_row(tmp_path):
     writer = writer_in(tmp_path)
     writer.ingest(0, {"eval/reward": 0.5})
     writer.close()
-    assert [alt for alt, _ in Page(write_report(tmp_path, tmp_path / "out.html").read_text()).images] == ["Evaluation"]
+    assert [
+        alt for alt, _ in Page(write_report(tmp_path, tmp_path / "out.html").read_text()).images
+    ] == ["Evaluation"]
 
 
 def test_the_report_command_says_what_is_wrong(tmp_path, capsys):

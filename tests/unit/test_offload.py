@@ -1,19 +1,23 @@
-"""Turns on a shared device. On a CPU the device is host memory too, so what shows is that storages empty and come back whole."""
+"""DeviceSharing on a shared device. On a CPU the device is host memory too, so what shows is that
+storages empty and come back whole.
+"""
 
 import pytest
 import torch
 
-from llamarl.offload import Turns
+from llamarl.models.offload import DeviceSharing
 
 
 def bytes_held(tensors) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
 @pytest.fixture
 def pair():
     a, b = [torch.arange(12.0).view(3, 4), torch.ones(5, dtype=torch.int8)], [torch.full((7,), 2.0)]
-    turns = Turns(["a", "b"])
+    turns = DeviceSharing(["a", "b"])
     turns.join("a", lambda: a)
     turns.join("b", lambda: b)
     return turns, a, b
@@ -23,7 +27,11 @@ def test_only_the_holder_has_its_bytes_and_views_survive(pair):
     turns, a, b = pair
     assert bytes_held(a) == bytes_held(b) == 0
     assert turns.claim("a") and not turns.claim("a")
-    assert bytes_held(b) == 0 and torch.equal(a[0], torch.arange(12.0).view(3, 4)) and a[1].tolist() == [1] * 5
+    assert (
+        bytes_held(b) == 0
+        and torch.equal(a[0], torch.arange(12.0).view(3, 4))
+        and a[1].tolist() == [1] * 5
+    )
     view = a[0][1]
     view += 100
     assert turns.claim("b") and bytes_held(a) == 0 and b[0].tolist() == [2.0] * 7
@@ -34,7 +42,7 @@ def test_only_the_holder_has_its_bytes_and_views_survive(pair):
 def test_shared_storages_move_once_and_new_tensors_join_at_the_next_turn():
     base = torch.arange(10.0)
     held = [base, base[2:4]]
-    turns = Turns(["a", "b"])
+    turns = DeviceSharing(["a", "b"])
     turns.join("a", lambda: held)
     assert turns.moved_bytes == 40
     turns.join("b", lambda: [])

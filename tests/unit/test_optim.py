@@ -1,4 +1,6 @@
-"""AdamW against its equations in float64, the schedules' shapes, and clipping. On several ranks: tests/ranks/test_learning.py."""
+"""AdamW against its equations in float64, the schedules' shapes, and clipping. On several ranks:
+tests/ranks/test_learning.py.
+"""
 
 import math
 
@@ -9,8 +11,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from llamarl.learning.optim import (
-    MOMENTS, SCHEDULES, build_optimizer, clip_grad_norm, lr_at, moment, moment_scale, set_lr, settle_moments,
-)  # fmt: skip
+    MOMENTS,
+    SCHEDULES,
+    build_optimizer,
+    clip_grad_norm,
+    lr_at,
+    moment,
+    moment_scale,
+    set_lr,
+    settle_moments,
+)
 
 ADAM = dict(lr=0.1, betas=(0.9, 0.95), eps=1e-8)
 
@@ -30,16 +40,26 @@ def test_adamw_follows_its_equations_and_the_rate_of_the_step():
         set_lr(optimizer, lr)
         optimizer.step()
         m, v = 0.9 * m + 0.1 * gradient, 0.95 * v + 0.05 * gradient**2
-        x = x * (1 - lr * 0.01) - lr * (m / (1 - 0.9**step)) / (math.sqrt(v / (1 - 0.95**step)) + 1e-8)
+        x = x * (1 - lr * 0.01) - lr * (m / (1 - 0.9**step)) / (
+            math.sqrt(v / (1 - 0.95**step)) + 1e-8
+        )
         assert p.item() == pytest.approx(x, abs=1e-14)
 
 
 def test_vectors_are_not_decayed_and_frozen_parameters_left_alone():
-    matrix, vector, frozen = parameter([1.0], grad=[[0.0]]), parameter(1.0, grad=[0.0]), parameter([1.0])
+    matrix, vector, frozen = (
+        parameter([1.0], grad=[[0.0]]),
+        parameter(1.0, grad=[0.0]),
+        parameter([1.0]),
+    )
     frozen.requires_grad_(False)
     optimizer = build_optimizer([frozen, vector, matrix], weight_decay=0.5, **ADAM)
     optimizer.step()
-    assert (matrix.item(), vector.item(), frozen.item()) == (pytest.approx(0.95, abs=1e-15), 1.0, 1.0)
+    assert (matrix.item(), vector.item(), frozen.item()) == (
+        pytest.approx(0.95, abs=1e-15),
+        1.0,
+        1.0,
+    )
     assert optimizer.defaults["fused"]
 
 
@@ -49,7 +69,8 @@ def test_nothing_to_optimize_is_an_error():
         build_optimizer([frozen], weight_decay=0.0, **ADAM)
 
 
-# -- schedules -------------------------------------------------------------------------------------------------------------
+# -- schedules
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -74,7 +95,10 @@ def test_warm_up_rises_on_a_line_from_above_zero():
 @given(schedule=st.sampled_from(sorted(SCHEDULES)), max_steps=st.integers(1, 60), data=st.data())
 def test_rates_are_positive_rise_then_fall_and_peak_at_lr(schedule, max_steps, data):
     warmup = data.draw(st.integers(0, max_steps - 1))
-    rates = [lr_at(s, lr=2.0, schedule=schedule, warmup_steps=warmup, max_steps=max_steps) for s in range(max_steps)]
+    rates = [
+        lr_at(s, lr=2.0, schedule=schedule, warmup_steps=warmup, max_steps=max_steps)
+        for s in range(max_steps)
+    ]
     assert all(0 < r <= 2.0 for r in rates) and rates[warmup] == 2.0
     assert rates[: warmup + 1] == sorted(rates[: warmup + 1])
     assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
@@ -94,15 +118,22 @@ def test_impossible_schedules_are_refused(options, message):
         lr_at(0, lr=1.0, max_steps=10, **options)
 
 
-# -- clipping --------------------------------------------------------------------------------------------------------------
+# -- clipping
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_clipping_by_hand():
     # the norm of (3, 4) with 12 is 13; clipped to 6.5 everything halves
-    a, b, unused = parameter(0.0, 0.0, grad=[3.0, 4.0]), parameter([0.0], grad=[[12.0]]), parameter(1.0)
+    a, b, unused = (
+        parameter(0.0, 0.0, grad=[3.0, 4.0]),
+        parameter([0.0], grad=[[12.0]]),
+        parameter(1.0),
+    )
     norm = clip_grad_norm([a, b, unused], 6.5)
     assert norm.item() == pytest.approx(13.0, abs=1e-12) and norm.shape == ()
-    assert torch.cat([a.grad, b.grad.flatten()]).tolist() == pytest.approx([1.5, 2.0, 6.0], rel=1e-6)
+    assert torch.cat([a.grad, b.grad.flatten()]).tolist() == pytest.approx(
+        [1.5, 2.0, 6.0], rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("max_norm", [None, 100.0, math.inf])
@@ -131,15 +162,23 @@ def test_wsd_decays_over_the_steps_that_it_is_given():
     """TBA, table 2: warm-up 50, stable 450, decay 500."""
 
     def at(step):
-        return lr_at(step, lr=1e-5, schedule="wsd", warmup_steps=50, max_steps=1000, decay_steps=500)
+        return lr_at(
+            step, lr=1e-5, schedule="wsd", warmup_steps=50, max_steps=1000, decay_steps=500
+        )
 
-    assert [at(50), at(499), at(500)] == pytest.approx([1e-5] * 3) and at(24) == pytest.approx(1e-5 * 25 / 51)
+    assert [at(50), at(499), at(500)] == pytest.approx([1e-5] * 3) and at(24) == pytest.approx(
+        1e-5 * 25 / 51
+    )
     assert [at(750), at(999)] == pytest.approx([0.5e-5, 1e-5 / 500])
 
 
-# -- 8-bit moments -----------------------------------------------------------------------------------------------------------
+# -- 8-bit moments
+# -----------------------------------------------------------------------------------------------------------
 
-BLOCK = 3 * 0.0071  # of a block's largest: three roundings to the codes, which are 0.0141 apart where they are coarsest
+BLOCK = (
+    3 * 0.0071
+    # of a block's largest: three roundings to the codes, which are 0.0141 apart where they are coarsest
+)
 
 
 def matrix(seed: int = 0) -> torch.nn.Parameter:
@@ -155,7 +194,10 @@ def steps(optimizer, p: torch.nn.Parameter, numbers) -> None:
 
 def test_8_bit_moments_follow_those_of_adamw_and_take_a_byte():
     exact, small = matrix(), matrix()
-    both = {kind: build_optimizer([p], weight_decay=0.1, kind=kind, **ADAM) for kind, p in (("adamw", exact), ("adamw8bit", small))}
+    both = {
+        kind: build_optimizer([p], weight_decay=0.1, kind=kind, **ADAM)
+        for kind, p in (("adamw", exact), ("adamw8bit", small))
+    }
     for optimizer, p in zip(both.values(), (exact, small)):
         steps(optimizer, p, range(3))
     for key in MOMENTS:
@@ -174,7 +216,10 @@ def test_8_bit_moments_saved_as_numbers_go_on_with_the_same_bits():
     resumed = build_optimizer([again], weight_decay=0.1, kind="adamw8bit", **ADAM)
     for key in MOMENTS:
         kept = optimizer.state[p][key]
-        resumed.state[again] |= {key: moment(kept).clone(), f"{key}_scale": moment_scale(kept).clone()}
+        resumed.state[again] |= {
+            key: moment(kept).clone(),
+            f"{key}_scale": moment_scale(kept).clone(),
+        }
     resumed.state[again]["step"] = torch.tensor(2.0)
     settle_moments(resumed)
     for o, q in ((optimizer, p), (resumed, again)):

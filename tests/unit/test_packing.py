@@ -21,11 +21,15 @@ from tests.tolerances import rounding
 pytestmark = pytest.mark.machine
 
 NAN = float("nan")
-PACKED_GRADIENT = rounding(terms=16, depth=2 * 2 * 2)  # of the largest: width, and the layers there and back
+PACKED_GRADIENT = rounding(
+    terms=16, depth=2 * 2 * 2
+)  # of the largest: width, and the layers there and back
 
 
 def group(prompt, completions, rewards=None, *, ticket=0, reasons=None, reference=False):
-    """A group whose completion token at flat place c has generator logprob -c/8, ref logprob -c/4 and version c."""
+    """A group whose completion token at flat place c has generator logprob -c/8, ref logprob -c/4
+    and version c.
+    """
     lengths = torch.tensor([len(c) for c in completions])
     place = torch.arange(int(lengths.sum()))
     size = len(completions)
@@ -46,7 +50,9 @@ def group(prompt, completions, rewards=None, *, ticket=0, reasons=None, referenc
 def packed(groups, advantages=None, budget=100, drop=False, whole_groups=False):
     advantages = advantages or [torch.arange(1.0, g.lengths.numel() + 1) for g in groups]
     targets = [Targets.of(g, a) for g, a in zip(groups, advantages)]
-    return pack(groups, targets, budget_tokens=budget, drop_zero_advantage=drop, whole_groups=whole_groups)
+    return pack(
+        groups, targets, budget_tokens=budget, drop_zero_advantage=drop, whole_groups=whole_groups
+    )
 
 
 def assert_batches_equal(got: PackedBatch, want: PackedBatch):
@@ -55,7 +61,8 @@ def assert_batches_equal(got: PackedBatch, want: PackedBatch):
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), field.name
 
 
-# -- collate ---------------------------------------------------------------------------------------------------------------
+# -- collate
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_collate_by_hand():
@@ -85,7 +92,8 @@ def test_collate_refuses_a_budget_without_room():
         collate([1], 0)
 
 
-# -- pack ------------------------------------------------------------------------------------------------------------------
+# -- pack
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_worked_example_of_packed_batch():
@@ -115,7 +123,9 @@ def test_the_worked_example_of_packed_batch():
 
 
 def sequences_of(groups, advantages):
-    """Each trained completion as a PackedBatch of its own, nothing shared, by its number over all groups."""
+    """Each trained completion as a PackedBatch of its own, nothing shared, by its number over all
+    groups.
+    """
     out, number = {}, -1
     for g, a in zip(groups, advantages):
         start, before = 0, len(g.prompt_ids) - 1
@@ -147,7 +157,9 @@ def sequences_of(groups, advantages):
 
 
 def context(batch, row):
-    """The tokens that a row sees, by following segments alone: its parent's, then its own up to itself."""
+    """The tokens that a row sees, by following segments alone: its parent's, then its own up to
+    itself.
+    """
     starts = batch.cu_seqlens.tolist()
     segment = max(s for s in range(len(starts) - 1) if starts[s] <= row)
     parent = int(batch.parents[segment])
@@ -173,7 +185,11 @@ def random_groups(draw):
                 [draw(st.lists(token, max_size=6)) for _ in range(size)],
                 draw(st.lists(st.sampled_from([0.0, 1.0, NAN]), min_size=size, max_size=size)),
                 ticket=ticket,
-                reasons=draw(st.lists(st.sampled_from(["stop", "length", "aborted"]), min_size=size, max_size=size)),
+                reasons=draw(
+                    st.lists(
+                        st.sampled_from(["stop", "length", "aborted"]), min_size=size, max_size=size
+                    )
+                ),
                 reference=reference,
             )
         )
@@ -182,7 +198,9 @@ def random_groups(draw):
 
 @settings(deadline=None)
 @given(groups=random_groups(), budget=st.integers(1, 30), drop=st.booleans(), whole=st.booleans())
-def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(groups, budget, drop, whole):
+def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(
+    groups, budget, drop, whole
+):
     advantages = [torch.where(g.rewards.isnan(), 0, g.rewards) for g in groups]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -192,14 +210,26 @@ def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(groups,
     assert sorted(n for members in got.completions for n in members) == sorted(kept)
     for batch, members in zip(got.microbatches, got.completions, strict=True):
         alone = [kept[n] for n in members]
-        for name in ("labels", "generator_logprobs", "ref_logprobs", "advantages", "policy_versions"):
-            assert torch.equal(getattr(batch, name), torch.cat([getattr(s, name) for s in alone])), name
+        for name in (
+            "labels",
+            "generator_logprobs",
+            "ref_logprobs",
+            "advantages",
+            "policy_versions",
+        ):
+            assert torch.equal(
+                getattr(batch, name), torch.cat([getattr(s, name) for s in alone])
+            ), name
         want = [s.input_ids[: row + 1].tolist() for s in alone for row in s.rows.tolist()]
         assert [context(batch, row) for row in batch.rows.tolist()] == want
         assert batch.positions[batch.rows].tolist() == [len(tokens) - 1 for tokens in want]
         assert batch.input_ids.numel() == batch.positions.numel() == batch.cu_seqlens[-1]
         owners = [group_of_completion(groups, n) for n in members]
-        assert batch.input_ids.numel() <= budget or len(members) == 1 or (whole and len(set(owners)) == 1)
+        assert (
+            batch.input_ids.numel() <= budget
+            or len(members) == 1
+            or (whole and len(set(owners)) == 1)
+        )
         assert batch.completions.tolist() == [i for i, s in enumerate(alone) for _ in s.labels]
         assert batch.rewards.tolist() == [s.rewards.item() for s in alone]
         assert sorted(set(batch.groups.tolist())) == list(range(len(set(owners))))
@@ -211,12 +241,22 @@ def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(groups,
     assert got.num_masked == sum(g.lengths.numel() for g in groups) - len(trained)
     sizes = [sum(group_of_completion(groups, n) == i for n in trained) for i in range(len(groups))]
     assert got.num_groups == sum(size > 1 for size in sizes)
-    homes = {(group_of_completion(groups, n), i) for i, members in enumerate(got.completions) for n in members}
+    homes = {
+        (group_of_completion(groups, n), i)
+        for i, members in enumerate(got.completions)
+        for n in members
+    }
     assert not whole or len(homes) == len({owner for owner, _ in homes})
     tokens = torch.cat([g.token_ids for g in groups])
-    assert all(torch.equal(tokens[place], b.labels) for place, b in zip(got.places, got.microbatches, strict=True))
+    assert all(
+        torch.equal(tokens[place], b.labels)
+        for place, b in zip(got.places, got.microbatches, strict=True)
+    )
     versions = torch.cat([g.policy_versions for g in groups])  # tell equal tokens of a group apart
-    assert all(torch.equal(versions[place], b.policy_versions) for place, b in zip(got.places, got.microbatches))
+    assert all(
+        torch.equal(versions[place], b.policy_versions)
+        for place, b in zip(got.places, got.microbatches)
+    )
 
 
 def test_a_prompt_is_computed_once_for_all_its_completions_in_a_microbatch():
@@ -227,12 +267,23 @@ def test_a_prompt_is_computed_once_for_all_its_completions_in_a_microbatch():
 
 
 def test_a_group_is_cut_where_its_completions_fill_holes_and_save_a_microbatch():
-    # 1 + 2 * 2, 1 + 4 and 1 + 5 tokens of 9: three microbatches whole. The first's completions fit in the others' holes.
-    groups = [group([n], [[n] * (size + 1)] * count, ticket=n) for n, size, count in ((1, 2, 2), (2, 4, 1), (3, 5, 1))]
-    assert [b.input_ids.numel() for b in packed(groups, budget=9, whole_groups=True).microbatches] == [6, 5, 5]
+    # 1 + 2 * 2, 1 + 4 and 1 + 5 tokens of 9: three microbatches whole. The first's completions fit
+    # in the others' holes.
+    groups = [
+        group([n], [[n] * (size + 1)] * count, ticket=n)
+        for n, size, count in ((1, 2, 2), (2, 4, 1), (3, 5, 1))
+    ]
+    assert [
+        b.input_ids.numel() for b in packed(groups, budget=9, whole_groups=True).microbatches
+    ] == [6, 5, 5]
     got = packed(groups, budget=9)
-    assert [b.input_ids.tolist() for b in got.microbatches] == [[3] * 6 + [1] * 3, [2] * 5 + [1] * 3]
-    assert got.completions == [[3, 0], [2, 1]] and [b.groups.tolist() for b in got.microbatches] == [[1, 0], [1, 0]]
+    assert [b.input_ids.tolist() for b in got.microbatches] == [
+        [3] * 6 + [1] * 3,
+        [2] * 5 + [1] * 3,
+    ]
+    assert got.completions == [[3, 0], [2, 1]] and [
+        b.groups.tolist() for b in got.microbatches
+    ] == [[1, 0], [1, 0]]
     # Two tokens less, and one completion finds no hole: nothing is moved
     assert [b.input_ids.numel() for b in packed(groups, budget=7).microbatches] == [6, 5, 5]
 
@@ -250,28 +301,41 @@ def test_a_group_that_must_stay_whole_is_never_cut_and_is_warned_of():
     with pytest.warns(UserWarning, match="groups .*microbatch_tokens=8"):
         got = packed(groups, budget=8, whole_groups=True)
     assert [b.input_ids.numel() for b in got.microbatches] == [12, 2]
-    assert [b.input_ids.numel() for b in packed(groups, budget=14, whole_groups=True).microbatches] == [14]
+    assert [
+        b.input_ids.numel() for b in packed(groups, budget=14, whole_groups=True).microbatches
+    ] == [14]
 
 
 def test_targets_by_token_reach_their_labels():
     g = group([1], [[2, 3], [4, 5, 6]], [1.0, 2.0])
     values = torch.arange(5.0)
-    targets = Targets(rewards=g.rewards + 10, advantages=values - 1, returns=values * 2, old_values=values * 3)
+    targets = Targets(
+        rewards=g.rewards + 10, advantages=values - 1, returns=values * 2, old_values=values * 3
+    )
     (batch,) = pack([g], [targets], budget_tokens=100, drop_zero_advantage=False).microbatches
     assert batch.advantages.tolist() == [-1.0, 0.0, 1.0, 2.0, 3.0]
-    assert batch.returns.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0] and batch.old_values.tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
+    assert batch.returns.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0] and batch.old_values.tolist() == [
+        0.0,
+        3.0,
+        6.0,
+        9.0,
+        12.0,
+    ]
     assert batch.rewards.tolist() == [11.0, 12.0]
 
 
 def test_only_completions_without_any_advantage_are_dropped():
     g = group([1], [[2, 3], [4, 5], [6]])
-    targets = Targets(g.rewards, torch.tensor([0.0, -0.5, 0.0, 0.0, 0.0]), torch.zeros(0), torch.zeros(0))
+    targets = Targets(
+        g.rewards, torch.tensor([0.0, -0.5, 0.0, 0.0, 0.0]), torch.zeros(0), torch.zeros(0)
+    )
     got = pack([g], [targets], budget_tokens=100, drop_zero_advantage=True)
     assert got.completions == [[0]] and got.num_dropped == 2
 
 
 def test_completions_are_numbered_over_all_groups_in_the_order_of_their_labels():
-    # numbers 0-2, 3-4, 5; 1 is masked, 4 is empty, 3 has advantage 0; the larger families come first
+    # numbers 0-2, 3-4, 5; 1 is masked, 4 is empty, 3 has advantage 0; the larger families come
+    # first
     groups = [
         group([1], [[2, 3], [4], [5]], [1.0, NAN, 1.0]),
         group([6], [[7], []]),
@@ -296,7 +360,11 @@ def test_dropping_zero_advantages_keeps_the_denominators():
     g = group([1], [[2, 3], [4], [5, 6, 7]])
     advantages = [torch.tensor([0.0, 1.0, 0.0])]
     dropped, whole = packed([g], advantages, drop=True), packed([g], advantages)
-    assert (dropped.num_loss_tokens, dropped.num_completions) == (whole.num_loss_tokens, whole.num_completions) == (6, 3)
+    assert (
+        (dropped.num_loss_tokens, dropped.num_completions)
+        == (whole.num_loss_tokens, whole.num_completions)
+        == (6, 3)
+    )
     assert dropped.num_dropped == 2 and dropped.microbatches[0].input_ids.tolist() == [1]
 
 
@@ -324,7 +392,11 @@ def test_a_sequence_over_the_budget_goes_alone_and_is_warned_of_once():
         ([group([], [[1]])], None, "empty prompt"),
         ([group([1], [[1]])], [torch.zeros(2)], "do not fit"),
         ([group([1], [[1]])], [torch.tensor([NAN])], "ticket 0: .*not finite"),
-        ([group([1], [[1]]), group([1], [[1]], reference=True)], None, "some groups and not in others"),
+        (
+            [group([1], [[1]]), group([1], [[1]], reference=True)],
+            None,
+            "some groups and not in others",
+        ),
     ],
 )
 def test_what_cannot_be_packed_is_refused(groups, advantages, message):
@@ -344,18 +416,31 @@ def test_what_cannot_be_packed_is_refused(groups, advantages, message):
 def test_targets_that_do_not_fit_are_refused(changes, message):
     g = group([1], [[2], [3]])
     with pytest.raises(ValueError, match=message):
-        pack([g], [replace(Targets.of(g, torch.zeros(2)), **changes)], budget_tokens=9, drop_zero_advantage=False)
+        pack(
+            [g],
+            [replace(Targets.of(g, torch.zeros(2)), **changes)],
+            budget_tokens=9,
+            drop_zero_advantage=False,
+        )
 
 
 def test_returns_in_some_groups_alone_are_refused():
     g = group([1], [[2], [3]])
-    some = [replace(Targets.of(g, torch.zeros(2)), returns=torch.zeros(2), old_values=torch.zeros(2)), Targets.of(g, torch.zeros(2))]
+    some = [
+        replace(Targets.of(g, torch.zeros(2)), returns=torch.zeros(2), old_values=torch.zeros(2)),
+        Targets.of(g, torch.zeros(2)),
+    ]
     with pytest.raises(ValueError, match="returns in some groups"):
         pack([g, g], some, budget_tokens=9, drop_zero_advantage=False)
 
 
 def test_what_can_be_trained_has_tokens_a_reward_and_was_not_aborted():
-    g = group([1], [[2], [], [3], [4]], [1.0, 1.0, NAN, 1.0], reasons=["length", "stop", "stop", "aborted"])
+    g = group(
+        [1],
+        [[2], [], [3], [4]],
+        [1.0, 1.0, NAN, 1.0],
+        reasons=["length", "stop", "stop", "aborted"],
+    )
     assert trainable(g).tolist() == [True, False, False, False]
 
 
@@ -364,11 +449,14 @@ def test_reference_is_told_apart_from_zeros():
     assert not packed([group([1], [[2]])]).has_reference
 
 
-# -- gradients -------------------------------------------------------------------------------------------------------------
+# -- gradients
+# -------------------------------------------------------------------------------------------------------------
 
 
 def tiny_decoder():
-    config = ModelConfig("LlamaForCausalLM", 23, 16, 24, 2, 4, 2, 4, 1e-6, 1e4, None, 64, True, False)
+    config = ModelConfig(
+        "LlamaForCausalLM", 23, 16, 24, 2, 4, 2, 4, 1e-6, 1e4, None, 64, True, False
+    )
     decoder = build_decoder(config, device="cpu")
     random = torch.Generator().manual_seed(0)
     for parameter in decoder.parameters():
@@ -380,9 +468,18 @@ def gradients(decoder, batches, num_loss_tokens):
     decoder.zero_grad()
     for b in batches:
         head = make_head(b.labels, b.rows)
-        logprobs, _ = decoder(b.input_ids, b.positions, PackedAttention(b.cu_seqlens, b.parents), head)
+        logprobs, _ = decoder(
+            b.input_ids, b.positions, PackedAttention(b.cu_seqlens, b.parents), head
+        )
         every = torch.ones_like(b.labels, dtype=torch.bool)
-        aipo(logprobs, b.generator_logprobs, None, b.advantages, every, num_loss_tokens=num_loss_tokens)[0].backward()
+        aipo(
+            logprobs,
+            b.generator_logprobs,
+            None,
+            b.advantages,
+            every,
+            num_loss_tokens=num_loss_tokens,
+        )[0].backward()
     return [p.grad.clone() for p in decoder.parameters()]
 
 
@@ -390,7 +487,9 @@ def test_gradients_do_not_depend_on_packing_dropping_or_fillers():
     random = torch.Generator().manual_seed(1)
     groups = [
         group(
-            torch.randint(0, 23, (int(torch.randint(1, 6, (), generator=random)),), generator=random).tolist(),
+            torch.randint(
+                0, 23, (int(torch.randint(1, 6, (), generator=random)),), generator=random
+            ).tolist(),
             [torch.randint(0, 23, (n,), generator=random).tolist() for n in (1, 4, 9)],
             ticket=ticket,
         )
@@ -408,7 +507,10 @@ def test_gradients_do_not_depend_on_packing_dropping_or_fillers():
             got = packed(groups, advantages, budget=budget, drop=drop)
         assert got.num_loss_tokens == alone.num_loss_tokens
         torch.testing.assert_close(
-            gradients(decoder, [*got.microbatches, filler()], got.num_loss_tokens), want, atol=PACKED_GRADIENT * largest, rtol=0
+            gradients(decoder, [*got.microbatches, filler()], got.num_loss_tokens),
+            want,
+            atol=PACKED_GRADIENT * largest,
+            rtol=0,
         )
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llamarl.parity import (
+from llamarl.models.parity import (
     FIRST_PROMPTS,
     FIRST_TOKENS,
     LATER_SCORED,
@@ -30,7 +30,12 @@ def check(canary, got, tolerance=0.01):
 
 
 def test_a_canary_survives_json():
-    canary = Canary([Sequence([1, 5, 9], 1), Sequence([4, 4], 1)], [-0.1, -2.5, -1e-9], [[3, 1]], [[-0.5, -1.25]])
+    canary = Canary(
+        [Sequence([1, 5, 9], 1), Sequence([4, 4], 1)],
+        [-0.1, -2.5, -1e-9],
+        [[3, 1]],
+        [[-0.5, -1.25]],
+    )
     assert Canary.from_json(json.loads(json.dumps(canary.to_json()))) == canary
 
 
@@ -62,12 +67,17 @@ def prompts_of(*lengths: int):
 def test_a_run_starts_with_its_first_prompts_whole():
     sequences = canary_sequences(prompts_of(5, FIRST_TOKENS + 9, 1, 2, 8), first=True)
     assert FIRST_PROMPTS == 4
-    assert [s.token_ids for s in sequences] == [list(range(5)), list(range(100, 100 + FIRST_TOKENS)), [300, 301]]
+    assert [s.token_ids for s in sequences] == [
+        list(range(5)),
+        list(range(100, 100 + FIRST_TOKENS)),
+        [300, 301],
+    ]
     assert {s.given for s in sequences} == {1}
 
 
 @pytest.mark.parametrize(
-    "length, given", [(LATER_TOKENS + 5, LATER_TOKENS - LATER_SCORED), (LATER_SCORED + 2, 2), (3, 1), (2, 1)]
+    "length, given",
+    [(LATER_TOKENS + 5, LATER_TOKENS - LATER_SCORED), (LATER_SCORED + 2, 2), (3, 1), (2, 1)],
 )
 def test_later_versions_score_the_end_of_one_prompt(length, given):
     (sequence,) = canary_sequences(prompts_of(length, 50), first=False)

@@ -23,7 +23,9 @@ def of(cls, ticket, index, tokens, versions, last):
 def stored(state):
     """As a checkpoint keeps it: safetensors and JSON."""
     tensors = {k: v.contiguous() for k, v in state.items() if isinstance(v, torch.Tensor)}
-    return json.loads(json.dumps({k: v for k, v in state.items() if k not in tensors})) | load(save(tensors))
+    return json.loads(json.dumps({k: v for k, v in state.items() if k not in tensors})) | load(
+        save(tensors)
+    )
 
 
 SAMPLES = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llamarl.placement import World, backend_of
+from llamarl.comm.groups import World, backend_of
 
 NCCL = "cpu:gloo,cuda:nccl"
 

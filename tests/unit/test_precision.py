@@ -24,7 +24,13 @@ def mesh():
 
 
 def decoder_of(mesh, **options):
-    return training_decoder(tiny_directory(), mesh=mesh, device=torch.device("cpu"), compute_dtype=torch.bfloat16, **options)
+    return training_decoder(
+        tiny_directory(),
+        mesh=mesh,
+        device=torch.device("cpu"),
+        compute_dtype=torch.bfloat16,
+        **options,
+    )
 
 
 def backward(decoder, seed: int, *, last: bool = True) -> None:
@@ -41,8 +47,12 @@ def gradients(decoder) -> dict[str, torch.Tensor]:
 
 def test_masters_gradients_and_moments_are_float32_and_layers_compute_in_bfloat16(mesh):
     decoder, seen = decoder_of(mesh), []
-    optimizer = build_optimizer(decoder.parameters(), lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
-    decoder.layers[0].mlp.register_forward_hook(lambda module, x, y: seen.append((module.w1.weight.dtype, x[0].dtype, y.dtype)))
+    optimizer = build_optimizer(
+        decoder.parameters(), lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0
+    )
+    decoder.layers[0].mlp.register_forward_hook(
+        lambda module, x, y: seen.append((module.w1.weight.dtype, x[0].dtype, y.dtype))
+    )
     backward(decoder, 0)
     optimizer.step()
     assert seen == [(torch.bfloat16,) * 3]
@@ -63,7 +73,9 @@ def replica_of(mesh):
 
 @pytest.mark.parametrize("make", [decoder_of, replica_of])
 def test_gradients_of_microbatches_add_up_in_float32(mesh, make):
-    """The float32 sum of each microbatch's own bfloat16 gradient, to float32's rounding; a bfloat16 sum differs by far more."""
+    """The float32 sum of each microbatch's own bfloat16 gradient, to float32's rounding; a bfloat16
+    sum differs by far more.
+    """
     parts = []
     for seed in range(3):
         decoder = make(mesh)
@@ -73,13 +85,20 @@ def test_gradients_of_microbatches_add_up_in_float32(mesh, make):
     for seed in range(3):
         backward(decoder, seed, last=seed == 2)
         if seed < 2 and make is replica_of:
-            assert all(p.grad is None for p in decoder.parameters()), "reduced before the last microbatch"
+            assert all(p.grad is None for p in decoder.parameters()), (
+                "reduced before the last microbatch"
+            )
     got = gradients(decoder)
     assert got.keys() == parts[0].keys()
     for name in got:
         want = parts[0][name] + parts[1][name] + parts[2][name]
-        assert (got[name] - want).abs().max() <= 1e-6 * want.abs().max(), name  # a dozen roundings of float32
-    narrow = {n: (parts[0][n].bfloat16() + parts[1][n].bfloat16() + parts[2][n].bfloat16()).float() for n in got}
+        assert (got[name] - want).abs().max() <= 1e-6 * want.abs().max(), (
+            name
+        )  # a dozen roundings of float32
+    narrow = {
+        n: (parts[0][n].bfloat16() + parts[1][n].bfloat16() + parts[2][n].bfloat16()).float()
+        for n in got
+    }
     assert not all(torch.allclose(got[name], narrow[name], rtol=1e-4, atol=0) for name in got)
 
 
@@ -134,10 +153,14 @@ def test_offloaded_masters_get_the_same_gradients(mesh):
         backward(decoder, 0, last=False)
         backward(decoder, 1)
     for module in (offloaded, *offloaded.layers):
-        assert isinstance(module._get_fsdp_state()._fsdp_param_group.offload_policy, CPUOffloadPolicy)
+        assert isinstance(
+            module._get_fsdp_state()._fsdp_param_group.offload_policy, CPUOffloadPolicy
+        )
         policy = module._get_fsdp_state()._mp_policy
         assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-    for (name, want), (_, got) in zip(gradients(plain).items(), gradients(offloaded).items(), strict=True):
+    for (name, want), (_, got) in zip(
+        gradients(plain).items(), gradients(offloaded).items(), strict=True
+    ):
         if name.startswith("tok_embeddings"):  # whose two gradients FSDP adds in bfloat16
             assert (got - want).abs().max() <= 2**-7 * want.abs().max()
         else:

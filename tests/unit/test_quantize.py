@@ -1,4 +1,6 @@
-"""Weights in one byte: what rounding may cost, that shards agree with the whole, and linears against float64."""
+"""Weights in one byte: what rounding may cost, that shards agree with the whole, and linears
+against float64.
+"""
 
 import math
 import os
@@ -13,8 +15,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llamarl.inference import quantize
-from llamarl.inference.quantize import (
+from llamarl.models import quantize
+from llamarl.models.attention import PackedAttention
+from llamarl.models.build import build_decoder
+from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.hf import load_weights, named_parameters_hf
+from llamarl.models.quantize import (
     QUANTIZED,
     QuantizedLinear,
     arithmetic_of,
@@ -23,27 +29,38 @@ from llamarl.inference.quantize import (
     quantize_decoder,
     quantize_rows,
 )
-from llamarl.models.attention import PackedAttention
-from llamarl.models.build import build_decoder
-from llamarl.models.config import ModelConfig, read_config
-from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.models.scratch import tiny_directory
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
 
 FLOAT64, FLOAT32, BFLOAT16 = 2.0**-53, 2.0**-24, 2.0**-8  # largest relative error of rounding once
-E4M3_RELATIVE, E4M3_SMALLEST = 2.0**-4, 2.0**-6  # of rounding once to 3 bits of mantissa; the smallest normal number
+E4M3_RELATIVE, E4M3_SMALLEST = (
+    2.0**-4,
+    2.0**-6,
+)  # of rounding once to 3 bits of mantissa; the smallest normal number
 EXACT = 1e-12  # nats, float64
 KINDS = tuple(QUANTIZED)
-ARITHMETICS = (("fp8", "scaled_mm"), ("fp8", "weight_only"), ("int8", "int_mm"), ("int8", "weight_only"))
+ARITHMETICS = (
+    ("fp8", "scaled_mm"),
+    ("fp8", "weight_only"),
+    ("int8", "int_mm"),
+    ("int8", "weight_only"),
+)
 # Nats, twice what was measured: mean KL(quantised || float32) of the tiny model on PROMPTS.
-KL = {("fp8", "scaled_mm"): 2.6e-3, ("fp8", "weight_only"): 6e-4, ("int8", "int_mm"): 9e-4, ("int8", "weight_only"): 8e-5}
+KL = {
+    ("fp8", "scaled_mm"): 2.6e-3,
+    ("fp8", "weight_only"): 6e-4,
+    ("int8", "int_mm"): 9e-4,
+    ("int8", "weight_only"): 8e-5,
+}
 PROMPTS = ([1, 5, 6, 14, 7, 8, 18], [1, 9, 9, 14, 9, 9, 18, 5, 13, 12], [1, 7, 14, 4, 18, 7, 2])
 
 
 @pytest.fixture(autouse=True)
 def exact_integers(request):
-    """Products of int8 that saturate are noticed and never chosen (see below): there is nothing to hold them to."""
+    """Products of int8 that saturate are noticed and never chosen (see below): there is nothing to
+    hold them to.
+    """
     parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if parameters.get("arithmetic") == "int_mm" and not quantize._int_mm_is_exact():
         pytest.skip("this CPU's int8 products saturate")
@@ -72,7 +89,11 @@ def logprobs_of(decoder):
     cu_seqlens = torch.tensor([0, *(len(p) for p in PROMPTS)]).cumsum(0)
     positions = torch.cat([torch.arange(len(p)) for p in PROMPTS])
     return (
-        decoder(torch.tensor([token for prompt in PROMPTS for token in prompt]), positions, PackedAttention(cu_seqlens))
+        decoder(
+            torch.tensor([token for prompt in PROMPTS for token in prompt]),
+            positions,
+            PackedAttention(cu_seqlens),
+        )
         .double()
         .log_softmax(-1)
     )
@@ -82,9 +103,14 @@ def logprobs_of(decoder):
 
 
 def test_rows_by_hand():
-    # e4m3 has 3 bits of mantissa: near 0.3 it has 9/32 and 10/32; 17 is midway between 16 and 18, and 16's mantissa is even.
+    # e4m3 has 3 bits of mantissa: near 0.3 it has 9/32 and 10/32; 17 is midway between 16 and 18,
+    # and 16's mantissa is even.
     q, scale = quantize_rows(torch.tensor([[448, -1, 0.3, 17], [-896, 0, 0, 2]]), "fp8")
-    assert (q.dtype, scale.dtype, scale.tolist()) == (torch.float8_e4m3fn, torch.float32, [1.0, 2.0])
+    assert (q.dtype, scale.dtype, scale.tolist()) == (
+        torch.float8_e4m3fn,
+        torch.float32,
+        [1.0, 2.0],
+    )
     assert q.float().tolist() == [[448, -1, 0.3125, 16], [-448, 0, 0, 1]]
     # int8 rounds to nearest, ties to even.
     q, scale = quantize_rows(torch.tensor([[127, -63.5, 0.5, 1.5], [-254, 0, 1.1, 2]]), "int8")
@@ -103,25 +129,36 @@ def test_rounding_costs_no_more_than_the_format_says(dtype):
             bound = E4M3_RELATIVE * torch.maximum(exact.abs(), E4M3_SMALLEST * step)
         else:
             bound = (step / 2).expand_as(error)
-        rounding = 4 * FLOAT32 * exact.abs()  # of the scale and of the division, before the rounding to one byte
+        rounding = (
+            4 * FLOAT32 * exact.abs()
+        )  # of the scale and of the division, before the rounding to one byte
         assert (error <= bound + rounding).all()
         assert (error > 0.9 * bound).any()  # the bound is no idle one
 
 
 @given(
-    rows=st.integers(1, 9), columns=st.integers(1, 70), cuts=st.lists(st.integers(0, 9), max_size=3), block=st.integers(1, 300),
-    seed=st.integers(0, 99), kind=st.sampled_from(KINDS), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 70),
+    cuts=st.lists(st.integers(0, 9), max_size=3),
+    block=st.integers(1, 300),
+    seed=st.integers(0, 99),
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     exponent=st.sampled_from([-45, -39, -3, 0, 30]),
-)  # fmt: skip
+)
 @settings(max_examples=150, deadline=None)
-def test_shards_of_rows_are_quantised_as_the_whole_is(rows, columns, cuts, block, seed, kind, dtype, exponent):
+def test_shards_of_rows_are_quantised_as_the_whole_is(
+    rows, columns, cuts, block, seed, kind, dtype, exponent
+):
     weight = (random(rows, columns, seed=seed) * 10.0**exponent).to(dtype)
     whole_q, whole_scale = quantize_rows(weight, kind)
     bounds = [0, *sorted(min(cut, rows) for cut in cuts), rows]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantize, "_BLOCK", block)
         shards = [quantize_rows(weight[a:b], kind) for a, b in zip(bounds, bounds[1:])]
-    assert torch.equal(torch.cat([q.view(torch.uint8) for q, _ in shards]), whole_q.view(torch.uint8))
+    assert torch.equal(
+        torch.cat([q.view(torch.uint8) for q, _ in shards]), whole_q.view(torch.uint8)
+    )
     assert torch.equal(torch.cat([scale for _, scale in shards]), whole_scale)
     assert whole_q.float().isfinite().all() and whole_scale.isfinite().all()
 
@@ -139,7 +176,11 @@ def test_rows_are_written_in_place_a_block_at_a_time_and_the_weight_stays(kind, 
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and result._base is None and all(result is not a for a in args):
+            if (
+                isinstance(result, torch.Tensor)
+                and result._base is None
+                and all(result is not a for a in args)
+            ):
                 self.numel = max(self.numel, result.numel())
             return result
 
@@ -150,7 +191,11 @@ def test_rows_are_written_in_place_a_block_at_a_time_and_the_weight_stays(kind, 
     with Largest() as largest:
         quantize_rows(weight, kind, q, scale)
     assert 0 < largest.numel <= 3 * 8
-    assert torch.equal(q.float(), whole[0].float()) and torch.equal(scale, whole[1]) and torch.equal(weight, before)
+    assert (
+        torch.equal(q.float(), whole[0].float())
+        and torch.equal(scale, whole[1])
+        and torch.equal(weight, before)
+    )
     with pytest.raises(AssertionError, match="q_out is torch.uint8"):
         quantize_rows(weight, kind, q.view(torch.uint8), scale)
     with pytest.raises(AssertionError, match="scale_out is"):
@@ -163,7 +208,11 @@ def test_a_weight_that_is_no_number_shows_in_its_channel_alone(kind, arithmetic,
     weight = random(16, 16)
     weight[3, 5] = poison
     out = linear_of(weight, kind, arithmetic)(random(4, 16, seed=1))
-    assert not out[:, 3].isfinite().any() and out[:, :3].isfinite().all() and out[:, 4:].isfinite().all()
+    assert (
+        not out[:, 3].isfinite().any()
+        and out[:, :3].isfinite().all()
+        and out[:, 4:].isfinite().all()
+    )
 
 
 def test_an_unknown_kind_names_the_choices():
@@ -182,7 +231,9 @@ def test_an_unknown_kind_names_the_choices():
 @pytest.mark.parametrize("tokens, inputs, outputs", [(1, 16, 32), (32, 576, 192), (7, 37, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind, arithmetic", ARITHMETICS)
-def test_linears_compute_with_the_quantised_numbers(kind, arithmetic, dtype, tokens, inputs, outputs):
+def test_linears_compute_with_the_quantised_numbers(
+    kind, arithmetic, dtype, tokens, inputs, outputs
+):
     x, weight = random(tokens, inputs, seed=1, dtype=dtype), random(outputs, inputs)
     linear = linear_of(weight, kind, arithmetic)
     got = linear(x)
@@ -192,12 +243,22 @@ def test_linears_compute_with_the_quantised_numbers(kind, arithmetic, dtype, tok
         q, scale = quantize_rows(x, kind)
         seen = q.double() * scale.double()[:, None]
     want, sizes = seen @ w.t(), seen.abs() @ w.abs().t()
-    # Sums may err by one rounding a term: in float32, but integer sums are exact, and then only the reference's err. Rounded to
-    # bfloat16 are a bfloat16 result, the sums that a bfloat16 F.linear returns, and all that scaled_mm returns.
-    summing = (inputs + 3) * (FLOAT64 if arithmetic == "int_mm" else FLOAT32) * sizes + 3 * FLOAT32 * want.abs()
-    roundings = {"scaled_mm": 1, "int_mm": dtype == torch.bfloat16, "weight_only": 2 * (dtype == torch.bfloat16)}[arithmetic]
+    # Sums may err by one rounding a term: in float32, but integer sums are exact, and then only the
+    # reference's err. Rounded to bfloat16 are a bfloat16 result, the sums that a bfloat16 F.linear
+    # returns, and all that scaled_mm returns.
+    summing = (inputs + 3) * (
+        FLOAT64 if arithmetic == "int_mm" else FLOAT32
+    ) * sizes + 3 * FLOAT32 * want.abs()
+    roundings = {
+        "scaled_mm": 1,
+        "int_mm": dtype == torch.bfloat16,
+        "weight_only": 2 * (dtype == torch.bfloat16),
+    }[arithmetic]
     assert (got.dtype, got.shape) == (dtype, (tokens, outputs))
-    assert ((got.double() - want).abs() <= summing * (1 + BFLOAT16) + roundings * BFLOAT16 * want.abs() * (1 + BFLOAT16)).all()
+    assert (
+        (got.double() - want).abs()
+        <= summing * (1 + BFLOAT16) + roundings * BFLOAT16 * want.abs() * (1 + BFLOAT16)
+    ).all()
 
 
 @pytest.mark.parametrize("kind, arithmetic", ARITHMETICS)
@@ -207,7 +268,8 @@ def test_no_tokens_a_bias_and_float16(kind, arithmetic):
     x = random(3, 16, seed=1)
     assert torch.equal(biased(x), plain(x) + bias)
     assert plain(x[:0]).shape == (0, 8)
-    # 16 products of 100 and 0.01 fit float16; those of 100 and the whole numbers in the weight, 127 or 448, do not.
+    # 16 products of 100 and 0.01 fit float16; those of 100 and the whole numbers in the weight, 127
+    # or 448, do not.
     small = linear_of(torch.full((8, 16), 0.01), kind, arithmetic)
     assert small(torch.full((2, 16), 100.0).half()).tolist() == [[16.0] * 8] * 2
 
@@ -226,7 +288,10 @@ def test_the_next_forward_sees_weights_put_in_place(kind, arithmetic):
     linear, fresh = linear_of(old, kind, arithmetic), linear_of(new, kind, arithmetic)
     before, want = linear(x), fresh(x)
     kept = linear.weight.data, linear.weight_scale.data
-    linear.weight.data, linear.weight_scale.data = fresh.weight.data.clone(), fresh.weight_scale.data.clone()
+    linear.weight.data, linear.weight_scale.data = (
+        fresh.weight.data.clone(),
+        fresh.weight_scale.data.clone(),
+    )
     assert torch.equal(linear(x), want) and not torch.equal(before, want)
     linear.weight.data, linear.weight_scale.data = kept
     assert torch.equal(linear(x), before)
@@ -244,7 +309,10 @@ def test_casts_and_moves_leave_one_byte_and_float32(kind):
     assert linear.bias.dtype == torch.bfloat16
     linear(random(2, 16))
     assert linear.arithmetic and linear.to("meta").arithmetic is None and linear.weight.is_meta
-    assert linear.to_empty(device="cpu").weight.dtype == QUANTIZED[kind] and not linear.weight_scale.is_meta
+    assert (
+        linear.to_empty(device="cpu").weight.dtype == QUANTIZED[kind]
+        and not linear.weight_scale.is_meta
+    )
 
 
 def test_the_arithmetic_is_the_devices_best_and_what_rules_it_out_is_said(monkeypatch):
@@ -252,34 +320,57 @@ def test_the_arithmetic_is_the_devices_best_and_what_rules_it_out_is_said(monkey
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
     assert arithmetic_of("fp8", (5, 37), cpu) == ("weight_only", "")
-    assert arithmetic_of("fp8", (48, 16), cuda) == ("scaled_mm", "") and arithmetic_of("int8", (8, 24), cuda) == ("int_mm", "")
-    assert arithmetic_of("fp8", (48, 24), cuda) == ("weight_only", "scaled_mm needs both dimensions in multiples of 16")
-    assert arithmetic_of("int8", (12, 8), cuda) == ("weight_only", "int_mm needs both dimensions in multiples of 8")
+    assert arithmetic_of("fp8", (48, 16), cuda) == ("scaled_mm", "") and arithmetic_of(
+        "int8", (8, 24), cuda
+    ) == ("int_mm", "")
+    assert arithmetic_of("fp8", (48, 24), cuda) == (
+        "weight_only",
+        "scaled_mm needs both dimensions in multiples of 16",
+    )
+    assert arithmetic_of("int8", (12, 8), cuda) == (
+        "weight_only",
+        "int_mm needs both dimensions in multiples of 8",
+    )
     capability = (8, 0)
-    assert arithmetic_of("fp8", (48, 16), cuda) == ("weight_only", "scaled_mm needs compute capability 8.9")
+    assert arithmetic_of("fp8", (48, 16), cuda) == (
+        "weight_only",
+        "scaled_mm needs compute capability 8.9",
+    )
     assert arithmetic_of("int8", (48, 16), cuda) == ("int_mm", "")
-    assert arithmetic_of("int8", (8, 8), torch.device("mps")) == ("weight_only", "int_mm is known on NVIDIA GPUs alone")
+    assert arithmetic_of("int8", (8, 8), torch.device("mps")) == (
+        "weight_only",
+        "int_mm is known on NVIDIA GPUs alone",
+    )
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert arithmetic_of("fp8", (48, 16), cuda) == ("weight_only", "scaled_mm is known on NVIDIA GPUs alone")
+    assert arithmetic_of("fp8", (48, 16), cuda) == (
+        "weight_only",
+        "scaled_mm is known on NVIDIA GPUs alone",
+    )
 
 
 def test_a_linear_warns_once_if_it_is_not_multiplied_as_usual(monkeypatch):
     monkeypatch.setattr(quantize, "_int_mm_is_exact", lambda: False)
     linear, x = linear_of(random(8, 16), "int8"), random(2, 16)
-    with pytest.warns(UserWarning, match=r"int8 weights \[8, 16\] on cpu: multiplied as weight_only.*because this CPU's"):
+    with pytest.warns(
+        UserWarning,
+        match=r"int8 weights \[8, 16\] on cpu: multiplied as weight_only.*because this CPU's",
+    ):
         first = linear(x)
     monkeypatch.setattr(quantize, "_int_mm_is_exact", lambda: True)
     usual = linear_of(random(8, 16), "int8"), linear_of(random(8, 16), "fp8")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(linear(x), first)
-        assert [u(x).shape for u in usual] == [(2, 8)] * 2 and [u.arithmetic for u in usual] == ["int_mm", "weight_only"]
+        assert [u(x).shape for u in usual] == [(2, 8)] * 2 and [u.arithmetic for u in usual] == [
+            "int_mm",
+            "weight_only",
+        ]
 
 
 def test_int8_is_right_on_a_cpu_whose_products_saturate():
     code = """
 import torch, warnings
-from llamarl.inference.quantize import QuantizedLinear
+from llamarl.models.quantize import QuantizedLinear
 warnings.simplefilter("ignore")
 linear = QuantizedLinear(64, 16, "int8")
 linear.weight.fill_(127), linear.weight_scale.fill_(1)
@@ -287,7 +378,9 @@ print(linear(torch.full((16, 64), 127.0)).unique().tolist(), flush=True)
 """
     # oneDNN then acts as if the CPU had no VNNI.
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.stdout.strip() == f"[{64 * 127.0 * 127}]", done.stderr
 
 
@@ -310,7 +403,10 @@ def test_the_tiny_model_is_close_to_its_quantised_self(kind, arithmetic):
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_shapes_and_dtypes_are_what_is_quantized_says(kind):
     skip = ("down_proj", "layers.0.")
-    exact = {name: p.shape for name, p in named_parameters_hf(build_decoder(read_config(tiny_directory())))}
+    exact = {
+        name: p.shape
+        for name, p in named_parameters_hf(build_decoder(read_config(tiny_directory())))
+    }
     decoder = build_decoder(read_config(tiny_directory()))
     quantize_decoder(decoder, kind, skip)
     got = {name: (p.shape, p.dtype) for name, p in named_parameters_hf(decoder)}
@@ -343,7 +439,10 @@ def test_an_untied_head_is_quantised_where_it_is_asked_for(kind):
     kept = decoder(tokens, tokens, attention)
     hidden = decoder(tokens, tokens, attention, lambda h_TD, w_VD: h_TD)
     quantize_decoder(decoder, kind, ())
-    assert isinstance(decoder.output, QuantizedLinear) and decoder.output.weight.dtype == QUANTIZED[kind]
+    assert (
+        isinstance(decoder.output, QuantizedLinear)
+        and decoder.output.weight.dtype == QUANTIZED[kind]
+    )
     logits = decoder(tokens, tokens, attention)
     assert torch.equal(logits, decoder.output(hidden)) and not torch.equal(logits, kept)
     torch.testing.assert_close(logits, kept, rtol=0, atol=0.05 * kept.abs().max().item())
@@ -356,7 +455,9 @@ def test_what_always_stays_and_what_is_skipped():
     assert not is_quantized(q_proj, (8,))  # rows have scales, and a vector has no rows
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert not is_quantized(name, (52, 8))
-    assert is_quantized("lm_head.weight", (52, 8), ()) and not is_quantized("model.embed_tokens.weight", (52, 8), ())
+    assert is_quantized("lm_head.weight", (52, 8), ()) and not is_quantized(
+        "model.embed_tokens.weight", (52, 8), ()
+    )
     assert not is_quantized("model.layers.0.input_layernorm.weight", (8,))
 
 
@@ -381,25 +482,38 @@ def test_kl_from_top_by_hand():
     reference = torch.tensor([[1 / 2, 1 / 4, 1 / 4]], dtype=torch.float64).log()
     # The first id against the rest: 1/4 ln(1/4 / 1/2) + 3/4 ln(3/4 / 1/2) = 0.1308
     got = kl_from_top(torch.tensor([[0]]), reference[:, :1], other)
-    assert got.dtype == torch.float64 and got.item() == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5), abs=EXACT)
-    # All three: 1/4 ln 1/2 + 0 + 1/2 ln 2 = ln 2 / 4
-    assert kl_from_top(torch.tensor([[2, 0, 1]]), reference[:, [2, 0, 1]], other).item() == pytest.approx(
-        math.log(2) / 4, abs=EXACT
+    assert got.dtype == torch.float64 and got.item() == pytest.approx(
+        0.25 * math.log(0.5) + 0.75 * math.log(1.5), abs=EXACT
     )
-    assert kl_from_top(torch.tensor([[1]]), reference[:, 1:2], reference).item() == pytest.approx(0, abs=EXACT)
+    # All three: 1/4 ln 1/2 + 0 + 1/2 ln 2 = ln 2 / 4
+    assert kl_from_top(
+        torch.tensor([[2, 0, 1]]), reference[:, [2, 0, 1]], other
+    ).item() == pytest.approx(math.log(2) / 4, abs=EXACT)
+    assert kl_from_top(torch.tensor([[1]]), reference[:, 1:2], reference).item() == pytest.approx(
+        0, abs=EXACT
+    )
 
 
-@given(seed=st.integers(0, 999), vocabulary=st.integers(2, 40), sharpness=st.sampled_from([0.1, 1.0, 5.0]), data=st.data())
+@given(
+    seed=st.integers(0, 999),
+    vocabulary=st.integers(2, 40),
+    sharpness=st.sampled_from([0.1, 1.0, 5.0]),
+    data=st.data(),
+)
 @settings(max_examples=150, deadline=None)
 def test_kl_from_top_is_the_kl_of_all_ids_and_never_more(seed, vocabulary, sharpness, data):
     known = data.draw(st.integers(1, vocabulary))
     generator = torch.Generator().manual_seed(seed)
     reference, other = (
-        (sharpness * torch.randn(2, 3, vocabulary, generator=generator, dtype=torch.float64)).log_softmax(-1).unbind()
+        (sharpness * torch.randn(2, 3, vocabulary, generator=generator, dtype=torch.float64))
+        .log_softmax(-1)
+        .unbind()
     )
     full = (other.exp() * (other - reference)).sum(-1)
     order = reference.argsort(-1, descending=True)
-    assert torch.allclose(kl_from_top(order, reference.gather(1, order), other), full, rtol=0, atol=EXACT)
+    assert torch.allclose(
+        kl_from_top(order, reference.gather(1, order), other), full, rtol=0, atol=EXACT
+    )
     top = order[:, :known]
     bound = kl_from_top(top, reference.gather(1, top), other)
     assert (bound >= 0).all() and (bound <= full + EXACT).all()
@@ -411,12 +525,18 @@ def test_kl_from_top_is_the_kl_of_all_ids_and_never_more(seed, vocabulary, sharp
 def test_kl_from_top_where_the_rest_is_nothing():
     ids = torch.tensor([[0, 1]])
     half = math.log(0.5)
-    # Logprobs whose probabilities exceed 1 by float32's rounding leave less than nothing for a rest of e^-20.
+    # Logprobs whose probabilities exceed 1 by float32's rounding leave less than nothing for a rest
+    # of e^-20.
     over = torch.tensor([[half + 1e-6, half + 1e-6]])
     other = torch.tensor([[half, half, -20.0]], dtype=torch.float64)
     assert 0 <= kl_from_top(ids, over, other).item() < 10 * math.exp(-20)
-    # The generator gives no mass where the reference gives some, and the other way round; NaN stays visible.
+    # The generator gives no mass where the reference gives some, and the other way round; NaN stays
+    # visible.
     nothing = torch.tensor([[0.0, -math.inf, -math.inf]])
-    assert kl_from_top(ids, torch.tensor([[half, half]]), nothing).item() == pytest.approx(math.log(2), abs=1e-6)
+    assert kl_from_top(ids, torch.tensor([[half, half]]), nothing).item() == pytest.approx(
+        math.log(2), abs=1e-6
+    )
     assert kl_from_top(ids, torch.tensor([[0.0, -math.inf]]), other).item() == math.inf
-    assert math.isnan(kl_from_top(ids, torch.tensor([[half, half]]), torch.full((1, 3), math.nan)).item())
+    assert math.isnan(
+        kl_from_top(ids, torch.tensor([[half, half]]), torch.full((1, 3), math.nan)).item()
+    )

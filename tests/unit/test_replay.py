@@ -1,4 +1,6 @@
-"""The replay buffer against a naive model of it, its draws against their probabilities, and its bound on lag."""
+"""The replay buffer against a naive model of it, its draws against their probabilities, and its
+bound on lag.
+"""
 
 import dataclasses
 import json
@@ -11,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.learning.buffer import decoded
+from llamarl.learning.buffer import LagExceeded, decoded
 from llamarl.learning.lags import BUCKETS, bucket_name, lag_histogram
-from llamarl.learning.buffer import LagExceeded
-from llamarl.learning.replay import Draw, ReplayBuffer, draw_completions, generator_of, lag_bound
+from llamarl.learning.replay import Draw, ReplayBuffer, draw_completions, lag_bound, rng_of
 from llamarl.types import Group
 
 NAN = float("nan")
-QUANTILE = 3.72  # of the standard normal, one in ten thousand: seeds are fixed, so a right buffer passes always
+# of the standard normal, one in ten thousand: seeds are fixed, so a right buffer passes always
+QUANTILE = 3.72
 
 
 def group(ticket, *, prompt=None, rewards=(0.0, 1.0), version=0, reasons=None, lengths=None):
@@ -47,7 +49,9 @@ def draw(prompts=2, completions=2, most_on_policy=0.5, priority="softmax", tempe
 
 def buffer_of(*, sync_period=1, max_size=1000, seed=0, rank=0, max_lag=None, most_lag=None, **how):
     bounds = {"max_lag": max_lag, "most_lag": most_lag}
-    return ReplayBuffer(draw(**how), sync_period=sync_period, max_size=max_size, seed=seed, rank=rank, **bounds)
+    return ReplayBuffer(
+        draw(**how), sync_period=sync_period, max_size=max_size, seed=seed, rank=rank, **bounds
+    )
 
 
 def names_of(g):
@@ -56,7 +60,9 @@ def names_of(g):
 
 
 class Naive:
-    """What may be drawn at a step, by the letter: lists of (taken, joined, group), all of it gone through at each question."""
+    """What may be drawn at a step, by the letter: lists of (taken, joined, group), all of it gone
+    through at each question.
+    """
 
     def __init__(self, sync_period, max_size):
         self.k, self.max_size, self.hidden, self.held = sync_period, max_size, [], []
@@ -78,24 +84,50 @@ class Naive:
                 if not math.isnan(reward) and g.finish_reasons[i] != "aborted":
                     out.setdefault(int(g.prompt_ids[1]), {})[100 * g.ticket + i] = joined
         newest = max((joined for names in out.values() for joined in names.values()), default=-1)
-        return {prompt: {name: joined == newest for name, joined in names.items()} for prompt, names in out.items()}
+        return {
+            prompt: {name: joined == newest for name, joined in names.items()}
+            for prompt, names in out.items()
+        }
 
 
 @settings(max_examples=120, deadline=None)
 @given(
-    sync_period=st.integers(1, 3), max_size=st.integers(4, 24), k=st.integers(1, 4), prompts=st.integers(1, 4),
-    m=st.sampled_from([0.0, 0.5, 1.0]), priority=st.sampled_from(["softmax", "uniform"]),
-    steps=st.lists(st.lists(st.tuples(st.integers(0, 3), st.lists(st.sampled_from([0.0, 1.0, NAN, 2.5]), min_size=1, max_size=4)), max_size=3),
-                   min_size=1, max_size=8),
+    sync_period=st.integers(1, 3),
+    max_size=st.integers(4, 24),
+    k=st.integers(1, 4),
+    prompts=st.integers(1, 4),
+    m=st.sampled_from([0.0, 0.5, 1.0]),
+    priority=st.sampled_from(["softmax", "uniform"]),
+    steps=st.lists(
+        st.lists(
+            st.tuples(
+                st.integers(0, 3),
+                st.lists(st.sampled_from([0.0, 1.0, NAN, 2.5]), min_size=1, max_size=4),
+            ),
+            max_size=3,
+        ),
+        min_size=1,
+        max_size=8,
+    ),
     give_up=st.sets(st.integers(0, 7)),
-)  # fmt: skip
-def test_what_is_drawn_is_what_a_naive_buffer_could_give(sync_period, max_size, k, prompts, m, priority, steps, give_up):
+)
+def test_what_is_drawn_is_what_a_naive_buffer_could_give(
+    sync_period, max_size, k, prompts, m, priority, steps, give_up
+):
     ours = buffer_of(
-        sync_period=sync_period, max_size=max_size, completions=k, prompts=prompts, most_on_policy=m, priority=priority
+        sync_period=sync_period,
+        max_size=max_size,
+        completions=k,
+        prompts=prompts,
+        most_on_policy=m,
+        priority=priority,
     )
     naive, ticket = Naive(sync_period, max_size), 0
     for step, come in enumerate(steps):
-        groups = [group(ticket + i, prompt=p, rewards=tuple(rewards), version=step) for i, (p, rewards) in enumerate(come)]
+        groups = [
+            group(ticket + i, prompt=p, rewards=tuple(rewards), version=step)
+            for i, (p, rewards) in enumerate(come)
+        ]
         ticket += len(groups)
         ours.put(groups)
         assert ours.tickets() == [g.ticket for g in groups]
@@ -114,7 +146,9 @@ def test_what_is_drawn_is_what_a_naive_buffer_could_give(sync_period, max_size, 
         asked = Counter(int(g.prompt_ids[1]) for g in got)
         recent_prompts = {p for p, names in drawable.items() if any(names.values())}
         if m == 0 and got:
-            assert max(asked.values()) - min(asked[p] for p in drawable) <= 1, "each prompt before any twice"
+            assert max(asked.values()) - min(asked[p] for p in drawable) <= 1, (
+                "each prompt before any twice"
+            )
         drawn = []
         for g in got:
             names = drawable[int(g.prompt_ids[1])]
@@ -127,34 +161,50 @@ def test_what_is_drawn_is_what_a_naive_buffer_could_give(sync_period, max_size, 
             if m != 0.5 and len(pool) >= k:
                 assert len(set(chosen)) == k, "with replacement only where there are too few"
             expected = [next(x for _, _, x in naive.held if x.ticket == c // 100) for c in chosen]
-            assert g.rewards.tolist() == [x.rewards[c % 100].item() for x, c in zip(expected, chosen)]
+            assert g.rewards.tolist() == [
+                x.rewards[c % 100].item() for x, c in zip(expected, chosen)
+            ]
             assert g.generator_logprobs.tolist() == (-g.token_ids.float()).tolist()
             assert g.ref_logprobs.tolist() == (g.token_ids.float() / 2).tolist()
-            versions = [v for x, c, n in zip(expected, chosen, g.lengths.tolist()) for v in [int(x.policy_versions[0])] * n]
-            assert g.policy_versions.tolist() == versions and g.ticket == max(c // 100 for c in chosen)
+            versions = [
+                v
+                for x, c, n in zip(expected, chosen, g.lengths.tolist())
+                for v in [int(x.policy_versions[0])] * n
+            ]
+            assert g.policy_versions.tolist() == versions and g.ticket == max(
+                c // 100 for c in chosen
+            )
         assert sums["drawn"] == len(drawn) and sums["duplicates"] == len(drawn) - len(set(drawn))
         flat = {c: recent for names in drawable.values() for c, recent in names.items()}
         assert sums["on_policy"] == sum(flat[c] for c in drawn)
 
 
-# -- probabilities ---------------------------------------------------------------------------------------------------------
+# -- probabilities
+# ---------------------------------------------------------------------------------------------------------
 
 
 def chi_square(counts, probabilities):
-    """How many standard deviations of the normal the statistic is out, by Wilson and Hilferty's cube root."""
+    """How many standard deviations of the normal the statistic is out, by Wilson and Hilferty's
+    cube root.
+    """
     n, expected = sum(counts.values()), {x: p for x, p in probabilities.items() if p > 0}
     assert set(counts) <= set(expected) and min(expected.values()) * n > 5
-    statistic, df = sum((counts[x] - n * p) ** 2 / (n * p) for x, p in expected.items()), len(expected) - 1
+    statistic, df = (
+        sum((counts[x] - n * p) ** 2 / (n * p) for x, p in expected.items()),
+        len(expected) - 1,
+    )
     return ((statistic / df) ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
 
 
 def many(n, rewards, prompts, newest, how):
-    """Rows drawn at n steps. Those of one prompt are independent, those of several are not: then only one a step."""
+    """Rows drawn at n steps. Those of one prompt are independent, those of several are not: then
+    only one a step.
+    """
     columns = torch.tensor(rewards), torch.tensor(prompts), torch.tensor(newest)
     rows = []
     for step in range(n):
         nobody = torch.zeros(max(prompts) + 1, dtype=torch.bool)
-        rows += draw_completions(*columns, nobody, how, generator_of(0, step, 0)).tolist()
+        rows += draw_completions(*columns, nobody, how, rng_of(0, step, 0)).tolist()
     return rows
 
 
@@ -163,7 +213,12 @@ def test_softmax_priority_draws_in_proportion_to_the_exponential_of_the_reward(t
     rewards = [0.0, 1.0, -0.5, 2.0, 1.0]
     rows = many(8, rewards, [0] * 5, [False] * 5, draw(500, 1, 0.0, "softmax", temperature))
     weights = [math.exp(r / temperature) for r in rewards]
-    assert chi_square(Counter(r[0] for r in rows), {i: w / sum(weights) for i, w in enumerate(weights)}) < QUANTILE
+    assert (
+        chi_square(
+            Counter(r[0] for r in rows), {i: w / sum(weights) for i, w in enumerate(weights)}
+        )
+        < QUANTILE
+    )
 
 
 def test_uniform_priority_looks_at_no_reward():
@@ -196,14 +251,18 @@ def test_the_most_on_policy_probability_and_what_it_leads_to(m):
 
 
 def test_the_most_on_policy_ones_are_equally_likely_whatever_their_rewards():
-    rows = many(8, [0.0, 3.0, 1.0, 5.0], [0] * 4, [True, True, True, False], draw(500, 1, 1.0, "softmax"))
+    rows = many(
+        8, [0.0, 3.0, 1.0, 5.0], [0] * 4, [True, True, True, False], draw(500, 1, 1.0, "softmax")
+    )
     assert chi_square(Counter(r[0] for r in rows), dict.fromkeys(range(3), 1 / 3)) < QUANTILE
 
 
 def test_prompts_are_equally_likely_whatever_they_hold():
     prompts = [0] * 5 + [1] + [2] * 2
     rows = many(2000, [0.0] * 8, prompts, [False] * 8, draw(2, 1, 0.0, "softmax"))
-    assert chi_square(Counter(prompts[r[0]] for r in rows), dict.fromkeys(range(3), 1 / 3)) < QUANTILE
+    assert (
+        chi_square(Counter(prompts[r[0]] for r in rows), dict.fromkeys(range(3), 1 / 3)) < QUANTILE
+    )
 
 
 def test_a_draw_is_a_function_of_seed_step_and_rank():
@@ -216,7 +275,8 @@ def test_a_draw_is_a_function_of_seed_step_and_rank():
     assert len({str(r) for r in rows.values()}) == 4
 
 
-# -- copies ----------------------------------------------------------------------------------------------------------------
+# -- copies
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def with_tokens(ticket, completions, rewards, *, prompt=0, version=0):
@@ -270,7 +330,8 @@ def test_copies_take_their_place_so_the_bound_on_lag_is_the_same():
     assert len(ours.stored()) == 2
 
 
-# -- turns -----------------------------------------------------------------------------------------------------------------
+# -- turns
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def prompts_drawn(ours, step, come=()):
@@ -306,17 +367,30 @@ def test_a_prompt_that_joins_late_has_its_turn_and_no_more():
     assert sorted(before + after) == [0, 1, 2, 3, 4]
 
 
-# -- what is held ----------------------------------------------------------------------------------------------------------
+# -- what is held
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_must_not_be_trained_on_is_never_drawn_and_takes_its_place():
     ours = buffer_of(prompts=1, completions=1, max_size=6)
-    bad = group(0, rewards=(NAN, 1.0, 1.0, 1.0), reasons=("stop", "aborted", "stop", "stop"), lengths=[1, 2, 0, 1])
+    bad = group(
+        0,
+        rewards=(NAN, 1.0, 1.0, 1.0),
+        reasons=("stop", "aborted", "stop", "stop"),
+        lengths=[1, 2, 0, 1],
+    )
     ours.put([bad])
-    assert {n for step in range(20) for g in ours.take([0] if step == 0 else [], step) for n in names_of(g)} == {3}
+    assert {
+        n
+        for step in range(20)
+        for g in ours.take([0] if step == 0 else [], step)
+        for n in names_of(g)
+    } == {3}
     ours.put([group(1), group(2)])
     ours.take([1, 2], 20)
-    assert ours.sums(20)[0]["size"] == 4, "four of the first group and four of the others are more than six"
+    assert ours.sums(20)[0]["size"] == 4, (
+        "four of the first group and four of the others are more than six"
+    )
 
 
 def test_nothing_to_draw_gives_no_groups():
@@ -332,10 +406,15 @@ def test_metrics_by_hand():
     ours.take([2], 3)
     told = ours.report(*ours.sums(3))
     assert told == {
-        "buffer/size": 4, "buffer/prompts": 2, "buffer/hidden": 2, "buffer/age_mean": (3 + 3 + 2 + 2) / 4, "buffer/age_max": 3,
+        "buffer/size": 4,
+        "buffer/prompts": 2,
+        "buffer/hidden": 2,
+        "buffer/age_mean": (3 + 3 + 2 + 2) / 4,
+        "buffer/age_max": 3,
         "buffer/copies": 0,
-        "buffer/on_policy_fraction": 1, "buffer/duplicates": 3 - len(set(ours._drawn.flatten().tolist())),
-    }  # fmt: skip
+        "buffer/on_policy_fraction": 1,
+        "buffer/duplicates": 3 - len(set(ours._drawn.flatten().tolist())),
+    }
     assert told["buffer/duplicates"] >= 1
 
 
@@ -343,22 +422,37 @@ def test_lags_of_tokens_are_counted_once_each():
     lags = torch.tensor([0, 0, 1, 2, 3, 4, 8, 15, 40, 64, 1000])
     counts = {name: int(n) for name, n in lag_histogram(lags).items()}
     assert counts == {
-        "lag/tokens/0": 2, "lag/tokens/1": 1, "lag/tokens/2-3": 2, "lag/tokens/4-7": 1, "lag/tokens/8-15": 2, "lag/tokens/16-31": 0,
-        "lag/tokens/32-63": 1, "lag/tokens/64+": 2,
-    }  # fmt: skip
-    assert [bucket_name(*b) for b in BUCKETS] == list(counts) and not any(n for n in lag_histogram(lags[:0]).values())
+        "lag/tokens/0": 2,
+        "lag/tokens/1": 1,
+        "lag/tokens/2-3": 2,
+        "lag/tokens/4-7": 1,
+        "lag/tokens/8-15": 2,
+        "lag/tokens/16-31": 0,
+        "lag/tokens/32-63": 1,
+        "lag/tokens/64+": 2,
+    }
+    assert [bucket_name(*b) for b in BUCKETS] == list(counts) and not any(
+        n for n in lag_histogram(lags[:0]).values()
+    )
 
 
 @pytest.mark.parametrize(
-    "k, max_lag, max_size, batch, size", [(1, 0, 8, 2, 4), (1, 2, 30, 2, 4), (3, 1, 25, 2, 4), (2, 0, 100, 3, 5), (4, 3, 9, 1, 3)]
+    "k, max_lag, max_size, batch, size",
+    [(1, 0, 8, 2, 4), (1, 2, 30, 2, 4), (3, 1, 25, 2, 4), (2, 0, 100, 3, 5), (4, 3, 9, 1, 3)],
 )
 def test_the_bound_on_lag_holds_and_is_reached(k, max_lag, max_size, batch, size, caplog):
     """Each step brings a batch that was sampled max_lag steps before."""
     bound = lag_bound(
-        max_lag=max_lag, completions_per_step=batch * size, group_size=size, sync_period=k, max_size=max_size
+        max_lag=max_lag,
+        completions_per_step=batch * size,
+        group_size=size,
+        sync_period=k,
+        max_size=max_size,
     )
     bounds = {"max_lag": max_lag, "most_lag": bound}
-    ours = buffer_of(sync_period=k, max_size=max_size, prompts=1, completions=1, priority="uniform", **bounds)
+    ours = buffer_of(
+        sync_period=k, max_size=max_size, prompts=1, completions=1, priority="uniform", **bounds
+    )
     worst = 0
     for step in range(80):
         tickets = list(range(step * batch, (step + 1) * batch))
@@ -369,15 +463,16 @@ def test_the_bound_on_lag_holds_and_is_reached(k, max_lag, max_size, batch, size
     assert worst == bound and not caplog.records, "none leaves for its age"
 
 
-# -- snapshots -------------------------------------------------------------------------------------------------------------
+# -- checkpoints
+# -------------------------------------------------------------------------------------------------------------
 
 
-def fill(ours, steps, lanes=1, lane=0):
+def fill(ours, steps, dp_ranks=1, dp_rank=0):
     for step in range(steps):
-        tickets = [t for t in range(step * 4, step * 4 + 4) if t % lanes == lane]
+        tickets = [t for t in range(step * 4, step * 4 + 4) if t % dp_ranks == dp_rank]
         ours.put([group(t, prompt=t % 6, version=step) for t in tickets])
         ours.take(tickets, step)
-    late = [t for t in range(1000, 1003) if t % lanes == lane]
+    late = [t for t in range(1000, 1003) if t % dp_ranks == dp_rank]
     ours.put([group(t) for t in late])
     return ours
 
@@ -388,7 +483,9 @@ def test_a_resumed_buffer_draws_what_the_other_would_have():
     stored = json.loads(json.dumps(ours.state_dict()["passed"]))
     assert stored, "some prompts wait for the others"
     resumed.load([{**ours.state_dict(), "passed": stored}], {1000, 1002}, lambda ticket: True)
-    assert resumed.tickets() == [1000, 1002], "1001 starts again: the ledger does not count it as finished"
+    assert resumed.tickets() == [1000, 1002], (
+        "1001 starts again: the ledger does not count it as finished"
+    )
     ours.take([1001], 8), resumed.take([], 8)
     ours._waiting, resumed._waiting = [], []
     for step in (9, 10, 12):
@@ -398,7 +495,10 @@ def test_a_resumed_buffer_draws_what_the_other_would_have():
 
 
 def test_two_ranks_go_on_as_one_that_holds_what_both_held():
-    parts = [fill(buffer_of(max_size=1000, rank=lane), 5, lanes=2, lane=lane).state_dict() for lane in (0, 1)]
+    parts = [
+        fill(buffer_of(max_size=1000, rank=dp_rank), 5, dp_ranks=2, dp_rank=dp_rank).state_dict()
+        for dp_rank in (0, 1)
+    ]
     whole, one = fill(buffer_of(), 5), buffer_of()
     one.load(parts, {1000, 1001, 1002}, lambda ticket: True)
     assert one.tickets() == whole.tickets()
@@ -410,10 +510,16 @@ def test_two_ranks_go_on_as_one_that_holds_what_both_held():
     assert {g.ticket % 2 for g in mine.stored()} == {1} and mine.tickets() == []
 
 
-def test_on_another_number_of_ranks_what_newer_groups_do_not_push_out_leaves_when_it_is_as_old_as_may_be(caplog):
+def test_on_another_number_of_ranks_what_newer_groups_do_not_push_out_leaves_when_it_is_as_old_as_may_be(
+    caplog,
+):
     L, SIZE = 0, 2
-    one = lag_bound(max_lag=L, completions_per_step=2 * SIZE, group_size=SIZE, sync_period=1, max_size=4 * SIZE)
-    two = lag_bound(max_lag=L, completions_per_step=SIZE, group_size=SIZE, sync_period=1, max_size=2 * SIZE)
+    one = lag_bound(
+        max_lag=L, completions_per_step=2 * SIZE, group_size=SIZE, sync_period=1, max_size=4 * SIZE
+    )
+    two = lag_bound(
+        max_lag=L, completions_per_step=SIZE, group_size=SIZE, sync_period=1, max_size=2 * SIZE
+    )
     assert one == two == 1
     fresh = lambda ticket, version: group(ticket, rewards=(0.0, 1.0), version=version)  # noqa: E731
     whole = buffer_of(max_size=4 * SIZE, max_lag=L, most_lag=one)
@@ -425,11 +531,17 @@ def test_on_another_number_of_ranks_what_newer_groups_do_not_push_out_leaves_whe
     assert [g.ticket for g in odd.stored()] == [1] and not caplog.records
     odd.put([fresh(3, 2)])
     drawn = odd.take([3], 2)
-    assert {2} == {v for g in drawn for v in g.policy_versions.tolist()} and [g.ticket for g in odd.stored()] == [3]
+    assert {2} == {v for g in drawn for v in g.policy_versions.tolist()} and [
+        g.ticket for g in odd.stored()
+    ] == [3]
     (record,) = caplog.records
-    assert record.getMessage().startswith("step 2: 1 of 2 groups left the replay buffer for tokens of more than 1 steps ago")
+    assert record.getMessage().startswith(
+        "step 2: 1 of 2 groups left the replay buffer for tokens of more than 1 steps ago"
+    )
     odd.untake(drawn)
-    assert sorted(g.ticket for g in odd.stored()) == [1, 3], "a step that is given up changes nothing"
+    assert sorted(g.ticket for g in odd.stored()) == [1, 3], (
+        "a step that is given up changes nothing"
+    )
 
 
 def test_what_the_ledger_hands_over_too_late_is_refused():
@@ -458,4 +570,8 @@ def test_what_is_stored_is_encoded_in_pieces_that_hold_up_nobody_for_long(monkey
     state = ours.state_dict()
     pieces = [value for name, value in state.items() if name.startswith("buffer/")]
     assert len(pieces) > 2
-    assert [g.ticket for g in decoded(state)] == [g.ticket for g in decoded(whole)] == [g.ticket for g in ours.stored()]
+    assert (
+        [g.ticket for g in decoded(state)]
+        == [g.ticket for g in decoded(whole)]
+        == [g.ticket for g in ours.stored()]
+    )

@@ -1,31 +1,35 @@
-"""A ledger that is resumed, over and over, on other numbers of trainer ranks and generators, amid random schedules."""
+"""A ledger that is resumed, over and over, on other numbers of trainer ranks and generators, amid
+random schedules.
+"""
 
 import json
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.tickets import TicketLedger, in_time
+from llamarl.tickets.ledger import TicketLedger, in_time
 
-LANES, GENERATORS = (1, 2, 4), (1, 2, 3)
+DP_RANKS, GENERATORS = (1, 2, 4), (1, 2, 3)
 B = 4
 
 
 class Run:
-    """A run as the ledger sees it: generators with versions of their own, work that ends in any order, steps as they come."""
+    """A run as the ledger sees it: generators with versions of their own, work that ends in any
+    order, steps as they come.
+    """
 
-    def __init__(self, max_lag, overcommit, truncate, lanes, generators):
+    def __init__(self, max_lag, overcommit, truncate, dp_ranks, generators):
         self.max_lag, self.overcommit, self.truncate = max_lag, overcommit, truncate
         self.started_at, self.consumed = {}, []
-        self.set_up(lanes, generators)
+        self.set_up(dp_ranks, generators)
 
-    def set_up(self, lanes, generators):
-        self.lanes = lanes
+    def set_up(self, dp_ranks, generators):
+        self.dp_ranks = dp_ranks
         self.ledger = TicketLedger(
             groups_per_step=B,
             max_lag=self.max_lag,
             overcommit=self.overcommit,
-            num_lanes=lanes,
+            num_dp_ranks=dp_ranks,
             num_generators=generators,
             resume_in_work=self.max_lag > 0,
         )
@@ -54,13 +58,15 @@ class Run:
         self.consumed += taken or []
         return taken is not None
 
-    def resume(self, lanes, generators, saved, lost):
-        """Killed, and gone on from its checkpoint, which has `saved` partial completions and all finished groups but `lost`."""
+    def resume(self, dp_ranks, generators, saved, lost):
+        """Killed, and gone on from its checkpoint, which has `saved` partial completions and all
+        finished groups but `lost`.
+        """
         state = json.loads(json.dumps(self.ledger.state_dict()))
-        buffered, same = self.finished - lost, lanes == self.lanes
+        buffered, same = self.finished - lost, dp_ranks == self.dp_ranks
         in_work = saved & set(self.working) if self.max_lag else set()
         deadlines = dict(state["finished"])
-        self.set_up(lanes, generators)
+        self.set_up(dp_ranks, generators)
         self.ledger.load_state_dict(state, saved)
         self.working = sorted(self.ledger.in_work())
         kept = {t for t, _ in self.ledger.state_dict()["finished"]}
@@ -71,8 +77,8 @@ class Run:
                 "what obeyed the rules does so still"
             )
         for ticket in set(deadlines) - kept:
-            beside = [deadlines[t] for t in kept if t % lanes == ticket % lanes]
-            assert not in_time([*beside, deadlines[ticket]], self.ledger.step, B // lanes), (
+            beside = [deadlines[t] for t in kept if t % dp_ranks == ticket % dp_ranks]
+            assert not in_time([*beside, deadlines[ticket]], self.ledger.step, B // dp_ranks), (
                 "one more could have been kept"
             )
 
@@ -94,7 +100,8 @@ class Run:
         )
 
 
-# Several moves of a kind make it likelier: half of them are asks and ends, and a step needs four of those.
+# Several moves of a kind make it likelier: half of them are asks and ends, and a step needs four of
+# those.
 MOVES = st.tuples(
     st.sampled_from(["ask", "ask", "finish", "finish", "finish", "take", "take", "swap", "resume"]),
     st.integers(0, 10**6),
@@ -112,7 +119,7 @@ def test_after_every_resume_on_any_numbers_of_ranks_the_next_step_can_be_taken_e
     max_lag, overcommit, truncate, moves
 ):
     run = Run(
-        max_lag, overcommit if max_lag else 0, truncate and max_lag > 0, lanes=1, generators=2
+        max_lag, overcommit if max_lag else 0, truncate and max_lag > 0, dp_ranks=1, generators=2
     )
     for move, number in moves:
         one, more = divmod(number, 97)
@@ -128,7 +135,7 @@ def test_after_every_resume_on_any_numbers_of_ranks_the_next_step_can_be_taken_e
         elif move == "resume":
             saved = {t for t in run.working if (number >> t % 19) & 1}
             lost = {t for t in run.finished if more % 5 == 0 and (number >> t % 13) & 1}
-            run.resume(LANES[one % 3], GENERATORS[more % 3], saved, lost)
+            run.resume(DP_RANKS[one % 3], GENERATORS[more % 3], saved, lost)
             run.go_on(steps=more % 2)
     run.go_on(steps=max_lag + 2)
     state = run.ledger.state_dict()
@@ -139,9 +146,9 @@ def test_after_every_resume_on_any_numbers_of_ranks_the_next_step_can_be_taken_e
 
 
 def test_of_more_groups_than_a_lane_can_train_on_in_time_the_rest_starts_again():
-    def make(lanes):
+    def make(dp_ranks):
         return TicketLedger(
-            groups_per_step=4, max_lag=1, overcommit=4, num_lanes=lanes, resume_in_work=True
+            groups_per_step=4, max_lag=1, overcommit=4, num_dp_ranks=dp_ranks, resume_in_work=True
         )
 
     state = make(1).state_dict() | {
@@ -154,7 +161,7 @@ def test_of_more_groups_than_a_lane_can_train_on_in_time_the_rest_starts_again()
     alone, two = make(1), make(2)
     assert alone.load_state_dict(state, {56, 58}) == [] and alone.in_work() == {56, 58}
     assert two.load_state_dict(state, {56, 58}) == [55], (
-        "51, 53 and 55 are due now, of one lane, which trains on two a step"
+        "51, 53 and 55 are due now, of one data-parallel rank, which trains on two a step"
     )
     assert two.in_work() == {56, 58} and [d for _, d in two.state_dict()["finished"]] == [
         13,

@@ -1,4 +1,6 @@
-"""What a reward function starts and prints: it ends with the item, the worker or the rank, and is bounded."""
+"""What a reward function starts and prints: it ends with the item, the worker or the rank, and is
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import time
 
 import pytest
 
-from llamarl.tasks import pool as pool_module, worker
+from llamarl.tasks import pool as pool_module
+from llamarl.tasks import worker
 from llamarl.tasks.pool import RewardPool
 
 DEADLINE_S = 30.0  # for waits that must end; never reached unless something is broken

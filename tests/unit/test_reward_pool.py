@@ -135,11 +135,25 @@ def run(completions, **options):
 
 def test_a_finite_number_is_a_score_and_nothing_else_is():
     scores = run(["value 0.25", "true", "int", "garbage", "value -3"])
-    assert [(o.kind, o.value) for o in scores] == [("score", v) for v in (0.25, 1.0, 2.0, 1.0, -3.0)]
-    others = run(["none", "text", "nan", "inf", "huge", "dict", "raise answer", "sys_exit", "unheard of"])
+    assert [(o.kind, o.value) for o in scores] == [
+        ("score", v) for v in (0.25, 1.0, 2.0, 1.0, -3.0)
+    ]
+    others = run(
+        ["none", "text", "nan", "inf", "huge", "dict", "raise answer", "sys_exit", "unheard of"]
+    )
     assert [o.kind for o in others] == ["abstain"] + ["error"] * 8
     assert all(math.isnan(o.value) for o in others)
-    reasons = ["None", "str '1.0'", "nan", "-inf", "inf", "dict", "KeyError: 'answer' (my_", "Exit: bye", "KeyError: 'unheard'"]
+    reasons = [
+        "None",
+        "str '1.0'",
+        "nan",
+        "-inf",
+        "inf",
+        "dict",
+        "KeyError: 'answer' (my_",
+        "Exit: bye",
+        "KeyError: 'unheard'",
+    ]
     assert all(said in outcome.reason for said, outcome in zip(reasons, others, strict=True))
 
 
@@ -165,7 +179,9 @@ def test_whatever_is_raised_is_told_as_what_it_is():
 
 
 def test_a_function_that_forks_and_comes_back_twice_scores_once():
-    outcomes = run(["fork", "sleep 0.5", "fork", "value 3"])  # the copy would answer the first again during the second
+    outcomes = run(
+        ["fork", "sleep 0.5", "fork", "value 3"]
+    )  # the copy would answer the first again during the second
     assert [o.value for o in outcomes] == [1, 1, 1, 3]
 
 
@@ -193,8 +209,16 @@ def test_a_kill_takes_the_children_of_the_function_with_it(user_directory):
 
 
 def test_memory_cpu_time_and_core_dumps_are_limited():
-    outcomes = run(["memory", "limit RLIMIT_AS", "limit RLIMIT_CORE", "limit RLIMIT_CPU"], memory_mb=256, timeout_s=4)
-    assert outcomes[0].kind == "error" and "MemoryError" in outcomes[0].reason and "reward.memory_mb" in outcomes[0].reason
+    outcomes = run(
+        ["memory", "limit RLIMIT_AS", "limit RLIMIT_CORE", "limit RLIMIT_CPU"],
+        memory_mb=256,
+        timeout_s=4,
+    )
+    assert (
+        outcomes[0].kind == "error"
+        and "MemoryError" in outcomes[0].reason
+        and "reward.memory_mb" in outcomes[0].reason
+    )
     assert [o.value for o in outcomes[1:3]] == [256 << 20, 0]
     least = 4 * os.cpu_count()
     assert least < outcomes[3].value <= least + 5  # CPU time so far, rounded up, and a second
@@ -228,14 +252,23 @@ def test_the_clock_of_an_item_stands_while_the_item_is_not_in_the_pipe():
 @pytest.mark.parametrize("seed", range(3))
 def test_every_item_has_one_outcome_of_its_own_kind(seed):
     rng = random.Random(seed)
-    expected = {"value 1": "score", "none": "abstain", "nan": "error", "die": "error", "os_exit": "error", "sleep 0.01": "score"}
+    expected = {
+        "value 1": "score",
+        "none": "abstain",
+        "nan": "error",
+        "die": "error",
+        "os_exit": "error",
+        "sleep 0.01": "score",
+    }
     completions = rng.choices(list(expected), weights=[60, 10, 10, 2, 2, 4], k=150)
     outcomes = run(completions, num_workers=2)
     assert [o.kind for o in outcomes] == [expected[c] for c in completions]
 
 
 def test_work_is_spread_over_the_workers():
-    """Two items that wait for each other's file can only both succeed when two workers have one each."""
+    """Two items that wait for each other's file can only both succeed when two workers have one
+    each.
+    """
     code = """
     import os, time
     def score(prompt, completion, meta):
@@ -276,7 +309,9 @@ def test_close_leaves_no_process_and_may_be_repeated():
             os.kill(pid, 0)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills the children of a killed process")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux kills the children of a killed process"
+)
 def test_a_hanging_worker_dies_with_its_parent():
     code = """
     import time
@@ -288,7 +323,9 @@ def test_a_hanging_worker_dies_with_its_parent():
     print(pool._workers[0]._process.pid, flush=True)
     time.sleep(1000)
     """
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+    )
     worker = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
@@ -310,7 +347,8 @@ def await_death(pid):
     pytest.fail(f"process {pid} lives on")
 
 
-# -- what is wrong with a function is said at start-up ------------------------------------------------------------------
+# -- what is wrong with a function is said at start-up
+# ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -322,23 +360,34 @@ def await_death(pid):
         ("my_rewards:scor", "my_rewards has no function scor; did you mean score?"),
         ("my_rewards:zzz", "it has score, length, two_arguments"),
         ("my_rewards:not_callable", "has int, not a function, under the name not_callable"),
-        ("my_rewards:two_arguments", r"two_arguments\(prompt, completion\) cannot be called as .*too many positional"),
+        (
+            "my_rewards:two_arguments",
+            r"two_arguments\(prompt, completion\) cannot be called as .*too many positional",
+        ),
         ("my_rewards:later", "later is async"),
-        ("broken:score", r"importing broken failed: ModuleNotFoundError: No module named 'a_pack.*\(broken.py:1\); install it"),
+        (
+            "broken:score",
+            r"importing broken failed: ModuleNotFoundError: No module named 'a_pack.*\(broken.py:1\); install it",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_import_path_is_explained(fn, what):
     with pytest.raises(ValueError, match=f"reward.fn={fn}: (.|\n)*{what}"):
         check_reward(fn, [("", "", {})])
 
 
 def test_a_module_that_kills_its_worker_ends_the_start():
-    with pytest.raises(RewardError, match="dies:score: the worker exited with code 1 before it scored anything, 3 times"):
+    with pytest.raises(
+        RewardError,
+        match="dies:score: the worker exited with code 1 before it scored anything, 3 times",
+    ):
         check_reward("dies:score", [])
 
 
 def test_check_reward_scores_samples_in_order():
-    outcomes = check_reward("my_rewards:score", [("", "value 1", {}), ("", "raise x", {}), ("", "value 2", {})])
+    outcomes = check_reward(
+        "my_rewards:score", [("", "value 1", {}), ("", "raise x", {}), ("", "value 2", {})]
+    )
     assert [o.kind for o in outcomes] == ["score", "error", "score"]
     with pytest.raises(ValueError, match="failed on all 2 samples: KeyError: 'absent'"):
         check_reward("my_rewards:always_fails", [("", "", {})] * 2)
@@ -346,7 +395,9 @@ def test_check_reward_scores_samples_in_order():
 
 def test_what_the_parent_can_import_a_worker_can(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "far_rewards.py").write_text("def score(prompt, completion, meta):\n    return 4\n")
+    (tmp_path / "elsewhere" / "far_rewards.py").write_text(
+        "def score(prompt, completion, meta):\n    return 4\n"
+    )
     monkeypatch.syspath_prepend(tmp_path / "elsewhere")
     assert check_reward("far_rewards:score", [("", "", {})])[0].value == 4.0
 

@@ -1,4 +1,6 @@
-"""Which directory a run has, whether it may go on from what is there, and what all ranks do together to find out."""
+"""Which directory a run has, whether it may go on from what is there, and what all ranks do
+together to find out.
+"""
 
 import itertools
 import json
@@ -11,16 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llamarl.checkpoint import CheckpointError, Checkpointer, verify
-from llamarl.config import compose_config, load_config
-from llamarl.control import Control
-from llamarl.files import DirectoryLock, InUse
+from llamarl.checkpoint.checkpointer import Checkpointer, CheckpointError, verify
+from llamarl.comm.control import Control
+from llamarl.comm.groups import World
+from llamarl.config.command_line import compose_config, load_config
 from llamarl.inference.partials import pack
 from llamarl.inference.rows import Partial
 from llamarl.inference.sampler import SamplingParams
-from llamarl.launch import Job
-from llamarl.placement import World
-from llamarl.run import RunDirectory, RunDirectoryError, open_run
+from llamarl.launch.job import Job
+from llamarl.launch.run_directory import RunDirectory, RunDirectoryError, open_run
+from llamarl.native.files import DirectoryLock, InUse
 
 WORLD = World(0, 1, 1, torch.device("cpu"))
 IN_WORK = range(8)  # tickets
@@ -30,26 +32,46 @@ IN_WORK = range(8)  # tickets
 def data(tmp_path):
     """201 sums, of which eval.num_prompts are held out; all but one prompt are of six tokens."""
     file = tmp_path / "sums.jsonl"
-    file.write_text(row(100, 100) + "".join(row(a, b) for a in range(10, 30) for b in range(10, 20)))
+    file.write_text(
+        row(100, 100) + "".join(row(a, b) for a in range(10, 30) for b in range(10, 20))
+    )
     return file
 
 
 def row(a, b):
-    return json.dumps({"prompt": f"{a}+{b}=", "question": f"{b}+{a}=", "answer": str(a + b), "other": str(a)}) + "\n"
+    return (
+        json.dumps(
+            {"prompt": f"{a}+{b}=", "question": f"{b}+{a}=", "answer": str(a + b), "other": str(a)}
+        )
+        + "\n"
+    )
 
 
 @pytest.fixture
 def job(data, tmp_path, monkeypatch):
-    """Makes jobs on these sums, in one directory of their own, that go on where there is something to go on with."""
+    """Makes jobs on these sums, in one directory of their own, that go on where there is something
+    to go on with.
+    """
     monkeypatch.chdir(tmp_path)
 
     def make(*overrides):
         given = dict(text.split("=", 1) for text in overrides)
         common = {
-            "task": "jsonl", "task.path": data, "task.chat": "false", "task.max_prompt_tokens": "16", "eval.num_prompts": "20",
-            "run_dir": tmp_path / "run", "resume": "auto", "deadline_s": "60", "stop_s": "0.3",
-        }  # fmt: skip
-        return Job(compose_config([f"{k}={v}" for k, v in (common | given).items()]), WORLD, RunDirectory(tmp_path, None))
+            "task": "jsonl",
+            "task.path": data,
+            "task.chat": "false",
+            "task.max_prompt_tokens": "16",
+            "eval.num_prompts": "20",
+            "run_dir": tmp_path / "run",
+            "resume": "auto",
+            "timeout_s": "60",
+            "stop_s": "0.3",
+        }
+        return Job(
+            compose_config([f"{k}={v}" for k, v in (common | given).items()]),
+            WORLD,
+            RunDirectory(tmp_path, None),
+        )
 
     return make
 
@@ -59,12 +81,23 @@ def opened(job, world=WORLD):
 
 
 def a_checkpoint(job, step=3):
-    """As a run of this job leaves one: its identity, and a completion under way of each ticket in work."""
+    """As a run of this job leaves one: its identity, and a completion under way of each ticket in
+    work.
+    """
     control = Control(None, rank=0, world_size=1, leader=0, names=["all"])
     expected = [("controller", 0), ("generator", 0)]
     checkpointer = Checkpointer(job.config.run_dir, keep=2, control=control, expected=expected)
     begun = [
-        Partial(0, ticket, 0, job.prompts[ticket].prompt_ids, torch.tensor([5]), torch.zeros(1), torch.tensor([3]), SamplingParams(6))
+        Partial(
+            0,
+            ticket,
+            0,
+            job.prompts[ticket].prompt_ids,
+            torch.tensor([5]),
+            torch.zeros(1),
+            torch.tensor([3]),
+            SamplingParams(6),
+        )
         for ticket in IN_WORK
     ]
     checkpointer.save_part(step, "controller", 0, {"identity": job.identity.to_json()})
@@ -112,12 +145,18 @@ def change(data, number, text):
     data.write_text("".join(lines))
 
 
-@pytest.mark.parametrize("text", [[row(99, 99)], [], [row(10, 17).replace("27", "28")]], ids=["changed", "removed", "answered"])
+@pytest.mark.parametrize(
+    "text",
+    [[row(99, 99)], [], [row(10, 17).replace("27", "28")]],
+    ids=["changed", "removed", "answered"],
+)
 def test_changed_data_under_the_same_path_are_refused(job, data, text):
     """Any one row of all, also outside of the sample whose token ids are looked at."""
     a_checkpoint(job())
     change(data, 7, text)
-    with pytest.raises(RunDirectoryError, match="the data itself has changed, or the tokenizer or chat template"):
+    with pytest.raises(
+        RunDirectoryError, match="the data itself has changed, or the tokenizer or chat template"
+    ):
         opened(job())
 
 
@@ -125,7 +164,10 @@ def test_another_chat_template_is_refused_though_all_rows_are_the_same(job):
     a_checkpoint(job())
     other = job("task.chat=true")
     other.tokenizer.chat_template = "{{ messages[-1]['content'] }}\n"
-    with pytest.raises(RunDirectoryError, match="other training prompts and held-out prompts: task.chat: false in the checkpoint, true now"):
+    with pytest.raises(
+        RunDirectoryError,
+        match="other training prompts and held-out prompts: task.chat: false in the checkpoint, true now",
+    ):
         opened(other)
 
 
@@ -141,20 +183,32 @@ def test_what_a_run_is_cannot_be_changed_and_all_differences_are_told_at_once(jo
 def test_another_reward_is_refused_unless_it_is_said(job, caplog):
     path = a_checkpoint(job())
     other = "reward.fn=tests.launching:unhurried"
-    with pytest.raises(RunDirectoryError, match="exact_match in the checkpoint, tests.launching:unhurried now") as refused:
+    with pytest.raises(
+        RunDirectoryError, match="exact_match in the checkpoint, tests.launching:unhurried now"
+    ) as refused:
         opened(job(other, "resume_with_other=[data]"))
     assert "resume_with_other=[reward]" in str(refused.value)
     with caplog.at_level(logging.WARNING, "llamarl"):
         assert opened(job(other, "resume_with_other=[reward]")).resume_from == path
     assert "step_3 goes on with another reward" in caplog.text
-    job_by_name = job("reward.fn=llamarl.tasks.rewards:exact_match", f"run_dir={path.parents[1]}-2", f"resume={path}")
+    job_by_name = job(
+        "reward.fn=llamarl.tasks.rewards:exact_match",
+        f"run_dir={path.parents[1]}-2",
+        f"resume={path}",
+    )
     assert opened(job_by_name).resume_from == path, "the task's own, by its name"
 
 
-def test_completions_of_other_prompts_are_dropped_counted_and_logged_where_other_data_are_allowed(job, data, caplog):
+def test_completions_of_other_prompts_are_dropped_counted_and_logged_where_other_data_are_allowed(
+    job, data, caplog
+):
     first = job()
     path = a_checkpoint(first)
-    place = next(i for i, line in enumerate(data.read_text().splitlines()) if f'"{first.prompts[2].text}"' in line)
+    place = next(
+        i
+        for i, line in enumerate(data.read_text().splitlines())
+        if f'"{first.prompts[2].text}"' in line
+    )
     change(data, place, [row(98, 98)])
     with caplog.at_level(logging.WARNING, "llamarl"):
         run = opened(job("resume_with_other=[data]"))
@@ -168,7 +222,10 @@ def test_a_checkpoint_that_does_not_say_what_it_is_is_refused_by_name(job):
     old = Checkpointer(first.config.run_dir, keep=2, control=control, expected=[("controller", 0)])
     old.save_part(3, "controller", 0, {"ledger": {}})
     old.pump()
-    with pytest.raises(RunDirectoryError, match="step_3 does not say of which run it is: another version of llamarl wrote it"):
+    with pytest.raises(
+        RunDirectoryError,
+        match="step_3 does not say of which run it is: another version of llamarl wrote it",
+    ):
         opened(job())
 
 
@@ -179,9 +236,13 @@ def test_the_config_of_the_checkpoint_counts_and_not_the_file_beside_it(job):
     with pytest.raises(ValueError, match="config.yaml: damaged, not YAML"):
         load_config(path.parents[1] / "config.yaml")
     run = opened(job())
-    assert run.resume_from == path and load_config(run.path / "config.yaml").run_dir == str(run.path)
+    assert run.resume_from == path and load_config(run.path / "config.yaml").run_dir == str(
+        run.path
+    )
     (run.path / "config.yaml").write_text("")
-    with pytest.raises(ValueError, match="config.yaml *damaged, or of another version of llamarl: max_steps"):
+    with pytest.raises(
+        ValueError, match="config.yaml *damaged, or of another version of llamarl: max_steps"
+    ):
         load_config(run.path / "config.yaml")
 
 
@@ -190,7 +251,9 @@ def test_the_config_of_the_checkpoint_counts_and_not_the_file_beside_it(job):
 
 def test_a_directory_in_use_is_refused_and_free_when_its_job_ends(job):
     first = opened(job())
-    with pytest.raises(RunDirectoryError, match=r"run is in use by process \d+ on .+ since .+; wait for its end"):
+    with pytest.raises(
+        RunDirectoryError, match=r"run is in use by process \d+ on .+ since .+; wait for its end"
+    ):
         opened(job())
     first.release()
     opened(job()).release()
@@ -222,7 +285,7 @@ def alone_on(launcher):
 @pytest.fixture
 def starts(monkeypatch):
     """Makes the next job the first of a process."""
-    return lambda: monkeypatch.setattr("llamarl.run._jobs", itertools.count())
+    return lambda: monkeypatch.setattr("llamarl.launch.run_directory._jobs", itertools.count())
 
 
 @pytest.mark.parametrize("where", ["run_dir=null", "run_dir=mine"])

@@ -2,10 +2,18 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from llamarl.inference import sampler
-from llamarl.inference.sampler import SamplingParams, process, sample, sample_keys, stream_key, uniforms
+from llamarl.inference.sampler import (
+    SamplingParams,
+    process,
+    sample,
+    sample_keys,
+    stream_key,
+    uniforms,
+)
 
 pytestmark = pytest.mark.machine
 
@@ -88,7 +96,9 @@ def test_frequencies_follow_the_softmax(way, vocab):
     chi2 = ((seen - expected) ** 2 / expected)[expected > 0].sum()
     freedom = expected.numel() - 1
     assert abs(chi2 - freedom) < CHI2_STDEVS * math.sqrt(2 * freedom)
-    torch.testing.assert_close(torch.cat(logprobs), logits.log_softmax(0)[torch.cat(tokens)], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        torch.cat(logprobs), logits.log_softmax(0)[torch.cat(tokens)], atol=TOLERANCE, rtol=0
+    )
 
 
 @pytest.mark.parametrize("vocab", [52, LARGE])
@@ -110,19 +120,32 @@ def test_rounding_of_block_sums_never_carries_a_sample_past_the_last_possible_to
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(0, 2**31), st.sampled_from([3, 52, LARGE, WHOLE]), st.sampled_from([0.0, 0.3, 1.0, 2.5]),
-    st.sampled_from([0, 1, 3, 40, 400, 9999]), st.sampled_from([1e-6, 0.3, 0.9, 0.999, 1.0]),
+    st.integers(0, 2**31),
+    st.sampled_from([3, 52, LARGE, WHOLE]),
+    st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    st.sampled_from([0, 1, 3, 40, 400, 9999]),
+    st.sampled_from([1e-6, 0.3, 0.9, 0.999, 1.0]),
 )
 def test_processed_logprobs_equal_a_naive_float64_reference(seed, vocab, temperature, top_k, top_p):
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 3
     # Beside a row that asks for nothing, which must stay untouched.
     both = torch.stack([logits, logits])
-    processed = process(both, temperature_N=torch.tensor([temperature, 1.0]), top_k_N=torch.tensor([top_k, 0]),
-                        top_p_N=torch.tensor([top_p, 1.0], dtype=torch.float64))
+    processed = process(
+        both,
+        temperature_N=torch.tensor([temperature, 1.0]),
+        top_k_N=torch.tensor([top_k, 0]),
+        top_p_N=torch.tensor([top_p, 1.0], dtype=torch.float64),
+    )
     expected = naive(logits, temperature, top_k, top_p)
-    torch.testing.assert_close(processed[0].log_softmax(0).double(), expected, atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(
+        processed[0].log_softmax(0).double(), expected, atol=TOLERANCE, rtol=TOLERANCE
+    )
     assert torch.equal(processed[1], logits)
-    tokens, logprobs = sample(processed, torch.tensor([0.6, 0.6], dtype=torch.float64), torch.tensor([temperature == 0, False]))
+    tokens, logprobs = sample(
+        processed,
+        torch.tensor([0.6, 0.6], dtype=torch.float64),
+        torch.tensor([temperature == 0, False]),
+    )
     assert expected[tokens[0]] > -math.inf
     assert logprobs[0].item() == pytest.approx(expected[tokens[0]].item(), abs=TOLERANCE)
     if temperature == 0:
@@ -152,8 +175,11 @@ def test_nan_logits_give_a_token_of_the_vocabulary_and_a_nan_logprob(way, vocab)
 
 def test_ties_with_the_last_kept_token_are_kept():
     logits = torch.tensor([[1.0, 2.0, 2.0, 3.0, 0.0]])
-    assert process(logits, top_k_N=torch.tensor([2])).isfinite().tolist() == [[False, True, True, True, False]]
-    # Masses .58 .21 .21 .08 .03 (rounded): .6 needs the first two, and the second ties with the third.
+    assert process(logits, top_k_N=torch.tensor([2])).isfinite().tolist() == [
+        [False, True, True, True, False]
+    ]
+    # Masses .58 .21 .21 .08 .03 (rounded): .6 needs the first two, and the second ties with the
+    # third.
     kept = process(logits, top_p_N=torch.tensor([0.6], dtype=torch.float64)).isfinite()
     assert kept.tolist() == [[False, True, True, True, False]]
 
@@ -166,8 +192,19 @@ def test_a_banned_token_has_probability_zero_and_padding_bans_nothing():
 
 
 def test_all_bad_sampling_parameters_are_named_at_once():
-    with pytest.raises(ValueError, match="max_new_tokens.*temperature.*top_k.*top_p.*min_new_tokens.*stop_token_ids.*n=0"):
-        SamplingParams(max_new_tokens=0, temperature=-1.0, top_k=-1, top_p=0.0, min_new_tokens=2, stop_token_ids=(-1,), n=0)
+    with pytest.raises(
+        ValueError,
+        match="max_new_tokens.*temperature.*top_k.*top_p.*min_new_tokens.*stop_token_ids.*n=0",
+    ):
+        SamplingParams(
+            max_new_tokens=0,
+            temperature=-1.0,
+            top_k=-1,
+            top_p=0.0,
+            min_new_tokens=2,
+            stop_token_ids=(-1,),
+            n=0,
+        )
     with pytest.raises(ValueError, match="temperature=nan"):
         SamplingParams(max_new_tokens=1, temperature=float("nan"))
     assert SamplingParams(max_new_tokens=1, stop_token_ids=[2]).stop_token_ids == (2,)

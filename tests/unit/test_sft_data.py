@@ -1,4 +1,6 @@
-"""Rows of JSON lines as supervised pairs: which tokens are learned, against transformers' own mask; what is wrong is named."""
+"""Rows of JSON lines as supervised pairs: which tokens are learned, against transformers' own mask;
+what is wrong is named.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ TEMPLATE = (
     "<bos>{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<eos>"
     "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %};{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-SYSTEM, ONE, TWO = ({"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}, {"role": "user", "content": "10+2"})
+SYSTEM, ONE, TWO = (
+    {"role": "system", "content": "add"},
+    {"role": "user", "content": "1+1"},
+    {"role": "user", "content": "10+2"},
+)
 SAID = [{"role": "assistant", "content": text} for text in ("2", "12", "0")]
 
 
@@ -32,27 +38,41 @@ def chatting(tokenizer):
 
 
 def rows(path, *lines):
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return path
 
 
 @pytest.mark.parametrize(
     "messages",
-    [[ONE, SAID[0]], [SYSTEM, ONE, SAID[0], TWO, SAID[1]], [ONE, SAID[0], TWO], [SYSTEM, SAID[2], ONE, TWO, SAID[1]]],
+    [
+        [ONE, SAID[0]],
+        [SYSTEM, ONE, SAID[0], TWO, SAID[1]],
+        [ONE, SAID[0], TWO],
+        [SYSTEM, SAID[2], ONE, TWO, SAID[1]],
+    ],
     ids=range(4),
 )
 def test_what_is_learned_is_what_transformers_marks_as_the_assistants(chatting, messages):
     pair = conversation_pair(messages, chatting)
-    want = chatting.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True, tokenize=True)
+    want = chatting.apply_chat_template(
+        messages, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+    )
     size = pair.token_ids.numel()
     assert pair.token_ids.tolist() == want["input_ids"][:size]
     assert pair.learned.tolist() == [bool(x) for x in want["assistant_masks"]][:size]
-    assert not any(want["assistant_masks"][size:]) and pair.learned[-1], "ends with the last learned token"
+    assert not any(want["assistant_masks"][size:]) and pair.learned[-1], (
+        "ends with the last learned token"
+    )
     assert pair.prompt_length == want["assistant_masks"].index(1)
 
 
 def test_a_packed_conversation_learns_every_reply_and_nothing_else(chatting):
-    pairs = [conversation_pair([SYSTEM, ONE, SAID[0], TWO, SAID[1]], chatting), sft.Pair(torch.tensor([1, 5, 6, 2]), 2)]
+    pairs = [
+        conversation_pair([SYSTEM, ONE, SAID[0], TWO, SAID[1]], chatting),
+        sft.Pair(torch.tensor([1, 5, 6, 2]), 2),
+    ]
     batch = sft.pack_pairs(pairs)
     assert chatting.decode(batch.labels[batch.rows]) == "2<eos>12<eos>" + chatting.decode([6, 2])
     assert batch.rows_per_pair.tolist() == [2 + 3, 2]
@@ -61,20 +81,35 @@ def test_a_packed_conversation_learns_every_reply_and_nothing_else(chatting):
 
 
 def test_a_prompt_and_its_completion_end_with_the_end_token(tokenizer, tmp_path):
-    file = rows(tmp_path / "a.jsonl", {"prompt": "1+1=", "completion": "2"}, "", {"prompt": "1+2=", "answer": 3})
+    file = rows(
+        tmp_path / "a.jsonl",
+        {"prompt": "1+1=", "completion": "2"},
+        "",
+        {"prompt": "1+2=", "answer": 3},
+    )
     first, second = read_pairs(file, tokenizer, max_tokens=99)
     assert tokenizer.decode(first.token_ids) == "<bos>1+1=2<eos>" and first.prompt_length == 5
     assert tokenizer.decode(second.token_ids) == "<bos>1+2=3<eos>"
     (named,) = read_pairs(
-        rows(tmp_path / "b.jsonl", {"q": "1", "a": "2"}), tokenizer, max_tokens=9, prompt_key="q", answer_key="a"
+        rows(tmp_path / "b.jsonl", {"q": "1", "a": "2"}),
+        tokenizer,
+        max_tokens=9,
+        prompt_key="q",
+        answer_key="a",
     )
     assert tokenizer.decode(named.token_ids) == "<bos>12<eos>"
 
 
 def test_a_prompt_is_a_user_turn_where_there_is_a_template(chatting, tmp_path):
-    file = rows(tmp_path / "a.jsonl", {"prompt": "1+1", "completion": "2"}, {"messages": [ONE, SAID[0]]})
+    file = rows(
+        tmp_path / "a.jsonl", {"prompt": "1+1", "completion": "2"}, {"messages": [ONE, SAID[0]]}
+    )
     first, second = read_pairs(file, chatting, max_tokens=99)
-    assert chatting.decode(first.token_ids) == "<bos>user: 1+1;assistant: 2<eos>" == chatting.decode(second.token_ids)
+    assert (
+        chatting.decode(first.token_ids)
+        == "<bos>user: 1+1;assistant: 2<eos>"
+        == chatting.decode(second.token_ids)
+    )
     (plain, _) = read_pairs(file, chatting, max_tokens=99, chat=False)
     assert chatting.decode(plain.token_ids) == "<bos>1+12<eos>"
 
@@ -88,7 +123,9 @@ BAD = {
     "12 tokens, the model takes 11": {"prompt": "12345", "completion": "12345"},
     '"messages" must be a list': {"messages": "hello"},
     "message 2 must be": {"messages": [ONE, {"role": "assistant"}]},
-    "message 1 has role 'human'; there is system, user": {"messages": [{"role": "human", "content": "1"}, SAID[0]]},
+    "message 1 has role 'human'; there is system, user": {
+        "messages": [{"role": "human", "content": "1"}, SAID[0]]
+    },
     "two assistant messages in a row": {"messages": [ONE, SAID[0], SAID[1]]},
     "no assistant message": {"messages": [ONE]},
     "no chat template": {"messages": [ONE, SAID[0]]},
@@ -108,8 +145,12 @@ def test_a_template_that_changes_earlier_turns_or_refuses_is_named(chatting, tmp
     chatting.chat_template = TEMPLATE.replace(
         "{{ m['content'] }}<eos>", "{% if loop.last %}think {% endif %}{{ m['content'] }}<eos>"
     )
-    with pytest.raises(ValueError, match="bad.jsonl:1: the chat template shows message 2 otherwise"):
+    with pytest.raises(
+        ValueError, match="bad.jsonl:1: the chat template shows message 2 otherwise"
+    ):
         read_pairs(file, chatting, max_tokens=99)
-    chatting.chat_template = "{% if messages|length > 1 %}{{ raise_exception('no system') }}{% endif %}"
+    chatting.chat_template = (
+        "{% if messages|length > 1 %}{{ raise_exception('no system') }}{% endif %}"
+    )
     with pytest.raises(ValueError, match="bad.jsonl:1: the chat template refuses it: no system"):
         read_pairs(file, chatting, max_tokens=99)

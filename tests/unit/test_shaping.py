@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.learning.packing import trainable
-from llamarl.learning.shaping import STD_EPS, Rewards, Shaping, moments, shape, whiten_advantages, whiten_rewards
+from llamarl.learning.shaping import (
+    STD_EPS,
+    Rewards,
+    Shaping,
+    moments,
+    shape,
+    whiten_advantages,
+    whiten_rewards,
+)
 from tests.updating import NAN, group
 
 FLOAT32 = 1e-6
@@ -20,7 +28,12 @@ def one_rank(**values):
 
 
 def test_a_completion_without_an_end_token_gets_the_penalty_instead_of_its_reward():
-    g = group(1, [2, 1, 3, 1], [0.5, 1.0, 1.0, NAN], finish_reasons=("stop", "length", "aborted", "length"))
+    g = group(
+        1,
+        [2, 1, 3, 1],
+        [0.5, 1.0, 1.0, NAN],
+        finish_reasons=("stop", "length", "aborted", "length"),
+    )
     got = shape(g, Shaping(missing_eos_penalty=-1.0))
     assert got.completions[:3].tolist() == [0.5, -1.0, -1.0] and math.isnan(got.completions[3])
     assert got.tokens.tolist() == [0.0, 0.5, -1.0, 0.0, 0.0, -1.0, 0.0]
@@ -29,7 +42,11 @@ def test_a_completion_without_an_end_token_gets_the_penalty_instead_of_its_rewar
 
 @pytest.mark.parametrize(
     "estimator, kl",  # of log ref - log mu = -1, 1, -0.5
-    [("k1", [1, -1, 0.5]), ("k2", [0.5, 0.5, 0.125]), ("k3", [math.exp(-1), math.e - 2, math.exp(-0.5) - 0.5])],
+    [
+        ("k1", [1, -1, 0.5]),
+        ("k2", [0.5, 0.5, 0.125]),
+        ("k3", [math.exp(-1), math.e - 2, math.exp(-0.5) - 0.5]),
+    ],
 )
 def test_the_kl_is_taken_off_each_token_and_off_the_completion(estimator, kl):
     g = group(1, [2, 1], [1.0, 0.0], ref_logprobs=torch.tensor([-4.0, -2.0, -3.5]))
@@ -45,7 +62,15 @@ def test_a_kl_needs_a_reference():
         shape(group(1, [2], [1.0]), Shaping(reward_kl_coef=0.1))
 
 
-@pytest.mark.parametrize("wrong", [dict(whiten="all"), dict(reward_kl_coef=-1.0), dict(reward_kl_coef=NAN), dict(reward_kl_estimator="k4")])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(whiten="all"),
+        dict(reward_kl_coef=-1.0),
+        dict(reward_kl_coef=NAN),
+        dict(reward_kl_estimator="k4"),
+    ],
+)
 def test_impossible_shaping_is_refused(wrong):
     with pytest.raises(ValueError, match="whiten="):
         Shaping(**wrong)
@@ -60,10 +85,18 @@ def random_group(draw):
         draw(st.integers(0, 9)),
         lengths,
         draw(st.lists(st.sampled_from([0.0, 1.0, NAN]), min_size=size, max_size=size)),
-        finish_reasons=tuple(draw(st.lists(st.sampled_from(["stop", "length", "aborted"]), min_size=size, max_size=size))),
+        finish_reasons=tuple(
+            draw(
+                st.lists(
+                    st.sampled_from(["stop", "length", "aborted"]), min_size=size, max_size=size
+                )
+            )
+        ),
     )
     tokens = sum(lengths)
-    mu, ref = (torch.tensor(draw(st.lists(number, min_size=tokens, max_size=tokens))) for _ in range(2))
+    mu, ref = (
+        torch.tensor(draw(st.lists(number, min_size=tokens, max_size=tokens))) for _ in range(2)
+    )
     return dataclasses.replace(g, generator_logprobs=mu, ref_logprobs=ref)
 
 
@@ -75,7 +108,10 @@ def test_rewards_are_those_of_a_loop_over_tokens(g, penalty, beta):
         score = g.rewards[i].item()
         if not math.isnan(score) and penalty is not None and g.finish_reasons[i] != "stop":
             score = penalty
-        want = [-beta * (g.generator_logprobs[t].item() - g.ref_logprobs[t].item()) for t in range(place, place + length)]
+        want = [
+            -beta * (g.generator_logprobs[t].item() - g.ref_logprobs[t].item())
+            for t in range(place, place + length)
+        ]
         whole = score + sum(want)
         if length:
             want[-1] += score
@@ -87,13 +123,23 @@ def test_rewards_are_those_of_a_loop_over_tokens(g, penalty, beta):
 
 
 def test_moments_by_hand():
-    assert moments(torch.tensor([1.0, 2.0, 6.0]), one_rank) == pytest.approx((3.0, math.sqrt(14 / 2)))
-    assert moments(torch.tensor([5.0]), one_rank) == (5.0, 0.0) and moments(torch.zeros(0), one_rank) == (0.0, 0.0)
+    assert moments(torch.tensor([1.0, 2.0, 6.0]), one_rank) == pytest.approx(
+        (3.0, math.sqrt(14 / 2))
+    )
+    assert moments(torch.tensor([5.0]), one_rank) == (5.0, 0.0) and moments(
+        torch.zeros(0), one_rank
+    ) == (0.0, 0.0)
 
 
 GROUPS = [
     group(1, [2, 1, 3], [1.0, 0.0, NAN], ref_logprobs=torch.full((6,), -4.0)),
-    group(2, [1, 2], [0.5, 2.0], ref_logprobs=torch.full((3,), -2.5), finish_reasons=("stop", "length")),
+    group(
+        2,
+        [1, 2],
+        [0.5, 2.0],
+        ref_logprobs=torch.full((3,), -2.5),
+        finish_reasons=("stop", "length"),
+    ),
 ]
 
 
@@ -103,15 +149,24 @@ def test_whitened_rewards_have_unit_deviation_and_keep_their_mean_in_units_of_it
     got = whiten_rewards(GROUPS, rewards, by_token=by_token, total=one_rank)
 
     def trained(r):  # the last completion of the first group has no reward
-        tokens, completions = torch.cat([r[0].tokens[:3], r[1].tokens]), torch.cat([r[0].completions[:2], r[1].completions])
+        tokens, completions = (
+            torch.cat([r[0].tokens[:3], r[1].tokens]),
+            torch.cat([r[0].completions[:2], r[1].completions]),
+        )
         return tokens if by_token else completions
 
     before, after = trained(rewards), trained(got)
     assert after.std().item() == pytest.approx(1.0, abs=FLOAT32)
     torch.testing.assert_close(after, before / before.std(), atol=FLOAT32, rtol=0)
     for r in got:  # a completion's reward still is the sum of its tokens'
-        assert not r.completions.isnan().any() or r.completions.isnan().tolist() == [False, False, True]
-    assert got[0].completions[0].item() == pytest.approx(got[0].tokens[:2].sum().item(), abs=FLOAT32)
+        assert not r.completions.isnan().any() or r.completions.isnan().tolist() == [
+            False,
+            False,
+            True,
+        ]
+    assert got[0].completions[0].item() == pytest.approx(
+        got[0].tokens[:2].sum().item(), abs=FLOAT32
+    )
 
 
 def test_whitened_advantages_have_mean_0_and_deviation_1_over_trained_tokens():

@@ -1,4 +1,6 @@
-"""Ranks of a start meet under one fresh name, whatever earlier starts left in the store and whatever their agents count."""
+"""Ranks of a start meet under one fresh name, whatever earlier starts left in the store and
+whatever their agents count.
+"""
 
 import os
 import socket
@@ -12,9 +14,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from llamarl import meeting
-from llamarl.control import DeadlineExceeded, PeerDied
-from llamarl.meeting import Exchange, meet, reaching
+from llamarl.comm import meeting
+from llamarl.comm.control import PeerDied, TimedOut
+from llamarl.comm.meeting import Exchange, meet, reaching
 from tests.launching import ROOT
 
 LONG_S = 120.0
@@ -39,9 +41,11 @@ def until(holds):
         threading.Event().wait(0.01)
 
 
-def start(connect, pool, ranks, size, deadline_s=LONG_S):
+def start(connect, pool, ranks, size, timeout_s=LONG_S):
     """Processes that say that they are these ranks; the futures of the names that they go on under."""
-    return [pool.submit(meet, connect(), rank=rank, size=size, deadline_s=deadline_s) for rank in ranks]
+    return [
+        pool.submit(meet, connect(), rank=rank, size=size, timeout_s=timeout_s) for rank in ranks
+    ]
 
 
 def test_every_start_has_a_name_of_its_own_which_all_its_ranks_have(server):
@@ -52,7 +56,9 @@ def test_every_start_has_a_name_of_its_own_which_all_its_ranks_have(server):
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_a_restart_waits_for_all_new_processes_though_the_old_ones_hellos_are_there(server, first):
-    """One of the new processes comes long before the others and finds a whole set of hellos, calls and answers of the old start."""
+    """One of the new processes comes long before the others and finds a whole set of hellos, calls
+    and answers of the old start.
+    """
     with ThreadPoolExecutor(6) as pool:
         (old,) = {future.result() for future in start(server, pool, range(3), 3)}
         early = start(server, pool, [first], 3)
@@ -79,7 +85,9 @@ def test_a_process_that_was_called_and_dies_is_replaced_in_a_new_meeting(server)
 
 
 class Clock:
-    """Time for llamarl.meeting: it passes only when somebody sleeps, and then the others do what they are to do."""
+    """Time for llamarl.comm.meeting: it passes only when somebody sleeps, and then the others do
+    what they are to do.
+    """
 
     def __init__(self, others=lambda: None):
         self.now, self.others = 0.0, others
@@ -101,8 +109,8 @@ def alone(monkeypatch):
 
 
 def refusal(store, rank, size):
-    with pytest.raises((DeadlineExceeded, PeerDied)) as refused:
-        meet(store, rank=rank, size=size, deadline_s=60.0)
+    with pytest.raises((TimedOut, PeerDied)) as refused:
+        meet(store, rank=rank, size=size, timeout_s=60.0)
     return str(refused.value)
 
 
@@ -144,7 +152,9 @@ def test_a_process_whose_place_was_taken_ends(alone, rank):
 
 
 def test_who_waits_is_patient_with_progress_and_passes_it_on(alone):
-    """Rank 1 waits for rank 0, which works for a hundred times the deadline; whoever waits for rank 1 sees that it goes on."""
+    """Rank 1 waits for rank 0, which works for a hundred times the deadline; whoever waits for rank
+    1 sees that it goes on.
+    """
     store, _, clock = alone
     seen = set()
 
@@ -153,32 +163,38 @@ def test_who_waits_is_patient_with_progress_and_passes_it_on(alone):
         if store.check(["progress/1"]):
             seen.add(store.get("progress/1"))
         if clock.now > 1_000:
-            Exchange(store, rank=0, deadline_s=10.0).tell("run", {"path": "there"})
+            Exchange(store, rank=0, timeout_s=10.0).tell("run", {"path": "there"})
 
     clock.others = rank_0_works
-    assert Exchange(store, rank=1, deadline_s=10.0).hear("run", source=0, what="which run this is") == {"path": "there"}
+    assert Exchange(store, rank=1, timeout_s=10.0).hear(
+        "run", source=0, what="which run this is"
+    ) == {"path": "there"}
     assert clock.now > 1_000 and len(seen) > 100
 
 
 def test_who_waits_for_a_rank_without_progress_names_it(alone):
     store, _, clock = alone
     store.set("progress/1", "7")
-    with pytest.raises(DeadlineExceeded, match="rank 3 waited 10 s at the start for rank 1 to say which run this is"):
-        Exchange(store, rank=3, deadline_s=10.0).hear("run", source=1, what="which run this is")
+    with pytest.raises(
+        TimedOut, match="rank 3 waited 10 s at the start for rank 1 to say which run this is"
+    ):
+        Exchange(store, rank=3, timeout_s=10.0).hear("run", source=1, what="which run this is")
     assert 10 < clock.now < 11
 
 
 def test_what_the_store_raises_names_the_rank_and_what_it_tried(server):
-    with pytest.raises(PeerDied, match=r"rank 2 could not reach the others \(DistStoreError: wait timeout"):
+    with pytest.raises(
+        PeerDied, match=r"rank 2 could not reach the others \(DistStoreError: wait timeout"
+    ):
         with reaching("the others", rank=2):
             server().wait(["never"], timedelta(milliseconds=50))
 
 
 JOIN = """
 import torch.distributed as dist
-from llamarl.placement import init_world
+from llamarl.comm.groups import init_world
 for job in range(2):
-    world = init_world(threads=1, deadline_s={deadline_s}, reproducible=True)
+    world = init_world(threads=1, timeout_s={timeout_s}, reproducible=True)
     world.store().set(f"is/{{world.rank}}", str(job))
     assert [int(world.store().get(f"is/{{r}}")) for r in range(2)] == [job, job]
     dist.barrier()
@@ -189,21 +205,35 @@ print("met")
 
 def environment(rank, port, agents_count, of_torchrun):
     return {
-        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "RANK": str(rank),
-        "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(agents_count), "TORCHELASTIC_USE_AGENT_STORE": str(of_torchrun),
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(agents_count),
+        "TORCHELASTIC_USE_AGENT_STORE": str(of_torchrun),
+    }
 
 
-def join(port, counts, of_torchrun, deadline_s=60.0):
-    """Processes that each take part in two starts, as agents with these counts start them: (exit code, output) of each."""
+def join(port, counts, of_torchrun, timeout_s=60.0):
+    """Processes that each take part in two starts, as agents with these counts start them: (exit
+    code, output) of each.
+    """
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", JOIN.format(deadline_s=deadline_s)],
-            env=environment(rank, port, count, of_torchrun), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [sys.executable, "-c", JOIN.format(timeout_s=timeout_s)],
+            env=environment(rank, port, count, of_torchrun),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank, count in counts.items()
-    ]  # fmt: skip
+    ]
     outputs = [process.communicate(timeout=LONG_S)[0] for process in started]
     return [(process.returncode, output) for process, output in zip(started, outputs)]
 
@@ -227,5 +257,5 @@ def test_a_rank_alone_names_the_store_that_it_cannot_reach():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ((code, output),) = join(port, {1: 0}, of_torchrun=True, deadline_s=1.0)
+    ((code, output),) = join(port, {1: 0}, of_torchrun=True, timeout_s=1.0)
     assert code != 0 and f"rank 1 could not reach the store at 127.0.0.1:{port}" in output

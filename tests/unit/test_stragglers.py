@@ -1,6 +1,6 @@
 """Which tickets take too long: by given times."""
 
-from llamarl.stragglers import TicketTimes
+from llamarl.tickets.stragglers import TicketTimes
 
 
 def finished_in(seconds: list[float], factor: float) -> TicketTimes:

@@ -21,7 +21,9 @@ TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{
 
 
 class CharTokenizer:
-    """One token a character, after a bos; a chat template is a role letter before each turn and "<a>" at the end."""
+    """One token a character, after a bos; a chat template is a role letter before each turn and
+    "<a>" at the end.
+    """
 
     def __init__(self, chat_template=None):
         self.chat_template, self.num_encoded = chat_template, 0
@@ -49,39 +51,60 @@ def rows(n):
     return [{"prompt": f"q{i}", "answer": f"a{i}"} for i in range(n)]
 
 
-# -- addition ---------------------------------------------------------------------------------------------------------
+# -- addition
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_addition_is_the_fixed_split_that_figures_are_compared_on():
     task = build_task("addition", CharTokenizer(), chat=False, max_prompt_tokens=16)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(0).shuffle(pairs)
-    asked = [task.eval_prompt(j).text for j in range(task.num_eval)] + [task.train_prompt(i).text for i in range(task.num_train)]
+    asked = [task.eval_prompt(j).text for j in range(task.num_eval)] + [
+        task.train_prompt(i).text for i in range(task.num_train)
+    ]
     assert asked == [f"{a}+{b}=" for a, b in pairs]
     assert (task.num_train, task.num_eval) == (7600, 500)
     prompt = task.train_prompt(0)
-    assert read(prompt) == prompt.text and prompt.meta["answer"] == str(sum(map(int, re.findall(r"\d+", prompt.text))))
+    assert read(prompt) == prompt.text and prompt.meta["answer"] == str(
+        sum(map(int, re.findall(r"\d+", prompt.text)))
+    )
 
 
-# -- JSONL and GSM8K --------------------------------------------------------------------------------------------------
+# -- JSONL and GSM8K
+# --------------------------------------------------------------------------------------------------
 
 
 def test_jsonl_meta_is_the_rest_of_the_row_with_the_answer_under_answer(tmp_path):
-    file = write_jsonl(tmp_path / "t.jsonl", [{"q": f"q{i}", "gold": i, "level": "hard"} for i in range(2)])
-    task = build_task("jsonl", CharTokenizer(), path=file, eval_path=file, prompt_key="q", answer_key="gold")
-    assert (task.train_prompt(1).text, task.train_prompt(1).meta) == ("q1", {"gold": 1, "level": "hard", "answer": 1})
+    file = write_jsonl(
+        tmp_path / "t.jsonl", [{"q": f"q{i}", "gold": i, "level": "hard"} for i in range(2)]
+    )
+    task = build_task(
+        "jsonl", CharTokenizer(), path=file, eval_path=file, prompt_key="q", answer_key="gold"
+    )
+    assert (task.train_prompt(1).text, task.train_prompt(1).meta) == (
+        "q1",
+        {"gold": 1, "level": "hard", "answer": 1},
+    )
     assert (task.num_train, task.num_eval) == (2, 2)
 
 
 def test_every_bad_line_is_named_with_file_and_line(tmp_path):
     file = tmp_path / "t.jsonl"
     good = b'{"prompt": "q", "answer": "a"}\n'
-    file.write_bytes(good + b'{"prompt": \n\n[1]\n{"promt": "q", "answer": "a"}\n{"prompt": 3, "answer": 4}\n\xff\n' + good)
+    file.write_bytes(
+        good
+        + b'{"prompt": \n\n[1]\n{"promt": "q", "answer": "a"}\n{"prompt": 3, "answer": 4}\n\xff\n'
+        + good
+    )
     with pytest.raises(ValueError) as error:
         build_task("jsonl", CharTokenizer(), path=file)
     message = str(error.value)
     assert message.startswith("5 bad lines:")
-    for line, what in ((2, "not JSON"), (4, "need a JSON object, this is list"), (5, 'no key "prompt"; did you mean "promt"?')):
+    for line, what in (
+        (2, "not JSON"),
+        (4, "need a JSON object, this is list"),
+        (5, 'no key "prompt"; did you mean "promt"?'),
+    ):
         assert f"{file}:{line}: {what}" in message
     assert f'{file}:6: "prompt" must be text' in message and f"{file}:7: 'utf-8' codec" in message
 
@@ -90,8 +113,14 @@ def test_every_bad_line_is_named_with_file_and_line(tmp_path):
     ("row", "what"),
     [
         ({"prompt": None, "answer": "4"}, '"prompt" must be text that is not empty, this is null'),
-        ({"prompt": "2+2=", "answer": None}, '"answer" is null; give the answer, or leave the row out'),
-        ({"prompt": "ab\ud800", "answer": "4"}, r'"prompt" holds \ud800 at character 3, half of a surrogate pair; remove it'),
+        (
+            {"prompt": "2+2=", "answer": None},
+            '"answer" is null; give the answer, or leave the row out',
+        ),
+        (
+            {"prompt": "ab\ud800", "answer": "4"},
+            r'"prompt" holds \ud800 at character 3, half of a surrogate pair; remove it',
+        ),
     ],
 )
 def test_a_null_and_half_a_character_are_refused_by_line(tmp_path, row, what):
@@ -137,7 +166,10 @@ def test_gsm8k_keeps_the_question_raw_and_tells_the_model_how_to_finish(tmp_path
     row = {"question": "How many?", "answer": "2*3=<<2*3=6>>6\n#### 1,006"}
     task = build_task("gsm8k", CharTokenizer(), path=write_jsonl(tmp_path / "t.jsonl", [row] * 2))
     prompt = task.train_prompt(0)
-    assert prompt.text == "How many?" and prompt.meta == {"answer": "1,006", "solution": row["answer"]}
+    assert prompt.text == "How many?" and prompt.meta == {
+        "answer": "1,006",
+        "solution": row["answer"],
+    }
     assert read(prompt).startswith("How many?\n\n") and read(prompt).endswith("#### number")
     assert task.default_reward.endswith(":numeric_match")
 
@@ -148,7 +180,8 @@ def test_gsm8k_without_a_final_answer_is_a_bad_line(tmp_path):
         build_task("gsm8k", CharTokenizer(), path=file)
 
 
-# -- held-out rows, lengths, templates --------------------------------------------------------------------------------
+# -- held-out rows, lengths, templates
+# --------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 300), st.integers(0, 50))
@@ -171,7 +204,11 @@ def test_long_prompts_are_dropped_counted_and_warned_of_once(tmp_path, caplog):
     texts = ["x" * n for n in (3, 9, 10, 4, 50)]  # with the bos: 4, 10, 11, 5, 51 tokens
     file = write_jsonl(tmp_path / "t.jsonl", [{"prompt": t, "answer": ""} for t in texts])
     task = build_task("jsonl", CharTokenizer(), path=file, eval_path=file, max_prompt_tokens=10)
-    assert [task.train_prompt(i).text for i in range(task.num_train)] == [texts[0], texts[1], texts[3]]
+    assert [task.train_prompt(i).text for i in range(task.num_train)] == [
+        texts[0],
+        texts[1],
+        texts[3],
+    ]
     assert [r.getMessage() for r in caplog.records] == [
         "task jsonl: dropped 2 of 5 training and 2 of 5 evaluation prompts, longer than max_prompt_tokens=10"
     ]
@@ -179,7 +216,9 @@ def test_long_prompts_are_dropped_counted_and_warned_of_once(tmp_path, caplog):
 
 def test_no_prompt_that_fits_is_an_error(tmp_path):
     file = write_jsonl(tmp_path / "t.jsonl", rows(3))
-    with pytest.raises(ValueError, match="none of 2 training prompts fits task.max_prompt_tokens=2; raise it"):
+    with pytest.raises(
+        ValueError, match="none of 2 training prompts fits task.max_prompt_tokens=2; raise it"
+    ):
         build_task("jsonl", CharTokenizer(), path=file, max_prompt_tokens=2)
 
 
@@ -192,11 +231,11 @@ def test_prompts_are_tokenised_once_and_only_when_asked_for(tmp_path):
 
 
 @given(st.text(max_size=30), st.integers(1, 40))
-@example("\ufdfa", 15)  # 3 bytes that normalisation makes 33
+@example("\ufdfa", 15)  # 3 bytes that normalization makes 33
 @settings(deadline=None)
 def test_the_shortcut_by_size_never_lets_a_long_prompt_through(text, limit):
     class Worst(CharTokenizer):
-        """A byte a token, after the normalisation that lengthens text most."""
+        """A byte a token, after the normalization that lengthens text most."""
 
         def encode(self, text):
             import unicodedata
@@ -211,31 +250,44 @@ def test_the_chat_template_is_used_where_the_tokenizer_has_one(tmp_path):
     file = write_jsonl(tmp_path / "t.jsonl", rows(2))
 
     def first(template, **options):
-        return read(build_task("jsonl", CharTokenizer(template), path=file, eval_path=file, **options).train_prompt(0))
+        return read(
+            build_task(
+                "jsonl", CharTokenizer(template), path=file, eval_path=file, **options
+            ).train_prompt(0)
+        )
 
     assert first(TEMPLATE, system_prompt="be brief") == "<s>be brief<u>q0<a>"
     assert first(TEMPLATE) == "<u>q0<a>"
     assert first(TEMPLATE, chat=False) == first(None) == "q0"
 
 
-@pytest.mark.parametrize(("template", "chat", "why"), [(None, True, "no chat template"), (TEMPLATE, False, "task.chat is false")])
+@pytest.mark.parametrize(
+    ("template", "chat", "why"),
+    [(None, True, "no chat template"), (TEMPLATE, False, "task.chat is false")],
+)
 def test_a_system_prompt_that_cannot_be_sent_is_an_error(template, chat, why):
     with pytest.raises(ValueError, match=f"task.system_prompt is set, but .*{why}"):
         build_task("addition", CharTokenizer(template), chat=chat, system_prompt="be brief")
 
 
 def test_a_transformers_tokenizer_is_called_as_transformers_wants():
-    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    tokenizers, transformers = (
+        pytest.importorskip("tokenizers"),
+        pytest.importorskip("transformers"),
+    )
     vocab = {c: i for i, c in enumerate(["<unk>", *"<>ua0123456789+="])}
     fast = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
     fast.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>", chat_template=TEMPLATE)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=fast, unk_token="<unk>", chat_template=TEMPLATE
+    )
     for chat, text in ((True, "<u>{}<a>"), (False, "{}")):
         prompt = build_task("addition", tokenizer, chat=chat, max_prompt_tokens=32).eval_prompt(3)
         assert prompt.prompt_ids.tolist() == [vocab[c] for c in text.format(prompt.text)]
 
 
-# -- Hugging Face datasets on disk ------------------------------------------------------------------------------------
+# -- Hugging Face datasets on disk
+# ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -247,11 +299,16 @@ def datasets(tmp_path, monkeypatch):
 
 
 def texts(task):
-    return [task.train_prompt(i).text for i in range(task.num_train)], [task.eval_prompt(j).text for j in range(task.num_eval)]
+    return [task.train_prompt(i).text for i in range(task.num_train)], [
+        task.eval_prompt(j).text for j in range(task.num_eval)
+    ]
 
 
 def test_a_saved_dataset_reads_its_train_and_test_splits(tmp_path, datasets):
-    splits = {"test": datasets.Dataset.from_list(rows(3)[2:]), "train": datasets.Dataset.from_list(rows(2))}
+    splits = {
+        "test": datasets.Dataset.from_list(rows(3)[2:]),
+        "train": datasets.Dataset.from_list(rows(2)),
+    }
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
     task = build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved")
     assert texts(task) == (["q0", "q1"], ["q2"])
@@ -266,8 +323,12 @@ def test_a_directory_of_parquet_without_a_test_split_has_a_tenth_held_out(tmp_pa
 
 
 def test_bad_hf_data_says_where_and_what(tmp_path, datasets):
-    datasets.Dataset.from_list([{"prompt": "q", "gold": "a"}, {"prompt": None, "gold": "a"}]).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r'saved \(train\): no key "answer"; there is "prompt", "gold"'):
+    datasets.Dataset.from_list(
+        [{"prompt": "q", "gold": "a"}, {"prompt": None, "gold": "a"}]
+    ).save_to_disk(tmp_path / "saved")
+    with pytest.raises(
+        ValueError, match=r'saved \(train\): no key "answer"; there is "prompt", "gold"'
+    ):
         build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved")
     with pytest.raises(ValueError, match=r'saved \(train\): row \d: "prompt" must be text'):
         build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved", answer_key="gold")
@@ -278,27 +339,45 @@ def test_bad_hf_data_says_where_and_what(tmp_path, datasets):
 
 def test_columns_that_json_cannot_hold_are_left_out_with_one_warning(tmp_path, datasets, caplog):
     held = {"words": ["a"], "score": 0.5, "pair": {"en": "x"}, "kind": 0, "grid": [[1, 2]]}
-    odd = {"day": date(2020, 1, 2), "raw": b"\xff", "deep": {"times": [datetime(2020, 1, 2)]}, "picture": {"bytes": b"", "path": None}}
+    odd = {
+        "day": date(2020, 1, 2),
+        "raw": b"\xff",
+        "deep": {"times": [datetime(2020, 1, 2)]},
+        "picture": {"bytes": b"", "path": None},
+    }
     saved = datasets.Dataset.from_list([{**row, **held, **odd} for row in rows(20)])
-    saved = saved.cast_column("picture", datasets.Image()).cast_column("kind", datasets.ClassLabel(names=["a"]))
+    saved = saved.cast_column("picture", datasets.Image()).cast_column(
+        "kind", datasets.ClassLabel(names=["a"])
+    )
     saved = saved.cast_column("grid", datasets.Array2D((1, 2), "int32"))
     saved.with_format("numpy").save_to_disk(tmp_path / "saved")
     task = build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved")
     assert json.loads(json.dumps(task.train_prompt(0).meta)) == {"answer": "a0", **held}
     (said,) = [r.getMessage() for r in caplog.records if r.name.startswith("llamarl")]
-    assert f"{tmp_path / 'saved'} (train): left out what JSON cannot hold: " in said and all(f"{name} (" in said for name in odd)
+    assert f"{tmp_path / 'saved'} (train): left out what JSON cannot hold: " in said and all(
+        f"{name} (" in said for name in odd
+    )
 
 
 def test_an_answer_that_json_cannot_hold_is_refused(tmp_path, datasets):
-    datasets.Dataset.from_list([{"prompt": "q", "answer": date(2020, 1, 2)}] * 2).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r'saved \(train\): "answer" is date32\[day\], which JSON cannot hold; cast it to text'):
+    datasets.Dataset.from_list([{"prompt": "q", "answer": date(2020, 1, 2)}] * 2).save_to_disk(
+        tmp_path / "saved"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r'saved \(train\): "answer" is date32\[day\], which JSON cannot hold; cast it to text',
+    ):
         build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved")
 
 
 def test_a_null_answer_of_a_dataset_is_refused_by_row(tmp_path, datasets):
-    datasets.Dataset.from_list([{"prompt": "q", "answer": a} for a in ("4", None)]).save_to_disk(tmp_path / "saved")
+    datasets.Dataset.from_list([{"prompt": "q", "answer": a} for a in ("4", None)]).save_to_disk(
+        tmp_path / "saved"
+    )
     with pytest.raises(ValueError, match=r'saved \(train\): row 1: "answer" is null'):
-        build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved", eval_path=tmp_path / "saved")
+        build_task(
+            "hf_dataset", CharTokenizer(), path=tmp_path / "saved", eval_path=tmp_path / "saved"
+        )
 
 
 def test_without_the_datasets_package_the_error_names_it(tmp_path, monkeypatch):
@@ -307,11 +386,14 @@ def test_without_the_datasets_package_the_error_names_it(tmp_path, monkeypatch):
         build_task("hf_dataset", CharTokenizer(), path=tmp_path)
 
 
-# -- reasoning_gym ----------------------------------------------------------------------------------------------------
+# -- reasoning_gym
+# ----------------------------------------------------------------------------------------------------
 
 
 def chain_sum(seed=0, **options):
-    return build_task("reasoning_gym", CharTokenizer(), name="chain_sum", seed=seed, num_eval=40, **options)
+    return build_task(
+        "reasoning_gym", CharTokenizer(), name="chain_sum", seed=seed, num_eval=40, **options
+    )
 
 
 def questions(task, n=200):
@@ -330,7 +412,9 @@ def test_reasoning_gym_is_a_function_of_the_seed_and_evaluates_on_the_same_quest
 
 
 def test_a_training_question_that_is_held_out_is_replaced(monkeypatch):
-    monkeypatch.setattr(procedural, "SEED_WINDOW", 0)  # training would begin with the evaluation questions
+    monkeypatch.setattr(
+        procedural, "SEED_WINDOW", 0
+    )  # training would begin with the evaluation questions
     task = chain_sum()
     held = set(texts_of_eval(task))
     assert not held & set(questions(task))
@@ -351,16 +435,22 @@ def test_reasoning_gym_scores_the_tagged_answer_or_the_last_line():
     meta = json.loads(json.dumps(prompt.meta))  # as the worker gets it
     right = meta["answer"]
     for text, score in (
-        (right, 1), (f"so it is\n{right}\n", 1), (f"<answer>5</answer><answer> {right} </answer> bye", 1),
-        (str(int(right) + 1), 0), ("", 0), (f"{right}\nno idea", 0),
-    ):  # fmt: skip
+        (right, 1),
+        (f"so it is\n{right}\n", 1),
+        (f"<answer>5</answer><answer> {right} </answer> bye", 1),
+        (str(int(right) + 1), 0),
+        ("", 0),
+        (f"{right}\nno idea", 0),
+    ):
         assert reasoning_gym_score(prompt.text, text, meta) == score, text
     with pytest.raises(ValueError, match="another question"):
         reasoning_gym_score(prompt.text + "?", right, meta)
 
 
 def test_the_consolation_for_a_wrong_answer_is_no_reward():
-    prompt = build_task("reasoning_gym", CharTokenizer(), name="countdown", num_eval=0).train_prompt(0)
+    prompt = build_task(
+        "reasoning_gym", CharTokenizer(), name="countdown", num_eval=0
+    ).train_prompt(0)
     meta = prompt.meta
     entry = procedural.open_dataset(meta["dataset"], meta["size"], meta["seed"])[meta["index"]]
     assert procedural.open_dataset("countdown", 1, 0).score_answer("no idea", entry) == 0.01
@@ -376,18 +466,37 @@ def test_reasoning_gym_names_are_checked(monkeypatch):
         build_task("reasoning_gym", CharTokenizer(), name="ransom_note")
 
 
-# -- rewards ----------------------------------------------------------------------------------------------------------
+# -- rewards
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("1,000", "1000.0"), ("$5", "5"), ("-3", "-3"), ("it is 7.", "7"), ("3 and then 4.50 dollars", "4.5"), (".5", "0.5"),
-        ("$1,234,567.80", "1234567.8"), ("-$2", "-2"), ("$-2", "-2"), ("10-3", "3"), ("x = -3", "-3"), ("(2)-5", "5"),
-        ("\u22124", "-4"), ("- 6 apples", "6"), ("1,2,3", "3"), ("12,34", "34"), ("50%", "50"), ("**42**", "42"),
-        ("#### 8 (or 9)", "8"), ("4 #### 5 #### 6", "6"), ("so 12 \n####7", "7"), ("\\times3", "3"),
+        ("1,000", "1000.0"),
+        ("$5", "5"),
+        ("-3", "-3"),
+        ("it is 7.", "7"),
+        ("3 and then 4.50 dollars", "4.5"),
+        (".5", "0.5"),
+        ("$1,234,567.80", "1234567.8"),
+        ("-$2", "-2"),
+        ("$-2", "-2"),
+        ("10-3", "3"),
+        ("x = -3", "-3"),
+        ("(2)-5", "5"),
+        ("\u22124", "-4"),
+        ("- 6 apples", "6"),
+        ("1,2,3", "3"),
+        ("12,34", "34"),
+        ("50%", "50"),
+        ("**42**", "42"),
+        ("#### 8 (or 9)", "8"),
+        ("4 #### 5 #### 6", "6"),
+        ("so 12 \n####7", "7"),
+        ("\\times3", "3"),
     ],
-)  # fmt: skip
+)
 def test_the_final_number_of_a_text(text, number):
     assert final_number(text) == Decimal(number)
 
@@ -397,16 +506,28 @@ def test_a_text_without_a_final_number_has_none(text):
     assert final_number(text) is None
 
 
-@given(st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-(10**12), max_value=10**12))
+@given(
+    st.decimals(
+        allow_nan=False, allow_infinity=False, places=3, min_value=-(10**12), max_value=10**12
+    )
+)
 def test_a_number_is_equal_however_it_is_written(number):
     meta = {"answer": str(number)}
-    for text in (f"{number:f}", f"{number:,f}", f"It is {number:f}.", f"#### ${number:,f}", f"{number:f}000"):
+    for text in (
+        f"{number:f}",
+        f"{number:,f}",
+        f"It is {number:f}.",
+        f"#### ${number:,f}",
+        f"{number:f}000",
+    ):
         assert numeric_match("", text, meta) == 1.0, text
     assert numeric_match("", f"{number + Decimal('0.001'):f}", meta) == 0.0
 
 
 def test_exact_match_forgives_only_the_space_around():
-    assert [exact_match("", t, {"answer": 46}) for t in ("46", " 46\n", "046", "46.", "4 6", "")] == [1, 1, 0, 0, 0, 0]
+    assert [
+        exact_match("", t, {"answer": 46}) for t in ("46", " 46\n", "046", "46.", "4 6", "")
+    ] == [1, 1, 0, 0, 0, 0]
 
 
 def test_an_answer_that_cannot_be_compared_is_an_error_and_no_score():

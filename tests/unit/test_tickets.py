@@ -1,23 +1,31 @@
-"""The ticket rules, against a naive model of them (DESIGN's inequality written out) under random schedules."""
+"""The ticket rules, against a naive model of them (DESIGN's inequality written out) under random
+schedules.
+"""
 
 import json
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from llamarl.governors import GOVERNORS, Constants
-from llamarl.tickets import PromptStream, TicketLedger, in_time, lane_of
+from llamarl.tickets.governors import GOVERNORS, Constants
+from llamarl.tickets.ledger import PromptStream, TicketLedger, dp_rank_of, in_time
 
 
 def holds(deadlines: list[int], step: int, B: int) -> bool:
     """R(d) <= (d - step + 1) B for every d >= step, and R(step - 1) = 0: by counting."""
     if any(d < step for d in deadlines):
         return False
-    return all(sum(x <= d for x in deadlines) <= (d - step + 1) * B for d in range(step, max(deadlines, default=step) + 1))
+    return all(
+        sum(x <= d for x in deadlines) <= (d - step + 1) * B
+        for d in range(step, max(deadlines, default=step) + 1)
+    )
 
 
-class NaiveLane:
-    """One lane, by the letter of the rules: recomputed from scratch at every question."""
+class NaiveRankTickets:
+    """One data-parallel rank, by the letter of the rules: recomputed from scratch at every
+    question.
+    """
 
     def __init__(self, B, max_lag, overcommit):
         self.B, self.max_lag, self.overcommit, self.step = B, max_lag, overcommit, 0
@@ -25,7 +33,9 @@ class NaiveLane:
 
     def may_start(self, version):
         d = version + self.max_lag
-        return len(self.deadline) < self.B + self.overcommit and holds([*self.deadline.values(), d], self.step, self.B)
+        return len(self.deadline) < self.B + self.overcommit and holds(
+            [*self.deadline.values(), d], self.step, self.B
+        )
 
     def batch(self):
         first = sorted(self.finished, key=lambda t: (self.deadline[t], t))[: self.B]
@@ -40,50 +50,57 @@ def test_in_time_is_the_inequality(deadlines, step, B):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    B=st.integers(1, 4), max_lag=st.integers(0, 5), overcommit=st.integers(0, 12), lanes=st.integers(1, 3),
+    B=st.integers(1, 4),
+    max_lag=st.integers(0, 5),
+    overcommit=st.integers(0, 12),
+    dp_ranks=st.integers(1, 3),
     rolls=st.lists(st.integers(0, 10**6), min_size=20, max_size=150),
-)  # fmt: skip
-def test_random_schedules_obey_the_rules_never_exceed_max_lag_and_never_deadlock(B, max_lag, overcommit, lanes, rolls):
+)
+def test_random_schedules_obey_the_rules_never_exceed_max_lag_and_never_deadlock(
+    B, max_lag, overcommit, dp_ranks, rolls
+):
     overcommit = overcommit if max_lag else 0
-    ledger = TicketLedger(groups_per_step=B * lanes, max_lag=max_lag, overcommit=overcommit, num_lanes=lanes)
-    share = [overcommit // lanes + (i < overcommit % lanes) for i in range(lanes)]
-    naive = [NaiveLane(B, max_lag, share[i]) for i in range(lanes)]
+    ledger = TicketLedger(
+        groups_per_step=B * dp_ranks, max_lag=max_lag, overcommit=overcommit, num_dp_ranks=dp_ranks
+    )
+    share = [overcommit // dp_ranks + (i < overcommit % dp_ranks) for i in range(dp_ranks)]
+    naive = [NaiveRankTickets(B, max_lag, share[i]) for i in range(dp_ranks)]
     version, working, consumed, started_at = 0, [], [], {}
     for roll in rolls:
         action = roll % 4
         if action == 0:  # some generator, perhaps with older weights, asks
             held = max(0, version - (roll // 4) % 2)
             granted = ledger.start(1, held)
-            able = [i for i in range(lanes) if naive[i].may_start(held)]
+            able = [i for i in range(dp_ranks) if naive[i].may_start(held)]
             assert bool(granted) == bool(able)
             for t in granted:
                 assert t.deadline == held + max_lag
-                naive[t.index % lanes].deadline[t.index] = t.deadline
+                naive[t.index % dp_ranks].deadline[t.index] = t.deadline
                 started_at[t.index] = held
                 working.append(t.index)
         elif action == 1 and working:  # completions finish in any order
             ticket = working.pop(roll // 4 % len(working))
             ledger.finish([ticket])
-            naive[ticket % lanes].finished.add(ticket)
+            naive[ticket % dp_ranks].finished.add(ticket)
         elif action == 2:
-            batches = [lane.batch() for lane in naive]
+            batches = [dp_rank.batch() for dp_rank in naive]
             taken = ledger.take(naive[0].step)
             assert (taken is None) == any(b is None for b in batches)
             if taken is not None:
                 assert sorted(taken) == sorted(t for b in batches for t in b)
-                for lane, batch in zip(naive, batches):
+                for dp_rank, batch in zip(naive, batches):
                     for t in batch:
-                        assert lane.step - started_at[t] <= max_lag
-                        lane.finished.discard(t), lane.deadline.pop(t)
-                    lane.step += 1
+                        assert dp_rank.step - started_at[t] <= max_lag
+                        dp_rank.finished.discard(t), dp_rank.deadline.pop(t)
+                    dp_rank.step += 1
                 consumed += taken
         else:  # the generators receive the newest weights
             version = naive[0].step
-        for lane in naive:
-            assert holds(list(lane.deadline.values()), lane.step, B)
+        for dp_rank in naive:
+            assert holds(list(dp_rank.deadline.values()), dp_rank.step, B)
     # From here, finishing all work and starting with fresh weights must always lead to a next step.
     target = naive[0].step + max_lag + 2
-    for _ in range(4 * (B * lanes + overcommit) * (target + 1)):
+    for _ in range(4 * (B * dp_ranks + overcommit) * (target + 1)):
         ledger.finish(working)
         working = [t.index for t in ledger.start(100, ledger.step)]
         if (taken := ledger.take(ledger.step)) is not None:
@@ -94,34 +111,49 @@ def test_random_schedules_obey_the_rules_never_exceed_max_lag_and_never_deadlock
     assert len(consumed) == len(set(consumed))
 
 
-def naive_overdue(lanes: list[NaiveLane]) -> list[int]:
-    """Unfinished tickets at their last step, in lanes with B others finished, if every other lane could take."""
+def naive_overdue(dp_ranks: list[NaiveRankTickets]) -> list[int]:
+    """Unfinished tickets at their last step, in data-parallel ranks with B others finished, if
+    every other data-parallel rank could take.
+    """
     due = [
-        [t for t, d in lane.deadline.items() if d == lane.step and t not in lane.finished] if len(lane.finished) >= lane.B else []
-        for lane in lanes
+        [t for t, d in dp_rank.deadline.items() if d == dp_rank.step and t not in dp_rank.finished]
+        if len(dp_rank.finished) >= dp_rank.B
+        else []
+        for dp_rank in dp_ranks
     ]
-    if any(not mine and lane.batch() is None for mine, lane in zip(due, lanes)):
+    if any(not mine and dp_rank.batch() is None for mine, dp_rank in zip(due, dp_ranks)):
         return []
     return sorted(t for mine in due for t in mine)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    kind=st.sampled_from(sorted(GOVERNORS)), truncate=st.booleans(), B=st.integers(1, 4), max_lag=st.integers(1, 5),
-    lanes=st.integers(1, 3), window=st.integers(1, 3), rolls=st.lists(st.integers(0, 10**6), min_size=20, max_size=200),
-)  # fmt: skip
+    kind=st.sampled_from(sorted(GOVERNORS)),
+    truncate=st.booleans(),
+    B=st.integers(1, 4),
+    max_lag=st.integers(1, 5),
+    dp_ranks=st.integers(1, 3),
+    window=st.integers(1, 3),
+    rolls=st.lists(st.integers(0, 10**6), min_size=20, max_size=200),
+)
 def test_the_inequality_and_max_lag_hold_under_every_governor_with_and_without_truncation(
-    kind, truncate, B, max_lag, lanes, window, rolls
+    kind, truncate, B, max_lag, dp_ranks, window, rolls
 ):
     constants = Constants(window=window, increase=2)
-    ledger = TicketLedger(groups_per_step=B * lanes, max_lag=max_lag, overcommit=kind, num_lanes=lanes, constants=constants)
-    naive = [NaiveLane(B, max_lag, 0) for _ in range(lanes)]
+    ledger = TicketLedger(
+        groups_per_step=B * dp_ranks,
+        max_lag=max_lag,
+        overcommit=kind,
+        num_dp_ranks=dp_ranks,
+        constants=constants,
+    )
+    naive = [NaiveRankTickets(B, max_lag, 0) for _ in range(dp_ranks)]
     version, working = 0, []
 
     def finish(ticket):
         working.remove(ticket)
         ledger.finish([ticket])
-        naive[ticket % lanes].finished.add(ticket)
+        naive[ticket % dp_ranks].finished.add(ticket)
 
     def take() -> bool:
         overdue = ledger.overdue()
@@ -130,14 +162,14 @@ def test_the_inequality_and_max_lag_hold_under_every_governor_with_and_without_t
             finish(ticket)
         assert not (truncate and naive_overdue(naive)), "still waiting for what is due"
         waited = len(working) % 2 == 0
-        batches, taken = [lane.batch() for lane in naive], ledger.take(naive[0].step, waited)
+        batches, taken = [dp_rank.batch() for dp_rank in naive], ledger.take(naive[0].step, waited)
         assert (taken is None) == any(batch is None for batch in batches)
         for ticket in taken or ():
-            lane = naive[ticket % lanes]
-            assert lane.step <= lane.deadline[ticket], "trained on when it was too old"
-            lane.finished.discard(ticket), lane.deadline.pop(ticket)
-        for lane in naive if taken else ():
-            lane.step += 1
+            dp_rank = naive[ticket % dp_ranks]
+            assert dp_rank.step <= dp_rank.deadline[ticket], "trained on when it was too old"
+            dp_rank.finished.discard(ticket), dp_rank.deadline.pop(ticket)
+        for dp_rank in naive if taken else ():
+            dp_rank.step += 1
         return taken is not None
 
     for roll in rolls:
@@ -145,7 +177,7 @@ def test_the_inequality_and_max_lag_hold_under_every_governor_with_and_without_t
         if action == 0:
             held = max(0, version - more % 2)
             for t in ledger.start(1 + more % 3, held):
-                naive[t.index % lanes].deadline[t.index] = held + max_lag
+                naive[t.index % dp_ranks].deadline[t.index] = held + max_lag
                 working.append(t.index)
         elif action == 1 and working:
             finish(working[more % len(working)])
@@ -153,13 +185,13 @@ def test_the_inequality_and_max_lag_hold_under_every_governor_with_and_without_t
             ledger.trained(more % 5)
         elif action == 3:
             version = naive[0].step
-        assert 0 <= ledger.overcommit <= max_lag * B * lanes
-        assert all(holds(list(lane.deadline.values()), lane.step, B) for lane in naive)
+        assert 0 <= ledger.overcommit <= max_lag * B * dp_ranks
+        assert all(holds(list(dp_rank.deadline.values()), dp_rank.step, B) for dp_rank in naive)
     # Whatever the governor has come to, steps go on.
     target = naive[0].step + 3
-    for _ in range(3 * (max_lag + 2) * B * lanes):
+    for _ in range(3 * (max_lag + 2) * B * dp_ranks):
         for t in ledger.start(100, naive[0].step):
-            naive[t.index % lanes].deadline[t.index] = t.deadline
+            naive[t.index % dp_ranks].deadline[t.index] = t.deadline
             working.append(t.index)
         for ticket in list(working):
             finish(ticket)
@@ -187,17 +219,21 @@ def test_a_trainer_that_waits_for_data_ends_no_straggler():
     ledger.take(0)
     ledger.start(10, 1)
     ledger.finish([4])
-    assert ledger.take(1) is None and ledger.overdue() == []  # 0 and 3 are due; with 4 alone there is no batch
+    assert (
+        ledger.take(1) is None and ledger.overdue() == []
+    )  # 0 and 3 are due; with 4 alone there is no batch
 
 
 def test_a_lane_that_waits_for_data_keeps_the_others_from_ending_stragglers():
-    ledger = TicketLedger(groups_per_step=2, max_lag=1, overcommit=4, num_lanes=2)
-    ledger.start(4, 0)  # two a lane, deadline 1
+    ledger = TicketLedger(groups_per_step=2, max_lag=1, overcommit=4, num_dp_ranks=2)
+    ledger.start(4, 0)  # two a data-parallel rank, deadline 1
     ledger.finish([0, 1])
     assert ledger.take(0) == [0, 1]
     ledger.start(10, 1)
     ledger.finish([4])
-    assert ledger.overdue() == [], "lane 0 could do without ticket 2, but lane 1 has nothing"
+    assert ledger.overdue() == [], (
+        "data-parallel rank 0 could do without ticket 2, but data-parallel rank 1 has nothing"
+    )
     ledger.finish([5])
     assert ledger.overdue() == [2, 3]
 
@@ -246,18 +282,26 @@ def test_untaken_groups_are_taken_again():
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps=st.integers(0, 4), lanes=st.sampled_from([1, 2, 4]), new_lanes=st.sampled_from([1, 2, 4]), in_work=st.integers(0, 8), done=st.integers(0, 8))
-def test_a_resumed_ledger_consumes_every_ticket_once_on_any_number_of_lanes(steps, lanes, new_lanes, in_work, done):
+@given(
+    steps=st.integers(0, 4),
+    dp_ranks=st.sampled_from([1, 2, 4]),
+    new_dp_ranks=st.sampled_from([1, 2, 4]),
+    in_work=st.integers(0, 8),
+    done=st.integers(0, 8),
+)
+def test_a_resumed_ledger_consumes_every_ticket_once_on_any_number_of_lanes(
+    steps, dp_ranks, new_dp_ranks, in_work, done
+):
     def make(n):
-        return TicketLedger(groups_per_step=4, max_lag=2, overcommit=8, num_lanes=n)
+        return TicketLedger(groups_per_step=4, max_lag=2, overcommit=8, num_dp_ranks=n)
 
-    ledger, consumed = make(lanes), []
+    ledger, consumed = make(dp_ranks), []
     for _ in range(steps):
         ledger.finish([t.index for t in ledger.start(4, ledger.step)])
         consumed += ledger.take(ledger.step) or []
     started = [t.index for t in ledger.start(in_work, ledger.step)]
     ledger.finish(started[:done])
-    resumed = make(new_lanes)
+    resumed = make(new_dp_ranks)
     resumed.load_state_dict(ledger.state_dict())
     assert resumed.reconcile(started[:done]) == set(started[:done])
     for _ in range(6):
@@ -270,28 +314,40 @@ def test_a_resumed_ledger_consumes_every_ticket_once_on_any_number_of_lanes(step
 
 @settings(max_examples=60, deadline=None)
 @given(
-    steps=st.integers(0, 4), lanes=st.sampled_from([1, 2, 4]), new_lanes=st.sampled_from([1, 2, 4]), behind=st.integers(0, 2),
-    in_work=st.integers(0, 12), done=st.integers(0, 4), saved=st.sets(st.integers(0, 30)),
-)  # fmt: skip
+    steps=st.integers(0, 4),
+    dp_ranks=st.sampled_from([1, 2, 4]),
+    new_dp_ranks=st.sampled_from([1, 2, 4]),
+    behind=st.integers(0, 2),
+    in_work=st.integers(0, 12),
+    done=st.integers(0, 4),
+    saved=st.sets(st.integers(0, 30)),
+)
 def test_tickets_whose_completions_were_saved_stay_started_and_all_are_consumed_once(
-    steps, lanes, new_lanes, behind, in_work, done, saved
+    steps, dp_ranks, new_dp_ranks, behind, in_work, done, saved
 ):
     def make(n):
-        return TicketLedger(groups_per_step=4, max_lag=2, overcommit=8, num_lanes=n, resume_in_work=True)
+        return TicketLedger(
+            groups_per_step=4, max_lag=2, overcommit=8, num_dp_ranks=n, resume_in_work=True
+        )
 
-    ledger, consumed = make(lanes), []
+    ledger, consumed = make(dp_ranks), []
     for _ in range(steps):
         ledger.finish([t.index for t in ledger.start(4, ledger.step)])
         consumed += ledger.take(ledger.step) or []
-    started = [*ledger.start(in_work // 2, max(0, ledger.step - behind)), *ledger.start(in_work - in_work // 2, ledger.step)]
+    started = [
+        *ledger.start(in_work // 2, max(0, ledger.step - behind)),
+        *ledger.start(in_work - in_work // 2, ledger.step),
+    ]
     finished = [t.index for t in started[:done]]
     ledger.finish(finished)
-    resumed = make(new_lanes)
+    resumed = make(new_dp_ranks)
     resumed.load_state_dict(ledger.state_dict(), saved)
     kept = resumed.in_work()
     assert kept <= saved & {t.index for t in started[done:]}
-    if new_lanes == lanes:
-        assert kept == saved & {t.index for t in started[done:]}, "what obeyed the rules does so still"
+    if new_dp_ranks == dp_ranks:
+        assert kept == saved & {t.index for t in started[done:]}, (
+            "what obeyed the rules does so still"
+        )
     deadlines = {t.index: t.deadline for t in started}
     assert resumed.reconcile(finished) == set(finished)
     for _ in range(8):
@@ -315,8 +371,10 @@ def test_without_the_wish_saved_completions_start_again():
 
 
 def test_a_saved_ticket_that_could_not_be_trained_on_in_time_starts_again():
-    def make(lanes):
-        return TicketLedger(groups_per_step=2, max_lag=0, overcommit=0, num_lanes=lanes, resume_in_work=True)
+    def make(dp_ranks):
+        return TicketLedger(
+            groups_per_step=2, max_lag=0, overcommit=0, num_dp_ranks=dp_ranks, resume_in_work=True
+        )
 
     ledger = make(1)
     ledger.start(2, 0)
@@ -327,7 +385,9 @@ def test_a_saved_ticket_that_could_not_be_trained_on_in_time_starts_again():
     assert resumed.in_work() == {0} and [t.index for t in resumed.start(10, 0)] == [1]
     crowded = make(2)
     crowded.load_state_dict(state | {"in_work": [[0, 0], [2, 0]], "again": [0, 1, 2]}, {0, 2})
-    assert crowded.in_work() == {0}, "a lane that trains on one group a step has no room for two of one deadline"
+    assert crowded.in_work() == {0}, (
+        "a data-parallel rank that trains on one group a step has no room for two of one deadline"
+    )
 
 
 def test_finished_groups_whose_data_is_lost_start_again():
@@ -354,7 +414,9 @@ def test_a_ticket_cannot_finish_twice_or_unstarted():
 @pytest.mark.parametrize("kind", sorted(GOVERNORS))
 def test_a_resumed_governor_goes_on_as_if_nothing_had_been(kind):
     def make():
-        return TicketLedger(groups_per_step=8, max_lag=4, overcommit=kind, constants=Constants(window=3, increase=2))
+        return TicketLedger(
+            groups_per_step=8, max_lag=4, overcommit=kind, constants=Constants(window=3, increase=2)
+        )
 
     def go_on(ledger, steps):
         values = []
@@ -376,7 +438,9 @@ def test_a_resumed_governor_goes_on_as_if_nothing_had_been(kind):
 
 
 def test_an_unknown_governor_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="overcommit='none': need a whole number, or one of auto, oppo, window"):
+    with pytest.raises(
+        ValueError, match="overcommit='none': need a whole number, or one of auto, oppo, window"
+    ):
         TicketLedger(groups_per_step=8, max_lag=4, overcommit="none")
 
 
@@ -397,4 +461,4 @@ def test_a_prompt_stream_is_a_permutation_an_epoch_and_a_pure_function(seed, epo
 
 @given(st.integers(1, 8))
 def test_every_rank_gets_one_ticket_in_n(n):
-    assert sorted(lane_of(t, n) for t in range(n)) == list(range(n))
+    assert sorted(dp_rank_of(t, n) for t in range(n)) == list(range(n))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import check_command_line
+from llamarl.config.command_line import check_command_line
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

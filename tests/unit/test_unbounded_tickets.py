@@ -1,4 +1,6 @@
-"""The ledger without a bound on lag: everything is handed over once, searchers go on, and only the first step waits."""
+"""The ledger without a bound on lag: everything is handed over once, searchers go on, and only the
+first step waits.
+"""
 
 import json
 
@@ -6,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.tickets import NEVER, TicketLedger
+from llamarl.tickets.ledger import NEVER, TicketLedger
 
 
 def ledger(**changes):
@@ -40,7 +42,7 @@ def test_the_first_step_waits_for_the_fill_and_no_other_for_anything():
 
 
 def test_every_lane_waits_for_its_share_of_the_fill():
-    ours = ledger(num_lanes=2, initial_groups=5, overcommit="auto")
+    ours = ledger(num_dp_ranks=2, initial_groups=5, overcommit="auto")
     started(ours, 20)
     ours.finish([0, 2, 4, 6, 1, 3])
     assert ours.take(0) is None
@@ -60,17 +62,26 @@ def test_a_step_that_is_given_up_gives_everything_back():
 
 
 @settings(max_examples=80, deadline=None)
-@given(lanes=st.integers(1, 3), fill=st.integers(0, 9), rolls=st.lists(st.integers(0, 10**6), min_size=30, max_size=120))
-def test_each_ticket_is_handed_over_once_also_over_resumes(lanes, fill, rolls):
+@given(
+    dp_ranks=st.integers(1, 3),
+    fill=st.integers(0, 9),
+    rolls=st.lists(st.integers(0, 10**6), min_size=30, max_size=120),
+)
+def test_each_ticket_is_handed_over_once_also_over_resumes(dp_ranks, fill, rolls):
     make = dict(
-        groups_per_step=2 * lanes, max_lag=None, overcommit=lanes, initial_groups=fill, num_lanes=lanes, resume_in_work=True
+        groups_per_step=2 * dp_ranks,
+        max_lag=None,
+        overcommit=dp_ranks,
+        initial_groups=fill,
+        num_dp_ranks=dp_ranks,
+        resume_in_work=True,
     )
     ours, working, finished, handed = TicketLedger(**make), [], set(), []
     for roll in rolls:
         action = roll % 4
         if action == 0:
             granted = [t.index for t in ours.start(1 + roll // 4 % 3, ours.step)]
-            assert len(working) + len(granted) <= 3 * lanes
+            assert len(working) + len(granted) <= 3 * dp_ranks
             working += granted
         elif action == 1 and working:
             ticket = working.pop(roll // 4 % len(working))
@@ -79,13 +90,14 @@ def test_each_ticket_is_handed_over_once_also_over_resumes(lanes, fill, rolls):
         elif action == 2:
             first = ours.step == 0
             taken = ours.take(ours.step)
-            shares = [sum(t % lanes == i for t in finished) for i in range(lanes)]
-            assert (taken is None) == (first and min(shares) < max(1, -(-fill // lanes)))
+            shares = [sum(t % dp_ranks == i for t in finished) for i in range(dp_ranks)]
+            assert (taken is None) == (first and min(shares) < max(1, -(-fill // dp_ranks)))
             if taken is not None:
                 assert set(taken) == finished and len(taken) == len(finished)
                 handed += taken
                 finished = set()
-        else:  # killed, and resumed: what the trainer held is there, some of the partial completions are
+        # killed, and resumed: what the trainer held is there, some of the partial completions are
+        else:
             saved = {t for t in working if (roll >> t % 16) & 1}
             state = json.loads(json.dumps(ours.state_dict()))
             ours = TicketLedger(**make)

@@ -1,4 +1,6 @@
-"""PolicyUpdate on a tiny decoder: a step does what one sequence at a time would, or changes nothing."""
+"""PolicyUpdate on a tiny decoder: a step does what one sequence at a time would, or changes
+nothing.
+"""
 
 import dataclasses
 import math
@@ -11,8 +13,20 @@ from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.packing import Targets, pack
 from llamarl.learning.update import NotFinite, StepAborted
 from llamarl.models.attention import PackedAttention
-from llamarl.parity import ParityError, Sequence
-from tests.updating import NAN, SETTINGS, STEP, VERSION, VOCAB, decoder_of, go_on, group, groups_of, update_of
+from llamarl.models.parity import ParityError, Sequence
+from tests.updating import (
+    NAN,
+    SETTINGS,
+    STEP,
+    VERSION,
+    VOCAB,
+    decoder_of,
+    go_on,
+    group,
+    groups_of,
+    update_of,
+)
+
 
 def advantages_of(g):
     valid = ~g.rewards.isnan()
@@ -35,19 +49,26 @@ def assert_unchanged(update, before):
     assert all(p.grad is None for p in update.decoder.parameters())
 
 
-# -- the step ------------------------------------------------------------------------------------------------------------------
+# -- the step
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def one_at_a_time(groups, cap=4.0):
     """(gradients, loss, trained tokens) of AIPO from the whole logits of each sequence alone."""
     decoder, losses, count = decoder_of(), [], 0
     for g in groups:
-        parts = zip(g.token_ids.split(g.lengths.tolist()), g.generator_logprobs.split(g.lengths.tolist()), advantages_of(g))
+        parts = zip(
+            g.token_ids.split(g.lengths.tolist()),
+            g.generator_logprobs.split(g.lengths.tolist()),
+            advantages_of(g),
+        )
         for i, (completion, generator, advantage) in enumerate(parts):
             if g.rewards[i].isnan() or g.finish_reasons[i] == "aborted":
                 continue
             tokens = torch.cat([g.prompt_ids, completion])
-            logits = decoder(tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)])))
+            logits = decoder(
+                tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)]))
+            )
             logprobs = (logits / SETTINGS.temperature).log_softmax(-1)[len(g.prompt_ids) - 1 : -1]
             chosen = logprobs.gather(1, completion[:, None])[:, 0]
             weight = (chosen.detach() - generator).exp().clamp(max=cap)
@@ -94,7 +115,11 @@ def test_a_batch_with_nothing_to_train_is_a_step_of_no_change():
     before = weights_of(update)
     metrics = update.run([group(2, [3, 2], [NAN, NAN])], VERSION, go_on)
     assert all(torch.equal(a, b) for a, b in zip(weights_of(update), before))
-    assert (metrics["grad_norm"], metrics["tokens/trained"], metrics["loss/value"]) == (0.0, 0.0, 0.0)
+    assert (metrics["grad_norm"], metrics["tokens/trained"], metrics["loss/value"]) == (
+        0.0,
+        0.0,
+        0.0,
+    )
     assert metrics["parity/logprob_diff_max"] is None and metrics["reward/error_rate"] == 1.0
     assert all(v is None or math.isfinite(v) for v in metrics.values())
 
@@ -106,13 +131,23 @@ def test_the_loss_gets_a_reference_only_where_one_ran():
         seen.append(reference)
         return regularised(aipo)(logprobs, generator, reference, *rest, **options)
 
-    without, with_one = group(4, [2, 3], [0.0, 1.0]), group(4, [2, 3], [0.0, 1.0], ref_logprobs=-torch.arange(5.0))
+    without, with_one = (
+        group(4, [2, 3], [0.0, 1.0]),
+        group(4, [2, 3], [0.0, 1.0], ref_logprobs=-torch.arange(5.0)),
+    )
     update = update_of(loss_fn=loss_fn)
     assert update.run([without], VERSION, go_on)["kl/ref"] is None and seen == [None]
-    assert update.run([with_one], VERSION, go_on)["kl/ref"] > 0 and seen[1].tolist() == [0.0, -1.0, -2.0, -3.0, -4.0]
+    assert update.run([with_one], VERSION, go_on)["kl/ref"] > 0 and seen[1].tolist() == [
+        0.0,
+        -1.0,
+        -2.0,
+        -3.0,
+        -4.0,
+    ]
 
 
-# -- what changes nothing ------------------------------------------------------------------------------------------------------
+# -- what changes nothing
+# ------------------------------------------------------------------------------------------------------
 
 
 def seasoned(**changes):
@@ -125,7 +160,8 @@ def seasoned(**changes):
 
 def test_a_stop_at_any_microbatch_changes_nothing_and_the_step_can_be_made_again():
     update = seasoned(microbatch_tokens=17)
-    before, calls, microbatches = state_of(update), 0, 0
+    before = state_of(update)
+    microbatches = 0
     while True:
         boundary = iter(range(1000))
         try:
@@ -137,8 +173,15 @@ def test_a_stop_at_any_microbatch_changes_nothing_and_the_step_can_be_made_again
         else:
             break
     groups = groups_of()
-    packing = pack(groups, [Targets.of(g, advantages_of(g)) for g in groups], budget_tokens=17, drop_zero_advantage=False)
-    assert microbatches == len(packing.microbatches) + 1 > 3  # a boundary before each microbatch, and one before the step
+    packing = pack(
+        groups,
+        [Targets.of(g, advantages_of(g)) for g in groups],
+        budget_tokens=17,
+        drop_zero_advantage=False,
+    )
+    assert (
+        microbatches == len(packing.microbatches) + 1 > 3
+    )  # a boundary before each microbatch, and one before the step
     once = seasoned(microbatch_tokens=17)
     once.run(groups_of(), VERSION, go_on)
     assert state_of(update) == state_of(once) != before
@@ -176,7 +219,9 @@ def test_what_is_not_finite_changes_nothing_and_is_named(case):
     update = seasoned(microbatch_tokens=17)
     update.loss_fn = loss_fn
     before = state_of(update)
-    with pytest.raises(NotFinite, match=rf"step {VERSION}: .*(nan|inf).*Tickets on this rank: \[4, 1, 3, 7\]"):
+    with pytest.raises(
+        NotFinite, match=rf"step {VERSION}: .*(nan|inf).*Tickets on this rank: \[4, 1, 3, 7\]"
+    ):
         update.run(groups, VERSION, go_on)
     assert_unchanged(update, before)
 
@@ -189,7 +234,8 @@ def test_a_finite_custom_loss_is_a_step():
     assert state_of(update) != before
 
 
-# -- parity --------------------------------------------------------------------------------------------------------------------
+# -- parity
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def own_logprobs(offset=0.0, versions=VERSION, size=2):
@@ -218,12 +264,15 @@ def test_fresh_tokens_with_other_logprobs_are_a_parity_error_and_change_nothing(
     assert state_of(update) == before
 
 
-@pytest.mark.parametrize("offset, versions, tolerance, want", [
-    (0.02, VERSION, 0.03, 0.02),  # within
-    (0.0, VERSION, 0.01, 0.0),
-    (5.0, VERSION - 1, 0.01, None),  # no fresh token
-    (5.0, VERSION, None, 5.0),  # not compared, and still reported
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "offset, versions, tolerance, want",
+    [
+        (0.02, VERSION, 0.03, 0.02),  # within
+        (0.0, VERSION, 0.01, 0.0),
+        (5.0, VERSION - 1, 0.01, None),  # no fresh token
+        (5.0, VERSION, None, 5.0),  # not compared, and still reported
+    ],
+)
 def test_parity_is_of_fresh_tokens_alone(offset, versions, tolerance, want):
     update = update_of(decoder_of(uniform=True), parity_tolerance=tolerance)
     got = update.run(own_logprobs(offset, versions), VERSION, go_on)["parity/logprob_diff_max"]
@@ -231,8 +280,12 @@ def test_parity_is_of_fresh_tokens_alone(offset, versions, tolerance, want):
 
 
 @pytest.mark.parametrize("recomputes_kv", [False, True])
-def test_a_completion_that_went_on_under_new_weights_is_compared_only_if_its_cache_did_too(recomputes_kv):
-    """Its last token is sampled by the trainer's weights; what it reads is theirs only with recompute_kv."""
+def test_a_completion_that_went_on_under_new_weights_is_compared_only_if_its_cache_did_too(
+    recomputes_kv,
+):
+    """Its last token is sampled by the trainer's weights; what it reads is theirs only with
+    recompute_kv.
+    """
     g = own_logprobs(0.5, VERSION - 1)[0]
     g.policy_versions[-1] = VERSION
     update = update_of(decoder_of(uniform=True), parity_tolerance=0.01, recomputes_kv=recomputes_kv)
@@ -250,28 +303,48 @@ def test_one_completion_that_began_under_the_trainers_weights_is_compared_among_
         update_of(decoder_of(uniform=True), parity_tolerance=0.01).run([g], VERSION, go_on)
 
 
-# -- metrics -------------------------------------------------------------------------------------------------------------------
+# -- metrics
+# -------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:sequences longer")
 @pytest.mark.parametrize("microbatch_tokens", [3, 20])
 def test_metrics_by_hand(microbatch_tokens):
-    # Every logprob is -log 23, so the generator's are set by the ratio: 1, but 6 (capped at 4) and 0.5 for two tokens.
+    # Every logprob is -log 23, so the generator's are set by the ratio: 1, but 6 (capped at 4) and
+    # 0.5 for two tokens.
     log = math.log(VOCAB)
     ratios = [torch.ones(5), torch.ones(6)]
     ratios[0][2], ratios[1][1] = 6.0, 0.5
     groups = [
-        group(0, [2, 3], [1.0, 0.0], policy_versions=torch.tensor([3, 4, 5, 5, 5]), prompt_ids=torch.tensor([7, 7])),
-        group(1, [1, 4, 1], [2.0, 1.0, NAN], policy_versions=torch.tensor([4, 2, 5, 5, 5, 5]), prompt_ids=torch.tensor([7]),
-              finish_reasons=("stop", "length", "stop")),
-    ]  # fmt: skip
+        group(
+            0,
+            [2, 3],
+            [1.0, 0.0],
+            policy_versions=torch.tensor([3, 4, 5, 5, 5]),
+            prompt_ids=torch.tensor([7, 7]),
+        ),
+        group(
+            1,
+            [1, 4, 1],
+            [2.0, 1.0, NAN],
+            policy_versions=torch.tensor([4, 2, 5, 5, 5, 5]),
+            prompt_ids=torch.tensor([7]),
+            finish_reasons=("stop", "length", "stop"),
+        ),
+    ]
     for i, (g, ratio) in enumerate(zip(groups, ratios)):
-        reference = torch.full_like(ratio, -log + i)  # k3(0) = 0 in the first group, k3(1) = e - 2 in the second
-        groups[i] = dataclasses.replace(g, generator_logprobs=-log - ratio.log(), ref_logprobs=reference)
-    update = update_of(decoder_of(uniform=True), microbatch_tokens=microbatch_tokens, temperature=1.0)
+        reference = torch.full_like(
+            ratio, -log + i
+        )  # k3(0) = 0 in the first group, k3(1) = e - 2 in the second
+        groups[i] = dataclasses.replace(
+            g, generator_logprobs=-log - ratio.log(), ref_logprobs=reference
+        )
+    update = update_of(
+        decoder_of(uniform=True), microbatch_tokens=microbatch_tokens, temperature=1.0
+    )
     got = update.run(groups, VERSION, go_on)
-    # Trained: 5 tokens of group 0, 1 + 4 of group 1 (its last has no reward).
-    # Advantages: 0.5, -0.5 in both. Weights after the cap: [1 1], [4 1 1] in group 0, [1], [0.5 1 1 1] in group 1.
+    # Trained: 5 tokens of group 0, 1 + 4 of group 1 (its last has no reward). Advantages: 0.5, -0.5
+    # in both. Weights after the cap: [1 1], [4 1 1] in group 0, [1], [0.5 1 1 1] in group 1.
     weighted = 0.5 * 2 - 0.5 * 6 + 0.5 * 1 - 0.5 * 3.5
     want = {
         "loss/value": log * weighted / 10,
@@ -293,9 +366,11 @@ def test_metrics_by_hand(microbatch_tokens):
         "completion/deadline_truncated_fraction": 0.0,
         "parity/logprob_diff_max": math.log(6.0),  # the second completion of group 0 is fresh
     }
-    # Prompts of 2 and 1: 2 + 1 + 2 and 1 + 0 + 3 tokens, 9 of 20. A budget of 3 has 2 + 1 and 1 + 0; 2 + 2 and 1 + 3 pass it.
+    # Prompts of 2 and 1: 2 + 1 + 2 and 1 + 0 + 3 tokens, 9 of 20. A budget of 3 has 2 + 1 and 1 +
+    # 0; 2 + 2 and 1 + 3 pass it.
     unused = {20: 1 - 9 / 20, 3: 1 - (3 + 4 + 1 + 4) / (3 + 4 + 3 + 4)}[microbatch_tokens]
-    # Attention pads prompts of 2 and 1 to 2, completions of 1, 2 and 3 to 3. Alone in their microbatches none is padded.
+    # Attention pads prompts of 2 and 1 to 2, completions of 1, 2 and 3 to 3. Alone in their
+    # microbatches none is padded.
     padding = {20: 1 - 9 / (2 * 2 + 3 * 3), 3: 0.0}[microbatch_tokens]
     assert {k: got[k] for k in want} == pytest.approx(want, rel=1e-5, abs=1e-6)
     assert got["packing/padding_fraction"] == pytest.approx(padding)
@@ -305,39 +380,68 @@ def test_metrics_by_hand(microbatch_tokens):
     assert got["grad_norm"] > 0
     by_lag = {name for name in got if name.startswith("lag/tokens/")}
     assert sum(got[name] for name in by_lag) == pytest.approx(1)
-    own = {"packing/padding_fraction", "packing/unused_budget_fraction", "kl/generator", "grad_norm"}
+    own = {
+        "packing/padding_fraction",
+        "packing/unused_budget_fraction",
+        "kl/generator",
+        "grad_norm",
+    }
     assert got.keys() - by_lag == want.keys() | own
 
 
 def test_completions_cut_at_a_deadline_are_counted_and_not_trained_on():
     aborted = ("stop", "aborted", "aborted")
     groups = [
-        group(0, [2, 3, 0], [1.0, NAN, NAN], policy_versions=torch.tensor([4, 4, 2, 2, 2]), finish_reasons=aborted),
-        group(1, [0, 0], [NAN, NAN], policy_versions=torch.empty(0, dtype=torch.int64), finish_reasons=("aborted",) * 2),
+        group(
+            0,
+            [2, 3, 0],
+            [1.0, NAN, NAN],
+            policy_versions=torch.tensor([4, 4, 2, 2, 2]),
+            finish_reasons=aborted,
+        ),
+        group(
+            1,
+            [0, 0],
+            [NAN, NAN],
+            policy_versions=torch.empty(0, dtype=torch.int64),
+            finish_reasons=("aborted",) * 2,
+        ),
     ]
     got = update_of(skip_zero_advantage=False).run(groups, VERSION, go_on)
     assert got["completion/deadline_truncated_fraction"] == 4 / 5
-    assert (got["tokens/deadline_truncated"], got["tokens/generated"], got["tokens/trained"]) == (3.0, 5.0, 2.0)
+    assert (got["tokens/deadline_truncated"], got["tokens/generated"], got["tokens/trained"]) == (
+        3.0,
+        5.0,
+        2.0,
+    )
     # Of the two completions that have tokens; the others have no version.
     assert (got["lag/mean"], got["lag/max"]) == ((VERSION - 4 + VERSION - 2) / 2, VERSION - 2)
 
 
 def test_metrics_of_a_loss_are_means_over_tokens_and_maxima():
     def loss_fn(logprobs, generator, *_, **__):
-        return logprobs.sum(), {"mine": torch.tensor(2.0) * logprobs.numel(), "mine/max": logprobs.new_tensor(logprobs.numel())}
+        return logprobs.sum(), {
+            "mine": torch.tensor(2.0) * logprobs.numel(),
+            "mine/max": logprobs.new_tensor(logprobs.numel()),
+        }
 
     # 5 prompt tokens, then 1 and 2: two microbatches
-    got = update_of(loss_fn=loss_fn, microbatch_tokens=7).run([group(4, [2, 3], [0.0, 1.0])], VERSION, go_on)
+    got = update_of(loss_fn=loss_fn, microbatch_tokens=7).run(
+        [group(4, [2, 3], [0.0, 1.0])], VERSION, go_on
+    )
     assert got["mine"] == pytest.approx(2.0) and got["mine/max"] == 3.0
 
 
-# -- canaries ------------------------------------------------------------------------------------------------------------------
+# -- canaries
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def whole_logprobs(update, token_ids):
     """[T, VOCAB] of one sequence alone."""
     tokens = torch.tensor(token_ids)
-    logits = update.decoder(tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)])))
+    logits = update.decoder(
+        tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)]))
+    )
     return (logits / SETTINGS.temperature).log_softmax(-1).detach()
 
 
@@ -351,7 +455,11 @@ def test_a_canary_holds_the_logprobs_of_what_is_not_given():
     for s in SEQUENCES:
         places = range(s.given - 1, len(s.token_ids) - 1)
         want += [whole_logprobs(update, s.token_ids)[i, s.token_ids[i + 1]].item() for i in places]
-    assert len(want) == 4 + 1 + 2 and got.sequences == SEQUENCES and (got.top_ids, got.top_logprobs) == ([], [])
+    assert (
+        len(want) == 4 + 1 + 2
+        and got.sequences == SEQUENCES
+        and (got.top_ids, got.top_logprobs) == ([], [])
+    )
     assert got.logprobs == pytest.approx(want, abs=1e-5)
 
 

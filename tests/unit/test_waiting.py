@@ -1,4 +1,6 @@
-"""Threads wait for each other as the package says, unless the user says something else, and it says so in time."""
+"""Threads wait for each other as the package says, unless the user says something else, and it says
+so in time.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ def environment(monkeypatch):
 def settings() -> dict[str, str]:
     import os
 
-    return {name: os.environ[name] for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if name in os.environ}
+    return {
+        name: os.environ[name]
+        for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+        if name in os.environ
+    }
 
 
 def test_waiting_threads_spin_briefly(environment):

@@ -4,25 +4,33 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
-from llamarl import wire
+from llamarl.comm import wire
 from llamarl.types import Completion, Group, ScoredCompletion
 
 
 def completion(ticket: int, sample: int, length: int) -> Completion:
     g = torch.Generator().manual_seed(ticket * 31 + sample)
     return Completion(
-        ticket, sample, torch.arange(3), torch.randint(0, 99, (length,), generator=g), torch.randn(length, generator=g),
-        torch.full((length,), ticket), "stop" if length % 2 else "length",
-    )  # fmt: skip
+        ticket,
+        sample,
+        torch.arange(3),
+        torch.randint(0, 99, (length,), generator=g),
+        torch.randn(length, generator=g),
+        torch.full((length,), ticket),
+        "stop" if length % 2 else "length",
+    )
 
 
 def same(a, b) -> bool:
     for f in dataclasses.fields(a):
         x, y = getattr(a, f.name), getattr(b, f.name)
         if isinstance(x, torch.Tensor):
-            if x.dtype != y.dtype or not torch.equal(torch.nan_to_num(x.double(), nan=7.5), torch.nan_to_num(y.double(), nan=7.5)):
+            if x.dtype != y.dtype or not torch.equal(
+                torch.nan_to_num(x.double(), nan=7.5), torch.nan_to_num(y.double(), nan=7.5)
+            ):
                 return False
         elif x != y:
             return False
@@ -39,7 +47,12 @@ def test_completions_round_trip(lengths):
 def test_groups_round_trip_with_nan_rewards(shapes):
     groups = []
     for t, lengths in enumerate(shapes):
-        scored = [ScoredCompletion(completion(t, i, n), "score" if i else "error", float(i) if i else float("nan"), "") for i, n in enumerate(lengths)]
+        scored = [
+            ScoredCompletion(
+                completion(t, i, n), "score" if i else "error", float(i) if i else float("nan"), ""
+            )
+            for i, n in enumerate(lengths)
+        ]
         groups.append(Group.of(scored))
     assert all(same(a, b) for a, b in zip(groups, wire.decode(wire.encode(groups)), strict=True))
 
@@ -48,7 +61,9 @@ def test_a_group_joins_its_completions_in_sample_order():
     scored = [ScoredCompletion(completion(5, i, i + 1), "score", float(i), "") for i in (2, 0, 1)]
     group = Group.of(scored)
     assert group.lengths.tolist() == [1, 2, 3] and group.rewards.tolist() == [0, 1, 2]
-    assert torch.equal(group.token_ids, torch.cat([completion(5, i, i + 1).token_ids for i in range(3)]))
+    assert torch.equal(
+        group.token_ids, torch.cat([completion(5, i, i + 1).token_ids for i in range(3)])
+    )
 
 
 def test_unregistered_and_mixed_records_are_refused():

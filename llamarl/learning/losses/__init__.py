@@ -1,6 +1,8 @@
-"""Losses by name. Each is a pure function in a file of its own; `common` says what they share and return.
+"""Losses by name. Each is a pure function in a file of its own; `common` says what they share and
+return.
 
-A loss of one's own needs no registration: `loss.fn=my_module:my_loss` (the current directory is importable).
+A loss of one's own needs no registration: `loss.fn=my_module:my_loss` (the current directory is
+importable).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import importlib
 import inspect
 import os
 import sys
-from typing import Callable
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -34,8 +36,22 @@ from llamarl.learning.losses.tba import tba
 Loss = Callable[..., tuple[Tensor, Metrics]]
 
 _ALL = (
-    aipo, reinforce, grpo, dr_grpo, ppo, rloo, copg, proximal_rloo, online_dpo, best_of_n, tb, tba, cispo, icepop, kimi_k2,
-)  # fmt: skip
+    aipo,
+    reinforce,
+    grpo,
+    dr_grpo,
+    ppo,
+    rloo,
+    copg,
+    proximal_rloo,
+    online_dpo,
+    best_of_n,
+    tb,
+    tba,
+    cispo,
+    icepop,
+    kimi_k2,
+)
 LOSSES: dict[str, Loss] = {fn.__name__: fn for fn in _ALL}
 REGULARISERS = ("kl_coef", "kl_estimator", "entropy_coef")  # of `regularised`, around every loss
 _TENSORS = ("trainer_logprobs", "generator_logprobs", "ref_logprobs", "advantages", "loss_mask")
@@ -44,20 +60,24 @@ _TENSORS = ("trainer_logprobs", "generator_logprobs", "ref_logprobs", "advantage
 def resolve_loss(name: str) -> Loss:
     """The loss called `name`, or the function that "module:function" names.
 
-    ValueError, with the nearest name, if there is none or it does not take a loss's arguments. What a user's module
-    raises while it is imported comes through.
+    ValueError, with the nearest name, if there is none or it does not take a loss's arguments. What
+    a user's module raises while it is imported comes through.
     """
     fn = LOSSES[name] if name in LOSSES else _imported(name)
     try:
         given = {name: None for name in GIVEN if takes(fn, name)}
         inspect.signature(fn).bind(*_TENSORS, **{**_required(fn), **given, "num_loss_tokens": 1})
     except TypeError as error:
-        raise ValueError(f"loss {name} must take ({', '.join(_TENSORS)}, *, num_loss_tokens, **options): {error}") from error
+        raise ValueError(
+            f"loss {name} must take ({', '.join(_TENSORS)}, *, num_loss_tokens, **options): {error}"
+        ) from error
     return fn
 
 
 def check_options(fn: Loss, options: dict[str, object]) -> None:
-    """ValueError naming every option that `fn` does not take (with the nearest it does) or that it needs and is not given."""
+    """ValueError naming every option that `fn` does not take (with the nearest it does) or that it
+    needs and is not given.
+    """
     parameters = inspect.signature(fn).parameters.values()
     known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in GIVEN]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -68,7 +88,9 @@ def check_options(fn: Loss, options: dict[str, object]) -> None:
     ]
     problems += [f"{name}: {fn.__name__} needs it" for name in _required(fn) if name not in options]
     problems += [
-        f"{name}: added around every loss; give {fn.__name__}'s own another name" for name in known if name in REGULARISERS
+        f"{name}: added around every loss; give {fn.__name__}'s own another name"
+        for name in known
+        if name in REGULARISERS
     ]
     if problems:
         raise ValueError("\n".join(problems))
@@ -83,25 +105,37 @@ def options_of(fn: Loss) -> set[str]:
 def _required(fn: Loss) -> dict[str, None]:
     """The keyword-only options without a default."""
     parameters = inspect.signature(fn).parameters.values()
-    return {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in GIVEN}
+    return {
+        p.name: None
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in GIVEN
+    }
 
 
 def _imported(name: str) -> Loss:
     module_name, colon, attribute = name.partition(":")
     if not colon:
-        raise ValueError(f"no loss {name!r}{_nearest(name, list(LOSSES))}; there is {', '.join(LOSSES)}, or module:function")
+        raise ValueError(
+            f"no loss {name!r}{_nearest(name, list(LOSSES))}; there is {', '.join(LOSSES)}, or module:function"
+        )
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a script's sys.path has the script's directory, not the user's
+        sys.path.append(
+            os.getcwd()
+        )  # a script's sys.path has the script's directory, not the user's
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, something that it imports is not
-        raise ValueError(f"loss {name}: no module {error.name} in {os.getcwd()} or among the installed packages") from error
+        raise ValueError(
+            f"loss {name}: no module {error.name} in {os.getcwd()} or among the installed packages"
+        ) from error
     fn = getattr(module, attribute, None)
     if not callable(fn):
         functions = [n for n, value in vars(module).items() if callable(value)]
-        raise ValueError(f"loss {name}: {module_name} has no function {attribute!r}{_nearest(attribute, functions)}")
+        raise ValueError(
+            f"loss {name}: {module_name} has no function {attribute!r}{_nearest(attribute, functions)}"
+        )
     return fn
 
 

@@ -25,20 +25,30 @@ def dr_grpo(
 ) -> tuple[Tensor, Metrics]:
     """-sum_t sg(min(pi/mu, 8) (r - mean r)) log pi / Z        (TBA, app. D, eq. 14; bounds 0/8 of table 4)
 
-    pi = trainer_logprobs, mu = generator_logprobs, 8 = ratio_cap, r - mean r = advantages, which are not divided by a standard
-    deviation; tensors [R], nats. Eq. 14 leaves Z out. max_tokens None: Z = num_loss_tokens, PRIME-RL's. A number: Z =
+    pi = trainer_logprobs, mu = generator_logprobs, 8 = ratio_cap, r - mean r = advantages, which
+    are not divided by a standard deviation; tensors [R], nats. Eq. 14 leaves Z out. max_tokens
+    None: Z = num_loss_tokens, PRIME-RL's. A number: Z =
     num_completions max_tokens, a constant that does not depend on lengths        (Dr. GRPO; TRL "dr_grpo", max_completion_length)
-    ratio_mask_*, ratio_level: see ratios.py. ValueError for impossible options, or max_tokens without completions.
+    ratio_mask_*, ratio_level: see ratios.py. ValueError for impossible options, or max_tokens
+    without completions.
 
     metrics: ratio/sum, ratio/max (before the cap), ratio/capped, kl/generator.
     """
     weight, metrics = importance_weight(
-        trainer_logprobs, generator_logprobs, loss_mask, ratio_cap=ratio_cap, ratio_mask_low=ratio_mask_low,
-        ratio_mask_high=ratio_mask_high, ratio_level=ratio_level, completions=completions,
-    )  # fmt: skip
+        trainer_logprobs,
+        generator_logprobs,
+        loss_mask,
+        ratio_cap=ratio_cap,
+        ratio_mask_low=ratio_mask_low,
+        ratio_mask_high=ratio_mask_high,
+        ratio_level=ratio_level,
+        completions=completions,
+    )
     objective = policy_gradient(weight, advantages, trainer_logprobs, loss_mask)
     if max_tokens is None:
         return -per_token(objective.sum(), num_loss_tokens), metrics
     if not max_tokens >= 1 or completions is None:
-        raise ValueError(f"max_tokens={max_tokens}: need at least 1, and the completions of the labels")
+        raise ValueError(
+            f"max_tokens={max_tokens}: need at least 1, and the completions of the labels"
+        )
     return -per_completion(objective.sum() / max_tokens, completions), metrics

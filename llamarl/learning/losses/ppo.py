@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llamarl.learning.losses.common import Completions, Metrics, half_square, masked, normalised, per_token
+from llamarl.learning.losses.common import (
+    Completions,
+    Metrics,
+    half_square,
+    masked,
+    normalized,
+    per_token,
+)
 from llamarl.learning.losses.ratios import clipped_surrogate
 
 
@@ -24,22 +31,38 @@ def ppo(
     ratio_mask_low: float | None = None,
     ratio_mask_high: float | None = None,
     ratio_level: str = "token",
-    normalise: str = "tokens",
+    normalize: str = "tokens",
 ) -> tuple[Tensor, Metrics]:
     """-sum_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) / num_loss_tokens        (OPPO, eq. 2; PPO, eq. 7)
 
-    r_t = pi/mu, pi = trainer_logprobs, mu = generator_logprobs (they sampled, so they are pi_old); A_t = advantages, one a token
-    with trainer.advantages=gae (OPPO, eq. 1); tensors [R], nats. eps = 0.2 of PPO; Magistral raises clip_high to 0.26-0.28.
-    ratio_cap bounds what the clip leaves open at A < 0. Other knobs: see ratios.py and `normalised`.
-    ValueError for impossible options.
+    r_t = pi/mu, pi = trainer_logprobs, mu = generator_logprobs (they sampled, so they are pi_old);
+    A_t = advantages, one a token with trainer.advantages=gae (OPPO, eq. 1); tensors [R], nats. eps
+    = 0.2 of PPO; Magistral raises clip_high to 0.26-0.28. ratio_cap bounds what the clip leaves
+    open at A < 0. Other knobs: see ratios.py and `normalized`. ValueError for impossible options.
 
-    metrics: ratio/sum, ratio/max, clip/low, clip/high (labels that the clip cuts), ratio/capped, kl/generator.
+    metrics: ratio/sum, ratio/max, clip/low, clip/high (labels that the clip cuts), ratio/capped,
+    kl/generator.
     """
     objective, metrics = clipped_surrogate(
-        trainer_logprobs, generator_logprobs, advantages, loss_mask, clip_low=clip_low, clip_high=clip_high, ratio_cap=ratio_cap,
-        ratio_mask_low=ratio_mask_low, ratio_mask_high=ratio_mask_high, ratio_level=ratio_level, completions=completions,
-    )  # fmt: skip
-    objective = normalised(objective, loss_mask, normalise=normalise, num_loss_tokens=num_loss_tokens, completions=completions)
+        trainer_logprobs,
+        generator_logprobs,
+        advantages,
+        loss_mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        ratio_cap=ratio_cap,
+        ratio_mask_low=ratio_mask_low,
+        ratio_mask_high=ratio_mask_high,
+        ratio_level=ratio_level,
+        completions=completions,
+    )
+    objective = normalized(
+        objective,
+        loss_mask,
+        normalize=normalize,
+        num_loss_tokens=num_loss_tokens,
+        completions=completions,
+    )
     return -objective, metrics
 
 
@@ -54,8 +77,9 @@ def value_loss(
 ) -> tuple[Tensor, Metrics]:
     """sum_t max[ (V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2 ] / 2 / num_loss_tokens        (PPO's value loss; TRL)
 
-    V = values, with gradient; V_old = old_values, before the batch's first update; R = returns (`gae`); eps = value_clip, None:
-    no clip. Tensors [R], in units of the reward. A masked label adds nothing. ValueError for value_clip <= 0.
+    V = values, with gradient; V_old = old_values, before the batch's first update; R = returns
+    (`gae`); eps = value_clip, None: no clip. Tensors [R], in units of the reward. A masked label
+    adds nothing. ValueError for value_clip <= 0.
 
     metrics: value/sum, value/error (sum of |V - R|), value/clipped (labels whose gradient the clip cuts).
     """

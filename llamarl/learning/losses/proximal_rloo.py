@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from llamarl.learning.losses.common import Completions, Metrics, normalised
+from llamarl.learning.losses.common import Completions, Metrics, normalized
 from llamarl.learning.losses.ratios import clipped_surrogate
 
 
@@ -26,20 +26,35 @@ def proximal_rloo(
 ) -> tuple[Tensor, Metrics]:
     """-(1/N) sum_j min(r_j A_j, clip(r_j, 1 - clip_low, 1 + clip_high) A_j)        (Async RLHF, app. B, eq. 1)
 
-    r_j = pi(y_j)/mu(y_j), pi = trainer_logprobs, mu = generator_logprobs (pi_old), nats, summed over a completion; A_j =
-    advantages, of trainer.advantages=leave_one_out; N = num_completions. The paper has clip_low = clip_high = eps and does not
-    print it; 0.2 is PPO's, and TRL's for its RLOO, which is this loss. Inside the clip the gradient is r_j A_j grad log pi(y_j).
-    ratio_level="sequence" is the paper's ratio; the knobs: see ratios.py. ValueError for impossible options.
+    r_j = pi(y_j)/mu(y_j), pi = trainer_logprobs, mu = generator_logprobs (pi_old), nats, summed
+    over a completion; A_j = advantages, of trainer.advantages=leave_one_out; N = num_completions.
+    The paper has clip_low = clip_high = eps and does not print it; 0.2 is PPO's, and TRL's for its
+    RLOO, which is this loss. Inside the clip the gradient is r_j A_j grad log pi(y_j).
+    ratio_level="sequence" is the paper's ratio; the knobs: see ratios.py. ValueError for impossible
+    options.
 
-    metrics, each completion's ratio counted at each of its labels: ratio/sum, ratio/max, clip/low, clip/high, ratio/capped;
-    kl/generator of tokens.
+    metrics, each completion's ratio counted at each of its labels: ratio/sum, ratio/max, clip/low,
+    clip/high, ratio/capped; kl/generator of tokens.
     """
     objective, metrics = clipped_surrogate(
-        trainer_logprobs, generator_logprobs, advantages, loss_mask, clip_low=clip_low, clip_high=clip_high, ratio_cap=ratio_cap,
-        ratio_mask_low=ratio_mask_low, ratio_mask_high=ratio_mask_high, ratio_level=ratio_level, completions=completions,
-    )  # fmt: skip
+        trainer_logprobs,
+        generator_logprobs,
+        advantages,
+        loss_mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        ratio_cap=ratio_cap,
+        ratio_mask_low=ratio_mask_low,
+        ratio_mask_high=ratio_mask_high,
+        ratio_level=ratio_level,
+        completions=completions,
+    )
     # The mean over a completion's labels of what is the same for all of them.
-    objective = normalised(
-        objective, loss_mask, normalise="completions", num_loss_tokens=num_loss_tokens, completions=completions
+    objective = normalized(
+        objective,
+        loss_mask,
+        normalize="completions",
+        num_loss_tokens=num_loss_tokens,
+        completions=completions,
     )
     return -objective, metrics

@@ -6,8 +6,14 @@ from torch import Tensor
 
 from llamarl.learning.advantages import tb_log_z
 from llamarl.learning.losses.common import (
-    Completions, Metrics, half_square, log_ratio, per_completion, uses_all_completions, whole_groups,
-)  # fmt: skip
+    Completions,
+    Metrics,
+    half_square,
+    log_ratio,
+    per_completion,
+    uses_all_completions,
+    whole_groups,
+)
 from llamarl.learning.losses.ratios import token_metrics
 
 
@@ -27,14 +33,16 @@ def tb(
     """(beta/2) (1/N) sum_j ( sg log Z(x) + log(pi/ref)(y_j) - r_j/beta )^2        (TBA, eq. 5, times beta/2)
 
     log Z(x) = mean over the group of r/beta - log(pi/ref)(y)        (TBA, eq. 4: `tb_log_z`)
-    pi = trainer_logprobs, ref = ref_logprobs, nats, summed over a completion; r = completions.rewards; N = num_completions.
-    The factor is that of TBA's eq. 12, with which the gradient is eq. 7's: -(1/N) sum_j A_j grad log pi(y_j) with A_j = (r_j -
-    mean r) - beta (log(pi/ref)(y_j) - its mean); without it gradients grow as 1/beta. Valid for data of any policy: neither the
-    generator's logprobs nor `advantages` are used. beta: 0.012 falling to 0.004 in table 2, 1 to 0.05 in table 3.
-    ValueError without ref_logprobs, or for beta <= 0.
+    pi = trainer_logprobs, ref = ref_logprobs, nats, summed over a completion; r =
+    completions.rewards; N = num_completions. The factor is that of TBA's eq. 12, with which the
+    gradient is eq. 7's: -(1/N) sum_j A_j grad log pi(y_j) with A_j = (r_j - mean r) - beta
+    (log(pi/ref)(y_j) - its mean); without it gradients grow as 1/beta. Valid for data of any
+    policy: neither the generator's logprobs nor `advantages` are used. beta: 0.012 falling to 0.004
+    in table 2, 1 to 0.05 in table 3. ValueError without ref_logprobs, or for beta <= 0.
 
-    metrics: tb/square/completions (the mean of it is eq. 5), tb/log_z/completions, tb/log_ratio/completions (log(pi/ref)(y):
-    an estimate of the KL on-policy); ratio/sum, ratio/max, kl/generator of tokens.
+    metrics: tb/square/completions (the mean of it is eq. 5), tb/log_z/completions,
+    tb/log_ratio/completions (log(pi/ref)(y): an estimate of the KL on-policy); ratio/sum,
+    ratio/max, kl/generator of tokens.
     """
     if ref_logprobs is None:
         raise ValueError("tb needs ref_logprobs: switch the reference on (reference=frozen)")

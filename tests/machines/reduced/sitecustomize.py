@@ -1,4 +1,6 @@
-"""Found by every Python that has this directory on its path: once torch is there, its products are reduced ones."""
+"""Found by every Python that has this directory on its path: once torch is there, its products are
+reduced ones.
+"""
 
 import importlib.abc
 import importlib.util

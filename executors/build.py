@@ -1,0 +1,251 @@
+"""Executors from a config: where its keys become the plain values that executors take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from executors.generator import Generator
+from executors.reference import FrozenReference, ResettingReference
+from executors.reward import RuleReward
+from executors.trainer import AdamSettings, FSDPTrainer
+from executors.vllm_generator import VLLMGenerator
+from llamarl.comm.channel import REFERENCE_WEIGHTS, Weights
+from llamarl.config.command_line import Config
+from llamarl.inference import SamplingParams
+from llamarl.launch.job import Job
+from llamarl.learning.buffer import GroupBuffer
+from llamarl.learning.losses import check_options, options_of, resolve_loss
+from llamarl.learning.losses.common import needs_all_completions, needs_whole_groups
+from llamarl.learning.losses.regularisers import regularised
+from llamarl.learning.replay import Draw, ReplayBuffer
+from llamarl.learning.schedules import beta_at
+from llamarl.learning.shaping import Shaping
+from llamarl.learning.update import UpdateSettings
+from llamarl.learning.values import CriticSettings
+from llamarl.models.lora import Lora
+from llamarl.models.parity import TOP
+
+
+def sampling_of(config: Config, job: Job) -> SamplingParams:
+    """How a group is sampled."""
+    g = config.generator
+    return SamplingParams(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_k=g.top_k,
+        top_p=g.top_p,
+        min_new_tokens=g.min_new_tokens,
+        stop_token_ids=job.stop_token_ids,
+        n=config.group_size,
+        seed=config.seed,
+    )
+
+
+def build_generator(config: Config, job: Job) -> Generator:
+    g = config.generator
+    settings = dict(
+        model_path=str(job.model_path),
+        model_dtype=config.model.dtype,
+        prompts=job.prompts,
+        eval_prompts=job.eval_prompts,
+        eval_samples=config.eval.num_samples,
+        sampling=sampling_of(config, job),
+        max_slots=g.max_slots,
+        max_len=config.task.max_prompt_tokens + config.max_new_tokens,
+        chunk_tokens=g.chunk_tokens,
+        cache_tokens=g.cache_tokens,
+        prefill_chunk=g.prefill_chunk,
+        max_seconds=g.max_seconds,
+        in_flight_updates=config.updates_in_flight,
+        recompute_kv=g.recompute_kv,
+        parity_tolerance=config.trainer.parity_tolerance,
+    )
+    if g.kind == "vllm":
+        return VLLMGenerator(**settings, gpu_memory_utilization=g.gpu_memory_utilization)
+    return Generator(
+        **settings,
+        tensor_parallel=g.tensor_parallel,
+        quantize=g.quantize,
+        quantize_exclude=tuple(g.quantize_exclude),
+        max_quantization_kl=g.max_quantization_kl,
+        reproducible=config.max_lag == 0,
+    )
+
+
+def build_reward(config: Config, job: Job) -> RuleReward:
+    r = config.reward
+    return RuleReward(
+        prompts=job.prompts,
+        eval_prompts=job.task.eval_prompt,
+        decode=job.decode,
+        fn=r.fn or job.task.default_reward,
+        group_size=config.group_size,
+        num_eval_prompts=len(job.eval_prompts),
+        num_eval_samples=config.eval.num_samples,
+        num_workers=r.num_workers,
+        timeout_s=r.timeout_s,
+        memory_mb=r.memory_mb,
+        max_error_rate=r.max_error_rate,
+    )
+
+
+def build_references(config: Config, job: Job) -> list[FrozenReference]:
+    """None, or one."""
+    if not config.reference.enabled:
+        return []
+    settings = dict(
+        model_path=str(job.model_path),
+        model_dtype=config.model.dtype,
+        temperature=config.temperature,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+    )
+    every = config.reference.reset_every
+    return [
+        ResettingReference(**settings, reset_every=every, timeout_s=config.timeout_s)
+        if every
+        else FrozenReference(**settings)
+    ]
+
+
+def build_buffer(config: Config, job: Job) -> GroupBuffer:
+    """This trainer rank's; a replay buffer has its share of the prompts and of the room."""
+    b = config.buffer
+    if b.kind == "fifo":
+        return GroupBuffer(config.max_lag)
+    peers, ranks = config.trainer.tensor_parallel, job.placement["trainer"]
+    dp_ranks = len(ranks) // peers
+    draw = Draw(
+        config.groups_per_step // dp_ranks,
+        config.trained_per_prompt,
+        b.most_on_policy,
+        b.priority,
+        b.temperature,
+    )
+    dp_rank = ranks.index(job.world.rank) // peers if job.world.rank in ranks else 0
+    return ReplayBuffer(
+        draw,
+        sync_period=b.sync_period,
+        max_size=b.max_size // dp_ranks,
+        seed=config.seed,
+        rank=dp_rank,
+        max_lag=config.max_lag,
+        most_lag=job.replay_lag,
+    )
+
+
+def step_options(config: Config) -> Callable[[int], dict[str, float]]:
+    """The options of the loss that follow a schedule."""
+    s = config.beta_schedule
+    if s.kind == "constant":
+        return lambda step: {}
+    first = float(config.loss.options["beta"])
+    return lambda step: {
+        "beta": beta_at(
+            step, first, kind=s.kind, final=s.final, end_step=s.end_step, cut_step=s.cut_step
+        )
+    }
+
+
+def build_trainer(config: Config, job: Job) -> FSDPTrainer:
+    t, c, loss_fn = config.trainer, config.loss, resolve_loss(config.loss.fn)
+    options = c.options_for(options_of(loss_fn))
+    check_options(loss_fn, options)
+    loss_fn = regularised(
+        partial(loss_fn, **options),
+        kl_coef=c.kl_coef,
+        kl_estimator=c.kl_estimator,
+        entropy_coef=c.entropy_coef,
+    )
+    g = config.generator
+    # Where the generator samples from another distribution on purpose, fresh tokens' logprobs are
+    # not the trainer's.
+    differs = g.top_k > 0 or g.top_p < 1 or g.min_new_tokens > 0 or g.quantize != "none"
+    update = UpdateSettings(
+        lr=config.lr,
+        schedule=t.schedule,
+        warmup_steps=t.warmup_steps,
+        decay_steps=t.decay_steps,
+        max_steps=config.max_steps,
+        microbatch_tokens=t.microbatch_tokens,
+        max_grad_norm=t.max_grad_norm,
+        temperature=config.temperature,
+        advantages=t.advantages,
+        # Exact where the loss is the policy gradient alone: such completions add nothing to it.
+        skip_zero_advantage=t.skip_zero_advantage
+        and t.advantages != "gae"
+        and not needs_all_completions(loss_fn),
+        parity_tolerance=None if differs else t.parity_tolerance,
+        whole_groups=needs_whole_groups(loss_fn),
+        minibatches_per_step=t.minibatches_per_step,
+        updates_per_batch=t.updates_per_batch,
+        shaping=Shaping(t.missing_eos_penalty, t.reward_kl_coef, t.whiten, t.reward_kl_estimator),
+        filter_groups=t.filter_groups,
+        recomputes_kv=g.recompute_kv,
+    )
+    return FSDPTrainer(
+        model_path=str(job.model_path),
+        model_dtype=config.model.dtype,
+        compute_dtype=t.compute_dtype,
+        replicate=t.replicate,
+        tensor_parallel=t.tensor_parallel,
+        activation_checkpointing=t.activation_checkpointing,
+        cpu_offload=t.cpu_offload,
+        loss_fn=loss_fn,
+        update=update,
+        buffer=build_buffer(config, job),
+        adam=AdamSettings(
+            beta1=t.beta1, beta2=t.beta2, eps=t.eps, weight_decay=t.weight_decay, kind=t.optimizer
+        ),
+        canary_prompts=job.prompts,
+        canary_top=0 if g.quantize == "none" else TOP,
+        evaluate_at=job.eval_due,
+        checkpoint_at=job.checkpoint_due,
+        critic=_critic_of(config),
+        lora=Lora(t.lora.rank, t.lora.alpha, tuple(t.lora.targets), config.seed)
+        if t.lora.rank
+        else None,
+        ema_decay=t.ema_decay,
+        step_options=step_options(config),
+        resets_reference=job.reference_due,
+    )
+
+
+def _critic_of(config: Config) -> CriticSettings | None:
+    t = config.trainer
+    if t.advantages != "gae":
+        return None
+    return CriticSettings(
+        lr=t.value_lr, coef=t.value_coef, clip=t.value_clip, gamma=t.gamma, gae_lambda=t.gae_lambda
+    )
+
+
+def build_reference_weights(
+    config: Config, trainer: FSDPTrainer, references: list[FrozenReference]
+) -> list[Weights]:
+    """The policy's way to a reference that is reset to it. None, or one."""
+    if not config.reference.reset_every:
+        return []
+    return [
+        Weights(
+            REFERENCE_WEIGHTS,
+            trainer,
+            references[0],
+            dtype=config.model.dtype,
+            transport=config.weights.transport,
+        )
+    ]
+
+
+def build_weights(config: Config, trainer: FSDPTrainer, generator: Generator) -> Weights:
+    """The policy's way to the generator, in the form that the generator holds it in."""
+    g = config.generator
+    return Weights(
+        "policy",
+        trainer,
+        generator,
+        dtype=config.model.dtype,
+        quantize=g.quantize,
+        keep=tuple(g.quantize_exclude),
+        transport=config.weights.transport,
+    )

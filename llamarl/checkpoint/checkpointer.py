@@ -1,0 +1,553 @@
+"""Checkpoints: every executor's state at one step boundary, on disk as a whole or not at all.
+
+    RUN_DIR/checkpoints/latest                            "step_20": the newest one that was sealed
+                        step_20/trainer.rank0.safetensors tensors of one executor on one of its
+                        ranks
+                                trainer.rank0.json        its other state
+                                controller.rank0.json     ...
+                                hf/, hf_ema/              directories that transformers loads: the weights, and their average if kept
+                                manifest.json             bytes and SHA-256 of every file; written last
+                        step_40.tmp/                      being written
+                        step_10.old/                      being deleted
+
+Each rank writes its parts into step_N.tmp and tells the leader their sizes and hashes. When all
+expected parts are in, the leader writes the manifest and renames the directory into place: a
+checkpoint with a manifest is complete, and what it says about itself can be checked. All ranks must
+see the same run_dir. No pickle: safetensors and JSON only.
+
+A disk that is full or fails ends no run by itself: that checkpoint is given up, in whole, and named
+in the log. What cannot be deleted is named too, and tried again with the next checkpoint.
+
+    message      from -> to            handled          meaning
+    checkpoint   any rank -> leader    by its pump()    a part of step n is on disk: its files, sizes and hashes; or why it is not
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+
+from llamarl.checkpoint.parts import Part
+from llamarl.native.disk import aside, check_room, discard, free_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llamarl.comm.control import Control
+
+FORMAT = 4
+MANIFEST, LATEST, TOPIC = "manifest.json", "latest", "checkpoint"
+_CHUNK_BYTES = 1 << 20  # read at once for a digest
+_SEALED = re.compile(r"step_(\d+)")
+_LEFTOVER = re.compile(r"step_(\d+)\.(tmp|old)(\.\d+)?")
+
+log = logging.getLogger(__name__)
+
+State = Mapping[str, "Tensor | int | float | str | list | dict | None"]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or used; the message names the file and what to do."""
+
+
+# --- Reading ---
+
+
+def find(
+    resume: str, run_dir: str | Path, check: Callable[[Path], list[str]] | None = None
+) -> Path | None:
+    """The checkpoint to go on from: for "auto" the newest valid one of run_dir (None if it has none
+    at all), else `resume`.
+
+    Damaged ones are named in a warning and passed over. CheckpointError if all are damaged, or the
+    one asked for is; FileNotFoundError if that does not exist. check: says what is wrong with one,
+    as `verify`, which it is by default.
+    """
+    check = check or verify
+    if resume != "auto":
+        path = Path(resume)
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"{path}: no such checkpoint; give a step_N directory, or resume=auto with the run's run_dir"
+            )
+        if problems := check(path):
+            raise CheckpointError(
+                _damage(path, problems)
+                + "\nUse another step_N, or resume=auto for the newest valid one"
+            )
+        return path
+    candidates = sorted(_steps(Path(run_dir) / "checkpoints").items(), reverse=True)
+    for _, path in candidates:
+        problems = check(path)
+        if not problems:
+            return path
+        log.warning("%s\nIt is passed over", _damage(path, problems))
+    if candidates:
+        raise CheckpointError(
+            f"{run_dir}: no checkpoint is whole (see above). To start over, choose another run_dir"
+        )
+    return None
+
+
+def verify(
+    path: str | Path,
+    *,
+    hashes: bool = True,
+    share: tuple[int, int] = (0, 1),
+    progress: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """What is wrong with a checkpoint, a line a file; [] if nothing. Without `hashes` only names
+    and sizes are compared.
+
+    share: (i, n) for the i-th of n processes that verify it together, each some of the files and
+    about as many bytes. progress is called while a file is read.
+    """
+    path = Path(path)
+    try:
+        manifest = _read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)]
+    problems = []
+    named = _SEALED.fullmatch(path.name)
+    if named and int(named[1]) != manifest["step"]:
+        problems.append(f"{MANIFEST}: is of step {manifest['step']}")
+    for name in _share(manifest["files"], *share):
+        size, digest = manifest["files"][name]
+        file = path / name
+        if not file.is_file():
+            problems.append(f"{name}: absent")
+        elif file.stat().st_size != size:
+            problems.append(f"{name}: {file.stat().st_size} bytes, {size} were written")
+        elif hashes and _sha256(file, progress) != digest:
+            problems.append(f"{name}: its contents have changed (SHA-256)")
+    return problems
+
+
+def ranks_of(path: str | Path, name: str) -> list[int]:
+    """The ranks (places within the executor) that saved a part of `name`; [] if its state was lost,
+    and can be done without.
+
+    CheckpointError if the checkpoint knows no such executor.
+    """
+    parts = _read_manifest(Path(path))["parts"]
+    if name not in parts:
+        raise CheckpointError(
+            f"{path}: holds no state of {name}, only of {', '.join(parts)}; it was made by another recipe"
+        )
+    return parts[name]
+
+
+def load_part(path: str | Path, name: str, rank: int) -> Part:
+    """What `save_part` was given, on the CPU. CheckpointError naming the file if it is absent or
+    cannot be read.
+    """
+    stem, values = Path(path) / _stem(name, rank), _load_values(path, name, rank)
+    tensors_file = Path(f"{stem}.safetensors")
+    has_tensors = tensors_file.name in _read_manifest(Path(path))["files"]
+    try:
+        return Part(values, tensors_file if has_tensors else None)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{stem}: cannot be read: {error}") from error
+
+
+def _load_values(path: str | Path, name: str, rank: int) -> dict:
+    """What `save_part` was given but tensors."""
+    stem = Path(path) / _stem(name, rank)
+    try:
+        return json.loads(Path(f"{stem}.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{stem}: cannot be read: {error}") from error
+
+
+def in_work(path: str | Path) -> set[int]:
+    """The tickets whose unfinished completions some executor saved: those under `in_work` in its
+    part.
+    """
+    parts = [
+        (name, rank)
+        for name, ranks in _read_manifest(Path(path))["parts"].items()
+        for rank in ranks
+    ]
+    return {ticket for part in parts for ticket in _load_values(path, *part).get("in_work", [])}
+
+
+# --- Writing ---
+
+
+class Checkpointer:
+    """A rank's hand in writing checkpoints; the leader's also seals and prunes them.
+
+    expected: the parts of a whole checkpoint, (executor, place of a rank within it); extra_parts:
+    those of `register_files`. optional: executors whose parts a checkpoint can do without, once
+    `waive` says so. keep: how many of the newest valid ones stay.
+    """
+
+    ranks_of, load_part, in_work = (
+        staticmethod(ranks_of),
+        staticmethod(load_part),
+        staticmethod(in_work),
+    )
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        keep: int,
+        control: Control,
+        expected: Iterable[tuple[str, int]],
+        extra_parts: Iterable[str] = (),
+        optional: Iterable[str] = (),
+    ):
+        if keep < 1:
+            raise ValueError(f"keep={keep}: at least the newest checkpoint must stay")
+        self.folder = Path(run_dir) / "checkpoints"
+        self._keep, self._control = keep, control
+        self._expected, self._extra_parts = sorted(expected), tuple(extra_parts)
+        self._optional = frozenset(optional)
+        self._waived: frozenset[str] = frozenset()
+        self._arrived: dict[
+            int, dict[str, dict[str, list]]
+        ] = {}  # step -> part -> file -> [bytes, sha256]
+        self._errors: dict[int, list[str]] = {}  # step -> of parts that could not be written
+        self._failed: dict[int, str] = {}  # step -> why it was given up
+        self._own: set[int] = set()  # steps sealed by this process
+        if self._leads:
+            for path in _matching(self.folder, _LEFTOVER):
+                discard(path)
+
+    def begin(self, step: int) -> Path:
+        """The directory that the parts of `step` are written to. Any rank may call it, any number
+        of times.
+        """
+        if self._leads:
+            self._arrived.setdefault(step, {})
+            self._failed.pop(step, None)
+        return self._writing(step)
+
+    def _writing(self, step: int) -> Path:
+        path = self.folder / f"step_{step}.tmp"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def save_part(self, step: int, name: str, rank: int, state: State) -> None:
+        """Write one executor's state of one rank, to disk for good, and tell the leader; or tell it
+        why that cannot be done.
+
+        Values are tensors (of this rank, of any device) or JSON. TypeError, naming the key, for
+        anything else.
+        """
+        tensors, values = _split(name, state)
+        text = json.dumps(values)
+        num_bytes = len(text) + sum(tensor.nbytes for tensor in tensors.values())
+        with self.writing(step, _stem(name, rank), num_bytes):
+            stem = self.begin(step) / _stem(name, rank)
+            check_room(stem.parent, num_bytes)
+            files = [Path(f"{stem}.json")]
+            files[0].write_text(text)
+            if tensors:
+                from safetensors.torch import save_file
+
+                files.append(Path(f"{stem}.safetensors"))
+                save_file(tensors, files[1])
+            self._report(step, _stem(name, rank), files)
+
+    @contextmanager
+    def writing(self, step: int, part: str, num_bytes: int) -> Iterator[None]:
+        """What the disk refuses inside is no error here but that part's, and told to the leader:
+        `step` will not be sealed.
+
+        num_bytes: how much the part needs, for the message.
+        """
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            free = free_bytes(self.folder)
+            why = f"{part}: {error}; it needs {num_bytes:,} bytes, and {free:,} are free"
+            self._control.post(
+                self._control.leader, TOPIC, {"step": step, "part": part, "error": why}
+            )
+
+    def place_for(self, step: int, part: str, num_bytes: int) -> Path | None:
+        """`begin(step)` if the disk has room for a part there; else None, and why is told as in
+        `writing`.
+        """
+        with self.writing(step, part, num_bytes):
+            folder = self.begin(step)
+            check_room(folder, num_bytes)
+            return folder
+        return None
+
+    def register_files(self, step: int, part: str, files: Iterable[Path]) -> None:
+        """Make files that the caller wrote below `begin(step)` the extra part `part`."""
+        if part not in self._extra_parts:
+            raise ValueError(f"{part} is not among extra_parts {self._extra_parts}")
+        self._report(step, part, list(files))
+
+    def pump(self) -> None:
+        """On the leader: take in what was reported, and seal each step whose parts are all there.
+        Elsewhere nothing.
+        """
+        if not self._leads:
+            return
+        for _, message in self._control.take(TOPIC):
+            step = message["step"]
+            self._arrived.setdefault(step, {})[message["part"]] = message.get("files", {})
+            if "error" in message:
+                self._errors.setdefault(step, []).append(message["error"])
+        for step in [step for step in self._arrived if not self.missing(step)]:
+            self._settle(step)
+
+    def waive(self) -> None:
+        """On the leader: seal without the parts of `optional` executors that have not come: some of
+        them will not.
+        """
+        self._waived = self._optional
+
+    def missing(self, step: int) -> list[str]:
+        """On the leader: the parts of `step` that have not come, and must."""
+        arrived = self._arrived.get(step, {})
+        needed = [_stem(*part) for part in self._expected if part[0] not in self._waived]
+        return [part for part in (*needed, *self._extra_parts) if part not in arrived]
+
+    def failed(self, step: int) -> str | None:
+        """On the leader: why the checkpoint of `step` was given up, if it was."""
+        return self._failed.get(step)
+
+    def sealed(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is whole and in place (and not being written again)."""
+        return step not in self._arrived and (self.folder / f"step_{step}" / MANIFEST).is_file()
+
+    @property
+    def _leads(self) -> bool:
+        return self._control.rank == self._control.leader
+
+    def _report(self, step: int, part: str, files: list[Path]) -> None:
+        folder, written = self._writing(step), {}
+        for file in files:
+            _sync(file)
+            written[file.relative_to(folder).as_posix()] = [file.stat().st_size, _sha256(file)]
+        for directory in {file.parent for file in files}:
+            _sync(directory)
+        self._control.post(
+            self._control.leader, TOPIC, {"step": step, "part": part, "files": written}
+        )
+
+    def _settle(self, step: int) -> None:
+        """Seal it; give it up if a part of it could not be written."""
+        errors = self._errors.pop(step, [])
+        if not errors:
+            try:
+                self._seal(step)
+                return
+            except OSError as error:
+                errors = [str(error)]
+        del self._arrived[step]
+        path = self.folder / f"step_{step}.tmp"
+        self._failed[step] = (
+            f"{path}: the checkpoint of step {step} could not be written: {'; '.join(errors)}. Make room there, or lower checkpoint.keep"
+        )
+        log.error(
+            "%s. Training goes on; the next checkpoint is tried when it is due", self._failed[step]
+        )
+        discard(path)
+
+    def _seal(self, step: int) -> None:
+        """Write the manifest, rename into place, point `latest` to it, prune. OSError if it is not
+        in place.
+        """
+        writing, final = self.folder / f"step_{step}.tmp", self.folder / f"step_{step}"
+        files = {
+            name: entry for part in self._arrived[step].values() for name, entry in part.items()
+        }
+        absent = [name for name in files if not (writing / name).is_file()]
+        if absent:
+            unseen = ", ".join(absent)
+            raise CheckpointError(
+                f"{writing}: the leader does not see {unseen}; put run_dir where all hosts see the same files"
+            )
+        parts: dict[str, list[int]] = {}
+        for name, rank in self._expected:
+            parts.setdefault(name, []).extend(
+                [rank] if _stem(name, rank) in self._arrived[step] else []
+            )
+        _write(
+            writing / MANIFEST,
+            _manifest_text({"format": FORMAT, "step": step, "parts": parts, "files": files}),
+        )
+        if final.exists():  # of a run that was resumed before it, or damaged
+            final.rename(aside(final))
+        writing.rename(final)
+        del self._arrived[step]
+        self._own.add(step)
+        self._point_to(final)
+        self._prune(step)
+
+    def _point_to(self, final: Path) -> None:
+        try:
+            _sync(self.folder)
+            _write(self.folder / f"{LATEST}.tmp", f"{final.name}\n")
+            os.replace(self.folder / f"{LATEST}.tmp", self.folder / LATEST)
+            _sync(self.folder)
+        except OSError as error:  # a resume looks at the checkpoints themselves
+            log.warning(
+                "%s: not written (%s); the newest checkpoint is %s",
+                self.folder / LATEST,
+                error,
+                final,
+            )
+
+    def _prune(self, newest: int) -> None:
+        """Keep the newest valid ones. Later steps of an earlier process are a future that a resume
+        has abandoned.
+
+        What could not be deleted before is tried again; a later step may be begun by another rank
+        already.
+        """
+        for path in _matching(self.folder, _LEFTOVER):
+            step = int(_LEFTOVER.fullmatch(path.name)[1])
+            if path.suffix != ".tmp" or (step <= newest and step not in self._arrived):
+                discard(path)
+        kept = 0
+        for step, path in sorted(_steps(self.folder).items(), reverse=True):
+            abandoned = step > newest and step not in self._own
+            if kept < self._keep and not abandoned and not verify(path, hashes=False):
+                kept += 1
+            else:
+                discard(path)
+
+
+# --- Files ---
+
+
+def _stem(name: str, rank: int) -> str:
+    return f"{name}.rank{rank}"
+
+
+def _matching(folder: Path, pattern: re.Pattern) -> list[Path]:
+    return (
+        [path for path in folder.iterdir() if path.is_dir() and pattern.fullmatch(path.name)]
+        if folder.is_dir()
+        else []
+    )
+
+
+def _steps(folder: Path) -> dict[int, Path]:
+    return {int(path.name.removeprefix("step_")): path for path in _matching(folder, _SEALED)}
+
+
+def _damage(path: Path, problems: list[str]) -> str:
+    shown = problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])
+    return f"checkpoint {path} is damaged:\n  " + "\n  ".join(shown)
+
+
+def _manifest_text(body: dict) -> str:
+    # The manifest vouches for the files; its own digest vouches for it.
+    return json.dumps({**body, "sha256": _digest(body)}, indent=1)
+
+
+def _digest(body: dict) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _read_manifest(path: Path) -> dict:
+    """CheckpointError, naming the file, if it is absent, damaged or of another format."""
+    file = path / MANIFEST
+    if not file.is_file():
+        raise CheckpointError(
+            f"{MANIFEST}: absent; {path.name} was never finished, or is no checkpoint"
+        )
+    try:
+        body = json.loads(file.read_text())
+        digest = body.pop("sha256", None)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{MANIFEST}: not readable: {error}") from error
+    if digest != _digest(body):
+        raise CheckpointError(f"{MANIFEST}: its contents have changed (SHA-256)")
+    if body["format"] != FORMAT:
+        raise CheckpointError(f"{MANIFEST}: format {body['format']}, this version reads {FORMAT}")
+    return body
+
+
+def _split(name: str, state: State) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """(tensors, ready for safetensors; JSON values)."""
+    from torch import Tensor
+
+    tensors, values, storages = {}, {}, set()
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            tensor = value.detach().cpu().contiguous()
+            storage = tensor.untyped_storage().data_ptr()
+            # Safetensors refuses tensors that share memory (tied weights, views).
+            tensors[key] = tensor.clone() if storage in storages else tensor
+            storages.add(storage)
+        else:
+            _check_json(f"{name}: {key}", value)
+            values[key] = value
+    return tensors, values
+
+
+def _check_json(where: str, value: object) -> None:
+    """TypeError for what JSON cannot hold, or would silently change (an integer key becomes a
+    text).
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(
+                    f"state of {where}: key {key!r} is a {type(key).__name__}; JSON keys are texts"
+                )
+            _check_json(f"{where}.{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_json(f"{where}[]", item)
+    elif not (value is None or isinstance(value, (bool, int, float, str))):
+        raise TypeError(
+            f"state of {where}: {type(value).__name__} is neither a tensor (at the top) nor a JSON value"
+        )
+
+
+def _share(files: Mapping[str, list], index: int, count: int) -> list[str]:
+    """The names of the index-th of `count` shares: the largest files first, each to the share that
+    has the fewest bytes so far.
+    """
+    shares: list[list[str]] = [[] for _ in range(count)]
+    num_bytes = [0] * count
+    for name in sorted(files, key=lambda name: (-files[name][0], name)):
+        least = num_bytes.index(min(num_bytes))
+        shares[least].append(name)
+        num_bytes[least] += files[name][0]
+    mine = set(shares[index])
+    return [name for name in files if name in mine]
+
+
+def _sha256(file: Path, progress: Callable[[], None] = lambda: None) -> str:
+    """progress is called after every _CHUNK_BYTES."""
+    digest, chunk = hashlib.sha256(), bytearray(_CHUNK_BYTES)
+    with file.open("rb") as stream:
+        while size := stream.readinto(chunk):
+            digest.update(memoryview(chunk)[:size])
+            progress()
+    return digest.hexdigest()
+
+
+def _write(file: Path, text: str) -> None:
+    file.write_text(text)
+    _sync(file)
+
+
+def _sync(path: Path) -> None:
+    """Have the kernel put a file's contents, or a directory's entries, on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,52 @@
+"""A part of a checkpoint, as it is read: its JSON values at once, its tensors, or boxes of them,
+when they are asked for.
+
+So that each rank of a large model reads what its own boxes overlap, and not what all the others had
+saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Part(Mapping):
+    """What one executor's rank had saved, by name. tensors: a safetensors file, None without
+    tensors.
+
+    OSError or SafetensorError if that cannot be read.
+    """
+
+    def __init__(self, values: Mapping[str, object], tensors: Path | None):
+        from safetensors import safe_open
+
+        self._values = values
+        self._file = None if tensors is None else safe_open(tensors, "pt")
+        self._names = frozenset() if tensors is None else frozenset(self._file.keys())
+
+    def __getitem__(self, name: str) -> object:
+        return self._file.get_tensor(name) if name in self._names else self._values[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names or name in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._values
+        yield from self._names
+
+    def __len__(self) -> int:
+        return len(self._values) + len(self._names)
+
+    def box(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """tensor[index], of which nothing else is read."""
+        return self._file.get_slice(name)[index] if index else self._file.get_tensor(name)
+
+
+def box_of(part: Mapping, name: str, index: tuple[slice, ...]) -> Tensor:
+    """part[name][index]."""
+    return part.box(name, index) if isinstance(part, Part) else part[name][index]

@@ -1,0 +1,260 @@
+"""Channels: typed, named, bounded, in-order, one-way. In one process a queue; across ranks p2p over
+a group of its own.
+
+A recipe declares them (Gather, Scatter, Weights) between executors; the controller connects this
+rank's ends.
+
+    thread              consumes        waits for                 unblocked by            produces
+    sender (a peer)     outbox          a record in the outbox    put(); close()          one message of all that waits
+    receiver (a peer)   the wire        the peer's next message   the peer; its close     records in the inbox
+                                        room in the inbox         take()
+
+Bounded means backpressure: a executor asks `has_room()` before a step and rests when there is none.
+One step may go over the bound by what it emits; nothing is ever dropped, and `put` never blocks, so
+a rank that hosts both ends cannot deadlock with itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from llamarl.comm import wire
+from llamarl.comm.control import Control, PeerDied
+from llamarl.comm.p2p import recv_message, send_closed, send_message
+from llamarl.executor import Executor
+from llamarl.models.sharding import HEAD
+from llamarl.tickets.ledger import dp_rank_of
+
+REFERENCE_WEIGHTS = "reference_policy"  # the channel of the weights that the reference is reset to
+# the leader's word that a version was sent there; in order with its word of checkpoints
+RESET = "reset"
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One arrow of the graph."""
+
+    name: str
+    source: Executor
+    destination: Executor
+    capacity: int = field(default=4096, kw_only=True)  # records an end holds before it pushes back
+
+    def route(self, record, num_destinations: int) -> list[int]:
+        """Indices of the destination ranks that get the record."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Gather(Channel):
+    """Many producers, few consumers: a ticket's records all go to one of them; with spread=False
+    everything goes to the first.
+    """
+
+    spread: bool = field(default=True, kw_only=True)
+
+    def route(self, record, num_destinations):
+        return [record.ticket % num_destinations if self.spread else 0]
+
+
+class Scatter(Channel):
+    """A group goes to one data-parallel rank, by the pre-set permutation of its ticket (the
+    ledger's own): to all its tensor-parallel peers.
+    """
+
+    def route(self, record, num_destinations):
+        peers = self.destination.tensor_parallel
+        first = dp_rank_of(record.ticket, num_destinations // peers) * peers
+        return list(range(first, first + peers))
+
+
+@dataclass(frozen=True)
+class Weights(Channel):
+    """Policy weights, shard to shard (llamarl.ddma)."""
+
+    dtype: str = field(default="float32", kw_only=True)  # that travels: the destination's
+    quantize: str = field(
+        default="none", kw_only=True
+    )  # none, or what the projections travel as: fp8, int8
+    keep: tuple[str, ...] = field(
+        default=(HEAD,), kw_only=True
+    )  # fragments of names of weights that are not quantised
+    transport: str = field(default="auto", kw_only=True)
+
+
+class Receiver:
+    """The end that reads: one inbox, fed by local puts and by one thread a remote producer."""
+
+    def __init__(self, name: str, capacity: int, control: Control):
+        self.name, self.capacity, self._control = name, capacity, control
+        self._inbox: deque = deque()
+        self._room = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+
+    def __len__(self) -> int:
+        return len(self._inbox)
+
+    def take(self, limit: int | None = None) -> list:
+        """Up to `limit` records that have come, oldest first. Does not wait."""
+        with self._room:
+            count = len(self._inbox) if limit is None else min(limit, len(self._inbox))
+            out = [self._inbox.popleft() for _ in range(count)]
+            self._room.notify_all()
+        return out
+
+    def has_room(self) -> bool:
+        return len(self._inbox) < self.capacity
+
+    def deliver(self, records: list) -> None:
+        with self._room:
+            self._inbox.extend(records)
+        self._control.wake()
+
+    def listen(self, rank: int, group: dist.ProcessGroup) -> None:
+        self._threads.append(
+            self._control.thread(f"recv-{self.name}-{rank}", self._receive, rank, group)
+        )
+
+    def _receive(self, rank: int, group: dist.ProcessGroup) -> None:
+        while True:
+            try:
+                message = recv_message(rank, group)
+            except RuntimeError as error:
+                if not self._closing:
+                    self._control.fail(
+                        PeerDied(_link_error(self.name, "from", rank, self._control, error), [rank])
+                    )
+                return
+            if message is None:
+                return
+            with self._room:
+                self._room.wait_for(lambda: self._closing or self.has_room())
+            self.deliver(wire.decode(message))
+
+    def close(self) -> None:
+        with self._room:
+            self._closing = True
+            self._room.notify_all()
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+
+class Sender:
+    """The end that writes: routes a record to its consumer's inbox or to the outbox of the link
+    there.
+    """
+
+    def __init__(
+        self, name: str, capacity: int, control: Control, route: Callable[[object], list[int]]
+    ):
+        self.name, self.capacity, self._control, self._route = name, capacity, control, route
+        self._ends: list[Receiver | _Link] = []
+
+    def add(self, end: Receiver | _Link) -> None:
+        """Destination ranks in executor order: the local inbox, or a link."""
+        self._ends.append(end)
+
+    def put(self, record) -> None:
+        """Send one record; never blocks. Ask `has_room` before the work that makes it."""
+        for index in self._route(record):
+            self._ends[index].deliver([record])
+
+    def has_room(self) -> bool:
+        return all(end.has_room() for end in self._ends)
+
+    def close(self) -> None:
+        """Send what waits, then say that no more comes."""
+        for end in self._ends:
+            if isinstance(end, _Link):
+                end.close()
+
+
+class _Link:
+    """Records for one remote rank, sent by a thread: all that waits goes as one message."""
+
+    def __init__(
+        self, name: str, rank: int, group: dist.ProcessGroup, capacity: int, control: Control
+    ):
+        self.name, self.rank, self.capacity = name, rank, capacity
+        self._group, self._control = group, control
+        self._outbox: deque = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = control.thread(f"send-{name}-{rank}", self._send)
+
+    def deliver(self, records: list) -> None:
+        with self._changed:
+            self._outbox.extend(records)
+            self._changed.notify_all()
+
+    def has_room(self) -> bool:
+        return len(self._outbox) < self.capacity
+
+    def _send(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._outbox or self._closing)
+                records = list(self._outbox)
+                self._outbox.clear()
+            try:
+                if not records:
+                    send_closed(self.rank, self._group)
+                    return
+                send_message(wire.encode(records), self.rank, self._group)
+            except RuntimeError as error:
+                if not self._closing:
+                    self._control.fail(
+                        PeerDied(
+                            _link_error(self.name, "to", self.rank, self._control, error),
+                            [self.rank],
+                        )
+                    )
+                return
+            self._control.wake()  # room again
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout=5)
+
+
+def _link_error(name: str, way: str, rank: int, control: Control, error: Exception) -> str:
+    return f"channel {name!r} {way} rank {rank}: {control.gone(PeerDied(str(error).split('. ')[0].splitlines()[0], [rank]))}"
+
+
+def connect(
+    channel: Channel,
+    sources: tuple[int, ...],
+    destinations: tuple[int, ...],
+    group: dist.ProcessGroup | None,
+    control: Control,
+) -> tuple[Sender | None, Receiver | None]:
+    """This rank's (Sender | None, Receiver | None) of a channel. `group` spans both sides, None if
+    they are one rank.
+    """
+    rank = control.rank
+    receiver = Receiver(channel.name, channel.capacity, control) if rank in destinations else None
+    sender = None
+    if rank in sources:
+        sender = Sender(
+            channel.name,
+            channel.capacity,
+            control,
+            lambda record: channel.route(record, len(destinations)),
+        )
+        for peer in destinations:
+            local = peer == rank
+            sender.add(
+                receiver if local else _Link(channel.name, peer, group, channel.capacity, control)
+            )
+    if receiver is not None:
+        for peer in sources:
+            if peer != rank:
+                receiver.listen(peer, group)
+    return sender, receiver

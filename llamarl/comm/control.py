@@ -1,0 +1,416 @@
+"""Control: small JSON messages between ranks over the c10d Store, and the watch over who is alive.
+
+Every rank has a mailbox, a queue in the Store. A listener thread takes its messages and either
+hands them to a handler (the ledger's, which must answer while executors compute) or keeps them by
+topic until the loop asks. Data never comes here.
+
+    thread      consumes              waits for                 unblocked by
+    listener    mailbox of this rank  a message                 post() of any rank; close()
+    heartbeat   -                     1 s; the Store            close(); what serves the Store
+    watch       -                     1 s                       close()
+
+Liveness: every rank beats once a second. The leader watches all, the others watch the leader; one
+whose beat stands still for heartbeat_timeout_s, counted from its first beat on, is reported to
+every rank by name, and each ends with PeerDied: in its loop, or, if it is stuck inside a collective
+with the dead, by the watch thread, GRACE_S later. That also ends the rank when the Store itself is
+silent, for STORE_PATIENCE times as long: the heartbeat thread then hangs in it.
+
+What went wrong is one of two things. A failure ends this rank's loop at once. A loss leaves all of
+the keepers, the ranks whose state a checkpoint cannot do without, alive and this rank among them:
+it ends them too, but once they have sealed a checkpoint (llamarl.controller), for which they have
+last_words_s.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+BEAT_S = 1.0
+GRACE_S = 10.0
+EXIT_PEER_DIED = 70
+NAMED_S = 2.0  # the name of a dead rank comes within so long of what its death broke
+STORE_PATIENCE = 3  # times heartbeat_timeout_s that the Store may be silent
+_OF_GLOO = re.compile(r"gloo|Connection (closed|reset) by peer")  # which raises plain RuntimeErrors
+_FOREVER = timedelta(days=7)
+
+
+class PeerDied(RuntimeError):
+    """Another rank stopped answering or failed; the message names it.
+
+    ranks: those that are gone, as far as is known; none: who it was is not known.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()):
+        super().__init__(message)
+        self.ranks = frozenset(ranks)
+
+
+class TimedOut(TimeoutError):
+    """Somebody waited too long; the message names executor, rank, step, what for and from whom."""
+
+
+class Control:
+    """One per rank. `store` is None in a world of one, where mail is a local queue.
+
+    names: what each rank hosts, for messages ("rank 1 (generator, reward)").
+    """
+
+    def __init__(
+        self,
+        store: dist.Store | None,
+        *,
+        rank: int,
+        world_size: int,
+        leader: int,
+        names: list[str],
+        heartbeat_timeout_s: float = 30.0,
+    ):
+        self.rank, self.world_size, self.leader, self.names = rank, world_size, leader, names
+        self.heartbeat_timeout_s = heartbeat_timeout_s
+        self.failure: Exception | None = None  # ends this rank now
+        self.loss: Exception | None = (
+            None  # ends this rank once the keepers have sealed a checkpoint
+        )
+        self.keepers: frozenset[int] = frozenset()  # none: there is no state yet that were worth it
+        self._beaten_at = math.inf  # the last time that the Store took this rank's beat
+        self._last_words_until = math.inf
+        self._last_words_s = 0.0
+        self.stop_reason: str | None = None
+        self.signalled = False  # this process has a stop signal that its loop has not passed on yet
+        self._mail: dict[str, deque] = defaultdict(deque)
+        self._handlers: dict[str, Callable[[int, dict], None]] = {}
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._store = store
+        self._threads: list[threading.Thread] = []
+        self.on("failed", self._on_failed)
+        self.on("lost", self._on_lost)
+        self.on("stop", self._on_stop)
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == self.leader
+
+    def start(self) -> None:
+        """Begin to listen and beat; after all handlers are in place."""
+        if self._store is not None and not self._threads:
+            threads = {"listen": self._listen, "beat": self._beat, "watch": self._watch}
+            self._threads = [
+                self.thread(f"control-{name}", target) for name, target in threads.items()
+            ]
+
+    # -- messages
+    # -------------------------------------------------------------------------------------------------
+
+    def post(self, rank: int, topic: str, payload: dict) -> None:
+        """Put a JSON message into a rank's mailbox. Never waits; in order per sender."""
+        if rank == self.rank:
+            self._deliver(self.rank, topic, payload)
+        else:
+            try:
+                self._store.queue_push(
+                    f"mail/{rank}", json.dumps([self.rank, topic, payload]).encode()
+                )
+            except dist.DistError as error:
+                raise PeerDied(self._store_gone(error)) from error
+
+    def _store_gone(self, error: Exception | str) -> str:
+        first_line = str(error).splitlines()[0]
+        return (
+            f"rank {self.rank} ({self.names[self.rank]}): the control store is gone ({first_line}). Was the launcher, which serves "
+            "it, stopped? Start again with resume=auto"
+        )
+
+    def post_all(self, topic: str, payload: dict) -> None:
+        for rank in range(self.world_size):
+            self.post(rank, topic, payload)
+
+    def take(self, topic: str) -> list[tuple[int, dict]]:
+        """All messages of a topic that have come, as (sender, payload). Does not wait."""
+        box, out = self._mail[topic], []
+        while box:
+            out.append(box.popleft())
+        return out
+
+    def has(self, topic: str) -> bool:
+        """Whether a message of a topic waits to be taken."""
+        return bool(self._mail[topic])
+
+    def on(self, topic: str, handler: Callable[[int, dict], None]) -> None:
+        """Have a topic's messages handled at once, on the listener thread (or the poster's, in one
+        process).
+        """
+        self._handlers[topic] = handler
+
+    def wake(self) -> None:
+        """Something came for this rank: end a running `wait`."""
+        with self._changed:
+            self._news = True
+            self._changed.notify_all()
+
+    _news = False
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something comes for this rank, or timeout_s."""
+        with self._changed:
+            if not self._news:
+                self._changed.wait(timeout_s)
+            self._news = False
+
+    # -- stop and failure
+    # -----------------------------------------------------------------------------------------
+
+    @property
+    def stopping(self) -> bool:
+        return self.stop_reason is not None
+
+    @property
+    def ending(self) -> bool:
+        """Whether a step that is under way had better be given up, if all ranks agree: it would be
+        the last.
+        """
+        return self.stopping or self.signalled or self.loss is not None
+
+    def request_stop(self, reason: str) -> None:
+        """Ask every rank to checkpoint at the next boundary and end. Not from a signal handler: it
+        takes locks.
+        """
+        self.post_all("stop", {"reason": reason})
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell every other rank why this one ends, so that nobody waits for it."""
+        text = f"rank {self.rank} ({self.names[self.rank]}) failed: {type(error).__name__}: {error}"
+        self._tell_others(
+            "failed", {"why": text, "ranks": sorted({self.rank, *getattr(error, "ranks", ())})}
+        )
+
+    def report_loss(self) -> None:
+        """Tell every other rank of this one's loss: keepers seal a checkpoint with it, the others
+        end.
+        """
+        self._tell_others("lost", {"why": str(self.loss)})
+
+    def _tell_others(self, topic: str, payload: dict, but: Iterable[int] = ()) -> None:
+        for rank in range(self.world_size):
+            if rank != self.rank and rank not in but:
+                self.post(rank, topic, payload)
+
+    def keep(self, keepers: Iterable[int], last_words_s: float) -> None:
+        """From now on there is state that a checkpoint of these ranks saves, for which they have
+        last_words_s after a loss.
+        """
+        self.keepers, self._last_words_s = frozenset(keepers), last_words_s
+
+    def fail(self, error: Exception) -> None:
+        """Make this rank's loop end with `error` (from a channel's thread): at once, or as a loss
+        where the dead are known to be none of the keepers.
+        """
+        lost = getattr(error, "ranks", frozenset())
+        if lost and not lost & self.keepers:
+            self.lose(error)
+            return
+        for rank in sorted(lost & self.keepers) if self.failure is None else ():
+            error.add_note(
+                f"No checkpoint was made of the steps since the last one: rank {rank} ({self.names[rank]}) held a part of it."
+            )
+        self.fail_now(error)
+
+    def lose(self, error: Exception) -> None:
+        """Make this rank's loop end with `error`, which leaves the keepers whole: a keeper has a
+        checkpoint to seal before.
+        """
+        if self.rank not in self.keepers:
+            self.fail_now(error)
+        elif self.loss is None:
+            self._last_words_until = time.monotonic() + self._last_words_s
+            self.loss = error
+            self.wake()
+
+    def fail_now(self, error: Exception) -> None:
+        """Make this rank's loop end with `error`, whatever it leaves undone."""
+        self.failure = self.failure or error
+        self.wake()
+
+    def thread(self, name: str, target: Callable[..., None], *args) -> threading.Thread:
+        """Start a daemon thread whose failure ends this rank's loop: a thread must not die unheard."""
+
+        def run() -> None:
+            try:
+                target(*args)
+            except Exception as error:
+                self.fail(error)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def gone(self, error: PeerDied) -> str:
+        """What a broken link means, for people."""
+        who = " and ".join(f"rank {rank} ({self.names[rank]})" for rank in sorted(error.ranks))
+        return f"the link with {who} broke: {error}. That rank has ended; its own output says why. Start again with resume=auto"
+
+    def explained(self, error: BaseException, doing: str) -> BaseException:
+        """What gloo, NCCL or the Store say when a peer is gone, as a PeerDied that says where and
+        what to do; else the error itself.
+
+        doing: "in trainer, step 3, among ranks [0, 1]".
+        """
+        text = str(error).split(". ")[0]
+        if not (
+            isinstance(error, dist.DistError)
+            or (type(error) is RuntimeError and _OF_GLOO.search(text))
+        ):
+            return error
+        until = time.monotonic() + NAMED_S
+        while self.failure is None and self.loss is None and time.monotonic() < until:
+            time.sleep(0.05)
+        cause = (
+            self.failure or self.loss or "A rank that takes part has ended; its own output says why"
+        )
+        return PeerDied(
+            f"rank {self.rank} ({self.names[self.rank]}) {doing}: a collective broke: {text}\n{cause}\n"
+            "No checkpoint was made of the steps since the last one. Start again with resume=auto",
+            getattr(cause, "ranks", ()),
+        )
+
+    def check(self) -> None:
+        """Raise what went wrong elsewhere, if anything did."""
+        if self.failure is not None:
+            raise self.failure
+
+    def _on_failed(self, sender: int, payload: dict) -> None:
+        self.fail(PeerDied(payload["why"], payload["ranks"]))
+
+    def _on_lost(self, sender: int, payload: dict) -> None:
+        self.lose(PeerDied(payload["why"]))
+
+    def _on_stop(self, sender: int, payload: dict) -> None:
+        self.stop_reason = self.stop_reason or payload["reason"]
+        self.wake()
+
+    # -- threads
+    # --------------------------------------------------------------------------------------------------
+
+    def _deliver(self, sender: int, topic: str, payload: dict) -> None:
+        handler = self._handlers.get(topic)
+        if handler:
+            handler(sender, payload)
+        else:
+            self._mail[topic].append((sender, payload))
+        self.wake()
+
+    def _listen(self) -> None:
+        store = self._store.clone()
+        store.set_timeout(_FOREVER)
+        while not self._closing.is_set():
+            try:
+                sender, topic, payload = json.loads(store.queue_pop(f"mail/{self.rank}"))
+            except dist.DistError as error:
+                if not self._closing.is_set():
+                    self.fail(PeerDied(self._store_gone(error)))
+                return
+            if topic == "close":
+                return
+            self._deliver(sender, topic, payload)
+
+    def _beat(self) -> None:
+        store = self._store.clone()
+        watched = (
+            [r for r in range(self.world_size) if r != self.rank]
+            if self.is_leader
+            else [self.leader]
+        )
+        seen = {r: (b"", time.monotonic()) for r in watched}
+        count = 0
+        while self.failure is None:
+            try:
+                count += 1
+                store.set(f"beat/{self.rank}", str(count))
+                self._beaten_at = time.monotonic()
+                self._report_silent(self._silent(store, seen))
+            except PeerDied as error:  # the store, while others were told
+                self.fail(error)
+            except dist.DistError as error:
+                if not self._closing.is_set():
+                    self.fail(PeerDied(self._store_gone(error)))
+            if self._closing.wait(BEAT_S):
+                return
+
+    def _watch(self) -> None:
+        while self.failure is None:
+            now = time.monotonic()
+            if now > self._last_words_until:
+                self.loss.add_note(
+                    f"No checkpoint could be sealed within the {self._last_words_s:.0f} s of stop_s after that."
+                )
+                self.fail_now(self.loss)
+            if now - self._beaten_at > STORE_PATIENCE * self.heartbeat_timeout_s:
+                text = self._store_gone(f"it has not answered for {now - self._beaten_at:.0f} s")
+                self.fail_now(PeerDied(text))
+            if self._closing.wait(BEAT_S):
+                return
+        self._end_if_stuck()
+
+    def _silent(self, store: dist.Store, seen: dict[int, tuple[bytes, float]]) -> dict[int, float]:
+        """Rank -> seconds, of those that have beaten and do so no more; each once."""
+        dead, now = {}, time.monotonic()
+        for rank, (beat, since) in seen.items():
+            new = store.get(f"beat/{rank}") if store.check([f"beat/{rank}"]) else b""
+            if new != beat or new in (
+                b"",
+                b"done",
+            ):  # before its first beat the meeting waits for it (ExecutorController)
+                seen[rank] = (new, now)
+            elif now - since > self.heartbeat_timeout_s:
+                dead[rank] = now - since
+        for rank in dead:
+            del seen[rank]
+        return dead
+
+    def _report_silent(self, dead: dict[int, float]) -> None:
+        if not dead:
+            return
+        said = [
+            f"rank {rank} ({self.names[rank]}) has not been heard of for {s:.0f} s"
+            for rank, s in dead.items()
+        ]
+        text = f"{'; '.join(said)}. Its own output says why; start again with resume=auto"
+        if self.is_leader:
+            self._tell_others("failed", {"why": text, "ranks": sorted(dead)}, but=dead)
+        self.fail(PeerDied(text, dead))
+
+    def _end_if_stuck(self) -> None:
+        if not self._closing.wait(GRACE_S):
+            print(
+                f"llamarl: rank {self.rank} is stuck in a collective; ending it. {self.failure}",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(EXIT_PEER_DIED)
+
+    def close(self) -> None:
+        """Stop listening. The rank counts as done, not dead."""
+        self._closing.set()
+        if self._store is None or not self._threads:
+            return
+        listener, beat, _ = self._threads
+        beat.join(timeout=5)  # or its last beat could overwrite the word that it was
+        try:
+            self._store.set(f"beat/{self.rank}", "done")
+            self._store.queue_push(
+                f"mail/{self.rank}", json.dumps([self.rank, "close", {}]).encode()
+            )
+        except dist.DistError:
+            return  # the launcher is gone already
+        listener.join(timeout=5)

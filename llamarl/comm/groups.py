@@ -1,0 +1,194 @@
+"""Which ranks run which executor, and the process groups between them. All ranks create all groups,
+in one order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from llamarl.comm.meeting import launcher_store, meet, reaching
+from llamarl.ddma.transports import RankInfo
+from llamarl.executor import ExecutorGroup
+from llamarl.native.allocator import keep_freed_memory
+from llamarl.native.precision import Float32Products, use_float32_products
+
+_LINK_TIMEOUT = timedelta(days=7)  # a channel may be silent for long; deadlines are its users'
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among all that the launcher started."""
+
+    rank: int
+    size: int
+    local_size: int
+    device: torch.device
+    gpus: tuple[
+        str, ...
+    ] = ()  # of every rank, the uuid of its GPU, or "" without one; empty: nobody has one
+    products: Float32Products = Float32Products("highest")  # how this process multiplies float32
+    launcher: dist.Store | None = (
+        None  # the launcher's store, which outlives restarted workers; None without a launcher
+    )
+
+    def store(self) -> dist.Store | None:
+        """The control plane's own corner of the c10d Store; None in a world of one."""
+        if self.size == 1:
+            return None
+        return dist.PrefixStore("llamarl", dist.distributed_c10d._get_default_store())
+
+
+def init_world(*, threads: int | None, timeout_s: float, reproducible: bool) -> World:
+    """Join the processes that torchrun started, or be alone. Devices: a GPU a local rank where
+    there are any, else the CPU.
+
+    timeout_s bounds every collective. gloo carries everything on CPUs and all that is not a device
+    collective. reproducible: nothing that decides about results asks a clock
+    (use_float32_products). TimedOut names the ranks that do not come; PeerDied says what could not
+    be reached.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank, local_size = (
+        int(os.environ.get("LOCAL_RANK", 0)),
+        int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    )
+    if threads:
+        torch.set_num_threads(threads)
+    products = use_float32_products(reproducible=reproducible)
+    device, gpu = torch.device("cpu"), ""
+    keep_freed_memory()
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    timeout = timedelta(seconds=timeout_s)
+    launcher = launcher_store(timeout_s)
+    if size == 1:
+        dist.init_process_group(
+            "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+        gpus = (gpu,)
+    else:
+        if local_size == size:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        with reaching("the other ranks at the start", rank=rank):
+            # No start may read what an earlier one left in the launcher's store.
+            name = meet(launcher, rank=rank, size=size, timeout_s=timeout_s)
+            store = dist.PrefixStore(f"start-{name}", launcher)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=size, timeout=timeout
+            )
+            store.set(f"gpu/{rank}", gpu)
+            gpus = tuple(store.get(f"gpu/{r}").decode() for r in range(size))
+    return World(rank, size, local_size, device, gpus, products, launcher)
+
+
+def backend_of(world: World, ranks: tuple[int, ...]) -> str:
+    """NCCL between GPUs, and gloo for what is in host memory; gloo on CPUs, and where ranks share a
+    GPU, which NCCL refuses.
+    """
+    gpus = [world.gpus[rank] for rank in ranks] if world.gpus else [""]
+    return "cpu:gloo,cuda:nccl" if "" not in gpus and len(set(gpus)) == len(gpus) else "gloo"
+
+
+def executor_group(
+    name: str,
+    ranks: tuple[int, ...],
+    world: World,
+    timeout_s: float,
+    *,
+    replicate: int = 1,
+    tensor_parallel: int = 1,
+) -> ExecutorGroup | None:
+    """Collective over the world: the groups for one executor's own collectives; None on ranks that
+    do not host it.
+    """
+
+    def make(members: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """A group for each of these disjoint sets of ranks; returns this rank's."""
+        backend, timeout = backend_of(world, ranks), timedelta(seconds=timeout_s)
+        made = [(m, dist.new_group(m, backend=backend, timeout=timeout)) for m in members]
+        return next((group for m, group in made if world.rank in m), None)
+
+    everyone = make([ranks])
+    mesh = np.array(ranks).reshape(replicate, -1, tensor_parallel)
+    replicas = make(_lines(mesh, axis=0)) if replicate > 1 else None
+    shards = make(_lines(mesh, axis=1)) if replicate * tensor_parallel > 1 else everyone
+    tensor = make(_lines(mesh, axis=2)) if tensor_parallel > 1 else None
+    if world.rank not in ranks:
+        return None
+    return ExecutorGroup(
+        name,
+        ranks,
+        world.rank,
+        world.device,
+        everyone,
+        replicate,
+        tensor_parallel,
+        replicas,
+        shards,
+        tensor,
+    )
+
+
+def _lines(mesh: np.ndarray, axis: int) -> list[tuple[int, ...]]:
+    """The ranks of a mesh that differ in their place on `axis` alone, line by line."""
+    return [
+        tuple(line) for line in np.moveaxis(mesh, axis, -1).reshape(-1, mesh.shape[axis]).tolist()
+    ]
+
+
+def link_group(
+    sources: tuple[int, ...],
+    destinations: tuple[int, ...],
+    *,
+    behind: Callable[[], None] | None = None,
+) -> dist.ProcessGroup | None:
+    """Collective over the world: a gloo group for one channel's p2p, or None when both sides are
+    one and the same rank.
+
+    behind: called in the thread that makes the group, whose priority the group's own thread takes
+    over.
+    """
+    ranks = sorted({*sources, *destinations})
+    if len(ranks) == 1:
+        return None
+    with ThreadPoolExecutor(1, initializer=behind) as maker:
+        return maker.submit(dist.new_group, ranks, backend="gloo", timeout=_LINK_TIMEOUT).result()
+
+
+def device_link_group(
+    sources: tuple[int, ...], destinations: tuple[int, ...], ends: list[RankInfo]
+) -> dist.ProcessGroup | None:
+    """Collective over the world: an NCCL group for p2p between the GPUs of both sides; None where
+    NCCL cannot join them all.
+    """
+    ranks = sorted({*sources, *destinations})
+    gpus = {ends[rank].gpu for rank in ranks}
+    if (
+        len(ranks) < 2
+        or len(gpus) < len(ranks)
+        or None in gpus
+        or not all(ends[rank].nccl for rank in ranks)
+    ):
+        return None
+    return dist.new_group(ranks, backend="nccl", timeout=_LINK_TIMEOUT)
+
+
+def threads_per_rank(threads: int | None, *, synchronous: bool) -> int | None:
+    """Threads a rank should use. Synchronous runs use one on CPU unless told: results depend on the
+    count, and should not depend on how many ranks share the machine.
+    """
+    if threads or torch.cuda.is_available():
+        return threads
+    if synchronous:
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))

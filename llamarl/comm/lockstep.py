@@ -1,0 +1,94 @@
+"""Lockstep: the ranks of one replica, which share a copy of the model, do the same things in the
+same order.
+
+The first of them leads: it alone decides. Its peers follow, command by command; the collectives
+inside the model's forward keep them together. JSON messages over the control (data never goes
+there):
+
+    message     from -> to        taken by             meaning
+    lockstep    leader -> peers   the peer's step      do this next
+    held        peer -> leader    the leader's step    this version is staged here
+
+New weights reach every rank of a replica on its own, and all must swap the same version. So what is
+staged stays until the leader, once all hold it, has all swap it, or skip it for a newer one that
+waits behind it while the replica is pinned. Were one rank to skip a version while another keeps it,
+the newer one could not come: a sender serves its receivers together. A replica of one rank posts
+nothing and takes the newest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from llamarl.comm.control import Control
+from llamarl.executor import ExecutorGroup
+
+END = "end"
+
+
+class StagedWeights(Protocol):
+    """The part of a weights receiver that is needed here."""
+
+    @property
+    def staged(self) -> tuple | None: ...  # version first
+
+    @property
+    def overtakable(self) -> bool: ...  # by one that waits for its place
+
+
+class Lockstep:
+    """A rank's place in its replica."""
+
+    def __init__(self, group: ExecutorGroup, control: Control):
+        first = group.data_index * group.tensor_parallel
+        ranks = group.ranks[first : first + group.tensor_parallel]
+        self.leader, self.peers = ranks[0], ranks[1:]
+        self.ended = False  # nothing more comes
+        self._control = control
+        self._told: deque[dict] = deque()  # peer: commands to do
+        self._held: dict[int, int] = {}  # leader: peer -> the version that is staged there
+        self._reported: int | None = None  # peer: what it last said of that
+
+    # -- commands
+    # -----------------------------------------------------------------------------------------------------
+
+    def tell(self, do: str, **what) -> None:
+        """Leader: have the peers do this next. Whatever is collective in it begins when the leader
+        does it too.
+        """
+        for peer in self.peers:
+            self._control.post(peer, "lockstep", {"do": do, **what})
+
+    def next(self) -> dict | None:
+        """Peer: the next command, or None as long as there is none."""
+        self._told.extend(command for _, command in self._control.take("lockstep"))
+        if self._told and self._told[0]["do"] == END:
+            self.ended = True
+        return self._told.popleft() if self._told and not self.ended else None
+
+    # -- versions
+    # -----------------------------------------------------------------------------------------------------
+
+    def report(self, weights: StagedWeights) -> None:
+        """Peer: tell the leader of a version that is staged here."""
+        staged = weights.staged
+        if staged is not None and staged[0] != self._reported:
+            self._reported = staged[0]
+            self._control.post(self.leader, "held", {"version": staged[0]})
+
+    def agreed(self, weights: StagedWeights) -> int | None:
+        """Leader: the version that is staged on every rank of the replica, or None."""
+        self._held.update(
+            (peer, message["version"]) for peer, message in self._control.take("held")
+        )
+        staged = weights.staged
+        return (
+            staged[0]
+            if staged is not None and all(self._held.get(peer) == staged[0] for peer in self.peers)
+            else None
+        )
+
+    def skippable(self, weights: StagedWeights) -> int | None:
+        """Leader: the version that is staged on every rank and that holds up a newer one, or None."""
+        return self.agreed(weights) if weights.overtakable else None

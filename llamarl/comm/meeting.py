@@ -1,0 +1,218 @@
+"""How the ranks of a start find each other, and what they tell each other before there is a
+Control.
+
+The launcher's store outlives restarted workers and the jobs of a sweep, so it holds what earlier
+starts left there. No number from outside tells one start from another: each agent of torchrun
+counts its own restarts (TORCHELASTIC_RESTART_COUNT), and the counts of two agents differ after a
+restart that only one of them calls a failure. So the processes themselves agree on a name:
+
+    key            set by   meaning
+    hello/R        rank R   the process that is rank R now, by a name that it made up
+    call/PROCESS   rank 0   the name of the meeting that this process is called to
+    here/NAME/R    rank R   I have heard of meeting NAME
+    open/NAME      rank 0   all have: go on under NAME
+
+Rank 0 calls everyone whose hello it sees. A process that has ended does not answer; once its
+successor says hello, rank 0 calls everyone to a new meeting. Nobody goes on before each rank has
+answered under the same name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+
+import torch.distributed as dist
+
+from llamarl.comm.control import PeerDied, TimedOut
+
+SOON_S, LATER_S = 0.01, 0.2  # between two looks into the store: at first, and after a while
+RENEW_S = 1.0  # at most so often a rank says that its work goes on
+
+
+def launcher_store(timeout_s: float) -> dist.Store | None:
+    """The c10d store that all processes of this launch share: torchrun's own, which outlives
+    restarted workers, else one that rank 0 hosts. None for a process that no launcher started.
+    PeerDied if it cannot be reached.
+    """
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if size == 1 and not of_torchrun:
+        return None
+    rank = int(os.environ["RANK"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts_it = rank == 0 and not of_torchrun
+    timeout = timedelta(seconds=timeout_s)
+    with reaching(f"the store at {host}:{port}, by which the ranks of this launch meet", rank=rank):
+        store = _connect(host, port, hosts_it, timeout)
+    store.set_timeout(timeout)
+    return store
+
+
+@lru_cache(maxsize=1)
+def _connect(host: str, port: int, hosts_it: bool, timeout: timedelta) -> dist.Store:
+    """One connection for all jobs of this process: a store that it hosts must not end between two
+    of them.
+    """
+    return dist.TCPStore(
+        host, port, is_master=hosts_it, timeout=timeout, wait_for_workers=False, multi_tenant=True
+    )
+
+
+@contextmanager
+def reaching(what: str, *, rank: int) -> Iterator[None]:
+    """What the store or gloo raises inside becomes a PeerDied that names this rank and what it
+    tried to reach.
+    """
+    try:
+        yield
+    except PeerDied:
+        raise
+    except RuntimeError as error:  # gloo raises no type of its own
+        cause = str(error).splitlines()[0]
+        raise PeerDied(
+            f"rank {rank} could not reach {what} ({type(error).__name__}: {cause}). A rank or its launcher has ended, or no network "
+            "leads there: see what each rank said last"
+        ) from error
+
+
+def _paces(until: float) -> Iterator[None]:
+    """Once now, then again and again with growing pauses, until the clock shows `until`."""
+    pause = SOON_S
+    yield
+    while time.monotonic() < until:
+        time.sleep(pause)
+        pause = min(LATER_S, 1.5 * pause)
+        yield
+
+
+def meet(store: dist.Store, *, rank: int, size: int, timeout_s: float) -> str:
+    """Collective over the processes that are the ranks now: a name that all of them have and that
+    no start before had.
+
+    TimedOut names the ranks that did not come within timeout_s; PeerDied says that another process
+    is this rank now.
+    """
+    store = dist.PrefixStore("meeting", store)
+    me = uuid.uuid4().hex
+    store.set(f"hello/{rank}", me)
+    until = time.monotonic() + timeout_s
+    name = _lead(store, me, size, until) if rank == 0 else _attend(store, me, rank, until)
+    if name is None:
+        missing = _missing(store, rank, size)
+        raise TimedOut(
+            f"rank {rank} waited {timeout_s:.0f} s at the start for ranks {missing} of {size}. "
+            "See what they last said, or raise timeout_s if they are slow to start"
+        )
+    return name
+
+
+def _lead(store: dist.Store, me: str, size: int, until: float) -> str | None:
+    """On rank 0: the name under which all have answered, or None if they do not in time."""
+    hellos = [f"hello/{rank}" for rank in range(size)]
+    called: list[bytes] = []
+    name = ""
+    for _ in _paces(until):
+        if not store.check(hellos):
+            continue
+        processes = store.multi_get(hellos)
+        _check_place(processes[0], me, 0)
+        if processes != called:
+            called, name = processes, uuid.uuid4().hex
+            for process in processes[1:]:
+                store.set(f"call/{process.decode()}", name)
+        if store.check([f"here/{name}/{rank}" for rank in range(1, size)]):
+            store.set(f"open/{name}", "")
+            return name
+    return None
+
+
+def _attend(store: dist.Store, me: str, rank: int, until: float) -> str | None:
+    """On the other ranks, the same."""
+    answered = ""
+    for _ in _paces(until):
+        _check_place(store.get(f"hello/{rank}"), me, rank)
+        if not store.check([f"call/{me}"]):
+            continue
+        name = store.get(f"call/{me}").decode()
+        if name != answered:
+            store.set(f"here/{name}/{rank}", "")
+            answered = name
+        if store.check([f"open/{name}"]):
+            return name
+    return None
+
+
+def _check_place(process: bytes, me: str, rank: int) -> None:
+    if process.decode() != me:
+        raise PeerDied(
+            f"rank {rank}: another process has taken its place; the launcher has restarted it, and this one ends"
+        )
+
+
+def _missing(store: dist.Store, rank: int, size: int) -> str:
+    """The ranks that hold up the meeting, as far as `rank` can see."""
+    absent = [r for r in range(size) if not store.check([f"hello/{r}"])]
+    if not absent:
+        process = store.get(f"hello/{rank or 1}").decode()
+        if not store.check([f"call/{process}"]):
+            return "0"
+        name = store.get(f"call/{process}").decode()
+        absent = [r for r in range(1, size) if not store.check([f"here/{name}/{r}"])]
+    return ", ".join(map(str, absent or [0]))
+
+
+class Exchange:
+    """What the ranks of one start tell each other, each word once. Every wait is for one rank and
+    ends when that rank has shown no progress for timeout_s: whoever is at long work calls
+    `progress`, and whoever waits passes on what progress it sees.
+    """
+
+    def __init__(self, store: dist.Store, *, rank: int, timeout_s: float):
+        self.rank = rank
+        self._store, self._timeout_s = store, timeout_s
+        self._count, self._renewed_at = 0, 0.0
+
+    def tell(self, key: str, value: dict) -> None:
+        """A JSON object, for whoever waits for it."""
+        self._store.set(f"word/{key}", json.dumps(value))
+
+    def progress(self) -> None:
+        """This rank's work goes on. Cheap: may be called at any rate."""
+        now = time.monotonic()
+        if now - self._renewed_at >= RENEW_S:
+            self._count += 1
+            self._renewed_at = now
+            self._store.set(f"progress/{self.rank}", str(self._count))
+
+    def hear(self, key: str, *, source: int, what: str) -> dict:
+        """Wait for what rank `source` tells under `key`. TimedOut, naming it and `what` it was to
+        tell.
+        """
+        last = b""
+        pause = SOON_S
+        until = time.monotonic() + self._timeout_s
+        while not self._store.check([f"word/{key}"]):
+            seen = self._progress_of(source)
+            if seen != last:
+                last = seen
+                until = time.monotonic() + self._timeout_s
+                self.progress()
+            if time.monotonic() > until:
+                raise TimedOut(
+                    f"rank {self.rank} waited {self._timeout_s:.0f} s at the start for rank {source} to say {what}, and that rank showed no "
+                    "progress. See what it last said, or raise timeout_s"
+                )
+            time.sleep(pause)
+            pause = min(LATER_S, 1.5 * pause)
+        return json.loads(self._store.get(f"word/{key}"))
+
+    def _progress_of(self, rank: int) -> bytes:
+        key = f"progress/{rank}"
+        return self._store.get(key) if self._store.check([key]) else b""

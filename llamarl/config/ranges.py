@@ -1,0 +1,33 @@
+"""Types of numbers with bounds, for the schema of a configuration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """low <= value <= high; low < value when open."""
+
+    low: float
+    high: float = math.inf
+    open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.open else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        if self.high < math.inf:
+            return f"between {self.low} and {self.high}" + (
+                f", {self.low} excluded" if self.open else ""
+            )
+        return f"above {self.low}" if self.open else f"of at least {self.low}"
+
+
+Count = Annotated[int, Range(1)]
+Natural = Annotated[int, Range(0)]
+Positive = Annotated[float, Range(0, open=True)]
+NonNegative = Annotated[float, Range(0)]
+Beta = Annotated[float, Range(0, 0.999999)]

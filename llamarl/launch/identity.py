@@ -1,0 +1,86 @@
+"""What makes a run that run: a checkpoint says it of itself, and only the same run may go on from
+there.
+
+    config       the resolved config; some of its keys must be the same
+    prompts      fingerprints of the training prompts and of the held-out ones, by what they are and not by where they came from
+    reward       the import path of the function that scores
+
+The config alone cannot tell whether ticket 7 is still the prompt that it was: the data may have
+changed under the same path, or lie elsewhere unchanged. So prompts are compared by fingerprint, and
+the config's keys only explain what differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llamarl.config.conversion import show, value_differences
+
+# With other values of these it would be another run, whatever its prompts.
+KEYS = (
+    "seed",
+    "groups_per_step",
+    "group_size",
+    "max_new_tokens",
+    "temperature",
+    "max_lag",
+    "buffer.kind",
+    "model.path",
+)
+# These decide what the prompts are.
+DATA_KEYS = ("seed", "model.path", "eval.num_prompts")
+DATA_SECTION = "task."
+THE_DATA = "the data itself has changed, or the tokenizer or chat template, under the same settings"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """JSON values, as a checkpoint holds them."""
+
+    config: dict[str, object]  # nested, under the keys of the command line
+    prompts: dict[str, str]  # "training prompts", "held-out prompts" -> fingerprint
+    reward: str
+
+    def to_json(self) -> dict[str, object]:
+        return dataclasses.asdict(self)
+
+
+def identity_of(state: object) -> Identity | None:
+    """What `to_json` gave; None for anything else, such as what an earlier version wrote."""
+    fields = [field.name for field in dataclasses.fields(Identity)]
+    if not isinstance(state, Mapping) or not all(name in state for name in fields):
+        return None
+    return Identity(config=state["config"], prompts=state["prompts"], reward=state["reward"])
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    what: str  # a line for people
+    permit: str | None  # the word of resume_with_other that lets it pass; None: nothing does
+
+
+def differences(old: Identity, new: Identity) -> list[Difference]:
+    """All that makes `new` another run than `old`."""
+    changed = value_differences(old.config, new.config)
+
+    def told(key: str) -> str:
+        was, now = changed[key]
+        return f"{key}: {show(was)} in the checkpoint, {show(now)} now"
+
+    found = [Difference(told(key), None) for key in changed if key in KEYS]
+    others = [name for name in new.prompts if new.prompts[name] != old.prompts.get(name)]
+    if others:
+        reasons = [told(key) for key in changed if key in DATA_KEYS or key.startswith(DATA_SECTION)]
+        found.append(
+            Difference(f"other {' and '.join(others)}: {'; '.join(reasons) or THE_DATA}", "data")
+        )
+    if old.reward != new.reward:
+        found.append(
+            Difference(
+                f"another reward (reward.fn): {old.reward} in the checkpoint, {new.reward} now",
+                "reward",
+            )
+        )
+    return found

@@ -1,0 +1,285 @@
+"""A run's directory: where it is, whether it may be used, and which checkpoint it goes on from.
+
+RUN_DIR/config.yaml      the resolved config, for people and for recipes that read a run
+        metrics.jsonl    one row a step
+        checkpoints/     step_N/, latest
+        trace.rank*.json
+        lock             who uses it now
+
+Rank 0 decides; all ranks verify a checkpoint together, each a share of its files:
+
+    word                    from -> to         meaning
+    prompts/R               rank R -> rank 0   fingerprints of the prompts, as rank R reads them
+    order/I                 rank 0 -> all      the I-th thing to do: verify a checkpoint, or what was decided
+    found/I/R               rank R -> rank 0   what is wrong with rank R's share of it
+
+In the launcher's own store, which outlives restarted workers and belongs to this launch alone:
+
+    llamarl/run/J           rank 0             the directory that the J-th job of this launch has opened; a restarted rank 0 goes on there
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from llamarl.checkpoint.checkpointer import find, load_part, ranks_of, verify
+from llamarl.checkpoint.service import CONTROLLER
+from llamarl.comm.control import TimedOut
+from llamarl.comm.groups import World
+from llamarl.comm.meeting import Exchange, reaching
+from llamarl.config.command_line import Config, save_config
+from llamarl.inference.partials import of_other_prompts
+from llamarl.launch.identity import Identity, differences, identity_of
+from llamarl.native.files import LOCK, DirectoryLock
+from llamarl.tickets.ledger import PromptStream
+
+RUNS = Path("runs")
+_jobs = (
+    itertools.count()
+)  # of this process: --multirun has several, and a restarted process counts them anew
+
+log = logging.getLogger("llamarl")
+
+
+class RunDirectoryError(ValueError):
+    """The directory may not be used like this; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    path: Path
+    resume_from: Path | None  # a checkpoint's directory
+    stale_tickets: frozenset[int] = (
+        frozenset()
+    )  # whose unfinished completions there are of other prompts
+    lock: DirectoryLock | None = None  # on rank 0
+
+    def release(self) -> None:
+        """This process is done with the directory."""
+        if self.lock is not None:
+            self.lock.release()
+
+
+def open_run(
+    config: Config, world: World, identity: Identity, prompts: PromptStream
+) -> RunDirectory:
+    """Collective over the world: rank 0 decides, the others help and follow. RunDirectoryError on
+    every rank.
+
+    identity, prompts: of the run that is to start or to go on. PeerDied or TimedOut names a rank
+    that does not answer.
+    """
+    store = world.store() or dist.HashStore()
+    exchange = Exchange(store, rank=world.rank, timeout_s=config.timeout_s)
+    with reaching("the other ranks, to open the run's directory", rank=world.rank):
+        exchange.tell(f"prompts/{world.rank}", identity.prompts)
+        if world.rank > 0:
+            return _follow(exchange, world)
+        return _Opening(config, world, identity, prompts, exchange).decide()
+
+
+def _follow(exchange: Exchange, world: World) -> RunDirectory:
+    """On every rank but 0."""
+    for number in itertools.count():
+        order = exchange.hear(
+            f"order/{number}",
+            source=0,
+            what="which checkpoint to verify or which directory this run has",
+        )
+        if "error" in order:
+            raise RunDirectoryError(order["error"])
+        if "verify" not in order:
+            resume_from = Path(order["resume_from"]) if order["resume_from"] else None
+            return RunDirectory(Path(order["path"]), resume_from, frozenset(order["stale_tickets"]))
+        problems = _share_of(Path(order["verify"]), exchange, world)
+        exchange.tell(f"found/{number}/{world.rank}", {"problems": problems})
+    raise AssertionError("rank 0 has told all it had to")
+
+
+def _share_of(checkpoint: Path, exchange: Exchange, world: World) -> list[str]:
+    """What is wrong with this rank's share of a checkpoint, a line a file."""
+    try:
+        return verify(checkpoint, share=(world.rank, world.size), progress=exchange.progress)
+    except OSError as error:
+        return [str(error)]
+
+
+class _Opening:
+    """Rank 0's side of open_run."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        identity: Identity,
+        prompts: PromptStream,
+        exchange: Exchange,
+    ):
+        self._config, self._world, self._identity, self._prompts = config, world, identity, prompts
+        self._exchange = exchange
+        self._orders = itertools.count()
+        self._launcher = (
+            dist.PrefixStore("llamarl", world.launcher) if world.launcher is not None else None
+        )
+        self._key = f"run/{next(_jobs)}"
+        self._lock: DirectoryLock | None = None
+
+    def decide(self) -> RunDirectory:
+        try:
+            self._check_prompts_of_all_ranks()
+            run = self._open()
+        except (
+            ValueError,
+            OSError,
+        ) as error:  # a damaged checkpoint, a directory in use or that cannot be made
+            if self._lock is not None:
+                self._lock.release()
+            self._order({"error": str(error)})
+            if isinstance(error, TimedOut):
+                raise
+            raise RunDirectoryError(str(error)) from error
+        told = {
+            "path": str(run.path),
+            "resume_from": str(run.resume_from or ""),
+            "stale_tickets": sorted(run.stale_tickets),
+        }
+        self._order(told)
+        return run
+
+    def _order(self, order: dict) -> int:
+        number = next(self._orders)
+        self._exchange.tell(f"order/{number}", order)
+        return number
+
+    def _check_prompts_of_all_ranks(self) -> None:
+        """RunDirectoryError if a rank reads other data than this one."""
+        for rank in range(1, self._world.size):
+            theirs = self._exchange.hear(
+                f"prompts/{rank}", source=rank, what="which prompts it reads"
+            )
+            others = [
+                name
+                for name, fingerprint in self._identity.prompts.items()
+                if theirs.get(name) != fingerprint
+            ]
+            if others:
+                raise RunDirectoryError(
+                    f"rank {rank} reads other {' and '.join(others)} than rank 0; give all hosts the same data and model files"
+                )
+
+    def _open(self) -> RunDirectory:
+        """ValueError or OSError if nothing may start here."""
+        config, own = self._config, self._opened_before()
+        path = (
+            Path(config.run_dir)
+            if config.run_dir
+            else (own or _unused(RUNS / time.strftime("%Y%m%d-%H%M%S")))
+        )
+        path = path.absolute()
+        resume = "auto" if config.resume == "never" and path == own else config.resume
+        if resume == "never":
+            _refuse_used(path)
+        if path.is_dir():
+            self._lock_directory(
+                path
+            )  # before its checkpoints are looked at: whoever has it may be writing
+        resume_from = None if resume == "never" else find(resume, path, check=self._verify_together)
+        stale = self._check_same_run(resume_from.absolute()) if resume_from else frozenset()
+        if self._lock is None:
+            path.mkdir(parents=True)
+            self._lock_directory(path)
+        if resume == "never":
+            _refuse_used(path)  # again: another job may have had it until just now
+        if self._launcher is not None:
+            self._launcher.set(self._key, str(path))
+        save_config(config, path / "config.yaml")
+        return RunDirectory(
+            path, resume_from.absolute() if resume_from else None, stale, self._lock
+        )
+
+    def _opened_before(self) -> Path | None:
+        """The directory that this job had opened before its workers were restarted."""
+        if self._launcher is None or not self._launcher.check([self._key]):
+            return None
+        return Path(self._launcher.get(self._key).decode())
+
+    def _lock_directory(self, path: Path) -> None:
+        # A job that was told to stop has stop_s to end.
+        self._lock = DirectoryLock(
+            path, patience_s=self._config.stop_s, waiting=self._exchange.progress
+        )
+
+    def _verify_together(self, checkpoint: Path) -> list[str]:
+        """What is wrong with a checkpoint, each rank having looked at its share."""
+        number = self._order({"verify": str(checkpoint.absolute())})
+        problems = _share_of(checkpoint, self._exchange, self._world)
+        for rank in range(1, self._world.size):
+            what = f"whether its share of {checkpoint} is whole"
+            told = self._exchange.hear(f"found/{number}/{rank}", source=rank, what=what)
+            problems += [problem for problem in told["problems"] if problem not in problems]
+        return problems
+
+    def _check_same_run(self, checkpoint: Path) -> frozenset[int]:
+        """The tickets whose unfinished completions are of other prompts now. RunDirectoryError if
+        it is another run's checkpoint.
+        """
+        controller = load_part(checkpoint, CONTROLLER, ranks_of(checkpoint, CONTROLLER)[0])
+        old = identity_of(controller.get("identity"))
+        instead = f"start a run of its own from the checkpoint's weights: model=hf model.path={checkpoint / 'hf'}"
+        if old is None:
+            raise RunDirectoryError(
+                f"{checkpoint} does not say of which run it is: another version of llamarl wrote it. Resume it with that one, or {instead}"
+            )
+        found = differences(old, self._identity)
+        refused = [
+            difference
+            for difference in found
+            if difference.permit not in self._config.resume_with_other
+        ]
+        if refused:
+            lines = "\n".join(f"  {difference.what}" for difference in refused)
+            permits = [difference.permit for difference in refused]
+            way = (
+                ""
+                if None in permits
+                else f"go on all the same with resume_with_other=[{','.join(permits)}], "
+            )
+            raise RunDirectoryError(
+                f"{checkpoint}: this would be another run, not that one going on:\n{lines}\nUse what it was begun with, {way}or {instead}"
+            )
+        for difference in found:
+            log.warning("%s goes on with %s", checkpoint.name, difference.what)
+        return self._stale_tickets(checkpoint)
+
+    def _stale_tickets(self, checkpoint: Path) -> frozenset[int]:
+        parts = (
+            load_part(checkpoint, "generator", rank) for rank in ranks_of(checkpoint, "generator")
+        )
+        stale = frozenset().union(*(of_other_prompts(part, self._prompts) for part in parts))
+        if stale:
+            log.warning(
+                "unfinished completions of %d tickets were sampled for other prompts: they are dropped, and the tickets start anew",
+                len(stale),
+            )
+        return stale
+
+
+def _refuse_used(path: Path) -> None:
+    if path.is_dir() and any(file.name != LOCK for file in path.iterdir()):
+        raise RunDirectoryError(
+            f"{path} holds a run already; go on with resume=auto, or choose another run_dir"
+        )
+
+
+def _unused(path: Path) -> Path:
+    """`path`, or path-2, path-3, ...: one that does not exist."""
+    names = itertools.chain(
+        [path], (path.with_name(f"{path.name}-{i}") for i in itertools.count(2))
+    )
+    return next(name for name in names if not name.exists())

@@ -1,0 +1,88 @@
+"""Taking turns on one device: executors that share it keep their tensors in host memory while
+another works.
+
+    turns = DeviceSharing(["trainer", "generator"])           # one a rank
+    turns.join("generator", generator.offloadable)    # after its setup: out of the way at once
+    turns.claim("generator")                          # before it computes: the holder's tensors leave, its own come back
+
+Storages are emptied and filled in place, so every view, parameter and captured pointer's owner
+stays what it was. A claim waits for its copies: host memory is pinned, and a copy runs at the bus's
+speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+
+class DeviceSharing:
+    """Who holds the device. Not thread-safe: one loop a rank steps all executors."""
+
+    def __init__(self, names: Iterable[str]):
+        self.names = tuple(names)
+        self.holder: str | None = None
+        self.moved_bytes = 0  # in both directions, so far
+        self._tensors: dict[str, Callable[[], Iterable[Tensor]]] = {}
+        self._away: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
+        self._pinned: dict[
+            tuple[str, int], Tensor
+        ] = {}  # executor, place in its list -> host memory, used again and again
+
+    def join(self, name: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        """`tensors()` names what may leave the device; asked anew at each turn. What `name` holds
+        now leaves at once.
+        """
+        self._tensors[name] = tensors
+        self._leave(name)
+
+    def claim(self, name: str) -> bool:
+        """Give the device to `name`. True if anything had to move."""
+        if self.holder == name or name not in self._tensors:
+            return False
+        if self.holder is not None:
+            self._leave(self.holder)
+        for storage, kept in self._away.pop(name, []):
+            storage.resize_(kept.numel())
+            _bytes(storage).copy_(kept, non_blocking=True)
+            self.moved_bytes += kept.numel()
+        _settle()
+        self.holder = name
+        return True
+
+    def _leave(self, name: str) -> None:
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage() for t in self._tensors[name]()
+        }
+        away = []
+        for i, storage in enumerate(s for s in storages.values() if s.nbytes()):
+            kept = self._host(name, i, storage)
+            kept.copy_(_bytes(storage), non_blocking=True)
+            away.append((storage, kept))
+            self.moved_bytes += kept.numel()
+        _settle()
+        for storage, _ in away:
+            storage.resize_(0)
+        self._away[name] = away
+        if self.holder == name:
+            self.holder = None
+
+    def _host(self, name: str, place: int, storage: torch.UntypedStorage) -> Tensor:
+        kept = self._pinned.get((name, place))
+        if kept is None or kept.numel() != storage.nbytes():
+            kept = torch.empty(
+                storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
+            )
+            self._pinned[name, place] = kept
+        return kept
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,256 @@
+"""The generator in one byte a weight: fp8 (e4m3) or int8, symmetric, with a float32 scale for each
+output channel.
+
+    trainer:    q, scale = quantize_rows(shard, "fp8")          # of its own rows, before they travel
+    generator:  quantize_decoder(decoder, "fp8")                # its projections hold `weight` and `weight_scale`
+
+A weight is q * scale[:, None]. Embeddings, norms and biases stay as they are, and lm_head unless it
+is asked for. Shapes: T tokens, I in, O out.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llamarl.models.hf import hf_name
+from llamarl.models.sharding import HEAD, is_quantized
+
+QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+_LARGEST = {"fp8": 448.0, "int8": 127.0}  # -128 is not used: the numbers are symmetric
+_BLOCK = 1 << 20  # elements quantised at once: 4 MiB in float32
+_PADDED = 32  # tokens; cuBLAS's int8 product takes no fewer than 17
+
+
+def quantized_dtype(kind: str) -> torch.dtype:
+    """ValueError naming the choices if `kind` is none of them."""
+    if kind not in QUANTIZED:
+        raise ValueError(f"quantize={kind!r}: need one of {', '.join(QUANTIZED)}")
+    return QUANTIZED[kind]
+
+
+@torch.no_grad()
+def quantize_rows(
+    weight_OI: Tensor,
+    kind: str,
+    q_out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    largest_O: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(q [O, I] in one byte, scale [O] float32) of a float matrix; written into q_out and scale_out
+    if they are given.
+
+    scale = absmax of the row / the largest number of `kind`, or 1 for a row of zeros; q = row /
+    scale, to nearest even. A row depends on no other, so shards of whole rows are quantised as the
+    whole is, bit for bit. NaN and infinity are not looked for, which would wait for the device:
+    they make the row's scale NaN or infinite, which then shows in the logits. largest_O: absmax of
+    the whole rows, where weight_OI holds only some of their columns.
+    """
+    dtype = quantized_dtype(kind)
+    q = (
+        torch.empty(weight_OI.shape, dtype=dtype, device=weight_OI.device)
+        if q_out is None
+        else q_out
+    )
+    scale = torch.empty(len(weight_OI), device=weight_OI.device) if scale_out is None else scale_out
+    assert (q.shape, q.dtype) == (weight_OI.shape, dtype), f"q_out is {q.dtype} {list(q.shape)}"
+    assert (scale.shape, scale.dtype) == (weight_OI.shape[:1], torch.float32), (
+        f"scale_out is {scale.dtype} {list(scale.shape)}"
+    )
+    rows = max(1, _BLOCK // max(1, weight_OI.shape[1]))
+    for first in range(0, len(weight_OI), rows):
+        block = weight_OI[first : first + rows]
+        largest = (
+            block.abs().amax(1).float() if largest_O is None else largest_O[first : first + rows]
+        )
+        # A subnormal scale has too few bits: the row would overflow. With the smallest normal one
+        # it loses bits instead.
+        s = (
+            (largest / _LARGEST[kind])
+            .clamp_min_(torch.finfo(torch.float32).tiny)
+            .masked_fill_(largest == 0, 1.0)
+        )
+        block = block / s[:, None]
+        q[first : first + rows].copy_(block.round_() if kind == "int8" else block)
+        scale[first : first + rows].copy_(s)
+    return q, scale
+
+
+class QuantizedLinear(nn.Module):
+    """x [T, I] times a quantised weight: [T, O] in x's dtype (float32, bfloat16 or float16).
+
+    weight [O, I] in one byte and weight_scale [O] float32 are parameters, uninitialised at first
+    and read afresh by every call: put new ones in place by copying or by exchanging `.data`. Casts
+    of the module leave their dtypes alone.
+
+    arithmetic, settled by the first call after the module was made or moved; a warning says if it
+    is not the device's usual:
+        scaled_mm    (fp8 on a GPU) x quantised too, a scale a token; products summed in float32, rounded to bfloat16
+        int_mm       (int8) x quantised too, a scale a token; exact integer sums
+        weight_only  (fp8 on a CPU) x as it is, times the weight's numbers in x's dtype; the sums are scaled
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kind: str,
+        *,
+        bias: nn.Parameter | None = None,
+        device=None,
+    ):
+        super().__init__()
+        weight = torch.empty(out_features, in_features, dtype=quantized_dtype(kind), device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale = nn.Parameter(
+            torch.empty(out_features, dtype=torch.float32, device=device), requires_grad=False
+        )
+        self.kind, self.bias, self.arithmetic = kind, bias, None
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        if self.arithmetic is None:
+            self.arithmetic, obstacle = arithmetic_of(self.kind, self.weight.shape, x_TI.device)
+            if obstacle:
+                what = f"{self.kind} weights {list(self.weight.shape)} on {x_TI.device.type}"
+                warnings.warn(
+                    f"{what}: multiplied as {self.arithmetic}, which is slower, because {obstacle}",
+                    stacklevel=2,
+                )
+        if self.arithmetic == "weight_only":
+            x = (
+                x_TI.float() if x_TI.dtype == torch.float16 else x_TI
+            )  # in which the unscaled sums would overflow
+            y = F.linear(x, _widen(self.weight, x.dtype)) * self.weight_scale
+        else:
+            q, scale = quantize_rows(x_TI, self.kind)
+            y = _MULTIPLY[self.arithmetic](q, scale[:, None], self.weight.t(), self.weight_scale)
+        y = y.to(x_TI.dtype)
+        return y if self.bias is None else y + self.bias
+
+    def _apply(self, fn, recurse=True):
+        # Module.to(dtype) casts what is floating point, which fp8 and the scales are: they may only
+        # change their device.
+        def same_dtype(t: Tensor) -> Tensor:
+            new = fn(t)
+            return new if t is self.bias or new.dtype == t.dtype else t.to(new.device)
+
+        self.arithmetic = None
+        return super()._apply(same_dtype, recurse)
+
+
+def arithmetic_of(kind: str, shape: tuple[int, ...], device: torch.device) -> tuple[str, str]:
+    """QuantizedLinear's arithmetic for a weight of `shape` on a device, and what rules the usual
+    one out ("" if nothing).
+    """
+    # On a CPU, for 32 bfloat16 tokens and 576x576: fp8 scaled_mm, which widens the weight number by
+    # number, takes 1.6 ms and weight_only 0.25; int_mm 0.14, weight_only 0.20, _weight_int8pack_mm
+    # 0.27 (float32: 8.8), for errors of 1.1, 0.8, 0.8 %.
+    if kind == "fp8" and device.type == "cpu":
+        return "weight_only", ""
+    usual, capability, multiple = (
+        ("scaled_mm", (8, 9), 16) if kind == "fp8" else ("int_mm", (7, 5), 8)
+    )
+    obstacle = ""
+    if device.type == "cpu":
+        obstacle = (
+            "" if _int_mm_is_exact() else "this CPU's int8 products saturate (it has no VNNI)"
+        )
+    elif device.type != "cuda" or torch.version.hip:
+        obstacle = f"{usual} is known on NVIDIA GPUs alone"
+    elif torch.cuda.get_device_capability(device) < capability:
+        obstacle = f"{usual} needs compute capability {capability[0]}.{capability[1]}"
+    elif any(n % multiple for n in shape):
+        obstacle = f"{usual} needs both dimensions in multiples of {multiple}"
+    return ("weight_only" if obstacle else usual), obstacle
+
+
+@functools.cache
+def _int_mm_is_exact() -> bool:
+    """Without VNNI a CPU sums pairs of products in 16 bits, which overflow without a word."""
+    a = torch.full((16, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(a, a.t()) == 64 * 127 * 127).all())
+
+
+def _scaled_mm(q_TI: Tensor, scale_T1: Tensor, weight_IO: Tensor, weight_scale_O: Tensor) -> Tensor:
+    return torch._scaled_mm(
+        q_TI, weight_IO, scale_a=scale_T1, scale_b=weight_scale_O[None], out_dtype=torch.bfloat16
+    )
+
+
+def _int_mm(q_TI: Tensor, scale_T1: Tensor, weight_IO: Tensor, weight_scale_O: Tensor) -> Tensor:
+    tokens = len(q_TI)
+    if q_TI.is_cuda and tokens < _PADDED:
+        q_TI = F.pad(q_TI, (0, 0, 0, _PADDED - tokens))
+    return torch._int_mm(q_TI, weight_IO)[:tokens] * scale_T1 * weight_scale_O
+
+
+_MULTIPLY = {"scaled_mm": _scaled_mm, "int_mm": _int_mm}
+
+
+def _widen(q: Tensor, dtype: torch.dtype) -> Tensor:
+    """q's numbers in bfloat16 or float32, exactly (but NaN, beside which the scale is no number
+    either).
+    """
+    if q.dtype != torch.float8_e4m3fn or q.device.type != "cpu":
+        return q.to(dtype)
+    # A CPU converts e4m3 at 4 ns a number; this takes a tenth. Its exponent and mantissa, put where
+    # the wider format's exponent ends and mantissa begins, read as the number times 2^-120: the
+    # biases are 7 and 127.
+    bits, shift, mask = (
+        (torch.int16, 4, -0x7810) if dtype == torch.bfloat16 else (torch.int32, 20, -0x78100000)
+    )
+    return (
+        q.view(torch.int8)
+        .to(bits)
+        .bitwise_left_shift_(shift)
+        .bitwise_and_(mask)
+        .view(dtype)
+        .mul_(2.0**120)
+    )
+
+
+@torch.no_grad()
+def quantize_decoder(decoder: nn.Module, kind: str, skip: tuple[str, ...] = (HEAD,)) -> None:
+    """Replace what is_quantized names by QuantizedLinear, in place, with its numbers.
+
+    On the meta device there are none: shapes alone. ValueError for an unknown kind, or a fragment
+    that is in no name.
+    """
+    quantized_dtype(kind)
+    linears = {n: m for n, m in decoder.named_modules() if isinstance(m, nn.Linear)}
+    names = {path: hf_name(f"{path}.weight") for path in linears}
+    known = [f"{HEAD}.weight", *names.values()]  # which a tied model has not
+    unknown = [fragment for fragment in skip if not any(fragment in name for name in known)]
+    if unknown:
+        raise ValueError(
+            f"quantise all but {unknown}: no weight is named so; they are {', '.join(names.values())[:200]}..."
+        )
+    for path, name in names.items():
+        old = linears.pop(path)  # so that each is freed before the next is quantised
+        if is_quantized(name, old.weight.shape, skip):
+            new = QuantizedLinear(
+                old.in_features, old.out_features, kind, bias=old.bias, device=old.weight.device
+            )
+            if not old.weight.is_meta:
+                quantize_rows(old.weight, kind, new.weight, new.weight_scale)
+            decoder.set_submodule(path, new)
+
+
+def kl_from_top(ids_LK: Tensor, logprobs_LK: Tensor, other_logprobs_LV: Tensor) -> Tensor:
+    """[L] float64: a lower bound, in nats, of KL(other || reference), of which the logprobs of K distinct ids are known.
+
+    It is the KL between the two over K + 1 bins, those ids and all the rest, which merging bins
+    cannot raise.
+    """
+    q_LK, other_LV = logprobs_LK.double(), other_logprobs_LV.double()
+    # 1 - sum is known to a few roundings of the logprobs, which would be most of a tiny rest: a
+    # larger one lowers the bound.
+    rest_q = ((1 - q_LK.exp().sum(1)).clamp_min(0) + 4 * torch.finfo(logprobs_LK.dtype).eps).log()
+    rest_p = other_LV.scatter(1, ids_LK, -torch.inf).logsumexp(1)
+    p_LB = torch.cat([other_LV.gather(1, ids_LK), rest_p[:, None]], dim=1)
+    q_LB = torch.cat([q_LK, rest_q[:, None]], dim=1)
+    return (p_LB.exp() * (p_LB - q_LB)).masked_fill(p_LB == -torch.inf, 0.0).sum(1).clamp_min(0.0)

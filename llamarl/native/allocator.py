@@ -1,0 +1,27 @@
+"""glibc's malloc, told to keep freed memory. Costs nothing but address space that is in use at the
+peak anyway.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_MMAP_BYTES = 32 << 20  # the most glibc takes; larger tensors still come from mmap
+_TRIM_BYTES = 1 << 30
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Let this process reuse freed CPU tensors instead of returning their pages. False where malloc
+    is not glibc's.
+
+    As it comes, glibc hands megabyte tensors back at every free, and the kernel zeroes their pages
+    again at the next allocation: about 4,000 page faults and a quarter of the time of a decode step
+    of the tiny model with 512 rows.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES) and mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+    )

@@ -1,0 +1,52 @@
+"""What a disk may refuse: room for a file, and the deletion of a directory."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import shutil
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+def free_bytes(path: Path) -> int:
+    """On the disk that holds a path, or would once it is made."""
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    return shutil.disk_usage(existing).free
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """OSError, as the write itself would say it, if the disk has not so many bytes left."""
+    if free_bytes(folder) < num_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
+def aside(path: Path) -> Path:
+    """A free name, which ends in .old and perhaps a number, for what is to be deleted."""
+    names = itertools.chain([f"{path}.old"], (f"{path}.old.{i}" for i in itertools.count(1)))
+    return next(Path(name) for name in names if not Path(name).exists())
+
+
+def discard(path: Path) -> None:
+    """Delete a directory, or say in the log that it stays.
+
+    Renamed first: a kill while it is being deleted must not leave what looks like a damaged
+    checkpoint.
+    """
+    try:
+        if ".old" not in path.name:
+            path = path.rename(aside(path))
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return  # it was never begun, or is gone
+    except OSError as error:
+        remedy = "A file of it may be protected, or open in another process; nothing needs it, so it may be deleted by hand"
+        log.warning(
+            "%s cannot be deleted (%s); it is tried again with the next checkpoint. %s",
+            path,
+            error,
+            remedy,
+        )

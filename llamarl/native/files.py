@@ -1,0 +1,110 @@
+"""Files that a kill or a power cut leaves whole, and directories that one job has for itself."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+LOCK = "lock"
+_LOOK_S = 0.2
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system without them
+
+
+def replace_text(file: str | Path, text: str) -> None:
+    """Write a file so that at any moment, also after a power cut, it is the old one or the new one.
+    OSError if it cannot be.
+    """
+    file = Path(file)
+    new = file.with_name(f"{file.name}.new")
+    with new.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(new, file)
+    directory = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+class InUse(ValueError):
+    """Another job has the directory; the message names it."""
+
+
+class DirectoryLock:
+    """This process's sole use of a directory, until `release` or its end, however it ends: a lock
+    on DIRECTORY/lock, which the kernel holds (on NFS its server). What is in the file is for
+    people.
+
+    patience_s: so long the last user may take to end; waiting() is called meanwhile. InUse names a
+    user that does not. On a file system without locks there is a warning and no protection.
+    """
+
+    def __init__(
+        self, directory: Path, *, patience_s: float, waiting: Callable[[], None] = lambda: None
+    ):
+        self._file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._take(directory, patience_s, waiting)
+            os.ftruncate(self._file, 0)
+            holder = {
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            }
+            os.pwrite(self._file, json.dumps(holder).encode(), 0)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _take(self, directory: Path, patience_s: float, waiting: Callable[[], None]) -> None:
+        until: float | None = None
+        while True:
+            try:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                log.warning(
+                    "%s: cannot be locked (%s); see to it that no other job writes there",
+                    directory,
+                    error.strerror,
+                )
+                return None
+            if until is None:
+                log.warning(
+                    "%s is in use by %s; waiting up to %.0f s for its end",
+                    directory,
+                    self._holder(),
+                    patience_s,
+                )
+                until = time.monotonic() + patience_s
+            elif time.monotonic() > until:
+                raise InUse(
+                    f"{directory} is in use by {self._holder()}; wait for its end, or choose another run_dir"
+                )
+            waiting()
+            time.sleep(_LOOK_S)
+
+    def _holder(self) -> str:
+        """Who wrote the file last, for people."""
+        try:
+            holder = json.loads(os.pread(self._file, 4096, 0))
+            return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+        except (ValueError, KeyError, TypeError):
+            return "another process"
+
+    def release(self) -> None:
+        os.close(self._file)

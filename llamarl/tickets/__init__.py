@@ -1,0 +1,1 @@
+"""Prompts by number: which may start, which are trained on next, who works on which."""

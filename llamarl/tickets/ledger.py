@@ -1,0 +1,477 @@
+"""Tickets: which prompt is next, and how stale what is trained on may be. Pure; no processes, no
+clocks.
+
+Two numbers bound asynchrony. `max_lag` is hard: no token older than that many optimizer steps is
+trained on. `overcommit` is how many groups beyond one batch may be started and not yet trained on.
+
+The rules. B is groups_per_step, v the next step to be taken, g the version of the generator that
+starts a ticket. A ticket started at g has deadline g + max_lag: the last step that may train on it.
+R(d) counts started, untrained tickets with deadline <= d. Always
+
+    R(d) <= (d - v + 1) * B   for every d >= v,   and   R(v - 1) = 0,                                          (1)
+
+that is: everything started can still be trained on in time, B a step. Two rules keep (1):
+  admission   a ticket may start if (1) still holds with it, and started-and-untrained <= B + overcommit;
+  take        step v trains on B finished groups, earliest deadline first, if (1) holds for v + 1 without them.
+Taking moves v to v + 1 at once, before training on it ends, so generation goes on meanwhile. (1) at
+v says that at most B started tickets are due at v, so the earliest-deadline batch always holds all
+that are due: a step waits for stragglers only when their own deadlines leave no later step room for
+them (docs/staleness.md). No deadlock: by (1) the tickets due at v fit into step v, and when fewer
+than B are started, one more may always start (its deadline g + max_lag >= v once the generator
+holds recent weights).
+
+With n data-parallel trainer ranks ("lanes"), ticket t belongs to data-parallel rank perm[t mod n],
+and the rules hold for each data-parallel rank with B/n and its share of overcommit. All
+data-parallel ranks take together.
+
+max_lag None is for a replay buffer, which is handed everything and bounds staleness by its size.
+Every deadline is NEVER, so that (1) says nothing, and what is left of the rules is
+  admission   a ticket may start while started-and-unfinished < B + overcommit (None: while there is room in the channels);
+  take        step v hands over all that is finished; step 0 waits for an initial fill, no other step waits.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterable, Set
+from functools import lru_cache
+from typing import Protocol
+
+from llamarl.tasks.base import digest_of, sample_places
+from llamarl.tickets.governors import GOVERNORS, Constants, Governor
+from llamarl.types import Prompt, Ticket
+
+DP_RANK_SEED = 20  # of the pre-set permutation
+NEVER = 1 << 62  # deadline of a ticket that any step may train on
+
+
+class TrainPrompts(Protocol):
+    """The part of a task that a prompt stream needs."""
+
+    num_train: int
+    train_digest: str  # of all rows; see Task
+
+    def train_prompt(self, i: int) -> Prompt: ...
+
+
+class PromptStream:
+    """stream[ticket] is a pure function of (task, seed): epochs of the training prompts, each in an
+    order of its own.
+    """
+
+    def __init__(self, task: TrainPrompts, seed: int):
+        if task.num_train < 1:
+            raise ValueError("the task has no training prompts")
+        self._task, self._seed = task, seed
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        order = list(range(self._task.num_train))
+        random.Random(f"prompts {self._seed} {epoch}").shuffle(order)
+        return order
+
+    @property
+    def fingerprint(self) -> str:
+        """What streams of the same prompts in the same order have in common, and no others: their
+        number, the order, the digest of all rows, and of a sample of them the token ids, which
+        tokenizer, chat template and system prompt decide too.
+        """
+        num_prompts = self._task.num_train
+        sample = digest_of(self._task.train_prompt(i) for i in sample_places(num_prompts))
+        return (
+            f"{num_prompts} in order {self._seed}, rows {self._task.train_digest}, sample {sample}"
+        )
+
+    def __getitem__(self, ticket: int) -> Prompt:
+        epoch, place = divmod(ticket, self._task.num_train)
+        return self._task.train_prompt(self._order(epoch)[place])
+
+
+@lru_cache(maxsize=64)
+def _permutation(num_dp_ranks: int) -> tuple[int, ...]:
+    dp_ranks = list(range(num_dp_ranks))
+    random.Random(DP_RANK_SEED).shuffle(dp_ranks)
+    return tuple(dp_ranks)
+
+
+def dp_rank_of(ticket: int, num_dp_ranks: int) -> int:
+    """The data-parallel trainer rank that trains on a ticket."""
+    return _permutation(num_dp_ranks)[ticket % num_dp_ranks]
+
+
+def in_time(deadlines: list[int], step: int, groups_per_step: int) -> bool:
+    """Inequality (1): can all these started tickets still be trained on, groups_per_step a step
+    from `step` on?
+
+    The i-th earliest deadline d must leave room for i + 1 tickets in steps step..d.
+    """
+    return all(i < (d - step + 1) * groups_per_step for i, d in enumerate(sorted(deadlines)))
+
+
+class RankTickets:
+    """The rules of this module for one data-parallel rank: tickets `first`, `first + stride`, ...
+    Not thread-safe; TicketLedger is.
+
+    num_shares > 1: the data-parallel rank's tickets are dealt to that many generators in turn, each
+    with a cursor of its own. fill: groups that step 0 waits for where a take hands over everything;
+    None: a take is one batch.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        stride: int,
+        groups_per_step: int,
+        num_shares: int = 1,
+        fill: int | None = None,
+    ):
+        self.groups_per_step, self.fill = groups_per_step, fill
+        self.deadlines: dict[int, int] = {}  # started and untrained
+        self.finished: set[int] = set()
+        self.again: list[int] = []  # to start once more, before new ones
+        self._first, self._stride = first, stride
+        self._cursors = list(range(num_shares))  # places in the data-parallel rank, one a share
+
+    def next_ticket(self, share: int) -> int:
+        mine = [t for t in self.again if self._place(t) % len(self._cursors) == share]
+        return mine[0] if mine else self._first + self._stride * self._cursors[share]
+
+    def _place(self, ticket: int) -> int:
+        return (ticket - self._first) // self._stride
+
+    def may_start(self, share: int, deadline: int, step: int, overcommit: int | None) -> bool:
+        if self.fill is not None:
+            return (
+                overcommit is None
+                or len(self.deadlines) - len(self.finished) < self.groups_per_step + overcommit
+            )
+        if (
+            len(self._cursors) > 1
+            and self._place(self.next_ticket(share)) >= (step + 1) * self.groups_per_step
+        ):
+            return False  # its share of this batch is started
+        return (
+            deadline >= step
+            and len(self.deadlines) < self.groups_per_step + overcommit
+            and in_time([*self.deadlines.values(), deadline], step, self.groups_per_step)
+        )
+
+    def start(self, share: int, deadline: int) -> Ticket:
+        ticket = self.next_ticket(share)
+        if ticket in self.again:
+            self.again.remove(ticket)
+        else:
+            self._cursors[share] += len(self._cursors)
+        self.deadlines[ticket] = deadline
+        return Ticket(ticket, deadline)
+
+    def choose(self, step: int) -> list[int] | None:
+        """What step `step` takes, earliest deadline first, or None if it must wait."""
+        if self.fill is not None:
+            return sorted(self.finished) if step or len(self.finished) >= self.fill else None
+        due = sorted(self.finished, key=lambda t: (self.deadlines[t], t))[: self.groups_per_step]
+        if len(due) < self.groups_per_step:
+            return None
+        chosen = set(due)
+        rest = [d for t, d in self.deadlines.items() if t not in chosen]
+        return due if in_time(rest, step + 1, self.groups_per_step) else None
+
+    def overdue(self, step: int) -> list[int]:
+        """Unfinished tickets whose last step is `step`, once a batch of others is finished."""
+        if len(self.finished) < self.groups_per_step or self.fill is not None:
+            return []
+        return sorted(t for t, d in self.deadlines.items() if d <= step and t not in self.finished)
+
+    def consume(self, tickets: list[int]) -> dict[int, int]:
+        self.finished.difference_update(tickets)
+        return {t: self.deadlines.pop(t) for t in tickets}
+
+    def restart(self, tickets: list[int]) -> None:
+        """Forget that these were started: they start again, first."""
+        for ticket in tickets:
+            del self.deadlines[ticket]
+            self.finished.discard(ticket)
+        self.again = sorted(self.again + list(tickets))
+
+    def go_on(self, ticket: int, deadline: int, step: int) -> bool:
+        """After a resume: one that was to start again stays started, if it fits. Says whether.
+
+        It fits if it, and all that is started, can still be trained on in time.
+        """
+        if not in_time([*self.deadlines.values(), deadline], step, self.groups_per_step):
+            return False
+        self.again.remove(ticket)
+        self.deadlines[ticket] = deadline
+        return True
+
+    def never_started(self) -> tuple[list[int], int]:
+        """(tickets below the frontier that are not started, the frontier: nothing from there on is
+        started).
+        """
+        top = max(self._cursors)
+        holes = [j for c in self._cursors for j in range(c, top, len(self._cursors))]
+        return sorted(
+            self._first + self._stride * j for j in holes
+        ), self._first + self._stride * top
+
+    def resume_at(self, frontier: int) -> None:
+        """Nothing from ticket `frontier` on is started."""
+        place = max(0, -(-(frontier - self._first) // self._stride))
+        shares = len(self._cursors)
+        self._cursors = [place + (share - place) % shares for share in range(shares)]
+
+
+class TicketLedger:
+    """Starts and takes tickets under the rules above, for all data-parallel ranks; each ticket is
+    consumed once. Thread-safe.
+
+    overcommit: groups, or the name of a governor, with its constants. num_generators: with max_lag
+    0 a data-parallel rank's tickets are dealt to them in turn, so that what is sampled does not
+    depend on who asks first; otherwise a ticket goes to whoever asks. resume_in_work: over a
+    resume, tickets whose partial completions were saved stay started, with their deadlines. max_lag
+    None: a replay buffer takes everything, and step 0 waits for initial_groups; overcommit is then
+    a number of groups, or auto: no limit.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_lag: int | None,
+        overcommit: int | str,
+        constants: Constants = Constants(),
+        num_dp_ranks: int = 1,
+        num_generators: int = 1,
+        resume_in_work: bool = False,
+        initial_groups: int = 1,
+    ):
+        if groups_per_step % num_dp_ranks:
+            raise ValueError(
+                f"groups_per_step={groups_per_step} does not split over {num_dp_ranks} trainer ranks"
+            )
+        bounded = max_lag is not None
+        if bounded and (max_lag < 0 or (max_lag == 0 and overcommit not in (0, "auto"))):
+            raise ValueError(
+                f"max_lag={max_lag} with overcommit={overcommit}: synchronous training starts nothing ahead; set overcommit=0"
+            )
+        self.groups_per_step, self.max_lag = groups_per_step, max_lag
+        self.step = 0  # v, the next step to be taken
+        self.governor: Governor | None = None
+        if isinstance(overcommit, str):
+            rules = list(GOVERNORS) if bounded else ["auto"]
+            if overcommit not in rules:
+                raise ValueError(
+                    f"overcommit={overcommit!r}: need a whole number, or one of {', '.join(rules)}"
+                )
+            self.governor = (
+                GOVERNORS[overcommit](groups_per_step, max_lag, constants) if bounded else None
+            )
+        self._overcommit = None if isinstance(overcommit, str) else overcommit
+        self._num_shares = num_generators if max_lag == 0 else 1
+        self._resume_in_work = resume_in_work
+        fill = None if bounded else max(1, -(-initial_groups // num_dp_ranks))
+        self._dp_ranks = [
+            RankTickets(i, num_dp_ranks, groups_per_step // num_dp_ranks, self._num_shares, fill)
+            for i in range(num_dp_ranks)
+        ]
+        self._taken: tuple[int, dict[int, int]] | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def overcommit(self) -> int | None:
+        """Groups; None: no limit."""
+        return self.governor.value if self.governor else self._overcommit
+
+    def _dp_rank(self, ticket: int) -> RankTickets:
+        # RankTickets i of the ledger holds tickets i mod n; dp_rank_of names the rank that trains
+        # on them.
+        return self._dp_ranks[ticket % len(self._dp_ranks)]
+
+    def start(self, count: int, version: int, generator: int = 0) -> list[Ticket]:
+        """Up to `count` tickets for a generator that holds weights `version`; fewer, or none, if
+        the rules forbid more.
+        """
+        granted: list[Ticket] = []
+        with self._lock:
+            extra, n, share = self.overcommit, len(self._dp_ranks), generator % self._num_shares
+            deadline = NEVER if self.max_lag is None else version + self.max_lag
+            extras = [extra if extra is None else extra // n + (i < extra % n) for i in range(n)]
+            while len(granted) < count:
+                able = [
+                    dp_rank
+                    for dp_rank, more in zip(self._dp_ranks, extras)
+                    if dp_rank.may_start(share, deadline, self.step, more)
+                ]
+                if not able:
+                    break
+                granted.append(
+                    min(able, key=lambda dp_rank: dp_rank.next_ticket(share)).start(share, deadline)
+                )
+        return granted
+
+    def finish(self, tickets: list[int]) -> None:
+        """Groups that have reached the trainer, scored. ValueError for one that was never started,
+        or twice.
+        """
+        with self._lock:
+            for ticket in tickets:
+                dp_rank = self._dp_rank(ticket)
+                if ticket not in dp_rank.deadlines or ticket in dp_rank.finished:
+                    raise ValueError(
+                        f"ticket {ticket} finished, but it is not in work: started twice, or trained on already"
+                    )
+                dp_rank.finished.add(ticket)
+
+    def take(self, step: int, waited: bool = False) -> list[int] | None:
+        """What all data-parallel ranks hand over to step `step`, data-parallel rank after
+        data-parallel rank, earliest deadline first; None while a data-parallel rank must wait.
+
+        Taking is final unless `untake` follows. ValueError if `step` is not the next one.
+        """
+        with self._lock:
+            if step != self.step:
+                raise ValueError(f"step {step} taken, but the next is {self.step}")
+            chosen = [dp_rank.choose(step) for dp_rank in self._dp_ranks]
+            if any(batch is None for batch in chosen):
+                return None
+            consumed: dict[int, int] = {}
+            for dp_rank, batch in zip(self._dp_ranks, chosen):
+                consumed.update(dp_rank.consume(batch))
+            self.step += 1
+            self._taken = (step, consumed)
+            if self.governor:
+                self.governor.taken(
+                    waited=waited,
+                    num_finished=sum(len(dp_rank.finished) for dp_rank in self._dp_ranks),
+                )
+            return list(consumed)
+
+    def trained(self, reward: float) -> None:
+        """The step taken last was trained on completions of this mean reward (NaN: none had one)."""
+        with self._lock:
+            if self.governor:
+                self.governor.trained(reward)
+
+    def untake(self, step: int) -> None:
+        """Step `step` was given up before it changed the weights: its groups are finished and
+        untrained again.
+        """
+        with self._lock:
+            if self._taken is None or self._taken[0] != step:
+                raise ValueError(f"step {step} was not the last to be taken")
+            for ticket, deadline in self._taken[1].items():
+                self._dp_rank(ticket).deadlines[ticket] = deadline
+                self._dp_rank(ticket).finished.add(ticket)
+            self.step, self._taken = step, None
+
+    def waits_for(self) -> list[int]:
+        """Tickets in work that hold up the next step: the unfinished ones with the earliest
+        deadlines.
+        """
+        with self._lock:
+            open_ = [
+                (d, t)
+                for dp_rank in self._dp_ranks
+                for t, d in dp_rank.deadlines.items()
+                if t not in dp_rank.finished
+            ]
+            return [t for _, t in sorted(open_)[: self.groups_per_step]]
+
+    def in_work(self) -> set[int]:
+        """Started and not finished."""
+        with self._lock:
+            return {
+                t
+                for dp_rank in self._dp_ranks
+                for t in dp_rank.deadlines
+                if t not in dp_rank.finished
+            }
+
+    def overdue(self) -> list[int]:
+        """Unfinished tickets whose last step is the next one, once every data-parallel rank that
+        waits could do without them.
+        """
+        with self._lock:
+            overdue = [dp_rank.overdue(self.step) for dp_rank in self._dp_ranks]
+            others_wait = any(
+                not mine and dp_rank.choose(self.step) is None
+                for mine, dp_rank in zip(overdue, self._dp_ranks)
+            )
+        return [] if others_wait else [t for mine in overdue for t in mine]
+
+    def reconcile(self, buffered: list[int]) -> set[int]:
+        """After a resume: finished groups whose data was not saved start again. Returns the
+        finished ones that were.
+        """
+        with self._lock:
+            kept = set()
+            for dp_rank in self._dp_ranks:
+                dp_rank.restart(sorted(dp_rank.finished - set(buffered)))
+                kept |= dp_rank.finished
+        return kept
+
+    def state_dict(self) -> dict:
+        """JSON. Tickets in work are among those to start again; in_work has their deadlines, for
+        those that need not.
+        """
+        with self._lock:
+            again, finished, in_work, frontiers = [], [], [], []
+            for dp_rank in self._dp_ranks:
+                holes, frontier = dp_rank.never_started()
+                unfinished = sorted(dp_rank.deadlines.keys() - dp_rank.finished)
+                again += holes + dp_rank.again + unfinished
+                in_work += [[t, dp_rank.deadlines[t]] for t in unfinished]
+                finished += [[t, dp_rank.deadlines[t]] for t in sorted(dp_rank.finished)]
+                frontiers.append(frontier)
+            # One frontier for all data-parallel ranks: what lies between is listed, so that another
+            # number of data-parallel ranks can go on.
+            top, n = max(frontiers), len(self._dp_ranks)
+            again += [t for f in frontiers for t in range(f, top, n)]
+            return {
+                "step": self.step,
+                "overcommit": self.overcommit,
+                "rewards": list(self.governor.rewards) if self.governor else [],
+                "frontier": top,
+                "again": sorted(again),
+                "finished": finished,
+                "in_work": in_work,
+            }
+
+    def load_state_dict(self, state: dict, saved: Set[int] = frozenset()) -> list[int]:
+        """Go on from a checkpoint; another number of data-parallel ranks or generators is fine.
+
+        saved: tickets whose partial completions it holds. Returns those that start again although
+        it has their group, or what there is of it: on other data-parallel ranks than before, more
+        may be due in one than it can train on in time. They are as few as can be, and so are the
+        finished ones among them (docs/staleness.md); on as many data-parallel ranks as before there
+        are none.
+        """
+        n = len(self._dp_ranks)
+        with self._lock:
+            self.step = state["step"]
+            if self.governor:
+                self.governor.resume(state["overcommit"], state["rewards"])
+            finished = _by_deadline(state["finished"])
+            resumable = saved if self._resume_in_work else frozenset()
+            in_work = _by_deadline(pair for pair in state["in_work"] if pair[0] in resumable)
+            again = sorted([*state["again"], *finished])  # until they are found to fit
+            for i, dp_rank in enumerate(self._dp_ranks):
+                dp_rank.deadlines, dp_rank.finished = {}, set()
+                dp_rank.again = [t for t in again if t % n == i]
+                dp_rank.resume_at(state["frontier"])
+            # What is finished has cost most: it goes first, what is in work takes the room that is
+            # left.
+            dropped = []
+            for ticket, deadline in [*finished.items(), *in_work.items()]:
+                dp_rank = self._dp_rank(ticket)
+                if not dp_rank.go_on(ticket, deadline, self.step):
+                    dropped.append(ticket)
+                elif ticket in finished:
+                    dp_rank.finished.add(ticket)
+            return sorted(dropped)
+
+
+def _by_deadline(pairs: Iterable[list[int]]) -> dict[int, int]:
+    """Ticket -> deadline of [ticket, deadline] pairs, the earliest deadline first."""
+    return dict(sorted(pairs, key=lambda pair: (pair[1], pair[0])))

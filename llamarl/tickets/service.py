@@ -1,0 +1,327 @@
+"""The ledger at its desk: one rank keeps the TicketLedger and answers while its executors compute;
+the others ask by mail.
+
+    message     from -> to            handled on                   meaning
+    ask         generator -> leader   leader's listener thread     "I hold version g and have room for n groups"
+    grant       leader -> generator   taken by the generator       the answer: n tickets to start, or fewer;
+                                                                   then, later on: there is room,
+                                                                   ask again
+    going_on    generator -> leader   leader's listener thread     tickets that a resumed run goes on with
+    finish      trainer -> leader     leader's listener thread     these groups have reached a trainer rank; once they have
+                                                                   reached all ranks of its
+                                                                   data-parallel rank, the ledger
+                                                                   counts them
+    taken       leader -> trainer     taken by the trainer rank    the batch of a step, for every data-parallel rank
+    truncate    leader -> generator   taken by the generator       end these tickets' completions where they are: the trainer
+                                                                   would wait for them
+                                                                   (on_deadline=truncate)
+
+Every ask is answered at once, if need be with nothing, and a generator has one ask under way: it is
+never granted more than it has room for. What was not granted is not owed. A generator asks anew
+when it holds newer weights, or when the leader says that there may be room: a take makes some just
+when newer weights are on their way, and tickets started with those are a version younger than what
+a standing ask would have started. Generators ask ahead, between chunks, and do not wait for the
+answer; with max_lag 0 they do, for what is batched with what must not depend on timing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Set
+
+from llamarl.comm.control import Control, TimedOut
+from llamarl.tickets.ledger import TicketLedger, dp_rank_of
+from llamarl.tickets.stragglers import TicketTimes
+from llamarl.types import Ticket
+
+log = logging.getLogger(__name__)
+
+
+class TicketService:
+    """A rank's access to the ledger. `ledger` is used on the leader only; each rank builds one,
+    which costs nothing.
+
+    tensor_parallel: so many trainer ranks, one after another, are one data-parallel rank of the
+    ledger and train on the same groups. truncate: end a straggler whose deadline has come, rather
+    than wait. straggler_factor: a ticket that takes so many times the median is named in the log.
+    """
+
+    def __init__(
+        self,
+        ledger: TicketLedger,
+        control: Control,
+        *,
+        trainer_ranks: tuple[int, ...],
+        timeout_s: float,
+        tensor_parallel: int = 1,
+        truncate: bool = False,
+        straggler_factor: float = 5.0,
+    ):
+        self.max_lag = ledger.max_lag
+        self._ledger, self._control, self._trainer_ranks, self._timeout_s = (
+            ledger,
+            control,
+            trainer_ranks,
+            timeout_s,
+        )
+        self._tensor_parallel = tensor_parallel
+        self._arrivals: Counter[int] = (
+            Counter()
+        )  # ticket -> ranks of its data-parallel rank that it has reached, while it is not all
+        self._truncate, self._times = truncate, TicketTimes(straggler_factor)
+        self._lock = (
+            threading.Lock()
+        )  # messages of the leader to itself are handled on its own thread
+        self._offer: dict[int, list[int]] = {}  # step -> tickets, as mailed
+        # Of a generator: its newest ask.
+        self._is_asking = False  # it is not answered
+        self._is_refused = False  # less was granted than asked for, and there is no news of room
+        self._asked_version = -1
+        # Of the leader: ranks of generators that were granted less than asked for; a dict, for its
+        # order.
+        self._refused: dict[int, None] = {}
+        if control.is_leader:
+            control.on("ask", self._on_ask)
+            control.on("going_on", self._on_going_on)
+            control.on("finish", self._on_finish)
+
+    @property
+    def synchronous(self) -> bool:
+        return self.max_lag == 0
+
+    # -- generators
+    # -----------------------------------------------------------------------------------------------
+
+    def ask(self, generator: int, count: int, version: int) -> list[Ticket]:
+        """Have up to `count` groups, for which there is room, to start.
+
+        Returns those that were granted since the last call, to this ask or an earlier one. Nothing
+        is asked while an answer is under way, nor where the last one was a refusal and neither this
+        generator's weights nor the ledger have changed since. Synchronous runs wait for the answer
+        (TimedOut after timeout_s); others never do.
+        """
+        tickets = self.granted()
+        room = count - len(tickets)
+        may_succeed = version > self._asked_version or not self._is_refused
+        if room > 0 and may_succeed and not self._is_asking:
+            self._is_asking, self._asked_version = True, version
+            payload = {"generator": generator, "count": room, "version": version}
+            self._control.post(self._control.leader, "ask", payload)
+        return tickets + (self._await_grant(generator) if self.synchronous else self.granted())
+
+    def granted(self) -> list[Ticket]:
+        """Tickets granted since the last call."""
+        tickets: list[Ticket] = []
+        for _, payload in self._control.take("grant"):
+            tickets += [Ticket(*pair) for pair in payload["tickets"]]
+            self._is_refused = payload["is_refusal"]
+            if payload["is_answer"]:
+                self._is_asking = False
+        return tickets
+
+    def go_on(self, tickets: list[int]) -> None:
+        """After a resume: this rank's generator goes on with these.
+
+        They can then be named, or ended, as stragglers.
+        """
+        self._control.post(self._control.leader, "going_on", {"tickets": tickets})
+
+    def to_truncate(self) -> list[int]:
+        """Tickets that must end where they are, told since the last call. Their grants have come
+        before.
+        """
+        return [
+            ticket for _, payload in self._control.take("truncate") for ticket in payload["tickets"]
+        ]
+
+    def _await_grant(self, generator: int) -> list[Ticket]:
+        until = time.monotonic() + self._timeout_s
+        tickets = self.granted()
+        while self._is_asking and time.monotonic() < until:
+            self._control.check()
+            self._control.wait(0.05)
+            tickets += self.granted()
+        if not self._is_asking:
+            return tickets
+        raise TimedOut(
+            f"generator {generator} on rank {self._control.rank} waited {self._timeout_s:.0f} s for the ledger on rank "
+            f"{self._control.leader}; is that rank stopped? Raise timeout_s if the machine is overloaded"
+        )
+
+    # -- trainers
+    # -------------------------------------------------------------------------------------------------
+
+    def finish(self, tickets: list[int]) -> None:
+        """These groups have reached this trainer rank."""
+        self._control.post(self._control.leader, "finish", {"tickets": tickets})
+
+    def take(self, step: int, waited: bool = False) -> list[int] | None:
+        """This data-parallel rank's batch of step `step`, or None if it must still wait. The
+        leader's call decides for all data-parallel ranks.
+        """
+        # After a stop request no step is begun: ranks that heard of it first are at their last
+        # checkpoint already.
+        if self._control.is_leader and step not in self._offer and not self._control.stopping:
+            tickets = self._ledger.take(step, waited)
+            self._name_stragglers()
+            if tickets is None:
+                self._end_overdue()
+                return None
+            for rank in self._trainer_ranks:
+                self._control.post(rank, "taken", {"step": step, "tickets": tickets})
+            self._tell_of_room()
+        for _, payload in self._control.take("taken"):
+            self._offer[payload["step"]] = payload["tickets"]
+        tickets = self._offer.pop(step, None)
+        if tickets is None:
+            return None
+        dp_ranks = len(self._trainer_ranks) // self._tensor_parallel
+        mine = self._trainer_ranks.index(self._control.rank) // self._tensor_parallel
+        return [t for t in tickets if dp_rank_of(t, dp_ranks) == mine]
+
+    def untake(self, step: int) -> None:
+        """Give up the step just taken (leader only; others need do nothing)."""
+        if self._control.is_leader:
+            self._ledger.untake(step)
+
+    def trained(self, reward: float) -> None:
+        """The step taken last was trained on, at this mean reward (NaN: none). The leader's call
+        counts.
+        """
+        if self._control.is_leader:
+            self._ledger.trained(reward)
+            self._tell_of_room()  # the governor may have made some
+
+    @property
+    def overcommit(self) -> int | None:
+        """Groups, as the governor has it now; None: no limit. Of interest on the leader."""
+        return self._ledger.overcommit
+
+    def waits_for(self) -> str:
+        """Which tickets hold up the next step, for messages."""
+        if not self._control.is_leader:
+            return f"the ledger on rank {self._control.leader}"
+        tickets = self._ledger.waits_for()
+        return (
+            f"tickets {tickets[:4]}{'...' if len(tickets) > 4 else ''} in work"
+            if tickets
+            else "new tickets to start"
+        )
+
+    # -- the leader's side
+    # ----------------------------------------------------------------------------------------
+
+    def _on_ask(self, sender: int, payload: dict) -> None:
+        with self._lock:
+            tickets = self._ledger.start(payload["count"], payload["version"], payload["generator"])
+            is_refusal = len(tickets) < payload["count"]
+            self._post_grant(sender, tickets, is_answer=True, is_refusal=is_refusal)
+            self._times.granted([t.index for t in tickets], sender, time.monotonic())
+            if is_refusal:
+                self._refused[sender] = None
+
+    def _post_grant(
+        self, rank: int, tickets: list[Ticket], *, is_answer: bool, is_refusal: bool
+    ) -> None:
+        # News of room goes by the same topic: it must not overtake the refusal that it takes back.
+        pairs = [[t.index, t.deadline] for t in tickets]
+        payload = {"tickets": pairs, "is_answer": is_answer, "is_refusal": is_refusal}
+        self._control.post(rank, "grant", payload)
+
+    def _tell_of_room(self) -> None:
+        """Have generators ask again that were refused, in the order in which they were."""
+        if self.synchronous:
+            return  # what a generator may start depends on its version alone
+        with self._lock:
+            for rank in self._refused:
+                self._post_grant(rank, [], is_answer=False, is_refusal=False)
+            self._refused.clear()
+
+    def _on_going_on(self, sender: int, payload: dict) -> None:
+        with self._lock:
+            self._times.went_on(payload["tickets"], sender, time.monotonic())
+
+    def _on_finish(self, sender: int, payload: dict) -> None:
+        with self._lock:
+            self._arrivals.update(payload["tickets"])
+            whole = [t for t in payload["tickets"] if self._arrivals[t] == self._tensor_parallel]
+            for ticket in whole:
+                del self._arrivals[ticket]
+            self._times.finished(whole, time.monotonic())
+        self._ledger.finish(whole)
+        if self.max_lag is None:
+            self._tell_of_room()  # without a bound what has finished makes room
+
+    def _end_overdue(self) -> None:
+        """Tell generators to end the stragglers that alone hold up the step, once each."""
+        if not self._truncate:
+            return
+        with self._lock:  # no order may overtake the grant of its ticket
+            known = ((t, self._times.work.get(t)) for t in self._ledger.overdue())
+            orders: dict[int, list[int]] = {}
+            for ticket, work in known:
+                if work is not None and not work.is_ended:
+                    work.is_ended = True
+                    orders.setdefault(work.rank, []).append(ticket)
+            for rank, tickets in orders.items():
+                self._control.post(rank, "truncate", {"tickets": tickets})
+
+    def _name_stragglers(self) -> None:
+        with self._lock:
+            found = self._times.new_stragglers(time.monotonic())
+        for rank, late in found.items():
+            named = ", ".join(f"{ticket} ({seconds:.1f} s)" for ticket, seconds in late)
+            log.warning(
+                "stragglers of generator rank %d: tickets %s have taken more than %g x the median of %.2f s; "
+                "on_deadline=truncate and generator.max_seconds bound what they may hold up",
+                rank,
+                named,
+                self._times.factor,
+                self._times.median_s,
+            )
+
+    # -- checkpoints
+    # ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict:
+        return self._ledger.state_dict()
+
+    def load_state_dict(self, state: dict, saved: Set[int] = frozenset()) -> None:
+        """On every rank, before the executors load theirs: each can then tell which groups are
+        still wanted.
+
+        saved: tickets whose partial completions the checkpoint holds. The leader warns of those
+        that start again although they were finished, or begun, since this run has other trainer
+        ranks.
+        """
+        dropped = self._ledger.load_state_dict(state, saved)
+        if not (dropped and self._control.is_leader):
+            return
+        finished = {ticket for ticket, _ in state["finished"]}
+        log.warning(
+            "step %d: %d of %d finished groups start again, and %d that were begun: on another number "
+            "of trainer ranks, more of them are due on one than it can train on within max_lag. Tickets %s",
+            self._ledger.step,
+            len(finished.intersection(dropped)),
+            len(finished),
+            len(set(dropped) - finished),
+            ", ".join(map(str, dropped)),
+        )
+
+    @property
+    def resumed_step(self) -> int:
+        """Right after load_state_dict: the checkpoint's step, and so its policy version."""
+        return self._ledger.step
+
+    def in_work(self) -> set[int]:
+        """Right after load_state_dict: tickets that stay started, and whose partial completions
+        must go on.
+        """
+        return self._ledger.in_work()
+
+    def reconcile(self, buffered: list[int]) -> set[int]:
+        """Of the groups that a checkpoint holds, those that the ledger counts as finished."""
+        return self._ledger.reconcile(buffered)
