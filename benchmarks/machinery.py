@@ -20,9 +20,10 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 # isort: split
 import torch
 
-from llamarl.comm.channel import Gather, Scatter, Weights
+from llamarl.comm.channel import Gather, Scatter
 from llamarl.comm.groups import init_world
 from llamarl.controller import ExecutorController, RunSettings
+from llamarl.ddma.channel import Weights
 from llamarl.executor import Executor
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import parameter_shapes

@@ -38,11 +38,11 @@ from running import machine
 from torch import Tensor
 
 from llamarl.comm.control import Control
-from llamarl.comm.groups import init_world, link_group
+from llamarl.comm.groups import RankInfo, init_world, link_group
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
 from llamarl.ddma.transfer import give_way
-from llamarl.ddma.transports import RankInfo, this_rank_info
+from llamarl.ddma.transports import this_rank_info
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
 

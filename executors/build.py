@@ -10,8 +10,8 @@ from executors.reference import FrozenReference, ResettingReference
 from executors.reward import RuleReward
 from executors.trainer import AdamSettings, FSDPTrainer
 from executors.vllm_generator import VLLMGenerator
-from llamarl.comm.channel import REFERENCE_WEIGHTS, Weights
 from llamarl.config.command_line import Config
+from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
 from llamarl.inference import SamplingParams
 from llamarl.launch.job import Job
 from llamarl.learning.buffer import GroupBuffer

@@ -30,7 +30,7 @@ import torch
 
 from llamarl.comm.lockstep import END, Lockstep
 from llamarl.executor import POLL_S, Executor
-from llamarl.inference import Engine, SamplingParams
+from llamarl.inference import Engine, SamplingParams, evaluation
 from llamarl.inference.partials import Sample, pack, unpack
 from llamarl.inference.rows import Partial
 from llamarl.models.build import build_decoder, read_config
@@ -38,8 +38,7 @@ from llamarl.models.hf import named_parameters_hf
 from llamarl.models.parity import Canary, check_canary, check_quantized
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.tp import TensorParallel
-from llamarl.tasks import evaluation
-from llamarl.tickets.ledger import PromptStream
+from llamarl.tickets.prompts import PromptStream
 from llamarl.types import Completion, Prompt
 
 TRAIN = 0  # stream of the engine; the others are evaluation's

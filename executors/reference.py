@@ -16,8 +16,8 @@ from collections.abc import Iterable
 
 import torch
 
-from llamarl.comm.channel import REFERENCE_WEIGHTS, RESET
-from llamarl.comm.control import TimedOut
+from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET
+from llamarl.errors import TimedOut
 from llamarl.executor import Executor
 from llamarl.learning.logprobs import make_head
 from llamarl.learning.packing import Targets, pack, to_device

@@ -16,9 +16,10 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
+from llamarl.errors import RewardError
 from llamarl.executor import Executor
 from llamarl.tasks.evaluation import Evaluations
-from llamarl.tasks.pool import Outcome, RewardError, RewardPool
+from llamarl.tasks.pool import Outcome, RewardPool
 from llamarl.types import Completion, Group, Prompt, ScoredCompletion
 
 MAX_PENDING = (

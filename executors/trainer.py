@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from llamarl.checkpoint.parts import box_of
-from llamarl.comm.channel import REFERENCE_WEIGHTS, RESET
+from llamarl.comm.channel import dp_rank_of
+from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET
 from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.ema import WeightAverage
@@ -41,7 +42,6 @@ from llamarl.models.lora import Lora, PolicyWeights
 from llamarl.models.parity import Prompts, canary_sequences
 from llamarl.models.sharding import Box, parameter_shapes
 from llamarl.models.tp import TensorParallel
-from llamarl.tickets.ledger import dp_rank_of
 from llamarl.types import Group
 
 EMA = "_ema"  # behind the name of an exported directory: the averaged weights

@@ -21,7 +21,7 @@ The leader is the first trainer rank. A run ends when the trainer has made its l
 the last row is written; the leader then tells all ranks to close. In one process the same loop
 steps the executors in turn.
 
-A loss (llamarl.comm.control) is a rank or a executor that is gone while all keepers live: the ranks
+A loss (llamarl.comm.control) is a rank or an executor that is gone while all keepers live: the ranks
 of the trainer, and of every other executor whose state is not optional. The keepers then do what
 they do at a stop: the trainer ends its step, or gives it up, the leader seals a checkpoint without
 what is lost, and all end with the error. So a restart goes on from there.
@@ -41,16 +41,18 @@ from types import FrameType
 
 import torch
 
-from llamarl.checkpoint.checkpointer import Checkpointer, CheckpointError
+from llamarl.checkpoint.checkpointer import Checkpointer
 from llamarl.checkpoint.service import CONTROLLER, CheckpointService, has_state
-from llamarl.comm.channel import Channel, Weights, connect
-from llamarl.comm.control import Control, PeerDied, TimedOut
-from llamarl.comm.groups import World, device_link_group, executor_group, link_group
+from llamarl.comm.channel import Channel, connect
+from llamarl.comm.control import Control
+from llamarl.comm.groups import RankInfo, World, device_link_group, executor_group, link_group
 from llamarl.comm.meeting import reaching
+from llamarl.ddma.channel import Weights
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
 from llamarl.ddma.transfer import give_way
-from llamarl.ddma.transports import RankInfo, this_rank_info
+from llamarl.ddma.transports import this_rank_info
+from llamarl.errors import CheckpointError, PeerDied, TimedOut
 from llamarl.executor import POLL_S, Executor
 from llamarl.models.offload import DeviceSharing
 from llamarl.native.disk import free_bytes
@@ -387,7 +389,7 @@ class ExecutorController:
         return not self.control.stopping or executor.name == "trainer" or executor.follows
 
     def _step_or_lose(self, executor: Executor, clock: _Clock) -> bool:
-        """One step. What fails in a executor without state that must be kept is a loss, as on any
+        """One step. What fails in an executor without state that must be kept is a loss, as on any
         other rank.
         """
         if _is_kept(executor):

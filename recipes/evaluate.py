@@ -26,6 +26,7 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 import torch.distributed as dist
 
 from executors.build import sampling_of
+from llamarl.checkpoint.checkpointer import find_model
 from llamarl.comm.groups import init_world, threads_per_rank
 from llamarl.config.command_line import (
     Config,
@@ -38,10 +39,11 @@ from llamarl.config.command_line import (
     to_values,
 )
 from llamarl.inference import Engine
+from llamarl.inference.evaluation import numbered, submit
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.tasks import evaluation
+from llamarl.tasks.evaluation import Evaluations, pass_at_k, score_of
 from llamarl.tasks.pool import Outcome, RewardPool
 from llamarl.types import Completion, Prompt
 
@@ -120,12 +122,12 @@ def config_of(model: Path, run: Path | None, overrides: list[str]) -> Config:
 def answer(engine: Engine, job: Job, prompts: list[Prompt], num_samples: int) -> list[Completion]:
     """In order: of each prompt the greedy completion, then the sampled ones."""
     for j, prompt in enumerate(prompts):
-        evaluation.submit(engine, j, prompt, sampling_of(job.config, job), num_samples)
+        submit(engine, j, prompt, sampling_of(job.config, job), num_samples)
     completions = []
     while engine.num_live or engine.num_waiting:
         engine.step(job.config.generator.chunk_tokens)
         completions += [
-            evaluation.numbered(stream, completion) for stream, completion in engine.pop_finished()
+            numbered(stream, completion) for stream, completion in engine.pop_finished()
         ]
     return sorted(completions, key=lambda c: (c.ticket, c.sample_index))
 
@@ -150,7 +152,7 @@ def write(
             line = {
                 "prompt": prompts[c.ticket].text,
                 "completion": text,
-                "score": evaluation.score_of(outcome),
+                "score": score_of(outcome),
                 "outcome": outcome.kind,
                 "number": c.ticket,
                 "sample": c.sample_index,
@@ -164,12 +166,12 @@ def report(
     config: Config, completions: list[Completion], outcomes: list[Outcome], num_prompts: int, k: int
 ) -> list[str]:
     """What is printed."""
-    book = evaluation.Evaluations(num_prompts, k)
+    book = Evaluations(num_prompts, k)
     scores: dict[int, list[float]] = {}
     for c, outcome in zip(completions, outcomes):
         book.add(c, outcome)
         if c.sample_index:
-            scores.setdefault(c.ticket, []).append(evaluation.score_of(outcome))
+            scores.setdefault(c.ticket, []).append(score_of(outcome))
     ((_, metrics),) = book.finished()
     length = metrics["eval/length_mean"]
     passes = "eval/accuracy" in metrics  # all scores are 0 or 1
@@ -182,7 +184,7 @@ def report(
         draws = sorted({k, *(1 << i for i in range(k.bit_length()))})
         passed = []
         for n in draws:
-            best = sum(evaluation.pass_at_k(s, n) for s in scores.values()) / num_prompts
+            best = sum(pass_at_k(s, n) for s in scores.values()) / num_prompts
             passed.append(f"pass@{n} {best:.2%}" if passes else f"best of {n} {best:.4g}")
         lengths = [c.token_ids.numel() for c in completions if c.sample_index]
         mean = sum(lengths) / len(lengths)
@@ -198,7 +200,7 @@ def report(
 
 def run(args: argparse.Namespace) -> None:
     """ValueError or OSError for what cannot be used."""
-    model, made_by = evaluation.find_model(args.directory)
+    model, made_by = find_model(args.directory)
     config = config_of(model, made_by, args.overrides)
     threads = threads_per_rank(config.threads, synchronous=config.max_lag == 0)
     world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=True)

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from llamarl.checkpoint.parts import Part
+from llamarl.errors import CheckpointError
 from llamarl.native.disk import aside, check_room, discard, free_bytes
 
 if TYPE_CHECKING:
@@ -53,10 +54,6 @@ _LEFTOVER = re.compile(r"step_(\d+)\.(tmp|old)(\.\d+)?")
 log = logging.getLogger(__name__)
 
 State = Mapping[str, "Tensor | int | float | str | list | dict | None"]
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be written or used; the message names the file and what to do."""
 
 
 # --- Reading ---
@@ -551,3 +548,30 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def find_model(given: str | Path) -> tuple[Path, Path | None]:
+    """(the Hugging Face directory to evaluate, the run_dir that it comes from or None).
+
+    given: such a directory; RUN_DIR/checkpoints/step_N; RUN_DIR/checkpoints/latest; or RUN_DIR, for
+    its latest. FileNotFoundError or CheckpointError, saying what to give instead.
+    """
+    path = Path(given)
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints" / LATEST
+    if path.name == LATEST:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file; a run has it once it has a checkpoint")
+        path = path.with_name(path.read_text().strip())
+    if path.name == "hf" and (path.parent / MANIFEST).is_file():
+        path = path.parent
+    if (path / MANIFEST).is_file():
+        if problems := verify(path):
+            raise CheckpointError(f"checkpoint {path} is damaged:\n  " + "\n  ".join(problems[:10]))
+        return path / "hf", path.absolute().parents[1]
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{path}: neither a Hugging Face directory (it has no config.json) nor a checkpoint (no {MANIFEST}); "
+            "give one of these, such as RUN_DIR/checkpoints/step_N or RUN_DIR/checkpoints/latest"
+        )
+    return path, None

@@ -15,8 +15,9 @@ import time
 from collections.abc import Mapping, Set
 from pathlib import Path
 
-from llamarl.checkpoint.checkpointer import Checkpointer, CheckpointError
-from llamarl.comm.control import Control, TimedOut
+from llamarl.checkpoint.checkpointer import Checkpointer
+from llamarl.comm.control import Control
+from llamarl.errors import CheckpointError, TimedOut
 from llamarl.executor import Executor
 from llamarl.observe import Metrics
 from llamarl.tickets.service import TicketService

@@ -9,30 +9,27 @@ rank's ends.
     receiver (a peer)   the wire        the peer's next message   the peer; its close     records in the inbox
                                         room in the inbox         take()
 
-Bounded means backpressure: a executor asks `has_room()` before a step and rests when there is none.
+Bounded means backpressure: an executor asks `has_room()` before a step and rests when there is none.
 One step may go over the bound by what it emits; nothing is ever dropped, and `put` never blocks, so
 a rank that hosts both ends cannot deadlock with itself.
 """
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch.distributed as dist
 
 from llamarl.comm import wire
-from llamarl.comm.control import Control, PeerDied
-from llamarl.comm.p2p import recv_message, send_closed, send_message
+from llamarl.comm.control import Control
+from llamarl.comm.wire import recv_message, send_closed, send_message
+from llamarl.errors import PeerDied
 from llamarl.executor import Executor
-from llamarl.models.sharding import HEAD
-from llamarl.tickets.ledger import dp_rank_of
-
-REFERENCE_WEIGHTS = "reference_policy"  # the channel of the weights that the reference is reset to
-# the leader's word that a version was sent there; in order with its word of checkpoints
-RESET = "reset"
 
 
 @dataclass(frozen=True)
@@ -70,20 +67,6 @@ class Scatter(Channel):
         peers = self.destination.tensor_parallel
         first = dp_rank_of(record.ticket, num_destinations // peers) * peers
         return list(range(first, first + peers))
-
-
-@dataclass(frozen=True)
-class Weights(Channel):
-    """Policy weights, shard to shard (llamarl.ddma)."""
-
-    dtype: str = field(default="float32", kw_only=True)  # that travels: the destination's
-    quantize: str = field(
-        default="none", kw_only=True
-    )  # none, or what the projections travel as: fp8, int8
-    keep: tuple[str, ...] = field(
-        default=(HEAD,), kw_only=True
-    )  # fragments of names of weights that are not quantised
-    transport: str = field(default="auto", kw_only=True)
 
 
 class Receiver:
@@ -258,3 +241,18 @@ def connect(
             if peer != rank:
                 receiver.listen(peer, group)
     return sender, receiver
+
+
+DP_RANK_SEED = 20  # of the pre-set permutation
+
+
+@lru_cache(maxsize=64)
+def _permutation(num_dp_ranks: int) -> tuple[int, ...]:
+    dp_ranks = list(range(num_dp_ranks))
+    random.Random(DP_RANK_SEED).shuffle(dp_ranks)
+    return tuple(dp_ranks)
+
+
+def dp_rank_of(ticket: int, num_dp_ranks: int) -> int:
+    """The data-parallel trainer rank that trains on a ticket."""
+    return _permutation(num_dp_ranks)[ticket % num_dp_ranks]

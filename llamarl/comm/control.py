@@ -36,6 +36,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from llamarl.errors import PeerDied
+
 BEAT_S = 1.0
 GRACE_S = 10.0
 EXIT_PEER_DIED = 70
@@ -43,21 +45,6 @@ NAMED_S = 2.0  # the name of a dead rank comes within so long of what its death 
 STORE_PATIENCE = 3  # times heartbeat_timeout_s that the Store may be silent
 _OF_GLOO = re.compile(r"gloo|Connection (closed|reset) by peer")  # which raises plain RuntimeErrors
 _FOREVER = timedelta(days=7)
-
-
-class PeerDied(RuntimeError):
-    """Another rank stopped answering or failed; the message names it.
-
-    ranks: those that are gone, as far as is known; none: who it was is not known.
-    """
-
-    def __init__(self, message: str, ranks: Iterable[int] = ()):
-        super().__init__(message)
-        self.ranks = frozenset(ranks)
-
-
-class TimedOut(TimeoutError):
-    """Somebody waited too long; the message names executor, rank, step, what for and from whom."""
 
 
 class Control:

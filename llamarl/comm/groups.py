@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from llamarl.comm.meeting import launcher_store, meet, reaching
-from llamarl.ddma.transports import RankInfo
 from llamarl.executor import ExecutorGroup
 from llamarl.native.allocator import keep_freed_memory
 from llamarl.native.precision import Float32Products, use_float32_products
@@ -192,3 +191,15 @@ def threads_per_rank(threads: int | None, *, synchronous: bool) -> int | None:
     if synchronous:
         return 1
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """What a rank says of itself before any link is made."""
+
+    rank: int
+    host: str  # equal on ranks that can map each other's memory
+    gpu: str | None  # the GPU's uuid, None on a CPU
+    nccl: bool = False
+    kernel: str = ""  # copies.kernel_version()
+    num_cores: int = 1  # that this process may use

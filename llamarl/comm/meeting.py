@@ -30,7 +30,7 @@ from functools import lru_cache
 
 import torch.distributed as dist
 
-from llamarl.comm.control import PeerDied, TimedOut
+from llamarl.errors import PeerDied, TimedOut
 
 SOON_S, LATER_S = 0.01, 0.2  # between two looks into the store: at first, and after a while
 RENEW_S = 1.0  # at most so often a rank says that its work goes on

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llamarl.comm.control import Control
+from llamarl.comm.groups import RankInfo
 from llamarl.ddma.copies import Copier, fold
 from llamarl.ddma.layout import FUSED, Buffer, Destination, Source, buffer_of, parameters_to_send
-from llamarl.ddma.links import LocalLink, RankLink, WeightsError, make_slots
+from llamarl.ddma.links import LocalLink, RankLink, make_slots
 from llamarl.ddma.payload import (
     BUCKET_BYTES,
     Bucket,
@@ -31,7 +32,8 @@ from llamarl.ddma.payload import (
 from llamarl.ddma.plan import Plan, make_plan
 from llamarl.ddma.subscriber import Incoming, Staged, Subscriber
 from llamarl.ddma.transfer import Outgoing, Publisher
-from llamarl.ddma.transports import RankInfo, choose_transports
+from llamarl.ddma.transports import choose_transports
+from llamarl.errors import WeightsError
 from llamarl.models.config import ModelConfig
 from llamarl.models.quantize import QUANTIZED, quantize_rows
 from llamarl.models.sharding import SCALE, parameter_shapes

@@ -19,12 +19,12 @@ from llamarl.models.sharding import (
     HEAD,
     SCALE,
     Box,
+    aligned,
     is_quantized,
     parameter_shapes,
     tensor_parallel_box,
 )
 
-ALIGN_BYTES = 64  # everything starts on a cache line
 FUSED = {  # tensors that engines keep as one -> the parameters in it, one after another
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -177,7 +177,3 @@ def _members(name: str, by_name: dict[str, Parameter]) -> tuple[str, ...]:
         ):
             return names
     return ()
-
-
-def aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES

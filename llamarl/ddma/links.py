@@ -28,21 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llamarl.comm.control import PeerDied
+from llamarl.errors import LinkTimeout, PeerDied, WeightsError
 
 NUM_SLOTS = 2
 POLL_S = 0.0002
 _FORWARD, _BACK, _PAYLOAD, _DIGEST = range(
     4
 )  # tags: to the receiver, to the sender, bytes, their digests
-
-
-class WeightsError(RuntimeError):
-    """A version could not be delivered, or is not what it should be; the old one still serves."""
-
-
-class LinkTimeout(WeightsError):
-    """The other end said nothing for the whole deadline."""
 
 
 class Kind(IntEnum):

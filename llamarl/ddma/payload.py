@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from llamarl.ddma.copies import Copier, Parts, fold
-from llamarl.ddma.layout import Buffer, aligned
+from llamarl.ddma.layout import Buffer
 from llamarl.ddma.plan import Piece
-from llamarl.models.sharding import Box
+from llamarl.models.sharding import Box, aligned
 
 BUCKET_BYTES = {
     "cpu": 4 << 20,

@@ -13,12 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llamarl.comm.control import Control, PeerDied
+from llamarl.comm.control import Control
 from llamarl.ddma.copies import Copier
 from llamarl.ddma.layout import Buffer
-from llamarl.ddma.links import Header, Kind, LinkTimeout, LocalLink, Slots, WeightsError
+from llamarl.ddma.links import Header, Kind, LocalLink, Slots
 from llamarl.ddma.payload import Bucket, Cover, Progress, Target
 from llamarl.ddma.transfer import MAX_RETRIES, Outgoing, send_version, step_back
+from llamarl.errors import LinkTimeout, PeerDied, WeightsError
 
 # buckets that may arrive before this thread, which works behind the model, comes to look at them
 AHEAD = 8

@@ -33,10 +33,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from llamarl.comm.control import Control, PeerDied, TimedOut
+from llamarl.comm.control import Control
 from llamarl.ddma.copies import Copier
-from llamarl.ddma.links import NUM_SLOTS, Header, Kind, LocalLink, Slots, WeightsError
+from llamarl.ddma.links import NUM_SLOTS, Header, Kind, LocalLink, Slots
 from llamarl.ddma.payload import Bucket, Progress, size_of
+from llamarl.errors import PeerDied, TimedOut, WeightsError
 
 MAX_RETRIES = 3
 

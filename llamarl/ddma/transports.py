@@ -6,29 +6,17 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from llamarl.comm.groups import RankInfo
 from llamarl.ddma.copies import kernel_version
-from llamarl.ddma.links import WeightsError
+from llamarl.errors import WeightsError
 
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "cuda_ipc")
 _ON_DEVICE = ("nccl", "cuda_ipc")
-
-
-@dataclass(frozen=True, slots=True)
-class RankInfo:
-    """What a rank says of itself before any link is made."""
-
-    rank: int
-    host: str  # equal on ranks that can map each other's memory
-    gpu: str | None  # the GPU's uuid, None on a CPU
-    nccl: bool = False
-    kernel: str = ""  # copies.kernel_version()
-    num_cores: int = 1  # that this process may use
 
 
 def this_rank_info(rank: int, device: torch.device) -> RankInfo:

@@ -17,7 +17,7 @@ from llamarl.inference.rows import Partial
 from llamarl.types import Completion, FinishReason
 
 if TYPE_CHECKING:
-    from llamarl.tickets.ledger import PromptStream
+    from llamarl.tickets.prompts import PromptStream
 
 _PER_TOKEN = ("token_ids", "generator_logprobs", "policy_versions")
 

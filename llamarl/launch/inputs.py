@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from llamarl.errors import BadInput
 from llamarl.models.attention import Rotary
 from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig, read_config
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
     from llamarl.launch.job import Job
 
 log = logging.getLogger("llamarl")
-
-
-class BadInput(ValueError):
-    """Something that the user gave cannot be used."""
 
 
 @contextmanager

@@ -19,28 +19,35 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llamarl.checkpoint.checkpointer import CheckpointError
-from llamarl.comm.control import PeerDied, TimedOut
 from llamarl.comm.groups import World, init_world, threads_per_rank
 from llamarl.config.command_line import Config, placement_of, to_values
 from llamarl.config.placement import TINY_MODEL
 from llamarl.controller import RunSettings
-from llamarl.ddma.links import WeightsError
+from llamarl.errors import (
+    BadInput,
+    CheckpointError,
+    LagExceeded,
+    NotFinite,
+    ParityError,
+    PeerDied,
+    RewardError,
+    RunDirectoryError,
+    TimedOut,
+    WeightsError,
+)
 from llamarl.launch.identity import Identity
-from llamarl.launch.inputs import BadInput, bad_input, check_inputs
-from llamarl.launch.run_directory import RunDirectory, RunDirectoryError, open_run
-from llamarl.learning.buffer import LagExceeded
+from llamarl.launch.inputs import bad_input, check_inputs
+from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.learning.replay import lag_bound
-from llamarl.learning.update import NotFinite
 from llamarl.models.config import read_json
 from llamarl.models.hf import load_tokenizer
-from llamarl.models.parity import ParityError
 from llamarl.observe import MetricsError, RowWriter, build_sinks
 from llamarl.tasks.base import Task, digest_of, sample_places
 from llamarl.tasks.build import build_task
-from llamarl.tasks.pool import RewardError, check_reward
+from llamarl.tasks.pool import check_reward
 from llamarl.tickets.governors import Constants
-from llamarl.tickets.ledger import PromptStream, TicketLedger
+from llamarl.tickets.ledger import TicketLedger
+from llamarl.tickets.prompts import PromptStream
 from llamarl.types import Prompt
 
 EXIT_BAD_INPUT = 2

@@ -30,14 +30,14 @@ import torch.distributed as dist
 
 from llamarl.checkpoint.checkpointer import find, load_part, ranks_of, verify
 from llamarl.checkpoint.service import CONTROLLER
-from llamarl.comm.control import TimedOut
 from llamarl.comm.groups import World
 from llamarl.comm.meeting import Exchange, reaching
 from llamarl.config.command_line import Config, save_config
+from llamarl.errors import RunDirectoryError, TimedOut
 from llamarl.inference.partials import of_other_prompts
 from llamarl.launch.identity import Identity, differences, identity_of
 from llamarl.native.files import LOCK, DirectoryLock
-from llamarl.tickets.ledger import PromptStream
+from llamarl.tickets.prompts import PromptStream
 
 RUNS = Path("runs")
 _jobs = (
@@ -45,10 +45,6 @@ _jobs = (
 )  # of this process: --multirun has several, and a restarted process counts them anew
 
 log = logging.getLogger("llamarl")
-
-
-class RunDirectoryError(ValueError):
-    """The directory may not be used like this; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,16 +18,13 @@ import torch
 from torch import Tensor
 
 from llamarl.comm import wire
+from llamarl.errors import LagExceeded
 from llamarl.types import Group
 
 MESSAGE = "buffer/"
 PIECE_BYTES = 32 << 20
 
 Sums = dict[str, float]
-
-
-class LagExceeded(RuntimeError):
-    """A step was to train on older tokens than it may: the ledger, or a generator, is at fault."""
 
 
 class GroupBuffer:

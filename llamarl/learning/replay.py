@@ -9,7 +9,7 @@
 A prompt that is generated again adds to its completions. Prompts are told apart by their token ids,
 and so are a prompt's completions: of equal ones the last to come is drawn, the others are copies,
 which only take their place. What a trainer rank holds is of its own tickets
-(llamarl.tickets.ledger.dp_rank_of): a group is never split, and a prompt that comes again in a
+(llamarl.comm.channel.dp_rank_of): a group is never split, and a prompt that comes again in a
 later epoch may do so on another rank, where it is a prompt of its own.
 
 Drawing, for each of a step's B prompts (4.2), independently:

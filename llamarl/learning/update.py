@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from llamarl.errors import NotFinite, ParityError
 from llamarl.learning.lags import lag_histogram
 from llamarl.learning.logprobs import make_head
 from llamarl.learning.losses.common import Completions, needs_entropy_gradient, takes
@@ -40,19 +41,13 @@ from llamarl.models.build import Decoder
 from llamarl.models.fsdp import drop_gradients, is_split, next_backward
 from llamarl.models.heads import only_values, with_values
 from llamarl.models.hf import named_parameters_hf
-from llamarl.models.parity import Canary, ParityError, Sequence
+from llamarl.models.parity import Canary, Sequence
 from llamarl.models.sharding import span
 from llamarl.types import Group, PackedBatch
 
 
 class StepAborted(Exception):
     """A stop request ended the step before it changed anything."""
-
-
-class NotFinite(RuntimeError):
-    """The loss or the gradient of an update is NaN or infinite; that update was not made. The
-    message says what the weights are.
-    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from llamarl.errors import ParityError
 from llamarl.models.quantize import kl_from_top
 
 FIRST_PROMPTS, FIRST_TOKENS = 4, 64  # checked whole when a run starts
 LATER_TOKENS, LATER_SCORED = 32, 4  # of one prompt at every later version
 TOP = 64  # likeliest tokens a place that a quantised generator is compared on
-
-
-class ParityError(RuntimeError):
-    """Trainer and generator do not compute the same model from the same weights."""
 
 
 class Prompts(Protocol):

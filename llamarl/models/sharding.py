@@ -162,3 +162,10 @@ def is_quantized(name: str, shape: tuple[int, ...], keep: tuple[str, ...] = (HEA
     """
     matrix = len(shape) == 2 and (name.endswith("_proj.weight") or name == f"{HEAD}.weight")
     return matrix and not any(fragment in name for fragment in keep)
+
+
+ALIGN_BYTES = 64  # everything starts on a cache line
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from llamarl.errors import InUse
+
 log = logging.getLogger(__name__)
 
 LOCK = "lock"
@@ -35,10 +37,6 @@ def replace_text(file: str | Path, text: str) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
-
-
-class InUse(ValueError):
-    """Another job has the directory; the message names it."""
 
 
 class DirectoryLock:

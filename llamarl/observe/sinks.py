@@ -10,12 +10,9 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Protocol
 
+from llamarl.errors import MetricsError
 from llamarl.native.disk import free_bytes
 from llamarl.observe.console import Console
-
-
-class MetricsError(OSError):
-    """A row could not be written; the message names the file and what to do."""
 
 
 class Sink(Protocol):

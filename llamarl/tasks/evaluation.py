@@ -7,43 +7,11 @@ Evaluations --finished--> eval/reward (and eval/accuracy), eval/length_mean, eva
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
-from llamarl.checkpoint.checkpointer import LATEST, MANIFEST, CheckpointError, verify
-from llamarl.inference import Engine, SamplingParams
 from llamarl.tasks.pool import Outcome
-from llamarl.types import Completion, Prompt
-
-GREEDY, SAMPLED = 1, 2  # streams of the engine; training's is 0
-
-
-def submit(
-    engine: Engine, number: int, prompt: Prompt, sampling: SamplingParams, num_samples: int
-) -> int:
-    """Queue held-out prompt `number`: a greedy completion, and num_samples by `sampling`. Returns
-    how many completions that makes.
-    """
-    greedy = SamplingParams(
-        sampling.max_new_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids
-    )
-    engine.submit(number, prompt.prompt_ids, greedy, stream=GREEDY)
-    if num_samples:
-        engine.submit(
-            number, prompt.prompt_ids, dataclasses.replace(sampling, n=num_samples), stream=SAMPLED
-        )
-    return 1 + num_samples
-
-
-def numbered(stream: int, completion: Completion) -> Completion:
-    """An evaluation completion as it travels: sample_index 0 is greedy, 1 .. k are sampled."""
-    return (
-        dataclasses.replace(completion, sample_index=completion.sample_index + 1)
-        if stream == SAMPLED
-        else completion
-    )
+from llamarl.types import Completion
 
 
 def pass_at_k(scores: Sequence[float], k: int) -> float:
@@ -121,30 +89,3 @@ class Evaluations:
         version, scores = min(self._scores.items(), key=lambda item: item[0])
         missing = self._num_completions - len(scores)
         return f"data: {missing} evaluation completions of policy version {version}, from the generator"
-
-
-def find_model(given: str | Path) -> tuple[Path, Path | None]:
-    """(the Hugging Face directory to evaluate, the run_dir that it comes from or None).
-
-    given: such a directory; RUN_DIR/checkpoints/step_N; RUN_DIR/checkpoints/latest; or RUN_DIR, for
-    its latest. FileNotFoundError or CheckpointError, saying what to give instead.
-    """
-    path = Path(given)
-    if (path / "checkpoints").is_dir():
-        path = path / "checkpoints" / LATEST
-    if path.name == LATEST:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file; a run has it once it has a checkpoint")
-        path = path.with_name(path.read_text().strip())
-    if path.name == "hf" and (path.parent / MANIFEST).is_file():
-        path = path.parent
-    if (path / MANIFEST).is_file():
-        if problems := verify(path):
-            raise CheckpointError(f"checkpoint {path} is damaged:\n  " + "\n  ".join(problems[:10]))
-        return path / "hf", path.absolute().parents[1]
-    if not (path / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{path}: neither a Hugging Face directory (it has no config.json) nor a checkpoint (no {MANIFEST}); "
-            "give one of these, such as RUN_DIR/checkpoints/step_N or RUN_DIR/checkpoints/latest"
-        )
-    return path, None

@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from llamarl.errors import RewardError
 from llamarl.tasks import worker as worker_script
 
 BATCH = 64  # items in flight a worker
@@ -53,10 +54,6 @@ _BELL_REST_S = (
 )
 
 log = logging.getLogger(__name__)
-
-
-class RewardError(RuntimeError):
-    """Rewards cannot go on: workers do not start, or too large a share of scores are errors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,72 +32,13 @@ Every deadline is NEVER, so that (1) says nothing, and what is left of the rules
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Iterable, Set
-from functools import lru_cache
-from typing import Protocol
 
-from llamarl.tasks.base import digest_of, sample_places
 from llamarl.tickets.governors import GOVERNORS, Constants, Governor
-from llamarl.types import Prompt, Ticket
+from llamarl.types import Ticket
 
-DP_RANK_SEED = 20  # of the pre-set permutation
 NEVER = 1 << 62  # deadline of a ticket that any step may train on
-
-
-class TrainPrompts(Protocol):
-    """The part of a task that a prompt stream needs."""
-
-    num_train: int
-    train_digest: str  # of all rows; see Task
-
-    def train_prompt(self, i: int) -> Prompt: ...
-
-
-class PromptStream:
-    """stream[ticket] is a pure function of (task, seed): epochs of the training prompts, each in an
-    order of its own.
-    """
-
-    def __init__(self, task: TrainPrompts, seed: int):
-        if task.num_train < 1:
-            raise ValueError("the task has no training prompts")
-        self._task, self._seed = task, seed
-        self._order = lru_cache(maxsize=2)(self._epoch_order)
-
-    def _epoch_order(self, epoch: int) -> list[int]:
-        order = list(range(self._task.num_train))
-        random.Random(f"prompts {self._seed} {epoch}").shuffle(order)
-        return order
-
-    @property
-    def fingerprint(self) -> str:
-        """What streams of the same prompts in the same order have in common, and no others: their
-        number, the order, the digest of all rows, and of a sample of them the token ids, which
-        tokenizer, chat template and system prompt decide too.
-        """
-        num_prompts = self._task.num_train
-        sample = digest_of(self._task.train_prompt(i) for i in sample_places(num_prompts))
-        return (
-            f"{num_prompts} in order {self._seed}, rows {self._task.train_digest}, sample {sample}"
-        )
-
-    def __getitem__(self, ticket: int) -> Prompt:
-        epoch, place = divmod(ticket, self._task.num_train)
-        return self._task.train_prompt(self._order(epoch)[place])
-
-
-@lru_cache(maxsize=64)
-def _permutation(num_dp_ranks: int) -> tuple[int, ...]:
-    dp_ranks = list(range(num_dp_ranks))
-    random.Random(DP_RANK_SEED).shuffle(dp_ranks)
-    return tuple(dp_ranks)
-
-
-def dp_rank_of(ticket: int, num_dp_ranks: int) -> int:
-    """The data-parallel trainer rank that trains on a ticket."""
-    return _permutation(num_dp_ranks)[ticket % num_dp_ranks]
 
 
 def in_time(deadlines: list[int], step: int, groups_per_step: int) -> bool:

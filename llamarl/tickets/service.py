@@ -32,8 +32,10 @@ import time
 from collections import Counter
 from collections.abc import Set
 
-from llamarl.comm.control import Control, TimedOut
-from llamarl.tickets.ledger import TicketLedger, dp_rank_of
+from llamarl.comm.channel import dp_rank_of
+from llamarl.comm.control import Control
+from llamarl.errors import TimedOut
+from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.stragglers import TicketTimes
 from llamarl.types import Ticket
 

@@ -15,10 +15,11 @@ from executors.build import build_generator
 from executors.generator import Generator
 from llamarl.config.command_line import compose_config
 from llamarl.ddma.subscriber import Staged
+from llamarl.errors import ParityError
 from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams
 from llamarl.models.hf import SafetensorsDir
-from llamarl.models.parity import Canary, ParityError, Sequence
+from llamarl.models.parity import Canary, Sequence
 from llamarl.models.scratch import tiny_directory
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService

@@ -10,8 +10,8 @@ import torch
 
 from executors.reference import FrozenReference, ResettingReference
 from llamarl.checkpoint.service import has_state
-from llamarl.comm.channel import REFERENCE_WEIGHTS, RESET
-from llamarl.comm.control import TimedOut
+from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET
+from llamarl.errors import TimedOut
 from llamarl.executor import ExecutorGroup
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.scratch import tiny_directory

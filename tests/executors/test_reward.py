@@ -8,8 +8,8 @@ import torch
 
 from executors import reward as reward_module
 from executors.reward import RuleReward
+from llamarl.errors import RewardError
 from llamarl.executor import ExecutorGroup
-from llamarl.tasks.pool import RewardError
 from llamarl.types import Completion, Prompt
 
 DEADLINE_S = 30.0

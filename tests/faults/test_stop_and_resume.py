@@ -230,7 +230,7 @@ def test_a_reward_that_hangs_on_one_prompt_is_contained_and_counted(tmp_path):
     from llamarl.models.hf import load_tokenizer
     from llamarl.models.scratch import tiny_directory
     from llamarl.tasks.build import build_task
-    from llamarl.tickets.ledger import PromptStream
+    from llamarl.tickets.prompts import PromptStream
 
     task = build_task(
         "addition", load_tokenizer(tiny_directory()), chat=False, max_prompt_tokens=16

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from executors.build import build_trainer
 from executors.trainer import FSDPTrainer
+from llamarl.comm.channel import dp_rank_of
 from llamarl.comm.groups import World, executor_group
 from llamarl.config.command_line import compose_config
 from llamarl.ddma.layout import Source, parameters_to_send
@@ -24,7 +25,6 @@ from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.config import read_config
 from llamarl.models.fsdp import local
 from llamarl.models.sharding import parameter_shapes
-from llamarl.tickets.ledger import dp_rank_of
 from llamarl.types import Group
 from tests.tolerances import rounding
 

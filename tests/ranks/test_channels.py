@@ -102,9 +102,8 @@ def record(ticket: int, sender: int):
 
 
 def exchange_records(control) -> None:
-    from llamarl.comm.channel import Gather, Scatter, connect
+    from llamarl.comm.channel import Gather, Scatter, connect, dp_rank_of
     from llamarl.comm.groups import link_group
-    from llamarl.tickets.ledger import dp_rank_of
 
     sources, destinations = (0, 1), (1, 2)  # rank 1 is on both sides
     ends = {}

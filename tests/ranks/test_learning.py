@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from llamarl.errors import NotFinite
 from llamarl.learning.advantages import group_mean
 from llamarl.learning.logprobs import make_head
 from llamarl.learning.losses.aipo import aipo
@@ -24,7 +25,7 @@ from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.optim import build_optimizer, clip_grad_norm
 from llamarl.learning.packing import Targets, filler, pack
 from llamarl.learning.shaping import Shaping
-from llamarl.learning.update import NotFinite, PolicyUpdate, StepAborted, UpdateSettings
+from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from executors.trainer import AdamSettings, FSDPTrainer
-from llamarl.comm.channel import Scatter
+from llamarl.comm.channel import Scatter, dp_rank_of
 from llamarl.comm.groups import World, executor_group
 from llamarl.config.command_line import ConfigError, check_command_line
 from llamarl.ddma.layout import Source, parameters_to_send
@@ -30,7 +30,7 @@ from llamarl.models.build import Decoder
 from llamarl.models.config import read_config
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.sharding import Box, parameter_shapes
-from llamarl.tickets.ledger import TicketLedger, dp_rank_of
+from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
 from llamarl.types import Group, Prompt
 from tests.tolerances import rounding

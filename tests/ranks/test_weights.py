@@ -288,8 +288,8 @@ def exchange(rank: int, scenario: dict) -> dict:
     from llamarl.ddma import ends
     from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
     from llamarl.ddma.layout import Destination, Source
-    from llamarl.ddma.links import WeightsError
     from llamarl.ddma.transports import this_rank_info
+    from llamarl.errors import WeightsError
 
     size = dist.get_world_size()
     # So small that links have several buckets and matrices are cut.

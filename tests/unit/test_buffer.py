@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from llamarl.learning.buffer import GroupBuffer, LagExceeded
+from llamarl.errors import LagExceeded
+from llamarl.learning.buffer import GroupBuffer
 from llamarl.types import Completion, Group, ScoredCompletion
 
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from llamarl.comm.groups import World
 from llamarl.config.command_line import compose_config
-from llamarl.launch.inputs import BadInput, check_inputs
+from llamarl.errors import BadInput
+from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.build import build_decoder, read_config

@@ -13,16 +13,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 
 from llamarl.checkpoint import checkpointer as checkpoint
-from llamarl.checkpoint.checkpointer import (
-    Checkpointer,
-    CheckpointError,
-    find,
-    in_work,
-    load_part,
-    ranks_of,
-    verify,
-)
+from llamarl.checkpoint.checkpointer import Checkpointer, find, in_work, load_part, ranks_of, verify
 from llamarl.checkpoint.parts import box_of
+from llamarl.errors import CheckpointError
 
 
 class Mail:
@@ -554,7 +547,7 @@ def test_a_disk_that_fails_meanwhile_leaves_nothing_of_that_checkpoint(
     assert save(leader, other, 60) == find("auto", tmp_path)
 
 
-# --- without a executor that is gone ---
+# --- without an executor that is gone ---
 
 
 def test_parts_that_are_waived_are_not_waited_for_and_their_loss_is_on_record(tmp_path):

@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from llamarl.comm import control as control_module
-from llamarl.comm.control import Control, PeerDied
+from llamarl.comm.control import Control
+from llamarl.errors import PeerDied
 
 WAIT_S = 10.0  # for what should come at once
 BEAT_S, SILENCE_S = 0.02, 1.0  # a busy machine must not look like a silent rank

@@ -15,17 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from llamarl.comm.control import Control, TimedOut
+from llamarl.comm.control import Control
+from llamarl.comm.groups import RankInfo
 from llamarl.ddma import links
 from llamarl.ddma.copies import Copier, kernel_version
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source, buffer_of, parameters_to_send
-from llamarl.ddma.links import Header, Kind, LinkTimeout, LocalLink, Slots, WeightsError, make_slots
+from llamarl.ddma.links import Header, Kind, LocalLink, Slots, make_slots
 from llamarl.ddma.payload import buckets_of, buckets_of_buffer, size_of
 from llamarl.ddma.plan import make_plan
 from llamarl.ddma.subscriber import Incoming, Subscriber
 from llamarl.ddma.transfer import MAX_RETRIES, Outgoing, Publisher
-from llamarl.ddma.transports import RankInfo, choose_transports
+from llamarl.ddma.transports import choose_transports
+from llamarl.errors import LinkTimeout, TimedOut, WeightsError
 from llamarl.models.config import ModelConfig
 from llamarl.models.quantize import QUANTIZED, quantize_rows
 from llamarl.models.sharding import Box, parameter_shapes

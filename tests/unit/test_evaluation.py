@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.checkpoint.checkpointer import CheckpointError
+from llamarl.checkpoint.checkpointer import find_model
+from llamarl.errors import CheckpointError
 from llamarl.models.scratch import tiny_directory
-from llamarl.tasks.evaluation import Evaluations, find_model, pass_at_k
+from llamarl.tasks.evaluation import Evaluations, pass_at_k
 from llamarl.tasks.pool import Outcome
 from llamarl.types import Completion
 

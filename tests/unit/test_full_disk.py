@@ -8,9 +8,9 @@ import pytest
 
 import executors.trainer as trainer_module
 from executors.trainer import FSDPTrainer
-from llamarl.checkpoint.checkpointer import CheckpointError
 from llamarl.checkpoint.service import CheckpointService
 from llamarl.controller import ExecutorController
+from llamarl.errors import CheckpointError
 from llamarl.launch.job import RUN_ENDS
 from llamarl.observe import Jsonl, MetricsError
 

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from llamarl.comm.control import Control, PeerDied, TimedOut
-from llamarl.tickets.ledger import TicketLedger, dp_rank_of
+from llamarl.comm.channel import dp_rank_of
+from llamarl.comm.control import Control
+from llamarl.errors import PeerDied, TimedOut
+from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
 
 WAIT_S = 10.0

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from llamarl.comm.control import TimedOut
 from llamarl.controller import ExecutorController
+from llamarl.errors import TimedOut
 
 
 def rank_of(rank, store, timeout_s, check=lambda: None):

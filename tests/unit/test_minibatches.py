@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from llamarl.errors import NotFinite
 from llamarl.learning.losses.aipo import aipo
 from llamarl.learning.losses.common import (
     Completions,
@@ -17,7 +18,7 @@ from llamarl.learning.losses.common import (
 )
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.shaping import Shaping
-from llamarl.learning.update import NotFinite, StepAborted
+from llamarl.learning.update import StepAborted
 from llamarl.models.attention import PackedAttention
 from tests.updating import (
     NAN,

@@ -230,9 +230,7 @@ def test_a_finished_run_is_found_by_its_overrides_in_any_order(modules, tmp_path
 
 def test_a_run_that_diverged_is_a_result_and_one_that_failed_is_not(modules, tmp_path):
     rows = rows_of([0.4])
-    finished(
-        modules, tmp_path, ("lr=9",), "Traceback\nllamarl.learning.update.NotFinite: step 3\n", rows
-    )
+    finished(modules, tmp_path, ("lr=9",), "Traceback\nllamarl.errors.NotFinite: step 3\n", rows)
     assert modules.forked._finish(tmp_path, ("lr=9",), 256, NO_USAGE).failed.endswith(
         "NotFinite: step 3"
     )

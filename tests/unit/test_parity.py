@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from llamarl.errors import ParityError
 from llamarl.models.parity import (
     FIRST_PROMPTS,
     FIRST_TOKENS,
     LATER_SCORED,
     LATER_TOKENS,
     Canary,
-    ParityError,
     Sequence,
     canary_sequences,
     check_canary,

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.learning.buffer import LagExceeded, decoded
+from llamarl.errors import LagExceeded
+from llamarl.learning.buffer import decoded
 from llamarl.learning.lags import BUCKETS, bucket_name, lag_histogram
 from llamarl.learning.replay import Draw, ReplayBuffer, draw_completions, lag_bound, rng_of
 from llamarl.types import Group

@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from llamarl.tasks.pool import BATCH, RewardError, RewardPool, check_reward
+from llamarl.errors import RewardError
+from llamarl.tasks.pool import BATCH, RewardPool, check_reward
 
 DEADLINE_S = 30.0  # for waits that must end; never reached unless something is broken
 

@@ -13,16 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llamarl.checkpoint.checkpointer import Checkpointer, CheckpointError, verify
+from llamarl.checkpoint.checkpointer import Checkpointer, verify
 from llamarl.comm.control import Control
 from llamarl.comm.groups import World
 from llamarl.config.command_line import compose_config, load_config
+from llamarl.errors import CheckpointError, InUse, RunDirectoryError
 from llamarl.inference.partials import pack
 from llamarl.inference.rows import Partial
 from llamarl.inference.sampler import SamplingParams
 from llamarl.launch.job import Job
-from llamarl.launch.run_directory import RunDirectory, RunDirectoryError, open_run
-from llamarl.native.files import DirectoryLock, InUse
+from llamarl.launch.run_directory import RunDirectory, open_run
+from llamarl.native.files import DirectoryLock
 
 WORLD = World(0, 1, 1, torch.device("cpu"))
 IN_WORK = range(8)  # tickets

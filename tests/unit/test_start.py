@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from llamarl.comm import meeting
-from llamarl.comm.control import PeerDied, TimedOut
 from llamarl.comm.meeting import Exchange, meet, reaching
+from llamarl.errors import PeerDied, TimedOut
 from tests.launching import ROOT
 
 LONG_S = 120.0

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.comm.channel import dp_rank_of
 from llamarl.tickets.governors import GOVERNORS, Constants
-from llamarl.tickets.ledger import PromptStream, TicketLedger, dp_rank_of, in_time
+from llamarl.tickets.ledger import TicketLedger, in_time
+from llamarl.tickets.prompts import PromptStream
 
 
 def holds(deadlines: list[int], step: int, B: int) -> bool:

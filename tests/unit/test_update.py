@@ -8,12 +8,13 @@ import math
 import pytest
 import torch
 
+from llamarl.errors import NotFinite, ParityError
 from llamarl.learning.losses.aipo import aipo
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.packing import Targets, pack
-from llamarl.learning.update import NotFinite, StepAborted
+from llamarl.learning.update import StepAborted
 from llamarl.models.attention import PackedAttention
-from llamarl.models.parity import ParityError, Sequence
+from llamarl.models.parity import Sequence
 from tests.updating import (
     NAN,
     SETTINGS,

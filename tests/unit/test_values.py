@@ -9,10 +9,11 @@ import math
 import pytest
 import torch
 
+from llamarl.errors import NotFinite
 from llamarl.learning.losses.ppo import ppo
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.shaping import Shaping
-from llamarl.learning.update import NotFinite, StepAborted
+from llamarl.learning.update import StepAborted
 from llamarl.learning.values import Critic, CriticSettings
 from llamarl.models.attention import PackedAttention
 from llamarl.models.heads import value_head

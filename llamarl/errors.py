@@ -1,0 +1,66 @@
+"""Ends that explain themselves: what the message of each says is all that a user needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class PeerDied(RuntimeError):
+    """Another rank stopped answering or failed; the message names it.
+
+    ranks: those that are gone, as far as is known; none: who it was is not known.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()):
+        super().__init__(message)
+        self.ranks = frozenset(ranks)
+
+
+class TimedOut(TimeoutError):
+    """Somebody waited too long; the message names executor, rank, step, what for and from whom."""
+
+
+class WeightsError(RuntimeError):
+    """A version could not be delivered, or is not what it should be; the old one still serves."""
+
+
+class LinkTimeout(WeightsError):
+    """The other end said nothing for the whole deadline."""
+
+
+class ParityError(RuntimeError):
+    """Trainer and generator do not compute the same model from the same weights."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or used; the message names the file and what to do."""
+
+
+class LagExceeded(RuntimeError):
+    """A step was to train on older tokens than it may: the ledger, or a generator, is at fault."""
+
+
+class NotFinite(RuntimeError):
+    """The loss or the gradient of an update is NaN or infinite; that update was not made. The
+    message says what the weights are.
+    """
+
+
+class RewardError(RuntimeError):
+    """Rewards cannot go on: workers do not start, or too large a share of scores are errors."""
+
+
+class MetricsError(OSError):
+    """A row could not be written; the message names the file and what to do."""
+
+
+class RunDirectoryError(ValueError):
+    """The directory may not be used like this; the message says what to do."""
+
+
+class BadInput(ValueError):
+    """Something that the user gave cannot be used."""
+
+
+class InUse(ValueError):
+    """Another job has the directory; the message names it."""
