@@ -15,7 +15,7 @@ started runs this same code on the same graph:
     ledger             answers on the leader's listener thread while executors compute
                        (llamarl.tickets.service)
     channels           one sender or receiver thread a link (llamarl.comm.channel)
-    weights            one thread an end (llamarl.ddma.transfer)
+    weights            one thread an end (llamarl.ddma.protocol)
     control            a listener and a heartbeat thread (llamarl.comm.control)
 
 The leader is the first rank of the executor that leads: the trainer. A run ends when that has made
@@ -44,18 +44,14 @@ import torch
 
 from llamarl.checkpoint.checkpointer import Checkpointer
 from llamarl.checkpoint.service import CONTROLLER, CheckpointService
-from llamarl.comm.channel import Channel, Receiver, Sender, connect
+from llamarl.comm.channel import Channel, ChannelEnd, ConnectContext
 from llamarl.comm.control import Control
-from llamarl.comm.groups import RankInfo, World, device_link_group, executor_group, link_group
+from llamarl.comm.groups import RankInfo, World, executor_group, this_rank_info
 from llamarl.comm.meeting import reaching
-from llamarl.ddma.channel import Weights
-from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
-from llamarl.ddma.layout import Destination, Source
-from llamarl.ddma.transfer import give_way
-from llamarl.ddma.transports import this_rank_info
 from llamarl.errors import CheckpointError, PeerDied, TimedOut
 from llamarl.executor import POLL_S, Executor, ExecutorGroup
 from llamarl.models.offload import DeviceSharing
+from llamarl.native.copying import copy_kernels_version
 from llamarl.native.disk import free_bytes
 from llamarl.observe import Metrics, MetricsError, RowWriter, Trace
 from llamarl.tickets.ledger import TicketLedger
@@ -179,7 +175,7 @@ class ExecutorController:
         self._signal: int | None = None
         self._done_at: float | None = None  # when the leader's trainer had made its last step
         self._stop_until: float | None = None  # when this rank must have ended after a stop request
-        self._endpoints: list[Sender | Receiver] = []  # this rank's, of channels of records
+        self._endpoints: list[ChannelEnd] = []  # this rank's
 
     def _hosted(self, rank: int) -> str:
         """What a rank hosts, for people."""
@@ -210,18 +206,23 @@ class ExecutorController:
         """
         self.control.start()
         self._meet("start")
-        ends = self._exchange_ends()
+        context = ConnectContext(
+            control=self.control,
+            placement=self.placement,
+            ranks=self._exchange_rank_infos(),
+            timeout_s=self.settings.timeout_s,
+            on_host=bool(self.settings.offload),
+        )
         inputs: dict[str, dict] = {e.name: {} for e in self.executors}
         outputs: dict[str, dict] = {e.name: {} for e in self.executors}
         for channel in self.channels:
             source = channel.source.name
             destination = channel.destination.name
             self._meet(f"channel {channel.name} from {source} to {destination}")
-            sender, receiver = self._connect(channel, ends)
+            sender, receiver = channel.connect(context)
             outputs[source][channel.name] = sender
             inputs[destination][channel.name] = receiver
-            # Ends of weights are closed by the executors that bind them.
-            self._endpoints += [e for e in (sender, receiver) if isinstance(e, (Sender, Receiver))]
+            self._endpoints += [end for end in (sender, receiver) if end is not None]
         for executor in self.executors:
             group = self._group_of(executor)
             if group is not None:
@@ -259,43 +260,6 @@ class ExecutorController:
                 executor.turns = turns
                 turns.join(executor.name, executor.offloadable)
 
-    def _connect(self, channel: Channel, ends: list[RankInfo]):
-        sources, destinations = (
-            self.placement[channel.source.name],
-            self.placement[channel.destination.name],
-        )
-        with reaching(f"the ranks of channel {channel.name}", rank=self.world.rank):
-            group = link_group(
-                sources, destinations, behind=give_way if isinstance(channel, Weights) else None
-            )
-        if not isinstance(channel, Weights):
-            return connect(channel, sources, destinations, group, self.control)
-        trainer, generator = channel.source, channel.destination
-        shards = len(sources) // (trainer.replicate * trainer.tensor_parallel)
-        route = WeightsRoute(
-            channel.name,
-            sources=sources,
-            destinations=destinations,
-            source=Source(shards, trainer.replicate, trainer.tensor_parallel),
-            destination=Destination(
-                generator.tensor_parallel, len(destinations) // generator.tensor_parallel
-            ),
-            on_host=bool(self.settings.offload),
-            dtype=getattr(torch, channel.dtype),
-            quantize=channel.quantize,
-            keep=channel.keep,
-            transport=channel.transport,
-            ends=ends,
-            group=group,
-            device_group=device_link_group(sources, destinations, ends),
-            control=self.control,
-            timeout_s=self.settings.timeout_s,
-        )
-        rank = self.world.rank
-        return (WeightsSender(route) if rank in sources else None), (
-            WeightsReceiver(route) if rank in destinations else None
-        )
-
     def _meet(self, place: str) -> None:
         """Wait for all ranks: what they make together next waits without end.
 
@@ -320,18 +284,18 @@ class ExecutorController:
                 )
             time.sleep(0.01)
 
-    def _exchange_ends(self) -> list[RankInfo]:
-        """What every rank says of its host and GPU."""
-        in_host_memory = any(getattr(e, "cpu_offload", False) for e in self.local)
-        device, store = (
-            torch.device("cpu") if in_host_memory else self.world.device,
-            self.world.store(),
-        )
-        mine = this_rank_info(self.world.rank, device)
+    def _exchange_rank_infos(self) -> list[RankInfo]:
+        """What every rank of the world says of its host and GPU."""
+        rank = self.world.rank
+        store = self.world.store()
+        on_host = any(executor.stages_on_host for executor in self.local)
+        device = torch.device("cpu") if on_host else self.world.device
+        mine = this_rank_info(rank, device, kernel=copy_kernels_version())
         if store is None:
             return [mine]
-        store.set(f"end/{self.world.rank}", json.dumps(dataclasses.asdict(mine)))
-        return [RankInfo(**json.loads(store.get(f"end/{rank}"))) for rank in range(self.world.size)]
+        store.set(f"rank/{rank}", json.dumps(dataclasses.asdict(mine)))
+        said = [json.loads(store.get(f"rank/{other}")) for other in range(self.world.size)]
+        return [RankInfo(**values) for values in said]
 
     # --- Running ---
 
