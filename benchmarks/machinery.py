@@ -98,6 +98,7 @@ class FakeReward(Executor):
 
 class FakeTrainer(Executor):
     name = "trainer"
+    leads = True
 
     def __init__(self, steps):
         self.version, self.steps, self.done = 0, steps, False
@@ -152,7 +153,14 @@ def main() -> None:
             placement={"trainer": (0,), "generator": (last,), "reward": (last,)},
             ledger=TicketLedger(groups_per_step=GROUPS, max_lag=2, overcommit=2 * GROUPS),
             world=world,
-            settings=RunSettings(Path(folder), None, 1, 60.0, 30.0, 10.0),
+            settings=RunSettings(
+                run_dir=Path(folder),
+                resume_from=None,
+                keep_checkpoints=1,
+                timeout_s=60.0,
+                heartbeat_timeout_s=30.0,
+                stop_s=10.0,
+            ),
             make_writer=lambda: RowWriter(folder, [], eval_due=lambda step: False, first_step=1),
         ).run()
         if world.rank == 0:

@@ -116,7 +116,9 @@ def group(ticket: int, version: int, reason: str) -> Group:
 class FakeTrainer(Executor):
     """Sleeps through its steps and notes when each began, and how old what it trained on was."""
 
-    name, poll_s = "trainer", 0.002
+    name = "trainer"
+    leads = True
+    poll_s = 0.002
 
     def __init__(self, steps: int, train_s: float):
         self.version, self.steps, self.train_s, self.done = 0, steps, train_s, False
@@ -186,12 +188,12 @@ def run_one(args: argparse.Namespace) -> None:
             ),
             world=world,
             settings=RunSettings(
-                Path(folder),
-                None,
-                1,
-                120.0,
-                30.0,
-                10.0,
+                run_dir=Path(folder),
+                resume_from=None,
+                keep_checkpoints=1,
+                timeout_s=120.0,
+                heartbeat_timeout_s=30.0,
+                stop_s=10.0,
                 truncate=args.truncate,
                 straggler_factor=1e9,
             ),

@@ -38,13 +38,13 @@ from running import machine
 from torch import Tensor
 
 from llamarl.comm.control import Control
-from llamarl.comm.groups import RankInfo, init_world, link_group
+from llamarl.comm.groups import RankInfo, init_world, link_group, this_rank_info
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
 from llamarl.ddma.transfer import give_way
-from llamarl.ddma.transports import this_rank_info
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
+from llamarl.native.copying import copy_kernels_version
 
 SMOLLM2 = ModelConfig(
     "LlamaForCausalLM", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, 1e5, None, 8192, True, False
@@ -111,10 +111,9 @@ class Rank:
 
     def sync(self, transport: str) -> dict:
         store = self.store
-        store.set(
-            f"{transport}/end/{self.world.rank}",
-            json.dumps(asdict(this_rank_info(self.world.rank, self.device))),
-        )
+        rank = self.world.rank
+        mine = this_rank_info(rank, self.device, kernel=copy_kernels_version())
+        store.set(f"{transport}/end/{rank}", json.dumps(asdict(mine)))
         ends = [
             RankInfo(**json.loads(store.get(f"{transport}/end/{r}")))
             for r in range(self.world.size)

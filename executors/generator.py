@@ -151,6 +151,11 @@ class Generator(Executor):
         )
 
     @property
+    def finishes_on_stop(self) -> bool:
+        """A follower takes part to the end in what the first rank of its replica has begun."""
+        return self.follows
+
+    @property
     def follows(self) -> bool:
         return self.group.tensor_index > 0
 

@@ -76,6 +76,7 @@ class FSDPTrainer(Executor):
     """
 
     name = "trainer"
+    leads = True
 
     def __init__(
         self,
@@ -114,6 +115,7 @@ class FSDPTrainer(Executor):
             adam,
         )
         self.lora, self.ema_decay, self.cpu_offload = lora, ema_decay, cpu_offload
+        self.stages_on_host = cpu_offload
         self.canary_prompts, self.canary_top, self.critic_settings = (
             canary_prompts,
             canary_top,

@@ -1,7 +1,7 @@
-"""ExecutorController: places executors, connects channels, runs this rank's loop, holds every wait
-to its deadline, ends the run.
+"""ExecutorController: places executors on ranks, connects their channels, runs this rank's loop.
 
-Every rank that the launcher started runs this same code on the same graph:
+It holds every wait to its patience, and decides when the run ends. Every rank that the launcher
+started runs this same code on the same graph:
 
                 tickets                completions              scored
     ledger ───────────────▶ Generator ─────────────▶ Reward ─────────────▶ (Reference ──▶) Trainer
@@ -12,19 +12,20 @@ Every rank that the launcher started runs this same code on the same graph:
     loop (each rank)   turns over its executors: serve requests, step each once, send metrics
       waits for        news (a record, a grant, new weights, a message), at most POLL_S at a time
       unblocked by     Control.wake(), called by every channel's and the control's thread
-    ledger             answers on the leader's listener thread while executors compute (llamarl.tickets.service)
+    ledger             answers on the leader's listener thread while executors compute
+                       (llamarl.tickets.service)
     channels           one sender or receiver thread a link (llamarl.comm.channel)
-    weights            one thread an end (llamarl.ddma.transfer)
+    weights            one thread an end (llamarl.ddma.protocol)
     control            a listener and a heartbeat thread (llamarl.comm.control)
 
-The leader is the first trainer rank. A run ends when the trainer has made its last checkpoint and
-the last row is written; the leader then tells all ranks to close. In one process the same loop
-steps the executors in turn.
+The leader is the first rank of the executor that leads: the trainer. A run ends when that has made
+its last checkpoint and the last row is written; the leader then tells all ranks to close. In one
+process the same loop steps the executors in turn.
 
-A loss (llamarl.comm.control) is a rank or an executor that is gone while all keepers live: the ranks
-of the trainer, and of every other executor whose state is not optional. The keepers then do what
-they do at a stop: the trainer ends its step, or gives it up, the leader seals a checkpoint without
-what is lost, and all end with the error. So a restart goes on from there.
+A loss (llamarl.comm.control) is a rank or an executor that is gone while all keepers live: the
+ranks of the trainer, and of every other executor whose state is not optional. The keepers then do
+what they do at a stop: the trainer ends its step, or gives it up, the leader seals a checkpoint
+without what is lost, and all end with the error. So a restart goes on from there.
 """
 
 from __future__ import annotations
@@ -42,19 +43,15 @@ from types import FrameType
 import torch
 
 from llamarl.checkpoint.checkpointer import Checkpointer
-from llamarl.checkpoint.service import CONTROLLER, CheckpointService, has_state
-from llamarl.comm.channel import Channel, connect
+from llamarl.checkpoint.service import CONTROLLER, CheckpointService
+from llamarl.comm.channel import Channel, ChannelEnd, ConnectContext
 from llamarl.comm.control import Control
-from llamarl.comm.groups import RankInfo, World, device_link_group, executor_group, link_group
+from llamarl.comm.groups import RankInfo, World, executor_group, this_rank_info
 from llamarl.comm.meeting import reaching
-from llamarl.ddma.channel import Weights
-from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
-from llamarl.ddma.layout import Destination, Source
-from llamarl.ddma.transfer import give_way
-from llamarl.ddma.transports import this_rank_info
 from llamarl.errors import CheckpointError, PeerDied, TimedOut
-from llamarl.executor import POLL_S, Executor
+from llamarl.executor import POLL_S, Executor, ExecutorGroup
 from llamarl.models.offload import DeviceSharing
+from llamarl.native.copying import copy_kernels_version
 from llamarl.native.disk import free_bytes
 from llamarl.observe import Metrics, MetricsError, RowWriter, Trace
 from llamarl.tickets.ledger import TicketLedger
@@ -77,20 +74,26 @@ class RunSettings:
     eval_target: float | None = None  # end once the evaluation's mean reward reaches it
     trace: bool = True
     truncate: bool = False  # end stragglers at their deadline, rather than wait
-    straggler_factor: float = (
-        5.0  # a ticket that takes so many times the median is named in the log
-    )
-    identity: Mapping[str, object] = field(
-        default_factory=dict
-    )  # what every checkpoint says of its run (llamarl.launch.identity)
-    stale_tickets: frozenset[int] = (
-        frozenset()
-    )  # of resume_from: their unfinished completions are of other prompts
+    # A ticket that takes so many times the median is named in the log.
+    straggler_factor: float = 5.0
+    # What every checkpoint says of its run (llamarl.launch.identity).
+    identity: Mapping[str, object] = field(default_factory=dict)
+    # Tickets of resume_from whose unfinished completions are of other prompts.
+    stale_tickets: frozenset[int] = frozenset()
 
 
 def _is_kept(executor: Executor) -> bool:
     """Whether no checkpoint can be without this executor's state."""
-    return executor.name == "trainer" or (has_state(executor) and not executor.state_is_optional)
+    return executor.leads or (executor.has_state() and not executor.state_is_optional)
+
+
+def _leading(executors: list[Executor]) -> Executor:
+    """The one that leads. ValueError if there is none, or there are several."""
+    leading = [executor for executor in executors if executor.leads]
+    if len(leading) != 1:
+        names = [executor.name for executor in leading]
+        raise ValueError(f"one executor of a graph leads (Executor.leads), here {names or 'none'}")
+    return leading[0]
 
 
 class _Clock:
@@ -105,8 +108,8 @@ class _Clock:
 class ExecutorController:
     """Runs a graph of executors.
 
-    executors in flow order; channels between them; placement: executor name -> ranks. make_writer
-    is called on the leader.
+    executors: in flow order; one of them leads. channels: between them. placement: executor's name
+    -> ranks. make_writer is called on the leader.
     """
 
     def __init__(
@@ -126,57 +129,40 @@ class ExecutorController:
         unplaced = [n for n in names if not placement.get(n)]
         if unplaced:
             raise ValueError(f"placement names no rank for {unplaced}")
-        self.executors, self.channels, self.placement, self.settings, self.world = (
-            executors,
-            channels,
-            placement,
-            settings,
-            world,
-        )
-        self.leader = placement["trainer"][0]
-        hosted = [
-            ", ".join(n for n in names if r in placement[n]) or "idle" for r in range(world.size)
-        ]
+        leading = _leading(executors)
+        self.executors = executors
+        self.channels = channels
+        self.placement = placement
+        self.settings = settings
+        self.world = world
+        self.leader = placement[leading.name][0]
+        self.local = [e for e in executors if world.rank in placement[e.name]]
         self.control = Control(
             world.store(),
             rank=world.rank,
             world_size=world.size,
             leader=self.leader,
-            names=hosted,
+            names=[self._hosted(rank) for rank in range(world.size)],
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
         )
-        self.local = [e for e in executors if world.rank in placement[e.name]]
-        peers = next(e for e in executors if e.name == "trainer").tensor_parallel
         self.tickets = TicketService(
             ledger,
             self.control,
-            trainer_ranks=placement["trainer"],
+            trainer_ranks=placement[leading.name],
             timeout_s=settings.timeout_s,
-            tensor_parallel=peers,
+            tensor_parallel=leading.tensor_parallel,
             truncate=settings.truncate,
             straggler_factor=settings.straggler_factor,
         )
-        writer: RowWriter | None = make_writer() if self.control.is_leader else None
         self.metrics = Metrics(
             rank=world.rank,
             leader=self.leader,
             control=self.control,
-            writer=writer,
+            writer=make_writer() if self.control.is_leader else None,
             trace=Trace(world.rank),
         )
-        expected = [
-            (e.name, i) for e in executors if has_state(e) for i in range(len(placement[e.name]))
-        ]
-        checkpointer = Checkpointer(
-            settings.run_dir,
-            keep=settings.keep_checkpoints,
-            control=self.control,
-            expected=[*expected, (CONTROLLER, self.leader)],
-            extra_parts=("hf",),
-            optional=[e.name for e in executors if e.state_is_optional],
-        )
         self.checkpoints = CheckpointService(
-            checkpointer,
+            self._checkpointer(),
             self.local,
             self.control,
             self.metrics,
@@ -184,109 +170,106 @@ class ExecutorController:
             identity=settings.identity,
             stale_tickets=settings.stale_tickets,
         )
-        self._keepers = {r for e in executors if _is_kept(e) for r in placement[e.name]}
         self._told_of_loss = False
         self._current: Executor | None = None  # that makes a step
         self._signal: int | None = None
         self._done_at: float | None = None  # when the leader's trainer had made its last step
-        self._ends: list = []
+        self._stop_until: float | None = None  # when this rank must have ended after a stop request
+        self._endpoints: list[ChannelEnd] = []  # this rank's
 
-    # -- connecting
-    # -----------------------------------------------------------------------------------------------
+    def _hosted(self, rank: int) -> str:
+        """What a rank hosts, for people."""
+        names = [e.name for e in self.executors if rank in self.placement[e.name]]
+        return ", ".join(names) or "idle"
+
+    def _checkpointer(self) -> Checkpointer:
+        expected = [(CONTROLLER, self.leader)]
+        for executor in self.executors:
+            if executor.has_state():
+                num_ranks = len(self.placement[executor.name])
+                expected += [(executor.name, index) for index in range(num_ranks)]
+        return Checkpointer(
+            self.settings.run_dir,
+            keep=self.settings.keep_checkpoints,
+            control=self.control,
+            expected=expected,
+            extra_parts=("hf",),
+            optional=[e.name for e in self.executors if e.state_is_optional],
+        )
+
+    # --- Connecting ---
 
     def connect(self) -> None:
-        """Collective over the world: groups and channel ends, in the order of the recipe, then
-        attach and set up.
+        """Make groups and channels in the order of the recipe, then attach and set up executors.
+
+        Collective over the world.
         """
         self.control.start()
         self._meet("start")
-        ends = self._exchange_ends()
+        context = ConnectContext(
+            control=self.control,
+            placement=self.placement,
+            ranks=self._exchange_rank_infos(),
+            timeout_s=self.settings.timeout_s,
+            on_host=bool(self.settings.offload),
+        )
         inputs: dict[str, dict] = {e.name: {} for e in self.executors}
         outputs: dict[str, dict] = {e.name: {} for e in self.executors}
         for channel in self.channels:
-            self._meet(
-                f"channel {channel.name} from {channel.source.name} to {channel.destination.name}"
-            )
-            sender, receiver = self._connect(channel, ends)
-            self._ends += [end for end in (sender, receiver) if end is not None]
-            outputs[channel.source.name][channel.name] = sender
-            inputs[channel.destination.name][channel.name] = receiver
+            source = channel.source.name
+            destination = channel.destination.name
+            self._meet(f"channel {channel.name} from {source} to {destination}")
+            sender, receiver = channel.connect(context)
+            outputs[source][channel.name] = sender
+            inputs[destination][channel.name] = receiver
+            self._endpoints += [end for end in (sender, receiver) if end is not None]
         for executor in self.executors:
-            self._meet(f"executor {executor.name}")
-            ranks = self.placement[executor.name]
-            with reaching(f"the ranks of executor {executor.name}", rank=self.world.rank):
-                group = executor_group(
-                    executor.name,
-                    ranks,
-                    self.world,
-                    self.settings.timeout_s,
-                    replicate=executor.replicate,
-                    tensor_parallel=executor.tensor_parallel,
+            group = self._group_of(executor)
+            if group is not None:
+                executor.attach(
+                    group,
+                    inputs[executor.name],
+                    outputs[executor.name],
+                    self.control,
+                    self.metrics,
+                    self.tickets,
+                    self.checkpoints,
                 )
-            if group is None:
-                continue
-            executor.attach(
-                group,
-                inputs[executor.name],
-                outputs[executor.name],
-                self.control,
-                self.metrics,
-                self.tickets,
-                self.checkpoints,
+        self._set_up()
+        if self.settings.resume_from:
+            self.checkpoints.restore(self.settings.resume_from)
+
+    def _group_of(self, executor: Executor) -> ExecutorGroup | None:
+        """Returns the executor's group; None on ranks that do not host it. Collective."""
+        self._meet(f"executor {executor.name}")
+        with reaching(f"the ranks of executor {executor.name}", rank=self.world.rank):
+            return executor_group(
+                executor.name,
+                self.placement[executor.name],
+                self.world,
+                self.settings.timeout_s,
+                replicate=executor.replicate,
+                tensor_parallel=executor.tensor_parallel,
             )
+
+    def _set_up(self) -> None:
         turns = DeviceSharing(self.settings.offload)
         for executor in self.local:
             executor.setup()
             if executor.name in turns.names:
                 executor.turns = turns
                 turns.join(executor.name, executor.offloadable)
-        if self.settings.resume_from:
-            self.checkpoints.restore(self.settings.resume_from)
-
-    def _connect(self, channel: Channel, ends: list[RankInfo]):
-        sources, destinations = (
-            self.placement[channel.source.name],
-            self.placement[channel.destination.name],
-        )
-        with reaching(f"the ranks of channel {channel.name}", rank=self.world.rank):
-            group = link_group(
-                sources, destinations, behind=give_way if isinstance(channel, Weights) else None
-            )
-        if not isinstance(channel, Weights):
-            return connect(channel, sources, destinations, group, self.control)
-        trainer, generator = channel.source, channel.destination
-        shards = len(sources) // (trainer.replicate * trainer.tensor_parallel)
-        route = WeightsRoute(
-            channel.name,
-            sources=sources,
-            destinations=destinations,
-            source=Source(shards, trainer.replicate, trainer.tensor_parallel),
-            destination=Destination(
-                generator.tensor_parallel, len(destinations) // generator.tensor_parallel
-            ),
-            on_host=bool(self.settings.offload),
-            dtype=getattr(torch, channel.dtype),
-            quantize=channel.quantize,
-            keep=channel.keep,
-            transport=channel.transport,
-            ends=ends,
-            group=group,
-            device_group=device_link_group(sources, destinations, ends),
-            control=self.control,
-            timeout_s=self.settings.timeout_s,
-        )
-        rank = self.world.rank
-        return (WeightsSender(route) if rank in sources else None), (
-            WeightsReceiver(route) if rank in destinations else None
-        )
 
     def _meet(self, place: str) -> None:
-        """Wait for all ranks, for what they make together next waits without end. TimedOut names
-        those that are not here.
+        """Wait for all ranks: what they make together next waits without end.
+
+        TimedOut names those that are not here.
         """
-        store, until = self.world.store(), time.monotonic() + self.settings.timeout_s
+        store = self.world.store()
         if store is None:
             return
+        timeout_s = self.settings.timeout_s
+        until = time.monotonic() + timeout_s
         keys = [f"met/{place}/{rank}" for rank in range(self.world.size)]
         store.set(keys[self.world.rank], "")
         while not store.check(keys):
@@ -295,30 +278,31 @@ class ExecutorController:
                 absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
                 names = ", ".join(f"{rank} ({self.control.names[rank]})" for rank in absent)
                 raise TimedOut(
-                    f"rank {self.world.rank} waited {self.settings.timeout_s:.0f} s at the start for ranks {names}, to make {place} "
-                    "with them. See what they last said, or raise timeout_s"
+                    f"rank {self.world.rank} waited {timeout_s:.0f} s at the start for ranks "
+                    f"{names}, to make {place} with them. See what they last said, or raise "
+                    "timeout_s"
                 )
             time.sleep(0.01)
 
-    def _exchange_ends(self) -> list[RankInfo]:
-        """What every rank says of its host and GPU."""
-        in_host_memory = any(getattr(e, "cpu_offload", False) for e in self.local)
-        device, store = (
-            torch.device("cpu") if in_host_memory else self.world.device,
-            self.world.store(),
-        )
-        mine = this_rank_info(self.world.rank, device)
+    def _exchange_rank_infos(self) -> list[RankInfo]:
+        """What every rank of the world says of its host and GPU."""
+        rank = self.world.rank
+        store = self.world.store()
+        on_host = any(executor.stages_on_host for executor in self.local)
+        device = torch.device("cpu") if on_host else self.world.device
+        mine = this_rank_info(rank, device, kernel=copy_kernels_version())
         if store is None:
             return [mine]
-        store.set(f"end/{self.world.rank}", json.dumps(dataclasses.asdict(mine)))
-        return [RankInfo(**json.loads(store.get(f"end/{rank}"))) for rank in range(self.world.size)]
+        store.set(f"rank/{rank}", json.dumps(dataclasses.asdict(mine)))
+        said = [json.loads(store.get(f"rank/{other}")) for other in range(self.world.size)]
+        return [RankInfo(**values) for values in said]
 
-    # -- running
-    # --------------------------------------------------------------------------------------------------
+    # --- Running ---
 
     def run(self) -> RowWriter | None:
-        """Until the trainer is done, a stop request, or an error. Returns the leader's writer, None
-        elsewhere.
+        """Run until the trainer is done, a stop request, or an error.
+
+        Returns the leader's writer, None elsewhere.
         """
         handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         error: BaseException | None = None
@@ -339,22 +323,11 @@ class ExecutorController:
 
     def _loop(self) -> None:
         clocks = {e.name: _Clock(time.monotonic()) for e in self.local}
-        stop_at: float | None = None
-        self.control.keep(self._keepers, self.settings.stop_s)
-        while True:
-            ends = self.control.take("end")
-            if ends and self.control.loss is not None:
-                self.control.loss.add_note(ends[0][1]["of_checkpoint"])
-                raise self.control.loss
-            self.control.check()
-            if ends:
-                return
-            if self.control.loss is not None:
-                self._hear_of_loss()
-            if self._signal is not None and not self.control.stopping:
-                self._ask_to_stop()
-            for _, message in self.control.take("stop?"):
-                self.control.request_stop(message["reason"])
+        rest_s = min((e.poll_s for e in self.local), default=POLL_S)
+        keepers = {r for e in self.executors if _is_kept(e) for r in self.placement[e.name]}
+        self.control.keep(keepers, self.settings.stop_s)
+        while not self._is_told_to_end():
+            self._serve_requests()
             worked = self.checkpoints.serve()
             for executor in self.local:
                 if self._goes_on(executor):
@@ -365,32 +338,57 @@ class ExecutorController:
                 self.control.post_all("end", {"of_checkpoint": self._seal_last()})
                 continue
             if self.control.stopping:
-                stop_at = stop_at or time.monotonic() + self._patience_s
-                if time.monotonic() > stop_at:
-                    why = (
-                        "raise stop_s"
-                        if self.control.is_leader
-                        else f"rank {self.leader} has not said so: see what it said last"
-                    )
-                    late = TimedOut(
-                        f"rank {self.world.rank} ({self.control.names[self.world.rank]}) could not end within {self._patience_s:.0f} s "
-                        f"of the stop request: {why}"
-                    )
-                    raise self.control.loss or late
+                self._check_stop()
             if not worked:
-                self.control.wait(min(e.poll_s for e in self.local) if self.local else POLL_S)
+                self.control.wait(rest_s)
+
+    def _is_told_to_end(self) -> bool:
+        """Whether the leader has ended the run. Raises what went wrong, here or elsewhere."""
+        told = self.control.take("end")
+        if told and self.control.loss is not None:
+            _, message = told[0]
+            self.control.loss.add_note(message["of_checkpoint"])
+            raise self.control.loss
+        self.control.check()
+        return bool(told)
+
+    def _serve_requests(self) -> None:
+        """Pass on what this rank has heard of a loss and of requests to stop."""
+        if self.control.loss is not None:
+            self._hear_of_loss()
+        if self._signal is not None and not self.control.stopping:
+            self._ask_to_stop()
+        for _, message in self.control.take("stop?"):
+            self.control.request_stop(message["reason"])
+
+    def _check_stop(self) -> None:
+        """After a stop request: TimedOut, or the loss, if the end takes too long."""
+        now = time.monotonic()
+        if self._stop_until is None:
+            self._stop_until = now + self._patience_s
+        if now <= self._stop_until:
+            return
+        if self.control.is_leader:
+            remedy = "raise stop_s"
+        else:
+            remedy = f"rank {self.leader} has not said so: see what it said last"
+        rank = self.world.rank
+        late = TimedOut(
+            f"rank {rank} ({self.control.names[rank]}) could not end within "
+            f"{self._patience_s:.0f} s of the stop request: {remedy}"
+        )
+        raise self.control.loss or late
 
     def _goes_on(self, executor: Executor) -> bool:
-        """A stop ends all work but the trainer's, which has its last checkpoint to make, and what
-        others have begun; a loss that too.
-        """
+        """A stop ends all work but the last checkpoint and what has begun; a loss that too."""
         if self.control.loss is not None:
-            return executor.name == "trainer"
-        return not self.control.stopping or executor.name == "trainer" or executor.follows
+            return executor.leads
+        return executor.leads or executor.finishes_on_stop or not self.control.stopping
 
     def _step_or_lose(self, executor: Executor, clock: _Clock) -> bool:
-        """One step. What fails in an executor without state that must be kept is a loss, as on any
-        other rank.
+        """Make one step.
+
+        What fails in an executor without state that must be kept is a loss, as on any other rank.
         """
         if _is_kept(executor):
             return self._step(executor, clock)
@@ -401,46 +399,45 @@ class ExecutorController:
             return False
 
     def _hear_of_loss(self) -> None:
-        """Once: tell the others, and on the leader have the keepers make a checkpoint, if there is
-        anything to save.
-        """
+        """Once: tell the others; on the leader have the keepers save what there is to save."""
         if self._told_of_loss:
             return
         self._told_of_loss = True
+        loss = self.control.loss
         self.control.report_loss()
-        if self.control.is_leader:
-            log.error(
-                "%s\nThe trainer is whole: it saves a checkpoint before this run ends",
-                self.control.loss,
-            )
-            if self._trainer.version > 0:
-                self.control.request_stop(f"a loss: {self.control.loss}")
-            else:
-                self.control.fail_now(self.control.loss)
+        if not self.control.is_leader:
+            return
+        log.error("%s\nThe trainer is whole: it saves a checkpoint before this run ends", loss)
+        if self._trainer.version > 0:
+            self.control.request_stop(f"a loss: {loss}")
+        else:
+            self.control.fail_now(loss)
 
     def _seal_last(self) -> str:
-        """On the leader: wait for the last checkpoint. What came of it, for people; an error where
-        nothing else ends the run.
+        """On the leader: wait for the last checkpoint. Returns what came of it, for people.
+
+        CheckpointError or TimedOut where nothing else ends the run.
         """
+        limit = "stop_s" if self.control.stopping else "timeout_s"
         try:
-            self.checkpoints.wait_sealed(
-                "stop_s" if self.control.stopping else "timeout_s", self._patience_s
-            )
+            self.checkpoints.wait_sealed(limit, self._patience_s)
         except (CheckpointError, TimedOut) as error:
             if self.control.loss is None:
                 raise
             return f"No checkpoint could be sealed after that: {error}"
-        return f"A checkpoint of step {self._trainer.version} was sealed after that: resume=auto goes on from there."
+        step = self._trainer.version
+        return f"A checkpoint of step {step} was sealed after that: resume=auto goes on from there."
 
     @property
     def _trainer(self) -> Executor:
-        """On its ranks."""
-        return next(e for e in self.local if e.name == "trainer")
+        """The executor that leads; on its ranks only."""
+        return _leading(self.local)
 
     @property
     def _patience_s(self) -> float:
-        """For an end that was asked for. The others wait for the leader, which may be writing: it
-        alone says what is too slow.
+        """How long an end that was asked for may take.
+
+        The others wait for the leader, which may be writing: it alone says what is too slow.
         """
         stops = self.control.stopping and self.control.is_leader
         return self.settings.stop_s if stops else self.settings.timeout_s
@@ -451,23 +448,29 @@ class ExecutorController:
         worked = executor.step()
         now = time.monotonic()
         if worked:
+            idle_s = began - clock.idle_since
             cause = (clock.reason or "no work: ").split(":")[0]
-            self.metrics.add(f"{executor.name}/idle_s", began - clock.idle_since)
-            self.metrics.add(f"{executor.name}/idle_s/{cause}", began - clock.idle_since)
+            self.metrics.add(f"{executor.name}/idle_s", idle_s)
+            self.metrics.add(f"{executor.name}/idle_s/{cause}", idle_s)
             self.metrics.add(f"{executor.name}/busy_s", now - began)
             self.metrics.span(executor.name, "step", began, now)
-            clock.idle_since, clock.reason = now, None
+            clock.idle_since = now
+            clock.reason = None
             return True
         reason = executor.waiting_for()
         if reason is None or clock.reason is None:
             clock.reason_since = now
         clock.reason = reason
-        if reason and now - clock.reason_since > self.settings.timeout_s:
-            why = (
-                f"{executor.name} on rank {self.world.rank} waited {now - clock.reason_since:.0f} s for {reason}. "
-                "Raise timeout_s if that is slow rather than stuck; each rank's output says what it last did"
+        waited_s = now - clock.reason_since
+        if reason and waited_s > self.settings.timeout_s:
+            # Between two steps everything is whole: a loss, and no failure.
+            self.control.lose(
+                TimedOut(
+                    f"{executor.name} on rank {self.world.rank} waited {waited_s:.0f} s for "
+                    f"{reason}. Raise timeout_s if that is slow rather than stuck; each rank's "
+                    "output says what it last did"
+                )
             )
-            self.control.lose(TimedOut(why))  # between two steps everything is whole
         return False
 
     def _check_target(self) -> None:
@@ -480,33 +483,32 @@ class ExecutorController:
             self.control.request_stop(f"eval/reward {reward:.4g} reached eval.target")
 
     def _is_over(self) -> bool:
-        """On the leader: the trainer has made its last checkpoint, and no row is awaited that can
-        still come.
-        """
+        """On the leader: whether the last checkpoint is made and no row can still come."""
         trainer = self._trainer
         if not trainer.done:
             return False
-        self._done_at = self._done_at or time.monotonic()
+        if self._done_at is None:
+            self._done_at = time.monotonic()
         if self.control.stopping or self.metrics.writer.is_complete(trainer.version):
             return True
-        if time.monotonic() - self._done_at > self.settings.timeout_s:
+        timeout_s = self.settings.timeout_s
+        if time.monotonic() - self._done_at > timeout_s:
             raise TimedOut(
-                f"trainer on rank {self.world.rank} is done with step {trainer.version}, but its evaluation did not come from the generator "
-                f"and the reward within {self.settings.timeout_s:.0f} s. The checkpoint is whole; raise timeout_s for a longer evaluation"
+                f"trainer on rank {self.world.rank} is done with step {trainer.version}, but its "
+                "evaluation did not come from the generator and the reward within "
+                f"{timeout_s:.0f} s. The checkpoint is whole; raise timeout_s for a longer "
+                "evaluation"
             )
         return False
 
-    # -- ending
-    # ---------------------------------------------------------------------------------------------------
+    # --- Ending ---
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
         self.control.signalled = True  # a long step looks at it between two microbatches
 
     def _ask_to_stop(self) -> None:
-        """The leader decides where between two steps the run ends, so that all trainer ranks end at
-        the same one.
-        """
+        """Have the leader decide after which step the run ends: the same on all trainer ranks."""
         name = signal.Signals(self._signal).name
         self._signal = None
         self.control.post(self.leader, "stop?", {"reason": f"{name} on rank {self.world.rank}"})
@@ -516,7 +518,8 @@ class ExecutorController:
         executor = self._current
         if executor is None:
             return "while connecting"
-        return f"in {executor.name}, step {getattr(executor, 'version', '?')}, among ranks {list(executor.group.ranks)}"
+        step = getattr(executor, "version", "?")
+        return f"in {executor.name}, step {step}, among ranks {list(executor.group.ranks)}"
 
     def _report(self, error: BaseException) -> None:
         if error is self.control.loss and self.control.failure is None:
@@ -527,13 +530,12 @@ class ExecutorController:
             pass  # the launcher is gone; there is nobody to tell
 
     def _close(self, ended_well: bool) -> None:
-        """Release everything. What the disk refuses then is an error of its own only where there is
-        no earlier one.
+        """Release everything.
+
+        What the disk refuses then is an error of its own only where there is no earlier one.
         """
         closing = [executor.teardown for executor in reversed(self.local)]
-        closing += [
-            end.close for end in self._ends if not isinstance(end, (WeightsSender, WeightsReceiver))
-        ]
+        closing += [endpoint.close for endpoint in self._endpoints]
         closing += [self.metrics.close, self._dump_trace]
         try:
             for close in closing:

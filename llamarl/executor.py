@@ -15,9 +15,9 @@ stop and checkpoint requests and hold every wait to its deadline.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -25,21 +25,122 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from llamarl.checkpoint.service import CheckpointService
-    from llamarl.comm.channel import Receiver, Sender
-    from llamarl.comm.control import Control
-    from llamarl.models.offload import DeviceSharing
-    from llamarl.observe.metrics import Metrics
-    from llamarl.tickets.service import TicketService
-
-
 POLL_S = 0.05
+
+State = dict[str, "torch.Tensor | int | float | str | list"]
+
+
+class RecordReceiver(Protocol):
+    """The end of a channel that an executor reads."""
+
+    def take(self, limit: int | None = None) -> list:
+        """Returns up to `limit` records that have come, oldest first. Does not wait."""
+
+
+class RecordSender(Protocol):
+    """The end of a channel that an executor writes. Ask `has_room` before the work; `put` never
+    waits.
+    """
+
+    name: str
+
+    def has_room(self) -> bool: ...
+
+    def put(self, record: object) -> None: ...
+
+
+class Mail(Protocol):
+    """What an executor sees of the control: messages between ranks, and whether the run ends."""
+
+    failure: Exception | None  # why this rank ends now
+
+    @property
+    def is_leader(self) -> bool: ...
+
+    @property
+    def stopping(self) -> bool: ...
+
+    @property
+    def ending(self) -> bool:
+        """Whether a step that is under way had better be given up: it would be the last."""
+
+    def post(self, rank: int, topic: str, payload: dict) -> None: ...
+
+    def take(self, topic: str) -> list[tuple[int, dict]]:
+        """Returns all messages of a topic that have come, as (sender, payload). Does not wait."""
+
+    def has(self, topic: str) -> bool: ...
+
+    def wake(self) -> None: ...
+
+    def wait(self, timeout_s: float) -> None: ...
+
+    def check(self) -> None:
+        """Raises what went wrong elsewhere, if anything did."""
+
+
+class Meter(Protocol):
+    """What an executor sees of the metrics (llamarl.observe.metrics)."""
+
+    def add(self, counter: str, amount: float) -> None: ...
+
+    def add_mean(self, name: str, value: float) -> None: ...
+
+    def report(self, step: int, values: dict) -> None: ...
+
+
+class StartedTickets(Protocol):
+    """What a generator sees of the tickets (llamarl.tickets.service)."""
+
+    synchronous: bool
+    resumed_step: int
+
+    def ask(self, generator: int, count: int, version: int) -> list: ...
+
+    def granted(self) -> list: ...
+
+    def go_on(self, tickets: list[int]) -> None: ...
+
+    def to_truncate(self) -> list[int]: ...
+
+    def in_work(self) -> set[int]: ...
+
+
+class TakenTickets(Protocol):
+    """What a trainer sees of the tickets (llamarl.tickets.service)."""
+
+    overcommit: int | None
+
+    def finish(self, tickets: list[int]) -> None: ...
+
+    def take(self, step: int, waited: bool = False) -> list[int] | None: ...
+
+    def untake(self, step: int) -> None: ...
+
+    def trained(self, reward: float) -> None: ...
+
+    def waits_for(self) -> str: ...
+
+    def reconcile(self, buffered: list[int]) -> set[int]: ...
+
+
+class Checkpoints(Protocol):
+    """What a trainer sees of the checkpoints (llamarl.checkpoint.service)."""
+
+    def save(self, step: int, trainer: Executor) -> None: ...
+
+
+class Turns(Protocol):
+    """A device that several executors share (llamarl.models.offload)."""
+
+    def claim(self, name: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorGroup:
-    """The ranks that run one executor, and this process's place among them: index = (replica *
-    shards + shard) * tensor_parallel + t.
+    """The ranks that run one executor, and this process's place among them.
+
+    index = (replica * shards + shard) * tensor_parallel + t
     """
 
     name: str
@@ -49,15 +150,12 @@ class ExecutorGroup:
     process_group: ProcessGroup | None = None  # over `ranks`; for collectives among them
     replicate: int = 1
     tensor_parallel: int = 1
-    replica_group: ProcessGroup | None = (
-        None  # the ranks that hold the same shard; None without replicas
-    )
-    shard_group: ProcessGroup | None = (
-        None  # the ranks that together hold this one's part of one replica
-    )
-    tensor_group: ProcessGroup | None = (
-        None  # the ranks that share a copy of the model; None without tensor parallelism
-    )
+    # The ranks that hold the same shard; None without replicas.
+    replica_group: ProcessGroup | None = None
+    # The ranks that together hold this one's part of one replica.
+    shard_group: ProcessGroup | None = None
+    # The ranks that share a copy of the model; None without tensor parallelism.
+    tensor_group: ProcessGroup | None = None
 
     @property
     def index(self) -> int:
@@ -86,8 +184,9 @@ class ExecutorGroup:
         return self.index // (self.size // self.replicate)
 
     def data_mesh(self) -> DeviceMesh | None:
-        """[replicate, shard], or [shard] without replicas: the ranks that hold this one's
-        tensor-parallel part. None without groups.
+        """The mesh of the ranks that hold this one's tensor-parallel part; None without groups.
+
+        Its axes are [replicate, shard], or [shard] without replicas.
         """
         if self.shard_group is None:
             return None
@@ -95,12 +194,12 @@ class ExecutorGroup:
 
         if self.replicate == 1:
             return DeviceMesh.from_group(self.shard_group, self.device.type)
-        mesh = torch.tensor(self.ranks).view(self.replicate, -1, self.tensor_parallel)[
-            ..., self.tensor_index
-        ]
-        groups = [self.replica_group, self.shard_group]
+        all_ranks = torch.tensor(self.ranks).view(self.replicate, -1, self.tensor_parallel)
         return DeviceMesh.from_group(
-            groups, self.device.type, mesh=mesh, mesh_dim_names=("replicate", "shard")
+            [self.replica_group, self.shard_group],
+            self.device.type,
+            mesh=all_ranks[..., self.tensor_index],
+            mesh_dim_names=("replicate", "shard"),
         )
 
 
@@ -109,83 +208,90 @@ class Executor:
 
     name: str = "executor"
     tensor_parallel: int = 1  # ranks, one after another, that share one copy of its model
-    replicate: int = (
-        1  # copies of the model that its ranks hold together, each sharded over the others
-    )
-    turns: DeviceSharing | None = (
-        None  # where it shares its device and leaves it to others between steps
-    )
-    state_is_optional: bool = (
-        False  # a run can go on without what `state_dict` holds: that work starts again
-    )
-    # this rank only does what another began: a stop must not keep it from taking part to the end
-    follows: bool = False
-    # how long the loop may rest when no executor of a rank has work; less where none wakes it
+    # Copies of the model that its ranks hold together, each sharded over the others.
+    replicate: int = 1
+    # Where it shares its device, and leaves it to others between steps.
+    turns: Turns | None = None
+
+    # Its roles. One executor of a graph leads: its first rank is the leader, its steps are the
+    # run's, and the run ends when it is `done`. It has `version`, `done` and `export` too.
+    leads: bool = False
+    # A stop request lets it go on: it has a last checkpoint to make, or takes part on this rank in
+    # what another has begun.
+    finishes_on_stop: bool = False
+    # What it sends lies in host memory, whatever device it computes on.
+    stages_on_host: bool = False
+    # A run can go on without what `state_dict` holds: that work starts again.
+    state_is_optional: bool = False
+    # How long the loop may rest when no executor of a rank has work; less where none wakes it.
     poll_s: float = POLL_S
 
     def attach(
         self,
         group: ExecutorGroup,
-        inputs: dict[str, Receiver],
-        outputs: dict[str, Sender],
-        control: Control,
-        metrics: Metrics,
-        tickets: TicketService | None = None,
-        checkpoints: CheckpointService | None = None,
+        inputs: Mapping[str, RecordReceiver],
+        outputs: Mapping[str, RecordSender],
+        control: Mail,
+        metrics: Meter,
+        tickets: StartedTickets | TakenTickets | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
-        """Called once by the controller, on the executor's own ranks, before `setup`."""
-        self.group, self.inputs, self.outputs, self.control, self.metrics = (
-            group,
-            inputs,
-            outputs,
-            control,
-            metrics,
-        )
-        self.tickets, self.checkpoints = tickets, checkpoints
+        """Called once by the controller, on the executor's own ranks, before `setup`.
+
+        inputs, outputs: this rank's ends of the channels, by the channel's name. A channel of
+        weights has ends of its own kind (llamarl.ddma.ends).
+        """
+        self.group = group
+        self.inputs = inputs
+        self.outputs = outputs
+        self.control = control
+        self.metrics = metrics
+        self.tickets = tickets
+        self.checkpoints = checkpoints
 
     def setup(self) -> None:
         """Build what is heavy. Collective over the executor's ranks."""
 
     def step(self) -> bool:
-        """Do one bounded piece of work. Returns False if there was none; then `waiting_for` says
-        why.
-        """
+        """Do one bounded piece of work. Returns False if there was none: see `waiting_for`."""
         raise NotImplementedError
 
     def waiting_for(self) -> str | None:
-        """ "CAUSE: what, from whom" that the next step needs, or None when idleness is no fault
-        (nothing is owed here).
+        """Returns what the next step needs: "CAUSE: what, from whom"; None if idleness is no fault.
 
-        The cause (data, weights, tickets, room, ...) names the idle time in metrics; a wait past
+        The cause (data, weights, tickets, room, ...) names the idle time in metrics. A wait past
         timeout_s ends the run.
         """
         return None
 
     def offloadable(self) -> Iterable[torch.Tensor]:
-        """Tensors on the device that may wait in host memory while another executor has its turn."""
+        """Tensors that may wait in host memory while another executor has the device."""
         return ()
 
     def claim_device(self) -> None:
-        """Call before computing: waits until this executor's tensors are back on a device that it
-        shares.
-        """
+        """Wait until this executor's tensors are on the device that it shares. Before computing."""
         if self.turns is not None:
             self.turns.claim(self.name)
 
     def before_checkpoint(self, step: int) -> None:
-        """The trainer is past this step; `state_dict` follows, and must hold nothing that was made
-        after it.
+        """Called once the leading executor is past `step`, before `state_dict`.
+
+        That must then hold nothing that was made after the step.
         """
 
-    def state_dict(self) -> dict[str, torch.Tensor | int | float | str | list]:
-        """What a checkpoint must hold to go on after this executor's last step. Tensors and JSON
-        values.
-        """
+    def state_dict(self) -> State:
+        """Returns what a checkpoint needs to go on after the last step: tensors and JSON values."""
         return {}
 
-    def load_state_dict(self, parts: Iterable[dict]) -> None:
-        """The inverse, after `setup`: what every rank of this executor had saved, in rank order,
-        read one at a time.
+    @classmethod
+    def has_state(cls) -> bool:
+        """Whether checkpoints hold a part of it."""
+        return cls.state_dict is not Executor.state_dict
+
+    def load_state_dict(self, parts: Iterable[Mapping]) -> None:
+        """Go on from a checkpoint; after `setup`.
+
+        parts: what every rank of this executor had saved, in rank order, read one at a time.
         """
 
     def teardown(self) -> None:

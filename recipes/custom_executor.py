@@ -1,5 +1,6 @@
-"""A new executor in one screen: it takes groups between reward and trainer and makes long
-completions worth less.
+"""A new executor in one screen: it makes long completions worth less.
+
+It takes groups between reward and trainer.
 
 torchrun --standalone --nproc-per-node=2 recipes/custom_executor.py max_steps=3
 
@@ -18,11 +19,10 @@ from executors.build import (
     build_trainer,
     build_weights,
 )
-from llamarl.comm.channel import Gather, Scatter
-from llamarl.config.command_line import Config, main
-from llamarl.controller import ExecutorController
+from llamarl.comm import Gather, Scatter
+from llamarl.config import Config, main
 from llamarl.executor import Executor
-from llamarl.launch.job import launch
+from llamarl.launch import launch
 
 
 class LengthPenalty(Executor):
@@ -34,19 +34,19 @@ class LengthPenalty(Executor):
         self.per_token = per_token
 
     def step(self) -> bool:
-        (source,), (sink,) = self.inputs.values(), self.outputs.values()
+        (source,) = self.inputs.values()
+        (sink,) = self.outputs.values()
         groups = source.take(64) if sink.has_room() else []
         for group in groups:
-            sink.put(
-                dataclasses.replace(group, rewards=group.rewards - self.per_token * group.lengths)
-            )
+            rewards = group.rewards - self.per_token * group.lengths
+            sink.put(dataclasses.replace(group, rewards=rewards))
         return bool(groups)
 
     def waiting_for(self) -> str | None:
         (sink,) = self.outputs.values()
-        return (
-            None if sink.has_room() else f"room: in channel {sink.name}, which the trainer empties"
-        )
+        if sink.has_room():
+            return None
+        return f"room: in channel {sink.name}, which the trainer empties"
 
 
 @main
@@ -59,7 +59,7 @@ def run(config: Config) -> None:
         trainer = build_trainer(config, job)
         scorers = [reward, *references, penalty]
 
-        ExecutorController(
+        job.run(
             executors=[generator, *scorers, trainer],
             channels=[
                 Gather("completions", generator, reward),
@@ -69,13 +69,8 @@ def run(config: Config) -> None:
                 build_weights(config, trainer, generator),
                 *build_reference_weights(config, trainer, references),
             ],
-            placement=job.placement
-            | {penalty.name: job.placement["reward"]},  # it is light: beside the reward
-            ledger=job.ledger(),
-            world=job.world,
-            settings=job.settings,
-            make_writer=job.writer,
-        ).run()
+            beside={penalty: reward},  # it is light
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """Asynchronous RL post-training: the main job.
 
-python recipes/llama_async.py                                          one process, executors stepped in turn
-torchrun --standalone --nproc-per-node=2 recipes/llama_async.py        trainer | generator and reward
-torchrun ... recipes/llama_async.py max_lag=0                          synchronous, on-policy
+    # One process, executors stepped in turn.
+    python recipes/llama_async.py
+    # Two ranks: trainer | generator and reward.
+    torchrun --standalone --nproc-per-node=2 recipes/llama_async.py
+    # Synchronous, on-policy.
+    torchrun ... recipes/llama_async.py max_lag=0
 
 prompts -> Generator -> Reward -> (Reference ->) Trainer
                ^------- policy weights -------------'
@@ -18,10 +21,9 @@ from executors.build import (
     build_trainer,
     build_weights,
 )
-from llamarl.comm.channel import Gather, Scatter
-from llamarl.config.command_line import Config, main
-from llamarl.controller import ExecutorController
-from llamarl.launch.job import launch
+from llamarl.comm import Gather, Scatter
+from llamarl.config import Config, main
+from llamarl.launch import launch
 
 
 @main
@@ -33,7 +35,7 @@ def run(config: Config) -> None:
         trainer = build_trainer(config, job)
         scorers = [reward, *references]
 
-        ExecutorController(
+        job.run(
             executors=[generator, *scorers, trainer],
             channels=[
                 Gather("completions", generator, reward),
@@ -43,12 +45,7 @@ def run(config: Config) -> None:
                 build_weights(config, trainer, generator),
                 *build_reference_weights(config, trainer, references),
             ],
-            placement=job.placement,
-            ledger=job.ledger(),
-            world=job.world,
-            settings=job.settings,
-            make_writer=job.writer,
-        ).run()
+        )
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def launch_here(process_state, monkeypatch, capfd):
     import torch.distributed as dist
 
     from llamarl.config.command_line import compose_config
-    from llamarl.launch.job import launch
+    from llamarl.launch import launch
 
     def end(code: int) -> None:
         raise SystemExit(code)

@@ -81,6 +81,75 @@ def test_llamarl_imports_no_executor_and_no_recipe():
     }
 
 
+# The rooms of llamarl from the ground up: a file imports its own room and those before it.
+ORDER = (
+    "types errors executor native models tasks comm tickets learning inference ddma config "
+    "checkpoint observe controller launch"
+).split()
+
+
+def module_of(file: Path) -> str:
+    """The dotted name of a file of llamarl; a package's own file has the package's name."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def module_imports() -> dict[str, set[str]]:
+    """Module of llamarl -> modules of llamarl that it imports, at any place and for any reason."""
+    sources = {module_of(file): file.read_text() for file in python_files("llamarl")}
+    imports = {}
+    for module, source in sources.items():
+        names = {name for name in imported(ast.parse(source)) if name in sources}
+        # `from package import module` is an import of the module.
+        imports[module] = names - {name.rpartition(".")[0] for name in names}
+    return imports
+
+
+def climbs(imports: dict[str, set[str]]) -> list[str]:
+    """Imports that run up in ORDER."""
+    floor = {room: number for number, room in enumerate(ORDER)}
+    found = []
+    for module, names in imports.items():
+        for name in names - {"llamarl"}:
+            if module != "llamarl" and floor[name.split(".")[1]] > floor[module.split(".")[1]]:
+                found.append(f"{module} -> {name}")
+    return found
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, and what imports those; [] if none do."""
+    left = {module: names - {module} for module, names in imports.items()}
+    while left:
+        ground = {module for module, names in left.items() if not names}
+        if not ground:
+            return sorted(left)
+        left = {m: names - ground for m, names in left.items() if m not in ground}
+    return []
+
+
+def test_no_import_runs_up():
+    assert climbs({"llamarl.comm.wire": {"llamarl.launch.job"}})  # such an import is seen
+    assert not climbs(module_imports())
+
+
+def test_no_import_runs_in_a_circle():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()}) == ["a", "b", "c"]
+    assert circle(module_imports()) == []
+
+
+def test_the_ground_floor_stands_alone():
+    imports = module_imports()
+    alone = ("llamarl.types", "llamarl.errors", "llamarl.executor")
+    assert {module: imports[module] for module in alone} == dict.fromkeys(alone, set())
+
+
+def test_every_room_is_a_folder_but_the_four_that_all_know():
+    rooms = {module.split(".")[1] for module in module_imports() if module != "llamarl"}
+    assert rooms == set(ORDER)
+    files = {file.stem for file in python_files("llamarl") if file.parent == ROOT / "llamarl"}
+    assert files == {"__init__", "types", "errors", "executor", "controller"}
+
+
 @pytest.mark.parametrize(
     "module",
     ["llamarl", "llamarl.config.command_line", "llamarl.tasks.rewards", "llamarl.tasks.worker"],

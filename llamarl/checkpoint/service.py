@@ -1,12 +1,13 @@
 """One checkpoint of every executor at a step boundary.
 
-The trainer decides when (its ranks reach a boundary together) and saves itself there; the leader
-then asks every other executor that has state to save its own, each between two of its steps. When
-all parts are in, the checkpoint is sealed. Once a rank is lost (llamarl.comm.control) it is sealed
-without the parts of executors whose state is optional.
+The executor that leads, the trainer, decides when (its ranks reach a boundary together) and saves
+itself there. The leader then asks every other executor that has state to save its own, each between
+two of its steps. When all parts are in, the checkpoint is sealed. Once a rank is lost
+(llamarl.comm.control) it is sealed without the parts of executors whose state is optional.
 
-    message     from -> to                handled                     meaning
-    save        leader -> every rank      by the loop, between steps  save your executors' parts of step n
+    message   from -> to             handled                      meaning
+    save      leader -> every rank   by the loop, between steps   save your executors' parts of
+                                                                  step n
 """
 
 from __future__ import annotations
@@ -14,26 +15,33 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Set
 from pathlib import Path
+from typing import Protocol
 
 from llamarl.checkpoint.checkpointer import Checkpointer
 from llamarl.comm.control import Control
 from llamarl.errors import CheckpointError, TimedOut
 from llamarl.executor import Executor
-from llamarl.observe import Metrics
 from llamarl.tickets.service import TicketService
 
 CONTROLLER = "controller"  # the part with the ledger, the metrics cursor and the run's identity
 
 
-def has_state(executor: Executor) -> bool:
-    return type(executor).state_dict is not Executor.state_dict
+class MetricsState(Protocol):
+    """The part of the metrics that a checkpoint needs (llamarl.observe.metrics)."""
+
+    def pump(self) -> None: ...
+
+    def state_dict(self, step: int) -> dict: ...
+
+    def load_state_dict(self, state: dict) -> None: ...
 
 
 class CheckpointService:
-    """A rank's hand in the checkpoints. `executors` are those that it hosts.
+    """A rank's part in the run's checkpoints: it saves and restores the executors that it hosts.
 
-    identity: what makes the run that run (llamarl.launch.identity). stale_tickets: those whose
-    unfinished completions in the checkpoint to restore are of other prompts.
+    executors: those. identity: what makes the run that run (llamarl.launch.identity).
+    stale_tickets: those whose unfinished completions in the checkpoint to restore are of other
+    prompts.
     """
 
     def __init__(
@@ -41,19 +49,24 @@ class CheckpointService:
         checkpointer: Checkpointer,
         executors: list[Executor],
         control: Control,
-        metrics: Metrics,
+        metrics: MetricsState,
         tickets: TicketService,
         identity: Mapping[str, object],
         stale_tickets: Set[int] = frozenset(),
     ):
-        self._identity, self._stale_tickets = identity, stale_tickets
-        self._checkpointer, self._executors, self._control = checkpointer, executors, control
-        self._metrics, self._tickets = metrics, tickets
-        self._saved = -1
+        self._checkpointer = checkpointer
+        self._executors = executors
+        self._control = control
+        self._metrics = metrics
+        self._tickets = tickets
+        self._identity = identity
+        self._stale_tickets = stale_tickets
+        self._saved = -1  # the newest step that this rank's trainer has saved; -1: none
 
     def save(self, step: int, trainer: Executor) -> None:
-        """Called by each trainer rank at the boundary of `step`. Collective over the trainer (the
-        exported model is gathered).
+        """Save the checkpoint of `step`. Called by each trainer rank, at the boundary of the step.
+
+        Collective over the trainer: the exported model is gathered.
         """
         if step == self._saved:
             return
@@ -71,7 +84,10 @@ class CheckpointService:
         self._export(step, trainer)
 
     def _export(self, step: int, trainer: Executor) -> None:
-        """Collective over the trainer, of which the first rank writes, where there is room."""
+        """Write a directory that transformers loads, where there is room.
+
+        Collective over the trainer, of which the first rank writes.
+        """
         if trainer.group.index > 0:
             trainer.export(None)
             return
@@ -84,60 +100,67 @@ class CheckpointService:
                 self._checkpointer.register_files(step, "hf", sorted(folder.glob("hf*/*")))
 
     def serve(self) -> bool:
-        """Save what the leader asked for, and seal what is whole. Called by the loop between steps;
-        says if it did something.
+        """Save what the leader asked for, and seal what is whole. Says if it did something.
+
+        Called by the loop, between two steps.
         """
         asked = self._control.take("save")
         for _, message in asked:
-            for executor in self._executors:
-                if has_state(executor) and executor.name != "trainer":
-                    executor.before_checkpoint(message["step"])
-                    self._checkpointer.save_part(
-                        message["step"], executor.name, executor.group.index, executor.state_dict()
-                    )
+            self._save_others(message["step"])
         if self._control.loss is not None:
             self._checkpointer.waive()
         self._checkpointer.pump()
         return bool(asked)
 
+    def _save_others(self, step: int) -> None:
+        """Save this rank's executors but the one that leads, which has saved itself."""
+        for executor in self._executors:
+            if executor.has_state() and not executor.leads:
+                executor.before_checkpoint(step)
+                state = executor.state_dict()
+                self._checkpointer.save_part(step, executor.name, executor.group.index, state)
+
     def restore(self, path: Path) -> None:
-        """Bring ledger, metrics and this rank's executors to a checkpoint. On every rank, after
-        setup.
+        """Bring ledger, metrics and this rank's executors to a checkpoint.
+
+        On every rank, after setup.
         """
-        leader_part = next(iter(self._checkpointer.ranks_of(path, CONTROLLER)))
+        leader_part = self._checkpointer.ranks_of(path, CONTROLLER)[0]
         state = self._checkpointer.load_part(path, CONTROLLER, leader_part)
-        self._tickets.load_state_dict(
-            state["ledger"], self._checkpointer.in_work(path) - self._stale_tickets
-        )
+        saved_tickets = self._checkpointer.in_work(path) - self._stale_tickets
+        self._tickets.load_state_dict(state["ledger"], saved_tickets)
         if self._control.is_leader:
             self._metrics.load_state_dict(state["metrics"])
         for executor in self._executors:
-            if has_state(executor):
-                ranks = self._checkpointer.ranks_of(path, executor.name)
-                executor.load_state_dict(
-                    self._checkpointer.load_part(path, executor.name, r) for r in ranks
-                )
-        trained = [e for e in self._executors if e.name == "trainer"]
-        # One of another run's directory is not in this one's.
-        self._saved = (
-            trained[0].version if trained and self._checkpointer.sealed(trained[0].version) else -1
+            if executor.has_state():
+                self._restore(executor, path)
+            # A checkpoint of another run's directory is not in this one's.
+            if executor.leads and self._checkpointer.sealed(executor.version):
+                self._saved = executor.version
+
+    def _restore(self, executor: Executor, path: Path) -> None:
+        ranks = self._checkpointer.ranks_of(path, executor.name)
+        executor.load_state_dict(
+            self._checkpointer.load_part(path, executor.name, rank) for rank in ranks
         )
 
     def wait_sealed(self, limit: str, timeout_s: float) -> None:
-        """On the leader: until the last checkpoint is valid on disk. TimedOut names the parts that
-        are missing; CheckpointError says why it could not be written.
+        """On the leader: wait until the last checkpoint is valid on disk.
 
-        limit: the config key that timeout_s is the value of.
+        limit: the config key that timeout_s is the value of. TimedOut names the parts that are
+        missing; CheckpointError says why it could not be written.
         """
         until = time.monotonic() + timeout_s
         while self._saved >= 0 and not self._checkpointer.sealed(self._saved):
             self.serve()
-            if why := self._checkpointer.failed(self._saved):
-                raise CheckpointError(why)
+            why_not = self._checkpointer.failed(self._saved)
+            if why_not is not None:
+                raise CheckpointError(why_not)
             if time.monotonic() > until:
                 missing = self._checkpointer.missing(self._saved)
                 raise TimedOut(
-                    f"checkpoint of step {self._saved}: parts {missing} did not come within {timeout_s:.0f} s; the one before it is "
-                    f"valid. Raise {limit} if that is slow rather than stuck"
+                    f"checkpoint of step {self._saved}: parts {missing} did not come within "
+                    f"{timeout_s:.0f} s; the one before it is valid. Raise {limit} if that is slow "
+                    "rather than stuck"
                 )
             self._control.wait(0.02)

@@ -1,1 +1,5 @@
-"""Between ranks: who is there, what they tell each other, and the channels that records go through."""
+"""Between ranks: who is there, what they tell each other, and the channels of records."""
+
+from llamarl.comm.channel import Gather, Scatter
+
+__all__ = ["Gather", "Scatter"]

@@ -19,22 +19,42 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Protocol
 
 import torch.distributed as dist
 
 from llamarl.comm import wire
 from llamarl.comm.control import Control
+from llamarl.comm.groups import RankInfo, link_group
+from llamarl.comm.meeting import reaching
 from llamarl.comm.wire import recv_message, send_closed, send_message
 from llamarl.errors import PeerDied
 from llamarl.executor import Executor
 
 
+class ChannelEnd(Protocol):
+    """What a channel connects: the part of it that one rank writes to, or reads from."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectContext:
+    """What a channel needs to know in order to connect the ends that this rank has of it."""
+
+    control: Control
+    placement: Mapping[str, tuple[int, ...]]  # executor name -> its ranks, in executor order
+    ranks: list[RankInfo]  # what every rank of the world says of itself
+    timeout_s: float
+    on_host: bool = False  # executors take turns on a device: nothing else may lie in its memory
+
+
 @dataclass(frozen=True)
 class Channel:
-    """One arrow of the graph."""
+    """One arrow of the graph: Gather and Scatter carry records, others override `connect`."""
 
     name: str
     source: Executor
@@ -44,6 +64,44 @@ class Channel:
     def route(self, record, num_destinations: int) -> list[int]:
         """Indices of the destination ranks that get the record."""
         raise NotImplementedError
+
+    def connect(self, context: ConnectContext) -> tuple[ChannelEnd | None, ChannelEnd | None]:
+        """Collective over the world: this rank's sender and receiver, each None where it has none.
+
+        PeerDied names this rank and the channel if a rank cannot be reached.
+        """
+        group = self.link_group(context)
+        control = context.control
+        sources = context.placement[self.source.name]
+        destinations = context.placement[self.destination.name]
+        receiver = None
+        if control.rank in destinations:
+            receiver = Receiver(self.name, self.capacity, control)
+            for rank in sources:
+                if rank != control.rank:
+                    receiver.listen(rank, group)
+        if control.rank not in sources:
+            return None, receiver
+
+        def indices_of(record) -> list[int]:
+            return self.route(record, len(destinations))
+
+        sender = Sender(self.name, self.capacity, control, indices_of)
+        for rank in destinations:
+            if rank == control.rank:
+                sender.add(receiver)
+            else:
+                sender.add(_Link(self.name, rank, group, self.capacity, control))
+        return sender, receiver
+
+    def link_group(
+        self, context: ConnectContext, *, behind: Callable[[], None] | None = None
+    ) -> dist.ProcessGroup | None:
+        """Collective over the world: comm.groups.link_group between this channel's two sides."""
+        sources = context.placement[self.source.name]
+        destinations = context.placement[self.destination.name]
+        with reaching(f"the ranks of channel {self.name}", rank=context.control.rank):
+            return link_group(sources, destinations, behind=behind)
 
 
 @dataclass(frozen=True)
@@ -209,38 +267,6 @@ class _Link:
 
 def _link_error(name: str, way: str, rank: int, control: Control, error: Exception) -> str:
     return f"channel {name!r} {way} rank {rank}: {control.gone(PeerDied(str(error).split('. ')[0].splitlines()[0], [rank]))}"
-
-
-def connect(
-    channel: Channel,
-    sources: tuple[int, ...],
-    destinations: tuple[int, ...],
-    group: dist.ProcessGroup | None,
-    control: Control,
-) -> tuple[Sender | None, Receiver | None]:
-    """This rank's (Sender | None, Receiver | None) of a channel. `group` spans both sides, None if
-    they are one rank.
-    """
-    rank = control.rank
-    receiver = Receiver(channel.name, channel.capacity, control) if rank in destinations else None
-    sender = None
-    if rank in sources:
-        sender = Sender(
-            channel.name,
-            channel.capacity,
-            control,
-            lambda record: channel.route(record, len(destinations)),
-        )
-        for peer in destinations:
-            local = peer == rank
-            sender.add(
-                receiver if local else _Link(channel.name, peer, group, channel.capacity, control)
-            )
-    if receiver is not None:
-        for peer in sources:
-            if peer != rank:
-                receiver.listen(peer, group)
-    return sender, receiver
 
 
 DP_RANK_SEED = 20  # of the pre-set permutation

@@ -97,8 +97,7 @@ class Control:
                 self.thread(f"control-{name}", target) for name, target in threads.items()
             ]
 
-    # -- messages
-    # -------------------------------------------------------------------------------------------------
+    # --- Messages ---
 
     def post(self, rank: int, topic: str, payload: dict) -> None:
         """Put a JSON message into a rank's mailbox. Never waits; in order per sender."""
@@ -155,8 +154,7 @@ class Control:
                 self._changed.wait(timeout_s)
             self._news = False
 
-    # -- stop and failure
-    # -----------------------------------------------------------------------------------------
+    # --- Stop and failure ---
 
     @property
     def stopping(self) -> bool:
@@ -286,8 +284,7 @@ class Control:
         self.stop_reason = self.stop_reason or payload["reason"]
         self.wake()
 
-    # -- threads
-    # --------------------------------------------------------------------------------------------------
+    # --- Threads ---
 
     def _deliver(self, sender: int, topic: str, payload: dict) -> None:
         handler = self._handlers.get(topic)

@@ -5,10 +5,12 @@ in one order.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -201,5 +203,24 @@ class RankInfo:
     host: str  # equal on ranks that can map each other's memory
     gpu: str | None  # the GPU's uuid, None on a CPU
     nccl: bool = False
-    kernel: str = ""  # copies.kernel_version()
+    kernel: str = ""  # the version of the kernel that it copies weights with; "" without one
     num_cores: int = 1  # that this process may use
+
+
+def this_rank_info(rank: int, device: torch.device, *, kernel: str) -> RankInfo:
+    """What this process says of itself. device: where its executors keep what links carry."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    boot_id = boot.read_text().strip() if boot.exists() else ""
+    # Shared memory is found by its owner's process number, which means something within a pid
+    # namespace alone.
+    processes = Path("/proc/self/ns/pid")
+    namespace = os.readlink(processes) if processes.is_symlink() else ""
+    on_gpu = device.type == "cuda"
+    return RankInfo(
+        rank=rank,
+        host=f"{socket.gethostname()}/{boot_id}/{namespace}",
+        gpu=str(torch.cuda.get_device_properties(device).uuid) if on_gpu else None,
+        nccl=on_gpu and dist.is_nccl_available(),
+        kernel=kernel,
+        num_cores=len(os.sched_getaffinity(0)),
+    )

@@ -50,8 +50,7 @@ class Lockstep:
         self._held: dict[int, int] = {}  # leader: peer -> the version that is staged there
         self._reported: int | None = None  # peer: what it last said of that
 
-    # -- commands
-    # -----------------------------------------------------------------------------------------------------
+    # --- Commands ---
 
     def tell(self, do: str, **what) -> None:
         """Leader: have the peers do this next. Whatever is collective in it begins when the leader
@@ -67,8 +66,7 @@ class Lockstep:
             self.ended = True
         return self._told.popleft() if self._told and not self.ended else None
 
-    # -- versions
-    # -----------------------------------------------------------------------------------------------------
+    # --- Versions ---
 
     def report(self, weights: StagedWeights) -> None:
         """Peer: tell the leader of a version that is staged here."""

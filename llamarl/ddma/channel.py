@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from llamarl.comm.channel import Channel
+import torch
+
+from llamarl.comm.channel import Channel, ConnectContext
+from llamarl.comm.groups import device_link_group
+from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
+from llamarl.ddma.layout import Destination, Source
+from llamarl.ddma.transfer import give_way
 from llamarl.models.sharding import HEAD
 
 REFERENCE_WEIGHTS = "reference_policy"  # the channel of the weights that the reference is reset to
@@ -16,13 +22,53 @@ RESET = "reset"
 
 @dataclass(frozen=True)
 class Weights(Channel):
-    """Policy weights, shard to shard (llamarl.ddma)."""
+    """Policy weights, shard to shard: from a trainer to the executor that computes with them.
 
-    dtype: str = field(default="float32", kw_only=True)  # that travels: the destination's
-    quantize: str = field(
-        default="none", kw_only=True
-    )  # none, or what the projections travel as: fp8, int8
-    keep: tuple[str, ...] = field(
-        default=(HEAD,), kw_only=True
-    )  # fragments of names of weights that are not quantised
+    dtype: the one that they travel in, which is the destination's. quantize: "none", or the form in
+    which projections travel, "fp8" or "int8"; keep: fragments of the names of those that stay in
+    dtype. transport: "auto", or one of ddma.transports.TRANSPORTS.
+    """
+
+    dtype: str = field(default="float32", kw_only=True)
+    quantize: str = field(default="none", kw_only=True)
+    keep: tuple[str, ...] = field(default=(HEAD,), kw_only=True)
     transport: str = field(default="auto", kw_only=True)
+
+    def connect(
+        self, context: ConnectContext
+    ) -> tuple[WeightsSender | None, WeightsReceiver | None]:
+        """See Channel.connect. WeightsError if the transport asked for cannot join two ranks."""
+        sources = context.placement[self.source.name]
+        destinations = context.placement[self.destination.name]
+        route = WeightsRoute(
+            self.name,
+            sources=sources,
+            destinations=destinations,
+            source=self._source(len(sources)),
+            destination=self._destination(len(destinations)),
+            on_host=context.on_host,
+            dtype=getattr(torch, self.dtype),
+            quantize=self.quantize,
+            keep=self.keep,
+            transport=self.transport,
+            ends=context.ranks,
+            group=self.link_group(context, behind=give_way),
+            device_group=device_link_group(sources, destinations, context.ranks),
+            control=context.control,
+            timeout_s=context.timeout_s,
+        )
+        rank = context.control.rank
+        sender = WeightsSender(route) if rank in sources else None
+        receiver = WeightsReceiver(route) if rank in destinations else None
+        return sender, receiver
+
+    def _source(self, num_ranks: int) -> Source:
+        trainer = self.source
+        copies = trainer.replicate * trainer.tensor_parallel
+        return Source(
+            fsdp=num_ranks // copies, replicate=trainer.replicate, tp=trainer.tensor_parallel
+        )
+
+    def _destination(self, num_ranks: int) -> Destination:
+        tp = self.destination.tensor_parallel
+        return Destination(tp=tp, replicas=num_ranks // tp)

@@ -11,35 +11,18 @@ A bucket's digest is folded from those of its moves, in their order.
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Literal
 
 import torch
 import xxhash
 from torch import Tensor
 
-from llamarl import native
+from llamarl.native.copying import Move, copy_kernels
 
 Method = Literal["lanes", "xxh3", "device"]
 BLOCK_BYTES = 4 << 20  # copied and hashed while in cache
 _FOLD, _WORD = 1000003, 1 << 64
-
-
-@functools.cache
-def kernel_version() -> str:
-    """Of the copying kernel that this process has; equal versions give equal digests. Empty without
-    one.
-    """
-    if _kernels() is None:
-        return ""
-    return hashlib.sha256((Path(native.__file__).parent / "copy.c").read_bytes()).hexdigest()[:16]
-
-
-class _Move(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("target", "start", "stride", "width", "rows")]
 
 
 class Parts:
@@ -60,7 +43,7 @@ class Parts:
         self.on_device = any(target.is_cuda for _, target in parts)
         # Bytes that a run must have.
         self.end = max((start + target.nbytes for start, target in parts), default=0)
-        self.moves = (_Move * len(parts))()
+        self.moves = (Move * len(parts))()
         for move, (start, target) in zip(self.moves, parts):
             rows = 1 if target.is_contiguous() else len(target)
             width = target.nbytes // rows
@@ -138,7 +121,7 @@ class Copier:
             raise ValueError(f"a source of {source.numel()} bytes for parts up to byte {parts.end}")
         if self.method == "lanes" and not (source.is_cuda or parts.on_device):
             digests = (ctypes.c_uint64 * len(parts.targets))()
-            _kernels().copy_moves(len(parts.targets), parts.moves, source.data_ptr(), digests)
+            copy_kernels().copy_moves(len(parts.targets), parts.moves, source.data_ptr(), digests)
             return fold(digests)
         found = []
         for start, target in parts.targets:
@@ -157,7 +140,7 @@ class Copier:
         if self.method == "lanes":
             if flat.is_cuda:
                 raise ValueError(f"the method lanes reads memory of the CPU, not of {flat.device}")
-            return _kernels().digest_of(flat.data_ptr(), flat.numel())
+            return copy_kernels().digest_of(flat.data_ptr(), flat.numel())
         state = xxhash.xxh3_64()
         for block in flat.split(BLOCK_BYTES):
             state.update(block.numpy())
@@ -178,36 +161,11 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-@functools.cache
-def _kernels() -> ctypes.CDLL | None:
-    kernels = native.library("copy", structs=(_Move,))
-    if kernels is not None:
-        address, count = ctypes.c_void_p, ctypes.c_uint64
-        kernels.digest_of.argtypes = [address, count]
-        kernels.copy_run.argtypes = [address, address, count]
-        kernels.copy_rows.argtypes = [address, count, address, count, count, count]
-        kernels.pack_rows.argtypes = [
-            count,
-            address,
-            address,
-            address,
-            count,
-            count,
-            ctypes.c_int,
-            address,
-        ]
-        kernels.copy_moves.argtypes = [count, address, address, address]
-        kernels.pack_rows.restype = kernels.copy_moves.restype = None
-        for kernel in (kernels.digest_of, kernels.copy_run, kernels.copy_rows):
-            kernel.restype = count
-    return kernels
-
-
 def _copy_in_lanes(target: Tensor, source: Tensor) -> int | None:
     """By a kernel; None if there is none for these dtypes or strides."""
     if target.is_cuda or source.is_cuda:
         return None
-    kernels, size = _kernels(), target.dtype.itemsize
+    kernels, size = copy_kernels(), target.dtype.itemsize
     if target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
         return kernels.copy_run(target.data_ptr(), source.data_ptr(), target.numel() * size)
     if target.dim() > 2 or target.stride(-1) != 1 or source.stride(-1) != 1:
@@ -248,7 +206,7 @@ def _pack_in_lanes(targets: list[Tensor], sources: list[Tensor]) -> list[int] | 
         (ctypes.c_uint64 * count)(*(s.shape[-1] * size for s in sources)),
         (ctypes.c_uint64 * count)(),
     )
-    _kernels().pack_rows(count, *given, widths, stride * size, rows, casts, digests)
+    copy_kernels().pack_rows(count, *given, widths, stride * size, rows, casts, digests)
     return list(digests)
 
 

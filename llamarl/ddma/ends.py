@@ -331,8 +331,10 @@ class WeightsSender:
         return self._plan.num_bytes
 
     def close(self) -> None:
-        if self._publisher:
-            self._publisher.close()
+        """Close once: its executor does so at its end, and the controller whatever happens."""
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.close()
 
 
 class WeightsReceiver:
@@ -427,8 +429,10 @@ class WeightsReceiver:
             torch.cuda.current_stream().synchronize()  # then the buffer may be written again
 
     def close(self) -> None:
-        if self._subscriber:
-            self._subscriber.close()
+        """Close once: its executor does so at its end, and the controller whatever happens."""
+        subscriber, self._subscriber = self._subscriber, None
+        if subscriber is not None:
+            subscriber.close()
 
 
 def _ranks_outnumber_cores(ends: list[RankInfo], ranks: set[int], me: int) -> bool:

@@ -1,40 +1,12 @@
-"""Which transport joins two ranks: from what every rank says of its host and GPU. Pure but for
-`this_rank_info`.
-"""
+"""Which transport joins two ranks, from what every rank says of its host and GPU. Pure."""
 
 from __future__ import annotations
 
-import os
-import socket
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-
 from llamarl.comm.groups import RankInfo
-from llamarl.ddma.copies import kernel_version
 from llamarl.errors import WeightsError
 
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "cuda_ipc")
 _ON_DEVICE = ("nccl", "cuda_ipc")
-
-
-def this_rank_info(rank: int, device: torch.device) -> RankInfo:
-    boot, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    # Shared memory is found by its owner's process number, which means something within a pid
-    # namespace alone.
-    namespace = os.readlink(processes) if processes.is_symlink() else ""
-    host = f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}/{namespace}"
-    on_cpu = {"kernel": kernel_version(), "num_cores": len(os.sched_getaffinity(0))}
-    if device.type != "cuda":
-        return RankInfo(rank, host, None, **on_cpu)
-    return RankInfo(
-        rank,
-        host,
-        str(torch.cuda.get_device_properties(device).uuid),
-        dist.is_nccl_available(),
-        **on_cpu,
-    )
 
 
 def choose_transports(

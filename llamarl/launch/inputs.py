@@ -7,18 +7,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from llamarl.errors import BadInput
+from llamarl.launch.job import Job
 from llamarl.models.attention import Rotary
 from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.hf import SafetensorsDir, check_weights
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.sharding import parameter_shapes
-
-if TYPE_CHECKING:
-    from llamarl.launch.job import Job
 
 log = logging.getLogger("llamarl")
 

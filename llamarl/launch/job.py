@@ -1,79 +1,45 @@
-"""From a config to a job that can run: world, run directory, data, tokenizer, and what is said at
-start and end.
-
-with launch(config) as job:
-    ...                     # build executors from job, run the controller
-"""
+"""Job: what the executors of one run are built from, and how their graph is run."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from llamarl.comm.groups import World, init_world, threads_per_rank
+from llamarl.comm.channel import Channel
+from llamarl.comm.groups import World
 from llamarl.config.command_line import Config, placement_of, to_values
 from llamarl.config.placement import TINY_MODEL
-from llamarl.controller import RunSettings
-from llamarl.errors import (
-    BadInput,
-    CheckpointError,
-    LagExceeded,
-    NotFinite,
-    ParityError,
-    PeerDied,
-    RewardError,
-    RunDirectoryError,
-    TimedOut,
-    WeightsError,
-)
+from llamarl.controller import ExecutorController, RunSettings
+from llamarl.executor import Executor
 from llamarl.launch.identity import Identity
-from llamarl.launch.inputs import bad_input, check_inputs
-from llamarl.launch.run_directory import RunDirectory, open_run
+from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning.replay import lag_bound
 from llamarl.models.config import read_json
 from llamarl.models.hf import load_tokenizer
-from llamarl.observe import MetricsError, RowWriter, build_sinks
+from llamarl.observe import RowWriter, build_sinks
 from llamarl.tasks.base import Task, digest_of, sample_places
 from llamarl.tasks.build import build_task
-from llamarl.tasks.pool import check_reward
 from llamarl.tickets.governors import Constants
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.prompts import PromptStream
 from llamarl.types import Prompt
 
-EXIT_BAD_INPUT = 2
-EXIT_FAILED = 1
-
-# Ends that explain themselves: a message, no traceback.
-RUN_ENDS = (
-    PeerDied,
-    TimedOut,
-    ParityError,
-    NotFinite,
-    LagExceeded,
-    RewardError,
-    WeightsError,
-    CheckpointError,
-    MetricsError,
-)
-
-log = logging.getLogger("llamarl")
-
 
 class Job:
-    """What the executors of one run share. Everything is the same on every rank but `world.rank`."""
+    """What the executors of one run share; the same on every rank but `world.rank`.
 
-    def __init__(self, config: Config, world: World, run: RunDirectory):
-        self.config, self.world, self.run = config, world, run
+    directory: the run's; until it is opened, where it is to be.
+    """
+
+    def __init__(self, config: Config, world: World, directory: RunDirectory):
+        self.config = config
+        self.world = world
+        self.directory = directory
         self.placement = placement_of(config, world.size)
         if not config.reference.enabled:
             self.placement.pop("reference", None)
@@ -88,12 +54,11 @@ class Job:
             raise
         except Exception as error:  # transformers and tokenizers raise anything, and name no file
             for name in ("tokenizer_config.json", "tokenizer.json"):
-                if (file := self.model_path / name).is_file():
-                    read_json(file)
-            file, what = (
-                self.model_path / "tokenizer.json",
-                f"{type(error).__name__}: {error}".split("\n")[0],
-            )
+                file = self.model_path / name
+                if file.is_file():
+                    read_json(file)  # which says what is wrong with it, if it is no JSON
+            file = self.model_path / "tokenizer.json"
+            what = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ValueError(
                 f"{file}: no tokenizer can be made of it ({what}); fetch it again"
             ) from error
@@ -122,9 +87,9 @@ class Job:
 
     @cached_property
     def eval_prompts(self) -> list[Prompt]:
-        count = (
-            min(self.config.eval.num_prompts, self.task.num_eval) if self.config.eval.every else 0
-        )
+        if not self.config.eval.every:
+            return []
+        count = min(self.config.eval.num_prompts, self.task.num_eval)
         return [self.task.eval_prompt(j) for j in range(count)]
 
     @cached_property
@@ -145,9 +110,7 @@ class Job:
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Every token that ends a completion: the tokenizer's eos and those of
-        generation_config.json.
-        """
+        """Every token that ends a completion, by the tokenizer and generation_config.json."""
         ids = [self.tokenizer.eos_token_id]
         file = self.model_path / "generation_config.json"
         if file.is_file():
@@ -163,32 +126,59 @@ class Job:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def eval_due(self, version: int) -> bool:
+        """Whether this version is evaluated."""
         every = self.config.eval.every
-        return bool(every and self.eval_prompts) and (
-            version % every == 0 or version == self.config.max_steps
-        )
+        if not every or not self.eval_prompts:
+            return False
+        return version % every == 0 or version == self.config.max_steps
 
     def checkpoint_due(self, version: int) -> bool:
+        """Whether a checkpoint is made of this version."""
         every = self.config.checkpoint.every
         return bool(every) and version % every == 0
+
+    def run(
+        self,
+        executors: list[Executor],
+        channels: list[Channel],
+        *,
+        beside: Mapping[Executor, Executor] | None = None,
+    ) -> None:
+        """Run the graph to its end.
+
+        executors: in flow order. channels: between them. beside: where an executor runs that the
+        config does not place: on the ranks of another.
+        """
+        placement = dict(self.placement)
+        for executor, other in (beside or {}).items():
+            placement[executor.name] = placement[other.name]
+        ExecutorController(
+            executors=executors,
+            channels=channels,
+            placement=placement,
+            ledger=self.ledger(),
+            world=self.world,
+            settings=self.settings,
+            make_writer=self.writer,
+        ).run()
 
     @property
     def settings(self) -> RunSettings:
         c = self.config
         return RunSettings(
-            self.run.path,
-            self.run.resume_from,
-            c.checkpoint.keep,
-            c.timeout_s,
-            c.heartbeat_timeout_s,
-            c.stop_s,
+            run_dir=self.directory.path,
+            resume_from=self.directory.resume_from,
+            keep_checkpoints=c.checkpoint.keep,
+            timeout_s=c.timeout_s,
+            heartbeat_timeout_s=c.heartbeat_timeout_s,
+            stop_s=c.stop_s,
             offload=tuple(c.placement.colocate or ()) if c.offload else (),
             eval_target=c.eval.target,
             trace=c.metrics.trace,
             truncate=c.on_deadline == "truncate",
             straggler_factor=c.straggler_factor,
             identity=self.identity.to_json(),
-            stale_tickets=self.run.stale_tickets,
+            stale_tickets=self.directory.stale_tickets,
         )
 
     def ledger(self) -> TicketLedger:
@@ -207,13 +197,16 @@ class Job:
     @property
     def initial_groups(self) -> int:
         """Groups that a replay buffer holds before the first step."""
-        completions, size = self.config.buffer.initial_completions, self.config.group_size
-        return self.config.groups_per_step if completions is None else -(-completions // size)
+        completions = self.config.buffer.initial_completions
+        if completions is None:
+            return self.config.groups_per_step
+        return math.ceil(completions / self.config.group_size)
 
     @property
     def replay_lag(self) -> int | None:
-        """Steps that a completion drawn from a replay buffer is old at most; None where max_lag
-        sets no bound.
+        """Steps that a completion drawn from a replay buffer is old at most.
+
+        None where max_lag sets no bound.
         """
         c = self.config
         if c.max_lag is None:
@@ -236,110 +229,49 @@ class Job:
         """The leader's book of metrics, with the console and what else the config asks for."""
         m = self.config.metrics
         sinks = build_sinks(
-            self.run.path,
+            self.directory.path,
             max_steps=self.config.max_steps,
             tensorboard=m.tensorboard,
             wandb=m.wandb,
             config=to_values(self.config),
         )
-        self._writer = RowWriter(self.run.path, sinks, eval_due=self.eval_due, first_step=0)
+        self._writer = RowWriter(self.directory.path, sinks, eval_due=self.eval_due, first_step=0)
         return self._writer
 
     @property
     def hosts(self) -> str:
         """Which ranks host what, for people."""
-        m = self.config.generator.tensor_parallel
-        shared = {"generator": f" (tensor parallel {m})"} if m > 1 else {}
-        return "  ".join(
-            f"{name} {','.join(map(str, ranks))}{shared.get(name, '')}"
-            for name, ranks in self.placement.items()
-        )
+        tensor_parallel = self.config.generator.tensor_parallel
+        hosts = {name: ",".join(map(str, ranks)) for name, ranks in self.placement.items()}
+        if tensor_parallel > 1:
+            hosts["generator"] += f" (tensor parallel {tensor_parallel})"
+        return "  ".join(f"{name} {ranks}" for name, ranks in hosts.items())
 
     def announce(self) -> None:
+        """Print what runs where; on rank 0, when the run's directory is open."""
         c = self.config
         overcommit = "synchronous" if c.max_lag == 0 else f"overcommit {c.overcommit}"
         if c.buffer.kind == "replay":
             overcommit += f", replay of the newest {c.buffer.max_size:,} completions"
             if self.replay_lag is not None:
                 overcommit += f", at most {self.replay_lag:,} steps old"
-        print(
-            f"llamarl  {self.model_path.name} on {c.task.kind}, {c.groups_per_step} x {c.group_size} completions a step, {c.loss.fn}"
-        )
-        print(
-            f"ranks    {self.hosts}  ({self.world.device.type}, {torch.get_num_threads()} thread(s) each)"
-        )
+        completions = f"{c.groups_per_step} x {c.group_size} completions a step"
+        print(f"llamarl  {self.model_path.name} on {c.task.kind}, {completions}, {c.loss.fn}")
+        threads = f"{torch.get_num_threads()} thread(s) each"
+        print(f"ranks    {self.hosts}  ({self.world.device.type}, {threads})")
         print(f"float32  {self.world.products}")
         ends = ", stragglers end at their deadline" if c.on_deadline == "truncate" else ""
         print(f"async    max_lag {'none' if c.max_lag is None else c.max_lag}, {overcommit}{ends}")
-        resumed = f", resumed from {self.run.resume_from.name}" if self.run.resume_from else ""
-        print(f"run      {self.run.path}{resumed}", flush=True)
+        checkpoint = self.directory.resume_from
+        resumed = f", resumed from {checkpoint.name}" if checkpoint else ""
+        print(f"run      {self.directory.path}{resumed}", flush=True)
 
     def conclude(self) -> None:
-        if self._writer is not None:
-            print(f"\n{self._writer.summary()}")
-            print(
-                f"model      {self.run.path / 'checkpoints' / 'latest'} names the newest; its hf/ is a Hugging Face directory",
-                flush=True,
-            )
-
-
-@contextmanager
-def launch(config: Config) -> Iterator[Job]:
-    """Join the world, open the run directory, and yield the job; say how it ended.
-
-    Bad input (data, model, run directory) is one clear message and exit code 2; a failure of the
-    run is exit code 1.
-    """
-    logging.basicConfig(
-        level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s", force=True
-    )
-    threads = threads_per_rank(config.threads, synchronous=config.max_lag == 0)
-    rank = int(os.environ.get("RANK", 0))
-    code = 0
-    run: RunDirectory | None = None
-    try:
-        world = init_world(
-            threads=threads, timeout_s=config.timeout_s, reproducible=config.max_lag == 0
-        )
-        torch.manual_seed(config.seed)
-        job = Job(config, world, RunDirectory(Path(config.run_dir or "runs/(new)"), None))
-        check_inputs(job)  # before there is a directory
-        with bad_input():
-            if config.dry_run:
-                from llamarl.launch.dry_run import dry_run
-
-                dry_run(job)
-                raise SystemExit(0)
-            if config.reward.fn and world.rank == 0:  # which makes the directory
-                check_reward(config.reward.fn, [], memory_mb=config.reward.memory_mb)
-            identity = job.identity
-        job.run = run = open_run(config, world, identity, job.prompts)
-        if world.rank == 0:
-            job.announce()
-        yield job
-        job.conclude()
-    except (RunDirectoryError, BadInput) as error:
-        if rank == 0:
-            print(f"llamarl: {error}", file=sys.stderr, flush=True)
-        code = EXIT_BAD_INPUT
-    except RUN_ENDS as error:
-        said = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        print(f"llamarl: rank {rank}: {said}", file=sys.stderr, flush=True)
-        code = EXIT_FAILED
-    except dist.DistError as error:
-        why = "the store through which the ranks meet and talk did not answer; was the launcher stopped, or another rank?"
+        """Print how the run went, on the leader."""
+        if self._writer is None:
+            return
+        print(f"\n{self._writer.summary()}")
+        latest = self.directory.path / "checkpoints" / "latest"
         print(
-            f"llamarl: rank {rank}: {why} ({str(error).splitlines()[0]})",
-            file=sys.stderr,
-            flush=True,
+            f"model      {latest} names the newest; its hf/ is a Hugging Face directory", flush=True
         )
-        code = EXIT_FAILED
-    finally:
-        if run is not None:
-            run.release()
-        # A failed peer cannot take part in an orderly end; the process ends with its sockets.
-        if code == 0 and dist.is_initialized():
-            dist.destroy_process_group()
-    if code:
-        sys.stdout.flush()
-        os._exit(code)

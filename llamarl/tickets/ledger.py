@@ -1,4 +1,4 @@
-"""Tickets: which prompt is next, and how stale what is trained on may be. Pure; no processes, no
+"""Tickets: which prompt is next, and how stale what is trained on may be. Pure: no processes, no
 clocks.
 
 Two numbers bound asynchrony. `max_lag` is hard: no token older than that many optimizer steps is
@@ -8,11 +8,13 @@ The rules. B is groups_per_step, v the next step to be taken, g the version of t
 starts a ticket. A ticket started at g has deadline g + max_lag: the last step that may train on it.
 R(d) counts started, untrained tickets with deadline <= d. Always
 
-    R(d) <= (d - v + 1) * B   for every d >= v,   and   R(v - 1) = 0,                                          (1)
+    R(d) <= (d - v + 1) * B   for every d >= v,   and   R(v - 1) = 0,                           (1)
 
 that is: everything started can still be trained on in time, B a step. Two rules keep (1):
-  admission   a ticket may start if (1) still holds with it, and started-and-untrained <= B + overcommit;
-  take        step v trains on B finished groups, earliest deadline first, if (1) holds for v + 1 without them.
+  admission   a ticket may start if (1) still holds with it, and
+              started-and-untrained <= B + overcommit;
+  take        step v trains on B finished groups, earliest deadline first, if (1) holds for v + 1
+              without them.
 Taking moves v to v + 1 at once, before training on it ends, so generation goes on meanwhile. (1) at
 v says that at most B started tickets are due at v, so the earliest-deadline batch always holds all
 that are due: a step waits for stragglers only when their own deadlines leave no later step room for
@@ -20,18 +22,20 @@ them (docs/staleness.md). No deadlock: by (1) the tickets due at v fit into step
 than B are started, one more may always start (its deadline g + max_lag >= v once the generator
 holds recent weights).
 
-With n data-parallel trainer ranks ("lanes"), ticket t belongs to data-parallel rank perm[t mod n],
-and the rules hold for each data-parallel rank with B/n and its share of overcommit. All
-data-parallel ranks take together.
+With n data-parallel trainer ranks, ticket t belongs to rank perm[t mod n], and the rules hold for
+each of them with B/n and its share of overcommit. All data-parallel ranks take together.
 
 max_lag None is for a replay buffer, which is handed everything and bounds staleness by its size.
 Every deadline is NEVER, so that (1) says nothing, and what is left of the rules is
-  admission   a ticket may start while started-and-unfinished < B + overcommit (None: while there is room in the channels);
-  take        step v hands over all that is finished; step 0 waits for an initial fill, no other step waits.
+  admission   a ticket may start while started-and-unfinished < B + overcommit (None: while there is
+              room in the channels);
+  take        step v hands over all that is finished; step 0 waits for an initial fill, no other
+              step waits.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Set
 
@@ -51,52 +55,64 @@ def in_time(deadlines: list[int], step: int, groups_per_step: int) -> bool:
 
 
 class RankTickets:
-    """The rules of this module for one data-parallel rank: tickets `first`, `first + stride`, ...
-    Not thread-safe; TicketLedger is.
+    """The rules of this module for one data-parallel rank. Not thread-safe; TicketLedger is.
 
-    num_shares > 1: the data-parallel rank's tickets are dealt to that many generators in turn, each
-    with a cursor of its own. fill: groups that step 0 waits for where a take hands over everything;
-    None: a take is one batch.
+    first, stride: its tickets are first, first + stride, ... num_shares > 1: they are dealt to that
+    many generators in turn, each with a cursor of its own. fill: groups that step 0 waits for where
+    a take hands over everything; None: a take is one batch.
     """
 
     def __init__(
         self,
+        *,
         first: int,
         stride: int,
         groups_per_step: int,
         num_shares: int = 1,
         fill: int | None = None,
     ):
-        self.groups_per_step, self.fill = groups_per_step, fill
+        self.groups_per_step = groups_per_step
+        self.fill = fill
         self.deadlines: dict[int, int] = {}  # started and untrained
         self.finished: set[int] = set()
         self.again: list[int] = []  # to start once more, before new ones
-        self._first, self._stride = first, stride
-        self._cursors = list(range(num_shares))  # places in the data-parallel rank, one a share
+        self._first = first
+        self._stride = stride
+        self._cursors = list(range(num_shares))  # the next place to start, one a share
 
     def next_ticket(self, share: int) -> int:
-        mine = [t for t in self.again if self._place(t) % len(self._cursors) == share]
-        return mine[0] if mine else self._first + self._stride * self._cursors[share]
+        """The ticket that this share starts next."""
+        for ticket in self.again:
+            if self._place(ticket) % len(self._cursors) == share:
+                return ticket
+        return self._ticket_at(self._cursors[share])
 
     def _place(self, ticket: int) -> int:
         return (ticket - self._first) // self._stride
 
+    def _ticket_at(self, place: int) -> int:
+        return self._first + self._stride * place
+
+    def unfinished(self) -> dict[int, int]:
+        """Ticket -> deadline of those in work."""
+        return {t: d for t, d in self.deadlines.items() if t not in self.finished}
+
     def may_start(self, share: int, deadline: int, step: int, overcommit: int | None) -> bool:
+        """Whether the rules admit this share's next ticket."""
         if self.fill is not None:
-            return (
-                overcommit is None
-                or len(self.deadlines) - len(self.finished) < self.groups_per_step + overcommit
-            )
-        if (
-            len(self._cursors) > 1
-            and self._place(self.next_ticket(share)) >= (step + 1) * self.groups_per_step
-        ):
-            return False  # its share of this batch is started
-        return (
-            deadline >= step
-            and len(self.deadlines) < self.groups_per_step + overcommit
-            and in_time([*self.deadlines.values(), deadline], step, self.groups_per_step)
-        )
+            num_unfinished = len(self.deadlines) - len(self.finished)
+            return overcommit is None or num_unfinished < self.groups_per_step + overcommit
+        if len(self._cursors) > 1:
+            end_of_batch = (step + 1) * self.groups_per_step
+            if self._place(self.next_ticket(share)) >= end_of_batch:
+                return False  # its share of this batch is started
+        if deadline < step or len(self.deadlines) >= self.groups_per_step + overcommit:
+            return False
+        return self._fits(deadline, step)
+
+    def _fits(self, deadline: int, step: int) -> bool:
+        """Whether (1) holds with one more ticket of this deadline."""
+        return in_time([*self.deadlines.values(), deadline], step, self.groups_per_step)
 
     def start(self, share: int, deadline: int) -> Ticket:
         ticket = self.next_ticket(share)
@@ -110,62 +126,70 @@ class RankTickets:
     def choose(self, step: int) -> list[int] | None:
         """What step `step` takes, earliest deadline first, or None if it must wait."""
         if self.fill is not None:
-            return sorted(self.finished) if step or len(self.finished) >= self.fill else None
-        due = sorted(self.finished, key=lambda t: (self.deadlines[t], t))[: self.groups_per_step]
-        if len(due) < self.groups_per_step:
+            is_filled = step > 0 or len(self.finished) >= self.fill
+            return sorted(self.finished) if is_filled else None
+        by_deadline = sorted(self.finished, key=lambda t: (self.deadlines[t], t))
+        batch = by_deadline[: self.groups_per_step]
+        if len(batch) < self.groups_per_step:
             return None
-        chosen = set(due)
+        chosen = set(batch)
         rest = [d for t, d in self.deadlines.items() if t not in chosen]
-        return due if in_time(rest, step + 1, self.groups_per_step) else None
+        return batch if in_time(rest, step + 1, self.groups_per_step) else None
 
     def overdue(self, step: int) -> list[int]:
         """Unfinished tickets whose last step is `step`, once a batch of others is finished."""
         if len(self.finished) < self.groups_per_step or self.fill is not None:
             return []
-        return sorted(t for t, d in self.deadlines.items() if d <= step and t not in self.finished)
+        return sorted(t for t, d in self.unfinished().items() if d <= step)
 
     def consume(self, tickets: list[int]) -> dict[int, int]:
+        """Forget tickets that a step takes. Returns their deadlines."""
         self.finished.difference_update(tickets)
         return {t: self.deadlines.pop(t) for t in tickets}
 
-    def restart(self, tickets: list[int]) -> None:
+    def restart(self, tickets: Iterable[int]) -> None:
         """Forget that these were started: they start again, first."""
         for ticket in tickets:
             del self.deadlines[ticket]
             self.finished.discard(ticket)
-        self.again = sorted(self.again + list(tickets))
+            self.again.append(ticket)
+        self.again.sort()
 
     def go_on(self, ticket: int, deadline: int, step: int) -> bool:
         """After a resume: one that was to start again stays started, if it fits. Says whether.
 
         It fits if it, and all that is started, can still be trained on in time.
         """
-        if not in_time([*self.deadlines.values(), deadline], step, self.groups_per_step):
+        if not self._fits(deadline, step):
             return False
         self.again.remove(ticket)
         self.deadlines[ticket] = deadline
         return True
 
-    def never_started(self) -> tuple[list[int], int]:
-        """(tickets below the frontier that are not started, the frontier: nothing from there on is
-        started).
-        """
+    @property
+    def frontier(self) -> int:
+        """Nothing is started from this ticket on."""
+        return self._ticket_at(max(self._cursors))
+
+    def holes(self) -> list[int]:
+        """Tickets below the frontier that no share has come to, ascending."""
         top = max(self._cursors)
-        holes = [j for c in self._cursors for j in range(c, top, len(self._cursors))]
-        return sorted(
-            self._first + self._stride * j for j in holes
-        ), self._first + self._stride * top
+        places: list[int] = []
+        for cursor in self._cursors:
+            places += range(cursor, top, len(self._cursors))
+        return [self._ticket_at(place) for place in sorted(places)]
 
     def resume_at(self, frontier: int) -> None:
-        """Nothing from ticket `frontier` on is started."""
-        place = max(0, -(-(frontier - self._first) // self._stride))
+        """Have nothing started from ticket `frontier` on."""
+        place = max(0, math.ceil((frontier - self._first) / self._stride))
         shares = len(self._cursors)
         self._cursors = [place + (share - place) % shares for share in range(shares)]
 
 
 class TicketLedger:
-    """Starts and takes tickets under the rules above, for all data-parallel ranks; each ticket is
-    consumed once. Thread-safe.
+    """Starts and takes tickets under the rules above, for all data-parallel ranks. Thread-safe.
+
+    Each ticket is consumed once.
 
     overcommit: groups, or the name of a governor, with its constants. num_generators: with max_lag
     0 a data-parallel rank's tickets are dealt to them in turn, so that what is sampled does not
@@ -189,34 +213,45 @@ class TicketLedger:
     ):
         if groups_per_step % num_dp_ranks:
             raise ValueError(
-                f"groups_per_step={groups_per_step} does not split over {num_dp_ranks} trainer ranks"
+                f"groups_per_step={groups_per_step} does not split over {num_dp_ranks} trainer "
+                "ranks"
             )
         bounded = max_lag is not None
-        if bounded and (max_lag < 0 or (max_lag == 0 and overcommit not in (0, "auto"))):
+        synchronous = max_lag == 0
+        if bounded and (max_lag < 0 or (synchronous and overcommit not in (0, "auto"))):
             raise ValueError(
-                f"max_lag={max_lag} with overcommit={overcommit}: synchronous training starts nothing ahead; set overcommit=0"
+                f"max_lag={max_lag} with overcommit={overcommit}: synchronous training starts "
+                "nothing ahead; set overcommit=0"
             )
-        self.groups_per_step, self.max_lag = groups_per_step, max_lag
+        self.groups_per_step = groups_per_step
+        self.max_lag = max_lag
         self.step = 0  # v, the next step to be taken
         self.governor: Governor | None = None
+        self._overcommit: int | None = None
         if isinstance(overcommit, str):
             rules = list(GOVERNORS) if bounded else ["auto"]
             if overcommit not in rules:
                 raise ValueError(
                     f"overcommit={overcommit!r}: need a whole number, or one of {', '.join(rules)}"
                 )
-            self.governor = (
-                GOVERNORS[overcommit](groups_per_step, max_lag, constants) if bounded else None
-            )
-        self._overcommit = None if isinstance(overcommit, str) else overcommit
-        self._num_shares = num_generators if max_lag == 0 else 1
+            if bounded:
+                self.governor = GOVERNORS[overcommit](groups_per_step, max_lag, constants)
+        else:
+            self._overcommit = overcommit
+        self._num_shares = num_generators if synchronous else 1
         self._resume_in_work = resume_in_work
-        fill = None if bounded else max(1, -(-initial_groups // num_dp_ranks))
+        fill = None if bounded else max(1, math.ceil(initial_groups / num_dp_ranks))
         self._dp_ranks = [
-            RankTickets(i, num_dp_ranks, groups_per_step // num_dp_ranks, self._num_shares, fill)
-            for i in range(num_dp_ranks)
+            RankTickets(
+                first=first,
+                stride=num_dp_ranks,
+                groups_per_step=groups_per_step // num_dp_ranks,
+                num_shares=self._num_shares,
+                fill=fill,
+            )
+            for first in range(num_dp_ranks)
         ]
-        self._taken: tuple[int, dict[int, int]] | None = None
+        self._taken: dict[int, int] | None = None  # by the step before this one, until it is final
         self._lock = threading.RLock()
 
     @property
@@ -229,46 +264,63 @@ class TicketLedger:
         # on them.
         return self._dp_ranks[ticket % len(self._dp_ranks)]
 
+    def _unfinished(self) -> dict[int, int]:
+        """Ticket -> deadline of all in work."""
+        found: dict[int, int] = {}
+        for dp_rank in self._dp_ranks:
+            found |= dp_rank.unfinished()
+        return found
+
     def start(self, count: int, version: int, generator: int = 0) -> list[Ticket]:
-        """Up to `count` tickets for a generator that holds weights `version`; fewer, or none, if
-        the rules forbid more.
+        """Up to `count` tickets for a generator that holds weights `version`.
+
+        Fewer, or none, if the rules forbid more.
         """
         granted: list[Ticket] = []
+        share = generator % self._num_shares
+        deadline = NEVER if self.max_lag is None else version + self.max_lag
         with self._lock:
-            extra, n, share = self.overcommit, len(self._dp_ranks), generator % self._num_shares
-            deadline = NEVER if self.max_lag is None else version + self.max_lag
-            extras = [extra if extra is None else extra // n + (i < extra % n) for i in range(n)]
+            rooms = list(zip(self._dp_ranks, self._overcommit_of_ranks()))
             while len(granted) < count:
                 able = [
                     dp_rank
-                    for dp_rank, more in zip(self._dp_ranks, extras)
-                    if dp_rank.may_start(share, deadline, self.step, more)
+                    for dp_rank, overcommit in rooms
+                    if dp_rank.may_start(share, deadline, self.step, overcommit)
                 ]
                 if not able:
                     break
-                granted.append(
-                    min(able, key=lambda dp_rank: dp_rank.next_ticket(share)).start(share, deadline)
-                )
+                first = min(able, key=lambda dp_rank: dp_rank.next_ticket(share))
+                granted.append(first.start(share, deadline))
         return granted
 
+    def _overcommit_of_ranks(self) -> list[int | None]:
+        """Each data-parallel rank's share: the first ones have one more where it does not split."""
+        n = len(self._dp_ranks)
+        overcommit = self.overcommit
+        if overcommit is None:
+            return [None] * n
+        return [overcommit // n + (index < overcommit % n) for index in range(n)]
+
     def finish(self, tickets: list[int]) -> None:
-        """Groups that have reached the trainer, scored. ValueError for one that was never started,
-        or twice.
+        """Note groups that have reached the trainer, scored.
+
+        ValueError for one that was never started, or twice.
         """
         with self._lock:
             for ticket in tickets:
                 dp_rank = self._dp_rank(ticket)
                 if ticket not in dp_rank.deadlines or ticket in dp_rank.finished:
                     raise ValueError(
-                        f"ticket {ticket} finished, but it is not in work: started twice, or trained on already"
+                        f"ticket {ticket} finished, but it is not in work: started twice, or "
+                        "trained on already"
                     )
                 dp_rank.finished.add(ticket)
 
     def take(self, step: int, waited: bool = False) -> list[int] | None:
-        """What all data-parallel ranks hand over to step `step`, data-parallel rank after
-        data-parallel rank, earliest deadline first; None while a data-parallel rank must wait.
+        """What all data-parallel ranks hand over to step `step`; None while one of them must wait.
 
-        Taking is final unless `untake` follows. ValueError if `step` is not the next one.
+        One rank's tickets after another's, earliest deadline first. Taking is final unless `untake`
+        follows. ValueError if `step` is not the next one.
         """
         with self._lock:
             if step != self.step:
@@ -280,95 +332,92 @@ class TicketLedger:
             for dp_rank, batch in zip(self._dp_ranks, chosen):
                 consumed.update(dp_rank.consume(batch))
             self.step += 1
-            self._taken = (step, consumed)
+            self._taken = consumed
             if self.governor:
-                self.governor.taken(
-                    waited=waited,
-                    num_finished=sum(len(dp_rank.finished) for dp_rank in self._dp_ranks),
-                )
+                num_finished = sum(len(dp_rank.finished) for dp_rank in self._dp_ranks)
+                self.governor.taken(waited=waited, num_finished=num_finished)
             return list(consumed)
 
     def trained(self, reward: float) -> None:
-        """The step taken last was trained on completions of this mean reward (NaN: none had one)."""
+        """The step taken last was trained on, at this mean reward (NaN: no completion had one)."""
         with self._lock:
             if self.governor:
                 self.governor.trained(reward)
 
     def untake(self, step: int) -> None:
-        """Step `step` was given up before it changed the weights: its groups are finished and
-        untrained again.
+        """Give up step `step`, the last to be taken, before it has changed the weights.
+
+        Its groups are finished and untrained again.
         """
         with self._lock:
-            if self._taken is None or self._taken[0] != step:
+            if self._taken is None or step != self.step - 1:
                 raise ValueError(f"step {step} was not the last to be taken")
-            for ticket, deadline in self._taken[1].items():
-                self._dp_rank(ticket).deadlines[ticket] = deadline
-                self._dp_rank(ticket).finished.add(ticket)
-            self.step, self._taken = step, None
+            for ticket, deadline in self._taken.items():
+                dp_rank = self._dp_rank(ticket)
+                dp_rank.deadlines[ticket] = deadline
+                dp_rank.finished.add(ticket)
+            self.step = step
+            self._taken = None
 
     def waits_for(self) -> list[int]:
-        """Tickets in work that hold up the next step: the unfinished ones with the earliest
-        deadlines.
-        """
+        """Tickets that hold up the next step: those in work with the earliest deadlines."""
         with self._lock:
-            open_ = [
-                (d, t)
-                for dp_rank in self._dp_ranks
-                for t, d in dp_rank.deadlines.items()
-                if t not in dp_rank.finished
-            ]
-            return [t for _, t in sorted(open_)[: self.groups_per_step]]
+            unfinished = self._unfinished()
+        by_deadline = sorted(unfinished, key=lambda t: (unfinished[t], t))
+        return by_deadline[: self.groups_per_step]
 
     def in_work(self) -> set[int]:
         """Started and not finished."""
         with self._lock:
-            return {
-                t
-                for dp_rank in self._dp_ranks
-                for t in dp_rank.deadlines
-                if t not in dp_rank.finished
-            }
+            return set(self._unfinished())
 
     def overdue(self) -> list[int]:
-        """Unfinished tickets whose last step is the next one, once every data-parallel rank that
-        waits could do without them.
+        """Unfinished tickets whose last step is the next one.
+
+        None, until every data-parallel rank that waits could do without them.
         """
+        tickets: list[int] = []
         with self._lock:
-            overdue = [dp_rank.overdue(self.step) for dp_rank in self._dp_ranks]
-            others_wait = any(
-                not mine and dp_rank.choose(self.step) is None
-                for mine, dp_rank in zip(overdue, self._dp_ranks)
-            )
-        return [] if others_wait else [t for mine in overdue for t in mine]
+            for dp_rank in self._dp_ranks:
+                overdue = dp_rank.overdue(self.step)
+                if not overdue and dp_rank.choose(self.step) is None:
+                    return []
+                tickets += overdue
+        return tickets
 
     def reconcile(self, buffered: list[int]) -> set[int]:
-        """After a resume: finished groups whose data was not saved start again. Returns the
-        finished ones that were.
+        """After a resume: start finished groups again whose data was not saved.
+
+        Returns the finished ones that were.
         """
+        saved: set[int] = set()
         with self._lock:
-            kept = set()
             for dp_rank in self._dp_ranks:
-                dp_rank.restart(sorted(dp_rank.finished - set(buffered)))
-                kept |= dp_rank.finished
-        return kept
+                dp_rank.restart(dp_rank.finished - set(buffered))
+                saved |= dp_rank.finished
+        return saved
 
     def state_dict(self) -> dict:
-        """JSON. Tickets in work are among those to start again; in_work has their deadlines, for
-        those that need not.
+        """JSON values.
+
+        Tickets in work are among those to start again; in_work has their deadlines, for those that
+        need not.
         """
         with self._lock:
-            again, finished, in_work, frontiers = [], [], [], []
-            for dp_rank in self._dp_ranks:
-                holes, frontier = dp_rank.never_started()
-                unfinished = sorted(dp_rank.deadlines.keys() - dp_rank.finished)
-                again += holes + dp_rank.again + unfinished
-                in_work += [[t, dp_rank.deadlines[t]] for t in unfinished]
-                finished += [[t, dp_rank.deadlines[t]] for t in sorted(dp_rank.finished)]
-                frontiers.append(frontier)
+            again: list[int] = []
+            finished: list[list[int]] = []
+            in_work: list[list[int]] = []
             # One frontier for all data-parallel ranks: what lies between is listed, so that another
             # number of data-parallel ranks can go on.
-            top, n = max(frontiers), len(self._dp_ranks)
-            again += [t for f in frontiers for t in range(f, top, n)]
+            top = max(dp_rank.frontier for dp_rank in self._dp_ranks)
+            for dp_rank in self._dp_ranks:
+                unfinished = sorted(dp_rank.unfinished().items())
+                again += dp_rank.holes()
+                again += dp_rank.again
+                again += [ticket for ticket, _ in unfinished]
+                again += range(dp_rank.frontier, top, len(self._dp_ranks))
+                in_work += [[ticket, deadline] for ticket, deadline in unfinished]
+                finished += [[t, dp_rank.deadlines[t]] for t in sorted(dp_rank.finished)]
             return {
                 "step": self.step,
                 "overcommit": self.overcommit,
@@ -397,9 +446,10 @@ class TicketLedger:
             resumable = saved if self._resume_in_work else frozenset()
             in_work = _by_deadline(pair for pair in state["in_work"] if pair[0] in resumable)
             again = sorted([*state["again"], *finished])  # until they are found to fit
-            for i, dp_rank in enumerate(self._dp_ranks):
-                dp_rank.deadlines, dp_rank.finished = {}, set()
-                dp_rank.again = [t for t in again if t % n == i]
+            for index, dp_rank in enumerate(self._dp_ranks):
+                dp_rank.deadlines = {}
+                dp_rank.finished = set()
+                dp_rank.again = [t for t in again if t % n == index]
                 dp_rank.resume_at(state["frontier"])
             # What is finished has cost most: it goes first, what is in work takes the room that is
             # left.

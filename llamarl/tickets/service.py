@@ -94,8 +94,7 @@ class TicketService:
     def synchronous(self) -> bool:
         return self.max_lag == 0
 
-    # -- generators
-    # -----------------------------------------------------------------------------------------------
+    # --- Generators ---
 
     def ask(self, generator: int, count: int, version: int) -> list[Ticket]:
         """Have up to `count` groups, for which there is room, to start.
@@ -153,8 +152,7 @@ class TicketService:
             f"{self._control.leader}; is that rank stopped? Raise timeout_s if the machine is overloaded"
         )
 
-    # -- trainers
-    # -------------------------------------------------------------------------------------------------
+    # --- Trainers ---
 
     def finish(self, tickets: list[int]) -> None:
         """These groups have reached this trainer rank."""
@@ -213,8 +211,7 @@ class TicketService:
             else "new tickets to start"
         )
 
-    # -- the leader's side
-    # ----------------------------------------------------------------------------------------
+    # --- The leader's side ---
 
     def _on_ask(self, sender: int, payload: dict) -> None:
         with self._lock:
@@ -285,8 +282,7 @@ class TicketService:
                 self._times.median_s,
             )
 
-    # -- checkpoints
-    # ----------------------------------------------------------------------------------------------
+    # --- Checkpoints ---
 
     def state_dict(self) -> dict:
         return self._ledger.state_dict()

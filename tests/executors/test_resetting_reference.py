@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from executors.reference import FrozenReference, ResettingReference
-from llamarl.checkpoint.service import has_state
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET
 from llamarl.errors import TimedOut
 from llamarl.executor import ExecutorGroup
@@ -214,4 +213,4 @@ def test_a_resumed_reference_has_the_weights_of_its_version(executor):
     )
     names = {f"model/{name}" for name, _ in named_parameters_hf(executor.decoder)}
     assert state.keys() == names | {"version"}
-    assert has_state(executor) and not has_state(FrozenReference.__new__(FrozenReference))
+    assert ResettingReference.has_state() and not FrozenReference.has_state()

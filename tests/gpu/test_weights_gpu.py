@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from llamarl.comm.control import Control
+from llamarl.comm.groups import this_rank_info
 from llamarl.ddma.copies import Copier, fold
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
-from llamarl.ddma.transports import this_rank_info
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.models.offload import DeviceSharing
 from llamarl.models.scratch import tiny_directory
+from llamarl.native.copying import copy_kernels_version
 from tests.launching import SMALL, Job
 
 pytestmark = [
@@ -61,7 +62,7 @@ def test_a_version_reaches_the_parameters_in_place(on_host):
         keep=(),
         transport="auto",
         on_host=on_host,
-        ends=[this_rank_info(0, device)],
+        ends=[this_rank_info(0, device, kernel=copy_kernels_version())],
         group=None,
         device_group=None,
         control=control,

@@ -102,16 +102,19 @@ def record(ticket: int, sender: int):
 
 
 def exchange_records(control) -> None:
-    from llamarl.comm.channel import Gather, Scatter, connect, dp_rank_of
-    from llamarl.comm.groups import link_group
+    from llamarl.comm.channel import ConnectContext, Gather, Scatter, dp_rank_of
 
     sources, destinations = (0, 1), (1, 2)  # rank 1 is on both sides
+    context = ConnectContext(
+        control=control,
+        placement={"from": sources, "to": destinations},
+        ranks=[],  # which only the channel of weights asks about
+        timeout_s=DEADLINE_S,
+    )
     ends = {}
     for kind in (Gather, Scatter):
         channel = kind(kind.__name__, Endpoint("from"), Endpoint("to"), capacity=4)
-        ends[kind] = connect(
-            channel, sources, destinations, link_group(sources, destinations), control
-        )
+        ends[kind] = channel.connect(context)
     control.start()
     for kind, (sender, receiver) in ends.items():
         sent, got = 0, []

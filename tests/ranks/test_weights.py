@@ -284,12 +284,12 @@ def exchange(rank: int, scenario: dict) -> dict:
     from torch.distributed.tensor import DTensor
 
     from llamarl.comm.control import Control
-    from llamarl.comm.groups import link_group
+    from llamarl.comm.groups import link_group, this_rank_info
     from llamarl.ddma import ends
     from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
     from llamarl.ddma.layout import Destination, Source
-    from llamarl.ddma.transports import this_rank_info
     from llamarl.errors import WeightsError
+    from llamarl.native.copying import copy_kernels_version
 
     size = dist.get_world_size()
     # So small that links have several buckets and matrices are cut.
@@ -322,7 +322,10 @@ def exchange(rank: int, scenario: dict) -> dict:
         quantize=scenario.get("quantize", "none"),
         keep=tuple(scenario.get("keep", ())),
         transport=scenario["transport"],
-        ends=[this_rank_info(r, torch.device("cpu")) for r in range(size)],
+        ends=[
+            this_rank_info(r, torch.device("cpu"), kernel=copy_kernels_version())
+            for r in range(size)
+        ],
         group=link_group(sources, destinations),
         device_group=None,
         control=control,

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl import native
-from llamarl.ddma.copies import BLOCK_BYTES, Copier, Parts, fold, kernel_version
+from llamarl.ddma.copies import BLOCK_BYTES, Copier, Parts, fold
+from llamarl.native.copying import copy_kernels_version
 
-needs_kernel = pytest.mark.skipif(not kernel_version(), reason="needs a C compiler")
+needs_kernel = pytest.mark.skipif(not copy_kernels_version(), reason="needs a C compiler")
 METHODS = [
     "xxh3",
     "device",

@@ -18,7 +18,7 @@ import torch
 from llamarl.comm.control import Control
 from llamarl.comm.groups import RankInfo
 from llamarl.ddma import links
-from llamarl.ddma.copies import Copier, kernel_version
+from llamarl.ddma.copies import Copier
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source, buffer_of, parameters_to_send
 from llamarl.ddma.links import Header, Kind, LocalLink, Slots, make_slots
@@ -31,11 +31,12 @@ from llamarl.errors import LinkTimeout, TimedOut, WeightsError
 from llamarl.models.config import ModelConfig
 from llamarl.models.quantize import QUANTIZED, quantize_rows
 from llamarl.models.sharding import Box, parameter_shapes
+from llamarl.native.copying import copy_kernels_version
 
 CONFIG = ModelConfig("LlamaForCausalLM", 23, 10, 14, 2, 6, 2, 4, 1e-5, 1e4, None, 64, False, True)
 PARAMETERS = parameters_to_send(CONFIG, torch.float32)
 BUCKET = 1000  # bytes: a parameter is cut, small ones share a bucket
-COPIER = Copier("lanes" if kernel_version() else "xxh3")
+COPIER = Copier("lanes" if copy_kernels_version() else "xxh3")
 PATIENCE_S = 20  # for what must come; a busy machine is slow
 
 

@@ -11,7 +11,7 @@ from executors.trainer import FSDPTrainer
 from llamarl.checkpoint.service import CheckpointService
 from llamarl.controller import ExecutorController
 from llamarl.errors import CheckpointError
-from llamarl.launch.job import RUN_ENDS
+from llamarl.launch.start import RUN_ENDS
 from llamarl.observe import Jsonl, MetricsError
 
 
@@ -38,7 +38,7 @@ def closing_controller(tmp_path, closed, trace):
     metrics = SimpleNamespace(close=full, trace=SimpleNamespace(dump=full))
     controller = SimpleNamespace(
         local=[executor],
-        _ends=[SimpleNamespace(close=lambda: closed.append("channel"))],
+        _endpoints=[SimpleNamespace(close=lambda: closed.append("channel"))],
         metrics=metrics,
         settings=SimpleNamespace(trace=trace, run_dir=tmp_path),
         world=SimpleNamespace(rank=0),

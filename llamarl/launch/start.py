@@ -1,0 +1,126 @@
+"""From a config to a job that can run, and what is said at its start and its end.
+
+with launch(config) as job:
+    ...  # build executors from job
+    job.run(executors, channels)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from llamarl.comm.groups import init_world, threads_per_rank
+from llamarl.config.command_line import Config
+from llamarl.errors import (
+    BadInput,
+    CheckpointError,
+    LagExceeded,
+    MetricsError,
+    NotFinite,
+    ParityError,
+    PeerDied,
+    RewardError,
+    RunDirectoryError,
+    TimedOut,
+    WeightsError,
+)
+from llamarl.launch.dry_run import dry_run
+from llamarl.launch.inputs import bad_input, check_inputs
+from llamarl.launch.job import Job
+from llamarl.launch.run_directory import RunDirectory, open_run
+from llamarl.tasks.pool import check_reward
+
+EXIT_BAD_INPUT = 2
+EXIT_FAILED = 1
+
+# Ends that explain themselves: a message, no traceback.
+RUN_ENDS = (
+    PeerDied,
+    TimedOut,
+    ParityError,
+    NotFinite,
+    LagExceeded,
+    RewardError,
+    WeightsError,
+    CheckpointError,
+    MetricsError,
+)
+
+
+@contextmanager
+def launch(config: Config) -> Iterator[Job]:
+    """Join the world, open the run directory, and yield the job; say how it ended.
+
+    Bad input (data, model, run directory) is one clear message and exit code 2; a failure of the
+    run is exit code 1.
+    """
+    logging.basicConfig(
+        level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s", force=True
+    )
+    rank = int(os.environ.get("RANK", 0))
+    code = 0
+    directory: RunDirectory | None = None
+    try:
+        job = _job(config)
+        job.directory = directory = open_run(config, job.world, job.identity, job.prompts)
+        if job.world.rank == 0:
+            job.announce()
+        yield job
+        job.conclude()
+    except (RunDirectoryError, BadInput) as error:
+        if rank == 0:
+            _complain(f"llamarl: {error}")
+        code = EXIT_BAD_INPUT
+    except RUN_ENDS as error:
+        said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        _complain(f"llamarl: rank {rank}: {said}")
+        code = EXIT_FAILED
+    except dist.DistError as error:
+        why = (
+            "the store through which the ranks meet and talk did not answer; was the launcher "
+            "stopped, or another rank?"
+        )
+        _complain(f"llamarl: rank {rank}: {why} ({str(error).splitlines()[0]})")
+        code = EXIT_FAILED
+    finally:
+        if directory is not None:
+            directory.release()
+        # A failed peer cannot take part in an orderly end; the process ends with its sockets.
+        if code == 0 and dist.is_initialized():
+            dist.destroy_process_group()
+    if code:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _job(config: Config) -> Job:
+    """Join the world and look at what the user gave, before there is a directory. BadInput.
+
+    A dry run ends here: SystemExit.
+    """
+    synchronous = config.max_lag == 0
+    threads = threads_per_rank(config.threads, synchronous=synchronous)
+    world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=synchronous)
+    torch.manual_seed(config.seed)
+    job = Job(config, world, RunDirectory(Path(config.run_dir or "runs/(new)"), None))
+    check_inputs(job)
+    with bad_input():
+        if config.dry_run:
+            dry_run(job)
+            raise SystemExit(0)
+        if config.reward.fn and world.rank == 0:  # which makes the directory
+            check_reward(config.reward.fn, [], memory_mb=config.reward.memory_mb)
+        _ = job.identity  # read here: what is wrong with the data is bad input
+    return job
+
+
+def _complain(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

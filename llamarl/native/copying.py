@@ -1,0 +1,48 @@
+"""The kernels of copy.c as Python calls them: rows are copied and digested in one pass over memory.
+
+llamarl.ddma.copies is their only user and has their equal in PyTorch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+from pathlib import Path
+
+from llamarl import native
+
+
+class Move(ctypes.Structure):
+    """copy.c's Move: `rows` runs of `width` bytes, from byte `start` of a source on, to `target`."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("target", "start", "stride", "width", "rows")]
+
+
+@functools.cache
+def copy_kernels() -> ctypes.CDLL | None:
+    """The kernels, or None where this process has none (see native.library)."""
+    kernels = native.library("copy", structs=(Move,))
+    if kernels is None:
+        return None
+    address, count = ctypes.c_void_p, ctypes.c_uint64
+    arrays = (address, address, address)  # of targets, of sources, of widths
+    kernels.digest_of.argtypes = [address, count]
+    kernels.copy_run.argtypes = [address, address, count]
+    kernels.copy_rows.argtypes = [address, count, address, count, count, count]
+    kernels.pack_rows.argtypes = [count, *arrays, count, count, ctypes.c_int, address]
+    kernels.copy_moves.argtypes = [count, address, address, address]
+    for kernel in (kernels.digest_of, kernels.copy_run, kernels.copy_rows):
+        kernel.restype = count
+    for kernel in (kernels.pack_rows, kernels.copy_moves):
+        kernel.restype = None
+    return kernels
+
+
+@functools.cache
+def copy_kernels_version() -> str:
+    """The version of this process's kernels, "" without them. Equal versions digest alike."""
+    if copy_kernels() is None:
+        return ""
+    source = Path(native.__file__).with_name("copy.c")
+    return hashlib.sha256(source.read_bytes()).hexdigest()[:16]
