@@ -13,8 +13,8 @@ from llamarl.checkpoint.service import has_state
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET
 from llamarl.errors import TimedOut
 from llamarl.executor import ExecutorGroup
+from llamarl.models.config import tiny_directory
 from llamarl.models.hf import named_parameters_hf
-from llamarl.models.scratch import tiny_directory
 from llamarl.types import Group
 
 
