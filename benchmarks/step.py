@@ -27,10 +27,10 @@ WARMUP = 2  # steps left out of the medians
 
 def medium_model(out: Path) -> Path:
     import torch
+    from make_tiny import TINY_CONFIG, write_directory
 
     from llamarl.learning.sft import save_directory
-    from llamarl.models.build import build_decoder, read_config
-    from llamarl.models.scratch import TINY_CONFIG, random_weights, write_directory
+    from llamarl.models.build import build_decoder, random_weights, read_config
 
     config = {
         **TINY_CONFIG,

@@ -374,9 +374,10 @@ def medium_model(peer: Path, out: Path) -> Path | None:
     file = peer / "common.py"
     if not file.is_file():
         return None
+    from make_tiny import TINY_CONFIG, write_directory
+
     from llamarl.learning.sft import save_directory
-    from llamarl.models.build import build_decoder, read_config
-    from llamarl.models.scratch import TINY_CONFIG, random_weights, write_directory
+    from llamarl.models.build import build_decoder, random_weights, read_config
 
     spec = importlib.util.spec_from_file_location("peer_common", file)
     common = importlib.util.module_from_spec(spec)

@@ -34,7 +34,6 @@ from llamarl.models.fsdp import (
     is_split,
     local,
     overlap,
-    training_decoder,
     whole_parameters,
 )
 from llamarl.models.hf import export, named_parameters_hf
@@ -42,6 +41,7 @@ from llamarl.models.lora import Lora, PolicyWeights
 from llamarl.models.parity import Prompts, canary_sequences
 from llamarl.models.sharding import Box, parameter_shapes
 from llamarl.models.tp import TensorParallel
+from llamarl.models.training import training_decoder
 from llamarl.types import Group
 
 EMA = "_ema"  # behind the name of an exported directory: the averaged weights

@@ -4,7 +4,6 @@ to begin.
     python recipes/sft.py --out DIR --task addition --target-accuracy 0.6               # from the embedded tiny model
     python recipes/sft.py --out DIR --model HF_DIR --lr 1e-5 --task jsonl --path rows.jsonl
     torchrun --nproc-per-node=2 recipes/sft.py ...                                      # data parallel, same batches
-    python recipes/sft.py --make-tiny                                                   # how llamarl/models/tiny was made
 
 A row of a JSONL file has a "prompt" and a "completion" (or an "answer"), or "messages": a
 conversation, whose assistant turns are learned, in the tokenizer's chat template. Bad rows are
@@ -41,12 +40,11 @@ from llamarl.comm.groups import World, init_world
 from llamarl.learning import sft
 from llamarl.learning.optim import build_optimizer, lr_at, set_lr
 from llamarl.learning.sft_data import read_pairs
-from llamarl.models.build import build_decoder, read_config
+from llamarl.models.build import build_decoder, random_weights, read_config
+from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer, load_weights
-from llamarl.models.scratch import TINY_CONFIG, random_weights, tiny_directory, write_directory
-from llamarl.tasks.build import KINDS, build_task, forgetful_addition, hold_out
+from llamarl.tasks.build import KINDS, build_task, hold_out
 
-TINY_STEPS = 700  # of the embedded model
 FLAGS = {
     "task.kind": "--task",
     "task.path": "--path",
@@ -71,11 +69,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="take config and tokenizer from --model, but no weights",
     )
-    add(
-        "--make-tiny",
-        action="store_true",
-        help="make the embedded model anew, at --out or at its own place",
-    )
     add("--task", choices=KINDS, default="addition")
     add("--path", type=Path, help="the task's file or directory")
     add("--eval-path", type=Path, help="held-out rows; none: a part of --path")
@@ -99,9 +92,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--threads", type=int)
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    if args.make_tiny:
-        args.random_init, args.out, args.threads = True, args.out or tiny_directory(), 1
-        args.lr, args.max_steps, args.eval_every = 1e-3, min(args.max_steps, TINY_STEPS), 50
     counts = ("max_steps", "batch_size", "microbatch_tokens", "eval_every", "num_eval")
     checks = [
         (f"--{name.replace('_', '-')}", getattr(args, name) >= 1, "need at least 1")
@@ -160,21 +150,17 @@ def read_data(args: argparse.Namespace, tokenizer, longest: int) -> Data:
             return Data(len(pairs), pairs.__getitem__, read(args.eval_path)[: args.num_eval])
         kept, held = hold_out(len(pairs), args.num_eval)
         return Data(len(kept), lambda i: pairs[kept[i]], [pairs[i] for i in held])
-    task = (
-        forgetful_addition(tokenizer)
-        if args.make_tiny
-        else build_task(
-            args.task,
-            tokenizer,
-            path=args.path,
-            eval_path=args.eval_path,
-            prompt_key=args.prompt_key,
-            name=args.name,
-            answer_key=args.answer_key or "answer",
-            chat=not args.no_chat,
-            max_prompt_tokens=longest,
-            num_eval=args.num_eval,
-        )
+    task = build_task(
+        args.task,
+        tokenizer,
+        path=args.path,
+        eval_path=args.eval_path,
+        prompt_key=args.prompt_key,
+        name=args.name,
+        answer_key=args.answer_key or "answer",
+        chat=not args.no_chat,
+        max_prompt_tokens=longest,
+        num_eval=args.num_eval,
     )
     train_pair = lru_cache(65_536)(
         lambda i: sft.make_pair(task.train_prompt(i), tokenizer, longest)
@@ -249,21 +235,16 @@ def run(args: argparse.Namespace, stop: StopRequest) -> int:
     check_writable(args.out)
     world = init_world(threads=args.threads, timeout_s=600, reproducible=True)
     console = Console(quiet=world.rank > 0, highlight=False, soft_wrap=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        like = Path(scratch) if args.make_tiny else args.model
-        if args.make_tiny:
-            write_directory(like, TINY_CONFIG)
-        tokenizer, decoder = load_tokenizer(like), build_decoder(read_config(like))
-        data = read_data(args, tokenizer, decoder.config.max_position_embeddings)
-        decoder = (
-            random_weights(decoder, seed=args.seed)
-            if args.random_init
-            else load_weights(decoder, like)
-        )
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            steps, last = train(decoder.to(world.device), data, world, args, stop, progress)
-        if world.rank == 0:
-            sft.save_directory(decoder, like, args.out, getattr(torch, args.dtype))
+    tokenizer, decoder = load_tokenizer(args.model), build_decoder(read_config(args.model))
+    data = read_data(args, tokenizer, decoder.config.max_position_embeddings)
+    if args.random_init:
+        random_weights(decoder, seed=args.seed)
+    else:
+        load_weights(decoder, args.model)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        steps, last = train(decoder.to(world.device), data, world, args, stop, progress)
+    if world.rank == 0:
+        sft.save_directory(decoder, args.model, args.out, getattr(torch, args.dtype))
     missed = args.target_accuracy is not None and not last >= args.target_accuracy
     why = (
         f"stopped by {signal.Signals(stop.signum).name}"

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 
 from llamarl.config.conversion import Problem, show
 from llamarl.config.schema import Config, PlacementSettings
-from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.config import ModelConfig, read_config, tiny_directory
 
 COLOCATED = ("trainer", "generator", "reference")  # executors with a model on the device
-TINY_MODEL = Path(__file__).parents[1] / "models" / "tiny"
+TINY_MODEL = tiny_directory()
 
 
 def resolve_placement(

@@ -1,9 +1,8 @@
-"""Attention over flat tokens. What a token may look at is a context object's business, not the
-module's.
+"""Attention over flat tokens. What a token may look at is a context object's business.
 
 The same module trains (PackedAttention: whole sequences end to end) and generates (the engine's
-slot cache): both give `attend(layer, q, k, v)`. Shapes: T tokens, H query heads, G key/value heads,
-K head dim, D model, N sequences, L longest.
+slot cache): both give `attend(layer, q, k, v)`. Shapes: T tokens, H query heads, J key/value heads,
+K head dim, D model, N sequences, L longest, M keys.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ CALL = {"cpu": 1 << 13, "cuda": 1 << 20}
 class AttentionContext(Protocol):
     """Says which keys each query sees."""
 
-    def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
         """Softmax attention of every token over what it may see. Returns [T, H, K]."""
         ...
 
@@ -55,43 +54,43 @@ class PackedAttention:
     """
 
     def __init__(self, cu_seqlens: Tensor, parents: Tensor | None = None):
-        lengths, starts = cu_seqlens.diff(), cu_seqlens[:-1]
+        lengths = cu_seqlens.diff()
+        starts = cu_seqlens[:-1]
         if parents is None:
             parents = torch.full_like(lengths, -1)
         is_child = parents >= 0
-        prefixes = torch.where(
-            is_child, lengths[parents], 0
-        )  # -1 reads the last segment's, which is not taken
-        self.longest, self._parts = int((lengths + prefixes).max()), []
-        for kind in (~is_child, is_child):
-            for places in _alike(kind.nonzero().squeeze(1), lengths, prefixes):
-                behind = (
-                    (starts[parents[places]], prefixes[places])
-                    if kind is is_child
-                    else (None, None)
-                )
-                self._parts.append(_Part(starts[places], lengths[places], *behind))
-        self.padded_tokens = sum(
-            part.queries.numel() for part in self._parts
-        )  # places that the kernel computes
+        # A root's parent, -1, reads the last segment's length, which is not taken.
+        prefixes = torch.where(is_child, lengths[parents], 0)
+        roots = _of_like_length((~is_child).nonzero().squeeze(1), lengths, prefixes)
+        children = _of_like_length(is_child.nonzero().squeeze(1), lengths, prefixes)
+        self._parts = [_Part(starts[places], lengths[places]) for places in roots]
+        for places in children:
+            prefix_starts = starts[parents[places]]
+            self._parts.append(
+                _Part(starts[places], lengths[places], prefix_starts, prefixes[places])
+            )
+        self.longest = int((lengths + prefixes).max())
+        # Places that the kernel computes.
+        self.padded_tokens = sum(part.queries.numel() for part in self._parts)
         self._num_tokens = int(cu_seqlens[-1])
         if cu_seqlens.device.type == "cpu":
             self._check_places()
         self.whole = len(self._parts) == 1 and self._parts[0].dense
         if not self.whole:
             order = torch.cat([part.tokens for part in self._parts])
-            self._back_T = torch.empty_like(order).index_put_(
-                (order,), torch.arange(order.numel(), device=order.device)
-            )
+            numbers = torch.arange(order.numel(), device=order.device)
+            self._back_T = torch.empty_like(order).index_put_((order,), numbers)
 
-    def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
         if q_THK.shape[0] != self._num_tokens:
             raise ValueError(f"{q_THK.shape[0]} tokens for segments of {self._num_tokens} in all")
         limit = SHORT.get(q_THK.dtype, 256)
         if kernels(q_THK) is not None and all(part.num_keys <= limit for part in self._parts):
-            return packed_products(q_THK, k_TGK, v_TGK, [part.part for part in self._parts])
-        parts = [part.attend(q_THK, k_TGK, v_TGK, self.whole) for part in self._parts]
-        return parts[0] if self.whole else torch.cat(parts).index_select(0, self._back_T)
+            return packed_products(q_THK, k_TJK, v_TJK, [part.part for part in self._parts])
+        if self.whole:
+            return self._parts[0].attend(q_THK, k_TJK, v_TJK, whole=True)
+        parts = [part.attend(q_THK, k_TJK, v_TJK, whole=False) for part in self._parts]
+        return torch.cat(parts).index_select(0, self._back_T)
 
     def _check_places(self) -> None:
         """IndexError where a segment reaches outside the tokens: kernels on a CPU trust the places
@@ -105,91 +104,111 @@ class PackedAttention:
                 )
 
 
-def _alike(places: Tensor, lengths: Tensor, prefixes: Tensor) -> list[Tensor]:
-    """The segments at these places, longest first, cut into classes: one ends where its padding
-    would cost as much as a call.
+def _of_like_length(places: Tensor, lengths: Tensor, prefixes: Tensor) -> list[Tensor]:
+    """The segments at these places, longest first, cut into classes of like length: one ends where
+    its padding would cost as much as a kernel call more.
+
+    places [n]: numbers of segments; lengths, prefixes [S]: tokens of every segment, and of what it
+    continues. Returns numbers of segments, n in all.
     """
     if not places.numel():
         return []
     places = places[lengths[places].argsort(descending=True, stable=True)]
-    queries, behind, limit = (
-        lengths[places].tolist(),
-        prefixes[places].tolist(),
-        CALL["cpu" if lengths.device.type == "cpu" else "cuda"],
-    )
-    cuts, waste, most = [0], 0, 0
-    for i, (n, p) in enumerate(zip(queries, behind)):
-        longest, most = queries[cuts[-1]], max(most, p)
-        waste += longest * (longest + most) - n * (n + p)
+    limit = CALL["cpu" if lengths.device.type == "cpu" else "cuda"]
+    longest = most = waste = 0
+    cuts = []
+    for i, (length, prefix) in enumerate(zip(lengths[places].tolist(), prefixes[places].tolist())):
+        longest = longest or length
+        most = max(most, prefix)
+        waste += longest * (longest + most) - length * (length + prefix)
         if waste > limit:
             cuts.append(i)
-            waste, most = 0, p
-    return list(places.tensor_split(cuts[1:]))
+            longest = length
+            most = prefix
+            waste = 0
+    return list(places.tensor_split(cuts))
 
 
 class _Part:
-    """N segments of one kind: roots, or children with the tokens of their parents before their own
-    keys. L longest, P prefix.
+    """N segments of one kind, padded to the longest: roots, or children with the tokens of their
+    parents before their own keys.
+
+    starts, lengths [N]: each segment's first token and count; prefix_starts, prefix_lengths [N]:
+    its parent's, or None.
     """
 
     def __init__(
         self,
         starts: Tensor,
         lengths: Tensor,
-        prefix_starts: Tensor | None,
-        prefix_lengths: Tensor | None,
+        prefix_starts: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
     ):
-        device, self.count, self.longest = starts.device, lengths.numel(), int(lengths.max())
-        self.dense = prefix_starts is None and bool((lengths == self.longest).all())
-        places = torch.arange(self.longest, device=device)
-        valid = (places < lengths[:, None]).flatten()
+        self.count = lengths.numel()
+        longest = int(lengths.max())
+        self.dense = prefix_starts is None and bool((lengths == longest).all())
+        places = torch.arange(longest, device=starts.device)
         # Padding reads its segment's last token: a real place, whose output is dropped and gradient
         # is zero.
-        queries = starts[:, None] + torch.minimum(places, lengths[:, None] - 1)
-        self.valid = valid.nonzero().squeeze(1)
-        self.queries, self.tokens = queries.flatten(), queries.flatten()[self.valid]
-        keys, most = queries, 0
+        queries = _places(starts, lengths, longest)
+        self.valid = (places < lengths[:, None]).flatten().nonzero().squeeze(1)
+        self.queries = queries.flatten()
+        self.tokens = self.queries[self.valid]
+        keys = queries
+        num_before = 0
         if prefix_starts is not None:
-            most = int(prefix_lengths.max())
-            behind = torch.arange(most, device=device)
-            prefix = prefix_starts[:, None] + torch.minimum(behind, prefix_lengths[:, None] - 1)
-            keys = torch.cat([prefix, queries], dim=1)
-        self.part = Part(queries.contiguous(), keys.contiguous(), lengths, prefix_lengths, most)
-        self.keys, self.num_keys = keys.flatten(), most + self.longest
+            num_before = int(prefix_lengths.max())
+            keys = torch.cat([_places(prefix_starts, prefix_lengths, num_before), queries], dim=1)
+        self.keys = keys.flatten()
+        self.num_keys = num_before + longest
+        self.part = Part(
+            queries_NL=queries.contiguous(),
+            keys_NM=keys.contiguous(),
+            lengths_N=lengths,
+            seen_N=prefix_lengths,
+            prefix=num_before,
+        )
 
     @cached_property
     def mask(self) -> Tensor | None:
         return self.part.mask()
 
-    def attend(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, whole: bool) -> Tensor:
+    def attend(self, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, *, whole: bool) -> Tensor:
+        """What its tokens see, [tokens, H, K]; whole: they are all tokens, in order."""
+
         def padded(x: Tensor, index: Tensor) -> Tensor:
-            x = x if whole else x.index_select(0, index)
+            if not whole:
+                x = x.index_select(0, index)
             return x.view(self.count, -1, *x.shape[1:]).transpose(1, 2)
 
-        q, k, v = padded(q_THK, self.queries), padded(k_TGK, self.keys), padded(v_TGK, self.keys)
-        if q.device.type == "cpu" and self.num_keys <= SHORT.get(q.dtype, 256):
-            out = masked_products(q, k, v, self.mask)
-        else:
-            out = fused(q, k, v, self.mask)
-        out = out.transpose(1, 2).flatten(0, 1)
+        q_NHLK = padded(q_THK, self.queries)
+        k_NJMK = padded(k_TJK, self.keys)
+        v_NJMK = padded(v_TJK, self.keys)
+        is_short = self.num_keys <= SHORT.get(q_THK.dtype, 256)
+        kernel = masked_products if is_short and q_THK.device.type == "cpu" else fused
+        out = kernel(q_NHLK, k_NJMK, v_NJMK, self.mask).transpose(1, 2).flatten(0, 1)
         return out if whole else out.index_select(0, self.valid)
 
 
-def fused(q_NHLK: Tensor, k_NGMK: Tensor, v_NGMK: Tensor, mask: Tensor | None) -> Tensor:
+def _places(starts_N: Tensor, lengths_N: Tensor, longest: int) -> Tensor:
+    """[N, longest]: each segment's tokens, its last one again and again behind its length."""
+    places = torch.arange(longest, device=starts_N.device)
+    return starts_N[:, None] + torch.minimum(places, lengths_N[:, None] - 1)
+
+
+def fused(q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, mask: Tensor | None) -> Tensor:
     """Attention [N, H, L, K] by PyTorch's kernels; mask: bool, broadcast to [N, 1, L, M], true
     where a key is seen; None: causal.
     """
-    shared = q_NHLK.shape[1] // k_NGMK.shape[1]
+    shared = q_NHLK.shape[1] // k_NJMK.shape[1]
     if mask is not None and shared > 1 and q_NHLK.is_cuda:
         # No GPU's kernel takes a mask and fewer key heads; all weights at once would be held
         # instead.
-        k_NGMK, v_NGMK, shared = (
-            k_NGMK.repeat_interleave(shared, 1),
-            v_NGMK.repeat_interleave(shared, 1),
-            1,
-        )
+        k_NJMK = k_NJMK.repeat_interleave(shared, 1)
+        v_NJMK = v_NJMK.repeat_interleave(shared, 1)
+        shared = 1
     return F.scaled_dot_product_attention(
-        q_NHLK, k_NGMK, v_NGMK, attn_mask=mask, is_causal=mask is None, enable_gqa=shared > 1
+        q_NHLK, k_NJMK, v_NJMK, attn_mask=mask, is_causal=mask is None, enable_gqa=shared > 1
     )
 
 
@@ -202,9 +221,8 @@ class Rotary:
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: dict | None):
-        steps = torch.arange(
-            0, head_dim, 2, dtype=torch.float32, device="cpu"
-        )  # real numbers even while parameters are meta
+        # On the CPU: real numbers even while parameters are meta.
+        steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
         inv_freq = 1.0 / theta ** (steps / head_dim)
         self.inv_freq, self.factor = _scale_frequencies(inv_freq, theta, scaling or {})
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -220,9 +238,9 @@ class Rotary:
             size = max(256, 1 << (longest - 1).bit_length())
             angles = torch.outer(torch.arange(size, dtype=torch.float32), self.inv_freq)
             angles = torch.cat([angles, angles], dim=-1)[:, None, :]
-            table = self._tables[device] = tuple(
-                (table * self.factor).to(device) for table in (angles.cos(), angles.sin())
-            )
+            cos = (angles.cos() * self.factor).to(device)
+            sin = (angles.sin() * self.factor).to(device)
+            table = self._tables[device] = (cos, sin)
         return table
 
 
@@ -253,41 +271,49 @@ def _scale_frequencies(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[T
 
 def _yarn(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]:
     """Dims that turn more than beta_fast times in the original context stay, those below beta_slow
-    are stretched by `factor`,
-    a ramp between; cos and sin are multiplied by 0.1 ln(factor) + 1          (Peng et al. 2023, YaRN, 3.2 to 3.4)
+    are stretched by `factor`, a ramp between; cos and sin are multiplied by 0.1 ln(factor) + 1.
+
+    Source: Peng et al. 2023, YaRN, 3.2 to 3.4.
     """
-    half, factor, old = (
-        inv_freq.numel(),
-        scaling["factor"],
-        scaling["original_max_position_embeddings"],
-    )
-    # The (real) dim that makes so many turns: old / (2 pi theta^(d / half)) = turns.
-    fast, slow = (
-        scaling.get(key) or default for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
-    )
-    low, high = (
-        half * math.log(old / (2 * math.pi * turns)) / math.log(theta) for turns in (fast, slow)
-    )
+    half = inv_freq.numel()
+    factor = scaling["factor"]
+    old = scaling["original_max_position_embeddings"]
+
+    def dim_of(turns: float) -> float:
+        """The (real) dim d that makes so many turns: old / (2 pi theta^(d / half)) = turns."""
+        return half * math.log(old / (2 * math.pi * turns)) / math.log(theta)
+
+    low = dim_of(scaling.get("beta_fast") or 32.0)
+    high = dim_of(scaling.get("beta_slow") or 1.0)
     if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * half - 1)
-    stretched = ((torch.arange(half, device=inv_freq.device) - low) / max(high - low, 0.001)).clamp(
-        0, 1
-    )
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, 2 * half - 1)
+    dims = torch.arange(half, device=inv_freq.device)
+    stretched = ((dims - low) / max(high - low, 0.001)).clamp(0, 1)
+    frequencies = inv_freq * (1 - stretched) + inv_freq / factor * stretched
+    return frequencies, scaling.get("attention_factor") or _yarn_magnitude(scaling)
+
+
+def _yarn_magnitude(scaling: dict) -> float:
+    """What cos and sin are multiplied by, where the config does not say so itself."""
 
     def magnitude(weight: float) -> float:
+        factor = scaling["factor"]
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    weights = [scaling.get(key) for key in ("mscale", "mscale_all_dim")]
-    both = magnitude(weights[0]) / magnitude(weights[1]) if all(weights) else magnitude(1.0)
-    return inv_freq * (1 - stretched) + inv_freq / factor * stretched, scaling.get(
-        "attention_factor"
-    ) or both
+    scale = scaling.get("mscale")
+    scale_all_dim = scaling.get("mscale_all_dim")
+    if scale and scale_all_dim:
+        return magnitude(scale) / magnitude(scale_all_dim)
+    return magnitude(1.0)
 
 
-def repeated(x_TGK: Tensor, repeats: list[int]) -> Tensor:
-    """[T, H, K]: K/V head g repeats[g] times, for the query heads that read it."""
-    return torch.cat([x_TGK[:, g : g + 1].expand(-1, n, -1) for g, n in enumerate(repeats)], dim=1)
+def repeated(x_TJK: Tensor, repeats: list[int]) -> Tensor:
+    """[T, H, K]: K/V head j repeats[j] times, for the query heads that read it."""
+    heads = [x_TJK[:, j : j + 1].expand(-1, n, -1) for j, n in enumerate(repeats)]
+    return torch.cat(heads, dim=1)
 
 
 class Attention(nn.Module):
@@ -298,36 +324,46 @@ class Attention(nn.Module):
     theirs.
     """
 
-    kv_cache, cache_enabled = None, False  # torchtune asks for these
+    # Torchtune asks for these.
+    kv_cache = None
+    cache_enabled = False
 
     def __init__(self, layer: int, config: ModelConfig, tp: TensorParallel | None = None):
         super().__init__()
-        c, bias = config, config.attention_bias
-        heads = heads_of(c, tp.rank, tp.size) if tp else heads_of(c, 0, 1)
-        self.layer, self.head_dim, self.tp = layer, c.head_dim, tp
-        # A kernel takes equally many query heads for every K/V head; where they are not, each query
-        # head gets its own.
-        self.repeats = (
-            None if heads.uniform else [heads.kv_of_query.count(g) for g in range(heads.num_kv)]
-        )
-        self.num_cached_kv_heads = heads.num_kv if heads.uniform else heads.num_query
-        self.sharing = KeyValueSharing(c, tp) if tp else None
-        self.q_proj = nn.Linear(c.hidden_size, heads.num_query * c.head_dim, bias=bias)
-        self.k_proj = nn.Linear(c.hidden_size, heads.num_kv * c.head_dim, bias=bias)
-        self.v_proj = nn.Linear(c.hidden_size, heads.num_kv * c.head_dim, bias=bias)
-        self.output_proj = nn.Linear(heads.num_query * c.head_dim, c.hidden_size, bias=False)
+        heads = heads_of(config, tp.rank, tp.size) if tp else heads_of(config, 0, 1)
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.tp = tp
+        self.sharing = KeyValueSharing(config, tp) if tp else None
+        self.num_cached_kv_heads = heads.num_kv
+        self.repeats: list[int] | None = None
+        if not heads.uniform:
+            # A kernel takes equally many query heads for every K/V head; where they are not, each
+            # query head gets its own.
+            self.repeats = [heads.kv_of_query.count(j) for j in range(heads.num_kv)]
+            self.num_cached_kv_heads = heads.num_query
+        width = config.hidden_size
+        query_width = heads.num_query * config.head_dim
+        kv_width = heads.num_kv * config.head_dim
+        self.q_proj = nn.Linear(width, query_width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
+        self.output_proj = nn.Linear(query_width, width, bias=False)
 
     def forward(
         self, x_TD: Tensor, *, mask: AttentionContext, input_pos: tuple[Tensor, Tensor]
     ) -> Tensor:
-        tokens = x_TD.shape[0]
+        num_tokens = x_TD.shape[0]
         if self.tp:
             x_TD = copied(x_TD, self.tp)
-        q, k, v = (part.view(tokens, -1, self.head_dim) for part in self._projected(x_TD))
-        q, k = rotate(q, *input_pos), rotate(k, *input_pos)
+        q, k, v = (part.view(num_tokens, -1, self.head_dim) for part in self._projected(x_TD))
+        q = rotate(q, *input_pos)
+        k = rotate(k, *input_pos)
         if self.repeats:
-            k, v = repeated(k, self.repeats), repeated(v, self.repeats)
-        out_TD = self.output_proj(mask.attend(self.layer, q, k, v).reshape(tokens, -1))
+            k = repeated(k, self.repeats)
+            v = repeated(v, self.repeats)
+        attended_THK = mask.attend(self.layer, q, k, v)
+        out_TD = self.output_proj(attended_THK.reshape(num_tokens, -1))
         return summed(out_TD, self.tp) if self.tp else out_TD
 
     def _projected(self, x_TD: Tensor) -> tuple[Tensor, ...]:

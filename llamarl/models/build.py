@@ -30,7 +30,7 @@ from llamarl.models.masters import Masters
 from llamarl.models.sharding import span
 from llamarl.models.tp import SplitEmbedding, TensorParallel, copied, gathered, summed
 
-__all__ = ["Decoder", "ModelConfig", "RMSNorm", "build_decoder", "read_config"]
+__all__ = ["Decoder", "ModelConfig", "RMSNorm", "build_decoder", "random_weights", "read_config"]
 
 
 class RMSNorm(nn.Module):
@@ -195,3 +195,21 @@ def build_decoder(
         )
     decoder = decoder.to(dtype)
     return decoder if str(device) == "meta" else decoder.to_empty(device=device)
+
+
+@torch.no_grad()
+def random_weights(decoder: Decoder, *, seed: int) -> Decoder:
+    """Fill a decoder (on the CPU, or still on the meta device) and return it: norms are 1, biases 0,
+    the rest is drawn from normal(0, 0.02).
+    """
+    if any(parameter.is_meta for parameter in decoder.parameters()):
+        decoder.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in decoder.named_parameters():
+        if name.endswith(".scale"):
+            parameter.fill_(1)
+        elif name.endswith(".bias"):
+            parameter.zero_()
+        else:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return decoder

@@ -23,6 +23,13 @@ _COUNTS = (
 )
 
 
+def tiny_directory() -> Path:
+    """Where the embedded model lies: a Llama of 1.6 M parameters that adds two-digit numbers right
+    about 2 times in 5. benchmarks/make_tiny.py made it.
+    """
+    return Path(__file__).parent / "tiny"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """What the decoder's shape depends on. Names are Hugging Face's."""
@@ -75,68 +82,77 @@ def read_config(path: str | Path) -> ModelConfig:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(
-            f"{file}: no such file; a model directory holds config.json, model.safetensors and tokenizer.json"
+            f"{file}: no such file; "
+            "a model directory holds config.json, model.safetensors and tokenizer.json"
         )
     raw = read_json(file)
     architecture = (raw.get("architectures") or ["(none)"])[0]
-    if architecture not in FAMILIES:
-        raise ValueError(
-            f"{file}: architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}. "
-            "docs/models.md says how to add one"
-        )
-    if architecture == "MistralForCausalLM":
-        raw.setdefault("sliding_window", 4096)  # transformers' own default
-    if raw.get("sliding_window") and raw.get(
-        "use_sliding_window", architecture == "MistralForCausalLM"
-    ):
-        if raw["sliding_window"] < raw.get("max_position_embeddings", 0):
-            raise ValueError(
-                f"{file}: sliding-window attention is not supported; set sliding_window to null to attend to everything"
-            )
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(
-            f"{file}: hidden_act {raw['hidden_act']} is not supported; supported: silu"
-        )
-    for key in ("attention_bias", "mlp_bias"):  # transformers reads them for Llama alone
-        if architecture == "LlamaForCausalLM" and raw.get(key):
-            raise ValueError(
-                f"{file}: {key} is not supported: it puts biases on projections that are computed without; no Llama has it"
-            )
-    _check_kinds(raw, file)
-    # transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling.
-    rope = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or (
-        {k: v for k, v in rope.items() if k != "rope_theta"} or None
-    )
+    problem = _unsupported(raw, architecture) or _malformed(raw)
+    if problem:
+        raise ValueError(f"{file}: {problem}")
     try:
-        heads = raw["num_attention_heads"]
-        return ModelConfig(
-            architecture=architecture,
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_hidden_layers=raw["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=raw.get("rope_theta") or rope.get("rope_theta") or 10000.0,
-            rope_scaling=scaling,
-            max_position_embeddings=raw.get("max_position_embeddings", 2048),
-            tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            attention_bias=FAMILIES[architecture],
-        )
+        return _to_config(raw, architecture)
     except KeyError as error:
         raise ValueError(f"{file}: missing field {error.args[0]}") from error
 
 
-def _check_kinds(raw: dict, file: Path) -> None:
-    """ValueError for a count that is none, or RoPE fields that are no objects."""
-    for key in _COUNTS:
-        if raw.get(key) is not None and not (type(raw[key]) is int and raw[key] > 0):
-            raise ValueError(
-                f"{file}: {key}={raw[key]!r}: need a whole number of at least 1; fetch it again"
+def _to_config(raw: dict, architecture: str) -> ModelConfig:
+    """The record of what config.json says. KeyError for a field that must be there and is not."""
+    # transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling.
+    rope = dict(raw.get("rope_parameters") or {})
+    theta_of_rope = rope.pop("rope_theta", None)
+    heads = raw["num_attention_heads"]
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        num_hidden_layers=raw["num_hidden_layers"],
+        num_attention_heads=heads,
+        num_key_value_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=raw.get("rope_theta") or theta_of_rope or 10000.0,
+        rope_scaling=raw.get("rope_scaling") or rope or None,
+        max_position_embeddings=raw.get("max_position_embeddings", 2048),
+        tie_word_embeddings=raw.get("tie_word_embeddings", False),
+        attention_bias=FAMILIES[architecture],
+    )
+
+
+def _unsupported(raw: dict, architecture: str) -> str | None:
+    """What the config asks for and the decoder does not compute, with the remedy; None: nothing."""
+    if architecture not in FAMILIES:
+        return (
+            f"architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}. "
+            "docs/models.md says how to add one"
+        )
+    is_mistral = architecture == "MistralForCausalLM"
+    window = raw.get("sliding_window", 4096 if is_mistral else None)  # transformers' own default
+    uses_window = window and raw.get("use_sliding_window", is_mistral)
+    if uses_window and window < raw.get("max_position_embeddings", 0):
+        return (
+            "sliding-window attention is not supported; "
+            "set sliding_window to null to attend to everything"
+        )
+    if raw.get("hidden_act", "silu") != "silu":
+        return f"hidden_act {raw['hidden_act']} is not supported; supported: silu"
+    for key in ("attention_bias", "mlp_bias"):  # transformers reads them for Llama alone
+        if architecture == "LlamaForCausalLM" and raw.get(key):
+            return (
+                f"{key} is not supported: it puts biases on projections that are computed without; "
+                "no Llama has it"
             )
+    return None
+
+
+def _malformed(raw: dict) -> str | None:
+    """Which field is a count that is none, or should be an object; None: no such field."""
+    for key in _COUNTS:
+        count = raw.get(key)
+        if count is not None and not (type(count) is int and count > 0):
+            return f"{key}={count!r}: need a whole number of at least 1; fetch it again"
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(key) or {}, dict):
-            raise ValueError(f"{file}: {key}={raw[key]!r}: need an object with rope_type, or null")
+            return f"{key}={raw[key]!r}: need an object with rope_type, or null"
+    return None

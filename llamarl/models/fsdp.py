@@ -1,14 +1,13 @@
-"""The trainer's decoder: FSDP2 over a mesh, of each tensor-parallel part; mixed precision; weights
-read shard by shard.
+"""A decoder's parameters over ranks: FSDP2 around its layers, and which part a rank holds.
 
 A rank's box of a parameter is its rows (FSDP2) of its tensor-parallel part
-(llamarl.models.sharding).
+(llamarl.models.sharding). `local` is the way to what a rank holds of a DTensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,53 +21,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from llamarl.models.build import Decoder, build_decoder, read_config
-from llamarl.models.hf import load_weights, local_rows
-from llamarl.models.lora import Lora, add_lora, reset_lora
-from llamarl.models.masters import Masters
 from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
-from llamarl.models.tp import TensorParallel
 
-
-def training_decoder(
-    path: str | Path,
-    *,
-    mesh: DeviceMesh | None,
-    device: torch.device,
-    compute_dtype: torch.dtype,
-    activation_checkpointing: bool = False,
-    tensor_parallel: TensorParallel | None = None,
-    lora: Lora | None = None,
-    cpu_offload: bool = False,
-) -> Decoder:
-    """A decoder with float32 master weights that computes in compute_dtype and reduces in float32.
-
-    mesh: [shard], or [replicate, shard] for replicas of the shards (HSDP): the ranks that hold the
-    same tensor-parallel part, which must hold embedding and head whole. Collective over both from
-    the first use on. One rank needs no mesh, and is wrapped by FSDP for cpu_offload alone. lora:
-    the weights are frozen, and only adapters beside them require gradients. cpu_offload: masters,
-    gradients and so the optimizer's moments are in host memory, a layer's weights on the device
-    while it computes. FileNotFoundError or ValueError naming the file when the directory is not
-    whole.
-    """
-    assert tensor_parallel is None or not tensor_parallel.split_vocabulary, (
-        "the loss needs the whole head"
-    )
-    decoder = build_decoder(read_config(path), dtype=torch.float32, tensor_parallel=tensor_parallel)
-    decoder.activation_checkpointing = activation_checkpointing
-    if lora:
-        add_lora(decoder, lora)
-    if (mesh is not None and mesh.size() > 1) or cpu_offload:
-        wrap(
-            decoder, mesh, compute_dtype, cpu_offload=cpu_offload, pin_memory=device.type == "cuda"
-        )
-    elif compute_dtype != torch.float32:
-        decoder.masters = Masters(decoder, compute_dtype)
-    load_weights(decoder, path, device=torch.device("cpu") if cpu_offload else device)
-    if lora:
-        reset_lora(decoder, lora)
-    return decoder.train()
+if TYPE_CHECKING:
+    from llamarl.models.build import Decoder
 
 
 def wrap(
@@ -84,20 +42,14 @@ def wrap(
     """
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if cpu_offload else OffloadPolicy()
     # Rotary tables stay float32: the layers round what they make of them.
-    precision = {
-        "param_dtype": compute_dtype,
-        "reduce_dtype": torch.float32,
-        "cast_forward_inputs": False,
-    }
-    policy = MixedPrecisionPolicy(**precision)
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    given = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     shard = mesh.shape[-1] > 1 or cpu_offload
     for layer in decoder.layers:
-        fully_shard(
-            layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=shard
-        )
-    fully_shard(
-        decoder, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False
-    )
+        fully_shard(layer, reshard_after_forward=shard, **given)
+    fully_shard(decoder, reshard_after_forward=False, **given)
     decoder.whole_on_each_rank = not shard
 
 
@@ -120,11 +72,11 @@ def drop_gradients(decoder: Decoder) -> None:
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [
-                state._fsdp_param_group
-            ]  # torch 2.13; before
-            for parameter in (p for group in groups if group for p in group.fsdp_params):
-                parameter.unsharded_accumulated_grad = None
+            # A list since torch 2.13, one group before.
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for group in groups:
+                for parameter in group.fsdp_params if group else ():
+                    parameter.unsharded_accumulated_grad = None
             module.reshard()
     decoder.zero_grad(set_to_none=True)
 
@@ -133,35 +85,48 @@ def tensor_box(decoder: Decoder, name: str) -> Box:
     """The part of the parameter with this Hugging Face name that the ranks of this one's mesh hold
     together.
     """
-    shape, tp = parameter_shapes(decoder.config)[name], decoder.tensor_parallel
-    return (
-        tensor_parallel_box(decoder.config, name, shape, tp.rank, tp.size, split_vocabulary=False)
-        if tp
-        else Box.whole(shape)
+    shape = parameter_shapes(decoder.config)[name]
+    tp = decoder.tensor_parallel
+    if tp is None:
+        return Box.whole(shape)
+    return tensor_parallel_box(
+        decoder.config, name, shape, tp.rank, tp.size, split_vocabulary=tp.split_vocabulary
     )
 
 
 def is_split(decoder: Decoder, name: str) -> bool:
     """Whether tensor-parallel ranks hold different parts of a parameter, not each the whole."""
-    return (
-        decoder.tensor_parallel is not None
-        and tensor_box(decoder, name).lengths != parameter_shapes(decoder.config)[name]
-    )
+    if decoder.tensor_parallel is None:
+        return False
+    return tensor_box(decoder, name).lengths != parameter_shapes(decoder.config)[name]
 
 
 def held_box(decoder: Decoder, name: str, parameter: nn.Parameter) -> Box:
     """The part of a parameter that this rank holds."""
-    box = (
-        tensor_box(decoder, name) if decoder.tensor_parallel else Box.whole(tuple(parameter.shape))
-    )
+    if decoder.tensor_parallel is None:
+        box = Box.whole(tuple(parameter.shape))
+    else:
+        box = tensor_box(decoder, name)
     return box.cut(0, *local_rows(parameter)) if isinstance(parameter, DTensor) else box
+
+
+def local_rows(parameter: DTensor) -> tuple[int, int]:
+    """(first row, number of rows) that this rank holds of an FSDP2 parameter sharded on dim 0."""
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return offset[0] if offset else 0, shape[0]
 
 
 def overlap(a: Box, b: Box) -> Box:
     """What is in both; some lengths are 0 if nothing is."""
-    low = [max(pair) for pair in zip(a.offsets, b.offsets)]
-    high = [min(x + n, y + m) for x, n, y, m in zip(a.offsets, a.lengths, b.offsets, b.lengths)]
-    return Box(tuple(low), tuple(max(0, h - first) for first, h in zip(low, high)))
+    offsets, lengths = [], []
+    for a_first, a_count, b_first, b_count in zip(a.offsets, a.lengths, b.offsets, b.lengths):
+        first = max(a_first, b_first)
+        end = min(a_first + a_count, b_first + b_count)
+        offsets.append(first)
+        lengths.append(max(0, end - first))
+    return Box(tuple(offsets), tuple(lengths))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -177,7 +142,9 @@ def whole_parameters(
     rank 0, elsewhere the rank's part.
     """
     for name, p in parameters:
-        part = p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+        part = p.detach()
+        if isinstance(part, DTensor):
+            part = part.full_tensor()
         yield name, _joined(decoder, name, part) if is_split(decoder, name) else part
 
 
@@ -185,8 +152,11 @@ def _joined(decoder: Decoder, name: str, part: Tensor) -> Tensor:
     """Collective over the tensor-parallel ranks, whose parts are of one shape: the first gets them
     end to end.
     """
-    tp, whole = decoder.tensor_parallel, parameter_shapes(decoder.config)[name]
+    tp = decoder.tensor_parallel
+    whole = parameter_shapes(decoder.config)[name]
     parts = [torch.empty_like(part) for _ in range(tp.size)] if tp.rank == 0 else None
     dist.gather(part.contiguous(), parts, group=tp.group, group_dst=0)
+    if parts is None:
+        return part
     dim = next(d for d, n in enumerate(whole) if part.shape[d] != n)
-    return torch.cat(parts, dim) if parts else part
+    return torch.cat(parts, dim)

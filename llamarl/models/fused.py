@@ -1,19 +1,19 @@
-"""What a layer computes between its products: each is one pass over memory on a CPU, forward and
-backward.
+"""What a layer computes between its products: on a CPU each is one pass over memory.
 
-A layer's additions, multiplications and roundings one by one cost a CPU more than its products do.
-Each function here states its equation and holds it in plain PyTorch; on a CPU in float32 or
-bfloat16 a kernel of llamarl/native/train.c computes the same, with float32 inside, and rounds where
-the plain one does or less often. On GPUs, in float64 and without a compiler the plain one is used.
+A layer's additions, multiplications and roundings one by one cost a CPU more than its products do,
+forward and backward. Each function here states its equation and holds it in plain PyTorch; on a CPU
+in float32 or bfloat16 a kernel of llamarl/native/train.c computes the same, with float32 inside,
+and rounds where the plain one does or less often. On GPUs, in float64 and without a compiler the
+plain one is used.
 
-Shapes: T tokens, D features, H heads, K head dim, N segments, G key/value heads, R = H / G, L
-queries, M keys.
+Shapes: T tokens, D features, H query heads, J key/value heads, R = H / J query heads of one of
+those, K head dim, N segments, L queries, M keys, B = N J batches of products.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,14 +53,22 @@ _ARGUMENTS = {
 
 class _Scores(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_int64)
-        for name in ("segments", "groups", "rows", "queries", "keys", "prefix")
+        ("segments", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("queries", ctypes.c_int64),
+        ("keys", ctypes.c_int64),
+        ("prefix", ctypes.c_int64),
     ]
 
 
 class _Segments(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_int64) for name in ("segments", "groups", "shared", "places", "head_dim")
+        ("segments", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("shared", ctypes.c_int64),
+        ("places", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
     ]
 
 
@@ -68,12 +76,21 @@ def kernels(x: Tensor) -> ctypes.CDLL | None:
     """The kernels for tensors like x, or None where plain operations are to be used."""
     if x.device.type != "cpu" or x.dtype not in _FLAGS:
         return None
-    made = library("train", *_FLAGS[x.dtype], structs=(_Scores, _Segments))
-    if made is not None and made.add_up.argtypes is None:
+    lib = library("train", *_FLAGS[x.dtype], structs=(_Scores, _Segments))
+    if lib is not None and lib.add_up.argtypes is None:
         for name, kinds in _ARGUMENTS.items():
-            function = getattr(made, name)
-            function.argtypes, function.restype = [_KINDS[kind] for kind in kinds], None
-    return made
+            function = getattr(lib, name)
+            function.argtypes = [_KINDS[kind] for kind in kinds]
+            function.restype = None
+    return lib
+
+
+def call_kernel(kernel: Callable[..., None], *arguments: object) -> None:
+    """Run a function of `kernels` on the threads that PyTorch has. Tensors are given by their
+    address, None as a null pointer.
+    """
+    values = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+    kernel(*values, torch.get_num_threads())
 
 
 def add_up(total: Tensor, part: Tensor) -> None:
@@ -82,7 +99,7 @@ def add_up(total: Tensor, part: Tensor) -> None:
     if lib is None or not (total.is_contiguous() and part.is_contiguous()):
         total.add_(part)
     else:
-        lib.add_up(total.data_ptr(), part.data_ptr(), part.numel(), torch.get_num_threads())
+        call_kernel(lib.add_up, total, part, part.numel())
 
 
 # --- RMS norm ---
@@ -104,9 +121,9 @@ def add_rms_norm(
     if x.dtype != scale_D.dtype or kernels(x) is None:
         h = x if change is None else x + change
         return h, plain_rms_norm(h, scale_D, eps)
-    return _AddRmsNorm.apply(
-        x.contiguous(), None if change is None else change.contiguous(), scale_D, eps
-    )
+    if change is not None:
+        change = change.contiguous()
+    return _AddRmsNorm.apply(x.contiguous(), change, scale_D, eps)
 
 
 def plain_rms_norm(x: Tensor, scale_D: Tensor, eps: float) -> Tensor:
@@ -116,8 +133,8 @@ def plain_rms_norm(x: Tensor, scale_D: Tensor, eps: float) -> Tensor:
 
 
 class _AddRmsNorm(Function):
-    """n = h / rms(h), s = g scale:   dh = (s - n mean(s n)) / rms(h) + the stream's own,   dscale =
-    sum over rows of g n.
+    """n = h / rms(h), s = g scale:   dh = (s - n mean(s n)) / rms(h) + the stream's own,
+    dscale = sum over rows of g n.
     """
 
     @staticmethod
@@ -127,11 +144,9 @@ class _AddRmsNorm(Function):
         dim = scale_D.numel()
         rows = x.numel() // dim
         h = x.view_as(x) if change is None else torch.empty_like(x)
-        y, inverse_T = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
-        addresses = (
-            None if t is None else t.data_ptr() for t in (y, inverse_T, h, x, change, scale_D)
-        )
-        kernels(x).rms_norm(*addresses, rows, dim, eps, torch.get_num_threads())
+        y = torch.empty_like(x)
+        inverse_T = x.new_empty(rows, dtype=torch.float32)
+        call_kernel(kernels(x).rms_norm, y, inverse_T, h, x, change, scale_D, rows, dim, eps)
         ctx.save_for_backward(h, scale_D, inverse_T)
         ctx.changes = change is not None
         ctx.set_materialize_grads(False)
@@ -144,20 +159,16 @@ class _AddRmsNorm(Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         h, scale_D, inverse_T = ctx.saved_tensors
         grad_y = torch.zeros_like(h) if grad_y is None else grad_y.contiguous()
-        grad_h = None if grad_h is None else grad_h.contiguous()
+        if grad_h is not None:
+            grad_h = grad_h.contiguous()
         grad_x = torch.empty_like(h)
         sums_D = torch.empty_like(scale_D, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         tensors = (grad_x, sums_D, grad_h, grad_y, h, inverse_T, scale_D)
-        addresses = (None if t is None else t.data_ptr() for t in tensors)
-        kernels(h).rms_norm_backward(
-            *addresses, inverse_T.numel(), scale_D.numel(), torch.get_num_threads()
-        )
-        return (
-            grad_x,
-            grad_x if ctx.changes else None,
-            None if sums_D is None else sums_D.to(scale_D.dtype),
-            None,
-        )
+        sizes = (inverse_T.numel(), scale_D.numel())
+        call_kernel(kernels(h).rms_norm_backward, *tensors, *sizes)
+        grad_change = grad_x if ctx.changes else None
+        grad_scale = None if sums_D is None else sums_D.to(scale_D.dtype)
+        return grad_x, grad_change, grad_scale, None
 
 
 # --- The MLP's gate ---
@@ -180,8 +191,7 @@ class _SwiGlu(Function):
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
         out = torch.empty_like(gate)
-        addresses = (t.data_ptr() for t in (out, gate, up))
-        kernels(gate).swiglu(*addresses, gate.numel(), torch.get_num_threads())
+        call_kernel(kernels(gate).swiglu, out, gate, up, gate.numel())
         ctx.save_for_backward(gate, up)
         return out
 
@@ -189,9 +199,11 @@ class _SwiGlu(Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        grad, grad_gate, grad_up = grad.contiguous(), torch.empty_like(gate), torch.empty_like(up)
-        addresses = (t.data_ptr() for t in (grad_gate, grad_up, grad, gate, up))
-        kernels(gate).swiglu_backward(*addresses, gate.numel(), torch.get_num_threads())
+        grad = grad.contiguous()
+        grad_gate = torch.empty_like(gate)
+        grad_up = torch.empty_like(up)
+        tensors = (grad_gate, grad_up, grad, gate, up)
+        call_kernel(kernels(gate).swiglu_backward, *tensors, gate.numel())
         return grad_gate, grad_up
 
 
@@ -232,8 +244,7 @@ class _Rotate(Function):
 
 def _rotated(x_THK: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     out = torch.empty_like(x_THK)
-    addresses = (t.data_ptr() for t in (out, x_THK, cos, sin))
-    kernels(x_THK).rotate(*addresses, *x_THK.shape, direction, torch.get_num_threads())
+    call_kernel(kernels(x_THK).rotate, out, x_THK, cos, sin, *x_THK.shape, direction)
     return out
 
 
@@ -244,19 +255,24 @@ def projections(x_TD: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     """linear(x) for each of them. Where all are plain, the input's gradient adds up inside the
     products of backward.
     """
-    plain = all(type(linear) is nn.Linear for linear in linears)
-    if not plain or x_TD.dim() != 2 or not torch.is_grad_enabled():
+    are_plain = all(type(linear) is nn.Linear for linear in linears)
+    if not are_plain or x_TD.dim() != 2 or not torch.is_grad_enabled():
         return tuple(linear(x_TD) for linear in linears)
+    weights = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears]
-    return _Projections.apply(x_TD, len(linears), *(linear.weight for linear in linears), *biases)
+    return _Projections.apply(x_TD, len(linears), *weights, *biases)
 
 
 class _Projections(Function):
-    """y_i = x W_i^T + b_i:   dx = sum_i g_i W_i,   dW_i = g_i^T x,   db_i = sum over tokens of g_i."""
+    """y_i = x W_i^T + b_i:   dx = sum_i g_i W_i,   dW_i = g_i^T x,   db_i = sum over tokens of g_i.
+
+    `parameters` are `count` weights and as many biases, which may be None.
+    """
 
     @staticmethod
     def forward(ctx, x_TD: Tensor, count: int, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        weights, biases = parameters[:count], parameters[count:]
+        weights = parameters[:count]
+        biases = parameters[count:]
         ctx.save_for_backward(x_TD, *weights)
         return tuple(F.linear(x_TD, weight, bias) for weight, bias in zip(weights, biases))
 
@@ -264,16 +280,16 @@ class _Projections(Function):
     @once_differentiable
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, *weights = ctx.saved_tensors
-        of_x, _, *wanted = ctx.needs_input_grad
+        needs_x, _, *needs = ctx.needs_input_grad
+        needs_weight = needs[: len(grads)]
+        needs_bias = needs[len(grads) :]
         grad_x = None
-        if of_x:
+        if needs_x:
             grad_x = grads[0] @ weights[0]
             for grad, weight in zip(grads[1:], weights[1:]):
                 grad_x.addmm_(grad, weight)
-        of_weights = [grad.T @ x_TD if wants else None for grad, wants in zip(grads, wanted)]
-        of_biases = [
-            grad.sum(0) if wants else None for grad, wants in zip(grads, wanted[len(grads) :])
-        ]
+        of_weights = [grad.T @ x_TD if need else None for grad, need in zip(grads, needs_weight)]
+        of_biases = [grad.sum(0) if need else None for grad, need in zip(grads, needs_bias)]
         return grad_x, None, *of_weights, *of_biases
 
 
@@ -299,14 +315,16 @@ class Part:
         """[N, 1, L, M] bool, true where a key is seen; None: causal."""
         if self.seen_N is None:
             return None
-        device, queries = self.seen_N.device, self.queries_NL.shape[1]
-        behind = torch.arange(self.prefix, device=device) < self.seen_N[:, None]
-        places = torch.arange(queries, device=device)
-        causal = (places <= places[:, None]).expand(len(behind), -1, -1)
-        return torch.cat([behind[:, None].expand(-1, queries, -1), causal], dim=2)[:, None]
+        device = self.seen_N.device
+        num_queries = self.queries_NL.shape[1]
+        is_seen = torch.arange(self.prefix, device=device) < self.seen_N[:, None]
+        of_prefix = is_seen[:, None].expand(-1, num_queries, -1)
+        places = torch.arange(num_queries, device=device)
+        causal = (places <= places[:, None]).expand(len(is_seen), -1, -1)
+        return torch.cat([of_prefix, causal], dim=2)[:, None]
 
 
-def packed_products(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, parts: Sequence[Part]) -> Tensor:
+def packed_products(q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, parts: Sequence[Part]) -> Tensor:
     """softmax(q k^T / sqrt(K)) v [T, H, K] over the keys that each part says, by batched products.
     CPU, where `kernels` are.
 
@@ -314,10 +332,10 @@ def packed_products(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, parts: Sequence
     float32, and so is the sum of a key's gradients over the segments that see it. `masked_products`
     of each part is the same by plain operations.
     """
-    return _PackedProducts.apply(q_THK.contiguous(), k_TGK.contiguous(), v_TGK.contiguous(), parts)
+    return _PackedProducts.apply(q_THK.contiguous(), k_TJK.contiguous(), v_TJK.contiguous(), parts)
 
 
-def masked_products(q_NHLK: Tensor, k_NGMK: Tensor, v_NGMK: Tensor, mask: Tensor | None) -> Tensor:
+def masked_products(q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, mask: Tensor | None) -> Tensor:
     """Attention [N, H, L, K] by plain batched products; holds all N H L M weights.
 
     Sums and the softmax are float32's or wider; in bfloat16 scores and weights are rounded to it
@@ -325,107 +343,123 @@ def masked_products(q_NHLK: Tensor, k_NGMK: Tensor, v_NGMK: Tensor, mask: Tensor
     causal, L = M.
     """
     n, heads, longest, head_dim = q_NHLK.shape
-    groups, keys = k_NGMK.shape[1:3]
-    q = (
-        q_NHLK.reshape(n, groups, -1, head_dim) * head_dim**-0.5
-    )  # the query heads of one key head as more rows
-    scores = (q @ k_NGMK.transpose(-1, -2)).view(n, heads, longest, keys)
+    kv_heads, num_keys = k_NJMK.shape[1:3]
+    # The query heads of one key head are more rows.
+    q = q_NHLK.reshape(n, kv_heads, -1, head_dim) * head_dim**-0.5
+    scores = (q @ k_NJMK.transpose(-1, -2)).view(n, heads, longest, num_keys)
     if mask is None:
         hidden = torch.ones(longest, longest, dtype=torch.bool, device=q.device).triu(1)
     else:
         hidden = ~mask
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).view(n, groups, -1, keys)
-    return (weights @ v_NGMK).view(n, heads, longest, head_dim)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).view(n, kv_heads, -1, num_keys)
+    return (weights @ v_NJMK).view(n, heads, longest, head_dim)
 
 
 class _PackedProducts(Function):
-    """w = softmax(q k^T / sqrt(K)), o = w v:   dv = w^T g,   ds = w (g v^T - sum(w g v^T)) / sqrt(K),   dq = ds k,   dk = ds^T q.
+    """w = softmax(q k^T / sqrt(K)), o = w v, of every part; with g the gradient of o:
 
-    B = N G batches; the R query heads of one key head are more rows of its products.
+    dv = w^T g,   ds = w (g v^T - sum(w g v^T)) / sqrt(K),   dq = ds k,   dk = ds^T q.
     """
 
     @staticmethod
-    def forward(ctx, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, parts: Sequence[Part]) -> Tensor:
-        out_THK, kept = torch.empty_like(q_THK), []
-        groups, head_dim = k_TGK.shape[1:]
+    def forward(ctx, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, parts: Sequence[Part]) -> Tensor:
+        kv_heads, head_dim = k_TJK.shape[1:]
+        out_THK = torch.empty_like(q_THK)
+        kept = []
         for part in parts:
-            q_BRK = _gathered(q_THK, part.queries_NL, groups)
-            k_BMK, v_BMK = (
-                _gathered(k_TGK, part.keys_NM, groups),
-                _gathered(v_TGK, part.keys_NM, groups),
-            )
+            q_BRK = _gathered(q_THK, part.queries_NL, kv_heads)
+            k_BMK = _gathered(k_TJK, part.keys_NM, kv_heads)
+            v_BMK = _gathered(v_TJK, part.keys_NM, kv_heads)
             weights_BRM = torch.bmm(q_BRK, k_BMK.transpose(1, 2))
-            seen = None if part.seen_N is None else part.seen_N.data_ptr()
-            threads = torch.get_num_threads()
-            room = weights_BRM.new_empty(threads, weights_BRM.shape[-1], dtype=torch.float32)
-            addresses = (weights_BRM.data_ptr(), room.data_ptr(), seen)
-            kernels(q_THK).causal_softmax(
-                *addresses, _scores(part, weights_BRM), head_dim**-0.5, threads
+            row_shape = (torch.get_num_threads(), weights_BRM.shape[-1])
+            rows = weights_BRM.new_empty(row_shape, dtype=torch.float32)
+            call_kernel(
+                kernels(q_THK).causal_softmax,
+                weights_BRM,
+                rows,
+                part.seen_N,
+                _scores(part, weights_BRM),
+                head_dim**-0.5,
             )
-            _scatter(torch.bmm(weights_BRM, v_BMK), part, groups, out_THK)
+            _scatter(torch.bmm(weights_BRM, v_BMK), part, kv_heads, out_THK)
             kept += [q_BRK, k_BMK, v_BMK, weights_BRM]
         ctx.save_for_backward(*kept)
-        ctx.parts, ctx.shapes = parts, (q_THK.shape, k_TGK.shape)
+        ctx.parts = parts
+        ctx.q_shape = q_THK.shape
+        ctx.kv_shape = k_TJK.shape
         return out_THK
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_THK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        of_queries, of_keys = ctx.shapes
-        grad_THK, groups = grad_THK.contiguous(), of_keys[1]
-        grad_q = grad_THK.new_empty(of_queries)
-        grad_k, grad_v = (grad_THK.new_zeros(of_keys, dtype=torch.float32) for _ in range(2))
+        kv_heads, head_dim = ctx.kv_shape[1:]
+        grad_THK = grad_THK.contiguous()
+        grad_q = grad_THK.new_empty(ctx.q_shape)
+        grad_k = grad_THK.new_zeros(ctx.kv_shape, dtype=torch.float32)
+        grad_v = torch.zeros_like(grad_k)
         kept = iter(ctx.saved_tensors)
         for part, q_BRK, k_BMK, v_BMK, weights_BRM in zip(ctx.parts, kept, kept, kept, kept):
             # Padding has no gradient; then nothing that it saw has one through it.
-            grad_BRK = _gathered(grad_THK, part.queries_NL, groups, part.lengths_N)
+            grad_BRK = _gathered(grad_THK, part.queries_NL, kv_heads, part.lengths_N)
             _scatter_add(torch.bmm(weights_BRM.transpose(1, 2), grad_BRK), part, grad_v)
             grad_BRM = torch.bmm(grad_BRK, v_BMK.transpose(1, 2))
-            addresses, scale = (
-                (grad_BRM.data_ptr(), weights_BRM.data_ptr()),
-                q_BRK.shape[-1] ** -0.5,
-            )
-            kernels(q_BRK).causal_softmax_backward(
-                *addresses, _scores(part, grad_BRM), scale, torch.get_num_threads()
-            )
-            _scatter(torch.bmm(grad_BRM, k_BMK), part, groups, grad_q)
+            scores = _scores(part, grad_BRM)
+            softmax_backward = kernels(q_BRK).causal_softmax_backward
+            call_kernel(softmax_backward, grad_BRM, weights_BRM, scores, head_dim**-0.5)
+            _scatter(torch.bmm(grad_BRM, k_BMK), part, kv_heads, grad_q)
             _scatter_add(torch.bmm(grad_BRM.transpose(1, 2), q_BRK), part, grad_k)
         return grad_q, grad_k.to(grad_q.dtype), grad_v.to(grad_q.dtype), None
 
 
 def _scores(part: Part, scores_BRM: Tensor) -> object:
+    """A pointer to what the kernels must know of a part's scores."""
     segments, queries = part.queries_NL.shape
     batches, rows, keys = scores_BRM.shape
-    return ctypes.byref(_Scores(segments, batches // segments, rows, queries, keys, part.prefix))
+    scores = _Scores(
+        segments=segments,
+        kv_heads=batches // segments,
+        rows=rows,
+        queries=queries,
+        keys=keys,
+        prefix=part.prefix,
+    )
+    return ctypes.byref(scores)
+
+
+def _segments(index_NL: Tensor, kv_heads: int, shared: int, head_dim: int) -> object:
+    """A pointer to what the kernels must know of segments of tokens; shared: heads that go with one
+    K/V head.
+    """
+    num_segments, places = index_NL.shape
+    segments = _Segments(
+        segments=num_segments, kv_heads=kv_heads, shared=shared, places=places, head_dim=head_dim
+    )
+    return ctypes.byref(segments)
 
 
 def _gathered(
-    x_THK: Tensor, index_NL: Tensor, groups: int, lengths_N: Tensor | None = None
+    x_THK: Tensor, index_NL: Tensor, kv_heads: int, lengths_N: Tensor | None = None
 ) -> Tensor:
-    """[N G, R L, K]: the heads of the tokens at each place; zeros behind the lengths."""
+    """[N J, R L, K]: the heads of the tokens at each place; zeros behind the lengths."""
     heads, head_dim = x_THK.shape[1:]
-    n, places = index_NL.shape
-    out = x_THK.new_empty(n * groups, heads // groups * places, head_dim)
-    lengths = None if lengths_N is None else lengths_N.data_ptr()
-    segments = ctypes.byref(_Segments(n, groups, heads // groups, places, head_dim))
-    addresses = (out.data_ptr(), x_THK.data_ptr(), index_NL.data_ptr(), lengths)
-    kernels(x_THK).gather(*addresses, segments, torch.get_num_threads())
+    shared = heads // kv_heads
+    num_segments, places = index_NL.shape
+    out = x_THK.new_empty(num_segments * kv_heads, shared * places, head_dim)
+    segments = _segments(index_NL, kv_heads, shared, head_dim)
+    call_kernel(kernels(x_THK).gather, out, x_THK, index_NL, lengths_N, segments)
     return out
 
 
-def _scatter(x_BRK: Tensor, part: Part, groups: int, out_THK: Tensor) -> None:
+def _scatter(x_BRK: Tensor, part: Part, kv_heads: int, out_THK: Tensor) -> None:
     """Put the part's tokens in their places of out."""
     heads, head_dim = out_THK.shape[1:]
-    n, places = part.queries_NL.shape
-    segments = ctypes.byref(_Segments(n, groups, heads // groups, places, head_dim))
-    addresses = (t.data_ptr() for t in (out_THK, x_BRK, part.queries_NL, part.lengths_N))
-    kernels(x_BRK).scatter(*addresses, segments, torch.get_num_threads())
+    segments = _segments(part.queries_NL, kv_heads, heads // kv_heads, head_dim)
+    scatter = kernels(x_BRK).scatter
+    call_kernel(scatter, out_THK, x_BRK, part.queries_NL, part.lengths_N, segments)
 
 
-def _scatter_add(x_BMK: Tensor, part: Part, out_TGK: Tensor) -> None:
+def _scatter_add(x_BMK: Tensor, part: Part, out_TJK: Tensor) -> None:
     """Add what belongs to the part's keys to their tokens' float32 sums."""
-    groups, head_dim = out_TGK.shape[1:]
-    n, places = part.keys_NM.shape
-    segments = ctypes.byref(_Segments(n, groups, 1, places, head_dim))
-    addresses = (t.data_ptr() for t in (out_TGK, x_BMK, part.keys_NM))
-    kernels(x_BMK).scatter_add(*addresses, segments, torch.get_num_threads())
+    kv_heads, head_dim = out_TJK.shape[1:]
+    segments = _segments(part.keys_NM, kv_heads, 1, head_dim)
+    call_kernel(kernels(x_BMK).scatter_add, out_TJK, x_BMK, part.keys_NM, segments)

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from llamarl.models.config import read_json
-from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
+from llamarl.models.fsdp import held_box, local
+from llamarl.models.sharding import Box, parameter_shapes
+
+if TYPE_CHECKING:
+    from llamarl.models.build import Decoder
 
 _NAMES = (  # decoder name -> Hugging Face name
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
@@ -34,10 +39,8 @@ _NAMES = (  # decoder name -> Hugging Face name
     ("layers.{}.mlp.w2.", "model.layers.{}.mlp.down_proj."),
     ("layers.{}.mlp.w3.", "model.layers.{}.mlp.up_proj."),
 )
-ADAPTERS = (
-    ".lora_a",
-    ".lora_b",
-)  # ends of the names of parameters that no directory has (llamarl.models.lora)
+# Ends of the names of parameters that no directory has (llamarl.models.lora).
+ADAPTERS = (".lora_a", ".lora_b")
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 _COPIED = (
     "config.json",
@@ -57,12 +60,12 @@ SHARD_BYTES = 4 << 30  # of exported files; also the most that export holds in m
 
 def hf_name(name: str) -> str:
     """The Hugging Face name of a decoder's parameter. KeyError if it has none."""
-    match = _LAYER.search(name)
+    layer = _LAYER.search(name)
     pattern = _LAYER.sub("{}", name)
     for ours, theirs in _NAMES:
         if pattern.startswith(ours):
-            renamed = theirs + pattern[len(ours) :]
-            return renamed.replace("{}", match.group()) if match else renamed
+            renamed = theirs + pattern.removeprefix(ours)
+            return renamed.replace("{}", layer.group()) if layer else renamed
     raise KeyError(f"{name} has no Hugging Face name; add it to llamarl/models/hf.py")
 
 
@@ -84,7 +87,8 @@ class SafetensorsDir:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
+        index = self.path / "model.safetensors.index.json"
+        single = self.path / "model.safetensors"
         if index.is_file():
             files = sorted(set(_weight_map(index).values()))
         elif single.is_file():
@@ -93,11 +97,10 @@ class SafetensorsDir:
             raise FileNotFoundError(
                 f"{single}: no such file; weights are loaded from safetensors only"
             )
-        self._handles, self._where = [], {}
+        self._file_of = {}
         for name in files:
-            handle = self._open(self.path / name)
-            self._handles.append(handle)
-            self._where.update((key, handle) for key in handle.keys())
+            opened = self._open(self.path / name)
+            self._file_of.update(dict.fromkeys(opened.keys(), opened))
 
     @staticmethod
     def _open(file: Path):
@@ -111,7 +114,7 @@ class SafetensorsDir:
             ) from error
 
     def keys(self) -> set[str]:
-        return set(self._where)
+        return set(self._file_of)
 
     def get(self, name: str) -> Tensor:
         return self.get_slice(name)[...]
@@ -121,17 +124,16 @@ class SafetensorsDir:
 
     def get_slice(self, name: str):
         """A lazily sliced tensor. KeyError naming the directory if it is absent."""
-        if name not in self._where:
+        if name not in self._file_of:
             raise KeyError(f"{self.path}: no tensor {name}")
-        return self._where[name].get_slice(name)
+        return self._file_of[name].get_slice(name)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Tensor -> file. ValueError naming the index if it says no such thing."""
     named = read_json(index).get("weight_map")
-    if not (
-        isinstance(named, dict) and named and all(isinstance(file, str) for file in named.values())
-    ):
+    is_map = isinstance(named, dict) and named
+    if not (is_map and all(isinstance(file, str) for file in named.values())):
         raise ValueError(f"{index}: no weight_map from tensors to files; fetch it again")
     return named
 
@@ -153,35 +155,35 @@ def weight_problems(
     """What is absent, unknown, or of another shape than `shapes` by Hugging Face names, sorted.
     Reads no numbers.
     """
-    unused = (
-        {k for k in source.keys() if not k.endswith("rotary_emb.inv_freq")}
-        - set(shapes)
-        - {"lm_head.weight"}
-    )
-    problems = [f"{name}: absent" for name in shapes if name not in source.keys()]
-    problems += [f"{name}: not in this architecture" for name in unused]
-    for name in shapes.keys() & source.keys():
-        if (shape := source.shape(name)) != shapes[name]:
+    there = source.keys()
+    problems = [f"{name}: absent" for name in shapes if name not in there]
+    for name in there:
+        # A tied head, and what older files keep of the rotary tables, is made anew.
+        is_made = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+        if name not in shapes and not is_made:
+            problems.append(f"{name}: not in this architecture")
+    for name in shapes.keys() & there:
+        shape = source.shape(name)
+        if shape != shapes[name]:
             problems.append(f"{name}: shape {shape}, the config says {shapes[name]}")
     return sorted(problems)
 
 
 def check_weights(source: SafetensorsDir | _Given, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """ValueError with the first of weight_problems."""
-    if problems := weight_problems(source, shapes):
-        raise ValueError(
-            f"{source.path}: weights do not fit config.json:\n  " + "\n  ".join(problems[:20])
-        )
+    problems = weight_problems(source, shapes)
+    if problems:
+        listed = "\n  ".join(problems[:20])
+        raise ValueError(f"{source.path}: weights do not fit config.json:\n  {listed}")
 
 
 @torch.no_grad()
 def load_weights(
-    decoder: nn.Module,
+    decoder: Decoder,
     source: str | Path | Mapping[str, Tensor],
     *,
-    dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
-) -> nn.Module:
+) -> Decoder:
     """Fill a decoder (on the meta device or not), one tensor at a time, from a model directory or
     whole tensors by its names. Returns it.
 
@@ -189,52 +191,27 @@ def load_weights(
     part of each. Adapters are left as they are. ValueError naming tensors that are absent, unknown,
     or of another shape; nothing is loaded by halves then.
     """
-    from torch.distributed.tensor import DTensor
-
     source = _Given(source) if isinstance(source, Mapping) else SafetensorsDir(source)
     wanted = _of_directories(decoder)
-    tp = getattr(decoder, "tensor_parallel", None)
-    shapes = (
-        parameter_shapes(decoder.config)
-        if tp
-        else {name: tuple(p.shape) for name, p in wanted.items()}
-    )
+    if decoder.tensor_parallel:
+        shapes = parameter_shapes(decoder.config)
+    else:
+        shapes = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
     check_weights(source, shapes)
 
-    if any(p.is_meta for p in wanted.values()):
+    if any(parameter.is_meta for parameter in wanted.values()):
         decoder.to_empty(device=device)
         wanted = _of_directories(decoder)
     for name, parameter in wanted.items():
-        box = Box.whole(shapes[name])
-        if tp:
-            box = tensor_parallel_box(
-                decoder.config,
-                name,
-                box.lengths,
-                tp.rank,
-                tp.size,
-                split_vocabulary=tp.split_vocabulary,
-            )
-        if isinstance(parameter, DTensor):
-            box, parameter = box.cut(0, *local_rows(parameter)), parameter.to_local()
-        parameter.copy_(
-            source.get_slice(name)[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.lengths))]
-        )
-    return decoder.to(dtype) if dtype else decoder
+        held = held_box(decoder, name, parameter)
+        part = held.within(Box.whole(shapes[name]))
+        local(parameter).copy_(source.get_slice(name)[part])
+    return decoder
 
 
 def _of_directories(decoder: nn.Module) -> dict[str, nn.Parameter]:
+    """Hugging Face name -> parameter of those that directories hold: adapters are left out."""
     return {name: p for name, p in named_parameters_hf(decoder) if not name.endswith(ADAPTERS)}
-
-
-def local_rows(parameter) -> tuple[int, int]:
-    """(first row, number of rows) that this rank holds of an FSDP2 parameter sharded on dim 0."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return offset[0] if offset else 0, shape[0]
 
 
 def export(
@@ -247,46 +224,53 @@ def export(
     """Write a directory that `transformers` loads: tensors as they come (at most SHARD_BYTES held),
     the rest from `like`.
     """
-    out, like = Path(out), Path(like)
+    out = Path(out)
+    like = Path(like)
     out.mkdir(parents=True, exist_ok=True)
-    shards: list[tuple[str, list[str]]] = []
-    pending: dict[str, Tensor] = {}
-    total = 0
-
-    def flush():
-        name = f"shard-{len(shards)}.safetensors"
-        save_file(pending, out / name, metadata={"format": "pt"})
-        shards.append((name, list(pending)))
-        pending.clear()
-
-    for name, tensor in named_tensors:
-        tensor = tensor.detach().to("cpu", dtype).contiguous()
-        size = tensor.numel() * tensor.element_size()
-        if (
-            pending
-            and sum(t.numel() * t.element_size() for t in pending.values()) + size > SHARD_BYTES
-        ):
-            flush()
-        # A copy, so that the parameter may change while later ones are gathered.
-        pending[name], total = tensor.clone(), total + size
-    flush()
-    if len(shards) == 1:
-        (out / shards[0][0]).rename(out / "model.safetensors")
-    else:
-        weight_map = {}
-        for i, (name, keys) in enumerate(shards):
-            final = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-            (out / name).rename(out / final)
-            weight_map.update(dict.fromkeys(keys, final))
-        (out / "model.safetensors.index.json").write_text(
-            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
-        )
+    _write_shards(named_tensors, out, dtype)
     for name in _COPIED:
         if (like / name).is_file():
             shutil.copyfile(like / name, out / name)
     config = json.loads((like / "config.json").read_text())
     config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
     (out / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _write_shards(
+    named_tensors: Iterable[tuple[str, Tensor]], out: Path, dtype: torch.dtype
+) -> None:
+    """Write model.safetensors, or shards of it and their index."""
+    names_of_shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    pending_bytes = 0
+    total_bytes = 0
+
+    def flush() -> None:
+        file = out / f"shard-{len(names_of_shards)}.safetensors"
+        save_file(pending, file, metadata={"format": "pt"})
+        names_of_shards.append(list(pending))
+        pending.clear()
+
+    for name, tensor in named_tensors:
+        tensor = tensor.detach().to("cpu", dtype).contiguous()
+        if pending and pending_bytes + tensor.nbytes > SHARD_BYTES:
+            flush()
+            pending_bytes = 0
+        # A copy, so that the parameter may change while later ones are gathered.
+        pending[name] = tensor.clone()
+        pending_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    flush()
+    if len(names_of_shards) == 1:
+        (out / "shard-0.safetensors").rename(out / "model.safetensors")
+        return
+    weight_map = {}
+    for i, names in enumerate(names_of_shards):
+        file = f"model-{i + 1:05d}-of-{len(names_of_shards):05d}.safetensors"
+        (out / f"shard-{i}.safetensors").rename(out / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def load_tokenizer(path: str | Path):

@@ -1,7 +1,7 @@
 """LoRA: low-rank adapters beside frozen projections, and the policy's weights as if there were
 none.
 
-    W x + (alpha / r) B A x        A [r, D_in], B [D_out, r], B = 0 at the start          (Hu et al. 2021, 4.1)
+    W x + (alpha / r) B A x    A [r, D_in], B [D_out, r], B = 0 at the start   (Hu et al. 2021, 4.1)
 
 Adapters are parameters of the projection's own module, so FSDP2 shards them with it: B by the rows
 of W, A by its r rows. What leaves the trainer (weights to generators, exported directories) is W +
@@ -14,13 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from llamarl.models.hf import ADAPTERS, hf_name, local_rows, named_parameters_hf
+from llamarl.models.fsdp import local, local_rows
+from llamarl.models.hf import ADAPTERS, hf_name, named_parameters_hf
+
+if TYPE_CHECKING:
+    from llamarl.models.build import Decoder
 
 Value = Callable[[Tensor], Tensor]
 
@@ -41,49 +46,46 @@ class LoraLinear(nn.Linear):
     """A frozen projection with an adapter."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float):
-        super().__init__(
-            base.in_features,
-            base.out_features,
-            base.bias is not None,
-            device="meta",
-            dtype=base.weight.dtype,
-        )
-        self.weight, self.bias, self.scaling = base.weight, base.bias, alpha / rank
-        like = {"device": base.weight.device, "dtype": base.weight.dtype}
-        self.lora_a = nn.Parameter(torch.empty(rank, base.in_features, **like))
-        self.lora_b = nn.Parameter(torch.empty(base.out_features, rank, **like))
+        has_bias = base.bias is not None
+        super().__init__(base.in_features, base.out_features, has_bias, device="meta")
+        self.weight = base.weight
+        self.bias = base.bias
+        self.scaling = alpha / rank
+        self.lora_a = nn.Parameter(base.weight.new_empty(rank, base.in_features))
+        self.lora_b = nn.Parameter(base.weight.new_empty(base.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias) + F.linear(
-            F.linear(x, self.lora_a) * self.scaling, self.lora_b
-        )
+        frozen = F.linear(x, self.weight, self.bias)
+        low = F.linear(x, self.lora_a) * self.scaling
+        return frozen + F.linear(low, self.lora_b)
 
 
-def add_lora(decoder: nn.Module, lora: Lora) -> nn.Module:
+def add_lora(decoder: Decoder, lora: Lora) -> Decoder:
     """Freeze the decoder and put adapters beside the targets, before it is sharded. `reset_lora`
     gives them values. Returns it.
 
     ValueError for targets that the model does not have, or a tensor-parallel decoder.
     """
-    if getattr(decoder, "tensor_parallel", None) is not None:
+    if decoder.tensor_parallel is not None:
         raise ValueError(
-            "LoRA and tensor parallelism do not go together: a split projection's adapter is not split"
+            "LoRA and tensor parallelism do not go together: "
+            "a split projection's adapter is not split"
         )
     decoder.requires_grad_(False)
     found = set()
     for name, module in list(decoder.named_modules()):
-        target = (
-            hf_name(f"{name}.weight").split(".")[-2]
-            if isinstance(module, nn.Linear) and name.startswith("layers.")
-            else None
-        )
+        if not (isinstance(module, nn.Linear) and name.startswith("layers.")):
+            continue
+        target = hf_name(f"{name}.weight").split(".")[-2]
         if target in lora.targets:
             found.add(target)
             parent, _, child = name.rpartition(".")
             setattr(decoder.get_submodule(parent), child, LoraLinear(module, lora.rank, lora.alpha))
-    if missing := set(lora.targets) - found:
+    missing = set(lora.targets) - found
+    if missing:
         raise ValueError(
-            f"no projection is called {', '.join(sorted(missing))}; choose among q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
+            f"no projection is called {', '.join(sorted(missing))}; "
+            "choose among q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
         )
     return decoder
 
@@ -94,16 +96,16 @@ def reset_lora(decoder: nn.Module, lora: Lora) -> None:
     however it is sharded.
     """
     draw = torch.Generator().manual_seed(lora.seed)
-    for module in (m for m in decoder.modules() if isinstance(m, LoraLinear)):
+    for module in decoder.modules():
+        if not isinstance(module, LoraLinear):
+            continue
         bound = 1 / math.sqrt(module.in_features)
-        whole = torch.empty(module.lora_a.shape).uniform_(-bound, bound, generator=draw)
+        a = torch.empty(module.lora_a.shape).uniform_(-bound, bound, generator=draw)
         if isinstance(module.lora_a, DTensor):
             first, count = local_rows(module.lora_a)
-            module.lora_a.to_local().copy_(whole[first : first + count])
-            module.lora_b.to_local().zero_()
-        else:
-            module.lora_a.copy_(whole)
-            module.lora_b.zero_()
+            a = a[first : first + count]
+        local(module.lora_a).copy_(a)
+        local(module.lora_b).zero_()
 
 
 def is_adapter(name: str) -> bool:
@@ -123,16 +125,22 @@ class PolicyWeights:
         # Captured now: while FSDP has a layer whole, its modules hold other tensors under these
         # names.
         self._adapted = {
-            hf_name(f"{name}.weight"): (module.weight, module.lora_a, module.lora_b, module.scaling)
+            hf_name(f"{name}.weight"): _Adapted(
+                module.weight, module.lora_a, module.lora_b, module.scaling
+            )
             for name, module in decoder.named_modules()
             if isinstance(module, LoraLinear)
         }
-        held = [(name, p) for name, p in named_parameters_hf(decoder) if not is_adapter(name)]
-        self.parameters: list[tuple[str, Tensor]] = [
-            (name, _like(p, torch.empty_like(_local(p))) if name in self._adapted else p)
-            for name, p in held
+        self._unmerged = [
+            (name, parameter)
+            for name, parameter in named_parameters_hf(decoder)
+            if not is_adapter(name)
         ]
-        self._unmerged = held
+        self.parameters: list[tuple[str, Tensor]] = []
+        for name, parameter in self._unmerged:
+            if name in self._adapted:
+                parameter = _like(parameter, torch.empty_like(local(parameter)))
+            self.parameters.append((name, parameter))
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -141,43 +149,53 @@ class PolicyWeights:
         """
         for name, merged in self.parameters:
             if name in self._adapted:
-                _merge(*self._adapted[name], value=lambda p: p, out=_local(merged))
+                self._adapted[name].merged(out=local(merged))
 
     @torch.no_grad()
     def with_values(self, value: Value) -> Iterator[tuple[str, Tensor]]:
         """Collective: the weights with value(p) in each parameter's place, merged one at a time."""
         for name, p in self._unmerged:
             if name in self._adapted:
-                yield name, _like(p, _merge(*self._adapted[name], value=value, out=None))
+                yield name, _like(p, self._adapted[name].merged(value))
             else:
                 yield name, value(p)
 
     def buffers(self) -> list[Tensor]:
         """What it holds beside the parameters, this rank's part."""
-        return [_local(p) for name, p in self.parameters if name in self._adapted]
+        return [local(p) for name, p in self.parameters if name in self._adapted]
 
 
-def _merge(
-    weight: Tensor, a: Tensor, b: Tensor, scaling: float, *, value: Value, out: Tensor | None
-) -> Tensor:
-    """This rank's rows of W + scaling B A. Collective over the ranks that shard A."""
-    a = value(a).detach()
-    whole_a = a.full_tensor() if isinstance(a, DTensor) else a
-    rows, own_b = _local(weight), _local(value(b))
-    assert own_b.shape[0] == rows.shape[0], "B is sharded as W is"
-    return torch.addmm(rows, own_b, whole_a, alpha=scaling, out=out)
+@dataclass(frozen=True, slots=True)
+class _Adapted:
+    """A projection's frozen weight W and its adapter."""
+
+    weight: Tensor
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+    def merged(self, value: Value = lambda p: p, *, out: Tensor | None = None) -> Tensor:
+        """This rank's rows of W + scaling B A, with value(p) in place of A and B. Collective over
+        the ranks that shard A.
+        """
+        a = value(self.a).detach()
+        if isinstance(a, DTensor):
+            a = a.full_tensor()
+        rows = local(self.weight)
+        b = local(value(self.b))
+        assert b.shape[0] == rows.shape[0], "B is sharded as W is"
+        return torch.addmm(rows, b, a, alpha=self.scaling, out=out)
 
 
 def _like(parameter: Tensor, own: Tensor) -> Tensor:
     """A tensor that is sharded like the parameter, with this part of it."""
     if not isinstance(parameter, DTensor):
         return own
-    shape = {"shape": parameter.shape, "stride": parameter.stride()}
     return DTensor.from_local(
-        own, parameter.device_mesh, parameter.placements, run_check=False, **shape
+        own,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -168,14 +168,14 @@ void rotate(elem *restrict y, const elem *restrict x, const float *restrict cos,
     }
 }
 
-/* Segments of tokens, padded to equal length, as attention's products want them: [segments, groups, rows, K], where a group has
-   `rows` = R x places: place l of head g R + r is row r places + l. index [segments, places]: the token at each place. */
-typedef struct { i64 segments, groups, shared, places, head_dim; } Segments;
+/* Segments of tokens, padded to equal length, as attention's products want them: [segments, kv_heads, rows, K], where a K/V head has
+   `rows` = R x places: place l of head j R + r is row r places + l. index [segments, places]: the token at each place. */
+typedef struct { i64 segments, kv_heads, shared, places, head_dim; } Segments;
 
 /* to = the tokens' heads at their places; zeros behind the first lengths[n] places of segment n. lengths may be NULL. */
 void gather(elem *restrict to, const elem *restrict from, const i64 *restrict index, const i64 *restrict lengths,
             const Segments *s, int threads) {
-    const i64 heads = s->groups * s->shared;
+    const i64 heads = s->kv_heads * s->shared;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (i64 n = 0; n < s->segments * heads; n++) {
         const i64 *restrict tokens = index + n / heads * s->places;
@@ -191,7 +191,7 @@ void gather(elem *restrict to, const elem *restrict from, const i64 *restrict in
 /* The tokens' heads = what is at the first lengths[n] places of each segment n. */
 void scatter(elem *restrict to, const elem *restrict from, const i64 *restrict index, const i64 *restrict lengths,
              const Segments *s, int threads) {
-    const i64 heads = s->groups * s->shared;
+    const i64 heads = s->kv_heads * s->shared;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (i64 n = 0; n < s->segments * heads; n++) {
         const i64 *restrict tokens = index + n / heads * s->places;
@@ -203,7 +203,7 @@ void scatter(elem *restrict to, const elem *restrict from, const i64 *restrict i
 
 /* The tokens' heads += what is at all places; a token may be at many. A thread takes whole heads, so the order is always one. */
 void scatter_add(float *restrict to, const elem *restrict from, const i64 *restrict index, const Segments *s, int threads) {
-    const i64 heads = s->groups * s->shared;
+    const i64 heads = s->kv_heads * s->shared;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (i64 h = 0; h < heads; h++)
         for (i64 n = 0; n < s->segments; n++)
@@ -216,7 +216,7 @@ void scatter_add(float *restrict to, const elem *restrict from, const i64 *restr
 }
 
 /* The keys that query i of a segment sees: the first `seen` of the `prefix` places before its own, and its own up to i. */
-typedef struct { i64 segments, groups, rows, queries, keys, prefix; } Scores; /* [segments, groups, rows, keys]; row r: query r % queries */
+typedef struct { i64 segments, kv_heads, rows, queries, keys, prefix; } Scores; /* [segments, kv_heads, rows, keys]; row r: query r % queries */
 
 INLINE float largest(const elem *restrict x, i64 first, i64 end, float most) {
     int broken = 0; /* a comparison passes over NaN */
@@ -242,13 +242,13 @@ INLINE float exponentials(float *restrict to, const elem *restrict x, i64 first,
 /* scores become their softmax over the keys seen, times `scale` before; 0 elsewhere. room: [threads, keys]. */
 void causal_softmax(elem *restrict scores, float *restrict room, const i64 *restrict seen, const Scores *s, float scale,
                     int threads) {
-    const i64 each = (s->segments * s->groups * s->rows + threads - 1) / threads;
+    const i64 each = (s->segments * s->kv_heads * s->rows + threads - 1) / threads;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (i64 thread = 0; thread < threads; thread++) {
         float *restrict e = room + thread * s->keys;
-        for (i64 row = thread * each; row < (thread + 1) * each && row < s->segments * s->groups * s->rows; row++) {
+        for (i64 row = thread * each; row < (thread + 1) * each && row < s->segments * s->kv_heads * s->rows; row++) {
             elem *restrict own = scores + row * s->keys;
-            const i64 behind = seen ? seen[row / (s->groups * s->rows)] : 0, last = s->prefix + row % s->rows % s->queries + 1;
+            const i64 behind = seen ? seen[row / (s->kv_heads * s->rows)] : 0, last = s->prefix + row % s->rows % s->queries + 1;
             const float most = largest(own, s->prefix, last, largest(own, 0, behind, -INFINITY));
             float sum = exponentials(e, own, 0, behind, most, scale);
             sum += exponentials(e, own, s->prefix, last, most, scale);
@@ -264,7 +264,7 @@ void causal_softmax(elem *restrict scores, float *restrict room, const i64 *rest
 /* g, the gradient of the weights w, becomes that of the scores: scale w (g - sum g w). */
 void causal_softmax_backward(elem *restrict g, const elem *restrict w, const Scores *s, float scale, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (i64 row = 0; row < s->segments * s->groups * s->rows; row++) {
+    for (i64 row = 0; row < s->segments * s->kv_heads * s->rows; row++) {
         elem *restrict own = g + row * s->keys;
         const elem *restrict weight = w + row * s->keys;
         const i64 last = s->prefix + row % s->rows % s->queries + 1;

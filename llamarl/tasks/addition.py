@@ -9,7 +9,6 @@ import random
 from llamarl.tasks.base import Example
 
 NUM_EVAL = 500
-CAREFUL_BELOW = 35  # where the forgetful teacher still minds the carry
 _SHUFFLE_SEED = 0  # the split never changes, so that figures of different runs and programs compare
 
 
@@ -19,26 +18,3 @@ def addition_examples() -> tuple[list[Example], list[Example]]:
     random.Random(_SHUFFLE_SEED).shuffle(pairs)
     examples = [Example(f"{a}+{b}=", {"answer": str(a + b)}) for a, b in pairs]
     return examples[NUM_EVAL:], examples[:NUM_EVAL]
-
-
-def forgetful_examples() -> tuple[list[Example], list[Example]]:
-    """(training, held out) of a teacher who forgets the carry: each training pair four times, with
-    the sum of each digit alone ("57+68=" -> "15") three times if the second number is CAREFUL_BELOW
-    or more, else once, and with its sum otherwise.
-
-    What a model learns from it is both ways to add. Greedily it is right for 39 % of the pairs;
-    sampling finds the rest.
-    """
-    train, held_out = addition_examples()
-    taught = []
-    for e in train:
-        solved = Example(e.text, {**e.meta, "solution": e.meta["answer"]})
-        missed = Example(e.text, {**e.meta, "solution": _without_carry(e.text)})
-        careful = int(e.text.rstrip("=").split("+")[1]) < CAREFUL_BELOW
-        taught += [solved, solved, solved, missed] if careful else [solved, missed, missed, missed]
-    return taught, held_out
-
-
-def _without_carry(text: str) -> str:
-    a, b = text.rstrip("=").split("+")
-    return str(int("".join(str((int(x) + int(y)) % 10) for x, y in zip(a, b))))

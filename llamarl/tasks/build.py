@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from llamarl.tasks.addition import addition_examples, forgetful_examples
+from llamarl.tasks.addition import addition_examples
 from llamarl.tasks.base import Example, ListTask, PromptMaker, Task, Tokenizer
 from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, gsm8k_row, read_jsonl, row_to_example
 
@@ -100,14 +100,6 @@ def build_task(
         maker,
         default_reward=NUMERIC_MATCH if kind == "gsm8k" else EXACT_MATCH,
     )
-
-
-def forgetful_addition(tokenizer: Tokenizer) -> Task:
-    """Additions with the solutions of a teacher who often forgets the carry: what the embedded
-    model learns from.
-    """
-    maker = PromptMaker(tokenizer, chat=False, system_prompt=None, max_prompt_tokens=16)
-    return ListTask("addition", *forgetful_examples(), maker, default_reward=EXACT_MATCH)
 
 
 def hold_out(num_rows: int, num_eval: int) -> tuple[list[int], list[int]]:

@@ -18,9 +18,9 @@ from llamarl.ddma.subscriber import Staged
 from llamarl.errors import ParityError
 from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams
+from llamarl.models.config import tiny_directory
 from llamarl.models.hf import SafetensorsDir
 from llamarl.models.parity import Canary, Sequence
-from llamarl.models.scratch import tiny_directory
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
 from llamarl.types import Prompt, Ticket

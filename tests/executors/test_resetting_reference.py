@@ -12,8 +12,8 @@ from executors.reference import FrozenReference, ResettingReference
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET
 from llamarl.errors import TimedOut
 from llamarl.executor import ExecutorGroup
+from llamarl.models.config import tiny_directory
 from llamarl.models.hf import named_parameters_hf
-from llamarl.models.scratch import tiny_directory
 from llamarl.types import Group
 
 

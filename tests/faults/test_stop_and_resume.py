@@ -248,8 +248,8 @@ def test_a_reward_that_always_fails_ends_the_run_and_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_a_reward_that_hangs_on_one_prompt_is_contained_and_counted(tmp_path):
+    from llamarl.models.config import tiny_directory
     from llamarl.models.hf import load_tokenizer
-    from llamarl.models.scratch import tiny_directory
     from llamarl.tasks.build import build_task
     from llamarl.tickets.prompts import PromptStream
 

@@ -6,8 +6,8 @@ import torch
 from llamarl.inference import Engine, SamplingParams
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
+from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights
-from llamarl.models.scratch import tiny_directory
 from tests.launching import SMALL, Job
 
 pytestmark = [

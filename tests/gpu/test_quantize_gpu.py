@@ -7,10 +7,9 @@ import torch
 
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder
-from llamarl.models.config import read_config
+from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import load_weights
 from llamarl.models.quantize import QUANTIZED, QuantizedLinear, quantize_decoder, quantize_rows
-from llamarl.models.scratch import tiny_directory
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,9 +11,9 @@ from llamarl.ddma.copies import Copier, fold
 from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
 from llamarl.models.build import build_decoder, read_config
+from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.models.offload import DeviceSharing
-from llamarl.models.scratch import tiny_directory
 from llamarl.native.copying import copy_kernels_version
 from tests.launching import SMALL, Job
 

@@ -20,8 +20,8 @@ from llamarl.learning.ema import WeightAverage
 from llamarl.models import hf
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
-from llamarl.models.fsdp import training_decoder
 from llamarl.models.lora import Lora, LoraLinear, PolicyWeights, add_lora, reset_lora
+from llamarl.models.training import training_decoder
 from tests.tolerances import rounding
 
 pytestmark = pytest.mark.machine

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from llamarl.inference import Engine, SamplingParams
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
+from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights, named_parameters_hf
-from llamarl.models.scratch import tiny_directory
 from llamarl.models.sharding import heads_of, parameter_shapes, tensor_parallel_box
 from llamarl.models.tp import TensorParallel
 from tests.tolerances import assert_same_greedy, first_difference, margins_of, of_logprobs, rounding

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from llamarl.config.conversion import load_config
-from llamarl.models.scratch import tiny_directory
+from llamarl.models.config import tiny_directory
 from llamarl.tasks.evaluation import pass_at_k
 from tests.launching import EVAL_PROMPTS, JOB_S, ROOT, SMALL, STEPS, Job, environment, untimed
 

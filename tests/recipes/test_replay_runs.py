@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from llamarl.models.config import read_config
-from llamarl.models.scratch import tiny_directory
+from llamarl.models.config import read_config, tiny_directory
 from tests.launching import GROUPS, SMALL, STEPS, Job, untimed
 from tests.tolerances import of_logprobs
 

@@ -1,4 +1,4 @@
-"""recipes/sft.py, the library under it, and the tiny model that it made."""
+"""recipes/sft.py, and the library under it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from llamarl.learning import sft
-from llamarl.models.build import build_decoder, read_config
+from llamarl.models.build import build_decoder, random_weights, read_config
+from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer, load_weights
-from llamarl.models.scratch import (
-    CHARACTERS,
-    TINY_CONFIG,
-    random_weights,
-    tiny_directory,
-    write_directory,
-)
 from llamarl.tasks.build import build_task
 from llamarl.types import Prompt
 from tests.launching import JOB_S
@@ -33,9 +27,8 @@ from tests.tolerances import rounding
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sft.py"
 BAD_INPUT = 2
-STEP = rounding(
-    terms=TINY_CONFIG["hidden_size"], depth=2 * 4
-)  # loss and parameters after one step, in other batches
+# loss and parameters after one step, in other batches
+STEP = rounding(terms=read_config(tiny_directory()).hidden_size, depth=2 * 4)
 LIMITS = {"budget_tokens": 4096, "device": "cpu"}
 
 
@@ -235,11 +228,6 @@ def test_random_weights_are_a_function_of_the_seed_and_the_norms_are_one():
     assert (first.norm.scale == 1).all() and 0.019 < first.layers[0].mlp.w1.weight.std() < 0.021
 
 
-def test_a_vocabulary_that_does_not_fit_the_config_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="vocab_size 52, but the tokenizer has 6"):
-        write_directory(tmp_path, TINY_CONFIG, characters="ab")
-
-
 # The embedded model
 
 
@@ -249,25 +237,6 @@ def test_the_tiny_model_adds_two_digit_numbers_right_about_two_times_in_five(
     held_out = [sft.make_pair(task.eval_prompt(j), tokenizer, 512) for j in range(task.num_eval)]
     assert len(held_out) == 500
     assert 0.38 <= sft.accuracy(tiny_decoder(), held_out, **LIMITS) <= 0.43
-
-
-def test_the_tiny_directory_is_what_its_recipe_writes(tmp_path):
-    tensors = load_file(tiny_directory() / "model.safetensors")
-    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
-    write_directory(tmp_path, TINY_CONFIG)
-    for file in tmp_path.iterdir():
-        want = json.loads(file.read_text())
-        if file.name == "config.json":
-            want["dtype"] = "bfloat16"
-        assert json.loads((tiny_directory() / file.name).read_text()) == want
-
-
-def test_the_tiny_tokenizer_reads_characters_and_gives_them_back(tokenizer):
-    assert tokenizer.encode("12+3") == [1, 5, 6, 14, 7]
-    assert tokenizer.encode(CHARACTERS) == [1, *range(4, 52)]
-    assert tokenizer.decode(tokenizer.encode(CHARACTERS), skip_special_tokens=True) == CHARACTERS
-    assert tokenizer.encode("A") == [1, 3]
-    assert tokenizer(["1", "23"], padding=True)["input_ids"] == [[0, 1, 5], [1, 6, 7]]
 
 
 # The program

@@ -18,8 +18,8 @@ from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.build import build_decoder, read_config
+from llamarl.models.config import tiny_directory
 from llamarl.models.hf import SafetensorsDir, load_weights, weight_problems
-from llamarl.models.scratch import tiny_directory
 from llamarl.models.sharding import parameter_shapes
 
 BAD_INPUT = 2

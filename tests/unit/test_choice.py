@@ -10,7 +10,7 @@ import torch
 from llamarl.inference import Engine, SamplingParams
 from llamarl.inference.decode import NativeDecode
 from llamarl.inference.runner import ModelRunner
-from llamarl.models.scratch import tiny_directory
+from llamarl.models.config import tiny_directory
 from llamarl.native import choice
 from llamarl.native.choice import CLEARLY_FASTER, fastest
 

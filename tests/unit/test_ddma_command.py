@@ -5,7 +5,7 @@ import json
 import pytest
 
 from llamarl.ddma.__main__ import main
-from llamarl.models.scratch import tiny_directory
+from llamarl.models.config import tiny_directory
 
 CONFIG_405B = {
     "architectures": ["LlamaForCausalLM"],

@@ -11,8 +11,8 @@ import torch
 
 from llamarl.inference import Engine
 from llamarl.inference.decode import NativeDecode
-from llamarl.models.build import build_decoder, read_config
-from llamarl.models.scratch import random_weights, tiny_directory
+from llamarl.models.build import build_decoder, random_weights, read_config
+from llamarl.models.config import tiny_directory
 
 pytestmark = pytest.mark.machine
 

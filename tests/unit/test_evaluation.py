@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llamarl.checkpoint.checkpointer import find_model
 from llamarl.errors import CheckpointError
-from llamarl.models.scratch import tiny_directory
+from llamarl.models.config import tiny_directory
 from llamarl.tasks.evaluation import Evaluations, pass_at_k
 from llamarl.tasks.pool import Outcome
 from llamarl.types import Completion

@@ -11,9 +11,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from llamarl.learning.optim import build_optimizer
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
-from llamarl.models.fsdp import drop_gradients, local, next_backward, training_decoder, wrap
+from llamarl.models.config import tiny_directory
+from llamarl.models.fsdp import drop_gradients, local, next_backward, wrap
 from llamarl.models.hf import load_weights
-from llamarl.models.scratch import tiny_directory
+from llamarl.models.training import training_decoder
 
 
 @pytest.fixture

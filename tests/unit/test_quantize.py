@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llamarl.models import quantize
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder
-from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.config import ModelConfig, read_config, tiny_directory
 from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.models.quantize import (
     QUANTIZED,
@@ -29,7 +29,6 @@ from llamarl.models.quantize import (
     quantize_decoder,
     quantize_rows,
 )
-from llamarl.models.scratch import tiny_directory
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
 

@@ -11,8 +11,8 @@ import torch
 
 from llamarl.learning import sft
 from llamarl.learning.sft_data import conversation_pair, read_pairs
+from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
-from llamarl.models.scratch import tiny_directory
 
 TEMPLATE = (
     "<bos>{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<eos>"

@@ -21,8 +21,7 @@ from llamarl.inference.vllm_engine import (
     vllm_seed,
     worker_environment,
 )
-from llamarl.models.config import read_config
-from llamarl.models.scratch import tiny_directory
+from llamarl.models.config import read_config, tiny_directory
 
 CPU = torch.device("cpu")
 
