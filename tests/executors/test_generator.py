@@ -352,8 +352,7 @@ def test_held_out_prompts_are_also_sampled_under_the_pinned_version():
     assert g.version == 6
 
 
-# -- checkpoints
-# ----------------------------------------------------------------------------------------------------------
+# --- checkpoints ---
 
 
 def stored(state):

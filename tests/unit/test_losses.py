@@ -93,12 +93,20 @@ def test_bfloat16_logprobs_are_subtracted_in_float32():
     assert ratio(torch.tensor([math.inf])).isfinite().all()
 
 
-# -- names
-# -----------------------------------------------------------------------------------------------------------------
+# --- names ---
 
 MY_LOSS = """
 def my_loss(
-    trainer_logprobs, generator_logprobs, ref_logprobs, advantages, loss_mask, *, num_loss_tokens, completions, width, depth=1
+    trainer_logprobs,
+    generator_logprobs,
+    ref_logprobs,
+    advantages,
+    loss_mask,
+    *,
+    num_loss_tokens,
+    completions,
+    width,
+    depth=1,
 ):
     return trainer_logprobs.sum() / num_loss_tokens, {}
 

@@ -15,8 +15,10 @@ from llamarl.models.hf import load_tokenizer
 from llamarl.models.scratch import tiny_directory
 
 TEMPLATE = (
-    "<bos>{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<eos>"
-    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %};{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "<bos>{% for m in messages %}{{ m['role'] }}: "
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<eos>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %};{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 SYSTEM, ONE, TWO = (
     {"role": "system", "content": "add"},
