@@ -14,7 +14,7 @@ _SHUFFLE_SEED = 0  # the split never changes, so that figures of different runs 
 
 
 def addition_examples() -> tuple[list[Example], list[Example]]:
-    """(training, held out): 7,600 and 500."""
+    """(training, held out) examples: 7,600 and 500."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(_SHUFFLE_SEED).shuffle(pairs)
     examples = [Example(f"{a}+{b}=", {"answer": str(a + b)}) for a, b in pairs]
@@ -31,14 +31,15 @@ def forgetful_examples() -> tuple[list[Example], list[Example]]:
     """
     train, held_out = addition_examples()
     taught = []
-    for e in train:
-        solved = Example(e.text, {**e.meta, "solution": e.meta["answer"]})
-        missed = Example(e.text, {**e.meta, "solution": _without_carry(e.text)})
-        careful = int(e.text.rstrip("=").split("+")[1]) < CAREFUL_BELOW
-        taught += [solved, solved, solved, missed] if careful else [solved, missed, missed, missed]
+    for example in train:
+        a, b = example.text.rstrip("=").split("+")
+        right = Example(example.text, example.meta | {"solution": example.meta["answer"]})
+        wrong = Example(example.text, example.meta | {"solution": _without_carry(a, b)})
+        num_right = 3 if int(b) < CAREFUL_BELOW else 1
+        taught += [right] * num_right + [wrong] * (4 - num_right)
     return taught, held_out
 
 
-def _without_carry(text: str) -> str:
-    a, b = text.rstrip("=").split("+")
-    return str(int("".join(str((int(x) + int(y)) % 10) for x, y in zip(a, b))))
+def _without_carry(a: str, b: str) -> str:
+    digits = [(int(x) + int(y)) % 10 for x, y in zip(a, b)]
+    return str(int("".join(map(str, digits))))

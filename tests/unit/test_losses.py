@@ -141,7 +141,7 @@ def test_a_loss_in_the_users_directory_resolves(user_module):
     [
         ("aipoo", "no loss 'aipoo'; did you mean aipo"),
         ("users_losses:my_los", "did you mean my_loss"),
-        ("users_losses:limit", "no function 'limit'"),
+        ("users_losses:limit", "users_losses has int, not a function, under the name limit"),
         ("users_losses:too_few", "must take .trainer_logprobs"),
         ("users_lossez:my_loss", "no module users_lossez"),
     ],
