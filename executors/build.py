@@ -25,6 +25,7 @@ from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings
 from llamarl.models.lora import Lora
 from llamarl.models.parity import TOP
+from llamarl.tasks.pool import RewardPool
 
 
 def sampling_of(config: Config, job: Job) -> SamplingParams:
@@ -79,13 +80,16 @@ def build_reward(config: Config, job: Job) -> RuleReward:
         prompts=job.prompts,
         eval_prompts=job.task.eval_prompt,
         decode=job.decode,
-        fn=r.fn or job.task.default_reward,
+        make_source=partial(
+            RewardPool,
+            r.fn or job.task.default_reward,
+            num_workers=r.num_workers,
+            timeout_s=r.timeout_s,
+            memory_mb=r.memory_mb,
+        ),
         group_size=config.group_size,
         num_eval_prompts=len(job.eval_prompts),
         num_eval_samples=config.eval.num_samples,
-        num_workers=r.num_workers,
-        timeout_s=r.timeout_s,
-        memory_mb=r.memory_mb,
         max_error_rate=r.max_error_rate,
     )
 

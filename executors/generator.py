@@ -269,7 +269,7 @@ class Generator(Executor):
                 self._note_sent(completion)
                 self.outputs["completions"].put(completion)
             else:
-                self.outputs["evaluations"].put(evaluation.numbered(stream, completion))
+                self.outputs["evaluations"].put(evaluation.eval_completion(stream, completion))
         return sampled > 0 or bool(finished)
 
     def _ended_one(self, ticket: int) -> None:

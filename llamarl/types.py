@@ -72,6 +72,20 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class EvalCompletion:
+    """One answer to a held-out prompt, of which each gets a greedy one and k sampled ones. Made by
+    a generator as soon as it finishes, consumed by the reward.
+    """
+
+    prompt_index: int  # 0 .. num_eval_prompts-1
+    greedy: bool
+    sample_index: int  # 0 .. k-1 of those sampled; 0 of the greedy one
+    token_ids: Tensor  # [L] int64; ends with the stop token when finish_reason is "stop"
+    policy_versions: Tensor  # [L] int64, all alike: one version answers all of an evaluation
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
 class ScoredCompletion:
     """A completion and the reward's verdict on it. Lives inside the reward executor until its group
     is whole.

@@ -39,13 +39,14 @@ from llamarl.config.command_line import (
     to_values,
 )
 from llamarl.inference import Engine
-from llamarl.inference.evaluation import numbered, submit
+from llamarl.inference.evaluation import eval_completion, submit
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.tasks.evaluation import Evaluations, pass_at_k, score_of
-from llamarl.tasks.pool import Outcome, RewardPool
-from llamarl.types import Completion, Prompt
+from llamarl.tasks.pool import RewardPool
+from llamarl.tasks.source import Outcome
+from llamarl.types import EvalCompletion, Prompt
 
 OF_THE_RUN = "task reward eval generator model.dtype group_size max_new_tokens temperature seed threads max_lag buffer".split()
 OUR_OWN = (
@@ -119,17 +120,23 @@ def config_of(model: Path, run: Path | None, overrides: list[str]) -> Config:
     return config
 
 
-def answer(engine: Engine, job: Job, prompts: list[Prompt], num_samples: int) -> list[Completion]:
-    """In order: of each prompt the greedy completion, then the sampled ones."""
+def answer(
+    engine: Engine, job: Job, prompts: list[Prompt], num_samples: int
+) -> list[EvalCompletion]:
+    """The completions of all prompts, in order: of each the greedy one, then the sampled ones."""
+    sampling = sampling_of(job.config, job)
     for j, prompt in enumerate(prompts):
-        submit(engine, j, prompt, sampling_of(job.config, job), num_samples)
+        submit(engine, j, prompt, sampling, num_samples)
     completions = []
     while engine.num_live or engine.num_waiting:
         engine.step(job.config.generator.chunk_tokens)
-        completions += [
-            numbered(stream, completion) for stream, completion in engine.pop_finished()
-        ]
-    return sorted(completions, key=lambda c: (c.ticket, c.sample_index))
+        completions += [eval_completion(stream, c) for stream, c in engine.pop_finished()]
+    return sorted(completions, key=lambda c: (c.prompt_index, number_of(c)))
+
+
+def number_of(completion: EvalCompletion) -> int:
+    """Which of its prompt's completions it is: 0 is the greedy one, 1 .. k are those sampled."""
+    return 0 if completion.greedy else completion.sample_index + 1
 
 
 def check_writable(out: Path) -> None:
@@ -144,18 +151,19 @@ def check_writable(out: Path) -> None:
 def write(
     out: Path,
     prompts: list[Prompt],
-    completions: list[Completion],
+    completions: list[EvalCompletion],
     scored: list[tuple[str, Outcome]],
 ) -> None:
+    """Write a line of JSON for each completion, with its text and its outcome."""
     with out.open("w") as file:
         for c, (text, outcome) in zip(completions, scored):
             line = {
-                "prompt": prompts[c.ticket].text,
+                "prompt": prompts[c.prompt_index].text,
                 "completion": text,
                 "score": score_of(outcome),
                 "outcome": outcome.kind,
-                "number": c.ticket,
-                "sample": c.sample_index,
+                "number": c.prompt_index,
+                "sample": number_of(c),
                 "num_tokens": c.token_ids.numel(),
                 "finish_reason": c.finish_reason,
             }
@@ -163,15 +171,19 @@ def write(
 
 
 def report(
-    config: Config, completions: list[Completion], outcomes: list[Outcome], num_prompts: int, k: int
+    config: Config,
+    completions: list[EvalCompletion],
+    outcomes: list[Outcome],
+    num_prompts: int,
+    k: int,
 ) -> list[str]:
-    """What is printed."""
+    """The lines to print about num_prompts prompts with k samples each."""
     book = Evaluations(num_prompts, k)
-    scores: dict[int, list[float]] = {}
+    scores: dict[int, list[float]] = {}  # of each prompt's samples
     for c, outcome in zip(completions, outcomes):
         book.add(c, outcome)
-        if c.sample_index:
-            scores.setdefault(c.ticket, []).append(score_of(outcome))
+        if not c.greedy:
+            scores.setdefault(c.prompt_index, []).append(score_of(outcome))
     ((_, metrics),) = book.finished()
     length = metrics["eval/length_mean"]
     passes = "eval/accuracy" in metrics  # all scores are 0 or 1
@@ -186,7 +198,7 @@ def report(
         for n in draws:
             best = sum(pass_at_k(s, n) for s in scores.values()) / num_prompts
             passed.append(f"pass@{n} {best:.2%}" if passes else f"best of {n} {best:.4g}")
-        lengths = [c.token_ids.numel() for c in completions if c.sample_index]
+        lengths = [c.token_ids.numel() for c in completions if not c.greedy]
         mean = sum(lengths) / len(lengths)
         lines.append(
             f"sampled  {'  '.join(passed)}   {k} a prompt at temperature {config.temperature:g}, {mean:.1f} tokens mean length"
@@ -231,7 +243,7 @@ def run(args: argparse.Namespace) -> None:
         pool.start()  # what is wrong with the function is told before any work
         completions = answer(engine, job, prompts, k)
         texts = [job.decode(c.token_ids.tolist()) for c in completions]
-        asked = [prompts[c.ticket] for c in completions]
+        asked = [prompts[c.prompt_index] for c in completions]
         outcomes = pool.score(
             [(prompt.text, text, prompt.meta) for prompt, text in zip(asked, texts)]
         )

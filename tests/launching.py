@@ -127,7 +127,9 @@ class Job:
         return folder / (folder / "latest").read_text().strip()
 
     def wait(self, timeout_s: float = JOB_S) -> int:
-        """The exit code of python or torchrun. AssertionError with the output if it does not end."""
+        """The exit code of python or torchrun. AssertionError with the output if it does
+        not end.
+        """
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -142,7 +144,8 @@ class Job:
             ended = self.process.poll() is not None and not predicate()
             if ended or time.monotonic() > deadline:
                 raise AssertionError(
-                    f"{what}: not so {'when the job ended' if ended else f'after {timeout_s} s'}:\n{self.output}"
+                    f"{what}: not so "
+                    f"{'when the job ended' if ended else f'after {timeout_s} s'}:\n{self.output}"
                 )
             time.sleep(POLL_S)
 

@@ -1,7 +1,8 @@
 """Ranks that the tests of one session share: to start one, with torch and all that a model needs,
 takes longer than most tests.
 
-    answers = pool.call(__file__, "exchange", ranks=4, timeout_s=60, scenario=scenario)     # what exchange(rank, ...) returned, by rank
+    # what exchange(rank, ...) returned, by rank
+    answers = pool.call(__file__, "exchange", ranks=4, timeout_s=60, scenario=scenario)
 
 Each rank is this file run as a script. It takes one call a line from its standard input, answers
 with one line, and makes a world of its own for each call: nothing of one is left for the next but
@@ -122,8 +123,7 @@ def _read(process: subprocess.Popen, lines: queue.Queue) -> None:
     lines.put("null")
 
 
-# -- what a rank runs
-# ------------------------------------------------------------------------------------------------------
+# --- what a rank runs ---
 
 
 def serve(rank: int) -> None:

@@ -155,7 +155,8 @@ def test_every_room_is_a_folder_but_the_four_that_all_know():
     ["llamarl", "llamarl.config.command_line", "llamarl.tasks.rewards", "llamarl.tasks.worker"],
 )
 def test_light_modules_import_no_torch(module):
-    code = f"import sys, {module}; print(sorted(m for m in ('torch', 'transformers', 'torchtune') if m in sys.modules))"
+    heavy = ("torch", "transformers", "torchtune")
+    code = f"import sys, {module}; print(sorted(m for m in {heavy} if m in sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
@@ -214,7 +215,8 @@ def test_pickling_is_seen(source):
 
 def test_innocent_code_is_not_called_pickling():
     assert not pickling(
-        "from safetensors.torch import save, load\nself.load()\nx.load_state_dict(y)\njson.loads(x)\n'no pickle'"
+        "from safetensors.torch import save, load\n"
+        "self.load()\nx.load_state_dict(y)\njson.loads(x)\n'no pickle'"
     )
 
 

@@ -65,6 +65,7 @@ def assert_same_greedy(ours: Tensor, theirs: Tensor, margins: Tensor, tolerance:
         assert same < margins.numel(), f"{ours.tolist()} goes on after {theirs.tolist()} has ended"
         margin = float(margins[same])
         assert margin <= 2 * tolerance, (
-            f"place {same}: {ours.tolist()}, not {theirs.tolist()}, which is likelier by {margin:.2g} nats"
+            f"place {same}: {ours.tolist()}, not {theirs.tolist()}, which is likelier by "
+            f"{margin:.2g} nats"
         )
     return same

@@ -5,7 +5,6 @@ not fit told at once.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import types
@@ -20,6 +19,7 @@ from yaml import YAMLError
 
 from llamarl.config.loss_options import LOSS_OPTIONS
 from llamarl.config.schema import Config, LossSettings
+from llamarl.names import nearest
 from llamarl.native.files import replace_text
 
 # Keys of earlier releases -> today's.
@@ -84,9 +84,12 @@ def did_you_mean(key: str, names: Sequence[str]) -> str:
         return f"; it is called {RENAMED[key]} now"
     last = {name.rpartition(".")[2]: name for name in reversed(names)}
     tail = key.rpartition(".")[2]
-    near = [last[tail]] if tail in last else difflib.get_close_matches(key, names, 1, 0.75)
-    near = near or [last[close] for close in difflib.get_close_matches(tail, last, 1, 0.7)]
-    return f"; did you mean {near[0]}?" if near else ""
+    if tail in last:
+        return f"; did you mean {last[tail]}?"
+    near = nearest(key, names, cutoff=0.75)
+    if near is None:
+        near = last.get(nearest(tail, last, cutoff=0.7))
+    return "" if near is None else f"; did you mean {near}?"
 
 
 def describe(hint: object) -> str:

@@ -5,36 +5,36 @@ from __future__ import annotations
 import dataclasses
 
 from llamarl.inference import Engine, SamplingParams
-from llamarl.types import Completion, Prompt
+from llamarl.types import Completion, EvalCompletion, Prompt
 
 # Streams of the engine; training has 0.
 GREEDY = 1
-
-
 SAMPLED = 2
 
 
 def submit(
-    engine: Engine, number: int, prompt: Prompt, sampling: SamplingParams, num_samples: int
+    engine: Engine, prompt_index: int, prompt: Prompt, sampling: SamplingParams, num_samples: int
 ) -> int:
-    """Queue held-out prompt `number`: a greedy completion, and num_samples by `sampling`. Returns
+    """Queue a held-out prompt: for a greedy completion, and for num_samples by `sampling`. Returns
     how many completions that makes.
     """
     greedy = SamplingParams(
         sampling.max_new_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids
     )
-    engine.submit(number, prompt.prompt_ids, greedy, stream=GREEDY)
+    engine.submit(prompt_index, prompt.prompt_ids, greedy, stream=GREEDY)
     if num_samples:
-        engine.submit(
-            number, prompt.prompt_ids, dataclasses.replace(sampling, n=num_samples), stream=SAMPLED
-        )
+        several = dataclasses.replace(sampling, n=num_samples)
+        engine.submit(prompt_index, prompt.prompt_ids, several, stream=SAMPLED)
     return 1 + num_samples
 
 
-def numbered(stream: int, completion: Completion) -> Completion:
-    """An evaluation completion as it travels: sample_index 0 is greedy, 1 .. k are sampled."""
-    return (
-        dataclasses.replace(completion, sample_index=completion.sample_index + 1)
-        if stream == SAMPLED
-        else completion
+def eval_completion(stream: int, completion: Completion) -> EvalCompletion:
+    """What the engine finished in one of these streams, as it travels to the reward."""
+    return EvalCompletion(
+        prompt_index=completion.ticket,
+        greedy=stream == GREEDY,
+        sample_index=completion.sample_index,
+        token_ids=completion.token_ids,
+        policy_versions=completion.policy_versions,
+        finish_reason=completion.finish_reason,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -11,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from llamarl.names import did_you_mean
 
 SCHEDULES: dict[str, Callable[[float], float]] = {  # progress 0..1 after the warm-up -> factor 0..1
     "constant": lambda x: 1.0,
@@ -141,8 +142,7 @@ def lr_at(
     steps.
     """
     if schedule not in SCHEDULES:
-        close = difflib.get_close_matches(schedule, SCHEDULES, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = did_you_mean(schedule, SCHEDULES)
         raise ValueError(f"no schedule {schedule!r}{hint}; there is {', '.join(SCHEDULES)}")
     if not 0 <= warmup_steps < max_steps:
         raise ValueError(

@@ -24,29 +24,54 @@ from llamarl.types import Prompt
 
 log = logging.getLogger(__name__)
 
-CACHED_PROMPTS = (
-    65_536  # per task and split; a prompt is asked for group_size times, soon after one another
-)
+# Per task and split; a prompt is asked for group_size times, soon after one another.
+CACHED_PROMPTS = 65_536
 SAMPLED = 100  # prompts whose token ids a fingerprint looks at; some tasks make 75 a second
 BOUNDARY_TOKENS = 8  # that text may add where it meets the template, by breaking merges there
 
 
 class Task(Protocol):
-    """Prompts by number. Each is a pure function of its number, the same in every process."""
+    """Prompts by number. Each is a pure function of its number: the same in every process.
+
+    Questions that are made on demand are a task of a few lines:
+
+        class Doubling:
+            name = "doubling"
+            default_reward = "llamarl.tasks.rewards:exact_match"
+            num_train = 1000
+            num_eval = 100
+            train_digest = eval_digest = ""
+
+            def __init__(self, maker: PromptMaker):
+                self._maker = maker
+
+            def _prompt(self, n: int) -> Prompt:
+                return self._maker.prompt(Example(f"2*{n}=", {"answer": str(2 * n)}))
+
+            def train_prompt(self, i: int) -> Prompt:
+                return self._prompt(self.num_eval + i)
+
+            def eval_prompt(self, j: int) -> Prompt:
+                return self._prompt(j)
+
+    tests/unit/test_task_contract.py holds every task to what is said here.
+    """
 
     name: str
     default_reward: str  # "module:function", used where the config names none
     num_train: int
     num_eval: int
-    # SHA-256 over all training rows; "" where rows are made on demand, as a function of the config
+    # SHA-256 over all training rows; "" where rows are made on demand, as a function of the config.
     train_digest: str
     eval_digest: str  # the same of the held-out ones
 
     def train_prompt(self, i: int) -> Prompt:
-        """0 <= i < num_train. `meta["answer"]` holds the reference answer where the task has one."""
+        """Training prompt i, 0 <= i < num_train. `meta["answer"]` holds the reference answer where
+        the task has one.
+        """
 
     def eval_prompt(self, j: int) -> Prompt:
-        """0 <= j < num_eval; held out from training."""
+        """Evaluation prompt j, 0 <= j < num_eval: none of them is a training prompt."""
 
 
 class Tokenizer(Protocol):
@@ -68,11 +93,11 @@ class Example:
 
 
 class PromptMaker:
-    """Text to prompt ids: as a user turn of the tokenizer's chat template if `chat` and it has one,
-    else encoded as it is.
+    """Makes the prompt ids of a text: a user turn of the tokenizer's chat template if `chat` is
+    true and it has one, else the text encoded as it is.
 
-    instruction: appended to what the model reads, and to nothing else.
-    ValueError if a system prompt is given that no template could carry.
+    max_prompt_tokens: what `fits` compares with. instruction: appended to what the model reads, and
+    to nothing else. ValueError if a system prompt is given that no template could carry.
     """
 
     def __init__(
@@ -92,43 +117,44 @@ class PromptMaker:
             raise ValueError(
                 f"task.system_prompt is set, but {why}; unset it, or put the text into the prompts"
             )
-        self._tokenizer, self._instruction = tokenizer, instruction
+        self._tokenizer = tokenizer
+        self._instruction = instruction
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self.max_prompt_tokens = max_prompt_tokens
         self._overhead = len(self.ids("")) + BOUNDARY_TOKENS
 
     def ids(self, text: str) -> list[int]:
-        """Prompt ids [P] of a question."""
+        """The prompt ids [P] of a question."""
         text += self._instruction
         if not self._chat:
             return list(self._tokenizer.encode(text))
         messages = [*self._system, {"role": "user", "content": text}]
-        return list(
-            self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+        ids = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
+        return list(ids)
 
     def fits(self, text: str) -> bool:
-        """Is the prompt at most max_prompt_tokens long? Tokenises only what its size in bytes
-        leaves in doubt.
+        """Whether the prompt is at most max_prompt_tokens long. Tokenises only what its size in
+        bytes leaves in doubt.
         """
         # A token stands for a byte at least, of the text or of what normalization makes of it.
-        forms = (text,) if text.isascii() else (text, unicodedata.normalize("NFKD", text))
-        size = max(len(form.encode("utf-8", "replace")) for form in forms)
-        return (
-            self._overhead + size <= self.max_prompt_tokens
-            or len(self.ids(text)) <= self.max_prompt_tokens
-        )
+        forms = [text]
+        if not text.isascii():
+            forms.append(unicodedata.normalize("NFKD", text))
+        most_tokens = max(len(form.encode("utf-8", "replace")) for form in forms)
+        if self._overhead + most_tokens <= self.max_prompt_tokens:
+            return True
+        return len(self.ids(text)) <= self.max_prompt_tokens
 
     def prompt(self, example: Example) -> Prompt:
-        return Prompt(
-            torch.tensor(self.ids(example.text), dtype=torch.int64), example.text, example.meta
-        )
+        """The prompt of an example, tokenised."""
+        ids = torch.tensor(self.ids(example.text), dtype=torch.int64)
+        return Prompt(ids, example.text, example.meta)
 
 
 class ListTask:
-    """A task over two sequences of examples. Tokenises on demand; prompts over the limit are
+    """A Task over two sequences of examples. Tokenises on demand; prompts over the limit are
     dropped with one warning.
 
     ValueError if no training prompt is left.
@@ -143,44 +169,63 @@ class ListTask:
         *,
         default_reward: str,
     ):
-        self.name, self.default_reward = name, default_reward
+        self.name = name
+        self.default_reward = default_reward
         limit = maker.max_prompt_tokens
-        train_kept, self.train_digest = _fitting(maker, train)
-        eval_kept, self.eval_digest = _fitting(maker, held_out)
-        self.num_train, self.num_eval = len(train_kept), len(eval_kept)
-        dropped_train, dropped_eval = len(train) - self.num_train, len(held_out) - self.num_eval
-        if dropped_train or dropped_eval:
+        kept = _fitting(maker, train)
+        kept_eval = _fitting(maker, held_out)
+        self.num_train = len(kept.places)
+        self.num_eval = len(kept_eval.places)
+        self.train_digest = kept.digest
+        self.eval_digest = kept_eval.digest
+        num_dropped = len(train) - self.num_train
+        num_dropped_eval = len(held_out) - self.num_eval
+        if num_dropped or num_dropped_eval:
             log.warning(
-                "task %s: dropped %d of %d training and %d of %d evaluation prompts, longer than max_prompt_tokens=%d",
+                "task %s: dropped %d of %d training and %d of %d evaluation prompts, "
+                "longer than max_prompt_tokens=%d",
                 name,
-                dropped_train,
+                num_dropped,
                 len(train),
-                dropped_eval,
+                num_dropped_eval,
                 len(held_out),
                 limit,
             )
         if not self.num_train:
             raise ValueError(
-                f"task {name}: none of {len(train)} training prompts fits task.max_prompt_tokens={limit}; raise it"
+                f"task {name}: none of {len(train)} training prompts fits "
+                f"task.max_prompt_tokens={limit}; raise it"
             )
-        self._train = lru_cache(CACHED_PROMPTS)(lambda i: maker.prompt(train[train_kept[i]]))
-        self._eval = lru_cache(CACHED_PROMPTS)(lambda j: maker.prompt(held_out[eval_kept[j]]))
+        cached = lru_cache(CACHED_PROMPTS)  # a cache for each function that it decorates
+        self._train = cached(lambda i: maker.prompt(train[kept.places[i]]))
+        self._eval = cached(lambda j: maker.prompt(held_out[kept_eval.places[j]]))
 
     def train_prompt(self, i: int) -> Prompt:
+        """See Task."""
         return self._train(i)
 
     def eval_prompt(self, j: int) -> Prompt:
+        """See Task."""
         return self._eval(j)
 
 
-def _fitting(maker: PromptMaker, examples: Sequence[Example]) -> tuple[Sequence[int], str]:
-    """(the places of the examples whose prompts are short enough, SHA-256 over those examples)."""
-    kept, digest = [], hashlib.sha256()
+@dataclass(frozen=True, slots=True)
+class _Fitting:
+    """The examples whose prompts are short enough."""
+
+    places: Sequence[int]
+    digest: str  # SHA-256 over them
+
+
+def _fitting(maker: PromptMaker, examples: Sequence[Example]) -> _Fitting:
+    places = []
+    digest = hashlib.sha256()
     for i, example in enumerate(examples):
         if maker.fits(example.text):
-            kept.append(i)
+            places.append(i)
             digest.update(json_of(example.text, example.meta))
-    return kept if len(kept) < len(examples) else range(len(examples)), digest.hexdigest()
+    fits_all = len(places) == len(examples)
+    return _Fitting(range(len(examples)) if fits_all else places, digest.hexdigest())
 
 
 def json_of(text: str, meta: dict[str, object]) -> bytes:
@@ -189,7 +234,7 @@ def json_of(text: str, meta: dict[str, object]) -> bytes:
 
 
 def digest_of(prompts: Iterable[Prompt]) -> str:
-    """SHA-256 over prompts: token ids, text and meta."""
+    """A SHA-256 over prompts: their token ids, texts and meta."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(json.dumps(prompt.prompt_ids.tolist()).encode())

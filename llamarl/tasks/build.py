@@ -1,12 +1,15 @@
 """Tasks by kind: what `task=gsm8k` on the command line becomes.
 
-    kind            prompts                                             held out for evaluation            reward
-    addition        "12+34="; needs no files                            500 pairs, always the same         exact_match
-    jsonl           path: a JSONL file; prompt_key, answer_key          eval_path, or a part of path       exact_match
-    gsm8k           path: JSONL with "question" and "answer"            eval_path, or a part of path       numeric_match
-    hf_dataset      path: a dataset directory; prompt_key, answer_key   eval_path, its test or validation  exact_match
-                                                                        split, or a part of path
-    reasoning_gym   name: such as chain_sum; seed                       questions of a seed of their own   reasoning_gym_score
+    kind           prompts                           held out for evaluation        reward
+    addition       "12+34="; needs no files          500 pairs, always the same     exact_match
+    jsonl          path: a JSONL file; prompt_key,   eval_path, or a part of path   exact_match
+                   answer_key
+    gsm8k          path: JSONL with "question" and   eval_path, or a part of path   numeric_match
+                   "answer"
+    hf_dataset     path: a dataset directory;        eval_path, its test or valid-  exact_match
+                   prompt_key, answer_key            ation split, or a part of path
+    reasoning_gym  name: such as chain_sum; seed     questions of a seed of their   reasoning_gym
+                                                     own                            _score
 
 "A part of path" is min(num_eval, a tenth) of its rows, at random but the same in every run, and
 taken out of training.
@@ -16,9 +19,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
+from llamarl.names import nearest
 from llamarl.tasks.addition import addition_examples
 from llamarl.tasks.base import Example, ListTask, PromptMaker, Task, Tokenizer
 from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, gsm8k_row, read_jsonl, row_to_example
@@ -50,10 +54,8 @@ def build_task(
     bad data.
     """
     if kind not in KINDS:
-        near = get_close_matches(kind, KINDS, n=1, cutoff=0.3)
-        raise ValueError(
-            f"task.kind={kind}: unknown; did you mean {near[0] if near else 'one of ' + ', '.join(KINDS)}?"
-        )
+        near = nearest(kind, KINDS, cutoff=0.3) or f"one of {', '.join(KINDS)}"
+        raise ValueError(f"task.kind={kind}: unknown; did you mean {near}?")
     if path is None and kind in ("jsonl", "gsm8k", "hf_dataset"):
         raise ValueError(f"task.kind={kind} needs task.path")
     instruction = GSM8K_INSTRUCTION if kind == "gsm8k" else ""
@@ -69,43 +71,48 @@ def build_task(
 
         return ReasoningGymTask(name, maker, num_eval=num_eval, seed=seed)
 
-    def read_rows(file: str | Path) -> tuple[Sequence[Example], Sequence[Example] | None]:
-        if kind == "hf_dataset":
-            from llamarl.tasks.hf_dataset import read_hf_dataset
-
-            return read_hf_dataset(file, prompt_key, answer_key)
-        return read_jsonl(
-            file,
-            gsm8k_row
-            if kind == "gsm8k"
-            else lambda row: row_to_example(row, prompt_key, answer_key),
-        ), None
-
     if kind == "addition":
         train, held_out = addition_examples()
     else:
-        train, held_out = read_rows(path)
+        read = partial(_read, kind, prompt_key=prompt_key, answer_key=answer_key)
+        train, held_out = read(path)
         if eval_path is not None:
-            first, evaluation_split = read_rows(eval_path)
-            held_out = first if evaluation_split is None else evaluation_split
+            eval_train, eval_held_out = read(eval_path)
+            held_out = eval_train if eval_held_out is None else eval_held_out
         elif held_out is None:
-            select = (
-                train.select if kind == "hf_dataset" else lambda places: [train[i] for i in places]
-            )
-            train, held_out = map(select, hold_out(len(train), num_eval))
-    return ListTask(
-        kind,
-        train,
-        held_out,
-        maker,
-        default_reward=NUMERIC_MATCH if kind == "gsm8k" else EXACT_MATCH,
-    )
+            kept, held = hold_out(len(train), num_eval)
+            held_out = _select(train, held)
+            train = _select(train, kept)
+    default_reward = NUMERIC_MATCH if kind == "gsm8k" else EXACT_MATCH
+    return ListTask(kind, train, held_out, maker, default_reward=default_reward)
+
+
+def _read(
+    kind: str, path: str | Path, *, prompt_key: str, answer_key: str | None
+) -> tuple[Sequence[Example], Sequence[Example] | None]:
+    """(training examples, held-out examples or None) of a file or directory."""
+    if kind == "hf_dataset":
+        from llamarl.tasks.hf_dataset import read_hf_dataset
+
+        return read_hf_dataset(path, prompt_key, answer_key)
+    if kind == "gsm8k":
+        return read_jsonl(path, gsm8k_row), None
+    to_example = partial(row_to_example, prompt_key=prompt_key, answer_key=answer_key)
+    return read_jsonl(path, to_example), None
+
+
+def _select(examples: Sequence[Example], places: Sequence[int]) -> Sequence[Example]:
+    """Those at these places; a dataset on disk stays there."""
+    if isinstance(examples, list):
+        return [examples[i] for i in places]
+    return examples.select(places)
 
 
 def hold_out(num_rows: int, num_eval: int) -> tuple[list[int], list[int]]:
-    """(training rows, evaluation rows), each in file order: min(num_eval, a tenth) are held out,
-    the same for every seed.
+    """(training rows, evaluation rows), by number and in file order: min(num_eval, a tenth) are
+    held out, the same in every run.
     """
-    size = min(num_eval, max(1, num_rows // 10)) if num_rows > 1 else 0
-    held = set(random.Random(0).sample(range(num_rows), size))
-    return [i for i in range(num_rows) if i not in held], sorted(held)
+    num_held = min(num_eval, max(1, num_rows // 10)) if num_rows > 1 else 0
+    held = set(random.Random(0).sample(range(num_rows), num_held))
+    kept = [i for i in range(num_rows) if i not in held]
+    return kept, sorted(held)

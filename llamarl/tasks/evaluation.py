@@ -1,17 +1,19 @@
 """Evaluation: each held-out prompt is answered greedily and, k times, as in training; what the
 answers come to.
 
-prompt j --submit--> engine --numbered--> Completion j/0 (greedy), j/1 .. j/k (sampled) --score--> Evaluations
-Evaluations --finished--> eval/reward (and eval/accuracy), eval/length_mean, eval/pass_at_1_sampled, eval/pass_at_k
+    prompt --submit--> engine --eval_completion--> EvalCompletion --score--> Evaluations
+    Evaluations --finished--> eval/reward (and eval/accuracy), eval/length_mean,
+                              eval/pass_at_1_sampled, eval/pass_at_k
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from llamarl.tasks.pool import Outcome
-from llamarl.types import Completion
+from llamarl.tasks.source import Outcome
+from llamarl.types import EvalCompletion
 
 
 def pass_at_k(scores: Sequence[float], k: int) -> float:
@@ -30,62 +32,95 @@ def pass_at_k(scores: Sequence[float], k: int) -> float:
 
 
 def score_of(outcome: Outcome) -> float:
-    """Whatever is not a score counts as wrong."""
+    """The score of an outcome; whatever is no score counts as wrong, which is 0."""
     return outcome.value if outcome.kind == "score" else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Which of a version's completions one is; asked twice, the newer answer counts."""
+
+    prompt_index: int
+    greedy: bool
+    sample_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What is kept of a scored completion."""
+
+    outcome: Outcome
+    num_tokens: int
+
+
 class Evaluations:
-    """Scores of evaluation completions, by policy version, until a version has all of them: 1 +
-    num_samples a prompt.
+    """Scores of held-out completions, kept by policy version until a version has all of them: one
+    greedy and num_samples sampled for each of num_prompts prompts.
     """
 
     def __init__(self, num_prompts: int, num_samples: int = 0):
-        self._num_prompts, self._num_samples = num_prompts, num_samples
+        self._num_prompts = num_prompts
+        self._num_samples = num_samples
         self._is_graded = False  # a score other than 0 and 1 was seen: their mean is no accuracy
-        # version -> (prompt, sample_index) -> outcome, tokens
-        self._scores: dict[int, dict[tuple[int, int], tuple[Outcome, int]]] = {}
+        self._answers: dict[int, dict[_Place, _Answer]] = {}  # by version
 
     @property
     def _num_completions(self) -> int:
         return self._num_prompts * (1 + self._num_samples)
 
-    def add(self, completion: Completion, outcome: Outcome) -> None:
-        if not completion.token_ids.numel():
+    def add(self, completion: EvalCompletion, outcome: Outcome) -> None:
+        """Take what became of one completion."""
+        num_tokens = completion.token_ids.numel()
+        if not num_tokens:
             # aborted before its first token: no version sampled it, and its evaluation was given up
             return
         self._is_graded |= score_of(outcome) not in (0.0, 1.0)
-        scores = self._scores.setdefault(int(completion.policy_versions[0]), {})
-        scores[completion.ticket, completion.sample_index] = outcome, completion.token_ids.numel()
+        version = int(completion.policy_versions[0])
+        place = _Place(completion.prompt_index, completion.greedy, completion.sample_index)
+        self._answers.setdefault(version, {})[place] = _Answer(outcome, num_tokens)
 
     def finished(self) -> list[tuple[int, dict[str, float]]]:
-        """(version, metrics) of those that are whole, once each."""
+        """(version, metrics) of each version that has all its completions, once."""
         whole = [
             version
-            for version, scores in self._scores.items()
-            if len(scores) == self._num_completions
+            for version, answers in self._answers.items()
+            if len(answers) == self._num_completions
         ]
-        return [(version, self._metrics(self._scores.pop(version))) for version in whole]
+        return [(version, self._metrics(self._answers.pop(version))) for version in whole]
 
-    def _metrics(self, scores: dict[tuple[int, int], tuple[Outcome, int]]) -> dict[str, float]:
-        n, k = self._num_prompts, self._num_samples
-        greedy = [scores[j, 0] for j in range(n)]
-        reward = sum(score_of(outcome) for outcome, _ in greedy) / n
+    def _metrics(self, answers: dict[_Place, _Answer]) -> dict[str, float]:
+        # In the order of prompts and samples: the sums must not depend on who answered first.
+        n = self._num_prompts
+        greedy = [answers[_Place(j, greedy=True)] for j in range(n)]
+        reward = sum(score_of(answer.outcome) for answer in greedy) / n
         metrics = {
             "eval/reward": reward,
-            "eval/errors": sum(outcome.kind == "error" for outcome, _ in scores.values()),
-            "eval/length_mean": sum(length for _, length in greedy) / n,
+            "eval/errors": sum(answer.outcome.kind == "error" for answer in answers.values()),
+            "eval/length_mean": sum(answer.num_tokens for answer in greedy) / n,
         }
         if not self._is_graded:
             metrics["eval/accuracy"] = reward
-        if k:
-            sampled = [[score_of(scores[j, i][0]) for i in range(1, k + 1)] for j in range(n)]
-            metrics["eval/pass_at_1_sampled"] = sum(pass_at_k(s, 1) for s in sampled) / n
-            metrics["eval/pass_at_k"] = sum(pass_at_k(s, k) for s in sampled) / n
+        if self._num_samples:
+            sampled = [self._sampled(answers, j) for j in range(n)]
+            metrics["eval/pass_at_1_sampled"] = _mean_pass_at(1, sampled)
+            metrics["eval/pass_at_k"] = _mean_pass_at(self._num_samples, sampled)
         return metrics
 
+    def _sampled(self, answers: dict[_Place, _Answer], prompt_index: int) -> list[float]:
+        """The scores of a prompt's samples, in order."""
+        places = [_Place(prompt_index, False, i) for i in range(self._num_samples)]
+        return [score_of(answers[place].outcome) for place in places]
+
     def missing(self) -> str | None:
-        if not self._scores:
+        """What the oldest version that was begun still waits for, in words; None if none was."""
+        if not self._answers:
             return None
-        version, scores = min(self._scores.items(), key=lambda item: item[0])
-        missing = self._num_completions - len(scores)
-        return f"data: {missing} evaluation completions of policy version {version}, from the generator"
+        version = min(self._answers)
+        missing = self._num_completions - len(self._answers[version])
+        what = f"{missing} evaluation completions of policy version {version}"
+        return f"data: {what}, from the generator"
+
+
+def _mean_pass_at(k: int, sampled: Sequence[Sequence[float]]) -> float:
+    """The mean of pass@k over prompts, given the scores of each one's samples."""
+    return sum(pass_at_k(scores, k) for scores in sampled) / len(sampled)

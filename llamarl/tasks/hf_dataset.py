@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llamarl.tasks.base import Example
-from llamarl.tasks.jsonl import missing_key, row_to_example
+from llamarl.tasks.jsonl import check_keys, row_to_example
 
 log = logging.getLogger(__name__)
 
@@ -22,28 +22,23 @@ class HFExamples(Sequence):
     """
 
     def __init__(self, dataset, prompt_key: str, answer_key: str | None, where: str):
-        for key in filter(None, (prompt_key, answer_key)):
-            if key not in dataset.column_names:
-                raise ValueError(f"{where}: {missing_key(key, dataset.column_names)}")
+        try:
+            check_keys(dataset.column_names, prompt_key, answer_key)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
         types = {field.name: field.type for field in dataset.features.arrow_schema}
         odd = {name: str(kind) for name, kind in types.items() if not _fits_json(kind)}
         for key in odd.keys() & {prompt_key, answer_key}:
-            raise ValueError(
-                f'{where}: "{key}" is {odd[key]}, which JSON cannot hold; cast it to text or a number'
-            )
+            what = f'"{key}" is {odd[key]}, which JSON cannot hold'
+            raise ValueError(f"{where}: {what}; cast it to text or a number")
         if odd:
-            log.warning(
-                "%s: left out what JSON cannot hold: %s",
-                where,
-                ", ".join(f"{name} ({kind})" for name, kind in odd.items()),
-            )
+            named = ", ".join(f"{name} ({kind})" for name, kind in odd.items())
+            log.warning("%s: left out what JSON cannot hold: %s", where, named)
             dataset = dataset.remove_columns(list(odd))
         # Rows are Python values whatever format was saved with them.
-        self._dataset, self._keys, self._where = (
-            dataset.with_format(None),
-            (prompt_key, answer_key),
-            where,
-        )
+        self._dataset = dataset.with_format(None)
+        self._keys = (prompt_key, answer_key)
+        self._where = where
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -52,7 +47,7 @@ class HFExamples(Sequence):
         return row_to_example(self._dataset[i], *self._keys)
 
     def __iter__(self) -> Iterator[Example]:
-        """All rows in order, read in batches. ValueError naming the row of a prompt that is not
+        """All rows in order, read in batches. ValueError names the row of a prompt that is not
         text.
         """
         for i, row in enumerate(self._dataset):
@@ -62,6 +57,7 @@ class HFExamples(Sequence):
                 raise ValueError(f"{self._where}: row {i}: {error}") from error
 
     def select(self, rows: Sequence[int]) -> HFExamples:
+        """The examples at these places, in this order."""
         return HFExamples(self._dataset.select(rows), *self._keys, self._where)
 
 
@@ -77,14 +73,9 @@ def _fits_json(kind) -> bool:
         return _fits_json(kind.value_type)
     if types.is_nested(kind):
         return all(_fits_json(kind.field(i).type) for i in range(kind.num_fields))
-    text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-    return (
-        text
-        or types.is_null(kind)
-        or types.is_boolean(kind)
-        or types.is_integer(kind)
-        or types.is_floating(kind)
-    )
+    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    is_number = types.is_integer(kind) or types.is_floating(kind)
+    return is_text or is_number or types.is_boolean(kind) or types.is_null(kind)
 
 
 def read_hf_dataset(
@@ -114,11 +105,11 @@ def read_hf_dataset(
             raise ValueError(f"{path}: not a dataset, {need}: {error}") from error
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     train = "train" if "train" in splits else next(iter(splits))
-    held_out = next((s for s in EVAL_SPLITS if s in splits and s != train), None)
+    held_out = [name for name in EVAL_SPLITS if name in splits and name != train]
 
     def examples(split: str) -> HFExamples:
         if not len(splits[split]):
             raise ValueError(f"{path} ({split}): empty; need at least one row")
         return HFExamples(splits[split], prompt_key, answer_key, f"{path} ({split})")
 
-    return examples(train), examples(held_out) if held_out else None
+    return examples(train), examples(held_out[0]) if held_out else None

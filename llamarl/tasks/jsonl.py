@@ -5,10 +5,10 @@ files are of this kind.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from difflib import get_close_matches
+from collections.abc import Callable, Collection
 from pathlib import Path
 
+from llamarl.names import nearest
 from llamarl.tasks.base import Example
 
 SHOWN_PROBLEMS = 10
@@ -18,35 +18,33 @@ GSM8K_INSTRUCTION = (
 
 
 def read_jsonl(path: str | Path, to_example: Callable[[dict], Example]) -> list[Example]:
-    """All examples of a file; blank lines are skipped. `to_example` raises ValueError for a row
-    that is not right.
+    """All examples of a file, without its blank lines. `to_example` makes one of a row, and raises
+    ValueError for a row that is not right.
 
-    ValueError naming FILE:LINE for each bad line (the first ten), FileNotFoundError if there is no
-    file.
+    ValueError names FILE:LINE for each bad line (the first SHOWN_PROBLEMS), FileNotFoundError says
+    that there is no file.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
             f"{path}: no such file; set task.path or task.eval_path to a JSONL file"
         )
-    examples, problems = [], []
+    examples = []
+    problems = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                encoding = "utf-8-sig" if number == 1 else "utf-8"
+                text = line.decode(encoding)
                 if text.strip():
                     examples.append(to_example(_parse_object(text)))
             except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
                 problems.append(f"{path}:{number}: {error}")
     if problems:
-        more = (
-            f"\n  and {len(problems) - SHOWN_PROBLEMS} more"
-            if len(problems) > SHOWN_PROBLEMS
-            else ""
-        )
-        raise ValueError(
-            f"{len(problems)} bad lines:\n  " + "\n  ".join(problems[:SHOWN_PROBLEMS]) + more
-        )
+        shown = problems[:SHOWN_PROBLEMS]
+        if len(problems) > len(shown):
+            shown.append(f"and {len(problems) - len(shown)} more")
+        raise ValueError("\n  ".join([f"{len(problems)} bad lines:", *shown]))
     if not examples:
         raise ValueError(f"{path}: empty; need at least one JSON object a line")
     return examples
@@ -63,50 +61,54 @@ def _parse_object(line: str) -> dict:
 
 
 def row_to_example(row: dict, prompt_key: str, answer_key: str | None) -> Example:
-    """The prompt under prompt_key; meta is the rest of the row, with the answer (if answer_key is
-    given) under "answer".
+    """A row as an example: its prompt is under prompt_key, and the rest of the row is its meta,
+    with the answer (if answer_key is given) also under "answer".
+
+        row_to_example({"q": "1+1=", "a": "2"}, "q", "a")
+        Example(text="1+1=", meta={"a": "2", "answer": "2"})
 
     ValueError for a key that is absent or null, and for a prompt that is no text or cannot be
     encoded.
     """
-    for key in filter(None, (prompt_key, answer_key)):
-        if key not in row:
-            raise ValueError(missing_key(key, row))
+    check_keys(row, prompt_key, answer_key)
     prompt = row[prompt_key]
     if not isinstance(prompt, str) or not prompt:
-        raise ValueError(
-            f'"{prompt_key}" must be text that is not empty, this is {json.dumps(prompt, default=str)[:60]}'
-        )
+        shown = json.dumps(prompt, default=str)[:60]
+        raise ValueError(f'"{prompt_key}" must be text that is not empty, this is {shown}')
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         half = prompt[error.start].encode("unicode_escape").decode()
+        place = f"at character {error.start + 1}"
         raise ValueError(
-            f'"{prompt_key}" holds {half} at character {error.start + 1}, half of a surrogate pair; remove it'
+            f'"{prompt_key}" holds {half} {place}, half of a surrogate pair; remove it'
         ) from error
-    if answer_key and row[answer_key] is None:
-        raise ValueError(f'"{answer_key}" is null; give the answer, or leave the row out')
-    meta = {k: v for k, v in row.items() if k != prompt_key}
-    return Example(prompt, meta | {"answer": row[answer_key]} if answer_key else meta)
+    meta = {key: value for key, value in row.items() if key != prompt_key}
+    if answer_key:
+        if row[answer_key] is None:
+            raise ValueError(f'"{answer_key}" is null; give the answer, or leave the row out')
+        meta["answer"] = row[answer_key]
+    return Example(prompt, meta)
 
 
-def missing_key(key: str, keys) -> str:
-    """What to say when `key` is not among `keys`."""
-    near = get_close_matches(key, list(keys), n=1, cutoff=0.5)
-    hint = (
-        f'did you mean "{near[0]}"?'
-        if near
-        else "there is " + (", ".join(f'"{k}"' for k in keys) or "none at all")
-    )
-    return f'no key "{key}"; {hint}'
+def check_keys(keys: Collection[str], prompt_key: str, answer_key: str | None) -> None:
+    """ValueError, with the nearest key, if the prompt's or the answer's is not among `keys`."""
+    wanted = [prompt_key, answer_key] if answer_key else [prompt_key]
+    for key in wanted:
+        if key in keys:
+            continue
+        near = nearest(key, keys, cutoff=0.5)
+        if near is not None:
+            raise ValueError(f'no key "{key}"; did you mean "{near}"?')
+        there_is = ", ".join(f'"{name}"' for name in keys)
+        raise ValueError(f'no key "{key}"; there is {there_is or "none at all"}')
 
 
 def gsm8k_row(row: dict) -> Example:
-    """GSM8K: "answer" is a worked solution whose final number follows "####"."""
+    """A row of GSM8K's, whose "answer" is a worked solution with the final number behind "####"."""
     example = row_to_example(row, "question", "answer")
     solution = example.meta["answer"]
     if not isinstance(solution, str) or "####" not in solution:
         raise ValueError('"answer" must be a worked solution that ends in "#### number"')
-    return Example(
-        example.text, {"answer": solution.rpartition("####")[2].strip(), "solution": solution}
-    )
+    number = solution.rpartition("####")[2].strip()
+    return Example(example.text, {"answer": number, "solution": solution})

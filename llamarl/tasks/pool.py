@@ -1,6 +1,7 @@
 """A pool of reward workers: a hard timeout, and an error that is never a score.
 
-    submit(key, prompt, completion, meta) --> queue --> up to BATCH items in a worker's pipe --> poll() --> [(key, Outcome)]
+    submit(key, prompt, completion, meta)
+      --> queue --> up to BATCH items in a worker's pipe --> poll() --> [(key, Outcome)]
 
 A worker (worker.py) is a subprocess in a session of its own, with limits on memory and CPU time. It
 scores its items in order and answers each as it completes. When one overruns `timeout_s`, it is
@@ -36,45 +37,31 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from llamarl.errors import RewardError
 from llamarl.tasks import worker as worker_script
+from llamarl.tasks.source import Outcome
 
 BATCH = 64  # items in flight a worker
 START_S = 120.0  # for a worker to import the user's module
-EXIT_S = (
-    0.5  # for a worker whose output has ended to exit by itself, so that its own exit code is told
-)
+# For a worker whose output has ended to exit by itself, so that its own exit code is told.
+EXIT_S = 0.5
 KILL_S = 5.0  # for a killed worker to be gone; one that the kernel holds is left to it
 MAX_FAILED_STARTS = 3  # in a row
 _READ_BYTES = 1 << 16
-_BELL_REST_S = (
-    0.001  # between two rings heard: one call of on_result serves all results of that time
-)
+_BELL_REST_S = 0.001  # between two rings: one call of on_result serves all results of that time
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one item."""
-
-    kind: Literal["score", "abstain", "error"]
-    value: float  # NaN unless kind is "score"
-    reason: str  # why, for "abstain" and "error"
-
-
 @dataclass(slots=True)
 class _Item:
+    """One completion to score, as the line that a worker reads."""
+
     key: int
     line: bytes
     end: int = 0  # where its line ends in what its worker is sent
     sent_at: float = math.inf  # when the last byte of it was in the worker's pipe
-
-
-def _error(item: _Item, reason: str) -> tuple[int, Outcome]:
-    return item.key, Outcome("error", math.nan, reason)
 
 
 class _Worker:
@@ -83,11 +70,8 @@ class _Worker:
     """
 
     def __init__(self, fn: str, setup: bytes, inherited: Sequence[int] = ()):
-        env = {
-            "OMP_NUM_THREADS": "1",
-            "MALLOC_ARENA_MAX": "2",
-            **os.environ,
-        }  # threads reserve address space, which is limited
+        # Threads reserve address space, which is limited.
+        few_threads = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
         self._process = subprocess.Popen(
             # -P keeps the script's own directory off sys.path; the worker takes over this process's
             # path.
@@ -96,35 +80,43 @@ class _Worker:
             stdout=subprocess.PIPE,
             start_new_session=True,
             bufsize=0,
-            env=env,
+            env=few_threads | os.environ,
             pass_fds=inherited,
         )
-        self.stdout, self.stdin = self._process.stdout.fileno(), self._process.stdin.fileno()
+        self.stdout = self._process.stdout.fileno()
+        self.stdin = self._process.stdin.fileno()
         os.set_blocking(self.stdout, False)
         os.set_blocking(self.stdin, False)
-        self._unsent, self._sent_bytes, self._received = bytearray(setup), 0, b""
-        self._end = len(setup)
+        self._unsent = bytearray(setup)
+        self._sent_bytes = 0
+        self._end = len(setup)  # of what it is sent, in bytes from the first
+        self._received = b""
         self._entering: deque[_Item] = deque()  # those whose bytes are not all in the pipe
         self.in_flight: deque[_Item] = deque()  # oldest first; the first is the one being scored
-        self.ready = self.ended = self._killed = False
+        self.ready = False  # it has imported the function
+        self.ended = False  # its output has
+        self._killed = False
         self.astray = False  # it said what it was not asked; nothing more of it counts
         self.free_at = time.monotonic()  # when it started, was ready, or finished its last item
         self.flush()
 
     @property
     def has_unsent(self) -> bool:
+        """Whether its pipe was too full for all that it is to be sent."""
         return bool(self._unsent)
 
     def send(self, items: Sequence[_Item]) -> None:
+        """Give it items to score, behind those that it has; `flush` writes them."""
         for item in items:
             self._unsent += item.line
             self._end += len(item.line)
-            item.end, item.sent_at = self._end, math.inf
+            item.end = self._end
+            item.sent_at = math.inf
         self.in_flight.extend(items)
         self._entering.extend(items)
 
     def flush(self) -> None:
-        """Write what the pipe takes."""
+        """Write as much as the pipe takes now."""
         try:
             while self._unsent:
                 written = os.write(self.stdin, self._unsent)
@@ -139,8 +131,8 @@ class _Worker:
             self._entering.popleft().sent_at = now
 
     def read(self) -> Iterator[object]:
-        """The messages that have come, None for what is no JSON. Sets `ended` at the end of its
-        output.
+        """The messages that have come, with None for a line that is no JSON. Sets `ended` at the
+        end of the output.
         """
         while not self.ended:
             try:
@@ -157,23 +149,30 @@ class _Worker:
                 yield message
 
     def current(self) -> _Item | None:
-        """The item that is being scored, if it has all of it."""
-        return (
-            self.in_flight[0] if self.in_flight and self.in_flight[0].sent_at < math.inf else None
-        )
+        """The item that is being scored; None while the worker has none, or not all of it."""
+        if not self.in_flight:
+            return None
+        first = self.in_flight[0]
+        return first if first.sent_at < math.inf else None
 
     def deadline(self, timeout_s: float) -> float:
-        """When it must have said something: time.monotonic(), infinite while nothing is owed."""
+        """When it must have said something, by time.monotonic(); infinite while it owes nothing."""
         if not self.ready:
             return self.free_at + START_S
         item = self.current()
-        return max(item.sent_at, self.free_at) + timeout_s if item else math.inf
+        if item is None:
+            return math.inf
+        return max(item.sent_at, self.free_at) + timeout_s
 
     def kill(self) -> str:
-        """End it and all that it started, within 2 KILL_S; how the worker itself ended, in words."""
+        """End it and all that it started, within 2 KILL_S. Returns how the worker itself ended, in
+        words.
+        """
         exited = not self.ended or self._exits()
         self._killed = True
-        code = self._ended_by_guard() if worker_script.GUARDED else None
+        code = None
+        if worker_script.GUARDED:
+            code = self._ended_by_guard()
         if code is None:
             # Before it is reaped: until then its id, and so its group's, cannot be anybody else's.
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -192,30 +191,35 @@ class _Worker:
         return f"died of signal {-code} ({signal.strsignal(-code)})"
 
     def _ended_by_guard(self) -> int | None:
-        """Its exit code once its guard has killed what is below it; None if the guard does not
-        answer.
+        """The worker's exit code, once its guard has killed what is below it; None if the guard
+        does not answer.
         """
         self._process.terminate()
         return self._wait(KILL_S)
 
     def _wait(self, timeout_s: float) -> int | None:
-        """Its exit code; None if it is still there after so long."""
+        """The process's exit code; None if it is still there after so long."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def _exits(self) -> bool:
-        """Wait for its exit, EXIT_S at most, without reaping it."""
+        """Wait for the process's exit, EXIT_S at most, without reaping it. False if that is too
+        short.
+        """
         peek = getattr(os, "waitid", None)  # macOS has it since Python 3.13
+        if peek is None:
+            return True
         until = time.monotonic() + EXIT_S
-        while peek and not peek(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        while not peek(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if time.monotonic() > until:
                 return False
             time.sleep(0.002)
         return True
 
     def close(self) -> None:
+        """Kill it if that was not done, and close its output."""
         if not self._killed:
             self.kill()
         self._process.stdout.close()
@@ -227,7 +231,8 @@ class _Bell:
     def __init__(self, on_result: Callable[[], None]):
         self._hears, self.rings = os.pipe()
         os.set_blocking(self.rings, False)  # of the workers' end too: they share it
-        self._on_result, self._closing = on_result, False
+        self._on_result = on_result
+        self._closing = False
         self._thread = threading.Thread(target=self._listen, name="reward-bell", daemon=True)
         self._thread.start()
 
@@ -240,6 +245,7 @@ class _Bell:
             time.sleep(_BELL_REST_S)
 
     def close(self) -> None:
+        """End the thread and close the pipe."""
         self._closing = True
         try:
             os.write(self.rings, b".")
@@ -251,13 +257,17 @@ class _Bell:
 
 
 class RewardPool:
-    """Scores completions with `fn`, an import path "module:function", in worker processes. See the
-    module's docstring.
+    """A RewardSource (source.py) that calls a function, given by its import path, in processes.
 
-    timeout_s: wall clock, an item. memory_mb: address space, a worker. The function sees this
-    process's sys.path and its current directory. Workers end with the thread that made the pool:
-    make it in a thread that lives as long. on_result: called in a thread of the pool's when there
-    is something to poll, so that a waiting loop need not ask.
+        with RewardPool("llamarl.tasks.rewards:exact_match", num_workers=2) as pool:
+            pool.score([("12+34=", "46", {"answer": "46"})])    # [Outcome("score", 1.0, "")]
+
+    num_workers: processes. timeout_s: seconds by the clock for an item. memory_mb: MiB of address
+    space for a worker. on_result: called in a thread of the pool's when there is something to poll,
+    so that a waiting loop need not ask. ValueError for a number that is not above 0.
+
+    The function sees this process's sys.path and its current directory. Workers end with the thread
+    that made the pool: make it in a thread that lives as long.
     """
 
     def __init__(
@@ -269,23 +279,21 @@ class RewardPool:
         memory_mb: int = 1024,
         on_result: Callable[[], None] | None = None,
     ):
-        for name, value in (
-            ("num_workers", num_workers),
-            ("timeout_s", timeout_s),
-            ("memory_mb", memory_mb),
-        ):
+        limits = {"num_workers": num_workers, "timeout_s": timeout_s, "memory_mb": memory_mb}
+        for name, value in limits.items():
             if not value > 0:
                 raise ValueError(f"reward.{name}={value}: must be above 0")
-        self.fn, self._timeout_s = fn, timeout_s
-        path = list(dict.fromkeys([os.getcwd(), *(p or os.getcwd() for p in sys.path)]))
-        self._bell = _Bell(on_result) if on_result else None
-        bell = self._bell.rings if self._bell else None
+        self.name = fn
+        self._timeout_s = timeout_s
+        here = os.getcwd()
+        path = [here, *(folder or here for folder in sys.path)]
+        self._bell = None if on_result is None else _Bell(on_result)
         setup = {
-            "path": path,
+            "path": list(dict.fromkeys(path)),
             "memory_mb": memory_mb,
             "timeout_s": timeout_s,
             "parent": os.getpid(),
-            "bell": bell,
+            "bell": None if self._bell is None else self._bell.rings,
         }
         self._setup = json.dumps(setup).encode() + b"\n"
         self._queue: deque[_Item] = deque()
@@ -293,7 +301,8 @@ class RewardPool:
         self._workers = [self._new_worker() for _ in range(num_workers)]
 
     def _new_worker(self) -> _Worker:
-        return _Worker(self.fn, self._setup, inherited=[self._bell.rings] if self._bell else [])
+        inherited = [] if self._bell is None else [self._bell.rings]
+        return _Worker(self.name, self._setup, inherited)
 
     def __enter__(self) -> RewardPool:
         return self
@@ -303,18 +312,20 @@ class RewardPool:
 
     @property
     def pending(self) -> int:
-        """Items submitted and not yet returned by poll."""
-        return len(self._queue) + sum(len(w.in_flight) for w in self._workers)
+        """The number of items that were submitted and that `poll` has not returned."""
+        return len(self._queue) + sum(len(worker.in_flight) for worker in self._workers)
 
     def submit(self, key: int, prompt: str, completion: str, meta: dict) -> None:
         """Queue an item; `poll` starts it. Keys name items for the caller alone. TypeError if meta
         is not JSON.
         """
         assert self._workers, "submit on a closed pool"
-        self._queue.append(_Item(key, json.dumps([key, prompt, completion, meta]).encode() + b"\n"))
+        line = json.dumps([key, prompt, completion, meta]).encode() + b"\n"
+        self._queue.append(_Item(key, line))
 
     def poll(self) -> list[tuple[int, Outcome]]:
-        """What has become known since the last call; hands out queued work. Does not block.
+        """The outcomes that have become known since the last call, by key. Hands out queued items
+        too; does not block.
 
         ValueError if the function cannot be used, RewardError if workers do not start.
         """
@@ -329,26 +340,31 @@ class RewardPool:
     def wait(self, timeout_s: float) -> bool:
         """Block until `poll` has something to do, at most timeout_s; False if it has not."""
         now = time.monotonic()
-        until = min([now + timeout_s, *(w.deadline(self._timeout_s) for w in self._workers)])
+        until = now + timeout_s
+        deadlines = (worker.deadline(self._timeout_s) for worker in self._workers)
+        first_deadline = min(deadlines, default=math.inf)
         with selectors.DefaultSelector() as pipes:
             for worker in self._workers:
                 pipes.register(worker.stdout, selectors.EVENT_READ)
                 if worker.has_unsent:
                     pipes.register(worker.stdin, selectors.EVENT_WRITE)
-            return bool(pipes.select(max(0.0, until - now))) or time.monotonic() < now + timeout_s
+            events = pipes.select(max(0.0, min(until, first_deadline) - now))
+        return bool(events) or time.monotonic() < until
 
     def start(self) -> None:
-        """Block until a worker has imported the function. ValueError saying what is wrong with it
-        if none can.
+        """Block until a worker has imported the function. ValueError, saying what is wrong with the
+        function, if none can.
         """
         assert not self.pending, "start comes before the first submit"
         self.poll()
-        while not any(w.ready for w in self._workers):
+        while not any(worker.ready for worker in self._workers):
             self.wait(1.0)
             self.poll()
 
     def score(self, samples: Sequence[tuple[str, str, dict]]) -> list[Outcome]:
-        """Score (prompt, completion, meta) samples, in order. Blocks; nothing else may be pending."""
+        """The outcomes of (prompt, completion, meta) samples, in order. Blocks; nothing else may be
+        pending.
+        """
         assert not self.pending, "score needs the pool to itself"
         for i, sample in enumerate(samples):
             self.submit(i, *sample)
@@ -360,11 +376,10 @@ class RewardPool:
 
     def close(self) -> None:
         """Kill all workers. What is pending is dropped."""
-        workers, self._workers = self._workers, []
         self._queue.clear()
-        for worker in workers:
-            worker.close()
-        if self._bell:
+        while self._workers:
+            self._workers.pop(0).close()
+        if self._bell is not None:
             self._bell.close()
             self._bell = None
 
@@ -372,49 +387,58 @@ class RewardPool:
         for message in worker.read():
             match message:
                 case ["failed", why]:
-                    raise ValueError(f"reward.fn={self.fn}: {why}")
+                    raise ValueError(f"reward.fn={self.name}: {why}")
                 case ["ready"]:
-                    worker.ready, worker.free_at = True, time.monotonic()
-                case [key, kind, value, reason, free_at] if (
+                    worker.ready = True
+                    worker.free_at = time.monotonic()
+                case [key, kind, value, reason, finished_at] if (
                     worker.in_flight and worker.in_flight[0].key == key
                 ):
                     worker.in_flight.popleft()
-                    worker.free_at, self._failed_starts = free_at, 0
-                    outcomes.append(
-                        (key, Outcome(kind, math.nan if value is None else value, reason))
-                    )
+                    worker.free_at = finished_at
+                    self._failed_starts = 0
+                    number = math.nan if value is None else value
+                    outcomes.append((key, Outcome(kind, number, reason)))
                 case _:
                     worker.astray = True
                     return
 
     def _replace(self, worker: _Worker, outcomes: list[tuple[int, Outcome]]) -> _Worker:
-        """Start another worker in the place of one that died, overran or is astray; its other items
-        go back into the queue.
+        """A worker in the place of one that died, overran or is astray. Its first item is an error,
+        and its others go back into the queue.
         """
-        suspect, died = worker.current(), worker.ended
+        suspect = worker.current()
+        has_died = worker.ended
         end = worker.kill()
         if not worker.astray:
-            self._collect(
-                worker, outcomes
-            )  # its last words: the suspect may have finished meanwhile
-        what = f"the worker {end}" if died else None
+            # Its last words: the suspect may have finished meanwhile.
+            self._collect(worker, outcomes)
+        what = f"the worker {end}" if has_died else None
         if worker.astray:
-            what = "the worker sent an answer that is not its item's (does the function fork, or write to its pipe?)"
+            what = (
+                "the worker sent an answer that is not its item's "
+                "(does the function fork, or write to its pipe?)"
+            )
         if suspect is None:
-            self._failed_starts += 1
-            if self._failed_starts >= MAX_FAILED_STARTS:
-                what = what or f"importing it took longer than {START_S:.0f} s"
-                remedy = "call it by hand, or raise reward.memory_mb if it imports much"
-                raise RewardError(
-                    f"reward.fn={self.fn}: {what} before it scored anything, {MAX_FAILED_STARTS} times in a row; {remedy}"
-                )
+            self._count_failed_start(what or f"importing it took longer than {START_S:.0f} s")
         elif worker.in_flight and worker.in_flight[0] is suspect:
+            worker.in_flight.popleft()
             reason = what or f"took longer than reward.timeout_s={self._timeout_s:g}"
-            outcomes.append(_error(worker.in_flight.popleft(), reason))
+            outcomes.append((suspect.key, Outcome.error(reason)))
         self._queue.extendleft(reversed(worker.in_flight))
         worker.in_flight.clear()
         worker.close()
         return self._new_worker()
+
+    def _count_failed_start(self, what: str) -> None:
+        """RewardError at the MAX_FAILED_STARTS-th in a row."""
+        self._failed_starts += 1
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            raise RewardError(
+                f"reward.fn={self.name}: {what} before it scored anything, "
+                f"{MAX_FAILED_STARTS} times in a row; "
+                "call it by hand, or raise reward.memory_mb if it imports much"
+            )
 
     def _hand_out(self) -> None:
         share = min(BATCH, math.ceil(self.pending / len(self._workers)))
@@ -432,16 +456,16 @@ def check_reward(
     timeout_s: float = 5.0,
     memory_mb: int = 1024,
 ) -> list[Outcome]:
-    """Resolve `fn` in a worker and score (prompt, completion, meta) samples with it, in order.
-    Blocks.
+    """The outcomes of (prompt, completion, meta) samples by the function at import path `fn`, in
+    order. Blocks.
 
-    ValueError naming what is wrong: no module, no function (and the nearest name), parameters that
+    ValueError names what is wrong: no module, no function (and the nearest name), parameters that
     do not fit, or an error on every sample.
     """
     with RewardPool(fn, timeout_s=timeout_s, memory_mb=memory_mb) as pool:
         pool.start()
         checked = pool.score(samples)
-    if checked and all(o.kind == "error" for o in checked):
+    if checked and all(outcome.kind == "error" for outcome in checked):
         raise ValueError(
             f"reward.fn={fn}: failed on all {len(checked)} samples: {checked[0].reason}"
         )

@@ -9,9 +9,11 @@ question is replaced.
 from __future__ import annotations
 
 import os
-from difflib import get_close_matches
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
+from llamarl.names import nearest
 from llamarl.tasks.base import CACHED_PROMPTS, Example, PromptMaker
 from llamarl.types import Prompt
 
@@ -24,8 +26,18 @@ _STRIDE = 7_919  # prime, so that the tries for neighbouring items differ
 _HASH_DEPENDENT = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")
 
 
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A dataset, and what the scorer makes it again from."""
+
+    questions: Sequence[dict]
+    seed: int
+    size: int
+
+
 class ReasoningGymTask:
-    """The dataset `name`. Questions over max_prompt_tokens are replaced by others that fit.
+    """A Task over reasoning_gym's dataset `name`. Questions over max_prompt_tokens are replaced by
+    others that fit.
 
     ValueError for an unknown name, one that reasoning_gym refuses, or a limit that next to no
     question meets.
@@ -35,8 +47,10 @@ class ReasoningGymTask:
     train_digest = eval_digest = ""
 
     def __init__(self, name: str | None, maker: PromptMaker, *, num_eval: int, seed: int):
-        self.name, self._maker = str(name), maker
-        self.num_train, self.num_eval = NUM_TRAIN, num_eval
+        self.name = str(name)
+        self._maker = maker
+        self.num_train = NUM_TRAIN
+        self.num_eval = num_eval
         self._train_seed = SEED_WINDOW * (seed % 1000 + 1)
         self._train_questions = open_dataset(name, NUM_TRAIN, self._train_seed)
         self._eval_questions = open_dataset(name, max(1, num_eval), 0)
@@ -51,32 +65,36 @@ class ReasoningGymTask:
         return self._eval(j)
 
     def _make_eval(self, j: int) -> Prompt:
-        return self._draw(self._eval_questions, 0, j, self.num_eval, frozenset())
+        window = _Window(self._eval_questions, seed=0, size=self.num_eval)
+        return self._draw(window, j, forbidden=frozenset())
 
     def _make_train(self, i: int) -> Prompt:
         if self._held_out is None:
             self._held_out = frozenset(
                 self._eval_questions[j]["question"] for j in range(self.num_eval)
             )
-        return self._draw(self._train_questions, self._train_seed, i, NUM_TRAIN, self._held_out)
+        window = _Window(self._train_questions, seed=self._train_seed, size=NUM_TRAIN)
+        return self._draw(window, i, forbidden=self._held_out)
 
-    def _draw(self, questions, seed: int, i: int, size: int, forbidden: frozenset[str]) -> Prompt:
+    def _draw(self, window: _Window, i: int, forbidden: frozenset[str]) -> Prompt:
+        """Question i, or the first after it in steps of _STRIDE that fits and is not forbidden."""
         for attempt in range(_DRAWS):
-            index = (i + attempt * _STRIDE) % size
-            entry = questions[index]
+            index = (i + attempt * _STRIDE) % window.size
+            entry = window.questions[index]
             text = entry["question"]
             if text not in forbidden and self._maker.fits(text):
                 # The scorer makes the entry again from these: its metadata need not survive JSON.
                 meta = {
                     "answer": str(entry["answer"]),
                     "dataset": self.name,
-                    "size": size,
-                    "seed": seed,
+                    "size": window.size,
+                    "seed": window.seed,
                     "index": index,
                 }
                 return self._maker.prompt(Example(text, meta))
         raise ValueError(
-            f"task {self.name}: {_DRAWS} questions in a row were over max_prompt_tokens={self._maker.max_prompt_tokens} "
+            f"task {self.name}: {_DRAWS} questions in a row were over "
+            f"max_prompt_tokens={self._maker.max_prompt_tokens} "
             "or held out for evaluation; raise it, or evaluate on fewer"
         )
 
@@ -88,10 +106,8 @@ def open_dataset(name: str | None, size: int, seed: int):
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
-        near = get_close_matches(str(name), DATASETS, n=1, cutoff=0.4)
-        raise ValueError(
-            f"task.name={name}: not a reasoning_gym dataset; did you mean {near[0] if near else 'chain_sum'}?"
-        )
+        near = nearest(str(name), DATASETS, cutoff=0.4) or "chain_sum"
+        raise ValueError(f"task.name={name}: not a reasoning_gym dataset; did you mean {near}?")
     if name in _HASH_DEPENDENT and os.environ.get("PYTHONHASHSEED", "random") == "random":
         remedy = "start with PYTHONHASHSEED=0, or choose another dataset"
         raise ValueError(

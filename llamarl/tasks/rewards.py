@@ -36,30 +36,26 @@ def numeric_match(prompt: str, completion_text: str, meta: dict) -> float:
     """
     expected = final_number(str(_answer(meta)))
     if expected is None:
-        raise ValueError(
-            f"the answer {str(meta['answer'])[:60]!r} holds no number; use exact_match for this task"
-        )
+        shown = str(meta["answer"])[:60]
+        raise ValueError(f"the answer {shown!r} holds no number; use exact_match for this task")
     return float(final_number(completion_text) == expected)
 
 
 def reasoning_gym_score(prompt: str, completion_text: str, meta: dict) -> float:
-    """reasoning_gym's own score, 0..1, of the text in the last <answer></answer>, or of the last
+    """reasoning_gym's own score, 0 to 1, of the text in the last <answer></answer>, or of the last
     line where there is none.
 
     Its consolation of 0.01 and less for any wrong answer counts as 0; its partial credit stays.
     """
-    entry = _reasoning_gym_entry(meta["dataset"], meta["size"], meta["seed"], meta["index"])
+    made_from = (meta["dataset"], meta["size"], meta["seed"])
+    entry = _reasoning_gym_entry(*made_from, meta["index"])
     if entry["question"] != prompt:
-        raise ValueError(
-            f"reasoning_gym's {meta['dataset']} asked another question for the same seed; it cannot be scored"
-        )
+        what = f"{meta['dataset']} asked another question for the same seed"
+        raise ValueError(f"reasoning_gym's {what}; it cannot be scored")
     tagged = _ANSWER_TAG.findall(completion_text)
-    lines = [tagged[-1].strip()] if tagged else completion_text.strip().splitlines()[-1:]
-    score = float(
-        _reasoning_gym_dataset(meta["dataset"], meta["size"], meta["seed"]).score_answer(
-            "".join(lines).strip(), entry
-        )
-    )
+    candidates = tagged or completion_text.strip().splitlines()
+    answer = candidates[-1].strip() if candidates else ""
+    score = float(_reasoning_gym_dataset(*made_from).score_answer(answer, entry))
     return score if score > 0.01 else 0.0
 
 
@@ -81,9 +77,8 @@ def _last(matches: Iterator[re.Match]) -> re.Match | None:
 
 def _answer(meta: dict) -> object:
     if meta.get("answer") is None:
-        raise ValueError(
-            "the prompt's meta has no 'answer'; set task.answer_key, or use a reward that needs none"
-        )
+        remedy = "set task.answer_key, or use a reward that needs none"
+        raise ValueError(f"the prompt's meta has no 'answer'; {remedy}")
     return meta["answer"]
 
 

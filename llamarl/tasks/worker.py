@@ -3,8 +3,10 @@ it as a script.
 
     rank -- guard, which the pool starts -- worker, its fork, in a session of its own -- children
 
-    stdin   one object {"path", "memory_mb", "timeout_s", "parent", "bell"}, then items   [key, prompt, completion, meta]
-    stdout  ["ready"] or ["failed", why], then, in item order,                    [key, kind, value or null, reason, finished_at]
+    stdin   {"path", "memory_mb", "timeout_s", "parent", "bell"}, once
+            [key, prompt, completion, meta], an item each
+    stdout  ["ready"] or ["failed", why], once
+            [key, kind, value or null, reason, finished_at], in the order of the items
     bell    one byte after each line of stdout, if the pool gave a descriptor for it
 
 One JSON value a line; finished_at is time.monotonic(), which all processes of a machine share. Both
@@ -21,8 +23,6 @@ module was imported lives on. Elsewhere there is no guard: the worker notices th
 from __future__ import annotations
 
 import ctypes
-import difflib
-import importlib
 import inspect
 import json
 import math
@@ -35,15 +35,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
-MAX_REASON_BYTES = (
-    400  # results of a full batch of items then fit into a pipe, so that none waits for its reader
-)
+# Results of a full batch of items then fit into a pipe, so that none waits for its reader.
+MAX_REASON_BYTES = 400
 MAX_PRINTED_BYTES = 1 << 16  # by a worker, to stderr
 SWEEP_S = 0.5  # for killed processes to end; one that the kernel holds is left to it
 GUARDED = sys.platform == "linux"
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+# prctl's options, by Linux's numbers.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 RewardFunction = Callable[[str, str, dict], "float | None"]
 
@@ -52,15 +53,26 @@ class BadFunction(Exception):
     """The import path does not lead to a function that can be called as a reward."""
 
 
+class Verdict(NamedTuple):
+    """What became of one item; pool.py makes an Outcome of it."""
+
+    kind: str  # "score", "abstain" or "error"
+    value: float | None  # None unless kind is "score"
+    reason: str  # why, for "abstain" and "error"
+
+
 def main(path: str) -> None:
+    """Score the items of standard input with the function at `path` until there are no more."""
     commands, results = _private_pipes()
     setup = json.loads(commands.readline())
-    if setup["bell"] is not None:
-        os.set_inheritable(setup["bell"], False)
+    bell = setup["bell"]
+    pipes = [commands.fileno(), results.fileno()]
+    if bell is not None:
+        os.set_inheritable(bell, False)
+        pipes.append(bell)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if GUARDED:
-        pipes = [commands.fileno(), results.fileno()]
-        _guard(setup["parent"], pipes if setup["bell"] is None else [*pipes, setup["bell"]])
+        _guard(setup["parent"], pipes)
     _limit_memory(setup["memory_mb"])
     sys.path[:] = setup["path"]
     sys.stdout.reconfigure(line_buffering=True)  # a killed worker's prints would otherwise be lost
@@ -72,7 +84,7 @@ def main(path: str) -> None:
             os._exit(0)  # the user's code forked and came back twice; the original answers
         results.write(json.dumps(message, ensure_ascii=False).encode() + b"\n")
         results.flush()
-        _ring(setup["bell"])
+        _ring(bell)
 
     try:
         function = resolve(path)
@@ -90,74 +102,50 @@ def main(path: str) -> None:
         send([key, *verdict, time.monotonic()])
 
 
-def score(
-    function: RewardFunction, prompt: str, completion: str, meta: dict
-) -> tuple[str, float | None, str]:
-    """(kind, value or None, reason) of one item. Only a finite number is a score."""
+def score(function: RewardFunction, prompt: str, completion: str, meta: dict) -> Verdict:
+    """The verdict on one item. Only a finite number is a score."""
     try:
         return _verdict(function(prompt, completion, meta))
     # The user's code may raise anything; whatever it is becomes a typed error of this item and ends
     # nothing else.
     except BaseException as error:
-        return "error", None, _short(_describe(error))
+        return Verdict("error", None, _short(_describe(error)))
 
 
-def _verdict(value: object) -> tuple[str, float | None, str]:
+def _verdict(value: object) -> Verdict:
     if value is None:
-        return "abstain", None, "the reward returned None"
+        return Verdict("abstain", None, "the reward returned None")
     if not isinstance(value, numbers.Real):
-        return (
-            "error",
-            None,
-            _short(
-                f"returned {type(value).__name__} {value!r:.60}; need a float, or None to abstain"
-            ),
-        )
+        what = f"{type(value).__name__} {value!r:.60}"
+        reason = f"returned {what}; need a float, or None to abstain"
+        return Verdict("error", None, _short(reason))
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        return "error", None, f"returned {number}; need a finite number, or None to abstain"
-    return "score", number, ""
+        reason = f"returned {number}; need a finite number, or None to abstain"
+        return Verdict("error", None, reason)
+    return Verdict("score", number, "")
 
 
 def resolve(path: str) -> RewardFunction:
-    """Import "module:function". BadFunction says what is wrong with the path, the module or the
-    function's parameters.
+    """The reward function at the import path "module:function".
+
+    BadFunction says what is wrong with the path, the module or the function's parameters.
     """
-    module_name, colon, name = path.partition(":")
-    if not (colon and module_name and name):
-        raise BadFunction('need an import path "module:function"')
+    # Not at the top: this file runs as a script, which finds llamarl once `main` has set sys.path.
+    from llamarl.names import NoFunction, import_function
+
+    module_name, _, name = path.partition(":")
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name + ".").startswith(error.name + "."):
-            raise BadFunction(
-                f"no module {error.name} in {os.getcwd()} or on sys.path{_nearest_module(error.name)}"
-            ) from error
-        raise BadFunction(
-            f"importing {module_name} failed: {_describe(error)}; install it, or change the module"
-        ) from error
+        function = import_function(path)
+    except NoFunction as error:
+        raise BadFunction(str(error)) from error
     except BaseException as error:  # a module may raise anything while it is imported
-        raise BadFunction(f"importing {module_name} failed: {_describe(error)}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        candidates = [
-            n for n, value in vars(module).items() if callable(value) and not n.startswith("_")
-        ]
-        near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
-        hint = (
-            f"did you mean {near[0]}?"
-            if near
-            else f"it has {', '.join(candidates[:8]) or 'no functions'}"
-        )
-        what = (
-            "no function"
-            if function is None
-            else f"{type(function).__name__}, not a function, under the name"
-        )
-        raise BadFunction(f"{module_name} has {what} {name}; {hint}")
+        is_missing = isinstance(error, ModuleNotFoundError)
+        remedy = "; install it, or change the module" if is_missing else ""
+        raise BadFunction(f"importing {module_name} failed: {_describe(error)}{remedy}") from error
     _check_signature(function, name)
     return function
 
@@ -179,31 +167,29 @@ def _check_signature(function: RewardFunction, name: str) -> None:
         ) from error
 
 
-def _nearest_module(name: str) -> str:
-    here = [p.stem for p in Path.cwd().glob("*.py")]
-    near = difflib.get_close_matches(name, here, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def _describe(error: BaseException) -> str:
-    """Type, message and the innermost place of an exception, with a remedy where the memory limit
+    """The type, message and innermost place of an exception, with a remedy where the memory limit
     is the likely cause.
     """
-    trace = error.__traceback__
-    while trace and trace.tb_next:
-        trace = trace.tb_next
-    place = f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})" if trace else ""
     try:
         message = str(error)
     except BaseException as failure:  # it is the user's code too
         message = f"(its message raises {type(failure).__name__})"
     text = f"{type(error).__name__}: {message}".removesuffix(": ")
-    memory = (
-        isinstance(error, MemoryError)
-        or "failed to map segment" in text
-        or "annot allocate memory" in text
-    )
-    return text + place + ("; reward.memory_mb is its limit" if memory else "")
+    signs = ("failed to map segment", "annot allocate memory")
+    is_of_memory = isinstance(error, MemoryError) or any(sign in text for sign in signs)
+    remedy = "; reward.memory_mb is its limit" if is_of_memory else ""
+    return text + _place_of(error) + remedy
+
+
+def _place_of(error: BaseException) -> str:
+    """The file and line in which an exception was raised, as " (FILE:LINE)"; "" if not known."""
+    trace = error.__traceback__
+    if trace is None:
+        return ""
+    while trace.tb_next:
+        trace = trace.tb_next
+    return f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
 
 
 def _short(reason: str) -> str:
@@ -213,10 +199,9 @@ def _short(reason: str) -> str:
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
-    commands, results = (
-        os.fdopen(os.dup(0), "rb"),
-        os.fdopen(os.dup(1), "wb"),
-    )  # not inherited by children
+    """Standard input and output, moved to descriptors that children do not inherit."""
+    commands = os.fdopen(os.dup(0), "rb")
+    results = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -225,31 +210,33 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _ring(bell: int | None) -> None:
-    if bell is not None:
-        try:
-            os.write(bell, b".")
-        except BlockingIOError:
-            pass  # it is full of rings that were not heard yet; one more says nothing new
+    if bell is None:
+        return
+    try:
+        os.write(bell, b".")
+    except BlockingIOError:
+        pass  # it is full of rings that were not heard yet; one more says nothing new
 
 
 def _limit_memory(memory_mb: int) -> None:
+    limit_bytes = memory_mb << 20
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
     except (ValueError, OSError) as error:  # macOS does not offer it
-        print(
-            f"llamarl: reward.memory_mb={memory_mb} is not in force here: {error}", file=sys.stderr
-        )
+        reason = f"reward.memory_mb={memory_mb} is not in force here: {error}"
+        print(f"llamarl: {reason}", file=sys.stderr)
 
 
 def _limit_cpu(timeout_s: float) -> None:
     """Let the kernel end a spinning item even while the pool is not looking: CPU time so far plus
     timeout_s on every core.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    wanted = math.ceil(time.process_time() + timeout_s * (os.cpu_count() or 1)) + 1
-    resource.setrlimit(
-        resource.RLIMIT_CPU, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
-    )
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    num_cores = os.cpu_count() or 1
+    limit_s = math.ceil(time.process_time() + timeout_s * num_cores) + 1
+    if hard != resource.RLIM_INFINITY:
+        limit_s = min(limit_s, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, hard))
 
 
 # --- The guard, and the end of processes ---
@@ -283,11 +270,14 @@ class _Prints:
     """What the worker and its children print, to stderr; after MAX_PRINTED_BYTES it is dropped."""
 
     def __init__(self, source: int):
-        self.source, self._left = source, MAX_PRINTED_BYTES
+        self.source = source
+        self._left = MAX_PRINTED_BYTES
         os.set_blocking(source, False)
 
     def pass_on(self) -> bool:
-        """At most one pipe full, so that who prints without end holds up nothing; False at its end."""
+        """Pass on one pipe full at most, so that who prints without end holds up nothing. False
+        when no more can come.
+        """
         try:
             text = os.read(self.source, 1 << 16)
         except BlockingIOError:
@@ -309,11 +299,14 @@ class _Prints:
 
 
 def _guard(parent: int, pipes: list[int]) -> None:
-    """Fork. The worker comes back, in a session of its own; the guard, without `pipes`, never."""
+    """Fork. The call returns in the worker, which has a session of its own, and never in the guard,
+    which closes its `pipes`.
+    """
     _set_for_process(_PR_SET_PDEATHSIG, signal.SIGTERM)
     _set_for_process(_PR_SET_CHILD_SUBREAPER, 1)
     printed, prints = os.pipe()
-    signals, guard = _Signals(), os.getpid()
+    signals = _Signals()
+    guard = os.getpid()
     worker = os.fork()
     if worker:
         for descriptor in (*pipes, prints):
@@ -332,8 +325,11 @@ def _guard(parent: int, pipes: list[int]) -> None:
 
 
 def _watch(worker: int, parent: int, signals: _Signals, prints: _Prints) -> None:
-    """Until the worker ends, or must; then end all that it leaves, and this process as it ended."""
-    sources, status = [signals.hears, prints.source], None
+    """Wait until the worker ends, or must end; then end all that it leaves, and this process in the
+    way in which the worker ended.
+    """
+    sources = [signals.hears, prints.source]
+    status = None
     while status is None and not signals.told_to_end and os.getppid() == parent:
         ready, _, _ = select.select(sources, [], [])
         if signals.hears in ready:
@@ -349,7 +345,9 @@ def _watch(worker: int, parent: int, signals: _Signals, prints: _Prints) -> None
 
 
 def _reap(worker: int) -> int | None:
-    """The worker's wait status if it has ended. Its orphans are reaped too: they come to the guard."""
+    """The worker's wait status if it has ended, else None. Its orphans, which come to the guard,
+    are reaped too.
+    """
     status = None
     while _has_children():
         pid, found = os.waitpid(-1, os.WNOHANG)
@@ -372,14 +370,18 @@ def _end_as(status: int | None) -> None:
 
 
 def kill_children(but: frozenset[int] = frozenset()) -> bool:
-    """Kill all children but some, and who become children by their end; False if not in SWEEP_S."""
+    """Kill all children but some, and who become children by their end. False if that takes longer
+    than SWEEP_S.
+    """
     until = time.monotonic() + SWEEP_S
-    while strays := _children() - but:
+    strays = _children() - but
+    while strays:
         if time.monotonic() > until:
             return False
         for pid in strays:
             _kill(pid)
         time.sleep(0.001)
+        strays = _children() - but
     return True
 
 
@@ -408,10 +410,13 @@ def _has_children() -> bool:
 
 
 def _children() -> frozenset[int]:
-    """Of this process, with those that have ended and are not reaped; none but on Linux."""
+    """The ids of this process's children, also of those that have ended and are not reaped; none
+    but on Linux.
+    """
     if not (GUARDED and _has_children()):
         return frozenset()
-    own, found = os.getpid(), set()
+    own = os.getpid()
+    found = set()
     for entry in filter(str.isdecimal, os.listdir("/proc")):
         try:
             fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()

@@ -12,18 +12,19 @@ import torch
 from safetensors.torch import load, save
 
 from executors.build import build_generator
-from executors.generator import Generator
+from executors.generator import TRAIN, Generator
 from llamarl.config.command_line import compose_config
 from llamarl.ddma.subscriber import Staged
 from llamarl.errors import ParityError
 from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams
+from llamarl.inference.evaluation import eval_completion
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import SafetensorsDir
 from llamarl.models.parity import Canary, Sequence
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
-from llamarl.types import Prompt, Ticket
+from llamarl.types import Completion, Prompt, Ticket
 
 PROMPT = Prompt(torch.tensor([1, 5, 6, 14, 7, 8, 18]), "12+34=", {"answer": "46"})
 GROUP, EVALS = 2, 3
@@ -233,7 +234,7 @@ def test_an_evaluated_version_is_pinned_until_its_prompts_are_done():
         assert g.version == 5
         g.step()
     assert all(set(c.policy_versions.tolist()) == {5} for c in g.outputs["evaluations"])
-    assert sorted(c.ticket for c in g.outputs["evaluations"]) == list(range(EVALS))
+    assert sorted(c.prompt_index for c in g.outputs["evaluations"]) == list(range(EVALS))
     g.step()
     assert g.version == 6
 
@@ -339,21 +340,19 @@ def test_held_out_prompts_are_also_sampled_under_the_pinned_version():
     while len(g.outputs["evaluations"]) < EVALS * 4:
         assert g.version == 5
         g.step()
-    answers = {(c.ticket, c.sample_index): c for c in g.outputs["evaluations"]}
-    assert sorted(answers) == [(j, i) for j in range(EVALS) for i in range(4)]
-    assert {v for c in answers.values() for v in c.policy_versions.tolist()} == {5}
-    assert (
-        len({tuple(answers[j, 0].token_ids.tolist()) for j in range(EVALS)}) == 1
-    )  # one prompt, greedily
-    assert (
-        len({tuple(answers[j, i].token_ids.tolist()) for j in range(EVALS) for i in (1, 2, 3)}) > 3
-    )
+    answers = list(g.outputs["evaluations"])
+    greedy = {c.prompt_index: c.token_ids for c in answers if c.greedy}
+    sampled = {(c.prompt_index, c.sample_index): c.token_ids for c in answers if not c.greedy}
+    assert len(answers) == EVALS * 4 and sorted(greedy) == list(range(EVALS))
+    assert sorted(sampled) == [(j, i) for j in range(EVALS) for i in range(3)]
+    assert {v for c in answers for v in c.policy_versions.tolist()} == {5}
+    assert len({tuple(ids.tolist()) for ids in greedy.values()}) == 1  # one prompt, greedily
+    assert len({tuple(ids.tolist()) for ids in sampled.values()}) > 3
     g.step()
     assert g.version == 6
 
 
-# -- checkpoints
-# ----------------------------------------------------------------------------------------------------------
+# --- checkpoints ---
 
 
 def stored(state):
@@ -723,15 +722,17 @@ def test_a_peer_samples_what_its_leader_samples_and_sends_nothing(replica):
     )
 
     def key(completion):
+        of_training = isinstance(completion, Completion)
         return (
-            completion.ticket,
+            completion.ticket if of_training else completion.prompt_index,
             completion.sample_index,
             len(completion.token_ids),
             completion.policy_versions.tolist(),
             completion.token_ids.tolist(),
         )
 
-    assert sorted(map(key, sent)) == sorted(key(c) for _, c in finished)
+    made = [c if stream == TRAIN else eval_completion(stream, c) for stream, c in finished]
+    assert sorted(map(key, sent)) == sorted(map(key, made))
     assert (
         not peer.outputs["completions"]
         and not peer.outputs["evaluations"]
@@ -749,9 +750,8 @@ def test_a_replica_takes_its_share_of_the_held_out_prompts(replica):
     for g in (leader, peer):
         g.weights.arrive(0, evaluate=True)
     settle(leader, peer)
-    assert [c.ticket for c in leader.outputs["evaluations"]] == [
-        1
-    ]  # the second of two replicas, three prompts
+    # The second of two replicas, three prompts.
+    assert [c.prompt_index for c in leader.outputs["evaluations"]] == [1]
 
 
 def test_a_peer_ends_what_its_leader_ends(replica):

@@ -1,4 +1,6 @@
-"""A run whose generator does not hold the trainer's weights ends at the version where that begins."""
+"""A run whose generator does not hold the trainer's weights ends at the version where
+that begins.
+"""
 
 import subprocess
 import sys

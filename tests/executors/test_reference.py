@@ -24,8 +24,9 @@ NAN = float("nan")
 LOGPROBS = rounding(
     terms=16, depth=2 * 2, size=2.0
 )  # nats: width and layers of CONFIG, and how its logits deviate
-CONFIG = """{"architectures": ["LlamaForCausalLM"], "vocab_size": 29, "hidden_size": 16, "intermediate_size": 24,
-"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+CONFIG = """{"architectures": ["LlamaForCausalLM"], "vocab_size": 29, "hidden_size": 16,
+"intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+"num_key_value_heads": 2, "max_position_embeddings": 64,
 "tie_word_embeddings": true}"""
 
 

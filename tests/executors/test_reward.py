@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter, deque
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from executors import reward as reward_module
 from executors.reward import RuleReward
 from llamarl.errors import RewardError
 from llamarl.executor import ExecutorGroup
-from llamarl.types import Completion, Prompt
+from llamarl.tasks.pool import RewardPool
+from llamarl.types import Completion, EvalCompletion, Prompt
 
 DEADLINE_S = 30.0
 FN = "scoring:score"
@@ -92,6 +94,19 @@ def completion(ticket, sample_index, word, *, finish_reason="stop", version=3):
     )
 
 
+def answer(prompt, sample, word, *, version=3):
+    """Of a held-out prompt; sample 0 is the greedy one, and 1 .. k are those sampled."""
+    ids = torch.tensor([WORDS.index(word)])
+    return EvalCompletion(
+        prompt_index=prompt,
+        greedy=sample == 0,
+        sample_index=max(0, sample - 1),
+        token_ids=ids,
+        policy_versions=torch.full_like(ids, version),
+        finish_reason="stop",
+    )
+
+
 @pytest.fixture
 def build(tmp_path, monkeypatch):
     (tmp_path / "scoring.py").write_text(USER_MODULE)
@@ -99,11 +114,13 @@ def build(tmp_path, monkeypatch):
     built = []
 
     def build(**options):
-        settings = {"group_size": 2, "num_eval_prompts": 3, "fn": FN} | options
+        fn = options.pop("fn", FN)
+        settings = {"group_size": 2, "num_eval_prompts": 3} | options
         executor = RuleReward(
             prompts=FakeStream(),
             eval_prompts=lambda j: make_prompt(f"eval {j}"),
             decode=lambda ids: WORDS[ids[0]],
+            make_source=partial(RewardPool, fn),
             **settings,
         )
         group = ExecutorGroup("reward", (0,), 0, torch.device("cpu"))
@@ -121,7 +138,7 @@ def build(tmp_path, monkeypatch):
 def settle(executor):
     """Step until there is nothing to do and no score is awaited."""
     give_up = time.monotonic() + DEADLINE_S
-    while executor.step() or executor._pool.pending:
+    while executor.step() or executor._source.pending:
         assert time.monotonic() < give_up, executor.waiting_for()
     return executor.outputs["scored"].records
 
@@ -174,15 +191,15 @@ def test_an_aborted_completion_abstains_without_being_scored(build):
 def test_accuracy_is_reported_once_a_version_and_counts_what_is_no_score_as_wrong(build):
     executor = build()
     feed = executor.inputs["evaluations"].records
-    feed.extend([completion(0, 0, "right", version=4), completion(0, 0, "right", version=5)])
-    feed.append(completion(2, 0, "error", version=4))
+    feed.extend([answer(0, 0, "right", version=4), answer(0, 0, "right", version=5)])
+    feed.append(answer(2, 0, "error", version=4))
     settle(executor)
     assert executor.metrics.reports == []
     assert (
         executor.waiting_for()
         == "data: 1 evaluation completions of policy version 4, from the generator"
     )
-    feed.append(completion(1, 0, "right", version=4))
+    feed.append(answer(1, 0, "right", version=4))
     assert settle(executor) == []
     ((step, values),) = executor.metrics.reports
     right = pytest.approx(2 / 3)
@@ -192,7 +209,7 @@ def test_accuracy_is_reported_once_a_version_and_counts_what_is_no_score_as_wron
         "eval/errors": 1,
         "eval/length_mean": 1.0,
     }
-    feed.extend([completion(1, 0, "right", version=5), completion(2, 0, "right", version=5)])
+    feed.extend([answer(1, 0, "right", version=5), answer(2, 0, "right", version=5)])
     settle(executor)
     assert executor.metrics.reports[1:] == [
         (5, {"eval/reward": 1.0, "eval/accuracy": 1.0, "eval/errors": 0, "eval/length_mean": 1.0})
@@ -210,7 +227,7 @@ def test_sampled_answers_are_reported_with_the_greedy_ones(build):
         (1, 2): "wrong",
     }
     executor.inputs["evaluations"].records.extend(
-        completion(j, i, word) for (j, i), word in words.items()
+        answer(j, i, word) for (j, i), word in words.items()
     )
     assert settle(executor) == []
     ((step, values),) = executor.metrics.reports
@@ -226,7 +243,7 @@ def test_groups_wait_for_room_and_completions_then_stay_in_their_channel(build):
     assert len(settle(executor)) == 1
     assert executor.waiting_for() == "room: in channel scored, which the trainer empties"
     feed.append(completion(9, 0, "right"))
-    executor.inputs["evaluations"].records.extend(completion(j, 0, "right") for j in range(3))
+    executor.inputs["evaluations"].records.extend(answer(j, 0, "right") for j in range(3))
     settle(executor)
     assert len(feed) == 1 and len(executor.metrics.reports) == 1  # evaluations need no room
     executor.outputs["scored"].room = 2
@@ -279,7 +296,7 @@ def test_teardown_is_harmless_before_setup():
         prompts=FakeStream(),
         eval_prompts=make_prompt,
         decode=str,
-        fn=FN,
+        make_source=partial(RewardPool, FN),
         group_size=2,
         num_eval_prompts=0,
     ).teardown()

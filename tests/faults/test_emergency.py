@@ -28,7 +28,9 @@ def consumed(checkpoint):
 
 
 def check_whole(job, at_least):
-    """What the last words left: a valid checkpoint of the last step that was trained, and no other."""
+    """What the last words left: a valid checkpoint of the last step that was trained,
+    and no other.
+    """
     assert verify(job.checkpoint) == []
     step = int(job.checkpoint.name.removeprefix("step_"))
     assert step >= at_least and {p.name for p in job.checkpoint.parent.iterdir()} == {

@@ -37,7 +37,9 @@ def drain(engine, chunk=5):
 
 
 def submit(engine):
-    """Groups that ask for different things, more samples than slots, and lengths that leave holes."""
+    """Groups that ask for different things, more samples than slots, and lengths that
+    leave holes.
+    """
     for ticket, prompt in enumerate(PROMPTS):
         engine.submit(
             ticket, prompt, SamplingParams(max_new_tokens=12, n=9, seed=3, stop_token_ids=(2,))

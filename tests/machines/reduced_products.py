@@ -1,7 +1,7 @@
 """A machine whose float32 products are bfloat16's under every setting but "highest", as an Intel
 CPU with AMX is under "medium".
 
-    PYTHONPATH=tests/machines/reduced:. python ...     every process that is started so is such a machine
+    PYTHONPATH=tests/machines/reduced:. python ...     every process started so is such a machine
 
 aten's own kernels are replaced, so whatever multiplies through PyTorch is reduced: linear, matmul,
 einsum, the backward pass.

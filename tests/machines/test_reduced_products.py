@@ -14,7 +14,10 @@ from tests.launching import JOB_S, RECIPE, ROOT, SMALL, environment
 
 pytestmark = pytest.mark.machine
 REDUCED = Path(__file__).parent / "reduced"
-MEASURE = "from llamarl.native.precision import use_float32_products; print(use_float32_products(reproducible=True))"
+MEASURE = (
+    "from llamarl.native.precision import use_float32_products; "
+    "print(use_float32_products(reproducible=True))"
+)
 # The main job, on a machine whose settings would be chosen without regard to their error.
 CARELESS = """
 import runpy, sys

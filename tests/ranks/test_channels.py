@@ -55,8 +55,7 @@ def test_a_dead_peer_is_named_to_all_others():
         assert "PeerDied" in outputs[rank] and "rank 2 (executor 2)" in outputs[rank], outputs[rank]
 
 
-# -- what a rank runs
-# ------------------------------------------------------------------------------------------------------
+# --- what a rank runs ---
 
 
 class Endpoint:

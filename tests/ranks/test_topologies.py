@@ -360,8 +360,7 @@ def train_and_go_on(rank: int, directory: str, quick: bool) -> None:
                 leave(trainer, recorder, tensors, folder / f"{topology}.from.{saved}.rank{rank}")
 
 
-# -- another model's
-# ---------------------------------------------------------------------------------------------------------
+# --- another model's ---
 
 
 @pytest.mark.parametrize(
@@ -392,8 +391,7 @@ def test_another_models_checkpoint_is_refused_and_not_taken_in_parts(tmp_path, s
         mine.load_state_dict(load_states(tmp_path, "one", 1))
 
 
-# -- what they left
-# --------------------------------------------------------------------------------------------------------
+# --- what they left ---
 
 
 class Left:
@@ -604,8 +602,7 @@ def test_a_state_saved_on_one_topology_is_the_same_bits_on_another_and_goes_on_a
     assert moved > 1e-3
 
 
-# -- who trains on what
-# ----------------------------------------------------------------------------------------------------
+# --- who trains on what ---
 
 
 class Trainer(Executor):

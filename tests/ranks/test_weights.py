@@ -141,7 +141,9 @@ def test_a_topology_that_is_not_the_trainers_is_refused(pool, run):
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_hundreds_of_syncs_leave_nothing_behind(transport):
-    """Between two processes: memory, shared memory and open files are flat after the first fifty."""
+    """Between two processes: memory, shared memory and open files are flat after the
+    first fifty.
+    """
     scenario = {
         "sources": (0,),
         "destinations": (1,),
@@ -172,8 +174,7 @@ def test_hundreds_of_syncs_leave_nothing_behind(transport):
     assert left_in_shared_memory(pids) == []
 
 
-# -- what a rank runs
-# ------------------------------------------------------------------------------------------------------
+# --- what a rank runs ---
 
 
 def config_of(scale: int):

@@ -26,10 +26,14 @@ from tests.launching import (
 )
 from tests.tolerances import of_logprobs, rounding
 
-NAMES = """step policy_version reward/mean reward/std reward/error_rate loss/value grad_norm entropy kl/ref ratio/mean ratio/max
-    ratio/capped_fraction lag/mean lag/max tokens/trained tokens/generated completion/length_mean completion/truncated_fraction
-    packing/padding_fraction time/wall_s time/step_s time/wait_for_data_s generator/tokens_per_s generator/idle_fraction
-    trainer/idle_fraction weights/publish_stall_s weights/swap_stall_s weights/bytes parity/logprob_diff_max""".split()
+NAMES = """
+    step policy_version reward/mean reward/std reward/error_rate loss/value grad_norm entropy kl/ref
+    ratio/mean ratio/max ratio/capped_fraction lag/mean lag/max tokens/trained tokens/generated
+    completion/length_mean completion/truncated_fraction packing/padding_fraction
+    time/wall_s time/step_s time/wait_for_data_s generator/tokens_per_s generator/idle_fraction
+    trainer/idle_fraction weights/publish_stall_s weights/swap_stall_s weights/bytes
+    parity/logprob_diff_max
+""".split()
 TINY = read_config(tiny_directory())
 EXPORTED = of_logprobs(TINY, size=2.0)  # logits, transformers against our decoder
 SHARDED = rounding(

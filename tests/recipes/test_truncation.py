@@ -18,7 +18,8 @@ from llamarl.inference.engine import Engine
 submit, step = Engine.submit, Engine.step
 def forced(self, ticket, prompt_ids, params, *, stream=0):
     length = params.max_new_tokens if ticket == {LONG} else {SHORT}
-    submit(self, ticket, prompt_ids, dataclasses.replace(params, min_new_tokens=length, max_new_tokens=length), stream=stream)
+    exactly = dataclasses.replace(params, min_new_tokens=length, max_new_tokens=length)
+    submit(self, ticket, prompt_ids, exactly, stream=stream)
 def slow(self, chunk):
     time.sleep(0.01)
     return step(self, chunk)

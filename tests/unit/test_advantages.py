@@ -121,8 +121,7 @@ def test_leave_one_out_equals_a_loop_over_the_others(rewards):
     assert leave_one_out(torch.tensor(rewards)).tolist() == pytest.approx(want, abs=1e-5)
 
 
-# -- by token
-# --------------------------------------------------------------------------------------------------------------
+# --- by token ---
 
 
 def test_gae_by_hand():

@@ -41,7 +41,10 @@ def test_a_group_with_one_token_that_is_too_old_ends_the_run_and_is_named():
     buffer = holding(2, group(3, [8, 8], [8]), group(7, [7, 8], [8, 8], [4, 6]))
     with pytest.raises(LagExceeded) as error:
         buffer.take([3, 7], 8)
-    want = "step 8 was to train on ticket 7, whose tokens are of versions 4 to 8: with max_lag=2 none may be older than version 6."
+    want = (
+        "step 8 was to train on ticket 7, whose tokens are of versions 4 to 8: with max_lag=2 "
+        "none may be older than version 6."
+    )
     assert str(error.value).startswith(want)
     assert "error in llamarl" in str(error.value) and "please report it" in str(error.value)
     assert buffer.tickets() == [3, 7], "nothing was taken"

@@ -155,8 +155,8 @@ def test_a_token_beyond_the_vocabulary_is_named(model):
     change(model / "tokenizer_config.json", eos_token="<another>")
     message = refusal(model)
     assert (
-        f"{model / 'tokenizer.json'}: token '<another>' has id 52, but config.json says vocab_size=52"
-        in message
+        f"{model / 'tokenizer.json'}: token '<another>' has id 52, but config.json says "
+        "vocab_size=52" in message
     )
 
 

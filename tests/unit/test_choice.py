@@ -1,4 +1,6 @@
-"""The fastest way by measured times, with a clock that the test turns; kept for the next process."""
+"""The fastest way by measured times, with a clock that the test turns; kept for the next
+process.
+"""
 
 from __future__ import annotations
 

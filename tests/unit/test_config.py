@@ -401,7 +401,9 @@ def test_a_loss_is_chosen_with_its_published_options_advantages_and_reference(fi
         (
             ["loss.ratio_level=tokn"],
             {
-                "loss.ratio_level=tokn": "need token or sequence or sequence_mean; did you mean token?"
+                "loss.ratio_level=tokn": (
+                    "need token or sequence or sequence_mean; did you mean token?"
+                )
             },
         ),
         (["loss=tb", "loss.beta=0"], {"loss.beta=0": "need a number above 0"}),
@@ -427,13 +429,18 @@ def test_a_loss_is_chosen_with_its_published_options_advantages_and_reference(fi
         (
             ["loss.ratio_mask_low=2", "loss.ratio_mask_high=1"],
             {
-                "loss.ratio_mask_low=2 loss.ratio_mask_high=1": "masks every ratio; the low bound must be below the high one"
+                "loss.ratio_mask_low=2 loss.ratio_mask_high=1": (
+                    "masks every ratio; the low bound must be below the high one"
+                )
             },
         ),
         (
             ["loss=ppo", "loss.ratio_cap=1.1"],
             {
-                "loss.ratio_cap=1.1 loss.clip_high=0.2": "a cap at or below 1 + clip_high = 1.2 leaves nothing to clip; raise it, or null"
+                "loss.ratio_cap=1.1 loss.clip_high=0.2": (
+                    "a cap at or below 1 + clip_high = 1.2 leaves nothing to clip; raise it, or "
+                    "null"
+                )
             },
         ),
         (
@@ -747,7 +754,9 @@ def test_a_cut_needs_its_step_and_what_fits_is_accepted():
         "beta_schedule.end_step=9",
     ]
     assert complaints(*line) == {
-        "beta_schedule.kind=cut beta_schedule.cut_step=null": "needs the step from which the final value holds"
+        "beta_schedule.kind=cut beta_schedule.cut_step=null": (
+            "needs the step from which the final value holds"
+        )
     }
     assert complaints(*line, "beta_schedule.cut_step=3") == {}
     for accepted in (

@@ -78,8 +78,7 @@ def failure_of(control):
     return raised.value
 
 
-# -- mail
-# -----------------------------------------------------------------------------------------------------------------
+# --- mail ---
 
 
 def test_mail_to_oneself_is_kept_by_topic_in_order_and_taken_once(alone):
@@ -147,8 +146,7 @@ def test_news_ends_a_wait_and_news_before_the_wait_does_too(alone, news):
     assert 0.04 < time.monotonic() - began < WAIT_S / 2
 
 
-# -- stop and failure
-# -----------------------------------------------------------------------------------------------------
+# --- stop and failure ---
 
 
 def test_a_stop_request_reaches_every_rank_and_the_first_reason_stays(ranks):
@@ -202,8 +200,7 @@ def test_an_exception_in_a_handler_ends_the_loop(ranks):
     assert "from 1" in str(failure_of(leader))
 
 
-# -- liveness
-# -------------------------------------------------------------------------------------------------------------
+# --- liveness ---
 
 
 def test_a_silent_rank_is_named_on_all_others_and_only_there(ranks):
@@ -306,14 +303,17 @@ def test_a_store_that_hangs_is_named_though_the_heartbeat_hangs_in_it(monkeypatc
     text = str(failure_of(rank))
     silent = control_module.STORE_PATIENCE * SILENCE_S
     assert (
-        f"the control store is gone (it has not answered for {silent:.0f} s). Was the launcher, which serves it, stopped?"
-        in text
+        f"the control store is gone (it has not answered for {silent:.0f} s). Was the launcher, "
+        "which serves it, stopped?" in text
     )
     store.goes_on.set()
     rank.close()
 
 
-GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:1. This is typically caused by"
+GLOO = (
+    "[third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:1. "
+    "This is typically caused by"
+)
 
 
 @pytest.mark.parametrize(
@@ -344,8 +344,7 @@ def test_other_errors_stay_as_they_are(alone, error):
     assert alone.explained(error, "in trainer") is error
 
 
-# -- losses
-# ---------------------------------------------------------------------------------------------------------------
+# --- losses ---
 
 
 LAST_WORDS_S = 60.0

@@ -238,8 +238,7 @@ def test_more_than_a_block(method):
     assert torch.equal(target, source)
 
 
-# -- kernels and compilers
-# ---------------------------------------------------------------------------------------------------
+# --- kernels and compilers ---
 
 
 @pytest.fixture

@@ -94,8 +94,7 @@ def box_of(full: torch.Tensor, box: Box) -> torch.Tensor:
     return full[box.within(Box.whole(tuple(full.shape[:-1])))].reshape(-1)
 
 
-# -- what a rank holds
-# ------------------------------------------------------------------------------------------------------
+# --- what a rank holds ---
 
 
 @given(
@@ -451,8 +450,7 @@ def test_quantised_weights_travel_as_a_byte_and_a_scale_a_row():
     )  # all rows of what is split by columns
 
 
-# -- sharing the work
-# -------------------------------------------------------------------------------------------------------
+# --- sharing the work ---
 
 
 @settings(max_examples=40, deadline=None)

@@ -80,7 +80,9 @@ def drain(engine, chunk=4):
 
 
 def full_forward_logits(decoder, completion):
-    """[L, V] that the completion's tokens were chosen from, by one forward over the whole sequence."""
+    """[L, V] that the completion's tokens were chosen from, by one forward over the
+    whole sequence.
+    """
     ids = torch.cat([completion.prompt_ids, completion.token_ids])
     with torch.no_grad():
         logits = decoder(
@@ -641,7 +643,9 @@ def test_the_cache_stays_within_its_budget_and_everybody_is_served(cache_tokens)
 
 
 def certain_decoder(token):
-    """Weights whose next token is `token`, when nothing computed by other weights is attended to."""
+    """Weights whose next token is `token`, when nothing computed by other weights is
+    attended to.
+    """
     decoder = random_decoder(7)
     with torch.no_grad():
         for layer in decoder.layers:
@@ -792,7 +796,8 @@ def test_greedy_equals_transformers_on_a_real_model():
     path = os.environ.get("LLAMARL_SMOLLM2")
     if not path:
         pytest.skip(
-            "needs LLAMARL_SMOLLM2: the directory of SmolLM2-135M-Instruct (recipes/fetch_smollm2.py makes it)"
+            "needs LLAMARL_SMOLLM2: the directory of SmolLM2-135M-Instruct "
+            "(recipes/fetch_smollm2.py makes it)"
         )
     from transformers import AutoModelForCausalLM
 

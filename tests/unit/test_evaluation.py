@@ -12,8 +12,8 @@ from llamarl.checkpoint.checkpointer import find_model
 from llamarl.errors import CheckpointError
 from llamarl.models.config import tiny_directory
 from llamarl.tasks.evaluation import Evaluations, pass_at_k
-from llamarl.tasks.pool import Outcome
-from llamarl.types import Completion
+from llamarl.tasks.source import Outcome
+from llamarl.types import EvalCompletion
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 1.0, -1.0]), min_size=1, max_size=7), st.data())
@@ -39,14 +39,14 @@ def test_pass_at_k_by_hand_and_out_of_range():
 
 
 def completion(prompt, sample, length=2, version=3):
-    return Completion(
-        prompt,
-        sample,
-        torch.tensor([1]),
-        torch.zeros(length).long(),
-        torch.zeros(length),
-        torch.full((length,), version),
-        "stop",
+    """Sample 0 is the greedy one, and 1 .. k are those sampled."""
+    return EvalCompletion(
+        prompt_index=prompt,
+        greedy=sample == 0,
+        sample_index=max(0, sample - 1),
+        token_ids=torch.zeros(length).long(),
+        policy_versions=torch.full((length,), version),
+        finish_reason="stop",
     )
 
 

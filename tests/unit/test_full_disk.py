@@ -26,7 +26,10 @@ def test_a_row_that_cannot_be_written_says_what_it_needs_and_is_an_end_that_expl
     monkeypatch.setattr(file, "_append", full)
     with pytest.raises(
         MetricsError,
-        match=r"metrics.jsonl: the row of step 3 \(\d+ bytes\) could not be written .* bytes are free",
+        match=(
+            r"metrics.jsonl: the row of step 3 \(\d+ bytes\) could not be written .* bytes are "
+            r"free"
+        ),
     ):
         file.write({"step": 3})
     file.close()

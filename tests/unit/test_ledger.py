@@ -37,7 +37,9 @@ def alone():
 
 @pytest.fixture
 def desks():
-    """make(trainer_ranks, count, start, ...): a desk for each of `count` ranks, the leader first."""
+    """make(trainer_ranks, count, start, ...): a desk for each of `count` ranks, the
+    leader first.
+    """
     controls, stores = [], []  # a store serves for as long as it is referred to
 
     def make(trainer_ranks=(0,), count=2, start=True, timeout_s=WAIT_S, desk={}, **settings):
@@ -250,7 +252,10 @@ def test_groups_that_start_again_on_another_number_of_trainer_ranks_are_counted_
     for desk in (leader, other):
         desk.load_state_dict(state)
     (record,) = caplog.records
-    want = "step 3: 1 of 4 finished groups start again, and 0 that were begun: on another number of trainer ranks, "
+    want = (
+        "step 3: 1 of 4 finished groups start again, and 0 that were begun: on another number of "
+        "trainer ranks, "
+    )
     assert record.levelname == "WARNING" and record.getMessage().startswith(want)
     assert record.getMessage().endswith("Tickets 4")
 
@@ -301,12 +306,14 @@ def test_stragglers_are_named_in_the_log_once_with_generator_and_seconds(
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     late = ", ".join(f"{ticket} (8.5 s)" for ticket in [4, *range(9, 16)])
-    want = f"stragglers of generator rank 0: tickets {late} have taken more than 4 x the median of 2.00 s; "
+    want = (
+        f"stragglers of generator rank 0: tickets {late} have taken more than 4 x the median of "
+        "2.00 s; "
+    )
     assert record.getMessage().startswith(want)
 
 
-# -- between ranks
-# --------------------------------------------------------------------------------------------------------
+# --- between ranks ---
 
 
 def test_a_generator_elsewhere_is_granted_by_the_leaders_listener(desks):

@@ -93,12 +93,20 @@ def test_bfloat16_logprobs_are_subtracted_in_float32():
     assert ratio(torch.tensor([math.inf])).isfinite().all()
 
 
-# -- names
-# -----------------------------------------------------------------------------------------------------------------
+# --- names ---
 
 MY_LOSS = """
 def my_loss(
-    trainer_logprobs, generator_logprobs, ref_logprobs, advantages, loss_mask, *, num_loss_tokens, completions, width, depth=1
+    trainer_logprobs,
+    generator_logprobs,
+    ref_logprobs,
+    advantages,
+    loss_mask,
+    *,
+    num_loss_tokens,
+    completions,
+    width,
+    depth=1,
 ):
     return trainer_logprobs.sum() / num_loss_tokens, {}
 
@@ -133,7 +141,7 @@ def test_a_loss_in_the_users_directory_resolves(user_module):
     [
         ("aipoo", "no loss 'aipoo'; did you mean aipo"),
         ("users_losses:my_los", "did you mean my_loss"),
-        ("users_losses:limit", "no function 'limit'"),
+        ("users_losses:limit", "users_losses has int, not a function, under the name limit"),
         ("users_losses:too_few", "must take .trainer_logprobs"),
         ("users_lossez:my_loss", "no module users_lossez"),
     ],

@@ -148,8 +148,7 @@ def test_the_loss_depends_on_the_generators_logprobs_as_it_says(fn):
     )
 
 
-# -- the knobs of ratios
-# -----------------------------------------------------------------------------------------------------
+# --- the knobs of ratios ---
 
 with_ratio = pytest.mark.parametrize(
     "fn", [fn for fn in LOSSES.values() if "ratio_cap" in options_of(fn)], ids=lambda f: f.__name__

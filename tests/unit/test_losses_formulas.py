@@ -328,8 +328,7 @@ def test_past_the_largest_ratio_a_bad_token_is_still_pushed_down():
     )
 
 
-# -- the value head
-# ------------------------------------------------------------------------------------------------------------
+# --- the value head ---
 
 
 def test_value_loss_by_hand():

@@ -1,9 +1,11 @@
 """Magistral's loss, as its paper has it, against an oracle in float64 that is written from the
 equation alone.
 
-    J = E_q 1/(sum_i |o_i|) sum_i sum_t min(r A_i, clip(r, 1 - eps_low, 1 + eps_high) A_i)        (2.1)
+    J = E_q 1/(sum_i |o_i|) sum_i sum_t min(r A_i, clip(r, 1 - eps_low, 1 + eps_high) A_i)    (2.1)
 
-    r = pi/mu of a token,  A_i = (B_i - mean B) / std B over a minibatch,  B_i = reward_i - mean of its group
+    r = pi/mu of a token
+    A_i = (B_i - mean B) / std B over a minibatch
+    B_i = reward_i - mean of its group
 
 Groups of equal rewards are not in the batch. Where the paper says std, the one over n - 1 is meant
 here.
@@ -34,8 +36,7 @@ def clipped(ratio, advantage):
     return torch.minimum(ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage)
 
 
-# -- the loss alone
-# --------------------------------------------------------------------------------------------------------
+# --- the loss alone ---
 
 
 def loss_of_groups(p):
@@ -80,12 +81,13 @@ def test_kl_and_entropy_are_means_over_groups_too():
     assert added == pytest.approx(0.5 * float(sum(means)) / len(means), rel=1e-10)
 
 
-# -- a whole update
-# --------------------------------------------------------------------------------------------------------
+# --- a whole update ---
 
 
 def uneven_groups():
-    """Lengths 1 to 12; a group of equal rewards, one that has a single reward, a failed completion."""
+    """Lengths 1 to 12; a group of equal rewards, one that has a single reward, a failed
+    completion.
+    """
     made = [
         group(4, [6, 2, 12], [1.0, 0.5, 0.0]),
         group(1, [3, 4], [1.0, 1.0]),

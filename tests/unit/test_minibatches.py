@@ -112,8 +112,7 @@ def test_the_rate_falls_with_every_update():
     )
 
 
-# -- what ends a step
-# ----------------------------------------------------------------------------------------------------------
+# --- what ends a step ---
 
 
 def test_a_stop_before_the_first_update_changes_nothing_and_after_it_the_step_is_finished():
@@ -142,7 +141,10 @@ def test_what_is_not_finite_in_a_later_update_is_named_with_its_place():
         return logprobs.sum() * (math.inf if len(calls) > 2 else 1e-3), {}
 
     update = update_of(loss_fn=loss_fn, minibatches_per_step=2, updates_per_batch=2)
-    expected = r"step 5, minibatch 1 of 2, pass 2 of 2: .*; 2 updates of this step are in the weights already; .*resume=auto"
+    expected = (
+        r"step 5, minibatch 1 of 2, pass 2 of 2: .*; 2 updates of this step are in the weights "
+        r"already; .*resume=auto"
+    )
     with pytest.raises(NotFinite, match=expected):
         update.run(groups_of(), VERSION, go_on)
 

@@ -82,8 +82,7 @@ def steps_in(tmp_path):
     return [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")]
 
 
-# -- rows
-# ---------------------------------------------------------------------------------------------------------
+# --- rows ---
 
 
 def test_reports_of_several_ranks_and_executors_merge_into_one_row(tmp_path):
@@ -218,8 +217,7 @@ def test_any_arrival_order_of_evaluations_gives_every_row_once_in_order(tmp_path
     assert all(row["loss/value"] == row["step"] for row in kept.rows[1:])
 
 
-# -- values
-# -------------------------------------------------------------------------------------------------------
+# --- values ---
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -343,8 +341,7 @@ def test_idle_shares_name_the_largest_cause_and_its_knob():
     assert "overcommit" in idle.knob
 
 
-# -- resume
-# -------------------------------------------------------------------------------------------------------
+# --- resume ---
 
 
 def play(metrics, steps, *, every, eval_delay=2):
@@ -528,7 +525,8 @@ def test_a_plain_console_line_names_what_it_shows():
     console.write({"step": 13})
     first, second = out.getvalue().splitlines()
     assert first == (
-        "step 12/200  reward 0.453  accuracy 41.2%  lag 1.2/2  loss 0.0123  grad 0.812  tok/s 18.2k  idle g/t 3%/-  s/step 0.31"
+        "step 12/200  reward 0.453  accuracy 41.2%  lag 1.2/2  loss 0.0123  grad 0.812  tok/s "
+        "18.2k  idle g/t 3%/-  s/step 0.31"
     )
     assert second == "step 13/200"
 
@@ -620,7 +618,10 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path, monkeypatch):
 
 
 def test_importing_observe_imports_no_torch_and_nothing_heavy():
-    code = "import sys, llamarl.observe; print(sorted({'torch', 'matplotlib', 'rich', 'numpy'} & set(sys.modules)))"
+    code = (
+        "import sys, llamarl.observe; print(sorted({'torch', 'matplotlib', 'rich', 'numpy'} & "
+        "set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -69,8 +69,7 @@ def test_nothing_to_optimize_is_an_error():
         build_optimizer([frozen], weight_decay=0.0, **ADAM)
 
 
-# -- schedules
-# -------------------------------------------------------------------------------------------------------------
+# --- schedules ---
 
 
 @pytest.mark.parametrize(
@@ -118,8 +117,7 @@ def test_impossible_schedules_are_refused(options, message):
         lr_at(0, lr=1.0, max_steps=10, **options)
 
 
-# -- clipping
-# --------------------------------------------------------------------------------------------------------------
+# --- clipping ---
 
 
 def test_clipping_by_hand():
@@ -172,13 +170,10 @@ def test_wsd_decays_over_the_steps_that_it_is_given():
     assert [at(750), at(999)] == pytest.approx([0.5e-5, 1e-5 / 500])
 
 
-# -- 8-bit moments
-# -----------------------------------------------------------------------------------------------------------
+# --- 8-bit moments ---
 
-BLOCK = (
-    3 * 0.0071
-    # of a block's largest: three roundings to the codes, which are 0.0141 apart where they are coarsest
-)
+# Of a block's largest: three roundings to the codes, 0.0141 apart where they are coarsest.
+BLOCK = 3 * 0.0071
 
 
 def matrix(seed: int = 0) -> torch.nn.Parameter:

@@ -1,4 +1,6 @@
-"""Collation and packing: the worked example, a naive oracle, and that packing changes no gradient."""
+"""Collation and packing: the worked example, a naive oracle, and that packing changes no
+gradient.
+"""
 
 import warnings
 from dataclasses import fields, replace
@@ -61,8 +63,7 @@ def assert_batches_equal(got: PackedBatch, want: PackedBatch):
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), field.name
 
 
-# -- collate
-# ---------------------------------------------------------------------------------------------------------------
+# --- collate ---
 
 
 def test_collate_by_hand():
@@ -92,8 +93,7 @@ def test_collate_refuses_a_budget_without_room():
         collate([1], 0)
 
 
-# -- pack
-# ------------------------------------------------------------------------------------------------------------------
+# --- pack ---
 
 
 def test_the_worked_example_of_packed_batch():
@@ -449,8 +449,7 @@ def test_reference_is_told_apart_from_zeros():
     assert not packed([group([1], [[2]])]).has_reference
 
 
-# -- gradients
-# -------------------------------------------------------------------------------------------------------------
+# --- gradients ---
 
 
 def tiny_decoder():

@@ -180,8 +180,7 @@ def test_what_is_drawn_is_what_a_naive_buffer_could_give(
         assert sums["on_policy"] == sum(flat[c] for c in drawn)
 
 
-# -- probabilities
-# ---------------------------------------------------------------------------------------------------------
+# --- probabilities ---
 
 
 def chi_square(counts, probabilities):
@@ -276,8 +275,7 @@ def test_a_draw_is_a_function_of_seed_step_and_rank():
     assert len({str(r) for r in rows.values()}) == 4
 
 
-# -- copies
-# ----------------------------------------------------------------------------------------------------------------
+# --- copies ---
 
 
 def with_tokens(ticket, completions, rewards, *, prompt=0, version=0):
@@ -331,8 +329,7 @@ def test_copies_take_their_place_so_the_bound_on_lag_is_the_same():
     assert len(ours.stored()) == 2
 
 
-# -- turns
-# -----------------------------------------------------------------------------------------------------------------
+# --- turns ---
 
 
 def prompts_drawn(ours, step, come=()):
@@ -368,8 +365,7 @@ def test_a_prompt_that_joins_late_has_its_turn_and_no_more():
     assert sorted(before + after) == [0, 1, 2, 3, 4]
 
 
-# -- what is held
-# ----------------------------------------------------------------------------------------------------------
+# --- what is held ---
 
 
 def test_what_must_not_be_trained_on_is_never_drawn_and_takes_its_place():
@@ -464,8 +460,7 @@ def test_the_bound_on_lag_holds_and_is_reached(k, max_lag, max_size, batch, size
     assert worst == bound and not caplog.records, "none leaves for its age"
 
 
-# -- checkpoints
-# -------------------------------------------------------------------------------------------------------------
+# --- checkpoints ---
 
 
 def fill(ours, steps, dp_ranks=1, dp_rank=0):
@@ -511,7 +506,7 @@ def test_two_ranks_go_on_as_one_that_holds_what_both_held():
     assert {g.ticket % 2 for g in mine.stored()} == {1} and mine.tickets() == []
 
 
-def test_on_another_number_of_ranks_what_newer_groups_do_not_push_out_leaves_when_it_is_as_old_as_may_be(
+def test_on_another_number_of_ranks_what_newer_groups_do_not_push_out_leaves_at_the_bound(
     caplog,
 ):
     L, SIZE = 0, 2

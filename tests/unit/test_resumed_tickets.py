@@ -115,7 +115,7 @@ MOVES = st.tuples(
     truncate=st.booleans(),
     moves=st.lists(MOVES, min_size=20, max_size=200),
 )
-def test_after_every_resume_on_any_numbers_of_ranks_the_next_step_can_be_taken_each_ticket_once_and_in_time(
+def test_after_every_resume_on_any_ranks_the_next_step_can_be_taken_each_ticket_once_and_in_time(
     max_lag, overcommit, truncate, moves
 ):
     run = Run(

@@ -31,7 +31,9 @@ def start(session=False):
 
 
 def orphan():
-    """One whose parent has ended, in a session of its own: nothing but its memory tells whose it is."""
+    """One whose parent has ended, in a session of its own: nothing but its memory tells
+    whose it is.
+    """
     if os.fork():
         os.wait()
     else:

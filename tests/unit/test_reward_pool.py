@@ -61,7 +61,8 @@ def score(prompt, completion, meta):
         os.fork()
         return 1.0
     if what == "forge":
-        pipe = next(o for o in gc.get_objects() if isinstance(o, io.BufferedWriter) and o.fileno() > 2)
+        writers = [o for o in gc.get_objects() if isinstance(o, io.BufferedWriter)]
+        pipe = next(o for o in writers if o.fileno() > 2)
         os.write(pipe.fileno(), argument.encode() + b"\\n")
         return 1.0
     if what == "close_pipes":
@@ -80,7 +81,8 @@ def score(prompt, completion, meta):
         return 1.0
     if what == "limit":
         return float(resource.getrlimit(getattr(resource, argument))[0])
-    odd = {"none": None, "text": "1.0", "dict": meta, "nan": float("nan"), "inf": -float("inf"), "huge": 10**400}
+    odd = {"none": None, "text": "1.0", "dict": meta, "nan": float("nan")}
+    odd |= {"inf": -float("inf"), "huge": 10**400}
     return ({"true": True, "int": 2} | odd)[what]
 
 
@@ -368,7 +370,8 @@ def await_death(pid):
         ("my_rewards:later", "later is async"),
         (
             "broken:score",
-            r"importing broken failed: ModuleNotFoundError: No module named 'a_pack.*\(broken.py:1\); install it",
+            r"importing broken failed: ModuleNotFoundError: No module named "
+            r"'a_pack.*\(broken.py:1\); install it",
         ),
     ],
 )

@@ -167,7 +167,10 @@ def test_another_chat_template_is_refused_though_all_rows_are_the_same(job):
     other.tokenizer.chat_template = "{{ messages[-1]['content'] }}\n"
     with pytest.raises(
         RunDirectoryError,
-        match="other training prompts and held-out prompts: task.chat: false in the checkpoint, true now",
+        match=(
+            "other training prompts and held-out prompts: task.chat: false in the checkpoint, "
+            "true now"
+        ),
     ):
         opened(other)
 
@@ -231,7 +234,9 @@ def test_a_checkpoint_that_does_not_say_what_it_is_is_refused_by_name(job):
 
 
 def test_the_config_of_the_checkpoint_counts_and_not_the_file_beside_it(job):
-    """A kill while config.yaml was written must not stop a run; another version's must not either."""
+    """A kill while config.yaml was written must not stop a run; another version's must
+    not either.
+    """
     path = a_checkpoint(job())
     (path.parents[1] / "config.yaml").write_text("max_steps: [")
     with pytest.raises(ValueError, match="config.yaml: damaged, not YAML"):
@@ -291,7 +296,9 @@ def starts(monkeypatch):
 
 @pytest.mark.parametrize("where", ["run_dir=null", "run_dir=mine"])
 def test_a_restarted_job_goes_on_in_its_own_directory_and_never_in_anothers(job, starts, where):
-    """Two launches on one machine, whose launcher calls both by the same name; each restarted once."""
+    """Two launches on one machine, whose launcher calls both by the same name; each
+    restarted once.
+    """
     ours, theirs = dist.HashStore(), dist.HashStore()
     made = []
     for launcher, directory in ((ours, where), (theirs, "run_dir=null")):

@@ -15,8 +15,10 @@ from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 
 TEMPLATE = (
-    "<bos>{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<eos>"
-    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %};{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "<bos>{% for m in messages %}{{ m['role'] }}: "
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<eos>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %};{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 SYSTEM, ONE, TWO = (
     {"role": "system", "content": "add"},

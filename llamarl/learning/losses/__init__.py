@@ -7,11 +7,7 @@ importable).
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable
 
 from torch import Tensor
@@ -32,6 +28,7 @@ from llamarl.learning.losses.reinforce import reinforce
 from llamarl.learning.losses.rloo import rloo
 from llamarl.learning.losses.tb import tb
 from llamarl.learning.losses.tba import tba
+from llamarl.names import NoFunction, did_you_mean, import_function
 
 Loss = Callable[..., tuple[Tensor, Metrics]]
 
@@ -82,7 +79,7 @@ def check_options(fn: Loss, options: dict[str, object]) -> None:
     known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in GIVEN]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     problems = [
-        f"{name}: unknown option{_nearest(name, known)}; {fn.__name__} takes {', '.join(known) or 'none'}"
+        f"{name}: unknown option{did_you_mean(name, known)}; {fn.__name__} takes {', '.join(known) or 'none'}"
         for name in options
         if name not in known and not takes_all
     ]
@@ -113,32 +110,10 @@ def _required(fn: Loss) -> dict[str, None]:
 
 
 def _imported(name: str) -> Loss:
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
-        raise ValueError(
-            f"no loss {name!r}{_nearest(name, list(LOSSES))}; there is {', '.join(LOSSES)}, or module:function"
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.append(
-            os.getcwd()
-        )  # a script's sys.path has the script's directory, not the user's
+    if ":" not in name:
+        known = f"there is {', '.join(LOSSES)}, or module:function"
+        raise ValueError(f"no loss {name!r}{did_you_mean(name, LOSSES)}; {known}")
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, something that it imports is not
-        raise ValueError(
-            f"loss {name}: no module {error.name} in {os.getcwd()} or among the installed packages"
-        ) from error
-    fn = getattr(module, attribute, None)
-    if not callable(fn):
-        functions = [n for n, value in vars(module).items() if callable(value)]
-        raise ValueError(
-            f"loss {name}: {module_name} has no function {attribute!r}{_nearest(attribute, functions)}"
-        )
-    return fn
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+        return import_function(name)
+    except NoFunction as error:
+        raise ValueError(f"loss {name}: {error}") from error

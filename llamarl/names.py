@@ -1,0 +1,78 @@
+"""Names that a user gives: a function by its import path, and the nearest name to a wrong one.
+
+Standard library only: reward workers use it, and start in a moment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+_SHOWN_NAMES = 8  # of a module, where none of them is near
+
+
+class NoFunction(ValueError):
+    """An import path leads to no function; the message says where it ends, and what is near."""
+
+
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The one of `names` that is most like `name`, or None where none is.
+
+    cutoff: 0 to 1, the least likeness (difflib's ratio) that counts.
+    """
+    found = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of an error message: "; did you mean NEAREST?", or "" where no name is near."""
+    near = nearest(name, names, cutoff)
+    return "" if near is None else f"; did you mean {near}?"
+
+
+def import_function(path: str) -> Callable:
+    """The function that an import path "module:function" names, as "my_module:my_reward" does.
+
+    The current directory is importable. NoFunction if there is no such module or function; what
+    else a module raises while it is imported comes through.
+    """
+    module_name, colon, name = path.partition(":")
+    if not (colon and module_name and name):
+        raise NoFunction('need an import path "module:function"')
+    if os.getcwd() not in sys.path:
+        # A script's sys.path begins with the script's directory, not with the user's.
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        is_asked_for = error.name and f"{module_name}.".startswith(f"{error.name}.")
+        if not is_asked_for:
+            raise  # the module is there, something that it imports is not
+        files = [file.stem for file in Path.cwd().glob("*.py")]
+        raise NoFunction(
+            f"no module {error.name} in {os.getcwd()} or on sys.path"
+            f"{did_you_mean(error.name, files, cutoff=0.5)}"
+        ) from error
+    function = getattr(module, name, None)
+    if callable(function):
+        return function
+    what = "no function"
+    if function is not None:
+        what = f"{type(function).__name__}, not a function, under the name"
+    raise NoFunction(f"{module_name} has {what} {name}; {_function_hint(name, vars(module))}")
+
+
+def _function_hint(name: str, members: dict[str, object]) -> str:
+    functions = [
+        member
+        for member, value in members.items()
+        if callable(value) and not member.startswith("_")
+    ]
+    near = nearest(name, functions, cutoff=0.5)
+    if near is not None:
+        return f"did you mean {near}?"
+    return f"it has {', '.join(functions[:_SHOWN_NAMES]) or 'no functions'}"

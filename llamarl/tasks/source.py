@@ -1,0 +1,85 @@
+"""What a source of scores is: the part of a reward that the reward executor asks of.
+
+    submit(key, prompt, completion, meta) --> the source --> poll() --> [(key, Outcome)]
+
+RewardPool (pool.py) is one: a plain function in worker processes. A judge behind a server, a reward
+model or an environment is another, once it has RewardSource's members;
+tests/unit/test_reward_contract.py holds every source to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one item that a source was given."""
+
+    kind: Literal["score", "abstain", "error"]
+    value: float  # NaN unless kind is "score"
+    reason: str  # why, for "abstain" and "error"
+
+    @classmethod
+    def error(cls, reason: str) -> Outcome:
+        """The item could not be scored, which is never a score of 0."""
+        return cls("error", math.nan, reason)
+
+    @classmethod
+    def abstain(cls, reason: str) -> Outcome:
+        """The item is to have no score."""
+        return cls("abstain", math.nan, reason)
+
+
+class RewardSource(Protocol):
+    """Scores completions, many at a time and in any order, without blocking who asks.
+
+    The reward executor makes one in its `setup`, steps it from one thread, and closes it:
+
+        source = make_source(on_result=wake)
+        source.start()
+        source.submit(0, "12+34=", "46", {"answer": "46"})
+        source.wait(timeout_s=1.0)
+        source.poll()        # [(0, Outcome("score", 1.0, ""))], or [] if it is not known yet
+        source.close()
+
+    An item that cannot be scored is an Outcome of kind "error". What is wrong with the source
+    itself is raised by `start` or `poll`: ValueError for what the user gave, RewardError where it
+    cannot go on.
+    """
+
+    name: str  # what messages call it, such as the function's import path
+
+    @property
+    def pending(self) -> int:
+        """The number of items that were submitted and that `poll` has not returned."""
+
+    def start(self) -> None:
+        """Block until items can be scored. ValueError says what the user has to change."""
+
+    def submit(self, key: int, prompt: str, completion: str, meta: dict[str, object]) -> None:
+        """Take one item; the call does not block. `poll` returns the key with the outcome, once.
+
+        key: unique among what is pending. meta: JSON values; TypeError for others.
+        """
+
+    def poll(self) -> list[tuple[int, Outcome]]:
+        """The outcomes that have become known since the last call, by key. The call does not block,
+        and it is also what gives the source time to work: call it until nothing is pending.
+        """
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until `poll` has something to do, at most timeout_s; False if it has not."""
+
+    def close(self) -> None:
+        """Drop what is pending and free everything. A second call does nothing."""
+
+
+class MakeSource(Protocol):
+    """How the reward executor comes to its source: `partial(RewardPool, "my_module:my_reward")`."""
+
+    def __call__(self, *, on_result: Callable[[], None]) -> RewardSource:
+        """A source that calls on_result(), from any thread, when `poll` has something to do."""
