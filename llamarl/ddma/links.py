@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import json
-import mmap
 import os
 import queue
 import time
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llamarl.errors import LinkTimeout, PeerDied, WeightsError
+from llamarl.native.shared_memory import map_shared, path_of, shared_file
 
 NUM_SLOTS = 2
 POLL_S = 0.0002
@@ -116,34 +116,6 @@ def make_slots(num_bytes: int, device: torch.device, *, shared: bool) -> Slots:
 def _with_counters(whole: list[Tensor], files: tuple[int, ...] = ()) -> Slots:
     """The last cache line of each holds its counter."""
     return Slots([t[:-64] for t in whole], [t[-64:].view(torch.int64)[:1] for t in whole], files)
-
-
-def shared_file(num_bytes: int) -> int:
-    """A descriptor of memory that other processes can map (path_of). It has no name, so no death
-    can leave it behind. OSError.
-    """
-    file = os.memfd_create("llamarl")
-    try:
-        os.posix_fallocate(file, 0, max(num_bytes, 1))  # fails here, not with a bus error later
-    except OSError:
-        os.close(file)
-        raise
-    return file
-
-
-def path_of(file: int) -> str:
-    """Where other processes of this host, user and pid namespace can open one of this process's
-    descriptors.
-    """
-    return f"/proc/{os.getpid()}/fd/{file}"
-
-
-def map_shared(file: int, num_bytes: int) -> Tensor:
-    # Mapped whole at once: the first versions should not pay for page faults.
-    mapped = mmap.mmap(
-        file, max(num_bytes, 1), flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-    )
-    return torch.frombuffer(mapped, dtype=torch.uint8)[:num_bytes]
 
 
 def _map_path(path: str, num_bytes: int) -> Tensor:

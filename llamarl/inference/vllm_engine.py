@@ -29,11 +29,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from llamarl.ddma.links import map_shared, path_of, shared_file
 from llamarl.inference.rows import Request
 from llamarl.inference.sampler import SamplingParams, sample_keys, stream_key
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import aligned
+from llamarl.native.shared_memory import map_shared, path_of, shared_file
 from llamarl.types import Completion, FinishReason
 
 AT_LEAST, BELOW = (0, 32), (0, 33)  # versions of vLLM that were driven like this
