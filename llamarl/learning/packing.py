@@ -95,12 +95,6 @@ def collate(lengths: list[int], budget: int) -> list[list[int]]:
     return bins
 
 
-def trainable(group: Group) -> Tensor:
-    """[G] bool: has tokens and a reward, and was not aborted."""
-    whole = torch.tensor([reason != "aborted" for reason in group.finish_reasons], dtype=torch.bool)
-    return whole & ~group.rewards.isnan() & (group.lengths > 0)
-
-
 def pack(
     groups: list[Group],
     targets: list[Targets],
@@ -229,7 +223,7 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
     )
     rewards, able = (
         torch.cat([t.rewards for t in targets]).float(),
-        torch.cat([trainable(g) for g in groups]),
+        torch.cat([g.trained for g in groups]),
     )
     has_advantage = torch.zeros(len(lengths)).index_add(
         0, torch.arange(len(lengths)).repeat_interleave(lengths), (advantages != 0).float()
@@ -299,11 +293,9 @@ def _check(groups: list[Group], targets: list[Targets]) -> None:
             "an empty prompt: the first token needs something to look at; let the task add a bos token"
         )
     for g, t in zip(groups, targets):
-        able = trainable(g)
-        if not (
-            t.advantages[able.repeat_interleave(g.lengths)].isfinite().all()
-            and t.rewards[able].isfinite().all()
-        ):
+        advantages_are_finite = t.advantages[g.trained_tokens].isfinite().all()
+        rewards_are_finite = t.rewards[g.trained].isfinite().all()
+        if not (advantages_are_finite and rewards_are_finite):
             raise ValueError(
                 f"ticket {g.ticket}: an advantage or a shaped reward is not finite; the function that made it must give a "
                 "number to what is to be trained"

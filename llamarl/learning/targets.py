@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llamarl.learning.advantages import ADVANTAGES
-from llamarl.learning.packing import Targets, trainable
+from llamarl.learning.packing import Targets
 from llamarl.learning.reduction import Ranks
 from llamarl.learning.shaping import Shaping, moments, shape, whiten_advantages, whiten_rewards
 from llamarl.learning.values import Critic
@@ -45,7 +45,7 @@ def make_targets(
     if shaping.any:
         valid = [r.completions[~r.completions.isnan()] for r in rewards]
         metrics["reward/shaped_mean"] = moments(_joined(valid), ranks.sum)[0]
-    trained = [trainable(g).repeat_interleave(g.lengths) for g in groups]
+    trained = [g.trained_tokens for g in groups]
     if critic is None:
         by_completion = [ADVANTAGES[advantages](r.completions) for r in rewards]
         if shaping.whitens("completions"):
@@ -71,7 +71,7 @@ def with_signal(groups: list[Group], shaping: Shaping) -> list[Group]:
 
 
 def _has_signal(group: Group, shaping: Shaping) -> bool:
-    rewards = shape(group, shaping).completions[trainable(group)]
+    rewards = shape(group, shaping).completions[group.trained]
     return rewards.unique().numel() > 1
 
 
@@ -83,7 +83,7 @@ def _whitened_by_minibatch(
     """
     out = []
     for minibatch in minibatches:
-        trained = [trainable(group) for group in groups[minibatch]]
+        trained = [group.trained for group in groups[minibatch]]
         out += whiten_advantages(advantages[minibatch], trained, total=ranks.sum)
     return out
 

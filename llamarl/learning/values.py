@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from llamarl.learning.advantages import gae
 from llamarl.learning.optim import build_optimizer, set_lr
-from llamarl.learning.packing import Targets, trainable
+from llamarl.learning.packing import Targets
 from llamarl.learning.shaping import Rewards
 from llamarl.models.fsdp import local, overlap
 from llamarl.models.heads import value_head
@@ -83,7 +83,7 @@ class Critic:
         lengths = torch.cat([g.lengths for g in groups])
         tokens = torch.cat([r.tokens for r in rewards])
         made = gae(tokens, values, lengths, gamma=self.settings.gamma, lam=self.settings.gae_lambda)
-        trained = torch.cat([trainable(g) for g in groups]).repeat_interleave(lengths)
+        trained = torch.cat([g.trained_tokens for g in groups])
         sizes = [g.token_ids.numel() for g in groups]
         by_group = [torch.where(trained, x, 0).split(sizes) for x in (*made, values)]
         return [
