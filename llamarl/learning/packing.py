@@ -17,30 +17,8 @@ import torch
 from torch import Tensor
 
 from llamarl.learning.segments import sum_by
+from llamarl.learning.targets import Targets
 from llamarl.types import Group, PackedBatch
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """What a group is trained towards, made of its shaped rewards; T = all its completion tokens,
-    end to end.
-    """
-
-    rewards: Tensor  # [G] float32, shaped; NaN where the completion must not be trained on
-    advantages: Tensor  # [T] float32
-    returns: Tensor  # [T] float32, what the value head learns; [0] without one
-    old_values: Tensor  # [T] float32, what it said before the step; [0] without one
-
-    @classmethod
-    def of(cls, group: Group, advantages: Tensor, rewards: Tensor | None = None) -> Targets:
-        """Every token of a completion has its completion's advantage ([G]). rewards [G]: shaped;
-        None: the group's own.
-        """
-        if advantages.shape != group.rewards.shape:
-            raise ValueError("advantages do not fit the groups: give one [G] tensor for each group")
-        none = torch.zeros(0)
-        shaped = group.rewards if rewards is None else rewards
-        return cls(shaped, advantages.float().repeat_interleave(group.lengths), none, none)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from llamarl.learning import packing
 from llamarl.learning.logprobs import make_head
 from llamarl.learning.losses.aipo import aipo
-from llamarl.learning.packing import Targets, collate, filler, pack, to_device
+from llamarl.learning.packing import collate, filler, pack, to_device
+from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder
 from llamarl.types import Group, PackedBatch
