@@ -160,7 +160,8 @@ def padding(groups: list, budget: int) -> dict[str, float]:
     """Unused shares: of microbatches of single sequences by Magistral's order; of those that we
     make; and within attention.
     """
-    from llamarl.learning.packing import Targets, collate, pack
+    from llamarl.learning.packing import collate, pack
+    from llamarl.learning.targets import Targets
     from llamarl.models.attention import PackedAttention
 
     sequences = [g.prompt_ids.numel() + n - 1 for g in groups for n in g.lengths.tolist()]

@@ -20,7 +20,8 @@ from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET
 from llamarl.errors import TimedOut
 from llamarl.executor import Executor
 from llamarl.learning.logprobs import make_head
-from llamarl.learning.packing import Targets, pack, to_device
+from llamarl.learning.packing import pack, to_device
+from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf

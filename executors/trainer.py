@@ -258,22 +258,23 @@ class FSDPTrainer(Executor):
         waited_s = began - self._wait_since
         groups = self.buffer.take(tickets, self.version)
         try:
-            metrics = self._update.run(groups, self.version, lambda: self.control.ending)
+            result = self._update.run(groups, self.version, lambda: self.control.ending)
         except StepAborted:
             self.buffer.untake(groups)
             self.tickets.untake(self.version)
             self._finish()
             return
-        metrics |= self._reported(groups)
+        reported = self._reported(groups)
         self.version += 1
-        self.tickets.trained(metrics["reward/mean"] if metrics["tokens/trained"] else math.nan)
-        stall_s = self._publish(must_differ=metrics["grad_norm"] > 0)
+        self.tickets.trained(result.mean_reward if result.num_trained_tokens else math.nan)
+        stall_s = self._publish(must_differ=result.grad_norm > 0)
         self._reset_reference()
         if self.group.index == 0:
             self.metrics.report(
                 self.version,
                 {
-                    **metrics,
+                    **result.metrics,
+                    **reported,
                     "policy_version": self.version,
                     "tickets/overcommit": self.tickets.overcommit,
                     "time/wait_for_data_s": waited_s,
@@ -293,14 +294,14 @@ class FSDPTrainer(Executor):
         out: dict[str, float | None] = {
             f"loss/{name}": value for name, value in self.step_options(self.version).items()
         }
-        sums, maxima = self.buffer.sums(self.version)
+        ranks = self._update.ranks
         if self.reference_weights is not None:
-            maxima["_reference"] = float(max((g.ref_version for g in groups), default=0))
-        if sums or maxima:
-            sums, maxima = self._update.over_ranks(sums, maxima)
-        if "_reference" in maxima:
-            out["reference/version"] = maxima.pop("_reference")
-        return out | (self.buffer.report(sums, maxima) if sums else {})
+            newest = max((g.ref_version for g in groups), default=0)
+            out["reference/version"] = ranks.max(version=float(newest))["version"]
+        sums, maxima = self.buffer.sums(self.version)
+        if sums:
+            out |= self.buffer.report(ranks.sum(**sums), ranks.max(**maxima))
+        return out
 
     def _reset_reference(self) -> None:
         """Send these weights to the reference if it is to take them. Mail tells of it, in order

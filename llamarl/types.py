@@ -158,6 +158,20 @@ class Group:
         )
 
     @property
+    def trained(self) -> Tensor:
+        """[G] bool: the completions that are trained on, which have tokens and a reward and were
+        not aborted.
+        """
+        not_aborted = [reason != "aborted" for reason in self.finish_reasons]
+        has_tokens = self.lengths > 0
+        return torch.tensor(not_aborted, dtype=torch.bool) & ~self.rewards.isnan() & has_tokens
+
+    @property
+    def trained_tokens(self) -> Tensor:
+        """[T] bool: the tokens of the completions that are trained on."""
+        return self.trained.repeat_interleave(self.lengths)
+
+    @property
     def oldest_version(self) -> int:
         """The smallest policy version in it: lag is the trainer's version minus this."""
         return int(self.policy_versions.min()) if self.policy_versions.numel() else 0

@@ -19,8 +19,8 @@ from yaml import YAMLError
 
 from llamarl.config.loss_options import LOSS_OPTIONS
 from llamarl.config.schema import Config, LossSettings
-from llamarl.names import nearest
 from llamarl.native.files import replace_text
+from llamarl.tasks.names import nearest
 
 # Keys of earlier releases -> today's.
 RENAMED = {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from llamarl.names import did_you_mean
+from llamarl.tasks.names import did_you_mean
 
 SCHEDULES: dict[str, Callable[[float], float]] = {  # progress 0..1 after the warm-up -> factor 0..1
     "constant": lambda x: 1.0,

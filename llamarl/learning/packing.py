@@ -17,30 +17,8 @@ import torch
 from torch import Tensor
 
 from llamarl.learning.segments import sum_by
+from llamarl.learning.targets import Targets
 from llamarl.types import Group, PackedBatch
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """What a group is trained towards, made of its shaped rewards; T = all its completion tokens,
-    end to end.
-    """
-
-    rewards: Tensor  # [G] float32, shaped; NaN where the completion must not be trained on
-    advantages: Tensor  # [T] float32
-    returns: Tensor  # [T] float32, what the value head learns; [0] without one
-    old_values: Tensor  # [T] float32, what it said before the step; [0] without one
-
-    @classmethod
-    def of(cls, group: Group, advantages: Tensor, rewards: Tensor | None = None) -> Targets:
-        """Every token of a completion has its completion's advantage ([G]). rewards [G]: shaped;
-        None: the group's own.
-        """
-        if advantages.shape != group.rewards.shape:
-            raise ValueError("advantages do not fit the groups: give one [G] tensor for each group")
-        none = torch.zeros(0)
-        shaped = group.rewards if rewards is None else rewards
-        return cls(shaped, advantages.float().repeat_interleave(group.lengths), none, none)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +71,6 @@ def collate(lengths: list[int], budget: int) -> list[list[int]]:
         bins[place].append(index)
         free[place] -= length
     return bins
-
-
-def trainable(group: Group) -> Tensor:
-    """[G] bool: has tokens and a reward, and was not aborted."""
-    whole = torch.tensor([reason != "aborted" for reason in group.finish_reasons], dtype=torch.bool)
-    return whole & ~group.rewards.isnan() & (group.lengths > 0)
 
 
 def pack(
@@ -229,7 +201,7 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
     )
     rewards, able = (
         torch.cat([t.rewards for t in targets]).float(),
-        torch.cat([trainable(g) for g in groups]),
+        torch.cat([g.trained for g in groups]),
     )
     has_advantage = torch.zeros(len(lengths)).index_add(
         0, torch.arange(len(lengths)).repeat_interleave(lengths), (advantages != 0).float()
@@ -299,11 +271,9 @@ def _check(groups: list[Group], targets: list[Targets]) -> None:
             "an empty prompt: the first token needs something to look at; let the task add a bos token"
         )
     for g, t in zip(groups, targets):
-        able = trainable(g)
-        if not (
-            t.advantages[able.repeat_interleave(g.lengths)].isfinite().all()
-            and t.rewards[able].isfinite().all()
-        ):
+        advantages_are_finite = t.advantages[g.trained_tokens].isfinite().all()
+        rewards_are_finite = t.rewards[g.trained].isfinite().all()
+        if not (advantages_are_finite and rewards_are_finite):
             raise ValueError(
                 f"ticket {g.ticket}: an advantage or a shaped reward is not finite; the function that made it must give a "
                 "number to what is to be trained"

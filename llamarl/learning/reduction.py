@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.distributed as dist
 
@@ -11,63 +9,56 @@ from llamarl.models.tp import TensorParallel
 
 
 class Ranks:
-    """Collective over `group` (the trainer's ranks), None for a single rank.
+    """The ranks that train together: those of `group`, or one alone where it is None.
 
-    Ranks that share a tensor-parallel decoder are given the same groups; in sums they count once.
+    Every method is collective over them. Ranks that share a tensor-parallel decoder are given the
+    same groups; in sums they count once.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, tp: TensorParallel | None
     ):
-        self._group, self._device = group, device
+        self._group = group
+        self._device = device
         self.size = group.size() if group is not None else 1
         self.data_size = self.size // (tp.size if tp else 1)
         self._is_counted = tp is None or tp.rank == 0
 
     def any(self, wanted: bool) -> bool:
         """Whether one of them wants it."""
-        if self.size == 1:
-            return wanted
-        flag = torch.tensor([float(wanted)], device=self._device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
-        return bool(flag)
-
-    def reduce(
-        self, sums: dict[str, float], maxima: dict[str, float]
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums and maxima over the ranks, which may know different names when one had no
-        microbatch. float64.
-        """
-        if self.size == 1:
-            return dict(sums), dict(maxima)
-        out = []
-        for values, op, neutral in (
-            (sums, dist.ReduceOp.SUM, 0.0),
-            (maxima, dist.ReduceOp.MAX, -math.inf),
-        ):
-            names = self._all_names(sorted(values))
-            values = values if self._is_counted or op == dist.ReduceOp.MAX else {}
-            packed = torch.tensor(
-                [values.get(n, neutral) for n in names], dtype=torch.float64, device=self._device
-            )
-            if names:
-                dist.all_reduce(packed, op, group=self._group)
-            out.append(dict(zip(names, packed.tolist())))
-        return out[0], out[1]
+        return self.max(wanted=float(wanted))["wanted"] > 0
 
     def sum(self, **values: float) -> dict[str, float]:
-        """Sums alone."""
-        return self.reduce(values, {})[0]
+        """The sum of each value over the ranks, in float64; all ranks give the same names."""
+        if not self._is_counted:
+            values = dict.fromkeys(values, 0.0)
+        return self._reduced(values, dist.ReduceOp.SUM)
 
-    def _all_names(self, names: list[str]) -> list[str]:
-        """The union of every rank's metric names."""
+    def max(self, **values: float) -> dict[str, float]:
+        """The largest of each value over the ranks; all ranks give the same names."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def union(self, names: list[str]) -> list[str]:
+        """The names that any rank gives, sorted where there are several ranks; none holds a
+        comma.
+        """
+        if self.size == 1:
+            return names
         text = ",".join(names).encode()
-        longest = torch.tensor([len(text)], device=self._device)
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._group)
-        mine = torch.zeros(int(longest), dtype=torch.uint8, device=self._device)
+        longest = int(self.max(size=float(len(text)))["size"])
+        mine = torch.zeros(longest, dtype=torch.uint8, device=self._device)
         if text:
             mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine, group=self._group)
-        joined = [bytes(p.tolist()).rstrip(b"\0").decode() for p in parts]
-        return sorted({n for part in joined for n in part.split(",") if n})
+        known = set()
+        for part in parts:
+            known |= set(bytes(part.tolist()).rstrip(b"\0").decode().split(","))
+        return sorted(known - {""})
+
+    def _reduced(self, values: dict[str, float], operation: dist.ReduceOp) -> dict[str, float]:
+        if self.size == 1 or not values:
+            return dict(values)
+        packed = torch.tensor(list(values.values()), dtype=torch.float64, device=self._device)
+        dist.all_reduce(packed, operation, group=self._group)
+        return dict(zip(values, packed.tolist()))

@@ -66,10 +66,7 @@ class _Columns:
 
     @classmethod
     def of(cls, group: Group) -> _Columns:
-        whole = torch.tensor(
-            [reason != "aborted" for reason in group.finish_reasons], dtype=torch.bool
-        )
-        place = (whole & ~group.rewards.isnan() & (group.lengths > 0)).nonzero()[:, 0]
+        place = group.trained.nonzero()[:, 0]
         start = (group.lengths.cumsum(0) - group.lengths)[place]
         spans = zip(start.tolist(), (start + group.lengths[place]).tolist())
         return cls(

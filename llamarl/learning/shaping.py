@@ -112,11 +112,10 @@ def whiten_rewards(
     head, and a mean over a group takes them away anyway. Rewards that are all equal have no
     deviation and stay what they are. total(**values): the sums over ranks.
     """
-    trained = [~r.completions.isnan() & (g.lengths > 0) for r, g in zip(rewards, groups)]
     if by_token:
-        of = [r.tokens[t.repeat_interleave(g.lengths)] for r, g, t in zip(rewards, groups, trained)]
+        of = [r.tokens[g.trained_tokens] for r, g in zip(rewards, groups)]
     else:
-        of = [r.completions[t] for r, t in zip(rewards, trained)]
+        of = [r.completions[g.trained] for r, g in zip(rewards, groups)]
     mean, std = moments(torch.cat([*of, torch.zeros(0)]), total)
     if std <= EQUAL * abs(mean):
         return rewards

@@ -1,120 +1,254 @@
-"""A step's row of metrics: sums over this rank's groups, what the updates add, and the means that
-they become.
+"""The row of metrics of a step: what its groups add up to, what its updates add, and the numbers
+that they become.
 
-Names: "/max" ends maxima; "/completions" ends sums over completions, whose mean is over completions
-under the name without it; all other sums are over labels and their mean is over those that were
-computed ("/sum" becomes "/mean"). A step of several updates is one row: its means are over the
-labels and completions of all of them; losses and gradient norms are means over the updates.
+A metric is made in parts, one a microbatch, which are joined over the microbatches and ranks of an
+update and over the updates of the step. A step of several updates is one row: its means are over
+the tokens and completions of all of them; losses and gradient norms are means over the updates.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from itertools import chain
 
 import torch
+from torch import Tensor
 
+from llamarl.learning.reduction import Ranks
 from llamarl.types import Group
 
-PER_COMPLETION = "/completions"
-OVER_UPDATES = ("loss/value", "value/loss", "value/grad_norm")  # of an update as a whole
+
+class Reduction(Enum):
+    """What a metric is of its parts: the largest, or their sum over a number of things."""
+
+    MAX = "the largest part"
+    TOKEN_MEAN = "the sum over the trained tokens that were computed"
+    COMPLETION_MEAN = "the sum over the trained completions"
+    UPDATE_MEAN = "the sum over the updates"
 
 
-def batch_sums(groups: list[Group], version: int) -> dict[str, float]:
-    """Sums over this rank's groups, from which the batch's means are made."""
-    rewards = torch.cat([g.rewards for g in groups]) if groups else torch.empty(0)
-    lengths = torch.cat([g.lengths for g in groups]).double() if groups else torch.empty(0)
-    outcomes = [o for g in groups for o in g.outcomes]
-    reasons = [r for g in groups for r in g.finish_reasons]
-    valid = rewards[~rewards.isnan()].double()
-    aborted = [
-        n for g in groups for n, r in zip(g.lengths.tolist(), g.finish_reasons) if r == "aborted"
-    ]
-    oldest = [v for g in groups for v in _oldest_per_completion(g)]
-    return {
-        "_completions": float(len(outcomes)),
-        "_valid": float(valid.numel()),
-        "_reward": float(valid.sum()),
-        "_reward_squared": float(valid.square().sum()),
-        "_errors": float(outcomes.count("error")),
-        "_truncated": float(reasons.count("length")),
-        "_aborted": float(len(aborted)),
-        "_aborted_tokens": float(sum(aborted)),
-        "_length": float(lengths.sum()),
-        "_begun": float(len(oldest)),
-        "_lag": float(sum(version - v for v in oldest)),
-    }
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A part of a metric, or several parts joined; the value of a mean is the sum so far."""
+
+    value: Tensor | float  # a tensor is 0-dim, without gradient
+    reduction: Reduction
+
+    def joined(self, other: Metric) -> Metric:
+        """This part and another one of the same metric."""
+        if self.reduction is not Reduction.MAX:
+            return Metric(self.value + other.value, self.reduction)
+        if isinstance(self.value, Tensor):
+            return Metric(torch.maximum(self.value, other.value), self.reduction)
+        return Metric(max(self.value, other.value), self.reduction)
 
 
-def _oldest_per_completion(group: Group) -> list[int]:
-    """Of each completion that has tokens. Versions never fall within one, so its first token is its
-    oldest.
+Metrics = dict[str, Metric]
+
+
+def join(metrics: Metrics, more: Metrics) -> None:
+    """Take more parts into `metrics`."""
+    for name, part in more.items():
+        metrics[name] = metrics[name].joined(part) if name in metrics else part
+
+
+def token_means(sums: Mapping[str, Tensor]) -> Metrics:
+    """Metrics that are means over tokens, from a microbatch's sums."""
+    return {name: Metric(value, Reduction.TOKEN_MEAN) for name, value in sums.items()}
+
+
+def metrics_of_loss(given: Mapping[str, Tensor]) -> Metrics:
+    """The metrics that a loss returns, whose names say how they are reduced
+    (llamarl.learning.losses.common).
+
+    "/max" ends the name of a maximum and "/completions", which is dropped, that of a mean over
+    completions; all others are means over tokens. "/sum" becomes "/mean".
+    """
+    metrics = {}
+    for name, value in given.items():
+        reduction = Reduction.TOKEN_MEAN
+        if name.endswith("/max"):
+            reduction = Reduction.MAX
+        elif name.endswith("/completions"):
+            reduction = Reduction.COMPLETION_MEAN
+            name = name.removesuffix("/completions")
+        if name.endswith("/sum"):
+            name = f"{name.removesuffix('/sum')}/mean"
+        if name == "ratio/capped":
+            name = "ratio/capped_fraction"
+        metrics[name] = Metric(value, reduction)
+    return metrics
+
+
+def over_ranks(metrics: Metrics, ranks: Ranks) -> Metrics:
+    """Collective: the metrics of all ranks joined, as floats.
+
+    Ranks may know different ones: a loss may say nothing of a microbatch without labels.
+    """
+    reductions = {}
+    for entry in ranks.union([f"{m.reduction.name} {name}" for name, m in metrics.items()]):
+        reduction, _, name = entry.partition(" ")
+        reductions[name] = Reduction[reduction]
+    sums = {}
+    maxima = {}
+    for name, reduction in reductions.items():
+        if reduction is Reduction.MAX:
+            maxima[name] = float(metrics[name].value) if name in metrics else -math.inf
+        else:
+            sums[name] = float(metrics[name].value) if name in metrics else 0.0
+    joined = ranks.sum(**sums) | ranks.max(**maxima)
+    return {name: Metric(value, reductions[name]) for name, value in joined.items()}
+
+
+# --- How old the tokens are ---
+
+# Steps, the first and the last of each bucket; None: without end.
+LAG_BUCKETS = ((0, 0), (1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 63), (64, None))
+
+
+def bucket_name(first: int, last: int | None) -> str:
+    if last is None:
+        return f"lag/tokens/{first}+"
+    return f"lag/tokens/{first}" if first == last else f"lag/tokens/{first}-{last}"
+
+
+def lag_histogram(lags: Tensor) -> dict[str, Tensor]:
+    """The number of tokens in each bucket of lags, from the lags [R] int64 of tokens in steps.
+
+    Divided by the number of tokens they are shares, which add up to 1.
+    """
+    counts = {}
+    for first, last in LAG_BUCKETS:
+        is_inside = lags >= first
+        if last is not None:
+            is_inside &= lags <= last
+        counts[bucket_name(first, last)] = is_inside.sum().float()
+    return counts
+
+
+# --- The row ---
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSums:
+    """What the groups that a step took add up to, also those that have no part in its updates."""
+
+    completions: float
+    rewarded: float  # completions with a reward
+    rewards: float  # of those
+    squared_rewards: float
+    errors: float
+    truncated: float  # completions that ended for their length
+    aborted: float  # completions that were cut off at their deadline
+    aborted_tokens: float
+    tokens: float
+    begun: float  # completions that have tokens
+    lags: float  # in steps, of the oldest token of each of those
+
+    @classmethod
+    def of(cls, groups: list[Group], version: int) -> BatchSums:
+        """The sums over this rank's groups. version: the policy version that is trained."""
+        rewards = torch.cat([torch.empty(0), *(g.rewards for g in groups)])
+        rewards = rewards[~rewards.isnan()].double()
+        lengths = torch.cat([torch.empty(0), *(g.lengths.double() for g in groups)])
+        outcomes = list(chain.from_iterable(g.outcomes for g in groups))
+        reasons = list(chain.from_iterable(g.finish_reasons for g in groups))
+        is_aborted = torch.tensor([reason == "aborted" for reason in reasons], dtype=torch.bool)
+        oldest = list(chain.from_iterable(_oldest_by_completion(g) for g in groups))
+        return cls(
+            completions=float(len(outcomes)),
+            rewarded=float(rewards.numel()),
+            rewards=float(rewards.sum()),
+            squared_rewards=float(rewards.square().sum()),
+            errors=float(outcomes.count("error")),
+            truncated=float(reasons.count("length")),
+            aborted=float(is_aborted.sum()),
+            aborted_tokens=float(lengths[is_aborted].sum()),
+            tokens=float(lengths.sum()),
+            begun=float(len(oldest)),
+            lags=float(sum(version - v for v in oldest)),
+        )
+
+    def over(self, ranks: Ranks) -> BatchSums:
+        """Collective: the sums over the groups of all ranks."""
+        return BatchSums(**ranks.sum(**asdict(self)))
+
+    @property
+    def mean_reward(self) -> float:
+        return self.rewards / max(1.0, self.rewarded)
+
+    def row(self) -> dict[str, float]:
+        """The metrics that are means over the batch."""
+        completions = max(1.0, self.completions)
+        mean = self.mean_reward
+        variance = self.squared_rewards / max(1.0, self.rewarded) - mean * mean
+        return {
+            "reward/mean": mean,
+            "reward/std": math.sqrt(max(0.0, variance)),
+            "reward/error_rate": self.errors / completions,
+            "lag/mean": self.lags / max(1.0, self.begun),
+            "tokens/generated": self.tokens,
+            "tokens/deadline_truncated": self.aborted_tokens,
+            "completion/length_mean": self.tokens / completions,
+            "completion/truncated_fraction": self.truncated / completions,
+            "completion/deadline_truncated_fraction": self.aborted / completions,
+        }
+
+
+def max_lag(groups: list[Group], version: int) -> float:
+    """In steps, of the oldest token of these groups; 0 of none."""
+    lags = [version - group.oldest_version for group in groups if group.token_ids.numel()]
+    return float(max(lags, default=0))
+
+
+def _oldest_by_completion(group: Group) -> list[int]:
+    """The oldest policy version in each completion that has tokens.
+
+    Versions never fall within one, so its first token is its oldest.
     """
     starts = group.lengths.cumsum(0) - group.lengths
     return group.policy_versions[starts[group.lengths > 0]].tolist()
 
 
-def metrics_of(
-    totals: dict[str, float], maxima: dict[str, float], norms: list[float]
-) -> dict[str, float | None]:
-    """The row's names from sums and maxima over all ranks and updates; norms: the gradient's, of
-    each update.
-    """
-    n, valid, rows = (
-        max(1.0, totals["_completions"]),
-        max(1.0, totals["_valid"]),
-        max(1.0, totals.get("_rows", 0.0)),
-    )
-    trained, updates = max(1.0, totals["_trained"]), len(norms)
-    mean = totals["_reward"] / valid
-    places = totals.get("_places", 0.0)  # that attention computed, of all updates
-    fresh = maxima.get("parity/max", -1.0)
-    out = {
-        "loss/value": totals.get("loss/value", 0.0) / updates,
-        "grad_norm": sum(norms) / updates,
-        "reward/mean": mean,
-        "reward/std": math.sqrt(max(0.0, totals["_reward_squared"] / valid - mean * mean)),
-        "reward/error_rate": totals["_errors"] / n,
-        "entropy": totals.get("entropy", 0.0) / rows,
-        "kl/ref": totals["kl/ref"] / rows if "kl/ref" in totals else None,  # no reference
-        "ratio/mean": totals.get("ratio/sum", rows) / rows,
-        "ratio/max": maxima.get("ratio/max", 1.0),
-        "ratio/capped_fraction": totals.get("ratio/capped", 0.0) / rows,
-        "lag/mean": totals["_lag"] / max(1.0, totals["_begun"]),
-        "lag/max": maxima["lag/max"],
-        "tokens/trained": totals["tokens/trained"],
-        "tokens/generated": totals["_length"],
-        "tokens/deadline_truncated": totals["_aborted_tokens"],
-        "completion/length_mean": totals["_length"] / n,
-        "completion/truncated_fraction": totals["_truncated"] / n,
-        "completion/deadline_truncated_fraction": totals["_aborted"] / n,
-        "packing/padding_fraction": 1 - totals["_tokens"] / places if places else 0.0,
-        "packing/unused_budget_fraction": totals["_unused"] / max(1.0, totals["_budget"]),
-        "parity/logprob_diff_max": fresh if fresh >= 0 else None,  # no fresh token in the batch
-    }
-    known = {
-        "loss/value",
-        "entropy",
-        "kl/ref",
-        "ratio/sum",
-        "ratio/capped",
-        "tokens/trained",
-        "tokens",
-    }
-    extra = {
-        k: _mean(k, v, rows, trained, updates)
-        for k, v in totals.items()
-        if k not in known and not k.startswith("_")
-    }
-    extra |= {k: v for k, v in maxima.items() if k not in {"parity/max", "ratio/max", "lag/max"}}
-    return {**{_mean_name(k): v for k, v in extra.items()}, **out}
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What the updates of a step computed, over all ranks."""
 
+    updates: int = 0
+    completions: float = 0.0  # trained ones, also those left out because their advantage is 0
+    labels: float = 0.0
+    tokens: float = 0.0  # input tokens
+    places: float = 0.0  # of attention, with what it pads
 
-def _mean_name(name: str) -> str:
-    name = name.removesuffix(PER_COMPLETION)
-    return f"{name[:-3]}mean" if name.endswith("/sum") else name
+    def plus(self, other: Computed) -> Computed:
+        return Computed(
+            updates=self.updates + other.updates,
+            completions=self.completions + other.completions,
+            labels=self.labels + other.labels,
+            tokens=self.tokens + other.tokens,
+            places=self.places + other.places,
+        )
 
-
-def _mean(name: str, total: float, rows: float, completions: float, updates: int) -> float:
-    return total / (
-        updates if name in OVER_UPDATES else completions if name.endswith(PER_COMPLETION) else rows
-    )
+    def row(self, metrics: Metrics) -> dict[str, float | None]:
+        """The numbers that the updates' metrics become, and what stands for those that no
+        microbatch told of.
+        """
+        number_of = {
+            Reduction.MAX: 1,
+            Reduction.TOKEN_MEAN: max(1.0, self.labels),
+            Reduction.COMPLETION_MEAN: max(1.0, self.completions),
+            Reduction.UPDATE_MEAN: self.updates,
+        }
+        untold = {
+            "entropy": 0.0,
+            "kl/ref": None,  # no reference
+            "ratio/mean": 1.0,
+            "ratio/max": 1.0,
+            "ratio/capped_fraction": 0.0,
+        }
+        told = {name: m.value / number_of[m.reduction] for name, m in metrics.items()}
+        padding = 1 - self.tokens / self.places if self.places else 0.0
+        return {**untold, **told, "packing/padding_fraction": padding}

@@ -3,21 +3,54 @@
 groups -> (with_signal) -> those that are trained on
 rewards -> shape -> (whiten) -> advantages: of each group's completions, or GAE's of each token ->
 (whiten) -> Targets
+
+Shapes: G completions of a group, T their tokens end to end; C the tokens of all groups.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from llamarl.learning.advantages import ADVANTAGES
-from llamarl.learning.packing import Targets, trainable
 from llamarl.learning.reduction import Ranks
-from llamarl.learning.shaping import Shaping, moments, shape, whiten_advantages, whiten_rewards
+from llamarl.learning.shaping import (
+    Rewards,
+    Shaping,
+    moments,
+    shape,
+    whiten_advantages,
+    whiten_rewards,
+)
 from llamarl.learning.values import Critic
 from llamarl.types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a group is trained towards, made of its shaped rewards."""
+
+    rewards: Tensor  # [G] float32, shaped; NaN where the completion must not be trained on
+    advantages: Tensor  # [T] float32
+    returns: Tensor  # [T] float32, what the value head learns; [0] without one
+    old_values: Tensor  # [T] float32, what it said before the step; [0] without one
+
+    @classmethod
+    def of(cls, group: Group, advantages: Tensor, rewards: Tensor | None = None) -> Targets:
+        """The targets that give every token of a completion its completion's advantage ([G]).
+
+        rewards [G]: shaped; None: the group's own. ValueError for advantages of another shape.
+        """
+        if advantages.shape != group.rewards.shape:
+            raise ValueError("advantages do not fit the groups: give one [G] tensor for each group")
+        return cls(
+            rewards=group.rewards if rewards is None else rewards,
+            advantages=advantages.float().repeat_interleave(group.lengths),
+            returns=torch.zeros(0),
+            old_values=torch.zeros(0),
+        )
 
 
 def make_targets(
@@ -45,17 +78,19 @@ def make_targets(
     if shaping.any:
         valid = [r.completions[~r.completions.isnan()] for r in rewards]
         metrics["reward/shaped_mean"] = moments(_joined(valid), ranks.sum)[0]
-    trained = [trainable(g).repeat_interleave(g.lengths) for g in groups]
     if critic is None:
         by_completion = [ADVANTAGES[advantages](r.completions) for r in rewards]
         if shaping.whitens("completions"):
             by_completion = _whitened_by_minibatch(groups, by_completion, minibatches, ranks)
-        whole = [r.completions for r in rewards]
-        targets = [Targets.of(*of) for of in zip(groups, by_completion, whole)]
+        targets = [
+            Targets.of(group, own_advantages, own_rewards.completions)
+            for group, own_advantages, own_rewards in zip(groups, by_completion, rewards)
+        ]
     else:
-        targets = critic.targets(groups, rewards, old_values)
-        metrics["value/explained_variance"] = _explained_variance(targets, trained, ranks)
+        targets = _targets_by_token(groups, rewards, critic, old_values)
+        metrics["value/explained_variance"] = _explained_variance(groups, targets, ranks)
     if shaping.whitens("advantages"):
+        trained = [g.trained_tokens for g in groups]
         whitened = whiten_advantages([t.advantages for t in targets], trained, total=ranks.sum)
         targets = [replace(t, advantages=a) for t, a in zip(targets, whitened)]
     return targets, metrics
@@ -71,7 +106,7 @@ def with_signal(groups: list[Group], shaping: Shaping) -> list[Group]:
 
 
 def _has_signal(group: Group, shaping: Shaping) -> bool:
-    rewards = shape(group, shaping).completions[trainable(group)]
+    rewards = shape(group, shaping).completions[group.trained]
     return rewards.unique().numel() > 1
 
 
@@ -81,18 +116,46 @@ def _whitened_by_minibatch(
     """Collective: (A - mean A) / std A over a minibatch's trained completions        (Magistral,
     2.1)
     """
-    out = []
+    whitened = []
     for minibatch in minibatches:
-        trained = [trainable(group) for group in groups[minibatch]]
-        out += whiten_advantages(advantages[minibatch], trained, total=ranks.sum)
-    return out
+        trained = [group.trained for group in groups[minibatch]]
+        whitened += whiten_advantages(advantages[minibatch], trained, total=ranks.sum)
+    return whitened
 
 
-def _explained_variance(
-    targets: list[Targets], trained: list[Tensor], ranks: Ranks
-) -> float | None:
-    returns = _joined([t.returns[m] for t, m in zip(targets, trained)])
-    values = _joined([t.old_values[m] for t, m in zip(targets, trained)])
+def _targets_by_token(
+    groups: list[Group], rewards: list[Rewards], critic: Critic, old_values: Tensor
+) -> list[Targets]:
+    """Targets by GAE, all 0 for the tokens that are not trained on; old_values [C], 0 for these."""
+    if not groups:
+        return []
+    lengths = torch.cat([g.lengths for g in groups])
+    tokens = torch.cat([r.tokens for r in rewards])
+    trained = torch.cat([g.trained_tokens for g in groups])
+    sizes = [g.token_ids.numel() for g in groups]
+    advantages, returns = critic.advantages(tokens, old_values, lengths)
+    by_group = zip(
+        rewards,
+        torch.where(trained, advantages, 0).split(sizes),
+        torch.where(trained, returns, 0).split(sizes),
+        torch.where(trained, old_values, 0).split(sizes),
+        strict=True,
+    )
+    return [
+        Targets(
+            rewards=own_rewards.completions,
+            advantages=own_advantages,
+            returns=own_returns,
+            old_values=own_values,
+        )
+        for own_rewards, own_advantages, own_returns, own_values in by_group
+    ]
+
+
+def _explained_variance(groups: list[Group], targets: list[Targets], ranks: Ranks) -> float | None:
+    """Collective: see make_targets."""
+    returns = _joined([t.returns[g.trained_tokens] for t, g in zip(targets, groups)])
+    values = _joined([t.old_values[g.trained_tokens] for t, g in zip(targets, groups)])
     _, spread = moments(returns, ranks.sum)
     _, error = moments(returns - values, ranks.sum)
     return 1 - (error / spread) ** 2 if spread > 0 else None

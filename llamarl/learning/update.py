@@ -3,7 +3,7 @@ backward, check, update.
 
     step (policy version v -> v + 1)
       old values of every token, no gradient             with a value head
-      rewards -> shaped -> advantages                    llamarl.learning.shaping, .advantages, .values
+      rewards -> shaped -> advantages                    llamarl.learning.targets
       T passes (updates_per_batch) over
         N minibatches (minibatches_per_step) of whole groups, one optimizer update each
 
@@ -25,16 +25,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.errors import NotFinite, ParityError
-from llamarl.learning.lags import lag_histogram
 from llamarl.learning.logprobs import make_head
 from llamarl.learning.losses.common import Completions, needs_entropy_gradient, takes
 from llamarl.learning.losses.ppo import value_loss
 from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr, share_gradients
-from llamarl.learning.packing import Packing, Targets, filler, pack, to_device
+from llamarl.learning.packing import Packing, filler, pack, to_device
 from llamarl.learning.reduction import Ranks
 from llamarl.learning.shaping import Shaping
-from llamarl.learning.step_metrics import batch_sums, metrics_of
-from llamarl.learning.targets import make_targets, with_signal
+from llamarl.learning.step_metrics import (
+    BatchSums,
+    Computed,
+    Metric,
+    Metrics,
+    Reduction,
+    join,
+    lag_histogram,
+    max_lag,
+    metrics_of_loss,
+    over_ranks,
+    token_means,
+)
+from llamarl.learning.targets import Targets, make_targets, with_signal
 from llamarl.learning.values import Critic
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
@@ -65,9 +76,8 @@ class UpdateSettings:
     temperature: float
     advantages: str  # a name in ADVANTAGES; not used with a critic, whose advantages are GAE's
     skip_zero_advantage: bool
-    parity_tolerance: (
-        float | None
-    )  # None: do not compare (the generator truncates its distribution)
+    # None: logprobs are not compared, for the generator truncates its distribution.
+    parity_tolerance: float | None
     decay_steps: int | None = None  # of wsd, in steps; None: the last fifth
     whole_groups: bool = False  # the loss couples the completions of a group
     minibatches_per_step: int = 1
@@ -80,20 +90,37 @@ class UpdateSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step says of itself, the same on every rank."""
+
+    grad_norm: float  # before clipping, the mean over the step's updates
+    mean_reward: float  # the task's own, of all groups that were taken
+    num_trained_tokens: float  # of the batch, over all ranks
+    metrics: dict[str, float | None]  # None: there was nothing to measure
+
+
+@dataclass(frozen=True, slots=True)
 class _Minibatch:
     """This rank's microbatches of an update, and what counts the update over all ranks."""
 
     packing: Packing
     num_microbatches: int  # the most that a rank has
+    has_reference: bool
     num_loss_tokens: float
     num_completions: float
     num_groups: float
     num_trained_groups: float
-    has_reference: bool
+
+    def microbatch(self, i: int) -> PackedBatch:
+        """Number i of this rank's. A rank with fewer than its peers takes part in their collectives
+        with an empty one.
+        """
+        own = self.packing.microbatches
+        return own[i] if i < len(own) else filler()
 
 
 @dataclass(frozen=True, slots=True)
-class _At:
+class _UpdateId:
     """Which update of which step."""
 
     version: int
@@ -103,14 +130,48 @@ class _At:
     tickets: list[int]  # of the step, on this rank
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.index == 0
 
+    @property
+    def per_step(self) -> int:
+        return self.minibatches * self.passes
+
     def __str__(self) -> str:
-        if self.minibatches * self.passes == 1:
+        if self.per_step == 1:
             return f"step {self.version}"
-        done, place = divmod(self.index, self.minibatches)
-        return f"step {self.version}, minibatch {place + 1} of {self.minibatches}, pass {done + 1} of {self.passes}"
+        passed, minibatch = divmod(self.index, self.minibatches)
+        return (
+            f"step {self.version}, minibatch {minibatch + 1} of {self.minibatches}, "
+            f"pass {passed + 1} of {self.passes}"
+        )
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What the microbatches of an update have added up to on this rank."""
+
+    loss: Tensor | float = 0.0
+    # A loss may mask what is not finite, or not look at it; it is a broken batch all the same.
+    log_ratio: Tensor | float = 0.0
+    # Of each microbatch the most that a fresh token's logprobs differ, nats; -1: none is fresh.
+    differences: list[Tensor] = field(default_factory=list)
+    labels: int = 0
+    tokens: int = 0
+    places: int = 0
+    metrics: Metrics = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What an update did, over all ranks."""
+
+    grad_norm: float  # before clipping
+    difference: (
+        float | None
+    )  # the most that a fresh token's logprobs differ, nats; None: no such token
+    computed: Computed
+    metrics: Metrics
 
 
 class PolicyUpdate:
@@ -133,63 +194,86 @@ class PolicyUpdate:
         critic: Critic | None = None,
         step_options: Callable[[int], dict[str, float]] = lambda step: {},
     ):
-        self.decoder, self.optimizer, self.loss_fn, self.settings = (
-            decoder,
-            optimizer,
-            loss_fn,
-            settings,
-        )
-        self.critic, self.step_options, self._device = critic, step_options, device
+        self.decoder = decoder
+        self.optimizer = optimizer
+        self.loss_fn = loss_fn
+        self.settings = settings
+        self.critic = critic
+        self.step_options = step_options
+        self._device = device
         tp = decoder.tensor_parallel
-        self._ranks = Ranks(group, device, tp)
-        split = [
-            tp is not None and is_split(decoder, name) for name, _ in named_parameters_hf(decoder)
-        ]
-        self._tensor_groups = [tp.group if s else None for s in split]
-        self._copied = [p for p, s in zip(decoder.parameters(), split, strict=True) if tp and not s]
-        self._copied += critic.parameters if tp and critic else []
+        self.ranks = Ranks(group, device, tp)
+        # Of each parameter the ranks that hold its other parts; None: each holds it whole.
+        self._tensor_groups: list[dist.ProcessGroup | None] = []
+        self._copied: list[torch.nn.Parameter] = []  # those that tensor-parallel ranks all hold
+        named = named_parameters_hf(decoder)
+        for (name, _), parameter in zip(named, decoder.parameters(), strict=True):
+            if tp is None:
+                self._tensor_groups.append(None)
+            elif is_split(decoder, name):
+                self._tensor_groups.append(tp.group)
+            else:
+                self._tensor_groups.append(None)
+                self._copied.append(parameter)
+        if tp is not None and critic is not None:
+            self._copied += critic.parameters
 
-    def run(
-        self, groups: list[Group], version: int, stop: Callable[[], bool]
-    ) -> dict[str, float | None]:
-        """Step `version` -> version + 1 on this rank's groups. Returns the step's metrics, the same
-        on every rank.
+    def run(self, groups: list[Group], version: int, stop: Callable[[], bool]) -> StepResult:
+        """Step `version` -> version + 1 on this rank's groups.
 
         StepAborted if any rank's stop() is true at a microbatch boundary before the first update;
         NotFinite; ParityError.
         """
         s = self.settings
-        n = s.minibatches_per_step
         trained = with_signal(groups, s.shaping) if s.filter_groups else groups
-        spans = [span(len(trained), i, n) for i in range(n)]
-        cuts = [slice(first, first + count) for first, count in spans]
-        old_values = self._old_values(groups, version, stop) if self.critic else None
+        cuts = _cuts(len(trained), s.minibatches_per_step)
         targets, of_targets = make_targets(
             trained,
             s.shaping,
             advantages=s.advantages,
             critic=self.critic,
-            old_values=old_values,
+            old_values=self._old_values(trained, version, stop) if self.critic else None,
             minibatches=cuts,
-            ranks=self._ranks,
+            ranks=self.ranks,
         )
+        minibatches = [self._minibatch(trained[cut], targets[cut]) for cut in cuts]
+        batch = BatchSums.of(groups, version).over(self.ranks)
+        num_trained_tokens = sum(m.num_loss_tokens for m in minibatches)
+        row = {
+            **batch.row(),
+            **of_targets,
+            "lag/max": self.ranks.max(lag=max_lag(groups, version))["lag"],
+            "tokens/trained": num_trained_tokens,
+            "packing/unused_budget_fraction": self._unused_budget(minibatches),
+        }
         if s.filter_groups:
-            left_out = len(groups) - len(trained)
-            of_targets["groups/filtered"] = self._ranks.sum(groups=float(left_out))["groups"]
-        packings = [self._packed(trained[cut], targets[cut]) for cut in cuts]
-        minibatches, totals, maxima = self._counted(groups, packings, version)
-        totals |= {"_rows": 0.0, "_trained": 0.0}
-        norms = []
-        for index in range(n * s.updates_per_batch):
-            at = _At(version, index, n, s.updates_per_batch, [g.ticket for g in groups])
-            sums, tops, norm = self._update(minibatches[index % n], at, stop)
-            totals["_trained"] += minibatches[index % n].num_completions
-            for name, value in sums.items():
-                totals[name] = totals.get(name, 0.0) + value
-            for name, value in tops.items():
-                maxima[name] = max(maxima.get(name, value), value)
-            norms.append(norm)
-        return {**metrics_of(totals, maxima, norms), **of_targets}
+            left_out = float(len(groups) - len(trained))
+            row["groups/filtered"] = self.ranks.sum(groups=left_out)["groups"]
+
+        updates = []
+        for index in range(s.minibatches_per_step * s.updates_per_batch):
+            update_id = _UpdateId(
+                version=version,
+                index=index,
+                minibatches=s.minibatches_per_step,
+                passes=s.updates_per_batch,
+                tickets=[g.ticket for g in groups],
+            )
+            minibatch = minibatches[index % s.minibatches_per_step]
+            updates.append(self._update(minibatch, update_id, stop))
+        computed = Computed()
+        metrics: Metrics = {}
+        for update in updates:
+            computed = computed.plus(update.computed)
+            join(metrics, update.metrics)
+        row["parity/logprob_diff_max"] = updates[0].difference
+        row["grad_norm"] = sum(update.grad_norm for update in updates) / len(updates)
+        return StepResult(
+            grad_norm=row["grad_norm"],
+            mean_reward=batch.mean_reward,
+            num_trained_tokens=num_trained_tokens,
+            metrics=computed.row(metrics) | row,
+        )
 
     @torch.no_grad()
     def canary(self, sequences: list[Sequence], *, top: int = 0) -> Canary:
@@ -197,191 +281,153 @@ class PolicyUpdate:
         to keep at each place.
         """
         sizes = torch.tensor([len(s.token_ids) - 1 for s in sequences])
-        cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
-        positions = torch.cat([torch.arange(int(n)) for n in sizes]).to(self._device)
-        ids = torch.cat([torch.tensor(s.token_ids[:-1]) for s in sequences]).to(self._device)
-        labels = torch.cat([torch.tensor(s.token_ids[s.given :]) for s in sequences]).to(
-            self._device
-        )
-        places = torch.cat(
-            [
-                positions.new_tensor(range(s.given - 1, len(s.token_ids) - 1)) + int(a)
-                for s, a in zip(sequences, cu_seqlens)
-            ]
-        )
+        cu_seqlens = F.pad(sizes.cumsum(0), (1, 0))
+        places = []
+        for s, start in zip(sequences, cu_seqlens.tolist()):
+            places.append(torch.arange(start + s.given - 1, start + len(s.token_ids) - 1))
+        ids = torch.cat([torch.tensor(s.token_ids[:-1]) for s in sequences])
+        labels = torch.cat([torch.tensor(s.token_ids[s.given :]) for s in sequences])
+        positions = torch.cat([torch.arange(size) for size in sizes.tolist()])
+        places_S = torch.cat(places).to(self._device)
         logits_SV = self.decoder(
-            ids,
-            positions,
+            ids.to(self._device),
+            positions.to(self._device),
             PackedAttention(cu_seqlens.to(self._device)),
-            lambda h_TD, w_VD: F.linear(h_TD[places], w_VD),
+            lambda h_TD, w_VD: F.linear(h_TD[places_S], w_VD),
         )
         logprobs_SV = (logits_SV.float() / (self.settings.temperature or 1.0)).log_softmax(1)
+        scored_S1 = logprobs_SV.gather(1, labels.to(self._device)[:, None])
         likeliest = logprobs_SV.topk(min(top, logprobs_SV.shape[1]), dim=1)
-        scored = logprobs_SV.gather(1, labels[:, None]).squeeze(1)
-        top_ids, top_logprobs = (
-            x.tolist() if top else [] for x in (likeliest.indices, likeliest.values)
+        return Canary(
+            sequences=sequences,
+            logprobs=scored_S1.squeeze(1).tolist(),
+            top_ids=likeliest.indices.tolist() if top else [],
+            top_logprobs=likeliest.values.tolist() if top else [],
         )
-        return Canary(sequences, scored.tolist(), top_ids, top_logprobs)
 
     @torch.no_grad()
     def _old_values(self, groups: list[Group], version: int, stop: Callable[[], bool]) -> Tensor:
         """Collective: [C] values of all groups' completion tokens, end to end; 0 of those that are
         not trained on. NotFinite.
         """
-        nothing = [Targets.of(g, torch.zeros(g.lengths.numel())) for g in groups]
         packing = pack(
             groups,
-            nothing,
+            [Targets.of(g, torch.zeros(g.lengths.numel())) for g in groups],
             budget_tokens=self.settings.microbatch_tokens,
             drop_zero_advantage=False,
         )
-        out = torch.zeros(sum(g.token_ids.numel() for g in groups))
-        most = self._ranks.reduce({}, {"_": float(len(packing.microbatches))})[1]["_"]
+        own = packing.microbatches
+        most = self.ranks.max(microbatches=float(len(own)))["microbatches"]
+        values_C = torch.zeros(sum(g.token_ids.numel() for g in groups))
         for i in range(int(most)):
             self._agree_to_go_on(stop)
-            mine = i < len(packing.microbatches)
-            batch = to_device(packing.microbatches[i] if mine else filler(), self._device)
+            batch = to_device(own[i] if i < len(own) else filler(), self._device)
             attention = PackedAttention(batch.cu_seqlens, batch.parents)
-            values = self.decoder(
-                batch.input_ids,
-                batch.positions,
-                attention,
-                only_values(self.critic.head, batch.rows),
-            )
-            if mine:
-                out[packing.places[i]] = values.cpu()
-        if not math.isfinite(total := self._ranks.sum(values=float(out.sum()))["values"]):
+            head = only_values(self.critic.head, batch.rows)
+            values_R = self.decoder(batch.input_ids, batch.positions, attention, head)
+            if i < len(own):
+                values_C[packing.places[i]] = values_R.cpu()
+        total = self.ranks.sum(values=float(values_C.sum()))["values"]
+        if not math.isfinite(total):
             raise NotFinite(
-                f"trainer, step {version}: the value head's values sum to {total}; nothing was changed. Lower trainer.value_lr"
+                f"trainer, step {version}: the value head's values sum to {total}; nothing was "
+                "changed. Lower trainer.value_lr"
             )
-        return out
+        return values_C
 
-    def _packed(self, groups: list[Group], targets: list[Targets]) -> Packing:
+    def _minibatch(self, groups: list[Group], targets: list[Targets]) -> _Minibatch:
+        """Collective: these groups of this rank packed, and counted over all ranks."""
         s = self.settings
-        return pack(
+        packing = pack(
             groups,
             targets,
             budget_tokens=s.microbatch_tokens,
             drop_zero_advantage=s.skip_zero_advantage,
             whole_groups=s.whole_groups,
         )
-
-    def _counted(
-        self, groups: list[Group], packings: list[Packing], version: int
-    ) -> tuple[list[_Minibatch], dict[str, float], dict[str, float]]:
-        """Collective: the minibatches, and the sums and maxima of the whole batch over all ranks.
-
-        groups: all that the step took, also those that are left out of the packings.
-        """
-        sums = {
-            **batch_sums(groups, version),
-            "tokens/trained": float(sum(p.num_loss_tokens for p in packings)),
-        }
-        budgets = [len(p.microbatches) * self.settings.microbatch_tokens for p in packings]
-        unused = [p.unused_budget_fraction * budget for p, budget in zip(packings, budgets)]
-        sums |= {"_budget": float(sum(budgets)), "_unused": float(sum(unused))}
-        maxima = {
-            "lag/max": float(
-                max((version - g.oldest_version for g in groups if g.token_ids.numel()), default=0)
-            )
-        }
-        counts: dict[str, float] = {}
-        for i, p in enumerate(packings):
-            counts |= {
-                f"tokens/{i}": p.num_loss_tokens,
-                f"completions/{i}": p.num_completions,
-                f"groups/{i}": p.num_groups,
-                f"trained_groups/{i}": p.num_trained_groups,
-            }
-            maxima |= {
-                f"_microbatches/{i}": float(len(p.microbatches)),
-                f"_reference/{i}": float(p.has_reference),
-            }
-        totals, maxima = self._ranks.reduce(
-            {**sums, **{f"_{k}": float(v) for k, v in counts.items()}}, maxima
+        most = self.ranks.max(
+            microbatches=float(len(packing.microbatches)),
+            reference=float(packing.has_reference),
         )
-        minibatches = [
-            _Minibatch(
-                packing=p,
-                num_microbatches=int(maxima.pop(f"_microbatches/{i}")),
-                num_loss_tokens=totals.pop(f"_tokens/{i}"),
-                num_completions=totals.pop(f"_completions/{i}"),
-                num_groups=totals.pop(f"_groups/{i}"),
-                num_trained_groups=totals.pop(f"_trained_groups/{i}"),
-                has_reference=maxima.pop(f"_reference/{i}") > 0,
-            )
-            for i, p in enumerate(packings)
-        ]
-        return minibatches, totals, maxima
+        counts = self.ranks.sum(
+            num_loss_tokens=float(packing.num_loss_tokens),
+            num_completions=float(packing.num_completions),
+            num_groups=float(packing.num_groups),
+            num_trained_groups=float(packing.num_trained_groups),
+        )
+        return _Minibatch(
+            packing=packing,
+            num_microbatches=int(most["microbatches"]),
+            has_reference=most["reference"] > 0,
+            **counts,
+        )
 
-    # -- one update
-    # ---------------------------------------------------------------------------------------------------
+    def _unused_budget(self, minibatches: list[_Minibatch]) -> float:
+        """Collective: the share of the microbatches' token budgets that no token takes."""
+        budget = 0.0
+        unused = 0.0
+        for minibatch in minibatches:
+            own = len(minibatch.packing.microbatches) * self.settings.microbatch_tokens
+            budget += own
+            unused += minibatch.packing.unused_budget_fraction * own
+        total = self.ranks.sum(budget=budget, unused=unused)
+        return total["unused"] / max(1.0, total["budget"])
+
+    # --- One update ---
 
     def _update(
-        self, minibatch: _Minibatch, at: _At, stop: Callable[[], bool]
-    ) -> tuple[dict[str, float], dict[str, float], float]:
-        """Collective: one optimizer update. Returns sums and maxima of its metrics over all ranks,
-        and the gradient's norm.
-        """
-        s, packing = self.settings, minibatch.packing
+        self, minibatch: _Minibatch, update_id: _UpdateId, stop: Callable[[], bool]
+    ) -> _Done:
+        """Collective: one optimizer update. StepAborted, NotFinite, ParityError."""
         self._zero_grad()
-        local_sums: dict[str, Tensor] = {}
-        local_maxima: dict[str, Tensor] = {}
+        tally = _Tally()
         for i in range(minibatch.num_microbatches):
-            if at.first:
+            if update_id.is_first:
                 self._agree_to_go_on(stop)
-            # A rank with fewer microbatches than its peers takes part in their collectives with an
-            # empty one.
-            batch = packing.microbatches[i] if i < len(packing.microbatches) else None
             next_backward(self.decoder, last=i + 1 == minibatch.num_microbatches)
-            self._forward_backward(batch, minibatch, at, local_sums, local_maxima)
-        if at.first:
+            self._forward_backward(minibatch.microbatch(i), minibatch, update_id, tally)
+        if update_id.is_first:
             self._agree_to_go_on(stop)
-        norm, value_norm = self._checked_norms(local_sums, at)
-        sums, maxima = self._ranks.reduce(
-            {name: float(v) for name, v in local_sums.items()},
-            {name: float(v) for name, v in local_maxima.items()},
+        if self._copied:
+            share_gradients(self._copied, self.decoder.tensor_parallel.group)
+        loss, norm, value_norm = self._checked(tally, update_id)
+        difference = self._checked_parity(tally, update_id) if update_id.is_first else None
+        metrics = over_ranks(tally.metrics, self.ranks)
+        factor = self._lr_factor(update_id)
+        set_lr(self.optimizer, self.settings.lr * factor)
+        self.optimizer.step()
+        metrics["loss/value"] = Metric(loss, Reduction.UPDATE_MEAN)
+        if self.critic:
+            self.critic.step(factor)
+            metrics["value/grad_norm"] = Metric(value_norm, Reduction.UPDATE_MEAN)
+        sizes = self.ranks.sum(
+            labels=float(tally.labels), tokens=float(tally.tokens), places=float(tally.places)
         )
-        if at.first:
-            self._check_parity(maxima, at)
-        updates = at.minibatches * at.passes
-        factor = lr_at(
-            at.version * updates + at.index,
+        return _Done(
+            grad_norm=norm,
+            difference=difference,
+            computed=Computed(updates=1, completions=minibatch.num_completions, **sizes),
+            metrics=metrics,
+        )
+
+    def _lr_factor(self, update_id: _UpdateId) -> float:
+        """What the learning rates are multiplied by in this update, 0..1."""
+        s = self.settings
+        updates = update_id.per_step
+        return lr_at(
+            update_id.version * updates + update_id.index,
             lr=1.0,
             schedule=s.schedule,
             warmup_steps=s.warmup_steps * updates,
             max_steps=s.max_steps * updates,
-            decay_steps=s.decay_steps and s.decay_steps * updates,
+            decay_steps=None if s.decay_steps is None else s.decay_steps * updates,
         )
-        set_lr(self.optimizer, s.lr * factor)
-        self.optimizer.step()
-        if self.critic:
-            self.critic.step(factor)
-            sums["value/grad_norm"] = value_norm
-        return sums, maxima, norm
 
     def _forward_backward(
-        self,
-        batch: PackedBatch | None,
-        minibatch: _Minibatch,
-        at: _At,
-        sums: dict[str, Tensor],
-        maxima: dict[str, Tensor],
+        self, batch: PackedBatch, minibatch: _Minibatch, update_id: _UpdateId, tally: _Tally
     ) -> None:
-        batch = to_device(batch or filler(), self._device)
-        loss, stats = self._loss(batch, minibatch, at)
-        # FSDP averages gradients over data-parallel ranks; the denominator is global already.
-        (loss * self._ranks.data_size).backward()
-        for name, value in {**stats, "loss/value": loss.detach()}.items():
-            if name.endswith("/max"):
-                maxima[name] = torch.maximum(maxima.get(name, value), value)
-            else:
-                sums[name] = sums.get(name, 0) + value
-
-    def _loss(
-        self, batch: PackedBatch, minibatch: _Minibatch, at: _At
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This microbatch's share of the update's loss, and of its metrics."""
+        """Add a microbatch's share to the gradients and to the tally."""
+        batch = to_device(batch, self._device)
         head = make_head(
             batch.labels,
             batch.rows,
@@ -392,8 +438,39 @@ class PolicyUpdate:
             head = with_values(head, self.critic.head, batch.rows)
         attention = PackedAttention(batch.cu_seqlens, batch.parents)
         logprobs, entropy, *values = self.decoder(batch.input_ids, batch.positions, attention, head)
-        every = torch.ones_like(batch.labels, dtype=torch.bool)
-        counted, given = {"num_loss_tokens": minibatch.num_loss_tokens}, {}
+        loss, of_loss = self._policy_loss(batch, minibatch, update_id, logprobs, entropy)
+        sums = lag_histogram(update_id.version - batch.policy_versions)
+        sums["entropy"] = entropy.detach().sum()
+        metrics = metrics_of_loss(of_loss) | token_means(sums)
+        if self.critic:
+            of_values, of_value_loss = self._value_loss(batch, minibatch, values[0])
+            loss = loss + self.critic.settings.coef * of_values
+            metrics |= metrics_of_loss(of_value_loss)
+            metrics["value/loss"] = Metric(of_values.detach(), Reduction.UPDATE_MEAN)
+        differences = logprobs.detach() - batch.generator_logprobs
+        if update_id.is_first and batch.labels.numel():
+            is_fresh = self._is_fresh(batch, update_id.version)
+            tally.differences.append(differences.abs().masked_fill(~is_fresh, -1.0).max())
+        # FSDP averages gradients over data-parallel ranks; the denominator is global already.
+        (loss * self.ranks.data_size).backward()
+        tally.loss = tally.loss + loss.detach()
+        tally.log_ratio = tally.log_ratio + differences.sum()
+        tally.labels += batch.labels.numel()
+        # A filler's one token is computed in vain.
+        tally.tokens += batch.input_ids.numel() if batch.labels.numel() else 0
+        tally.places += attention.padded_tokens
+        join(tally.metrics, metrics)
+
+    def _policy_loss(
+        self,
+        batch: PackedBatch,
+        minibatch: _Minibatch,
+        update_id: _UpdateId,
+        logprobs: Tensor,
+        entropy: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The microbatch's share of the loss, and its metrics (llamarl.learning.losses.common)."""
+        given = {}
         if takes(self.loss_fn, "completions"):
             given["completions"] = Completions(
                 index=batch.completions,
@@ -406,54 +483,41 @@ class PolicyUpdate:
             )
         if takes(self.loss_fn, "entropy"):
             given["entropy"] = entropy
-        loss, stats = self.loss_fn(
+        return self.loss_fn(
             logprobs,
             batch.generator_logprobs,
             batch.ref_logprobs if minibatch.has_reference else None,
             batch.advantages,
-            every,
-            **counted,
+            torch.ones_like(batch.labels, dtype=torch.bool),
+            num_loss_tokens=minibatch.num_loss_tokens,
             **given,
-            **self.step_options(at.version),
+            **self.step_options(update_id.version),
         )
-        stats = {
-            **stats,
-            **lag_histogram(at.version - batch.policy_versions),
-            "entropy": entropy.detach().sum(),
-            "_rows": torch.tensor(float(logprobs.numel())),
-            "_places": torch.tensor(float(attention.padded_tokens)),
-            # A filler's one token is computed in vain.
-            "_tokens": torch.tensor(float(batch.input_ids.numel() if batch.labels.numel() else 0)),
-        }
-        # A loss may mask what is not finite, or not look at it; it is a broken batch all the same.
-        stats["_log_ratio"] = (logprobs.detach() - batch.generator_logprobs).sum()
-        if self.critic:
-            c = self.critic.settings
-            of_values, more = value_loss(
-                values[0], batch.old_values, batch.returns, every, value_clip=c.clip, **counted
-            )
-            loss = loss + c.coef * of_values
-            stats |= {**more, "value/loss": of_values.detach()}
-        if at.first:
-            fresh = self._is_fresh(batch, at.version)
-            difference = (
-                (logprobs.detach() - batch.generator_logprobs).abs().masked_fill(~fresh, -1.0)
-            )
-            stats["parity/max"] = difference.max() if logprobs.numel() else torch.tensor(-1.0)
-        return loss, stats
+
+    def _value_loss(
+        self, batch: PackedBatch, minibatch: _Minibatch, values: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The microbatch's share of the value head's loss, and its metrics. values [R]."""
+        return value_loss(
+            values,
+            batch.old_values,
+            batch.returns,
+            torch.ones_like(batch.labels, dtype=torch.bool),
+            value_clip=self.critic.settings.clip,
+            num_loss_tokens=minibatch.num_loss_tokens,
+        )
 
     def _is_fresh(self, batch: PackedBatch, version: int) -> Tensor:
         """[R] bool: sampled by these weights from what these weights made of all before it."""
         if self.settings.recomputes_kv:
             return batch.policy_versions == version
         # Versions never fall within a completion: one that began under this one is of it alone.
-        begun = torch.full_like(batch.groups, version).scatter_reduce(
+        begun_N = torch.full_like(batch.groups, version).scatter_reduce(
             0, batch.completions, batch.policy_versions, "amin"
         )
-        return begun[batch.completions] == version
+        return begun_N[batch.completions] == version
 
-    # -- checks
-    # -------------------------------------------------------------------------------------------------------
+    # --- Checks ---
 
     def _zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -462,50 +526,62 @@ class PolicyUpdate:
 
     def _agree_to_go_on(self, stop: Callable[[], bool]) -> None:
         """Collective. StepAborted on all ranks if one wants to stop."""
-        if self._ranks.any(stop()):
+        if self.ranks.any(stop()):
             self._zero_grad()
             drop_gradients(self.decoder)
             raise StepAborted
 
-    def _checked_norms(self, sums: dict[str, Tensor], at: _At) -> tuple[float, float]:
-        """Collective: the norms of the policy's and the value head's gradients, before each is
-        clipped. NotFinite.
+    def _checked(self, tally: _Tally, update_id: _UpdateId) -> tuple[float, float, float]:
+        """Collective: the loss, and the norms of the policy's and the value head's gradients before
+        each is clipped. NotFinite.
         """
-        if self._copied:
-            share_gradients(self._copied, self.decoder.tensor_parallel.group)
         most = self.settings.max_grad_norm
         norm = float(
             clip_grad_norm(self.decoder.parameters(), most, tensor_groups=self._tensor_groups)
         )
-        value_norm = float(clip_grad_norm(self.critic.parameters, most)) if self.critic else 0.0
-        total = self._ranks.sum(
-            **{name: float(sums.get(name, 0.0)) for name in ("loss/value", "_log_ratio")}
-        )
-        loss, log_ratio = total["loss/value"], total["_log_ratio"]
-        if not all(map(math.isfinite, (norm, value_norm, loss, log_ratio))):
-            self._zero_grad()
-            state = f"the weights are those of version {at.version}"
-            if not at.first:
-                state = f"{at.index} updates of this step are in the weights already; go on from the last checkpoint (resume=auto)"
-            of_values = f" (value head: {value_norm})" if self.critic else ""
-            raise NotFinite(
-                f"trainer, {at}: loss {loss}, gradient norm {norm}{of_values}, sum of log ratios {log_ratio}; {state}. "
-                f"Tickets on this rank: {at.tickets[:8]}. Lower lr, or loss.ratio_cap, or look at these groups' logprobs"
+        value_norm = 0.0
+        if self.critic:
+            value_norm = float(clip_grad_norm(self.critic.parameters, most))
+        total = self.ranks.sum(loss=float(tally.loss), log_ratio=float(tally.log_ratio))
+        if all(map(math.isfinite, (norm, value_norm, *total.values()))):
+            return total["loss"], norm, value_norm
+        self._zero_grad()
+        state = f"the weights are those of version {update_id.version}"
+        if not update_id.is_first:
+            state = (
+                f"{update_id.index} updates of this step are in the weights already; go on from "
+                "the last checkpoint (resume=auto)"
             )
-        return norm, value_norm
+        of_values = f" (value head: {value_norm})" if self.critic else ""
+        raise NotFinite(
+            f"trainer, {update_id}: loss {total['loss']}, gradient norm {norm}{of_values}, sum of "
+            f"log ratios {total['log_ratio']}; {state}. Tickets on this rank: "
+            f"{update_id.tickets[:8]}. Lower lr, or loss.ratio_cap, or look at these groups' "
+            "logprobs"
+        )
 
-    def _check_parity(self, maxima: dict[str, float], at: _At) -> None:
-        worst, allowed = maxima.get("parity/max", -1.0), self.settings.parity_tolerance
+    def _checked_parity(self, tally: _Tally, update_id: _UpdateId) -> float | None:
+        """Collective: the most that trainer and generator logprobs differ on fresh tokens, None
+        without one. ParityError if that is too much.
+        """
+        own = float(torch.stack(tally.differences).amax()) if tally.differences else -1.0
+        worst = self.ranks.max(difference=own)["difference"]
+        allowed = self.settings.parity_tolerance
         if allowed is not None and not worst <= allowed:  # NaN too
             self._zero_grad()
             raise ParityError(
-                f"trainer, {at}: on tokens sampled from version {at.version} alone, trainer and generator logprobs differ by "
-                f"{worst:.4g}, more than {allowed:g}. The generator's weights or its sampling (temperature, top-k, top-p) are not the "
+                f"trainer, {update_id}: on tokens sampled from version {update_id.version} alone, "
+                f"trainer and generator logprobs differ by {worst:.4g}, more than {allowed:g}. The "
+                "generator's weights or its sampling (temperature, top-k, top-p) are not the "
                 "trainer's; raise trainer.parity_tolerance only if the dtype explains it"
             )
+        return worst if worst >= 0 else None
 
-    def over_ranks(
-        self, sums: dict[str, float], maxima: dict[str, float]
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """Collective: sums and maxima over the trainer's ranks."""
-        return self._ranks.reduce(sums, maxima)
+
+def _cuts(total: int, parts: int) -> list[slice]:
+    """What cuts a list of `total` elements into parts, as evenly as they go."""
+    cuts = []
+    for i in range(parts):
+        first, count = span(total, i, parts)
+        cuts.append(slice(first, first + count))
+    return cuts

@@ -22,12 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from llamarl.learning.advantages import gae
 from llamarl.learning.optim import build_optimizer, set_lr
-from llamarl.learning.packing import Targets, trainable
-from llamarl.learning.shaping import Rewards
 from llamarl.models.fsdp import local, local_rows, overlap
 from llamarl.models.heads import value_head
 from llamarl.models.sharding import Box
-from llamarl.types import Group
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -73,22 +70,15 @@ class Critic:
         set_lr(self.optimizer, self.settings.lr * factor)
         self.optimizer.step()
 
-    def targets(self, groups: list[Group], rewards: list[Rewards], values: Tensor) -> list[Targets]:
-        """Advantages and returns of every token. values [C]: the old ones of all groups' tokens,
-        end to end; 0 where not trained.
+    def advantages(
+        self, rewards: Tensor, old_values: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The advantages and returns [C] of tokens, from their shaped rewards and old values [C].
+
+        lengths [N] int64: of the completions, end to end, whose tokens they are.
         """
-        if not groups:
-            return []
-        lengths = torch.cat([g.lengths for g in groups])
-        tokens = torch.cat([r.tokens for r in rewards])
-        made = gae(tokens, values, lengths, gamma=self.settings.gamma, lam=self.settings.gae_lambda)
-        trained = torch.cat([trainable(g) for g in groups]).repeat_interleave(lengths)
-        sizes = [g.token_ids.numel() for g in groups]
-        by_group = [torch.where(trained, x, 0).split(sizes) for x in (*made, values)]
-        return [
-            Targets(r.completions, *of_group)
-            for r, *of_group in zip(rewards, *by_group, strict=True)
-        ]
+        s = self.settings
+        return gae(rewards, old_values, lengths, gamma=s.gamma, lam=s.gae_lambda)
 
     # -- checkpoints
     # ----------------------------------------------------------------------------------------------------

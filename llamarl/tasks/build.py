@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from llamarl.names import nearest
 from llamarl.tasks.addition import addition_examples
 from llamarl.tasks.base import Example, ListTask, PromptMaker, Task, Tokenizer
 from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, gsm8k_row, read_jsonl, row_to_example
+from llamarl.tasks.names import nearest
 
 KINDS = ("addition", "jsonl", "gsm8k", "hf_dataset", "reasoning_gym")
 EXACT_MATCH = "llamarl.tasks.rewards:exact_match"

@@ -8,8 +8,8 @@ import json
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from llamarl.names import nearest
 from llamarl.tasks.base import Example
+from llamarl.tasks.names import nearest
 
 SHOWN_PROBLEMS = 10
 GSM8K_INSTRUCTION = (

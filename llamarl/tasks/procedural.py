@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from llamarl.names import nearest
 from llamarl.tasks.base import CACHED_PROMPTS, Example, PromptMaker
+from llamarl.tasks.names import nearest
 from llamarl.types import Prompt
 
 NUM_TRAIN = 20_000  # questions before they repeat; some datasets are slow or refuse to be larger

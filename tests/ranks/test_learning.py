@@ -23,8 +23,9 @@ from llamarl.learning.losses.common import per_completion
 from llamarl.learning.losses.ppo import ppo
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.optim import build_optimizer, clip_grad_norm
-from llamarl.learning.packing import Targets, filler, pack
+from llamarl.learning.packing import filler, pack
 from llamarl.learning.shaping import Shaping
+from llamarl.learning.targets import Targets
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings
 from llamarl.models.attention import PackedAttention
@@ -164,7 +165,7 @@ def policy_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
         assert all(
             torch.equal(whole(p.detach()), weights[name]) for name, p in decoder.named_parameters()
         )
-    metrics = update.run(groups, 0, lambda: False)
+    metrics = update.run(groups, 0, lambda: False).metrics
     out |= {
         f"metric/{name}": torch.tensor(value, dtype=torch.float64)
         for name, value in metrics.items()
@@ -252,7 +253,7 @@ def stepped(decoder, rank, ranks, loss_fn, settings, critic) -> dict[str, torch.
     )
     out = {}
     for version in range(2):
-        metrics = update.run(groups, version, lambda: False)
+        metrics = update.run(groups, version, lambda: False).metrics
         out |= {
             f"metric{version}/{name}": torch.tensor(value, dtype=torch.float64)
             for name, value in metrics.items()

@@ -164,7 +164,7 @@ def test_an_update_is_the_papers_whatever_the_microbatches(microbatch_tokens):
     groups = uneven_groups()
     objective, gradients = oracle(groups)
     update = update_of(loss_fn=LOSS, microbatch_tokens=microbatch_tokens, **MAGISTRAL)
-    got = update.run(groups, VERSION, go_on)
+    got = update.run(groups, VERSION, go_on).metrics
     assert got["loss/value"] == pytest.approx(-objective, rel=1e-5)
     assert_gradients(update, gradients)
     assert got["groups/filtered"] == 2, "one of equal rewards, one with a single reward"
@@ -176,7 +176,7 @@ def test_minibatches_have_their_own_mean_and_deviation():
     groups = [g for g in uneven_groups() if g.ticket not in (1, 2)]
     wanted = [oracle(groups[:2])[0], oracle(groups[2:])[0]]
     update = update_of(loss_fn=LOSS, minibatches_per_step=2, **MAGISTRAL, lr=1e-12)
-    got = update.run(groups, VERSION, go_on)
+    got = update.run(groups, VERSION, go_on).metrics
     assert got["loss/value"] == pytest.approx(-sum(wanted) / 2, rel=1e-5)
 
 
@@ -200,15 +200,16 @@ class TwoRanks:
         return any(self._exchange(wanted))
 
     def sum(self, **values):
-        return self.reduce(values, {})[0]
+        one, other = self._exchange(values)
+        return {name: one[name] + other[name] for name in values}
 
-    def reduce(self, sums, maxima):
-        both = self._exchange((sums, maxima))
-        totals = {name: sum(s.get(name, 0.0) for s, _ in both) for pair in both for name in pair[0]}
-        tops = {
-            name: max(m[name] for _, m in both if name in m) for pair in both for name in pair[1]
-        }
-        return totals, tops
+    def max(self, **values):
+        one, other = self._exchange(values)
+        return {name: max(one[name], other[name]) for name in values}
+
+    def union(self, names):
+        one, other = self._exchange(names)
+        return sorted({*one, *other})
 
 
 def test_two_data_parallel_shares_are_the_whole():
@@ -217,13 +218,13 @@ def test_two_data_parallel_shares_are_the_whole():
     ranks = TwoRanks()
     updates = [update_of(loss_fn=LOSS, microbatch_tokens=40, **MAGISTRAL) for _ in range(2)]
     for update in updates:
-        update._ranks = ranks
+        update.ranks = ranks
     shares = [groups[:2], groups[2:]]
     with ThreadPoolExecutor(2) as pool:
-        rows = list(
+        results = list(
             pool.map(lambda update, share: update.run(share, VERSION, go_on), updates, shares)
         )
-    for row in rows:
+    for row in (result.metrics for result in results):
         assert row["loss/value"] == pytest.approx(-objective, rel=1e-5)
         assert row["groups/filtered"] == 2
     # FSDP takes the mean over ranks; here it is taken by hand.
@@ -236,16 +237,18 @@ def test_two_data_parallel_shares_are_the_whole():
 def test_a_batch_without_any_signal_trains_nothing():
     groups = [group(1, [3, 4], [1.0, 1.0]), group(2, [2, 2], [0.0, 0.0])]
     update = update_of(loss_fn=LOSS, **MAGISTRAL)
-    got = update.run(groups, VERSION, go_on)
+    got = update.run(groups, VERSION, go_on).metrics
     assert (got["groups/filtered"], got["tokens/trained"], got["grad_norm"]) == (2, 0, 0)
     assert got["reward/mean"] == 0.5
 
 
 def test_without_the_filter_the_groups_count():
     groups = uneven_groups()
-    kept = update_of(loss_fn=LOSS, **MAGISTRAL).run(groups, VERSION, go_on)
-    counted = update_of(loss_fn=LOSS, **{**MAGISTRAL, "filter_groups": False}).run(
-        groups, VERSION, go_on
+    kept = update_of(loss_fn=LOSS, **MAGISTRAL).run(groups, VERSION, go_on).metrics
+    counted = (
+        update_of(loss_fn=LOSS, **{**MAGISTRAL, "filter_groups": False})
+        .run(groups, VERSION, go_on)
+        .metrics
     )
     assert "groups/filtered" not in counted
     assert counted["tokens/trained"] == kept["tokens/trained"] + 7 + 9

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from llamarl.learning import packing
 from llamarl.learning.logprobs import make_head
 from llamarl.learning.losses.aipo import aipo
-from llamarl.learning.packing import Targets, collate, filler, pack, to_device, trainable
+from llamarl.learning.packing import collate, filler, pack, to_device
+from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder
 from llamarl.types import Group, PackedBatch
@@ -151,7 +152,7 @@ def sequences_of(groups, advantages):
                 completions=torch.zeros(length, dtype=torch.int64),
                 groups=torch.tensor([0]),
                 rewards=g.rewards[i : i + 1],
-                group_tokens=g.lengths[trainable(g)].sum().float()[None],
+                group_tokens=g.lengths[g.trained].sum().float()[None],
             )
     return out
 
@@ -441,7 +442,7 @@ def test_what_can_be_trained_has_tokens_a_reward_and_was_not_aborted():
         [1.0, 1.0, NAN, 1.0],
         reasons=["length", "stop", "stop", "aborted"],
     )
-    assert trainable(g).tolist() == [True, False, False, False]
+    assert g.trained.tolist() == [True, False, False, False]
 
 
 def test_reference_is_told_apart_from_zeros():

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.learning.packing import trainable
 from llamarl.learning.shaping import (
     STD_EPS,
     Rewards,
@@ -171,7 +170,7 @@ def test_whitened_rewards_have_unit_deviation_and_keep_their_mean_in_units_of_it
 
 def test_whitened_advantages_have_mean_0_and_deviation_1_over_trained_tokens():
     advantages = [torch.arange(6.0), torch.tensor([2.0, -1.0, 4.0])]
-    trained = [trainable(g).repeat_interleave(g.lengths) for g in GROUPS]
+    trained = [g.trained_tokens for g in GROUPS]
     got = whiten_advantages(advantages, trained, total=one_rank)
     assert got[0][3:].tolist() == [0.0] * 3
     values = torch.cat([advantages[0][:3], advantages[1]]).double()
@@ -203,5 +202,5 @@ def test_rewards_that_differ_by_rounding_are_equal():
 
 def test_whitened_advantages_of_a_batch_of_equal_values_are_0():
     alike = [torch.full((6,), 2.0), torch.full((3,), 2.0)]
-    trained = [trainable(g).repeat_interleave(g.lengths) for g in GROUPS]
+    trained = [g.trained_tokens for g in GROUPS]
     assert all((a == 0).all() for a in whiten_advantages(alike, trained, total=one_rank))

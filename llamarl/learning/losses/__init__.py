@@ -28,7 +28,7 @@ from llamarl.learning.losses.reinforce import reinforce
 from llamarl.learning.losses.rloo import rloo
 from llamarl.learning.losses.tb import tb
 from llamarl.learning.losses.tba import tba
-from llamarl.names import NoFunction, did_you_mean, import_function
+from llamarl.tasks.names import NoFunction, did_you_mean, import_function
 
 Loss = Callable[..., tuple[Tensor, Metrics]]
 
