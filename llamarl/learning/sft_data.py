@@ -18,7 +18,7 @@ import torch
 
 from llamarl.learning.sft import Pair
 from llamarl.tasks.base import PromptMaker
-from llamarl.tasks.jsonl import missing_key, read_jsonl
+from llamarl.tasks.jsonl import check_keys, read_jsonl
 
 ANSWER_KEYS = ("completion", "answer")  # where the row says nothing else
 ROLES = ("system", "user", "assistant", "tool")
@@ -114,9 +114,8 @@ def _prompt_pair(
     row: dict, tokenizer, maker: PromptMaker, prompt_key: str, answer_key: str | None
 ) -> Pair:
     key = answer_key or next((k for k in ANSWER_KEYS if k in row), ANSWER_KEYS[0])
+    check_keys(row, prompt_key, key)
     for needed in (prompt_key, key):
-        if needed not in row:
-            raise ValueError(missing_key(needed, row))
         if not isinstance(row[needed], (str, int, float)) or row[needed] == "":
             raise ValueError(
                 f'"{needed}" must be text that is not empty, this is {type(row[needed]).__name__}'

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llamarl.tasks.base import Example, PromptMaker
-from llamarl.tasks.build import build_task, forgetful_addition
+from llamarl.tasks.build import build_task
 
 MAX_PROMPT_TOKENS = 200
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
@@ -61,8 +61,6 @@ def make(kind, folder):
         return Doubling(
             PromptMaker(CharTokenizer(), max_prompt_tokens=MAX_PROMPT_TOKENS, **no_chat)
         )
-    if kind == "forgetful_addition":
-        return forgetful_addition(CharTokenizer())
     if kind == "reasoning_gym":
         settings |= {"name": "chain_sum"}
     if kind in ("jsonl", "gsm8k"):
@@ -81,7 +79,6 @@ def make(kind, folder):
 
 KINDS = (
     "addition",
-    "forgetful_addition",
     "jsonl",
     "gsm8k",
     "hf_dataset",
