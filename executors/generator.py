@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llamarl.comm.lockstep import END, Lockstep
+from llamarl.comm.lockstep import LAST, Lockstep
 from llamarl.executor import POLL_S, Executor
 from llamarl.inference import Engine, SamplingParams, evaluation
 from llamarl.inference.partials import Sample, pack, unpack
@@ -421,7 +421,7 @@ class Generator(Executor):
         until = time.monotonic() + END_S
         try:
             if not self.follows:
-                self.replica.tell(END)
+                self.replica.tell(LAST)
             while (
                 self.follows
                 and not (self.replica.ended or self._torn or self.control.failure)

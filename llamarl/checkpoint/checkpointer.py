@@ -1,14 +1,16 @@
 """Checkpoints: every executor's state at one step boundary, on disk as a whole or not at all.
 
-    RUN_DIR/checkpoints/latest                            "step_20": the newest one that was sealed
-                        step_20/trainer.rank0.safetensors tensors of one executor on one of its
-                        ranks
-                                trainer.rank0.json        its other state
-                                controller.rank0.json     ...
-                                hf/, hf_ema/              directories that transformers loads: the weights, and their average if kept
-                                manifest.json             bytes and SHA-256 of every file; written last
-                        step_40.tmp/                      being written
-                        step_10.old/                      being deleted
+    RUN_DIR/checkpoints/
+        latest                           "step_20": the newest one that was sealed
+        step_20/
+            trainer.rank0.safetensors    tensors of one executor on one of its ranks
+            trainer.rank0.json           its other state
+            controller.rank0.json        ...
+            hf/, hf_ema/                 directories that transformers loads: the weights, and their
+                                         average if kept
+            manifest.json                bytes and SHA-256 of every file; written last
+        step_40.tmp/                     being written
+        step_10.old/                     being deleted
 
 Each rank writes its parts into step_N.tmp and tells the leader their sizes and hashes. When all
 expected parts are in, the leader writes the manifest and renames the directory into place: a
@@ -18,8 +20,9 @@ see the same run_dir. No pickle: safetensors and JSON only.
 A disk that is full or fails ends no run by itself: that checkpoint is given up, in whole, and named
 in the log. What cannot be deleted is named too, and tried again with the next checkpoint.
 
-    message      from -> to            handled          meaning
-    checkpoint   any rank -> leader    by its pump()    a part of step n is on disk: its files, sizes and hashes; or why it is not
+    message      from -> to           handled         meaning
+    checkpoint   any rank -> leader   by its pump()   a part of step n is on disk: its files, sizes
+                                                      and hashes; or why it is not
 """
 
 from __future__ import annotations
@@ -46,13 +49,17 @@ if TYPE_CHECKING:
     from llamarl.comm.control import Control
 
 FORMAT = 4
-MANIFEST, LATEST, TOPIC = "manifest.json", "latest", "checkpoint"
+MANIFEST = "manifest.json"
+LATEST = "latest"
+TOPIC = "checkpoint"
+_SHOWN = 10  # damaged files that a message names
 _CHUNK_BYTES = 1 << 20  # read at once for a digest
 _SEALED = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"step_(\d+)\.(tmp|old)(\.\d+)?")
 
 log = logging.getLogger(__name__)
 
+Files = dict[str, list]
 State = Mapping[str, "Tensor | int | float | str | list | dict | None"]
 
 
@@ -62,26 +69,16 @@ State = Mapping[str, "Tensor | int | float | str | list | dict | None"]
 def find(
     resume: str, run_dir: str | Path, check: Callable[[Path], list[str]] | None = None
 ) -> Path | None:
-    """The checkpoint to go on from: for "auto" the newest valid one of run_dir (None if it has none
-    at all), else `resume`.
+    """The checkpoint to go on from.
 
+    For "auto" that is the newest valid one of run_dir, None if it has none at all; else `resume`.
     Damaged ones are named in a warning and passed over. CheckpointError if all are damaged, or the
     one asked for is; FileNotFoundError if that does not exist. check: says what is wrong with one,
     as `verify`, which it is by default.
     """
     check = check or verify
     if resume != "auto":
-        path = Path(resume)
-        if not path.is_dir():
-            raise FileNotFoundError(
-                f"{path}: no such checkpoint; give a step_N directory, or resume=auto with the run's run_dir"
-            )
-        if problems := check(path):
-            raise CheckpointError(
-                _damage(path, problems)
-                + "\nUse another step_N, or resume=auto for the newest valid one"
-            )
-        return path
+        return _asked_for(Path(resume), check)
     candidates = sorted(_steps(Path(run_dir) / "checkpoints").items(), reverse=True)
     for _, path in candidates:
         problems = check(path)
@@ -95,6 +92,19 @@ def find(
     return None
 
 
+def _asked_for(path: Path, check: Callable[[Path], list[str]]) -> Path:
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"{path}: no such checkpoint; give a step_N directory, or resume=auto with the run's "
+            "run_dir"
+        )
+    problems = check(path)
+    if problems:
+        remedy = "Use another step_N, or resume=auto for the newest valid one"
+        raise CheckpointError(f"{_damage(path, problems)}\n{remedy}")
+    return path
+
+
 def verify(
     path: str | Path,
     *,
@@ -102,11 +112,11 @@ def verify(
     share: tuple[int, int] = (0, 1),
     progress: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """What is wrong with a checkpoint, a line a file; [] if nothing. Without `hashes` only names
-    and sizes are compared.
+    """What is wrong with a checkpoint, a line a file; [] if nothing.
 
-    share: (i, n) for the i-th of n processes that verify it together, each some of the files and
-    about as many bytes. progress is called while a file is read.
+    Without `hashes` only names and sizes are compared. share: (i, n) for the i-th of n processes
+    that verify it together, each some of the files and about as many bytes. progress is called
+    while a file is read.
     """
     path = Path(path)
     try:
@@ -130,69 +140,65 @@ def verify(
 
 
 def ranks_of(path: str | Path, name: str) -> list[int]:
-    """The ranks (places within the executor) that saved a part of `name`; [] if its state was lost,
-    and can be done without.
+    """The ranks (places within the executor) that saved a part of `name`.
 
-    CheckpointError if the checkpoint knows no such executor.
+    [] if its state was lost, and can be done without. CheckpointError if the checkpoint knows no
+    such executor.
     """
     parts = _read_manifest(Path(path))["parts"]
     if name not in parts:
         raise CheckpointError(
-            f"{path}: holds no state of {name}, only of {', '.join(parts)}; it was made by another recipe"
+            f"{path}: holds no state of {name}, only of {', '.join(parts)}; it was made by another "
+            "recipe"
         )
     return parts[name]
 
 
 def load_part(path: str | Path, name: str, rank: int) -> Part:
-    """What `save_part` was given, on the CPU. CheckpointError naming the file if it is absent or
-    cannot be read.
+    """What `save_part` was given, on the CPU.
+
+    CheckpointError names the file if it is absent or cannot be read.
     """
-    stem, values = Path(path) / _stem(name, rank), _load_values(path, name, rank)
-    tensors_file = Path(f"{stem}.safetensors")
-    has_tensors = tensors_file.name in _read_manifest(Path(path))["files"]
+    folder = Path(path)
+    stem = _stem(name, rank)
+    values = _load_values(folder, stem)
+    tensors_name = f"{stem}.safetensors"
+    has_tensors = tensors_name in _read_manifest(folder)["files"]
     try:
-        return Part(values, tensors_file if has_tensors else None)
+        return Part(values, folder / tensors_name if has_tensors else None)
     except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{stem}: cannot be read: {error}") from error
+        raise CheckpointError(f"{folder / stem}: cannot be read: {error}") from error
 
 
-def _load_values(path: str | Path, name: str, rank: int) -> dict:
+def _load_values(folder: Path, stem: str) -> dict:
     """What `save_part` was given but tensors."""
-    stem = Path(path) / _stem(name, rank)
     try:
-        return json.loads(Path(f"{stem}.json").read_text())
+        return json.loads((folder / f"{stem}.json").read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{stem}: cannot be read: {error}") from error
+        raise CheckpointError(f"{folder / stem}: cannot be read: {error}") from error
 
 
 def in_work(path: str | Path) -> set[int]:
-    """The tickets whose unfinished completions some executor saved: those under `in_work` in its
-    part.
-    """
-    parts = [
-        (name, rank)
-        for name, ranks in _read_manifest(Path(path))["parts"].items()
-        for rank in ranks
-    ]
-    return {ticket for part in parts for ticket in _load_values(path, *part).get("in_work", [])}
+    """The tickets whose unfinished completions some executor saved, as `in_work` in its part."""
+    folder = Path(path)
+    tickets: set[int] = set()
+    for name, ranks in _read_manifest(folder)["parts"].items():
+        for rank in ranks:
+            values = _load_values(folder, _stem(name, rank))
+            tickets.update(values.get("in_work", []))
+    return tickets
 
 
 # --- Writing ---
 
 
 class Checkpointer:
-    """A rank's hand in writing checkpoints; the leader's also seals and prunes them.
+    """A rank's part in writing checkpoints; the leader's also seals and prunes them.
 
     expected: the parts of a whole checkpoint, (executor, place of a rank within it); extra_parts:
     those of `register_files`. optional: executors whose parts a checkpoint can do without, once
     `waive` says so. keep: how many of the newest valid ones stay.
     """
-
-    ranks_of, load_part, in_work = (
-        staticmethod(ranks_of),
-        staticmethod(load_part),
-        staticmethod(in_work),
-    )
 
     def __init__(
         self,
@@ -207,13 +213,14 @@ class Checkpointer:
         if keep < 1:
             raise ValueError(f"keep={keep}: at least the newest checkpoint must stay")
         self.folder = Path(run_dir) / "checkpoints"
-        self._keep, self._control = keep, control
-        self._expected, self._extra_parts = sorted(expected), tuple(extra_parts)
+        self._keep = keep
+        self._control = control
+        self._expected = sorted(expected)
+        self._extra_parts = tuple(extra_parts)
         self._optional = frozenset(optional)
         self._waived: frozenset[str] = frozenset()
-        self._arrived: dict[
-            int, dict[str, dict[str, list]]
-        ] = {}  # step -> part -> file -> [bytes, sha256]
+        # Step -> part -> file -> [bytes, sha256].
+        self._arrived: dict[int, dict[str, Files]] = {}
         self._errors: dict[int, list[str]] = {}  # step -> of parts that could not be written
         self._failed: dict[int, str] = {}  # step -> why it was given up
         self._own: set[int] = set()  # steps sealed by this process
@@ -222,8 +229,9 @@ class Checkpointer:
                 discard(path)
 
     def begin(self, step: int) -> Path:
-        """The directory that the parts of `step` are written to. Any rank may call it, any number
-        of times.
+        """The directory that the parts of `step` are written to.
+
+        Any rank may call it, any number of times.
         """
         if self._leads:
             self._arrived.setdefault(step, {})
@@ -236,46 +244,49 @@ class Checkpointer:
         return path
 
     def save_part(self, step: int, name: str, rank: int, state: State) -> None:
-        """Write one executor's state of one rank, to disk for good, and tell the leader; or tell it
-        why that cannot be done.
+        """Write one executor's state of one rank, to disk for good, and tell the leader.
 
-        Values are tensors (of this rank, of any device) or JSON. TypeError, naming the key, for
-        anything else.
+        Or tell it why that cannot be done. Values are tensors (of this rank, of any device) or
+        JSON. TypeError, naming the key, for anything else.
         """
         tensors, values = _split(name, state)
         text = json.dumps(values)
         num_bytes = len(text) + sum(tensor.nbytes for tensor in tensors.values())
-        with self.writing(step, _stem(name, rank), num_bytes):
-            stem = self.begin(step) / _stem(name, rank)
-            check_room(stem.parent, num_bytes)
-            files = [Path(f"{stem}.json")]
-            files[0].write_text(text)
+        part = _stem(name, rank)
+        with self.writing(step, part, num_bytes):
+            folder = self.begin(step)
+            check_room(folder, num_bytes)
+            values_file = folder / f"{part}.json"
+            values_file.write_text(text)
+            files = [values_file]
             if tensors:
                 from safetensors.torch import save_file
 
-                files.append(Path(f"{stem}.safetensors"))
-                save_file(tensors, files[1])
-            self._report(step, _stem(name, rank), files)
+                tensors_file = folder / f"{part}.safetensors"
+                save_file(tensors, tensors_file)
+                files.append(tensors_file)
+            self._report(step, part, files)
 
     @contextmanager
     def writing(self, step: int, part: str, num_bytes: int) -> Iterator[None]:
-        """What the disk refuses inside is no error here but that part's, and told to the leader:
-        `step` will not be sealed.
+        """Have what the disk refuses be no error here but that part's, which the leader is told.
 
-        num_bytes: how much the part needs, for the message.
+        `step` will then not be sealed. num_bytes: how much the part needs, for the message.
         """
         try:
             yield
         except (OSError, SafetensorError) as error:
             free = free_bytes(self.folder)
             why = f"{part}: {error}; it needs {num_bytes:,} bytes, and {free:,} are free"
-            self._control.post(
-                self._control.leader, TOPIC, {"step": step, "part": part, "error": why}
-            )
+            self._tell_leader({"step": step, "part": part, "error": why})
+
+    def _tell_leader(self, message: dict) -> None:
+        self._control.post(self._control.leader, TOPIC, message)
 
     def place_for(self, step: int, part: str, num_bytes: int) -> Path | None:
-        """`begin(step)` if the disk has room for a part there; else None, and why is told as in
-        `writing`.
+        """`begin(step)` if the disk has room for a part there; else None.
+
+        Why is then told as in `writing`.
         """
         with self.writing(step, part, num_bytes):
             folder = self.begin(step)
@@ -290,9 +301,7 @@ class Checkpointer:
         self._report(step, part, list(files))
 
     def pump(self) -> None:
-        """On the leader: take in what was reported, and seal each step whose parts are all there.
-        Elsewhere nothing.
-        """
+        """On the leader: take in what was reported, and seal each step that is whole."""
         if not self._leads:
             return
         for _, message in self._control.take(TOPIC):
@@ -300,20 +309,23 @@ class Checkpointer:
             self._arrived.setdefault(step, {})[message["part"]] = message.get("files", {})
             if "error" in message:
                 self._errors.setdefault(step, []).append(message["error"])
-        for step in [step for step in self._arrived if not self.missing(step)]:
-            self._settle(step)
+        for step in list(self._arrived):
+            if not self.missing(step):
+                self._settle(step)
 
     def waive(self) -> None:
-        """On the leader: seal without the parts of `optional` executors that have not come: some of
-        them will not.
+        """On the leader: seal without the parts of `optional` executors that have not come.
+
+        Some of them will not.
         """
         self._waived = self._optional
 
     def missing(self, step: int) -> list[str]:
         """On the leader: the parts of `step` that have not come, and must."""
         arrived = self._arrived.get(step, {})
-        needed = [_stem(*part) for part in self._expected if part[0] not in self._waived]
-        return [part for part in (*needed, *self._extra_parts) if part not in arrived]
+        needed = [_stem(name, rank) for name, rank in self._expected if name not in self._waived]
+        needed += self._extra_parts
+        return [part for part in needed if part not in arrived]
 
     def failed(self, step: int) -> str | None:
         """On the leader: why the checkpoint of `step` was given up, if it was."""
@@ -328,15 +340,15 @@ class Checkpointer:
         return self._control.rank == self._control.leader
 
     def _report(self, step: int, part: str, files: list[Path]) -> None:
-        folder, written = self._writing(step), {}
+        folder = self._writing(step)
+        written: Files = {}
         for file in files:
             _sync(file)
-            written[file.relative_to(folder).as_posix()] = [file.stat().st_size, _sha256(file)]
+            name = file.relative_to(folder).as_posix()
+            written[name] = [file.stat().st_size, _sha256(file)]
         for directory in {file.parent for file in files}:
             _sync(directory)
-        self._control.post(
-            self._control.leader, TOPIC, {"step": step, "part": part, "files": written}
-        )
+        self._tell_leader({"step": step, "part": part, "files": written})
 
     def _settle(self, step: int) -> None:
         """Seal it; give it up if a part of it could not be written."""
@@ -349,37 +361,37 @@ class Checkpointer:
                 errors = [str(error)]
         del self._arrived[step]
         path = self.folder / f"step_{step}.tmp"
-        self._failed[step] = (
-            f"{path}: the checkpoint of step {step} could not be written: {'; '.join(errors)}. Make room there, or lower checkpoint.keep"
+        why = (
+            f"{path}: the checkpoint of step {step} could not be written: {'; '.join(errors)}. "
+            "Make room there, or lower checkpoint.keep"
         )
-        log.error(
-            "%s. Training goes on; the next checkpoint is tried when it is due", self._failed[step]
-        )
+        self._failed[step] = why
+        log.error("%s. Training goes on; the next checkpoint is tried when it is due", why)
         discard(path)
 
     def _seal(self, step: int) -> None:
-        """Write the manifest, rename into place, point `latest` to it, prune. OSError if it is not
-        in place.
+        """Write the manifest, rename into place, point `latest` to it, prune.
+
+        OSError if it is not in place.
         """
-        writing, final = self.folder / f"step_{step}.tmp", self.folder / f"step_{step}"
-        files = {
-            name: entry for part in self._arrived[step].values() for name, entry in part.items()
-        }
+        writing = self.folder / f"step_{step}.tmp"
+        final = self.folder / f"step_{step}"
+        arrived = self._arrived[step]
+        files: Files = {}
+        for part_files in arrived.values():
+            files |= part_files
         absent = [name for name in files if not (writing / name).is_file()]
         if absent:
-            unseen = ", ".join(absent)
             raise CheckpointError(
-                f"{writing}: the leader does not see {unseen}; put run_dir where all hosts see the same files"
+                f"{writing}: the leader does not see {', '.join(absent)}; put run_dir where all "
+                "hosts see the same files"
             )
-        parts: dict[str, list[int]] = {}
+        parts: dict[str, list[int]] = {name: [] for name, _ in self._expected}
         for name, rank in self._expected:
-            parts.setdefault(name, []).extend(
-                [rank] if _stem(name, rank) in self._arrived[step] else []
-            )
-        _write(
-            writing / MANIFEST,
-            _manifest_text({"format": FORMAT, "step": step, "parts": parts, "files": files}),
-        )
+            if _stem(name, rank) in arrived:
+                parts[name].append(rank)
+        body = {"format": FORMAT, "step": step, "parts": parts, "files": files}
+        _write(writing / MANIFEST, _manifest_text(body))
         if final.exists():  # of a run that was resumed before it, or damaged
             final.rename(aside(final))
         writing.rename(final)
@@ -389,29 +401,26 @@ class Checkpointer:
         self._prune(step)
 
     def _point_to(self, final: Path) -> None:
+        latest = self.folder / LATEST
+        draft = self.folder / f"{LATEST}.tmp"
         try:
             _sync(self.folder)
-            _write(self.folder / f"{LATEST}.tmp", f"{final.name}\n")
-            os.replace(self.folder / f"{LATEST}.tmp", self.folder / LATEST)
+            _write(draft, f"{final.name}\n")
+            os.replace(draft, latest)
             _sync(self.folder)
         except OSError as error:  # a resume looks at the checkpoints themselves
-            log.warning(
-                "%s: not written (%s); the newest checkpoint is %s",
-                self.folder / LATEST,
-                error,
-                final,
-            )
+            log.warning("%s: not written (%s); the newest checkpoint is %s", latest, error, final)
 
     def _prune(self, newest: int) -> None:
-        """Keep the newest valid ones. Later steps of an earlier process are a future that a resume
-        has abandoned.
+        """Keep the newest valid ones.
 
-        What could not be deleted before is tried again; a later step may be begun by another rank
-        already.
+        Later steps of an earlier process are a future that a resume has abandoned. What could not
+        be deleted before is tried again; a later step may be begun by another rank already.
         """
         for path in _matching(self.folder, _LEFTOVER):
             step = int(_LEFTOVER.fullmatch(path.name)[1])
-            if path.suffix != ".tmp" or (step <= newest and step not in self._arrived):
+            is_over = step <= newest and step not in self._arrived
+            if is_over or path.suffix != ".tmp":
                 discard(path)
         kept = 0
         for step, path in sorted(_steps(self.folder).items(), reverse=True):
@@ -430,11 +439,9 @@ def _stem(name: str, rank: int) -> str:
 
 
 def _matching(folder: Path, pattern: re.Pattern) -> list[Path]:
-    return (
-        [path for path in folder.iterdir() if path.is_dir() and pattern.fullmatch(path.name)]
-        if folder.is_dir()
-        else []
-    )
+    if not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if path.is_dir() and pattern.fullmatch(path.name)]
 
 
 def _steps(folder: Path) -> dict[int, Path]:
@@ -442,8 +449,10 @@ def _steps(folder: Path) -> dict[int, Path]:
 
 
 def _damage(path: Path, problems: list[str]) -> str:
-    shown = problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])
-    return f"checkpoint {path} is damaged:\n  " + "\n  ".join(shown)
+    lines = [f"checkpoint {path} is damaged:", *problems[:_SHOWN]]
+    if len(problems) > _SHOWN:
+        lines.append(f"and {len(problems) - _SHOWN} more")
+    return "\n  ".join(lines)
 
 
 def _manifest_text(body: dict) -> str:
@@ -478,7 +487,9 @@ def _split(name: str, state: State) -> tuple[dict[str, Tensor], dict[str, object
     """(tensors, ready for safetensors; JSON values)."""
     from torch import Tensor
 
-    tensors, values, storages = {}, {}, set()
+    tensors = {}
+    values = {}
+    storages = set()
     for key, value in state.items():
         if isinstance(value, Tensor):
             tensor = value.detach().cpu().contiguous()
@@ -493,9 +504,7 @@ def _split(name: str, state: State) -> tuple[dict[str, Tensor], dict[str, object
 
 
 def _check_json(where: str, value: object) -> None:
-    """TypeError for what JSON cannot hold, or would silently change (an integer key becomes a
-    text).
-    """
+    """TypeError for what JSON cannot hold, or would change (an integer key becomes a text)."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -506,29 +515,33 @@ def _check_json(where: str, value: object) -> None:
     elif isinstance(value, (list, tuple)):
         for item in value:
             _check_json(f"{where}[]", item)
-    elif not (value is None or isinstance(value, (bool, int, float, str))):
+    elif value is not None and not isinstance(value, (bool, int, float, str)):
         raise TypeError(
-            f"state of {where}: {type(value).__name__} is neither a tensor (at the top) nor a JSON value"
+            f"state of {where}: {type(value).__name__} is neither a tensor (at the top) nor a JSON "
+            "value"
         )
 
 
 def _share(files: Mapping[str, list], index: int, count: int) -> list[str]:
-    """The names of the index-th of `count` shares: the largest files first, each to the share that
-    has the fewest bytes so far.
+    """The names of the index-th of `count` shares.
+
+    The largest files first, each goes to the share that has the fewest bytes so far.
     """
-    shares: list[list[str]] = [[] for _ in range(count)]
+    sizes = {name: size for name, (size, _) in files.items()}
     num_bytes = [0] * count
-    for name in sorted(files, key=lambda name: (-files[name][0], name)):
+    mine = set()
+    for name in sorted(files, key=lambda name: (-sizes[name], name)):
         least = num_bytes.index(min(num_bytes))
-        shares[least].append(name)
-        num_bytes[least] += files[name][0]
-    mine = set(shares[index])
+        num_bytes[least] += sizes[name]
+        if least == index:
+            mine.add(name)
     return [name for name in files if name in mine]
 
 
 def _sha256(file: Path, progress: Callable[[], None] = lambda: None) -> str:
     """progress is called after every _CHUNK_BYTES."""
-    digest, chunk = hashlib.sha256(), bytearray(_CHUNK_BYTES)
+    digest = hashlib.sha256()
+    chunk = bytearray(_CHUNK_BYTES)
     with file.open("rb") as stream:
         while size := stream.readinto(chunk):
             digest.update(memoryview(chunk)[:size])
@@ -566,12 +579,14 @@ def find_model(given: str | Path) -> tuple[Path, Path | None]:
     if path.name == "hf" and (path.parent / MANIFEST).is_file():
         path = path.parent
     if (path / MANIFEST).is_file():
-        if problems := verify(path):
-            raise CheckpointError(f"checkpoint {path} is damaged:\n  " + "\n  ".join(problems[:10]))
+        problems = verify(path)
+        if problems:
+            raise CheckpointError(_damage(path, problems))
         return path / "hf", path.absolute().parents[1]
     if not (path / "config.json").is_file():
         raise FileNotFoundError(
-            f"{path}: neither a Hugging Face directory (it has no config.json) nor a checkpoint (no {MANIFEST}); "
-            "give one of these, such as RUN_DIR/checkpoints/step_N or RUN_DIR/checkpoints/latest"
+            f"{path}: neither a Hugging Face directory (it has no config.json) nor a checkpoint "
+            f"(no {MANIFEST}); give one of these, such as RUN_DIR/checkpoints/step_N or "
+            "RUN_DIR/checkpoints/latest"
         )
     return path, None

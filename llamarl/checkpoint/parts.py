@@ -1,8 +1,7 @@
-"""A part of a checkpoint, as it is read: its JSON values at once, its tensors, or boxes of them,
-when they are asked for.
+"""A part of a checkpoint, as it is read.
 
-So that each rank of a large model reads what its own boxes overlap, and not what all the others had
-saved.
+Its JSON values come at once, its tensors, or boxes of them, when they are asked for: each rank of a
+large model reads what its own boxes overlap, and not what all the others had saved.
 """
 
 from __future__ import annotations
@@ -16,21 +15,26 @@ if TYPE_CHECKING:
 
 
 class Part(Mapping):
-    """What one executor's rank had saved, by name. tensors: a safetensors file, None without
-    tensors.
+    """What one executor's rank had saved, by name.
 
-    OSError or SafetensorError if that cannot be read.
+    tensors: a safetensors file, None without tensors. OSError or SafetensorError if that cannot be
+    read.
     """
 
     def __init__(self, values: Mapping[str, object], tensors: Path | None):
         from safetensors import safe_open
 
         self._values = values
-        self._file = None if tensors is None else safe_open(tensors, "pt")
-        self._names = frozenset() if tensors is None else frozenset(self._file.keys())
+        self._file = None
+        self._names: frozenset[str] = frozenset()
+        if tensors is not None:
+            self._file = safe_open(tensors, "pt")
+            self._names = frozenset(self._file.keys())
 
     def __getitem__(self, name: str) -> object:
-        return self._file.get_tensor(name) if name in self._names else self._values[name]
+        if name in self._names:
+            return self._file.get_tensor(name)
+        return self._values[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._names or name in self._values
@@ -48,5 +52,7 @@ class Part(Mapping):
 
 
 def box_of(part: Mapping, name: str, index: tuple[slice, ...]) -> Tensor:
-    """part[name][index]."""
-    return part.box(name, index) if isinstance(part, Part) else part[name][index]
+    """part[name][index], of which nothing else is read where it lies on disk."""
+    if isinstance(part, Part):
+        return part.box(name, index)
+    return part[name][index]

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Protocol
 
-from llamarl.checkpoint.checkpointer import Checkpointer
+from llamarl.checkpoint.checkpointer import Checkpointer, in_work, load_part, ranks_of
 from llamarl.comm.control import Control
 from llamarl.errors import CheckpointError, TimedOut
 from llamarl.executor import Executor
@@ -125,9 +125,8 @@ class CheckpointService:
 
         On every rank, after setup.
         """
-        leader_part = self._checkpointer.ranks_of(path, CONTROLLER)[0]
-        state = self._checkpointer.load_part(path, CONTROLLER, leader_part)
-        saved_tickets = self._checkpointer.in_work(path) - self._stale_tickets
+        state = load_part(path, CONTROLLER, ranks_of(path, CONTROLLER)[0])
+        saved_tickets = in_work(path) - self._stale_tickets
         self._tickets.load_state_dict(state["ledger"], saved_tickets)
         if self._control.is_leader:
             self._metrics.load_state_dict(state["metrics"])
@@ -139,10 +138,8 @@ class CheckpointService:
                 self._saved = executor.version
 
     def _restore(self, executor: Executor, path: Path) -> None:
-        ranks = self._checkpointer.ranks_of(path, executor.name)
-        executor.load_state_dict(
-            self._checkpointer.load_part(path, executor.name, rank) for rank in ranks
-        )
+        ranks = ranks_of(path, executor.name)
+        executor.load_state_dict(load_part(path, executor.name, rank) for rank in ranks)
 
     def wait_sealed(self, limit: str, timeout_s: float) -> None:
         """On the leader: wait until the last checkpoint is valid on disk.

@@ -1,17 +1,18 @@
-"""Channels: typed, named, bounded, in-order, one-way. In one process a queue; across ranks p2p over
-a group of its own.
+"""Channels: typed, named, bounded, in-order, one-way.
 
-A recipe declares them (Gather, Scatter, Weights) between executors; the controller connects this
-rank's ends.
+In one process a channel is a queue; across ranks it is p2p over a group of its own. A recipe
+declares them (Gather, Scatter, Weights) between executors; the controller connects this rank's
+ends.
 
-    thread              consumes        waits for                 unblocked by            produces
-    sender (a peer)     outbox          a record in the outbox    put(); close()          one message of all that waits
-    receiver (a peer)   the wire        the peer's next message   the peer; its close     records in the inbox
-                                        room in the inbox         take()
+    thread              consumes   waits for                 unblocked by        produces
+    sender (a peer)     outbox     a record in the outbox    put(); close()      one message of all
+                                                                                 that waits
+    receiver (a peer)   the wire   the peer's next message   the peer; its close records in the
+                                   room in the inbox         take()              inbox
 
-Bounded means backpressure: an executor asks `has_room()` before a step and rests when there is none.
-One step may go over the bound by what it emits; nothing is ever dropped, and `put` never blocks, so
-a rank that hosts both ends cannot deadlock with itself.
+Bounded means backpressure: an executor asks `has_room()` before a step and rests when there is
+none. One step may go over the bound by what it emits; nothing is ever dropped, and `put` never
+blocks, so a rank that hosts both ends cannot deadlock with itself.
 """
 
 from __future__ import annotations
@@ -106,8 +107,9 @@ class Channel:
 
 @dataclass(frozen=True)
 class Gather(Channel):
-    """Many producers, few consumers: a ticket's records all go to one of them; with spread=False
-    everything goes to the first.
+    """Many producers, few consumers: a ticket's records all go to one of them.
+
+    With spread=False everything goes to the first.
     """
 
     spread: bool = field(default=True, kw_only=True)
@@ -117,8 +119,9 @@ class Gather(Channel):
 
 
 class Scatter(Channel):
-    """A group goes to one data-parallel rank, by the pre-set permutation of its ticket (the
-    ledger's own): to all its tensor-parallel peers.
+    """A group goes to one data-parallel rank: to all its tensor-parallel peers.
+
+    To which one, a permutation of tickets says that is set once, and is the ledger's own.
     """
 
     def route(self, record, num_destinations):
@@ -131,7 +134,9 @@ class Receiver:
     """The end that reads: one inbox, fed by local puts and by one thread a remote producer."""
 
     def __init__(self, name: str, capacity: int, control: Control):
-        self.name, self.capacity, self._control = name, capacity, control
+        self.name = name
+        self.capacity = capacity
+        self._control = control
         self._inbox: deque = deque()
         self._room = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -143,10 +148,12 @@ class Receiver:
     def take(self, limit: int | None = None) -> list:
         """Up to `limit` records that have come, oldest first. Does not wait."""
         with self._room:
-            count = len(self._inbox) if limit is None else min(limit, len(self._inbox))
-            out = [self._inbox.popleft() for _ in range(count)]
+            count = len(self._inbox)
+            if limit is not None:
+                count = min(limit, count)
+            records = [self._inbox.popleft() for _ in range(count)]
             self._room.notify_all()
-        return out
+        return records
 
     def has_room(self) -> bool:
         return len(self._inbox) < self.capacity
@@ -157,9 +164,8 @@ class Receiver:
         self._control.wake()
 
     def listen(self, rank: int, group: dist.ProcessGroup) -> None:
-        self._threads.append(
-            self._control.thread(f"recv-{self.name}-{rank}", self._receive, rank, group)
-        )
+        name = f"recv-{self.name}-{rank}"
+        self._threads.append(self._control.thread(name, self._receive, rank, group))
 
     def _receive(self, rank: int, group: dist.ProcessGroup) -> None:
         while True:
@@ -167,9 +173,8 @@ class Receiver:
                 message = recv_message(rank, group)
             except RuntimeError as error:
                 if not self._closing:
-                    self._control.fail(
-                        PeerDied(_link_error(self.name, "from", rank, self._control, error), [rank])
-                    )
+                    link = f"channel {self.name!r} from rank {rank}"
+                    self._control.fail(_broken(link, rank, self._control, error))
                 return
             if message is None:
                 return
@@ -186,33 +191,34 @@ class Receiver:
 
 
 class Sender:
-    """The end that writes: routes a record to its consumer's inbox or to the outbox of the link
-    there.
-    """
+    """The end that writes: to its consumer's inbox, or to the outbox of the link there."""
 
     def __init__(
         self, name: str, capacity: int, control: Control, route: Callable[[object], list[int]]
     ):
-        self.name, self.capacity, self._control, self._route = name, capacity, control, route
-        self._ends: list[Receiver | _Link] = []
+        self.name = name
+        self.capacity = capacity
+        self._control = control
+        self._route = route
+        self._consumers: list[Receiver | _Link] = []
 
-    def add(self, end: Receiver | _Link) -> None:
-        """Destination ranks in executor order: the local inbox, or a link."""
-        self._ends.append(end)
+    def add(self, consumer: Receiver | _Link) -> None:
+        """Add the next destination rank, in executor order: the local inbox, or a link."""
+        self._consumers.append(consumer)
 
     def put(self, record) -> None:
         """Send one record; never blocks. Ask `has_room` before the work that makes it."""
         for index in self._route(record):
-            self._ends[index].deliver([record])
+            self._consumers[index].deliver([record])
 
     def has_room(self) -> bool:
-        return all(end.has_room() for end in self._ends)
+        return all(consumer.has_room() for consumer in self._consumers)
 
     def close(self) -> None:
         """Send what waits, then say that no more comes."""
-        for end in self._ends:
-            if isinstance(end, _Link):
-                end.close()
+        for consumer in self._consumers:
+            if isinstance(consumer, _Link):
+                consumer.close()
 
 
 class _Link:
@@ -221,8 +227,11 @@ class _Link:
     def __init__(
         self, name: str, rank: int, group: dist.ProcessGroup, capacity: int, control: Control
     ):
-        self.name, self.rank, self.capacity = name, rank, capacity
-        self._group, self._control = group, control
+        self.name = name
+        self.rank = rank
+        self.capacity = capacity
+        self._group = group
+        self._control = control
         self._outbox: deque = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -249,12 +258,8 @@ class _Link:
                 send_message(wire.encode(records), self.rank, self._group)
             except RuntimeError as error:
                 if not self._closing:
-                    self._control.fail(
-                        PeerDied(
-                            _link_error(self.name, "to", self.rank, self._control, error),
-                            [self.rank],
-                        )
-                    )
+                    link = f"channel {self.name!r} to rank {self.rank}"
+                    self._control.fail(_broken(link, self.rank, self._control, error))
                 return
             self._control.wake()  # room again
 
@@ -265,8 +270,10 @@ class _Link:
         self._thread.join(timeout=5)
 
 
-def _link_error(name: str, way: str, rank: int, control: Control, error: Exception) -> str:
-    return f"channel {name!r} {way} rank {rank}: {control.gone(PeerDied(str(error).split('. ')[0].splitlines()[0], [rank]))}"
+def _broken(link: str, rank: int, control: Control, error: Exception) -> PeerDied:
+    """What gloo's error on a link with `rank` means."""
+    cause = str(error).split(". ")[0].splitlines()[0]
+    return PeerDied(f"{link}: {control.gone(PeerDied(cause, [rank]))}", [rank])
 
 
 DP_RANK_SEED = 20  # of the pre-set permutation

@@ -63,12 +63,14 @@ class Control:
         names: list[str],
         heartbeat_timeout_s: float = 30.0,
     ):
-        self.rank, self.world_size, self.leader, self.names = rank, world_size, leader, names
+        self.rank = rank
+        self.world_size = world_size
+        self.leader = leader
+        self.names = names
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.failure: Exception | None = None  # ends this rank now
-        self.loss: Exception | None = (
-            None  # ends this rank once the keepers have sealed a checkpoint
-        )
+        # Ends this rank once the keepers have sealed a checkpoint.
+        self.loss: Exception | None = None
         self.keepers: frozenset[int] = frozenset()  # none: there is no state yet that were worth it
         self._beaten_at = math.inf  # the last time that the Store took this rank's beat
         self._last_words_until = math.inf
@@ -78,6 +80,7 @@ class Control:
         self._mail: dict[str, deque] = defaultdict(deque)
         self._handlers: dict[str, Callable[[int, dict], None]] = {}
         self._changed = threading.Condition()
+        self._news = False  # something has come since the last wait
         self._closing = threading.Event()
         self._store = store
         self._threads: list[threading.Thread] = []
@@ -92,9 +95,10 @@ class Control:
     def start(self) -> None:
         """Begin to listen and beat; after all handlers are in place."""
         if self._store is not None and not self._threads:
-            threads = {"listen": self._listen, "beat": self._beat, "watch": self._watch}
             self._threads = [
-                self.thread(f"control-{name}", target) for name, target in threads.items()
+                self.thread("control-listen", self._listen),
+                self.thread("control-beat", self._beat),
+                self.thread("control-watch", self._watch),
             ]
 
     # --- Messages ---
@@ -103,20 +107,23 @@ class Control:
         """Put a JSON message into a rank's mailbox. Never waits; in order per sender."""
         if rank == self.rank:
             self._deliver(self.rank, topic, payload)
-        else:
-            try:
-                self._store.queue_push(
-                    f"mail/{rank}", json.dumps([self.rank, topic, payload]).encode()
-                )
-            except dist.DistError as error:
-                raise PeerDied(self._store_gone(error)) from error
+            return
+        message = json.dumps([self.rank, topic, payload])
+        try:
+            self._store.queue_push(f"mail/{rank}", message.encode())
+        except dist.DistError as error:
+            raise PeerDied(self._store_gone(error)) from error
 
     def _store_gone(self, error: Exception | str) -> str:
         first_line = str(error).splitlines()[0]
         return (
-            f"rank {self.rank} ({self.names[self.rank]}): the control store is gone ({first_line}). Was the launcher, which serves "
-            "it, stopped? Start again with resume=auto"
+            f"{self._named(self.rank)}: the control store is gone ({first_line}). Was the "
+            "launcher, which serves it, stopped? Start again with resume=auto"
         )
+
+    def _named(self, rank: int) -> str:
+        """A rank with what it hosts, for people."""
+        return f"rank {rank} ({self.names[rank]})"
 
     def post_all(self, topic: str, payload: dict) -> None:
         for rank in range(self.world_size):
@@ -124,7 +131,8 @@ class Control:
 
     def take(self, topic: str) -> list[tuple[int, dict]]:
         """All messages of a topic that have come, as (sender, payload). Does not wait."""
-        box, out = self._mail[topic], []
+        box = self._mail[topic]
+        out = []
         while box:
             out.append(box.popleft())
         return out
@@ -134,8 +142,9 @@ class Control:
         return bool(self._mail[topic])
 
     def on(self, topic: str, handler: Callable[[int, dict], None]) -> None:
-        """Have a topic's messages handled at once, on the listener thread (or the poster's, in one
-        process).
+        """Have a topic's messages handled at once.
+
+        On the listener thread; what a rank posts to itself, on the poster's.
         """
         self._handlers[topic] = handler
 
@@ -144,8 +153,6 @@ class Control:
         with self._changed:
             self._news = True
             self._changed.notify_all()
-
-    _news = False
 
     def wait(self, timeout_s: float) -> None:
         """Until something comes for this rank, or timeout_s."""
@@ -162,28 +169,24 @@ class Control:
 
     @property
     def ending(self) -> bool:
-        """Whether a step that is under way had better be given up, if all ranks agree: it would be
-        the last.
-        """
+        """Whether a step that is under way had better be given up: it would be the last."""
         return self.stopping or self.signalled or self.loss is not None
 
     def request_stop(self, reason: str) -> None:
-        """Ask every rank to checkpoint at the next boundary and end. Not from a signal handler: it
-        takes locks.
+        """Ask every rank to checkpoint at the next boundary and end.
+
+        Not from a signal handler: it takes locks.
         """
         self.post_all("stop", {"reason": reason})
 
     def report_failure(self, error: BaseException) -> None:
         """Tell every other rank why this one ends, so that nobody waits for it."""
-        text = f"rank {self.rank} ({self.names[self.rank]}) failed: {type(error).__name__}: {error}"
-        self._tell_others(
-            "failed", {"why": text, "ranks": sorted({self.rank, *getattr(error, "ranks", ())})}
-        )
+        why = f"{self._named(self.rank)} failed: {type(error).__name__}: {error}"
+        gone = {self.rank, *getattr(error, "ranks", ())}
+        self._tell_others("failed", {"why": why, "ranks": sorted(gone)})
 
     def report_loss(self) -> None:
-        """Tell every other rank of this one's loss: keepers seal a checkpoint with it, the others
-        end.
-        """
+        """Tell every other rank of this one's loss: keepers seal a checkpoint, the others end."""
         self._tell_others("lost", {"why": str(self.loss)})
 
     def _tell_others(self, topic: str, payload: dict, but: Iterable[int] = ()) -> None:
@@ -192,28 +195,35 @@ class Control:
                 self.post(rank, topic, payload)
 
     def keep(self, keepers: Iterable[int], last_words_s: float) -> None:
-        """From now on there is state that a checkpoint of these ranks saves, for which they have
-        last_words_s after a loss.
+        """From now on there is state that a checkpoint of these ranks saves.
+
+        After a loss they have last_words_s for that.
         """
-        self.keepers, self._last_words_s = frozenset(keepers), last_words_s
+        self.keepers = frozenset(keepers)
+        self._last_words_s = last_words_s
 
     def fail(self, error: Exception) -> None:
-        """Make this rank's loop end with `error` (from a channel's thread): at once, or as a loss
-        where the dead are known to be none of the keepers.
+        """Make this rank's loop end with `error`, from a channel's thread.
+
+        At once; or as a loss, where the dead are known to be none of the keepers.
         """
-        lost = getattr(error, "ranks", frozenset())
-        if lost and not lost & self.keepers:
+        dead = getattr(error, "ranks", frozenset())
+        dead_keepers = sorted(dead & self.keepers)
+        if dead and not dead_keepers:
             self.lose(error)
             return
-        for rank in sorted(lost & self.keepers) if self.failure is None else ():
-            error.add_note(
-                f"No checkpoint was made of the steps since the last one: rank {rank} ({self.names[rank]}) held a part of it."
-            )
+        if self.failure is None:
+            for rank in dead_keepers:
+                error.add_note(
+                    "No checkpoint was made of the steps since the last one: "
+                    f"{self._named(rank)} held a part of it."
+                )
         self.fail_now(error)
 
     def lose(self, error: Exception) -> None:
-        """Make this rank's loop end with `error`, which leaves the keepers whole: a keeper has a
-        checkpoint to seal before.
+        """Make this rank's loop end with `error`, which leaves the keepers whole.
+
+        A keeper has a checkpoint to seal before.
         """
         if self.rank not in self.keepers:
             self.fail_now(error)
@@ -228,7 +238,7 @@ class Control:
         self.wake()
 
     def thread(self, name: str, target: Callable[..., None], *args) -> threading.Thread:
-        """Start a daemon thread whose failure ends this rank's loop: a thread must not die unheard."""
+        """Start a daemon thread. Its failure ends this rank's loop: none may die unheard."""
 
         def run() -> None:
             try:
@@ -242,30 +252,30 @@ class Control:
 
     def gone(self, error: PeerDied) -> str:
         """What a broken link means, for people."""
-        who = " and ".join(f"rank {rank} ({self.names[rank]})" for rank in sorted(error.ranks))
-        return f"the link with {who} broke: {error}. That rank has ended; its own output says why. Start again with resume=auto"
+        who = " and ".join(self._named(rank) for rank in sorted(error.ranks))
+        return (
+            f"the link with {who} broke: {error}. That rank has ended; its own output says why. "
+            "Start again with resume=auto"
+        )
 
     def explained(self, error: BaseException, doing: str) -> BaseException:
-        """What gloo, NCCL or the Store say when a peer is gone, as a PeerDied that says where and
-        what to do; else the error itself.
+        """The error, or what it means: PeerDied, where and what to do, if a collective broke.
 
-        doing: "in trainer, step 3, among ranks [0, 1]".
+        That is what gloo, NCCL or the Store raise when a peer is gone. doing: "in trainer, step 3,
+        among ranks [0, 1]".
         """
         text = str(error).split(". ")[0]
-        if not (
-            isinstance(error, dist.DistError)
-            or (type(error) is RuntimeError and _OF_GLOO.search(text))
-        ):
+        is_of_gloo = type(error) is RuntimeError and _OF_GLOO.search(text)
+        if not is_of_gloo and not isinstance(error, dist.DistError):
             return error
         until = time.monotonic() + NAMED_S
         while self.failure is None and self.loss is None and time.monotonic() < until:
             time.sleep(0.05)
-        cause = (
-            self.failure or self.loss or "A rank that takes part has ended; its own output says why"
-        )
+        unknown = "A rank that takes part has ended; its own output says why"
+        cause = self.failure or self.loss or unknown
         return PeerDied(
-            f"rank {self.rank} ({self.names[self.rank]}) {doing}: a collective broke: {text}\n{cause}\n"
-            "No checkpoint was made of the steps since the last one. Start again with resume=auto",
+            f"{self._named(self.rank)} {doing}: a collective broke: {text}\n{cause}\nNo checkpoint "
+            "was made of the steps since the last one. Start again with resume=auto",
             getattr(cause, "ranks", ()),
         )
 
@@ -310,12 +320,10 @@ class Control:
 
     def _beat(self) -> None:
         store = self._store.clone()
-        watched = (
-            [r for r in range(self.world_size) if r != self.rank]
-            if self.is_leader
-            else [self.leader]
-        )
-        seen = {r: (b"", time.monotonic()) for r in watched}
+        watched = {self.leader}
+        if self.is_leader:
+            watched = set(range(self.world_size)) - {self.rank}
+        seen = {rank: (b"", time.monotonic()) for rank in watched}
         count = 0
         while self.failure is None:
             try:
@@ -336,11 +344,13 @@ class Control:
             now = time.monotonic()
             if now > self._last_words_until:
                 self.loss.add_note(
-                    f"No checkpoint could be sealed within the {self._last_words_s:.0f} s of stop_s after that."
+                    f"No checkpoint could be sealed within the {self._last_words_s:.0f} s of "
+                    "stop_s after that."
                 )
                 self.fail_now(self.loss)
-            if now - self._beaten_at > STORE_PATIENCE * self.heartbeat_timeout_s:
-                text = self._store_gone(f"it has not answered for {now - self._beaten_at:.0f} s")
+            silent_s = now - self._beaten_at
+            if silent_s > STORE_PATIENCE * self.heartbeat_timeout_s:
+                text = self._store_gone(f"it has not answered for {silent_s:.0f} s")
                 self.fail_now(PeerDied(text))
             if self._closing.wait(BEAT_S):
                 return
@@ -348,13 +358,13 @@ class Control:
 
     def _silent(self, store: dist.Store, seen: dict[int, tuple[bytes, float]]) -> dict[int, float]:
         """Rank -> seconds, of those that have beaten and do so no more; each once."""
-        dead, now = {}, time.monotonic()
+        now = time.monotonic()
+        dead: dict[int, float] = {}
         for rank, (beat, since) in seen.items():
-            new = store.get(f"beat/{rank}") if store.check([f"beat/{rank}"]) else b""
-            if new != beat or new in (
-                b"",
-                b"done",
-            ):  # before its first beat the meeting waits for it (ExecutorController)
+            key = f"beat/{rank}"
+            new = store.get(key) if store.check([key]) else b""
+            # Before its first beat the meeting waits for it (ExecutorController).
+            if new != beat or new in (b"", b"done"):
                 seen[rank] = (new, now)
             elif now - since > self.heartbeat_timeout_s:
                 dead[rank] = now - since
@@ -365,23 +375,21 @@ class Control:
     def _report_silent(self, dead: dict[int, float]) -> None:
         if not dead:
             return
-        said = [
-            f"rank {rank} ({self.names[rank]}) has not been heard of for {s:.0f} s"
-            for rank, s in dead.items()
-        ]
-        text = f"{'; '.join(said)}. Its own output says why; start again with resume=auto"
+        said = "; ".join(
+            f"{self._named(rank)} has not been heard of for {silent_s:.0f} s"
+            for rank, silent_s in dead.items()
+        )
+        text = f"{said}. Its own output says why; start again with resume=auto"
         if self.is_leader:
             self._tell_others("failed", {"why": text, "ranks": sorted(dead)}, but=dead)
         self.fail(PeerDied(text, dead))
 
     def _end_if_stuck(self) -> None:
-        if not self._closing.wait(GRACE_S):
-            print(
-                f"llamarl: rank {self.rank} is stuck in a collective; ending it. {self.failure}",
-                file=sys.stderr,
-                flush=True,
-            )
-            os._exit(EXIT_PEER_DIED)
+        if self._closing.wait(GRACE_S):
+            return
+        text = f"llamarl: rank {self.rank} is stuck in a collective; ending it. {self.failure}"
+        print(text, file=sys.stderr, flush=True)
+        os._exit(EXIT_PEER_DIED)
 
     def close(self) -> None:
         """Stop listening. The rank counts as done, not dead."""
@@ -390,11 +398,10 @@ class Control:
             return
         listener, beat, _ = self._threads
         beat.join(timeout=5)  # or its last beat could overwrite the word that it was
+        farewell = json.dumps([self.rank, "close", {}])
         try:
             self._store.set(f"beat/{self.rank}", "done")
-            self._store.queue_push(
-                f"mail/{self.rank}", json.dumps([self.rank, "close", {}]).encode()
-            )
+            self._store.queue_push(f"mail/{self.rank}", farewell.encode())
         except dist.DistError:
             return  # the launcher is gone already
         listener.join(timeout=5)

@@ -1,5 +1,6 @@
-"""Which ranks run which executor, and the process groups between them. All ranks create all groups,
-in one order.
+"""Process groups: of the world, of each executor's ranks, and of the links between executors.
+
+All ranks create all groups, in one order.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from llamarl.executor import ExecutorGroup
 from llamarl.native.allocator import keep_freed_memory
 from llamarl.native.precision import Float32Products, use_float32_products
 
-_LINK_TIMEOUT = timedelta(days=7)  # a channel may be silent for long; deadlines are its users'
+_LINK_TIMEOUT = timedelta(days=7)  # a channel may be silent for long; its users are less patient
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,11 @@ class World:
     size: int
     local_size: int
     device: torch.device
-    gpus: tuple[
-        str, ...
-    ] = ()  # of every rank, the uuid of its GPU, or "" without one; empty: nobody has one
+    # Of every rank, the uuid of its GPU, or "" without one; empty: nobody has one.
+    gpus: tuple[str, ...] = ()
     products: Float32Products = Float32Products("highest")  # how this process multiplies float32
-    launcher: dist.Store | None = (
-        None  # the launcher's store, which outlives restarted workers; None without a launcher
-    )
+    # The launcher's store, which outlives restarted workers; None without a launcher.
+    launcher: dist.Store | None = None
 
     def store(self) -> dist.Store | None:
         """The control plane's own corner of the c10d Store; None in a world of one."""
@@ -48,23 +47,22 @@ class World:
 
 
 def init_world(*, threads: int | None, timeout_s: float, reproducible: bool) -> World:
-    """Join the processes that torchrun started, or be alone. Devices: a GPU a local rank where
-    there are any, else the CPU.
+    """Join the processes that torchrun started, or be alone.
 
-    timeout_s bounds every collective. gloo carries everything on CPUs and all that is not a device
-    collective. reproducible: nothing that decides about results asks a clock
-    (use_float32_products). TimedOut names the ranks that do not come; PeerDied says what could not
-    be reached.
+    Devices: a GPU a local rank where there are any, else the CPU. timeout_s bounds every
+    collective. gloo carries everything on CPUs and all that is not a device collective.
+    reproducible: nothing that decides about results asks a clock (use_float32_products). TimedOut
+    names the ranks that do not come; PeerDied says what could not be reached.
     """
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank, local_size = (
-        int(os.environ.get("LOCAL_RANK", 0)),
-        int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-    )
+    rank = int(os.environ.get("RANK", 0))
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if threads:
         torch.set_num_threads(threads)
     products = use_float32_products(reproducible=reproducible)
-    device, gpu = torch.device("cpu"), ""
+    device = torch.device("cpu")
+    gpu = ""
     keep_freed_memory()
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -89,15 +87,25 @@ def init_world(*, threads: int | None, timeout_s: float, reproducible: bool) -> 
             )
             store.set(f"gpu/{rank}", gpu)
             gpus = tuple(store.get(f"gpu/{r}").decode() for r in range(size))
-    return World(rank, size, local_size, device, gpus, products, launcher)
+    return World(
+        rank=rank,
+        size=size,
+        local_size=local_size,
+        device=device,
+        gpus=gpus,
+        products=products,
+        launcher=launcher,
+    )
 
 
 def backend_of(world: World, ranks: tuple[int, ...]) -> str:
-    """NCCL between GPUs, and gloo for what is in host memory; gloo on CPUs, and where ranks share a
-    GPU, which NCCL refuses.
+    """NCCL between GPUs, and gloo for what is in host memory.
+
+    gloo alone on CPUs, and where ranks share a GPU, which NCCL refuses.
     """
     gpus = [world.gpus[rank] for rank in ranks] if world.gpus else [""]
-    return "cpu:gloo,cuda:nccl" if "" not in gpus and len(set(gpus)) == len(gpus) else "gloo"
+    a_gpu_each = "" not in gpus and len(set(gpus)) == len(gpus)
+    return "cpu:gloo,cuda:nccl" if a_gpu_each else "gloo"
 
 
 def executor_group(
@@ -109,17 +117,23 @@ def executor_group(
     replicate: int = 1,
     tensor_parallel: int = 1,
 ) -> ExecutorGroup | None:
-    """Collective over the world: the groups for one executor's own collectives; None on ranks that
-    do not host it.
+    """Make the groups for one executor's own collectives. Collective over the world.
+
+    Returns None on ranks that do not host it.
     """
+    backend = backend_of(world, ranks)
+    timeout = timedelta(seconds=timeout_s)
 
-    def make(members: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
+    def make(lines: list[list[int]]) -> dist.ProcessGroup | None:
         """A group for each of these disjoint sets of ranks; returns this rank's."""
-        backend, timeout = backend_of(world, ranks), timedelta(seconds=timeout_s)
-        made = [(m, dist.new_group(m, backend=backend, timeout=timeout)) for m in members]
-        return next((group for m, group in made if world.rank in m), None)
+        mine = None
+        for line in lines:
+            group = dist.new_group(line, backend=backend, timeout=timeout)
+            if world.rank in line:
+                mine = group
+        return mine
 
-    everyone = make([ranks])
+    everyone = make([list(ranks)])
     mesh = np.array(ranks).reshape(replicate, -1, tensor_parallel)
     replicas = make(_lines(mesh, axis=0)) if replicate > 1 else None
     shards = make(_lines(mesh, axis=1)) if replicate * tensor_parallel > 1 else everyone
@@ -127,24 +141,23 @@ def executor_group(
     if world.rank not in ranks:
         return None
     return ExecutorGroup(
-        name,
-        ranks,
-        world.rank,
-        world.device,
-        everyone,
-        replicate,
-        tensor_parallel,
-        replicas,
-        shards,
-        tensor,
+        name=name,
+        ranks=ranks,
+        rank=world.rank,
+        device=world.device,
+        process_group=everyone,
+        replicate=replicate,
+        tensor_parallel=tensor_parallel,
+        replica_group=replicas,
+        shard_group=shards,
+        tensor_group=tensor,
     )
 
 
-def _lines(mesh: np.ndarray, axis: int) -> list[tuple[int, ...]]:
+def _lines(mesh: np.ndarray, axis: int) -> list[list[int]]:
     """The ranks of a mesh that differ in their place on `axis` alone, line by line."""
-    return [
-        tuple(line) for line in np.moveaxis(mesh, axis, -1).reshape(-1, mesh.shape[axis]).tolist()
-    ]
+    lines = np.moveaxis(mesh, axis, -1).reshape(-1, mesh.shape[axis])
+    return lines.tolist()
 
 
 def link_group(
@@ -153,11 +166,10 @@ def link_group(
     *,
     behind: Callable[[], None] | None = None,
 ) -> dist.ProcessGroup | None:
-    """Collective over the world: a gloo group for one channel's p2p, or None when both sides are
-    one and the same rank.
+    """Make a gloo group for one channel's p2p. Collective over the world.
 
-    behind: called in the thread that makes the group, whose priority the group's own thread takes
-    over.
+    Returns None when both sides are one and the same rank. behind: called in the thread that makes
+    the group, whose priority the group's own thread takes over.
     """
     ranks = sorted({*sources, *destinations})
     if len(ranks) == 1:
@@ -169,30 +181,31 @@ def link_group(
 def device_link_group(
     sources: tuple[int, ...], destinations: tuple[int, ...], ends: list[RankInfo]
 ) -> dist.ProcessGroup | None:
-    """Collective over the world: an NCCL group for p2p between the GPUs of both sides; None where
-    NCCL cannot join them all.
+    """Make an NCCL group for p2p between the GPUs of both sides. Collective over the world.
+
+    Returns None where NCCL cannot join them all.
     """
     ranks = sorted({*sources, *destinations})
     gpus = {ends[rank].gpu for rank in ranks}
-    if (
-        len(ranks) < 2
-        or len(gpus) < len(ranks)
-        or None in gpus
-        or not all(ends[rank].nccl for rank in ranks)
-    ):
+    a_gpu_each = None not in gpus and len(gpus) == len(ranks)
+    if len(ranks) < 2 or not a_gpu_each or not all(ends[rank].nccl for rank in ranks):
         return None
     return dist.new_group(ranks, backend="nccl", timeout=_LINK_TIMEOUT)
 
 
 def threads_per_rank(threads: int | None, *, synchronous: bool) -> int | None:
-    """Threads a rank should use. Synchronous runs use one on CPU unless told: results depend on the
-    count, and should not depend on how many ranks share the machine.
+    """Threads a rank should use; None: as many as torch would.
+
+    Synchronous runs use one on CPU unless told: results depend on the count, and should not depend
+    on how many ranks share the machine.
     """
     if threads or torch.cuda.is_available():
         return threads
     if synchronous:
         return 1
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    num_cores = len(os.sched_getaffinity(0))
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(1, num_cores // num_ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""Lockstep: the ranks of one replica, which share a copy of the model, do the same things in the
-same order.
+"""Lockstep: the ranks of one replica, which share a copy of the model, do the same in one order.
 
 The first of them leads: it alone decides. Its peers follow, command by command; the collectives
 inside the model's forward keep them together. JSON messages over the control (data never goes
@@ -24,14 +23,20 @@ from typing import Protocol
 from llamarl.comm.control import Control
 from llamarl.executor import ExecutorGroup
 
-END = "end"
+LAST = "end"  # the command after which nothing more comes
+
+
+class StagedVersion(Protocol):
+    """A whole version that waits to be swapped in."""
+
+    version: int
 
 
 class StagedWeights(Protocol):
     """The part of a weights receiver that is needed here."""
 
     @property
-    def staged(self) -> tuple | None: ...  # version first
+    def staged(self) -> StagedVersion | None: ...
 
     @property
     def overtakable(self) -> bool: ...  # by one that waits for its place
@@ -42,8 +47,7 @@ class Lockstep:
 
     def __init__(self, group: ExecutorGroup, control: Control):
         first = group.data_index * group.tensor_parallel
-        ranks = group.ranks[first : first + group.tensor_parallel]
-        self.leader, self.peers = ranks[0], ranks[1:]
+        self.leader, *self.peers = group.ranks[first : first + group.tensor_parallel]
         self.ended = False  # nothing more comes
         self._control = control
         self._told: deque[dict] = deque()  # peer: commands to do
@@ -53,40 +57,45 @@ class Lockstep:
     # --- Commands ---
 
     def tell(self, do: str, **what) -> None:
-        """Leader: have the peers do this next. Whatever is collective in it begins when the leader
-        does it too.
+        """Leader: have the peers do this next.
+
+        Whatever is collective in it begins when the leader does it too.
         """
         for peer in self.peers:
             self._control.post(peer, "lockstep", {"do": do, **what})
 
     def next(self) -> dict | None:
         """Peer: the next command, or None as long as there is none."""
-        self._told.extend(command for _, command in self._control.take("lockstep"))
-        if self._told and self._told[0]["do"] == END:
+        for _, command in self._control.take("lockstep"):
+            self._told.append(command)
+        if not self._told:
+            return None
+        if self._told[0]["do"] == LAST:
             self.ended = True
-        return self._told.popleft() if self._told and not self.ended else None
+        return None if self.ended else self._told.popleft()
 
     # --- Versions ---
 
     def report(self, weights: StagedWeights) -> None:
         """Peer: tell the leader of a version that is staged here."""
-        staged = weights.staged
-        if staged is not None and staged[0] != self._reported:
-            self._reported = staged[0]
-            self._control.post(self.leader, "held", {"version": staged[0]})
+        version = _staged_version(weights)
+        if version is not None and version != self._reported:
+            self._reported = version
+            self._control.post(self.leader, "held", {"version": version})
 
     def agreed(self, weights: StagedWeights) -> int | None:
         """Leader: the version that is staged on every rank of the replica, or None."""
-        self._held.update(
-            (peer, message["version"]) for peer, message in self._control.take("held")
-        )
-        staged = weights.staged
-        return (
-            staged[0]
-            if staged is not None and all(self._held.get(peer) == staged[0] for peer in self.peers)
-            else None
-        )
+        for peer, message in self._control.take("held"):
+            self._held[peer] = message["version"]
+        version = _staged_version(weights)
+        if all(self._held.get(peer) == version for peer in self.peers):
+            return version
+        return None
 
     def skippable(self, weights: StagedWeights) -> int | None:
-        """Leader: the version that is staged on every rank and that holds up a newer one, or None."""
+        """Leader: the version that is staged on every rank and holds up a newer one, or None."""
         return self.agreed(weights) if weights.overtakable else None
+
+
+def _staged_version(weights: StagedWeights) -> int | None:
+    return None if weights.staged is None else weights.staged.version

@@ -1,5 +1,4 @@
-"""How the ranks of a start find each other, and what they tell each other before there is a
-Control.
+"""How the ranks of a start find each other, and what they tell each other before the Control.
 
 The launcher's store outlives restarted workers and the jobs of a sweep, so it holds what earlier
 starts left there. No number from outside tells one start from another: each agent of torchrun
@@ -32,21 +31,25 @@ import torch.distributed as dist
 
 from llamarl.errors import PeerDied, TimedOut
 
-SOON_S, LATER_S = 0.01, 0.2  # between two looks into the store: at first, and after a while
+# Between two looks into the store: at first, and after a while.
+SOON_S = 0.01
+LATER_S = 0.2
 RENEW_S = 1.0  # at most so often a rank says that its work goes on
 
 
 def launcher_store(timeout_s: float) -> dist.Store | None:
-    """The c10d store that all processes of this launch share: torchrun's own, which outlives
-    restarted workers, else one that rank 0 hosts. None for a process that no launcher started.
-    PeerDied if it cannot be reached.
+    """The c10d store that all processes of this launch share. PeerDied if it cannot be reached.
+
+    It is torchrun's own, which outlives restarted workers, else one that rank 0 hosts. None for a
+    process that no launcher started.
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if size == 1 and not of_torchrun:
         return None
     rank = int(os.environ["RANK"])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     hosts_it = rank == 0 and not of_torchrun
     timeout = timedelta(seconds=timeout_s)
     with reaching(f"the store at {host}:{port}, by which the ranks of this launch meet", rank=rank):
@@ -57,8 +60,9 @@ def launcher_store(timeout_s: float) -> dist.Store | None:
 
 @lru_cache(maxsize=1)
 def _connect(host: str, port: int, hosts_it: bool, timeout: timedelta) -> dist.Store:
-    """One connection for all jobs of this process: a store that it hosts must not end between two
-    of them.
+    """One connection for all jobs of this process.
+
+    A store that it hosts must not end between two of them.
     """
     return dist.TCPStore(
         host, port, is_master=hosts_it, timeout=timeout, wait_for_workers=False, multi_tenant=True
@@ -67,8 +71,9 @@ def _connect(host: str, port: int, hosts_it: bool, timeout: timedelta) -> dist.S
 
 @contextmanager
 def reaching(what: str, *, rank: int) -> Iterator[None]:
-    """What the store or gloo raises inside becomes a PeerDied that names this rank and what it
-    tried to reach.
+    """Have what the store or gloo raises become a PeerDied.
+
+    It names this rank and what it tried to reach.
     """
     try:
         yield
@@ -77,8 +82,8 @@ def reaching(what: str, *, rank: int) -> Iterator[None]:
     except RuntimeError as error:  # gloo raises no type of its own
         cause = str(error).splitlines()[0]
         raise PeerDied(
-            f"rank {rank} could not reach {what} ({type(error).__name__}: {cause}). A rank or its launcher has ended, or no network "
-            "leads there: see what each rank said last"
+            f"rank {rank} could not reach {what} ({type(error).__name__}: {cause}). A rank or its "
+            "launcher has ended, or no network leads there: see what each rank said last"
         ) from error
 
 
@@ -93,8 +98,7 @@ def _paces(until: float) -> Iterator[None]:
 
 
 def meet(store: dist.Store, *, rank: int, size: int, timeout_s: float) -> str:
-    """Collective over the processes that are the ranks now: a name that all of them have and that
-    no start before had.
+    """Agree on a name that no start before had. Collective over the processes that are the ranks.
 
     TimedOut names the ranks that did not come within timeout_s; PeerDied says that another process
     is this rank now.
@@ -103,7 +107,10 @@ def meet(store: dist.Store, *, rank: int, size: int, timeout_s: float) -> str:
     me = uuid.uuid4().hex
     store.set(f"hello/{rank}", me)
     until = time.monotonic() + timeout_s
-    name = _lead(store, me, size, until) if rank == 0 else _attend(store, me, rank, until)
+    if rank == 0:
+        name = _lead(store, me, size, until)
+    else:
+        name = _attend(store, me, rank, until)
     if name is None:
         missing = _missing(store, rank, size)
         raise TimedOut(
@@ -124,17 +131,19 @@ def _lead(store: dist.Store, me: str, size: int, until: float) -> str | None:
         processes = store.multi_get(hellos)
         _check_place(processes[0], me, 0)
         if processes != called:
-            called, name = processes, uuid.uuid4().hex
+            called = processes
+            name = uuid.uuid4().hex
             for process in processes[1:]:
                 store.set(f"call/{process.decode()}", name)
-        if store.check([f"here/{name}/{rank}" for rank in range(1, size)]):
+        answers = [f"here/{name}/{rank}" for rank in range(1, size)]
+        if store.check(answers):
             store.set(f"open/{name}", "")
             return name
     return None
 
 
 def _attend(store: dist.Store, me: str, rank: int, until: float) -> str | None:
-    """On the other ranks, the same."""
+    """On the other ranks: the name under which rank 0 goes on, or None if it does not in time."""
     answered = ""
     for _ in _paces(until):
         _check_place(store.get(f"hello/{rank}"), me, rank)
@@ -152,7 +161,8 @@ def _attend(store: dist.Store, me: str, rank: int, until: float) -> str | None:
 def _check_place(process: bytes, me: str, rank: int) -> None:
     if process.decode() != me:
         raise PeerDied(
-            f"rank {rank}: another process has taken its place; the launcher has restarted it, and this one ends"
+            f"rank {rank}: another process has taken its place; the launcher has restarted it, "
+            "and this one ends"
         )
 
 
@@ -161,23 +171,27 @@ def _missing(store: dist.Store, rank: int, size: int) -> str:
     absent = [r for r in range(size) if not store.check([f"hello/{r}"])]
     if not absent:
         process = store.get(f"hello/{rank or 1}").decode()
-        if not store.check([f"call/{process}"]):
+        call = f"call/{process}"
+        if not store.check([call]):
             return "0"
-        name = store.get(f"call/{process}").decode()
+        name = store.get(call).decode()
         absent = [r for r in range(1, size) if not store.check([f"here/{name}/{r}"])]
-    return ", ".join(map(str, absent or [0]))
+    return ", ".join(str(r) for r in absent or [0])
 
 
 class Exchange:
-    """What the ranks of one start tell each other, each word once. Every wait is for one rank and
-    ends when that rank has shown no progress for timeout_s: whoever is at long work calls
-    `progress`, and whoever waits passes on what progress it sees.
+    """What the ranks of one start tell each other, each word once.
+
+    Every wait is for one rank and ends when that rank has shown no progress for timeout_s: whoever
+    is at long work calls `progress`, and whoever waits passes on what progress it sees.
     """
 
     def __init__(self, store: dist.Store, *, rank: int, timeout_s: float):
         self.rank = rank
-        self._store, self._timeout_s = store, timeout_s
-        self._count, self._renewed_at = 0, 0.0
+        self._store = store
+        self._timeout_s = timeout_s
+        self._count = 0  # of calls of `progress` that were passed on
+        self._renewed_at = 0.0
 
     def tell(self, key: str, value: dict) -> None:
         """A JSON object, for whoever waits for it."""
@@ -192,8 +206,9 @@ class Exchange:
             self._store.set(f"progress/{self.rank}", str(self._count))
 
     def hear(self, key: str, *, source: int, what: str) -> dict:
-        """Wait for what rank `source` tells under `key`. TimedOut, naming it and `what` it was to
-        tell.
+        """Wait for what rank `source` tells under `key`.
+
+        TimedOut names that rank and `what` it was to tell.
         """
         last = b""
         pause = SOON_S
@@ -206,8 +221,9 @@ class Exchange:
                 self.progress()
             if time.monotonic() > until:
                 raise TimedOut(
-                    f"rank {self.rank} waited {self._timeout_s:.0f} s at the start for rank {source} to say {what}, and that rank showed no "
-                    "progress. See what it last said, or raise timeout_s"
+                    f"rank {self.rank} waited {self._timeout_s:.0f} s at the start for rank "
+                    f"{source} to say {what}, and that rank showed no progress. See what it last "
+                    "said, or raise timeout_s"
                 )
             time.sleep(pause)
             pause = min(LATER_S, 1.5 * pause)

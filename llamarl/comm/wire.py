@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,9 @@ _TYPES: dict[str, type] = {}
 
 
 def register(record: type) -> type:
-    """Class decorator: let a frozen dataclass of tensors and JSON values travel. ValueError if the
-    name is taken.
+    """Class decorator: let a frozen dataclass of tensors and JSON values travel.
+
+    ValueError if the name is taken.
     """
     if not dataclasses.is_dataclass(record):
         raise ValueError(f"{record.__name__} is no dataclass; records on the wire are")
@@ -37,9 +39,11 @@ for _record in (types.Completion, types.EvalCompletion, types.Group):
 def encode(records: list) -> bytes:
     """Bytes of a non-empty list of records of one registered type. TypeError for others."""
     kind = type(records[0])
-    if _TYPES.get(kind.__name__) is not kind or any(type(r) is not kind for r in records):
+    is_registered = _TYPES.get(kind.__name__) is kind
+    if not is_registered or any(type(record) is not kind for record in records):
         raise TypeError(
-            f"cannot send {kind.__name__}: one registered record type a message (llamarl.comm.wire.register)"
+            f"cannot send {kind.__name__}: one registered record type a message "
+            "(llamarl.comm.wire.register)"
         )
     tensors: dict[str, Tensor] = {}
     shapes: dict[str, list] = {}
@@ -47,7 +51,8 @@ def encode(records: list) -> bytes:
     for field in dataclasses.fields(kind):
         column = [getattr(r, field.name) for r in records]
         if isinstance(column[0], Tensor):
-            tensors[field.name] = torch.cat([t.detach().reshape(-1) for t in column])
+            flat = [tensor.detach().reshape(-1) for tensor in column]
+            tensors[field.name] = torch.cat(flat)
             shapes[field.name] = [list(t.shape) for t in column]
         else:
             values[field.name] = column
@@ -57,25 +62,28 @@ def encode(records: list) -> bytes:
 
 def decode(message: bytes) -> list:
     """The records of a message. ValueError if it is not one."""
-    size = int.from_bytes(message[:8], "little")
+    size = int.from_bytes(message[:8], "little")  # of safetensors' own header
     try:
-        header = json.loads(json.loads(message[8 : 8 + size])["__metadata__"]["records"])
-        kind, count, shapes, values = (
-            _TYPES[header["type"]],
-            header["count"],
-            header["shapes"],
-            header["values"],
-        )
+        metadata = json.loads(message[8 : 8 + size])["__metadata__"]
+        header = json.loads(metadata["records"])
+        kind = _TYPES[header["type"]]
+        count = header["count"]
+        shapes = header["shapes"]
+        columns: dict[str, list] = dict(header["values"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not a message of known records ({error!r})") from error
-    columns: dict[str, list] = {
-        name: [_frozen(v) for v in column] for name, column in values.items()
-    }
+    for name, column in columns.items():
+        columns[name] = [_frozen(value) for value in column]
     for name, flat in load(message).items():
-        sizes = [torch.Size(s).numel() for s in shapes[name]]
-        columns[name] = [part.view(s) for part, s in zip(flat.split(sizes), shapes[name])]
-    names = [f.name for f in dataclasses.fields(kind)]
-    return [kind(**{name: columns[name][i] for name in names}) for i in range(count)]
+        sizes = [math.prod(shape) for shape in shapes[name]]
+        parts = flat.split(sizes)
+        columns[name] = [part.view(shape) for part, shape in zip(parts, shapes[name])]
+    names = [field.name for field in dataclasses.fields(kind)]
+    records = []
+    for index in range(count):
+        fields = {name: columns[name][index] for name in names}
+        records.append(kind(**fields))
+    return records
 
 
 def _frozen(value):
@@ -85,28 +93,25 @@ def _frozen(value):
 _CLOSED = -1
 
 
-def send_message(
-    payload: bytes | bytearray, rank: int, group: dist.ProcessGroup, tag: int = 0
-) -> None:
+def send_message(payload: bytes | bytearray, rank: int, group: dist.ProcessGroup) -> None:
     """Returns once the peer has begun to take the payload."""
-    dist.send(torch.tensor([len(payload)]), rank, group=group, tag=tag)
+    dist.send(torch.tensor([len(payload)]), rank, group=group)
     if payload:
-        dist.send(
-            torch.frombuffer(bytearray(payload), dtype=torch.uint8), rank, group=group, tag=tag
-        )
+        dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), rank, group=group)
 
 
-def recv_message(rank: int, group: dist.ProcessGroup, tag: int = 0) -> bytes | None:
+def recv_message(rank: int, group: dist.ProcessGroup) -> bytes | None:
     """The next message from `rank`, or None when it has closed its side."""
     size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, rank, group=group, tag=tag)
+    dist.recv(size, rank, group=group)
     if int(size) == _CLOSED:
         return None
     payload = torch.empty(int(size), dtype=torch.uint8)
     if size:
-        dist.recv(payload, rank, group=group, tag=tag)
+        dist.recv(payload, rank, group=group)
     return payload.numpy().tobytes()
 
 
-def send_closed(rank: int, group: dist.ProcessGroup, tag: int = 0) -> None:
-    dist.send(torch.tensor([_CLOSED]), rank, group=group, tag=tag)
+def send_closed(rank: int, group: dist.ProcessGroup) -> None:
+    """Tell `rank` that no more comes."""
+    dist.send(torch.tensor([_CLOSED]), rank, group=group)

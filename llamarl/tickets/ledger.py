@@ -126,8 +126,9 @@ class RankTickets:
     def choose(self, step: int) -> list[int] | None:
         """What step `step` takes, earliest deadline first, or None if it must wait."""
         if self.fill is not None:
-            is_filled = step > 0 or len(self.finished) >= self.fill
-            return sorted(self.finished) if is_filled else None
+            if step == 0 and len(self.finished) < self.fill:
+                return None
+            return sorted(self.finished)
         by_deadline = sorted(self.finished, key=lambda t: (self.deadlines[t], t))
         batch = by_deadline[: self.groups_per_step]
         if len(batch) < self.groups_per_step:

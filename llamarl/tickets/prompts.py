@@ -20,8 +20,9 @@ class TrainPrompts(Protocol):
 
 
 class PromptStream:
-    """stream[ticket] is a pure function of (task, seed): epochs of the training prompts, each in an
-    order of its own.
+    """stream[ticket] is a pure function of (task, seed).
+
+    It is epochs of the training prompts, each in an order of its own.
     """
 
     def __init__(self, task: TrainPrompts, seed: int):
@@ -37,9 +38,10 @@ class PromptStream:
 
     @property
     def fingerprint(self) -> str:
-        """What streams of the same prompts in the same order have in common, and no others: their
-        number, the order, the digest of all rows, and of a sample of them the token ids, which
-        tokenizer, chat template and system prompt decide too.
+        """What streams of the same prompts in the same order have in common, and no others.
+
+        Their number, the order, the digest of all rows, and of a sample of them the token ids,
+        which tokenizer, chat template and system prompt decide too.
         """
         num_prompts = self._task.num_train
         sample = digest_of(self._task.train_prompt(i) for i in sample_places(num_prompts))

@@ -1,20 +1,23 @@
-"""The ledger at its desk: one rank keeps the TicketLedger and answers while its executors compute;
+"""The ledger as a service: one rank keeps the TicketLedger and answers while its executors compute;
 the others ask by mail.
 
-    message     from -> to            handled on                   meaning
-    ask         generator -> leader   leader's listener thread     "I hold version g and have room for n groups"
-    grant       leader -> generator   taken by the generator       the answer: n tickets to start, or fewer;
-                                                                   then, later on: there is room,
-                                                                   ask again
-    going_on    generator -> leader   leader's listener thread     tickets that a resumed run goes on with
-    finish      trainer -> leader     leader's listener thread     these groups have reached a trainer rank; once they have
-                                                                   reached all ranks of its
-                                                                   data-parallel rank, the ledger
-                                                                   counts them
-    taken       leader -> trainer     taken by the trainer rank    the batch of a step, for every data-parallel rank
-    truncate    leader -> generator   taken by the generator       end these tickets' completions where they are: the trainer
-                                                                   would wait for them
-                                                                   (on_deadline=truncate)
+    message    from -> to            handled on                 meaning
+    ask        generator -> leader   leader's listener thread   "I hold version g and have room for
+                                                                n groups"
+    grant      leader -> generator   taken by the generator     the answer: n tickets to start, or
+                                                                fewer; or, later on: there is room,
+                                                                ask again
+    going_on   generator -> leader   leader's listener thread   tickets that a resumed run goes on
+                                                                with
+    finish     trainer -> leader     leader's listener thread   these groups have reached a trainer
+                                                                rank; once they have reached all
+                                                                ranks of its data-parallel rank,
+                                                                the ledger counts them
+    taken      leader -> trainer     taken by the trainer       the batch of a step, for every
+                                                                data-parallel rank
+    truncate   leader -> generator   taken by the generator     end these tickets' completions where
+                                                                they are: the trainer would wait for
+                                                                them (on_deadline=truncate)
 
 Every ask is answered at once, if need be with nothing, and a generator has one ask under way: it is
 never granted more than it has room for. What was not granted is not owed. A generator asks anew
@@ -43,12 +46,12 @@ log = logging.getLogger(__name__)
 
 
 class TicketService:
-    """A rank's access to the ledger. `ledger` is used on the leader only; each rank builds one,
-    which costs nothing.
+    """A rank's access to the ledger.
 
-    tensor_parallel: so many trainer ranks, one after another, are one data-parallel rank of the
-    ledger and train on the same groups. truncate: end a straggler whose deadline has come, rather
-    than wait. straggler_factor: a ticket that takes so many times the median is named in the log.
+    ledger: used on the leader only; each rank builds one, which costs nothing. tensor_parallel: so
+    many trainer ranks, one after another, are one data-parallel rank of the ledger and train on the
+    same groups. truncate: end a straggler whose deadline has come, rather than wait.
+    straggler_factor: a ticket that takes so many times the median is named in the log.
     """
 
     def __init__(
@@ -63,20 +66,17 @@ class TicketService:
         straggler_factor: float = 5.0,
     ):
         self.max_lag = ledger.max_lag
-        self._ledger, self._control, self._trainer_ranks, self._timeout_s = (
-            ledger,
-            control,
-            trainer_ranks,
-            timeout_s,
-        )
+        self._ledger = ledger
+        self._control = control
+        self._trainer_ranks = trainer_ranks
+        self._timeout_s = timeout_s
         self._tensor_parallel = tensor_parallel
-        self._arrivals: Counter[int] = (
-            Counter()
-        )  # ticket -> ranks of its data-parallel rank that it has reached, while it is not all
-        self._truncate, self._times = truncate, TicketTimes(straggler_factor)
-        self._lock = (
-            threading.Lock()
-        )  # messages of the leader to itself are handled on its own thread
+        self._truncate = truncate
+        self._times = TicketTimes(straggler_factor)
+        # Ticket -> ranks of its data-parallel rank that it has reached, while it is not all.
+        self._arrivals: Counter[int] = Counter()
+        # Messages of the leader to itself are handled on its own thread.
+        self._lock = threading.Lock()
         self._offer: dict[int, list[int]] = {}  # step -> tickets, as mailed
         # Of a generator: its newest ask.
         self._is_asking = False  # it is not answered
@@ -108,16 +108,20 @@ class TicketService:
         room = count - len(tickets)
         may_succeed = version > self._asked_version or not self._is_refused
         if room > 0 and may_succeed and not self._is_asking:
-            self._is_asking, self._asked_version = True, version
+            self._is_asking = True
+            self._asked_version = version
             payload = {"generator": generator, "count": room, "version": version}
             self._control.post(self._control.leader, "ask", payload)
-        return tickets + (self._await_grant(generator) if self.synchronous else self.granted())
+        if self.synchronous:
+            return tickets + self._await_grant(generator)
+        return tickets + self.granted()
 
     def granted(self) -> list[Ticket]:
         """Tickets granted since the last call."""
         tickets: list[Ticket] = []
         for _, payload in self._control.take("grant"):
-            tickets += [Ticket(*pair) for pair in payload["tickets"]]
+            for index, deadline in payload["tickets"]:
+                tickets.append(Ticket(index, deadline))
             self._is_refused = payload["is_refusal"]
             if payload["is_answer"]:
                 self._is_asking = False
@@ -131,12 +135,14 @@ class TicketService:
         self._control.post(self._control.leader, "going_on", {"tickets": tickets})
 
     def to_truncate(self) -> list[int]:
-        """Tickets that must end where they are, told since the last call. Their grants have come
-        before.
+        """Tickets that must end where they are, told since the last call.
+
+        Their grants have come before.
         """
-        return [
-            ticket for _, payload in self._control.take("truncate") for ticket in payload["tickets"]
-        ]
+        tickets: list[int] = []
+        for _, payload in self._control.take("truncate"):
+            tickets += payload["tickets"]
+        return tickets
 
     def _await_grant(self, generator: int) -> list[Ticket]:
         until = time.monotonic() + self._timeout_s
@@ -148,8 +154,9 @@ class TicketService:
         if not self._is_asking:
             return tickets
         raise TimedOut(
-            f"generator {generator} on rank {self._control.rank} waited {self._timeout_s:.0f} s for the ledger on rank "
-            f"{self._control.leader}; is that rank stopped? Raise timeout_s if the machine is overloaded"
+            f"generator {generator} on rank {self._control.rank} waited {self._timeout_s:.0f} s "
+            f"for the ledger on rank {self._control.leader}; is that rank stopped? Raise timeout_s "
+            "if the machine is overloaded"
         )
 
     # --- Trainers ---
@@ -159,28 +166,35 @@ class TicketService:
         self._control.post(self._control.leader, "finish", {"tickets": tickets})
 
     def take(self, step: int, waited: bool = False) -> list[int] | None:
-        """This data-parallel rank's batch of step `step`, or None if it must still wait. The
-        leader's call decides for all data-parallel ranks.
+        """This data-parallel rank's batch of step `step`, or None if it must still wait.
+
+        The leader's call decides for all data-parallel ranks.
         """
         # After a stop request no step is begun: ranks that heard of it first are at their last
         # checkpoint already.
         if self._control.is_leader and step not in self._offer and not self._control.stopping:
-            tickets = self._ledger.take(step, waited)
-            self._name_stragglers()
-            if tickets is None:
-                self._end_overdue()
+            if not self._take_for_all(step, waited):
                 return None
-            for rank in self._trainer_ranks:
-                self._control.post(rank, "taken", {"step": step, "tickets": tickets})
-            self._tell_of_room()
         for _, payload in self._control.take("taken"):
             self._offer[payload["step"]] = payload["tickets"]
         tickets = self._offer.pop(step, None)
         if tickets is None:
             return None
-        dp_ranks = len(self._trainer_ranks) // self._tensor_parallel
-        mine = self._trainer_ranks.index(self._control.rank) // self._tensor_parallel
-        return [t for t in tickets if dp_rank_of(t, dp_ranks) == mine]
+        num_dp_ranks = len(self._trainer_ranks) // self._tensor_parallel
+        dp_rank = self._trainer_ranks.index(self._control.rank) // self._tensor_parallel
+        return [ticket for ticket in tickets if dp_rank_of(ticket, num_dp_ranks) == dp_rank]
+
+    def _take_for_all(self, step: int, waited: bool) -> bool:
+        """On the leader: take a step and tell every trainer rank. False if it must still wait."""
+        tickets = self._ledger.take(step, waited)
+        self._name_stragglers()
+        if tickets is None:
+            self._end_overdue()
+            return False
+        for rank in self._trainer_ranks:
+            self._control.post(rank, "taken", {"step": step, "tickets": tickets})
+        self._tell_of_room()
+        return True
 
     def untake(self, step: int) -> None:
         """Give up the step just taken (leader only; others need do nothing)."""
@@ -188,8 +202,9 @@ class TicketService:
             self._ledger.untake(step)
 
     def trained(self, reward: float) -> None:
-        """The step taken last was trained on, at this mean reward (NaN: none). The leader's call
-        counts.
+        """The step taken last was trained on, at this mean reward (NaN: none).
+
+        The leader's call counts.
         """
         if self._control.is_leader:
             self._ledger.trained(reward)
@@ -205,18 +220,18 @@ class TicketService:
         if not self._control.is_leader:
             return f"the ledger on rank {self._control.leader}"
         tickets = self._ledger.waits_for()
-        return (
-            f"tickets {tickets[:4]}{'...' if len(tickets) > 4 else ''} in work"
-            if tickets
-            else "new tickets to start"
-        )
+        if not tickets:
+            return "new tickets to start"
+        more = "..." if len(tickets) > 4 else ""
+        return f"tickets {tickets[:4]}{more} in work"
 
     # --- The leader's side ---
 
     def _on_ask(self, sender: int, payload: dict) -> None:
+        count = payload["count"]
         with self._lock:
-            tickets = self._ledger.start(payload["count"], payload["version"], payload["generator"])
-            is_refusal = len(tickets) < payload["count"]
+            tickets = self._ledger.start(count, payload["version"], payload["generator"])
+            is_refusal = len(tickets) < count
             self._post_grant(sender, tickets, is_answer=True, is_refusal=is_refusal)
             self._times.granted([t.index for t in tickets], sender, time.monotonic())
             if is_refusal:
@@ -244,9 +259,10 @@ class TicketService:
             self._times.went_on(payload["tickets"], sender, time.monotonic())
 
     def _on_finish(self, sender: int, payload: dict) -> None:
+        tickets = payload["tickets"]
         with self._lock:
-            self._arrivals.update(payload["tickets"])
-            whole = [t for t in payload["tickets"] if self._arrivals[t] == self._tensor_parallel]
+            self._arrivals.update(tickets)
+            whole = [t for t in tickets if self._arrivals[t] == self._tensor_parallel]
             for ticket in whole:
                 del self._arrivals[ticket]
             self._times.finished(whole, time.monotonic())
@@ -258,10 +274,10 @@ class TicketService:
         """Tell generators to end the stragglers that alone hold up the step, once each."""
         if not self._truncate:
             return
+        orders: dict[int, list[int]] = {}  # generator's rank -> tickets
         with self._lock:  # no order may overtake the grant of its ticket
-            known = ((t, self._times.work.get(t)) for t in self._ledger.overdue())
-            orders: dict[int, list[int]] = {}
-            for ticket, work in known:
+            for ticket in self._ledger.overdue():
+                work = self._times.work.get(ticket)
                 if work is not None and not work.is_ended:
                     work.is_ended = True
                     orders.setdefault(work.rank, []).append(ticket)
@@ -274,8 +290,9 @@ class TicketService:
         for rank, late in found.items():
             named = ", ".join(f"{ticket} ({seconds:.1f} s)" for ticket, seconds in late)
             log.warning(
-                "stragglers of generator rank %d: tickets %s have taken more than %g x the median of %.2f s; "
-                "on_deadline=truncate and generator.max_seconds bound what they may hold up",
+                "stragglers of generator rank %d: tickets %s have taken more than %g x the median "
+                "of %.2f s; on_deadline=truncate and generator.max_seconds bound what they may "
+                "hold up",
                 rank,
                 named,
                 self._times.factor,
@@ -288,20 +305,21 @@ class TicketService:
         return self._ledger.state_dict()
 
     def load_state_dict(self, state: dict, saved: Set[int] = frozenset()) -> None:
-        """On every rank, before the executors load theirs: each can then tell which groups are
-        still wanted.
+        """Go on from a checkpoint.
 
-        saved: tickets whose partial completions the checkpoint holds. The leader warns of those
-        that start again although they were finished, or begun, since this run has other trainer
-        ranks.
+        On every rank, before the executors load their parts: each can then tell which groups are
+        still wanted. saved: tickets whose partial completions the checkpoint holds. The leader
+        warns of those that start again although they were finished, or begun, since this run has
+        other trainer ranks.
         """
         dropped = self._ledger.load_state_dict(state, saved)
         if not (dropped and self._control.is_leader):
             return
         finished = {ticket for ticket, _ in state["finished"]}
         log.warning(
-            "step %d: %d of %d finished groups start again, and %d that were begun: on another number "
-            "of trainer ranks, more of them are due on one than it can train on within max_lag. Tickets %s",
+            "step %d: %d of %d finished groups start again, and %d that were begun: on another "
+            "number of trainer ranks, more of them are due on one than it can train on within "
+            "max_lag. Tickets %s",
             self._ledger.step,
             len(finished.intersection(dropped)),
             len(finished),
@@ -315,9 +333,7 @@ class TicketService:
         return self._ledger.step
 
     def in_work(self) -> set[int]:
-        """Right after load_state_dict: tickets that stay started, and whose partial completions
-        must go on.
-        """
+        """Right after load_state_dict: tickets that stay started, whose completions must go on."""
         return self._ledger.in_work()
 
     def reconcile(self, buffered: list[int]) -> set[int]:

@@ -1,5 +1,6 @@
-"""Who works on which ticket and since when, and which tickets take far longer than most. Pure:
-times are given, in seconds.
+"""Who works on which ticket since when, and which tickets take far longer than most.
+
+Pure: times are given, in seconds.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ class Work:
 
 
 class TicketTimes:
-    """Tickets in work. A straggler has taken more than `factor` times the median of those that
-    finished last.
+    """Tickets in work, and the stragglers among them.
+
+    A straggler has taken more than `factor` times the median of those that finished last.
     """
 
     def __init__(self, factor: float):
@@ -36,29 +38,35 @@ class TicketTimes:
         self.median_s: float | None = None
 
     def granted(self, tickets: Iterable[int], rank: int, now_s: float) -> None:
-        self.work.update((ticket, Work(rank, now_s)) for ticket in tickets)
+        for ticket in tickets:
+            self.work[ticket] = Work(rank, now_s)
 
     def went_on(self, tickets: Iterable[int], rank: int, now_s: float) -> None:
         """After a resume: a generator goes on with tickets of the run before."""
-        self.work.update((ticket, Work(rank, now_s, is_resumed=True)) for ticket in tickets)
+        for ticket in tickets:
+            self.work[ticket] = Work(rank, now_s, is_resumed=True)
 
     def finished(self, tickets: Iterable[int], now_s: float) -> None:
-        """Tickets that are not known are of no interest: a resumed run's that were finished before."""
-        done = [self.work.pop(ticket) for ticket in tickets if ticket in self.work]
-        self._newest_s.extend(now_s - work.since_s for work in done if not work.is_resumed)
-        if len(self._newest_s) >= _ENOUGH and done:
+        """Note tickets that have arrived.
+
+        Those that are not known are of no interest: a resumed run's that were finished before.
+        """
+        for ticket in tickets:
+            work = self.work.pop(ticket, None)
+            if work is not None and not work.is_resumed:
+                self._newest_s.append(now_s - work.since_s)
+        if len(self._newest_s) >= _ENOUGH:
             self.median_s = statistics.median(self._newest_s)
 
     def new_stragglers(self, now_s: float) -> dict[int, list[tuple[int, float]]]:
-        """Generator's rank -> (ticket, seconds so far) of those that have become stragglers since
-        the last call.
-        """
+        """Generator's rank -> (ticket, seconds so far) of those new since the last call."""
         found: dict[int, list[tuple[int, float]]] = {}
         if self.median_s is None:
             return found
+        limit_s = self.factor * self.median_s
         for ticket, work in self.work.items():
             seconds = now_s - work.since_s
-            if not work.is_named and seconds > self.factor * self.median_s:
+            if seconds > limit_s and not work.is_named:
                 work.is_named = True
                 found.setdefault(work.rank, []).append((ticket, seconds))
         return found

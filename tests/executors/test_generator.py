@@ -180,7 +180,7 @@ def test_without_weights_it_samples_nothing_and_says_what_it_waits_for():
 def canary_of(difference: float) -> dict:
     """What a trainer would say of the prompt's second half, but for `difference` in one logprob."""
     source = generator()
-    source.weights.staged = (0, False, {})
+    source.weights.staged = Staged(0, False, {})
     source.step()
     ids = PROMPT.prompt_ids.tolist()
     logprobs = source.engine.score(ids[:3], ids[3:]).tolist()
@@ -189,11 +189,11 @@ def canary_of(difference: float) -> dict:
 
 def test_a_version_is_compared_with_its_canary_before_anything_is_sampled_from_it():
     g = generator()
-    g.weights.staged = (0, False, canary_of(0.5 * TOLERANCE))
+    g.weights.staged = Staged(0, False, canary_of(0.5 * TOLERANCE))
     g.step()
     assert g.outputs["completions"] or g.engine.num_live
     sampled = g.engine.num_live
-    g.weights.staged = (3, False, canary_of(2 * TOLERANCE))
+    g.weights.staged = Staged(3, False, canary_of(2 * TOLERANCE))
     with pytest.raises(ParityError, match="rank 0 and the trainer differ by 0.0.* under version 3"):
         g.step()
     assert g.engine.num_live == sampled and len(g.tickets.asked) == 1
