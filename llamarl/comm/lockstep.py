@@ -27,11 +27,18 @@ from llamarl.executor import ExecutorGroup
 END = "end"
 
 
+class StagedVersion(Protocol):
+    """The part of a staged version that is needed here."""
+
+    @property
+    def version(self) -> int: ...
+
+
 class StagedWeights(Protocol):
     """The part of a weights receiver that is needed here."""
 
     @property
-    def staged(self) -> tuple | None: ...  # version first
+    def staged(self) -> StagedVersion | None: ...
 
     @property
     def overtakable(self) -> bool: ...  # by one that waits for its place
@@ -73,9 +80,9 @@ class Lockstep:
     def report(self, weights: StagedWeights) -> None:
         """Peer: tell the leader of a version that is staged here."""
         staged = weights.staged
-        if staged is not None and staged[0] != self._reported:
-            self._reported = staged[0]
-            self._control.post(self.leader, "held", {"version": staged[0]})
+        if staged is not None and staged.version != self._reported:
+            self._reported = staged.version
+            self._control.post(self.leader, "held", {"version": staged.version})
 
     def agreed(self, weights: StagedWeights) -> int | None:
         """Leader: the version that is staged on every rank of the replica, or None."""
@@ -83,11 +90,10 @@ class Lockstep:
             (peer, message["version"]) for peer, message in self._control.take("held")
         )
         staged = weights.staged
-        return (
-            staged[0]
-            if staged is not None and all(self._held.get(peer) == staged[0] for peer in self.peers)
-            else None
-        )
+        if staged is None:
+            return None
+        is_everywhere = all(self._held.get(peer) == staged.version for peer in self.peers)
+        return staged.version if is_everywhere else None
 
     def skippable(self, weights: StagedWeights) -> int | None:
         """Leader: the version that is staged on every rank and that holds up a newer one, or None."""

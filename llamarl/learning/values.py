@@ -24,10 +24,10 @@ from llamarl.learning.advantages import gae
 from llamarl.learning.optim import build_optimizer, set_lr
 from llamarl.learning.packing import Targets, trainable
 from llamarl.learning.shaping import Rewards
-from llamarl.models.fsdp import local, overlap
+from llamarl.models.fsdp import local
 from llamarl.models.heads import value_head
 from llamarl.models.hf import local_rows
-from llamarl.models.sharding import Box
+from llamarl.models.sharding import Box, overlap
 from llamarl.types import Group
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -157,13 +157,6 @@ def held_box(decoder: Decoder, name: str, parameter: nn.Parameter) -> Box:
     return box.cut(0, *local_rows(parameter)) if isinstance(parameter, DTensor) else box
 
 
-def overlap(a: Box, b: Box) -> Box:
-    """What is in both; some lengths are 0 if nothing is."""
-    low = [max(pair) for pair in zip(a.offsets, b.offsets)]
-    high = [min(x + n, y + m) for x, n, y, m in zip(a.offsets, a.lengths, b.offsets, b.lengths)]
-    return Box(tuple(low), tuple(max(0, h - first) for first, h in zip(low, high)))
-
-
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, without gradients: of the shape of its held_box."""
     tensor = tensor.detach()
