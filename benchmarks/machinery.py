@@ -60,7 +60,7 @@ class FakeGenerator(Executor):
 
     def step(self):
         if taken := self.inputs["policy"].swap():
-            self.version = taken[0]
+            self.version = taken.version
         if self.version < 0 or not self.outputs["completions"].has_room():
             return False
         tickets = self.tickets.ask(0, GROUPS, self.version)

@@ -39,9 +39,11 @@ from torch import Tensor
 
 from llamarl.comm.control import Control
 from llamarl.comm.groups import RankInfo, init_world, link_group, this_rank_info
-from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
-from llamarl.ddma.transfer import give_way
+from llamarl.ddma.protocol import lower_priority
+from llamarl.ddma.receiver import WeightsReceiver
+from llamarl.ddma.route import WeightsRoute
+from llamarl.ddma.sender import WeightsSender
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
 from llamarl.native.copying import copy_kernels_version
@@ -91,7 +93,8 @@ class Rank:
             self.store, rank=self.world.rank, world_size=self.world.size, leader=0, names=names
         )
         self.groups = [
-            link_group(self.trainers, self.generators, behind=b) for b in (give_way, give_way, None)
+            link_group(self.trainers, self.generators, behind=behind)
+            for behind in (lower_priority, lower_priority, None)
         ]
         self.shapes = parameter_shapes(self.config)
         self.control.start()
@@ -114,7 +117,7 @@ class Rank:
         rank = self.world.rank
         mine = this_rank_info(rank, self.device, kernel=copy_kernels_version())
         store.set(f"{transport}/end/{rank}", json.dumps(asdict(mine)))
-        ends = [
+        ranks = [
             RankInfo(**json.loads(store.get(f"{transport}/end/{r}")))
             for r in range(self.world.size)
         ]
@@ -126,9 +129,9 @@ class Rank:
             destination=self.destination,
             dtype=self.dtype,
             quantize=self.quantize,
-            keep=(),
+            exclude=(),
             transport=transport,
-            ends=ends,
+            ranks=ranks,
             group=self.groups[transport == "gloo"],
             device_group=None,
             control=self.control,

@@ -250,6 +250,6 @@ def build_weights(config: Config, trainer: FSDPTrainer, generator: Generator) ->
         generator,
         dtype=config.model.dtype,
         quantize=g.quantize,
-        keep=tuple(g.quantize_exclude),
+        exclude=tuple(g.quantize_exclude),
         transport=config.weights.transport,
     )

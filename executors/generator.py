@@ -226,17 +226,17 @@ class Generator(Executor):
         self.claim_device()
         began = time.monotonic()
         taken = self.weights.swap()
-        assert not self.replica.peers or (taken and taken[0] == version), (
+        assert not self.replica.peers or (taken and taken.version == version), (
             f"rank {self.group.rank} swaps {taken}, not {version}"
         )
         if taken is None:
             return False  # a newer version is just overtaking it
-        self.version, evaluate, canary = taken
+        self.version = taken.version
         self.engine.weights_changed(self.version, recompute_kv=self.recompute_kv)
         self._count("weights/swap_stall_s", time.monotonic() - began)
-        if canary:
-            self._check_canary(Canary.from_json(canary))
-        if evaluate:
+        if taken.canary:
+            self._check_canary(Canary.from_json(taken.canary))
+        if taken.evaluate:
             self._start_evaluation()
         return True
 

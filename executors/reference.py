@@ -160,7 +160,7 @@ class ResettingReference(FrozenReference):
         if not self._due or self._due[0] > newest or self.weights.staged is None:
             return False
         self.claim_device()
-        self.version, _, _ = self.weights.swap()
+        self.version = self.weights.swap().version
         self._due.remove(self.version)
         return True
 

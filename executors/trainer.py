@@ -33,13 +33,12 @@ from llamarl.models.fsdp import (
     held_box,
     is_split,
     local,
-    overlap,
     whole_parameters,
 )
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.models.lora import Lora, PolicyWeights
 from llamarl.models.parity import Prompts, canary_sequences
-from llamarl.models.sharding import Box, parameter_shapes
+from llamarl.models.sharding import Box, overlap, parameter_shapes
 from llamarl.models.tp import TensorParallel
 from llamarl.models.training import training_decoder
 from llamarl.types import Group
@@ -309,9 +308,7 @@ class FSDPTrainer(Executor):
         """
         if self.reference_weights is None or not self.resets_reference(self.version):
             return
-        self.reference_weights.publish(
-            self.version, evaluate=True, must_differ=False
-        )  # evaluate: not to be overtaken
+        self.reference_weights.publish(self.version, must_load=True, must_differ=False)
         for rank in self.reference_weights.receivers if self.control.is_leader else ():
             self.control.post(rank, RESET, {"version": self.version})
 

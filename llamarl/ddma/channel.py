@@ -8,9 +8,11 @@ import torch
 
 from llamarl.comm.channel import Channel, ConnectContext
 from llamarl.comm.groups import device_link_group
-from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
-from llamarl.ddma.transfer import give_way
+from llamarl.ddma.protocol import lower_priority
+from llamarl.ddma.receiver import WeightsReceiver
+from llamarl.ddma.route import WeightsRoute
+from llamarl.ddma.sender import WeightsSender
 from llamarl.models.sharding import HEAD
 
 REFERENCE_WEIGHTS = "reference_policy"  # the channel of the weights that the reference is reset to
@@ -25,13 +27,13 @@ class Weights(Channel):
     """Policy weights, shard to shard: from a trainer to the executor that computes with them.
 
     dtype: the one that they travel in, which is the destination's. quantize: "none", or the form in
-    which projections travel, "fp8" or "int8"; keep: fragments of the names of those that stay in
+    which projections travel, "fp8" or "int8"; exclude: fragments of the names of those that stay in
     dtype. transport: "auto", or one of ddma.transports.TRANSPORTS.
     """
 
     dtype: str = field(default="float32", kw_only=True)
     quantize: str = field(default="none", kw_only=True)
-    keep: tuple[str, ...] = field(default=(HEAD,), kw_only=True)
+    exclude: tuple[str, ...] = field(default=(HEAD,), kw_only=True)
     transport: str = field(default="auto", kw_only=True)
 
     def connect(
@@ -49,10 +51,10 @@ class Weights(Channel):
             on_host=context.on_host,
             dtype=getattr(torch, self.dtype),
             quantize=self.quantize,
-            keep=self.keep,
+            exclude=self.exclude,
             transport=self.transport,
-            ends=context.ranks,
-            group=self.link_group(context, behind=give_way),
+            ranks=context.ranks,
+            group=self.link_group(context, behind=lower_priority),
             device_group=device_link_group(sources, destinations, context.ranks),
             control=context.control,
             timeout_s=context.timeout_s,

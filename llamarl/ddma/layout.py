@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import (
@@ -98,14 +99,16 @@ def parameters_to_send(
     config: ModelConfig,
     dtype: torch.dtype,
     quantized: torch.dtype | None = None,
-    keep: tuple[str, ...] = (HEAD,),
+    exclude: tuple[str, ...] = (HEAD,),
 ) -> list[Parameter]:
-    """What a model's weights are on their way. quantized: of what is_quantized names, but for
-    `keep`.
+    """What a model's weights are on their way, in parameter_shapes' order.
+
+    dtype: of all that is_quantized(name, shape, exclude) does not name. quantized: of what it does
+    name, or None where nothing is.
     """
     out = []
     for name, shape in parameter_shapes(config).items():
-        if quantized is not None and is_quantized(name, shape, keep):
+        if quantized is not None and is_quantized(name, shape, exclude):
             out += [
                 Parameter(name, shape, quantized),
                 Parameter(name + SCALE, shape[:1], torch.float32),
@@ -126,6 +129,11 @@ class Held:
     @property
     def num_bytes(self) -> int:
         return self.box.numel * self.parameter.dtype.itemsize
+
+    def view_in(self, flat: Tensor) -> Tensor:
+        """The box, in its own shape and dtype, as a view of the buffer flat [bytes] uint8."""
+        run = flat[self.start : self.start + self.num_bytes]
+        return run.view(self.parameter.dtype).view(self.box.lengths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,19 +32,26 @@ from llamarl.native.shared_memory import map_shared, path_of, shared_file
 
 NUM_SLOTS = 2
 POLL_S = 0.0002
-_FORWARD, _BACK, _PAYLOAD, _DIGEST = range(
-    4
-)  # tags: to the receiver, to the sender, bytes, their digests
+_COUNTER_BYTES = 64  # the last cache line of a slot's memory holds its counter
+
+
+class _Tag(IntEnum):
+    """What keeps the messages between two ranks apart."""
+
+    TO_RECEIVER = 0
+    TO_SENDER = 1
+    PAYLOAD = 2
+    DIGEST = 3
 
 
 class Kind(IntEnum):
+    """What a header says."""
+
     OFFER = 0  # where the slots are
-    BEGIN = (
-        1  # a version, or what was wrong of it again: slot, buckets, whether it must be evaluated
-    )
+    BEGIN = 1  # a version, or again what was wrong of it: its slot and buckets, what it is for
     END = 2  # these were all; their digests
     VERDICT = 3  # which of them are wrong
-    CLOSE = 4
+    CLOSE = 4  # no more versions come
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,66 +63,63 @@ class Header:
     more: dict | None = None
 
 
-# -- memory
-# ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Slots:
     """Memory that a sender stages into, and what lets a receiver elsewhere reach it."""
 
-    tensors: list[Tensor]
-    counters: list[Tensor] = field(
-        default_factory=list
-    )  # [1] int64 each: how many buckets are staged; none on a GPU
-    files: tuple[
-        int, ...
-    ] = ()  # descriptors of the shared ones, until all receivers have mapped them
+    tensors: list[Tensor]  # [bytes] uint8 each
+    # [1] int64 each: how many buckets are staged. None on a GPU, whose copies nobody sees end.
+    counters: list[Tensor] = field(default_factory=list)
+    files: tuple[int, ...] = ()  # descriptors of shared ones, until all receivers have mapped them
 
     @property
     def paths(self) -> list[str]:
-        """Under which other processes of this host and user find the shared ones."""
+        """The paths by which other processes of this host and user find the shared ones."""
         return [path_of(file) for file in self.files]
 
     def close_files(self) -> None:
-        """All receivers have mapped them."""
+        """Let go of the descriptors: all receivers have mapped what they stand for."""
         for file in self.files:
             os.close(file)
 
 
 def make_slots(num_bytes: int, device: torch.device, *, shared: bool) -> Slots:
-    """Slots on a device; on the CPU pinned if there is a GPU, or in shared memory. WeightsError,
-    with the alternative, if there is no room.
+    """Slots on a device, or on the CPU: there pinned if there is a GPU, or in shared memory.
+
+    WeightsError, with the alternative, if there is no room.
     """
     if device.type == "cuda":
-        return Slots(
-            [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
-        )
-    if not shared:
-        pinned = torch.cuda.is_available()
-        return _with_counters(
-            [
-                torch.zeros(num_bytes + 64, dtype=torch.uint8, pin_memory=pinned)
-                for _ in range(NUM_SLOTS)
-            ]
-        )
-    tensors, files = [], []
+        where = {"dtype": torch.uint8, "device": device}
+        return Slots([torch.zeros(num_bytes, **where) for _ in range(NUM_SLOTS)])
+    with_counter = num_bytes + _COUNTER_BYTES
+    if shared:
+        return _shared_slots(with_counter)
+    where = {"dtype": torch.uint8, "pin_memory": torch.cuda.is_available()}
+    return _with_counters([torch.zeros(with_counter, **where) for _ in range(NUM_SLOTS)])
+
+
+def _shared_slots(num_bytes: int) -> Slots:
+    tensors: list[Tensor] = []
+    files: list[int] = []
     for _ in range(NUM_SLOTS):
         try:
-            files.append(shared_file(num_bytes + 64))
-            tensors.append(map_shared(files[-1], num_bytes + 64))
+            files.append(shared_file(num_bytes))
+            tensors.append(map_shared(files[-1], num_bytes))
         except OSError as error:
             for made in files:
                 os.close(made)
             raise WeightsError(
-                f"no shared memory for {num_bytes:,} bytes of weights ({error}); set weights.transport=gloo"
+                f"no shared memory for {num_bytes - _COUNTER_BYTES:,} bytes of weights ({error}); "
+                "set weights.transport=gloo"
             ) from error
     return _with_counters(tensors, tuple(files))
 
 
 def _with_counters(whole: list[Tensor], files: tuple[int, ...] = ()) -> Slots:
-    """The last cache line of each holds its counter."""
-    return Slots([t[:-64] for t in whole], [t[-64:].view(torch.int64)[:1] for t in whole], files)
+    """Slots in memory that has room for a counter at its end."""
+    tensors = [memory[:-_COUNTER_BYTES] for memory in whole]
+    counters = [memory[-_COUNTER_BYTES:].view(torch.int64)[:1] for memory in whole]
+    return Slots(tensors, counters, files)
 
 
 def _map_path(path: str, num_bytes: int) -> Tensor:
@@ -132,55 +136,57 @@ def _map_path(path: str, num_bytes: int) -> Tensor:
         os.close(file)
 
 
-# -- links
-# -------------------------------------------------------------------------------------------------------------
-
-
 class LocalLink:
-    """Both ends in one process."""
+    """A link within one process: the receiver reads the sender's slots."""
 
     transport = "local"
-    peer: int | None = None  # the other end's rank, where it is another
+    peer: int | None = None  # the other rank, where there is one
+    # Whether bytes and digests are sent, and received into memory of the receiver's. Where they are
+    # not, it reads the sender's, and send_bytes, send_digest and fetch_digest must not be called.
+    streams = False
 
     def __init__(self):
-        self._queues = (queue.Queue(), queue.Queue())  # to the sender, to the receiver
+        self._to_sender: queue.Queue[Header] = queue.Queue()
+        self._to_receiver: queue.Queue[Header] = queue.Queue()
         self.slots: list[Tensor] = []
         self.counters: list[Tensor] = []
         self.base = 0
 
     def offer(self, slots: Slots, base: int = 0) -> None:
-        """Sender: say where the slots are, of which this link's bytes begin at `base`. Returns when
-        the receiver has mapped them.
+        """Sender: say where the slots are, of which this link's bytes begin at `base`.
+
+        Returns when the receiver has mapped them.
         """
-        self.slots, self.counters, self.base = slots.tensors, slots.counters, base
+        self.slots = slots.tensors
+        self.counters = slots.counters
+        self.base = base
 
     def accept(self) -> None:
-        """Receiver: map them."""
+        """Receiver: map what the sender offers."""
 
     def send(self, header: Header, to_receiver: bool = True) -> None:
-        self._queues[to_receiver].put(header)
+        """Either side: say this to the other one."""
+        waiting = self._to_receiver if to_receiver else self._to_sender
+        waiting.put(header)
 
     def recv(self, at_receiver: bool = True, timeout_s: float | None = None) -> Header:
-        """LinkTimeout after timeout_s."""
+        """Either side: what the other one says next. LinkTimeout after timeout_s."""
+        waiting = self._to_receiver if at_receiver else self._to_sender
         try:
-            return self._queues[at_receiver].get(timeout=timeout_s)
+            return waiting.get(timeout=timeout_s)
         except queue.Empty:
             raise LinkTimeout(f"nothing came for {timeout_s:.0f} s") from None
-
-    def send_bytes(self, flat: Tensor) -> Callable[[], None] | None:
-        """Send a bucket's bytes, where they cross by themselves. Returns what waits until they may
-        change.
-        """
 
     def fetch(
         self, slot: int, start: int, size: int, scratch: Tensor | None = None, staged: int = 0
     ) -> Callable[[float], Tensor]:
-        """The bucket's bytes [size]: a view of the sender's slot once `staged` of its buckets are,
-        or received into `scratch`.
+        """Receiver: begin to get a bucket's bytes. Call the result, with seconds, to have them.
 
-        Call the result with a deadline in seconds to have them; LinkTimeout.
+        They are [size] uint8: a view of the sender's slot once `staged` of its buckets are, or on a
+        link that streams received into `scratch`. LinkTimeout after these seconds.
         """
-        flat = self.slots[slot][self.base + start : self.base + start + size]
+        first = self.base + start
+        flat = self.slots[slot][first : first + size]
 
         def arrived(timeout_s: float) -> Tensor:
             until = time.monotonic() + timeout_s
@@ -192,26 +198,26 @@ class LocalLink:
 
         return arrived
 
-    def send_digest(self, digest: int) -> Callable[[], None] | None:
-        """After send_bytes: that bucket's digest, where bytes cross by themselves; else all come
-        with END.
-        """
+    def send_bytes(self, flat: Tensor) -> Callable[[], None]:
+        """Sender: begin to send a bucket's bytes. Call the result to wait until they may change."""
+        raise NotImplementedError(
+            f"a {self.transport} link sends no bytes: its receiver reads them"
+        )
 
-    def fetch_digest(self) -> Callable[[float], int] | None:
-        """After fetch: the digest that the sender says the bucket has, or None where it comes with
-        END.
-        """
-        return None
+    def send_digest(self, digest: int) -> Callable[[], None]:
+        """Sender, after send_bytes: say that bucket's digest, for a receiver that forwards it."""
+        raise NotImplementedError(f"a {self.transport} link's digests come with END")
 
-    @property
-    def streams(self) -> bool:
-        """Whether bytes are sent, and received into a place of the receiver's."""
-        return False
+    def fetch_digest(self) -> Callable[[float], int]:
+        """Receiver, after fetch: what the sender says is the bucket's digest; as for fetch."""
+        raise NotImplementedError(f"a {self.transport} link's digests come with END")
 
 
 class RankLink(LocalLink):
-    """Ends on two ranks. Headers go by p2p on `group` (gloo), bytes on payload_group (NCCL) if it
-    is given.
+    """A link between two ranks.
+
+    Headers go by p2p on `group` (gloo), bytes on payload_group (NCCL) if it is given. What gloo or
+    NCCL say when the peer is gone becomes a PeerDied with its rank.
     """
 
     def __init__(
@@ -222,7 +228,10 @@ class RankLink(LocalLink):
         payload_group: dist.ProcessGroup | None = None,
     ):
         super().__init__()
-        self.peer, self.transport, self._group = peer, transport, group
+        self.peer = peer
+        self.transport = transport
+        self.streams = transport in ("gloo", "nccl")
+        self._group = group
         self._payload_group = payload_group or group
 
     def offer(self, slots: Slots, base: int = 0) -> None:
@@ -230,7 +239,7 @@ class RankLink(LocalLink):
         if self.transport == "shm":
             where["paths"] = slots.paths
         elif self.transport == "cuda_ipc":
-            where["handles"] = [_share_device_memory(t) for t in slots.tensors]
+            where["handles"] = [_share_device_memory(tensor) for tensor in slots.tensors]
         self.send(Header(Kind.OFFER, more=where))
         self.recv(at_receiver=False)  # mapped
 
@@ -238,122 +247,104 @@ class RankLink(LocalLink):
         where = self.recv().more
         self.base = where["base"]
         if self.transport == "shm":
-            mapped = _with_counters(
-                [_map_path(path, where["bytes"] + 64) for path in where["paths"]]
-            )
-            self.slots, self.counters = mapped.tensors, mapped.counters
+            num_bytes = where["bytes"] + _COUNTER_BYTES
+            mapped = _with_counters([_map_path(path, num_bytes) for path in where["paths"]])
+            self.slots = mapped.tensors
+            self.counters = mapped.counters
         elif self.transport == "cuda_ipc":
             self.slots = [_open_device_memory(handle) for handle in where["handles"]]
         self.send(Header(Kind.OFFER), to_receiver=False)
 
     def send(self, header: Header, to_receiver: bool = True) -> None:
-        tag = _FORWARD if to_receiver else _BACK
-        more = json.dumps(header.more).encode() if header.more is not None else b""
+        tag = _Tag.TO_RECEIVER if to_receiver else _Tag.TO_SENDER
+        more = b"" if header.more is None else json.dumps(header.more).encode()
         fixed = torch.tensor([header.kind, header.version, len(more)])
         with self._with_peer():
             dist.send(fixed, self.peer, group=self._group, tag=tag)
             if more:
-                dist.send(
-                    torch.frombuffer(bytearray(more), dtype=torch.uint8),
-                    self.peer,
-                    group=self._group,
-                    tag=tag,
-                )
-
-    @contextmanager
-    def _with_peer(self) -> Iterator[None]:
-        """PeerDied, with its rank, for what gloo or NCCL says when it is gone."""
-        try:
-            yield
-        except WeightsError:
-            raise
-        except RuntimeError as error:
-            raise PeerDied(str(error).split(". ")[0].splitlines()[0], [self.peer]) from error
+                raw = torch.frombuffer(bytearray(more), dtype=torch.uint8)
+                dist.send(raw, self.peer, group=self._group, tag=tag)
 
     def recv(self, at_receiver: bool = True, timeout_s: float | None = None) -> Header:
-        tag = _FORWARD if at_receiver else _BACK
+        tag = _Tag.TO_RECEIVER if at_receiver else _Tag.TO_SENDER
         fixed = torch.zeros(3, dtype=torch.int64)
-        self._receive(fixed, tag, timeout_s)
+        self._begin_recv(fixed, self._group, tag)(timeout_s)
         kind, version, size = fixed.tolist()
-        more = None
-        if size:
-            raw = torch.empty(size, dtype=torch.uint8)
-            self._receive(raw, tag, timeout_s)
-            more = json.loads(raw.numpy().tobytes())
-        return Header(Kind(kind), version, more)
-
-    def _receive(self, tensor: Tensor, tag: int, timeout_s: float | None) -> None:
-        with self._with_peer():
-            _wait(dist.irecv(tensor, self.peer, group=self._group, tag=tag), timeout_s)
-
-    def send_bytes(self, flat: Tensor) -> Callable[[], None] | None:
-        if not self.streams:
-            return None
-        with self._with_peer():
-            work = dist.isend(flat, self.peer, group=self._payload_group, tag=_PAYLOAD)
-        return lambda: self._finish(work)
-
-    def _finish(self, work: dist.Work, timeout_s: float | None = None) -> None:
-        with self._with_peer():
-            _wait(work, timeout_s)
+        if not size:
+            return Header(Kind(kind), version)
+        raw = torch.empty(size, dtype=torch.uint8)
+        self._begin_recv(raw, self._group, tag)(timeout_s)
+        return Header(Kind(kind), version, json.loads(raw.numpy().tobytes()))
 
     def fetch(
         self, slot: int, start: int, size: int, scratch: Tensor | None = None, staged: int = 0
     ) -> Callable[[float], Tensor]:
         if not self.streams:
             return super().fetch(slot, start, size, staged=staged)
-        with self._with_peer():
-            work = dist.irecv(scratch, self.peer, group=self._payload_group, tag=_PAYLOAD)
+        return self._begin_recv(scratch, self._payload_group, _Tag.PAYLOAD)
 
-        def arrived(timeout_s: float) -> Tensor:
-            self._finish(work, timeout_s)
-            return scratch
+    def send_bytes(self, flat: Tensor) -> Callable[[], None]:
+        return self._begin_send(flat, self._payload_group, _Tag.PAYLOAD)
 
-        return arrived
+    def send_digest(self, digest: int) -> Callable[[], None]:
+        return self._begin_send(torch.tensor([digest]), self._group, _Tag.DIGEST)
 
-    def send_digest(self, digest: int) -> Callable[[], None] | None:
-        if not self.streams:
-            return None
-        word = torch.tensor([digest])
-        with self._with_peer():
-            work = dist.isend(word, self.peer, group=self._group, tag=_DIGEST)
-        return lambda: (self._finish(work), word) and None  # which must live until it has gone
-
-    def fetch_digest(self) -> Callable[[float], int] | None:
-        if not self.streams:
-            return None
+    def fetch_digest(self) -> Callable[[float], int]:
         word = torch.zeros(1, dtype=torch.int64)
-        with self._with_peer():
-            work = dist.irecv(word, self.peer, group=self._group, tag=_DIGEST)
+        arrived = self._begin_recv(word, self._group, _Tag.DIGEST)
+        return lambda timeout_s: int(arrived(timeout_s))
 
-        def arrived(timeout_s: float) -> int:
+    def _begin_send(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> Callable[[], None]:
+        """Begin to send. Call the result, which keeps the tensor alive, to wait for its end."""
+        with self._with_peer():
+            work = dist.isend(tensor, self.peer, group=group, tag=tag)
+
+        def wait_until_gone(_kept: Tensor = tensor) -> None:
+            self._finish(work, timeout_s=None)
+
+        return wait_until_gone
+
+    def _begin_recv(
+        self, tensor: Tensor, group: dist.ProcessGroup, tag: int
+    ) -> Callable[[float | None], Tensor]:
+        """Begin to receive into a tensor. Call the result, with seconds, to have it."""
+        with self._with_peer():
+            work = dist.irecv(tensor, self.peer, group=group, tag=tag)
+
+        def arrived(timeout_s: float | None) -> Tensor:
             self._finish(work, timeout_s)
-            return int(word)
+            return tensor
 
         return arrived
 
-    @property
-    def streams(self) -> bool:
-        return self.transport in ("gloo", "nccl")
+    def _finish(self, work: dist.Work, timeout_s: float | None) -> None:
+        """Wait for work. LinkTimeout after timeout_s."""
+        with self._with_peer():
+            if timeout_s is None:
+                work.wait()
+                return
+            try:
+                work.wait(timedelta(seconds=timeout_s))
+            except RuntimeError as error:
+                if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+                    raise LinkTimeout(f"nothing came for {timeout_s:.0f} s") from error
+                raise
 
-
-def _wait(work: dist.Work, timeout_s: float | None) -> None:
-    if timeout_s is None:
-        work.wait()
-        return
-    try:
-        work.wait(timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        if "imed out" in str(error) or "imeout" in str(error):
-            raise LinkTimeout(f"nothing came for {timeout_s:.0f} s") from error
-        raise
+    @contextmanager
+    def _with_peer(self) -> Iterator[None]:
+        try:
+            yield
+        except WeightsError:
+            raise
+        except RuntimeError as error:
+            first_sentence = str(error).split(". ")[0].splitlines()[0]
+            raise PeerDied(first_sentence, [self.peer]) from error
 
 
 def _share_device_memory(tensor: Tensor) -> dict:
     """What another process on this host needs to open a CUDA tensor's memory. JSON."""
-    device, handle, size, offset, ref_handle, ref_offset, event, sync = (
-        tensor.untyped_storage()._share_cuda_()
-    )
+    shared = tensor.untyped_storage()._share_cuda_()
+    device, handle, size, offset, ref_handle, ref_offset, event, sync = shared
     coded = [base64.b64encode(part).decode() for part in (handle, ref_handle, event)]
     return {
         "device": device,
@@ -367,6 +358,7 @@ def _share_device_memory(tensor: Tensor) -> dict:
 
 
 def _open_device_memory(shared: dict) -> Tensor:
+    """The tensor [bytes] uint8 that another process shared."""
     handle, ref_handle, event = (base64.b64decode(part) for part in shared["coded"])
     storage = torch.UntypedStorage._new_shared_cuda(
         shared["device"],

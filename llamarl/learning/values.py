@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from llamarl.learning.advantages import gae
 from llamarl.learning.optim import build_optimizer, set_lr
-from llamarl.models.fsdp import local, local_rows, overlap
+from llamarl.models.fsdp import local, local_rows
 from llamarl.models.heads import value_head
-from llamarl.models.sharding import Box
+from llamarl.models.sharding import Box, overlap
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -118,17 +118,6 @@ def local_rows(parameter: DTensor) -> tuple[int, int]:
     return offset[0] if offset else 0, shape[0]
 
 
-def overlap(a: Box, b: Box) -> Box:
-    """What is in both; some lengths are 0 if nothing is."""
-    offsets, lengths = [], []
-    for a_first, a_count, b_first, b_count in zip(a.offsets, a.lengths, b.offsets, b.lengths):
-        first = max(a_first, b_first)
-        end = min(a_first + a_count, b_first + b_count)
-        offsets.append(first)
-        lengths.append(max(0, end - first))
-    return Box(tuple(offsets), tuple(lengths))
-
-
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, without gradients: of the shape of its held_box."""
     tensor = tensor.detach()

@@ -214,7 +214,7 @@ def _widen(q: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def quantize_decoder(decoder: nn.Module, kind: str, skip: tuple[str, ...] = (HEAD,)) -> None:
+def quantize_decoder(decoder: nn.Module, kind: str, exclude: tuple[str, ...] = (HEAD,)) -> None:
     """Replace what is_quantized names by QuantizedLinear, in place, with its numbers.
 
     On the meta device there are none: shapes alone. ValueError for an unknown kind, or a fragment
@@ -224,14 +224,14 @@ def quantize_decoder(decoder: nn.Module, kind: str, skip: tuple[str, ...] = (HEA
     linears = {n: m for n, m in decoder.named_modules() if isinstance(m, nn.Linear)}
     names = {path: hf_name(f"{path}.weight") for path in linears}
     known = [f"{HEAD}.weight", *names.values()]  # which a tied model has not
-    unknown = [fragment for fragment in skip if not any(fragment in name for name in known)]
+    unknown = [fragment for fragment in exclude if not any(fragment in name for name in known)]
     if unknown:
         raise ValueError(
             f"quantise all but {unknown}: no weight is named so; they are {', '.join(names.values())[:200]}..."
         )
     for path, name in names.items():
         old = linears.pop(path)  # so that each is freed before the next is quantised
-        if is_quantized(name, old.weight.shape, skip):
+        if is_quantized(name, old.weight.shape, exclude):
             new = QuantizedLinear(
                 old.in_features, old.out_features, kind, bias=old.bias, device=old.weight.device
             )

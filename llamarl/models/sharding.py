@@ -49,6 +49,17 @@ class Box:
         )
 
 
+def overlap(a: Box, b: Box) -> Box:
+    """The box of what is in both; some lengths are 0 if nothing is."""
+    offsets, lengths = [], []
+    for start_a, count_a, start_b, count_b in zip(a.offsets, a.lengths, b.offsets, b.lengths):
+        first = max(start_a, start_b)
+        end = min(start_a + count_a, start_b + count_b)
+        offsets.append(first)
+        lengths.append(max(0, end - first))
+    return Box(tuple(offsets), tuple(lengths))
+
+
 @dataclass(frozen=True, slots=True)
 class Heads:
     """The attention heads of one tensor-parallel rank. kv_of_query: for each query head, which of
@@ -81,7 +92,8 @@ def heads_of(config: ModelConfig, rank: int, size: int) -> Heads:
     """ValueError if there are fewer query heads than ranks."""
     if size > config.num_attention_heads:
         raise ValueError(
-            f"tensor_parallel={size}: the model has {config.num_attention_heads} query heads to split"
+            f"tensor_parallel={size}: the model has {config.num_attention_heads} query heads "
+            "to split"
         )
     first, count = span(config.num_attention_heads, rank, size)
     per_kv = config.num_attention_heads // config.num_key_value_heads
@@ -153,15 +165,15 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 HEAD = "lm_head"  # quantised only where asked: every logit passes through it
 
 
-def is_quantized(name: str, shape: tuple[int, ...], keep: tuple[str, ...] = (HEAD,)) -> bool:
+def is_quantized(name: str, shape: tuple[int, ...], exclude: tuple[str, ...] = (HEAD,)) -> bool:
     """Whether a quantised generator holds this parameter in one byte an element; its scales are
     another, named name + SCALE.
 
     The projections of the layers and an untied head are, but for those whose Hugging Face name
-    holds a fragment of `keep` ("lm_head", "down_proj", "layers.0.").
+    holds a fragment of `exclude` ("lm_head", "down_proj", "layers.0.").
     """
     matrix = len(shape) == 2 and (name.endswith("_proj.weight") or name == f"{HEAD}.weight")
-    return matrix and not any(fragment in name for fragment in keep)
+    return matrix and not any(fragment in name for fragment in exclude)
 
 
 ALIGN_BYTES = 64  # everything starts on a cache line

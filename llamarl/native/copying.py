@@ -14,7 +14,7 @@ from llamarl import native
 
 
 class Move(ctypes.Structure):
-    """copy.c's Move: `rows` runs of `width` bytes, from byte `start` of a source on, to `target`."""
+    """copy.c's Move: `rows` runs of `width` bytes, from byte `start` of a source, to `target`."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("target", "start", "stride", "width", "rows")]
 

@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 from executors.build import build_generator
 from executors.generator import TRAIN, Generator
 from llamarl.config.command_line import compose_config
-from llamarl.ddma.subscriber import Staged
+from llamarl.ddma.receiver import Staged
 from llamarl.errors import ParityError
 from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams
@@ -45,10 +45,10 @@ class Weights:
 
     def arrive(self, version, evaluate=False):
         """A version comes whole; says whether there was room for it."""
-        kept = self.staged is not None and (self.staged.evaluate or self.in_order)
-        self.overtakable = kept and not self.staged.evaluate
+        kept = self.staged is not None and (self.staged.must_load or self.in_order)
+        self.overtakable = kept and not self.staged.must_load
         if not kept:
-            self.staged = Staged(version, evaluate, {})
+            self.staged = Staged(version, must_load=evaluate, evaluate=evaluate)
         return not kept
 
     def skip(self, version):
@@ -180,7 +180,7 @@ def test_without_weights_it_samples_nothing_and_says_what_it_waits_for():
 def canary_of(difference: float) -> dict:
     """What a trainer would say of the prompt's second half, but for `difference` in one logprob."""
     source = generator()
-    source.weights.staged = Staged(0, False, {})
+    source.weights.staged = Staged(0)
     source.step()
     ids = PROMPT.prompt_ids.tolist()
     logprobs = source.engine.score(ids[:3], ids[3:]).tolist()
@@ -189,11 +189,11 @@ def canary_of(difference: float) -> dict:
 
 def test_a_version_is_compared_with_its_canary_before_anything_is_sampled_from_it():
     g = generator()
-    g.weights.staged = Staged(0, False, canary_of(0.5 * TOLERANCE))
+    g.weights.staged = Staged(0, canary=canary_of(0.5 * TOLERANCE))
     g.step()
     assert g.outputs["completions"] or g.engine.num_live
     sampled = g.engine.num_live
-    g.weights.staged = Staged(3, False, canary_of(2 * TOLERANCE))
+    g.weights.staged = Staged(3, canary=canary_of(2 * TOLERANCE))
     with pytest.raises(ParityError, match="rank 0 and the trainer differ by 0.0.* under version 3"):
         g.step()
     assert g.engine.num_live == sampled and len(g.tickets.asked) == 1
@@ -201,10 +201,10 @@ def test_a_version_is_compared_with_its_canary_before_anything_is_sampled_from_i
 
 def test_weights_that_come_in_flight_stamp_the_later_tokens():
     g = generator()
-    g.weights.staged = Staged(3, False, {})
+    g.weights.staged = Staged(3)
     g.step()
     g.tickets.grants = 0
-    g.weights.staged = Staged(4, False, {})
+    g.weights.staged = Staged(4)
     while g.engine.num_live:
         g.step()
     versions = [c.policy_versions.tolist() for c in g.outputs["completions"]]
@@ -213,10 +213,10 @@ def test_weights_that_come_in_flight_stamp_the_later_tokens():
 
 def test_without_in_flight_updates_running_completions_keep_their_version():
     g = generator(in_flight=False)
-    g.weights.staged = Staged(3, False, {})
+    g.weights.staged = Staged(3)
     g.step()
     g.tickets.grants = 0
-    g.weights.staged = Staged(4, False, {})
+    g.weights.staged = Staged(4)
     while not g.outputs["completions"]:
         g.step()
     assert all(set(c.policy_versions.tolist()) == {3} for c in g.outputs["completions"])
@@ -227,9 +227,9 @@ def test_without_in_flight_updates_running_completions_keep_their_version():
 def test_an_evaluated_version_is_pinned_until_its_prompts_are_done():
     g = generator(chunk=1)
     g.tickets.grants = 0
-    g.weights.staged = Staged(5, True, {})
+    g.weights.staged = Staged(5, must_load=True, evaluate=True)
     g.step()
-    g.weights.staged = Staged(6, False, {})
+    g.weights.staged = Staged(6)
     while len(g.outputs["evaluations"]) < EVALS:
         assert g.version == 5
         g.step()
@@ -241,7 +241,7 @@ def test_an_evaluated_version_is_pinned_until_its_prompts_are_done():
 
 def test_in_step_with_the_trainer_it_asks_for_nothing_while_it_evaluates():
     g = generator(synchronous=True, chunk=1)
-    g.weights.staged = Staged(0, True, {})
+    g.weights.staged = Staged(0, must_load=True, evaluate=True)
     g.step()
     assert g.engine.num_live and g.tickets.asked == []
     while len(g.outputs["evaluations"]) < EVALS:
@@ -252,7 +252,7 @@ def test_in_step_with_the_trainer_it_asks_for_nothing_while_it_evaluates():
 
 def test_a_full_channel_downstream_stops_it():
     g = generator()
-    g.weights.staged = Staged(0, False, {})
+    g.weights.staged = Staged(0)
     g.outputs["completions"].has_room = lambda: False
     g.step()
     assert g.tickets.asked == [] and g.waiting_for().startswith("room:")
@@ -293,7 +293,7 @@ class LateAnswers(Tickets):
 def test_it_is_never_granted_more_than_it_has_room_for_however_late_the_answer(turns):
     g = generator(chunk=1)
     g.tickets = LateAnswers(turns)
-    g.weights.staged = Staged(0, False, {})
+    g.weights.staged = Staged(0)
     submitted = []
     submit = g.engine.submit
     g.engine.submit = lambda *args, **options: (
@@ -521,7 +521,7 @@ def with_tickets(tickets, **options):
     """A generator that has sampled a chunk of each of so many tickets."""
     g = generator(**options)
     g.tickets.grants = tickets
-    g.weights.staged = Staged(0, False, {})
+    g.weights.staged = Staged(0)
     g.step()
     return g
 
@@ -544,7 +544,7 @@ def test_at_an_order_a_tickets_completions_end_with_the_tokens_so_far_and_no_oth
 def test_an_order_in_the_turn_of_its_tickets_grant_is_not_lost():
     g = generator()
     g.tickets.grants, g.tickets.orders = 2, [0]
-    g.weights.staged = Staged(0, False, {})
+    g.weights.staged = Staged(0)
     g.step()
     done = finish_all(g)
     assert [c.finish_reason for c in done[0]] == ["aborted"] * GROUP
@@ -566,7 +566,7 @@ def test_after_max_seconds_a_completion_ends_but_no_evaluation(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("executors.generator.time", SimpleNamespace(monotonic=lambda: now[0]))
     g = generator(max_seconds=5.0, chunk=1)
-    g.weights.staged = Staged(0, True, {})
+    g.weights.staged = Staged(0, must_load=True, evaluate=True)
     g.tickets.grants = 1
     g.step()
     g.tickets.grants = 0
@@ -618,7 +618,7 @@ def settle(leader, peer):
 
 def test_a_replica_of_one_rank_posts_nothing():
     g = generator()
-    g.weights.staged = Staged(0, True, {})
+    g.weights.staged = Staged(0, must_load=True, evaluate=True)
     for _ in range(5):
         g.step()
     g.teardown()

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.machine
 
 BROKEN = """
 import runpy, sys, torch
-from llamarl.ddma.ends import WeightsReceiver
+from llamarl.ddma.receiver import WeightsReceiver
 swap, first = WeightsReceiver.swap, int(sys.argv[1])
 def broken(self):
     staged = swap(self)

@@ -8,8 +8,10 @@ import torch
 from llamarl.comm.control import Control
 from llamarl.comm.groups import this_rank_info
 from llamarl.ddma.copies import Copier, fold
-from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source
+from llamarl.ddma.receiver import WeightsReceiver
+from llamarl.ddma.route import WeightsRoute
+from llamarl.ddma.sender import WeightsSender
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights, named_parameters_hf
@@ -59,10 +61,10 @@ def test_a_version_reaches_the_parameters_in_place(on_host):
         destination=Destination(),
         dtype=torch.bfloat16,
         quantize="none",
-        keep=(),
+        exclude=(),
         transport="auto",
         on_host=on_host,
-        ends=[this_rank_info(0, device, kernel=copy_kernels_version())],
+        ranks=[this_rank_info(0, device, kernel=copy_kernels_version())],
         group=None,
         device_group=None,
         control=control,

@@ -75,7 +75,7 @@ def test_every_replica_holds_what_the_trainer_holds(pool, run, name, transport):
     assert [a["checked"] for a in answers] == [
         VERSIONS * (rank in destinations) for rank in range(RANKS)
     ]
-    handing_on = [rank for rank, a in enumerate(answers) if a["hands_on"]]
+    handing_on = [rank for rank, a in enumerate(answers) if a["forwards"]]
     assert handing_on == (CHAINED.get(name, []) if transport == "gloo" else [])
     assert left_in_shared_memory(pool.pids) == []
 
@@ -91,7 +91,7 @@ def test_what_travels_has_the_generators_dtype(run, quantize, transport):
         transport=transport,
         dtype="bfloat16",
         quantize=quantize,
-        keep=["layers.0.mlp.down_proj"],
+        exclude=["layers.0.mlp.down_proj"],
     )
 
 
@@ -286,15 +286,17 @@ def exchange(rank: int, scenario: dict) -> dict:
 
     from llamarl.comm.control import Control
     from llamarl.comm.groups import link_group, this_rank_info
-    from llamarl.ddma import ends
-    from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
+    from llamarl.ddma import route as routes
     from llamarl.ddma.layout import Destination, Source
+    from llamarl.ddma.receiver import Staged, WeightsReceiver
+    from llamarl.ddma.route import WeightsRoute
+    from llamarl.ddma.sender import WeightsSender
     from llamarl.errors import WeightsError
     from llamarl.native.copying import copy_kernels_version
 
     size = dist.get_world_size()
     # So small that links have several buckets and matrices are cut.
-    ends.BUCKET_BYTES = {"cpu": scenario.get("bucket_bytes", 700)}
+    routes.BUCKET_BYTES = {"cpu": scenario.get("bucket_bytes", 700)}
     sources, destinations = tuple(scenario["sources"]), tuple(scenario["destinations"])
     config, source, destination = (
         config_of(scenario.get("scale", 1)),
@@ -321,9 +323,9 @@ def exchange(rank: int, scenario: dict) -> dict:
         destination=destination,
         dtype=getattr(torch, scenario.get("dtype", "float32")),
         quantize=scenario.get("quantize", "none"),
-        keep=tuple(scenario.get("keep", ())),
+        exclude=tuple(scenario.get("exclude", ())),
         transport=scenario["transport"],
-        ends=[
+        ranks=[
             this_rank_info(r, torch.device("cpu"), kernel=copy_kernels_version())
             for r in range(size)
         ],
@@ -332,7 +334,7 @@ def exchange(rank: int, scenario: dict) -> dict:
         control=control,
         timeout_s=WAIT_S,
     )
-    plan, answer = route.plan(config), {"checked": 0, "hands_on": False, "samples": []}
+    plan, answer = route.plan(config), {"checked": 0, "forwards": False, "samples": []}
     sender = receiver = None
     if rank in sources:
         mine = trainer_parameters(scenario, config, source, sources.index(rank), mesh)
@@ -347,7 +349,7 @@ def exchange(rank: int, scenario: dict) -> dict:
     assert "refused" not in answer, answer["refused"]
     if rank in destinations:
         me = destinations.index(rank)
-        answer["hands_on"] = plan.follower(me) is not None
+        answer["forwards"] = plan.follower(me) is not None
         target = {
             n: torch.nn.Parameter(torch.zeros_like(x), requires_grad=False)
             for n, x in wanted(route, plan, me % destination.tp, weights_of(config, 0)).items()
@@ -360,7 +362,7 @@ def exchange(rank: int, scenario: dict) -> dict:
             for name, p, part in mine:
                 held = p.detach().to_local() if isinstance(p, DTensor) else p.detach()
                 held.copy_(full[name][part])
-            # To be evaluated: none is overtaken.
+            # None is overtaken.
             sender.publish(
                 version,
                 evaluate=True,
@@ -373,7 +375,7 @@ def exchange(rank: int, scenario: dict) -> dict:
                 control.check()
                 assert time.monotonic() < until, f"version {version} never came"
                 control.wait(0.01)
-            assert staged == (version, True, {"canary of": version}), staged
+            assert staged == Staged(version, True, True, {"canary of": version}), staged
             for name, want in wanted(route, plan, me % destination.tp, full).items():
                 assert torch.equal(target[name].data.view(torch.uint8), want.view(torch.uint8)), (
                     name,

@@ -1,4 +1,4 @@
-"""Weights in one process: the transaction over links that damage what they carry, the hand-on,
+"""Weights in one process: the transaction over links that damage what they carry, forwarding,
 transports, and the bound ends.
 """
 
@@ -19,13 +19,14 @@ from llamarl.comm.control import Control
 from llamarl.comm.groups import RankInfo
 from llamarl.ddma import links
 from llamarl.ddma.copies import Copier
-from llamarl.ddma.ends import WeightsReceiver, WeightsRoute, WeightsSender
 from llamarl.ddma.layout import Destination, Source, buffer_of, parameters_to_send
 from llamarl.ddma.links import Header, Kind, LocalLink, Slots, make_slots
 from llamarl.ddma.payload import buckets_of, buckets_of_buffer, size_of
 from llamarl.ddma.plan import make_plan
-from llamarl.ddma.subscriber import Incoming, Subscriber
-from llamarl.ddma.transfer import MAX_RETRIES, Outgoing, Publisher
+from llamarl.ddma.protocol import MAX_RETRIES, Outgoing
+from llamarl.ddma.receiver import Incoming, Staged, Subscriber, WeightsReceiver
+from llamarl.ddma.route import WeightsRoute
+from llamarl.ddma.sender import Publisher, WeightsSender
 from llamarl.ddma.transports import choose_transports
 from llamarl.errors import LinkTimeout, TimedOut, WeightsError
 from llamarl.models.config import ModelConfig
@@ -118,9 +119,11 @@ class StreamLink(SpyLink):
 
     def send_bytes(self, flat):
         self.bytes.put(flat.clone())
+        return lambda: None
 
     def send_digest(self, digest):
         self.digests.put(digest)
+        return lambda: None
 
     def fetch(self, slot, start, size, scratch=None, staged=0):
         def arrived(timeout_s):
@@ -190,9 +193,17 @@ class Ends:
         self.publishers = []
         for link, buckets in zip(links, self.buckets):
             slots = Slots([torch.zeros(size_of(buckets), dtype=torch.uint8) for _ in range(2)])
-            out = Outgoing(link, 0, 0, buckets, handed_on=follower is not None)
+            out = Outgoing(link, 0, 0, buckets, is_forwarded=follower is not None)
             self.publishers.append(
-                Publisher("policy", slots, [out], len(buckets), self.sending, timeout_s, COPIER)
+                Publisher(
+                    "policy",
+                    slots,
+                    [out],
+                    num_buckets=len(buckets),
+                    control=self.sending,
+                    timeout_s=timeout_s,
+                    copier=COPIER,
+                )
             )
         self.of = buffer_of(CONFIG, PARAMETERS, Destination(), 0)
         buffers = [torch.zeros(self.of.num_bytes, dtype=torch.uint8) for _ in range(num_buffers)]
@@ -205,11 +216,11 @@ class Ends:
             self.of,
             buffers,
             incoming,
-            self.receiving,
-            timeout_s,
-            COPIER,
-            follower,
-            in_order,
+            control=self.receiving,
+            timeout_s=timeout_s,
+            copier=COPIER,
+            follower=follower,
+            in_order=in_order,
         )
         self.live = None
 
@@ -236,19 +247,19 @@ class Ends:
         for s, publisher in enumerate(self.publishers):
             if only in (None, s):
                 said = {"canary of": version} if canary is None else canary
-                publisher.publish(
-                    version,
-                    stage(s),
-                    evaluate=evaluate,
-                    must_differ=must_differ,
-                    canary=lambda: said,
+                queued = publisher.enqueue(
+                    version, must_load=evaluate, evaluate=evaluate, must_differ=must_differ
                 )
+                if queued is not None:
+                    stage(s)(queued.data, queued.progress)
+                    queued.staged.set()
+                    queued.seal(said)
 
     def swap(self):
-        def take(buffer):
-            self.live = buffer
-
-        return self.subscriber.swap(take)
+        with self.subscriber.handover() as (staged, buffer):
+            if staged is not None:
+                self.live = buffer
+        return staged
 
     def receive(self, version):
         """Swap until this version is in place; every version swapped in must be whole."""
@@ -283,7 +294,7 @@ def test_versions_arrive_whole_and_in_turn(kind):
     assert len(ends.buckets[0]) > 5
     for v in range(5):
         ends.publish(v, evaluate=v == 3)
-        assert ends.receive(v) == (v, v == 3, {"canary of": v})
+        assert ends.receive(v) == Staged(v, v == 3, v == 3, {"canary of": v})
     assert ends.swap() is None
     ends.close()
     assert ends.links[0].forward[-1].kind == Kind.CLOSE
@@ -461,32 +472,28 @@ def test_a_version_that_never_begins_is_named_by_the_sender_that_runs_out_of_slo
 
 
 class Untaken:
-    """A publisher whose generators never take anything. staged, canaries: versions of which these
-    were made.
+    """A sender whose generators never take anything. staged, canaries: versions of which these were
+    made.
     """
 
     def __init__(self, timeout_s):
         self.control, self.staged, self.canaries = alone(), [], []
-        self.buckets = tuple(
-            buckets_of(make_plan(CONFIG, PARAMETERS, Source(), Destination()).pieces(0, 0), BUCKET)
-        )
-        slots = Slots([torch.zeros(size_of(self.buckets), dtype=torch.uint8) for _ in range(2)])
-        out = Outgoing(SpyLink(), 0, 0, self.buckets)
-        self.publisher = Publisher(
-            "policy", slots, [out], len(self.buckets), self.control, timeout_s, COPIER
-        )
+        self.sender = WeightsSender(route_within(self.control, timeout_s=timeout_s))
+        self.sender.bind(CONFIG, list(parameters_of().items()))
+        self.fill = self.sender._staging.fill
+        self.sender._staging.fill = self.stage
+
+    def stage(self, slot, progress):
+        self.staged.append(self.version)
+        self.fill(slot, progress)
 
     def publish(self, version):
-        def stage(slot, progress):
-            self.staged.append(version)
-            for i in range(len(self.buckets)):
-                progress.mark(i)
-
         def canary():
             self.canaries.append(version)
             return {}
 
-        self.publisher.publish(version, stage, evaluate=False, must_differ=False, canary=canary)
+        self.version = version
+        self.sender.publish(version, must_differ=False, canary=canary)
 
 
 def test_generators_that_never_take_weights_are_named_within_the_deadline():
@@ -552,7 +559,10 @@ def test_one_changed_number_is_no_equal_payload():
                 slot[move.start : move.end] = part.view(torch.uint8)
             progress.mark(i)
 
-    ends.publishers[0].publish(1, stage, evaluate=False, must_differ=True, canary=dict)
+    queued = ends.publishers[0].enqueue(1, must_load=False, evaluate=False, must_differ=True)
+    stage(queued.data, queued.progress)
+    queued.staged.set()
+    queued.seal({})
     ends.staged(1)
     until(lambda: ends.publishers[0].committed_version == 1, ends.sending)
     assert changed == 1
@@ -590,7 +600,7 @@ def test_a_version_to_be_evaluated_is_not_overtaken():
     ends = Ends()
     ends.publish(0, evaluate=True), ends.publish(1)
     assert stays(ends, 0)
-    assert ends.swap() == (0, True, {"canary of": 0})
+    assert ends.swap() == Staged(0, True, True, {"canary of": 0})
     ends.staged(1)
     ends.publish(2)
     assert ends.receive(2).version == 2
@@ -701,18 +711,20 @@ def test_one_buffer_is_copied_out_at_a_swap():
     live = torch.zeros(ends.of.num_bytes, dtype=torch.uint8)
     buffers = set()
 
-    def take(buffer):
-        buffers.add(buffer.data_ptr())
-        live.copy_(buffer)
+    def swap():
+        with ends.subscriber.handover() as (staged, buffer):
+            buffers.add(buffer.data_ptr())
+            live.copy_(buffer)
+        return staged
 
     for v in range(0, 8, 2):
         ends.publish(v, evaluate=True)
         ends.publish(v + 1)  # waits for the only buffer
         ends.staged(v)
-        assert ends.subscriber.swap(take).version == v and torch.equal(live, bytes_of(v))
+        assert swap().version == v and torch.equal(live, bytes_of(v))
         ends.staged(v + 1)
         assert torch.equal(live, bytes_of(v))
-        assert ends.subscriber.swap(take).version == v + 1 and torch.equal(live, bytes_of(v + 1))
+        assert swap().version == v + 1 and torch.equal(live, bytes_of(v + 1))
     assert len(buffers) == 1
     ends.close()
 
@@ -733,10 +745,10 @@ class Follower:
             of,
             buffers,
             [Incoming(link, whole, "generator rank 0")],
-            control,
-            PATIENCE_S,
-            COPIER,
-            follower,
+            control=control,
+            timeout_s=PATIENCE_S,
+            copier=COPIER,
+            follower=follower,
         )
 
     swap, receive, live, staged = Ends.swap, Ends.receive, None, Ends.staged
@@ -748,8 +760,8 @@ class Follower:
     receiving = sending
 
 
-def hand_on(link, further=False) -> Outgoing:
-    """further: the receiver hands on too."""
+def forwarded(link, further=False) -> Outgoing:
+    """further: the receiver forwards them too."""
     return Outgoing(
         link,
         0,
@@ -763,16 +775,16 @@ def hand_on(link, further=False) -> Outgoing:
 @pytest.mark.parametrize("sources", [1, 3])
 def test_the_second_and_third_replica_get_everything_through_the_first(kind, sources):
     one, two, control = kind(), kind(), alone()
-    ends = Ends(*(kind() for _ in range(sources)), follower=hand_on(one, further=True))
-    second, third = Follower(one, control, hand_on(two)), Follower(two, control)
+    ends = Ends(*(kind() for _ in range(sources)), follower=forwarded(one, further=True))
+    second, third = Follower(one, control, forwarded(two)), Follower(two, control)
     for v in range(6):
         ends.publish(v, evaluate=v == 3)
         if v % 2:  # the order in which they swap does not matter
             ends.receive(v)
-        assert second.receive(v) == third.receive(v) == (v, v == 3, {"canary of": v})
+        assert second.receive(v) == third.receive(v) == Staged(v, v == 3, v == 3, {"canary of": v})
         if not v % 2:
             ends.receive(v)
-    assert len(hand_on(one).buckets) > 5
+    assert len(forwarded(one).buckets) > 5
     ends.close()
     until(lambda: one.forward[-1].kind == two.forward[-1].kind == Kind.CLOSE, control)
     second.subscriber.close(), third.subscriber.close()
@@ -789,7 +801,7 @@ def test_a_replica_that_comes_late_gets_the_version_that_was_swapped_in_meanwhil
             super().offer(slots, base)
 
     link, control = Late(), alone()
-    ends = Ends(kind(), follower=hand_on(link))
+    ends = Ends(kind(), follower=forwarded(link))
     second = Follower(link, control)
     ends.publish(0), ends.receive(0)
     ready.set()
@@ -802,7 +814,7 @@ def test_a_replica_that_comes_late_gets_the_version_that_was_swapped_in_meanwhil
 @LINKS
 def test_what_was_damaged_on_its_way_on_is_sent_again(kind):
     link, control = corrupting(kind, lambda start: start > 0, times=2), alone()
-    ends = Ends(kind(), follower=hand_on(link))
+    ends = Ends(kind(), follower=forwarded(link))
     second = Follower(link, control)
     for v in range(3):
         ends.publish(v), ends.receive(v), second.receive(v)
@@ -813,21 +825,21 @@ def test_what_was_damaged_on_its_way_on_is_sent_again(kind):
 
 def test_what_stays_damaged_on_its_way_on_names_the_replica_that_sent_it():
     link, control = corrupting(StreamLink, lambda start: True, times=10_000), alone()
-    ends = Ends(follower=hand_on(link))
+    ends = Ends(follower=forwarded(link))
     second = Follower(link, control)
     ends.publish(0), ends.receive(0)
     with pytest.raises(
         WeightsError, match=r"from generator rank 0: buckets \[0, .* of version 0 .* 3 times"
     ):
         raise failure_of(control)
-    with pytest.raises(WeightsError, match="handed on by rank 0"):
+    with pytest.raises(WeightsError, match="forwarded by rank 0"):
         raise failure_of(ends.receiving)
     assert second.swap() is None
 
 
 def test_a_replica_that_evaluates_holds_nobody_up_but_its_own_next_version():
     link, control = SpyLink(), alone()
-    ends = Ends(follower=hand_on(link))
+    ends = Ends(follower=forwarded(link))
     second = Follower(link, control)
     ends.publish(0, evaluate=True), ends.receive(0)
     second.staged(0)
@@ -948,7 +960,7 @@ def test_a_transport_that_can_is_taken_as_asked(asked, pair):
     assert chosen(pair, (pair[0], pair[0]), asked=asked) == [asked, "local"]
 
 
-def test_what_a_replica_hands_on_lies_in_its_own_memory_so_it_goes_by_gloo_on_one_host_too():
+def test_what_a_replica_forwards_lies_in_its_own_memory_so_it_goes_by_gloo_on_one_host_too():
     far = [CPU[0], RankInfo(1, "host b", None), RankInfo(2, "host b", None)]
     route = WeightsRoute(
         "policy",
@@ -958,16 +970,16 @@ def test_what_a_replica_hands_on_lies_in_its_own_memory_so_it_goes_by_gloo_on_on
         destination=Destination(1, 2),
         dtype=torch.float32,
         quantize="none",
-        keep=(),
+        exclude=(),
         transport="auto",
-        ends=far,
+        ranks=far,
         group=None,
         device_group=None,
         control=Control(None, rank=1, world_size=3, leader=0, names=["a", "b", "c"]),
         timeout_s=PATIENCE_S,
     )
     assert route.plan(CONFIG).follower(0) == 1
-    assert route.link(0, sending=False).transport == route.link(2, sending=True).transport == "gloo"
+    assert route.link_from(0).transport == route.link_to(2).transport == "gloo"
 
 
 @pytest.mark.parametrize("on_host, transport", [(False, "cuda_ipc"), (True, "shm")])
@@ -982,27 +994,26 @@ def test_weights_that_are_staged_on_the_host_of_two_gpus_do_not_travel_between_d
         destination=Destination(),
         dtype=torch.float32,
         quantize="none",
-        keep=(),
+        exclude=(),
         transport="auto",
         on_host=on_host,
-        ends=GPU[:2],
+        ranks=GPU[:2],
         group=None,
         device_group=None,
         control=Control(None, rank=0, world_size=2, leader=0, names=["a", "b"]),
         timeout_s=PATIENCE_S,
     )
-    assert route.link(1, sending=True).transport == transport and route.on_device is not on_host
+    assert route.link_to(1).transport == transport and route.on_device is not on_host
 
 
 # --- the bound ends ---
 
 
-def bound(trainer, generator, *, dtype=torch.float32, quantize="none", keep=()):
-    """Sender and receiver of one process, where the trainer's parameters are `trainer` and the
-    generator's `generator`.
-    """
-    control = alone()
-    route = WeightsRoute(
+def route_within(
+    control, *, dtype=torch.float32, quantize="none", exclude=(), timeout_s=PATIENCE_S
+):
+    """The route from a process to itself."""
+    return WeightsRoute(
         "policy",
         sources=(0,),
         destinations=(0,),
@@ -1010,14 +1021,22 @@ def bound(trainer, generator, *, dtype=torch.float32, quantize="none", keep=()):
         destination=Destination(),
         dtype=dtype,
         quantize=quantize,
-        keep=keep,
+        exclude=exclude,
         transport="auto",
-        ends=[CPU[0]],
+        ranks=[CPU[0]],
         group=None,
         device_group=None,
         control=control,
-        timeout_s=PATIENCE_S,
+        timeout_s=timeout_s,
     )
+
+
+def bound(trainer, generator, **what_travels):
+    """Sender and receiver of one process, where the trainer's parameters are `trainer` and the
+    generator's `generator`.
+    """
+    control = alone()
+    route = route_within(control, **what_travels)
     sender, receiver = WeightsSender(route), WeightsReceiver(route)
     sender.bind(CONFIG, list(trainer.items()))
     receiver.bind(CONFIG, list(generator.items()))
@@ -1029,8 +1048,8 @@ def parameters_of(version=0, dtype=torch.float32):
 
 
 def synced(sender, receiver, control, version):
-    sender.publish(version, evaluate=False, must_differ=True, canary=lambda: {"v": version})
-    assert until(receiver.swap, control) == (version, False, {"v": version})
+    sender.publish(version, must_differ=True, canary=lambda: {"v": version})
+    assert until(receiver.swap, control) == Staged(version, canary={"v": version})
 
 
 def test_parameters_arrive_in_the_generators_dtype_and_follow_the_trainer():
@@ -1051,15 +1070,15 @@ def test_parameters_arrive_in_the_generators_dtype_and_follow_the_trainer():
 
 @pytest.mark.parametrize("quantize", ["fp8", "int8"])
 def test_quantised_weights_arrive_as_quantising_the_whole_makes_them(quantize):
-    keep = ("layers.1.mlp.down_proj",)
-    travels = parameters_to_send(CONFIG, torch.bfloat16, QUANTIZED[quantize], keep)
+    exclude = ("layers.1.mlp.down_proj",)
+    travels = parameters_to_send(CONFIG, torch.bfloat16, QUANTIZED[quantize], exclude)
     trainer = parameters_of()
     generator = {
         p.name: torch.nn.Parameter(torch.zeros(p.shape, dtype=p.dtype), requires_grad=False)
         for p in travels
     }
     sender, receiver, control = bound(
-        trainer, generator, dtype=torch.bfloat16, quantize=quantize, keep=keep
+        trainer, generator, dtype=torch.bfloat16, quantize=quantize, exclude=exclude
     )
     synced(sender, receiver, control, 1)
     for name, p in trainer.items():

@@ -426,7 +426,7 @@ def test_quantised_weights_travel_as_a_byte_and_a_scale_a_row():
     config = config_of(layers=1, bias=True)
     parameters = {
         p.name: p
-        for p in parameters_to_send(config, torch.bfloat16, FP8, keep=("down_proj", "lm_head"))
+        for p in parameters_to_send(config, torch.bfloat16, FP8, exclude=("down_proj", "lm_head"))
     }
     assert parameters["model.layers.0.self_attn.q_proj.weight"] == Parameter(
         "model.layers.0.self_attn.q_proj.weight", (24, 10), FP8

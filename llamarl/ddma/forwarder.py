@@ -1,0 +1,101 @@
+"""Forwarder: sends on what a generator rank receives, to the same part of another replica."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+
+from torch import Tensor
+
+from llamarl.comm.control import Control
+from llamarl.ddma.copies import Copier
+from llamarl.ddma.links import Header, Kind, Slots
+from llamarl.ddma.payload import Assembly, Bucket, Progress
+from llamarl.ddma.protocol import Outgoing, QueuedVersion, send_version, work_behind_the_model
+from llamarl.errors import PeerDied, WeightsError
+
+
+class Forwarder:
+    """Sends each version out of the receiver's own buffers, in a thread of its own.
+
+    A bucket goes as soon as it is known to be right, and so before the version is whole. arriving:
+    what each of the receiver's links carries; on_sent() is called when the other replica has a
+    version, and its buffer may be written again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        out: Outgoing,
+        buffers: list[Tensor],
+        *,
+        arriving: list[tuple[Bucket, ...]],
+        control: Control,
+        copier: Copier,
+        on_sent: Callable[[], None],
+    ):
+        self._where = f"weights {name!r} forwarded by rank {control.rank}"
+        self._out = out
+        self._buffers = buffers
+        self._control = control
+        self._copier = copier
+        self._on_sent = on_sent
+        self._progress = Progress(len(out.buckets))
+        self._assembly = Assembly(arriving, out.buckets)
+        self._versions: queue.Queue[QueuedVersion | None] = queue.Queue()
+        self._current: QueuedVersion | None = None
+        self._closing = False
+        control.thread(f"forward-{name}", self._run)
+
+    def begin(self, version: int, buffer: int, *, must_load: bool, evaluate: bool) -> None:
+        """A version begins to come into the buffer with this number. The last one has been sent."""
+        self._progress.reset()
+        self._assembly.reset()
+        self._current = QueuedVersion(
+            version=version,
+            must_load=must_load,
+            evaluate=evaluate,
+            slot=buffer,
+            data=self._buffers[buffer],
+            progress=self._progress,
+        )
+        self._versions.put(self._current)
+
+    def arrived(self, link: int, bucket: int) -> None:
+        """A bucket of this link of the receiver's is in its place, and right."""
+        self._assembly.arrived(link, bucket, self._progress)
+
+    def seal(self, canary: dict) -> None:
+        """The version is whole, and ends with this canary."""
+        self._current.seal(canary)
+
+    def end(self) -> None:
+        """No more versions come."""
+        self._versions.put(None)
+
+    def close(self) -> None:
+        """Wait for nothing any longer, and end."""
+        self._closing = True
+        self._versions.put(None)
+        self._progress.close()
+        if self._current is not None:
+            self._current.seal({})
+
+    def _run(self) -> None:
+        try:
+            work_behind_the_model(self._buffers[0].device)
+            self._out.link.offer(Slots(self._buffers))
+            while True:
+                queued = self._versions.get()
+                if queued is None:
+                    break
+                send_version([self._out], queued, self._copier)
+                self._on_sent()
+            self._out.link.send(Header(Kind.CLOSE))
+        except WeightsError as error:
+            raise WeightsError(f"{self._where}: {error}") from error
+        except PeerDied as error:
+            if not self._closing:
+                raise PeerDied(
+                    f"{self._where}: {self._control.gone(error)}", error.ranks
+                ) from error

@@ -1,0 +1,216 @@
+"""How a version of the weights crosses a link: what sender and receiver say to each other.
+
+    WeightsSender (trainer rank)                   WeightsReceiver (generator rank)
+    publish(v): copy own shard into a free slot,
+    which is the only stall
+      thread:                                        a thread a link:
+        BEGIN v, slot                       ----->     claim the idle buffer for v
+        the bytes, where they are sent      ----->     copy or receive them as they are staged,
+        digest them too                                digest what arrived
+        END, digests, canary                ----->     compare
+                                            <-----     VERDICT: what is wrong (BEGIN again, with it)
+      all links agree:                               all links whole:
+        v is committed there, the slot free            v is staged, and swapped between two chunks
+
+    thread       consumes           waits for                       unblocked by
+    publisher    queued versions    each link's verdict             the link reader; its death
+    link reader  headers            the last staged version's swap  swap(); skip(), where it must
+                                                                    not be overtaken
+    forwarder    a claimed version  the next whole bucket           the link readers
+
+Two slots at the source. At the destination one idle buffer beside the live weights: on a CPU they
+change places at a swap, on a GPU the idle one is copied over the live one. A reader never sees a
+half-written version.
+
+A replica that others depend on forwards each bucket as soon as it is whole (Plan's chain).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from llamarl.ddma.copies import Copier
+from llamarl.ddma.links import Header, Kind, LocalLink
+from llamarl.ddma.payload import Bucket, Progress, size_of
+from llamarl.errors import WeightsError
+
+MAX_RETRIES = 3
+NICENESS = 10  # of threads that work behind the model: a tenth of a core that both want
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A link as its sender sees it, and which of the sender's bytes it carries.
+
+    Links with an equal base carry the same bytes, to several replicas.
+    """
+
+    link: LocalLink
+    base: int  # where this link's bytes begin in the sender's slots
+    first_bucket: int  # the number of this link's first bucket among the sender's
+    buckets: tuple[Bucket, ...]
+    # The receiver forwards each bucket as soon as it is right: it is told digests one by one.
+    is_forwarded: bool = False
+
+
+@dataclass(slots=True)
+class QueuedVersion:
+    """A version that is to be sent: what it is, and where it lies.
+
+    It may be queued before its bytes are there. `progress` says which of its buckets are whole,
+    `staged` that all are, and `seal` gives the canary, which is sent last.
+    """
+
+    version: int
+    must_load: bool  # no newer version may take its place before the receiver has loaded it
+    evaluate: bool  # the receiver evaluates it
+    slot: int
+    data: Tensor  # [bytes] uint8: the slot's content
+    progress: Progress
+    must_differ: bool = False  # from the version before: else the optimizer's step was lost
+    staged: threading.Event = field(default_factory=threading.Event)
+    _sealed: threading.Event = field(default_factory=threading.Event)
+    _canary: dict = field(default_factory=dict)
+
+    def seal(self, canary: dict) -> None:
+        """Let the version end with this canary. Only the first call counts."""
+        if not self._sealed.is_set():
+            self._canary = canary
+            self._sealed.set()
+
+    def wait_for_canary(self) -> dict:
+        """The canary, once there is one."""
+        self._sealed.wait()
+        return self._canary
+
+    def wait_for_bucket(self, number: int) -> None:
+        """Returns once the bucket is whole. WeightsError if it never will be."""
+        if not self.progress.wait(number):
+            raise WeightsError(f"version {self.version} was given up: its sender is closing")
+
+
+# A link, and those of its buckets that its receiver still needs.
+_Wanted = list[tuple[Outgoing, list[int]]]
+
+
+def send_version(
+    links: list[Outgoing], queued: QueuedVersion, copier: Copier, *, while_staging: bool = False
+) -> dict[int, int]:
+    """Send a version as it becomes whole, until every receiver has it.
+
+    while_staging: receivers that read this memory begin before all is staged, as its counter goes
+    up. Else they begin when all is whole. Bytes that are sent go bucket by bucket either way.
+    Returns bucket number -> digest. WeightsError after MAX_RETRIES damaged deliveries.
+    """
+    digests: dict[int, int] = {}
+    wanted: _Wanted = [(out, list(range(len(out.buckets)))) for out in links]
+    is_read_here = not all(out.link.streams for out in links)
+    if is_read_here and not while_staging:
+        for out in links:
+            for index in range(len(out.buckets)):
+                queued.wait_for_bucket(out.first_bucket + index)
+    for attempt in range(MAX_RETRIES):
+        _begin(wanted, queued, attempt, is_staging=while_staging and attempt == 0)
+        if is_read_here and while_staging:
+            queued.staged.wait()  # the digests would share the core with the staging
+        _send_buckets(wanted, queued, digests, copier)
+        _end(wanted, queued, digests, attempt)
+        verdicts = [(out, _verdict(out.link, queued.version, attempt)) for out, _ in wanted]
+        wanted = [(out, wrong) for out, wrong in verdicts if wrong]
+        if not wanted:
+            return digests
+    damaged = " and ".join(str(indices) for _, indices in wanted)
+    raise WeightsError(
+        f"buckets {damaged} of version {queued.version} were absent or damaged {MAX_RETRIES} times"
+    )
+
+
+def _begin(wanted: _Wanted, queued: QueuedVersion, attempt: int, *, is_staging: bool) -> None:
+    """Tell each receiver which buckets come, where they lie, and what the version is for."""
+    for out, indices in wanted:
+        more = {
+            "slot": queued.slot,
+            "must_load": queued.must_load,
+            "evaluate": queued.evaluate,
+            "staging": is_staging,
+            "attempt": attempt,
+            "buckets": indices,
+            "first": out.first_bucket,
+        }
+        out.link.send(Header(Kind.BEGIN, queued.version, more))
+
+
+def _end(wanted: _Wanted, queued: QueuedVersion, digests: dict[int, int], attempt: int) -> None:
+    """Tell each receiver the digests of what came, and the canary."""
+    canary = queued.wait_for_canary()
+    for out, indices in wanted:
+        of_link = [digests[out.first_bucket + index] for index in indices]
+        more = {"digests": of_link, "canary": canary, "attempt": attempt}
+        out.link.send(Header(Kind.END, queued.version, more))
+
+
+def _verdict(link: LocalLink, version: int, attempt: int) -> list[int]:
+    """The buckets that the receiver says are wrong."""
+    while True:
+        header = link.recv(at_receiver=False)
+        is_answer = header.kind == Kind.VERDICT and header.version == version
+        if is_answer and header.more["attempt"] == attempt:
+            return header.more["wrong"]
+
+
+def _send_buckets(
+    wanted: _Wanted, queued: QueuedVersion, digests: dict[int, int], copier: Copier
+) -> None:
+    """Send buckets in turns over all links, so that none waits for another's last one."""
+    sent: list[Callable[[], None]] = []
+    longest = max((len(indices) for _, indices in wanted), default=0)
+    for place in range(longest):
+        for out, indices in wanted:
+            if place < len(indices):
+                sent += _send_bucket(out, indices[place], queued, digests, copier)
+    for wait_until_gone in sent:
+        wait_until_gone()
+
+
+def _send_bucket(
+    out: Outgoing, index: int, queued: QueuedVersion, digests: dict[int, int], copier: Copier
+) -> list[Callable[[], None]]:
+    """Send a bucket once it is whole and, while it travels, digest it unless its copying did.
+
+    Returns what waits until it has gone.
+    """
+    number = out.first_bucket + index
+    bucket = out.buckets[index]
+    queued.wait_for_bucket(number)
+    flat = queued.data[out.base : out.base + size_of(out.buckets)]
+    sent = []
+    if out.link.streams:
+        sent.append(out.link.send_bytes(flat[bucket.start : bucket.end]))
+    if number not in digests:
+        known = queued.progress.digest(number)
+        digests[number] = bucket.digest(flat, copier) if known is None else known
+    if out.link.streams and out.is_forwarded:
+        sent.append(out.link.send_digest(digests[number]))
+    return sent
+
+
+def lower_priority() -> None:
+    """Let this thread, and those that it starts, run behind the model's where cores are few."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    except (OSError, AttributeError):
+        pass  # no such thing on this system: all threads are equal
+
+
+def work_behind_the_model(device: torch.device) -> None:
+    """Lower this thread's priority, and keep its copies out of the queue of the model's kernels."""
+    lower_priority()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))

@@ -1,0 +1,574 @@
+"""WeightsReceiver: the generator rank's end of a Weights channel.
+
+    receiver.bind(config, named_parameters)   # once
+    staged = receiver.swap()                  # between two chunks: a new version, or None
+
+llamarl.ddma.protocol says how a version travels.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from llamarl.comm.control import Control
+from llamarl.ddma.copies import Copier
+from llamarl.ddma.forwarder import Forwarder
+from llamarl.ddma.layout import FUSED, Buffer, buffer_of
+from llamarl.ddma.links import Header, Kind, LocalLink
+from llamarl.ddma.payload import Bucket, Target, buckets_of, buckets_of_buffer
+from llamarl.ddma.plan import Plan
+from llamarl.ddma.protocol import MAX_RETRIES, Outgoing, work_behind_the_model
+from llamarl.ddma.route import WeightsRoute
+from llamarl.errors import LinkTimeout, PeerDied, WeightsError
+from llamarl.models.config import ModelConfig
+
+# Buckets that may arrive before the thread of their link, which works behind the model, comes to
+# look at them.
+AHEAD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A whole, verified version that waits for `swap`."""
+
+    version: int
+    must_load: bool = False  # no newer version may take its place
+    evaluate: bool = False  # it is to be evaluated once it is loaded
+    canary: dict = field(default_factory=dict)  # what the sender lets the receiver check it with
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A link as its receiver sees it, what it carries, and who sends it."""
+
+    link: LocalLink
+    buckets: tuple[Bucket, ...]
+    sender: str  # for errors: "trainer rank 0"
+
+
+class WeightsReceiver:
+    """The generator rank's end."""
+
+    def __init__(self, route: WeightsRoute):
+        self._route = route
+        self._subscriber: Subscriber | None = None
+
+    def bind(self, config: ModelConfig, parameters: list[tuple[str, nn.Parameter]]) -> None:
+        """Receive into these parameters from now on.
+
+        They are this rank's parts, in the dtype that travels, or several of them in one
+        (layout.FUSED). WeightsError if one has another shape or dtype than what will come.
+        """
+        route = self._route
+        plan = route.plan(config)
+        t = route.destinations.index(route.control.rank) % route.destination.tp
+        fuse = any(group in name for group in FUSED for name, _ in parameters)
+        of = buffer_of(config, plan.parameters, route.destination, t, fuse=fuse)
+        buffers = self._make_buffers(of.num_bytes, parameters[0][1].device)
+        self._parameters = [parameter for _, parameter in parameters]
+        self._views = {flat.data_ptr(): _views_of(flat, of, parameters) for flat in buffers}
+        whole = tuple(buckets_of_buffer(of, route.bucket_bytes))
+        self._subscriber = Subscriber(
+            route.name,
+            of,
+            buffers,
+            self._incoming(plan, whole),
+            control=route.control,
+            timeout_s=route.timeout_s,
+            copier=route.copier,
+            follower=self._follower(plan, whole),
+            in_order=route.destination.tp > 1,
+        )
+
+    def _make_buffers(self, num_bytes: int, device: torch.device) -> list[Tensor]:
+        """Two that change places; or one where graphs hold the parameters' addresses, on a GPU, and
+        weights are copied over.
+        """
+        self._exchange = device.type == "cpu"
+        if self._route.on_device:
+            where = {"dtype": torch.uint8, "device": device}
+        else:
+            where = {"dtype": torch.uint8, "pin_memory": device.type == "cuda"}
+        count = 2 if self._exchange else 1
+        return [torch.zeros(num_bytes, **where) for _ in range(count)]
+
+    def _incoming(self, plan: Plan, whole: tuple[Bucket, ...]) -> list[Incoming]:
+        """The links from all that send to this rank: trainer ranks, or another generator rank."""
+        route = self._route
+        me = route.destinations.index(route.control.rank)
+        feeders, upstream = plan.feeders(me)
+        if upstream is not None:
+            peer = route.destinations[upstream]
+            return [Incoming(route.link_from(peer), whole, f"generator rank {peer}")]
+        links = []
+        for source in feeders:
+            peer = route.sources[source]
+            pieces = plan.pieces(source, me % route.destination.tp)
+            buckets = tuple(buckets_of(pieces, route.bucket_bytes))
+            links.append(Incoming(route.link_from(peer), buckets, f"trainer rank {peer}"))
+        return links
+
+    def _follower(self, plan: Plan, whole: tuple[Bucket, ...]) -> Outgoing | None:
+        """The link to the replica that this one forwards its weights to."""
+        route = self._route
+        after = plan.follower(route.destinations.index(route.control.rank))
+        if after is None:
+            return None
+        return Outgoing(
+            link=route.link_to(route.destinations[after]),
+            base=0,
+            first_bucket=0,
+            buckets=whole,
+            is_forwarded=plan.follower(after) is not None,
+        )
+
+    @property
+    def staged(self) -> Staged | None:
+        """What `swap` would bring in, or None."""
+        return self._subscriber.staged
+
+    @property
+    def overtakable(self) -> bool:
+        """Whether a newer version waits for the place of the staged one, which may be skipped."""
+        return self._subscriber.overtakable
+
+    def skip(self, version: int) -> None:
+        """Let go of the staged version, if it is this one, for a newer one to come."""
+        self._subscriber.skip(version)
+
+    @torch.no_grad()
+    def swap(self) -> Staged | None:
+        """Put the staged version in place, if there is one, and return it.
+
+        On a CPU that is an exchange of pointers, on a GPU one copy.
+        """
+        with self._subscriber.handover() as (staged, buffer):
+            if staged is not None:
+                self._put_in_place(buffer)
+        return staged
+
+    def _put_in_place(self, buffer: Tensor) -> None:
+        views = self._views[buffer.data_ptr()]
+        if self._exchange:
+            for parameter, view in zip(self._parameters, views):
+                parameter.data = view
+        else:
+            torch._foreach_copy_(self._parameters, views, non_blocking=True)
+            torch.cuda.current_stream().synchronize()  # then the buffer may be written again
+
+    def close(self) -> None:
+        """Close once: its executor does so at its end, and the controller whatever happens."""
+        subscriber = self._subscriber
+        self._subscriber = None
+        if subscriber is not None:
+            subscriber.close()
+
+
+def _views_of(flat: Tensor, of: Buffer, parameters: list[tuple[str, nn.Parameter]]) -> list[Tensor]:
+    """The typed view of each parameter in a buffer [bytes] uint8. WeightsError (see bind)."""
+    views = []
+    for name, parameter in parameters:
+        members = [of.held[n] for n in of.fused.get(name, (name,)) if n in of.held]
+        if not members:
+            raise WeightsError(
+                f"{name}: the generator's model has it, the trainer's weights do not"
+            )
+        first = members[0]
+        dtype = first.parameter.dtype
+        rows = sum(held.box.lengths[0] for held in members)
+        shape = (rows, *first.box.lengths[1:])
+        if parameter.dtype != dtype or tuple(parameter.shape) != shape:
+            raise WeightsError(
+                f"{name}: the generator holds {tuple(parameter.shape)} {parameter.dtype}, "
+                f"{shape} {dtype} would come"
+            )
+        size = sum(held.num_bytes for held in members)
+        views.append(flat[first.start : first.start + size].view(dtype).view(shape))
+    return views
+
+
+class Subscriber:
+    """Receives into the idle buffer, with a thread a link, and hands it over at a swap.
+
+    buffers: [bytes] uint8, two that change places at a swap, or one whose content the caller copies
+    out. follower: the link to the replica that this one forwards its weights to. in_order: no
+    version is overtaken by a newer one before `skip` says so; ranks that share a copy of the model
+    need that, to take the same ones.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        of: Buffer,
+        buffers: list[Tensor],
+        links: list[Incoming],
+        *,
+        control: Control,
+        timeout_s: float,
+        copier: Copier,
+        follower: Outgoing | None = None,
+        in_order: bool = False,
+    ):
+        self._in_order = in_order
+        self._buffers = buffers
+        self._idle = 0  # the buffer that is not live
+        self._state = threading.Condition()
+        self._staged: Staged | None = None
+        self._receiving: int | None = None  # the version that the idle buffer is claimed for
+        self._num_links = len(links)
+        self._missing: set[int] = set()  # links that have not brought their part of it
+        self._newest = -1  # version that began to come; the idle buffer may not be its yet
+        self._closing = False
+        self._is_forwarding = False  # the version in the idle buffer, or in what is live by now
+        self._forwarder: Forwarder | None = None
+        if follower is not None:
+            self._forwarder = Forwarder(
+                name,
+                follower,
+                buffers,
+                arriving=[incoming.buckets for incoming in links],
+                control=control,
+                copier=copier,
+                on_sent=self._forwarded,
+            )
+        self._threads = []
+        for index, incoming in enumerate(links):
+            targets = []
+            for flat in buffers:
+                targets.append([Target(bucket, of, flat) for bucket in incoming.buckets])
+            reader = _LinkReader(
+                self,
+                name,
+                index,
+                incoming,
+                targets=targets,
+                device=buffers[0].device,
+                control=control,
+                timeout_s=timeout_s,
+                copier=copier,
+            )
+            self._threads.append(control.thread(f"subscribe-{name}-{index}", reader.run))
+
+    @property
+    def staged(self) -> Staged | None:
+        """The version that waits for a swap, or None."""
+        return self._staged
+
+    @property
+    def overtakable(self) -> bool:
+        """Whether a newer version waits for the place of the staged one, which may be skipped."""
+        staged = self._staged
+        return staged is not None and not staged.must_load and self._newest > staged.version
+
+    def skip(self, version: int) -> None:
+        """Let go of the staged version, if it is this one, for a newer one to come."""
+        with self._state:
+            if self._staged is not None and self._staged.version == version:
+                self._staged = None
+                self._state.notify_all()
+
+    @contextmanager
+    def handover(self) -> Iterator[tuple[Staged | None, Tensor]]:
+        """The staged version and its buffer, which is the live one afterwards; None if none waits.
+
+        With two buffers it stays valid until the next swap; with one, it must be copied out inside.
+        """
+        with self._state:
+            staged = self._staged
+            yield staged, self._buffers[self._idle]
+            if staged is not None:
+                self._idle = (self._idle + 1) % len(self._buffers)
+                self._staged = None
+                self._state.notify_all()
+
+    # -- for the links' threads
+
+    @property
+    def idle(self) -> int:
+        """The number of the buffer to receive into, for who has claimed it."""
+        return self._idle
+
+    @property
+    def forwarder(self) -> Forwarder | None:
+        """Who is to be told of buckets that have arrived."""
+        return self._forwarder
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether a peer that is gone is no loss any more."""
+        return self._closing
+
+    def claim(self, version: int, *, must_load: bool, evaluate: bool) -> bool:
+        """Wait until the idle buffer is this version's. False when closing.
+
+        A staged version is dropped for it, unless that must be loaded or this is in order.
+        """
+        with self._state:
+            self._newest = max(self._newest, version)
+            self._state.wait_for(
+                lambda: self._closing or self._receiving == version or self._is_free()
+            )
+            if self._closing:
+                return False
+            if self._receiving is None:
+                self._staged = None
+                self._receiving = version
+                self._missing = set(range(self._num_links))
+                if self._forwarder is not None:
+                    self._is_forwarding = True
+                    self._forwarder.begin(
+                        version, self._idle, must_load=must_load, evaluate=evaluate
+                    )
+            return True
+
+    def _is_free(self) -> bool:
+        """Whether the idle buffer may be written, by a version that nobody has claimed it for."""
+        if self._receiving is not None or self._is_forwarding:
+            return False
+        return self._staged is None or not (self._staged.must_load or self._in_order)
+
+    def complete(self, link: int, whole: Staged) -> None:
+        """A link has brought its part of a version, which is staged when all links have."""
+        with self._state:
+            self._missing.discard(link)
+            if not self._missing:
+                self._staged = whole
+                self._receiving = None
+                if self._forwarder is not None:
+                    self._forwarder.seal(whole.canary)
+                self._state.notify_all()
+
+    def _forwarded(self) -> None:
+        with self._state:
+            self._is_forwarding = False
+            self._state.notify_all()
+
+    def close(self) -> None:
+        """End the threads. Waits a little, not for a peer that is gone."""
+        with self._state:
+            self._closing = True
+            self._state.notify_all()
+        if self._forwarder is not None:
+            self._forwarder.close()
+        for thread in self._threads:
+            thread.join(timeout=2)
+
+
+@dataclass(slots=True)
+class _Part:
+    """What has come of one link's part of a version."""
+
+    wanted: set[int]  # buckets that are not known to be right
+    version: int | None = None  # once it has begun to come
+    begin: dict = field(default_factory=lambda: {"attempt": -1})  # what its last BEGIN said
+    found: dict[int, int] = field(default_factory=dict)  # bucket -> its digest as it lies here
+    answered: int = -1  # the last attempt that was given a verdict
+
+
+class _LinkReader:
+    """Receives one link's part of every version.
+
+    targets: of each of the subscriber's buffers, where the link's buckets go in it.
+    """
+
+    def __init__(
+        self,
+        subscriber: Subscriber,
+        name: str,
+        index: int,
+        incoming: Incoming,
+        *,
+        targets: list[list[Target]],
+        device: torch.device,
+        control: Control,
+        timeout_s: float,
+        copier: Copier,
+    ):
+        self._subscriber = subscriber
+        self._where = f"weights {name!r} on rank {control.rank}, from {incoming.sender}"
+        self._index = index
+        self._link = incoming.link
+        self._buckets = incoming.buckets
+        self._targets = targets
+        self._device = device
+        self._control = control
+        self._timeout_s = timeout_s
+        self._copier = copier
+        self._completed = -1  # the last version that this link has brought its part of
+        self._scratches: dict[int, Tensor] = {}
+
+    def run(self) -> None:
+        """Receive until the sender closes, which the thread is for."""
+        try:
+            work_behind_the_model(self._device)
+            self._link.accept()
+            while self._receive_version():
+                self._control.wake()
+        except WeightsError as error:
+            raise WeightsError(
+                f"{self._where}: {error}; the version in use is unchanged"
+            ) from error
+        except PeerDied as error:
+            if not self._subscriber.is_closing:
+                raise PeerDied(
+                    f"{self._where}: {self._control.gone(error)}", error.ranks
+                ) from error
+
+    def _receive_version(self) -> bool:
+        """Receive this link's part of one version. False when the sender closes.
+
+        Headers of versions that are done with, and those that come twice, are passed over.
+        """
+        part = _Part(wanted=set(range(len(self._buckets))))
+        while True:
+            header = self._next_header(part)
+            if header.kind == Kind.CLOSE:
+                return self._end()
+            if header.version <= self._completed or part.version not in (None, header.version):
+                continue
+            attempt = header.more["attempt"]
+            if header.kind == Kind.BEGIN and attempt > part.begin["attempt"]:
+                if part.version is None and not self._claim(header):
+                    return self._end()
+                part.version = header.version
+                part.begin = header.more
+                part.found = self._receive_buckets(part)
+            elif header.kind == Kind.END and attempt > part.answered:
+                self._give_verdict(part, header)
+                if not part.wanted:
+                    self._complete(part, header)
+                    return True
+
+    def _next_header(self, part: _Part) -> Header:
+        """Waits without end for a new version, and up to timeout_s within one."""
+        timeout_s = None if part.version is None else self._timeout_s
+        try:
+            return self._link.recv(timeout_s=timeout_s)
+        except LinkTimeout as error:
+            raise self._stopped(part, sorted(part.wanted), error) from error
+
+    def _stopped(self, part: _Part, missing: list[int], error: LinkTimeout) -> WeightsError:
+        return WeightsError(
+            f"version {part.version} stopped on its way with buckets {missing} of "
+            f"{len(self._buckets)} to come: {error}"
+        )
+
+    def _claim(self, header: Header) -> bool:
+        """Wait for the idle buffer. False when closing."""
+        return self._subscriber.claim(
+            header.version,
+            must_load=header.more["must_load"],
+            evaluate=header.more["evaluate"],
+        )
+
+    def _end(self) -> bool:
+        """No more versions come."""
+        if self._subscriber.forwarder is not None and self._index == 0:
+            self._subscriber.forwarder.end()
+        return False
+
+    def _give_verdict(self, part: _Part, header: Header) -> None:
+        """Compare with the digests that END says, and tell the sender which buckets are wrong.
+
+        WeightsError if some still are at the last attempt.
+        """
+        attempt = header.more["attempt"]
+        part.answered = attempt
+        right = set()
+        if attempt == part.begin["attempt"]:  # else this delivery's BEGIN was lost
+            for i, digest in zip(part.begin["buckets"], header.more["digests"]):
+                if part.found.get(i) == digest:
+                    right.add(i)
+        right &= part.wanted
+        part.wanted -= right
+        if self._subscriber.forwarder is not None and not self._link.streams:
+            for i in right:
+                self._subscriber.forwarder.arrived(self._index, i)
+        verdict = {"wrong": sorted(part.wanted), "attempt": attempt}
+        self._link.send(Header(Kind.VERDICT, header.version, verdict), to_receiver=False)
+        if part.wanted and attempt == MAX_RETRIES - 1:
+            raise WeightsError(
+                f"buckets {sorted(part.wanted)} of version {header.version} were absent or damaged "
+                f"{MAX_RETRIES} times"
+            )
+
+    def _complete(self, part: _Part, header: Header) -> None:
+        self._completed = part.version
+        whole = Staged(
+            version=part.version,
+            must_load=part.begin["must_load"],
+            evaluate=part.begin["evaluate"],
+            canary=header.more["canary"],
+        )
+        self._subscriber.complete(self._index, whole)
+
+    def _receive_buckets(self, part: _Part) -> dict[int, int]:
+        """Copy or receive a delivery's buckets into the idle buffer.
+
+        Returns the digest of each as it lies there.
+        """
+        order = part.begin["buckets"]
+        targets = self._targets[self._subscriber.idle]
+        found: dict[int, int] = {}
+        coming: list[_Coming] = []
+        for n, i in enumerate(order):
+            while len(coming) < min(n + AHEAD, len(order)):
+                coming.append(self._begin_bucket(part, len(coming), targets))
+            try:
+                data = coming[n].bytes(self._timeout_s)
+            except LinkTimeout as error:
+                raise self._stopped(part, order[n:], error) from error
+            found[i] = targets[i].write(data, self._copier)
+            if n > 0:  # a digest comes behind the bucket after its own
+                self._forward_if_right(order[n - 1], coming[n - 1], found)
+        if order:
+            self._forward_if_right(order[-1], coming[-1], found)
+        return found
+
+    def _begin_bucket(self, part: _Part, n: int, targets: list[Target]) -> _Coming:
+        """Begin to get the n-th bucket of a delivery."""
+        i = part.begin["buckets"][n]
+        bucket = self._buckets[i]
+        place = None
+        if self._link.streams:
+            place = targets[i].in_place
+            if place is None:
+                place = self._scratch(n % AHEAD, bucket.num_bytes)
+        data = self._link.fetch(
+            part.begin["slot"],
+            bucket.start,
+            bucket.num_bytes,
+            scratch=place,
+            staged=part.begin["first"] + i + 1 if part.begin["staging"] else 0,
+        )
+        is_told_digest = self._subscriber.forwarder is not None and self._link.streams
+        return _Coming(data, self._link.fetch_digest() if is_told_digest else None)
+
+    def _forward_if_right(self, i: int, coming: _Coming, found: dict[int, int]) -> None:
+        """Forward a bucket whose digest came with it; else it is when END has said that."""
+        if coming.digest is not None and coming.digest(self._timeout_s) == found[i]:
+            self._subscriber.forwarder.arrived(self._index, i)
+
+    def _scratch(self, which: int, num_bytes: int) -> Tensor:
+        """One of the places for buckets that are scattered from there.
+
+        It is kept, for fresh memory is slow.
+        """
+        if which not in self._scratches:
+            largest = max(bucket.num_bytes for bucket in self._buckets)
+            self._scratches[which] = torch.empty(largest, dtype=torch.uint8, device=self._device)
+        return self._scratches[which][:num_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """What waits, up to so many seconds, for a bucket's bytes and for the digest sent with it."""
+
+    bytes: Callable[[float], Tensor]
+    digest: Callable[[float], int] | None

@@ -1,0 +1,120 @@
+"""The route of a Weights channel: who sends what to whom, and how. Made once, from both sides."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from llamarl.comm.control import Control
+from llamarl.comm.groups import RankInfo
+from llamarl.ddma.copies import Copier, Method
+from llamarl.ddma.layout import Destination, Source, parameters_to_send
+from llamarl.ddma.links import LocalLink, RankLink
+from llamarl.ddma.payload import BUCKET_BYTES
+from llamarl.ddma.plan import Plan, make_plan
+from llamarl.ddma.transports import choose_transports
+from llamarl.models.config import ModelConfig
+from llamarl.models.quantize import QUANTIZED
+
+# The receiver reads the sender's memory, so many receivers cost the sender nothing.
+_READ_IN_PLACE = ("local", "shm", "cuda_ipc")
+
+
+@dataclass(eq=False)
+class WeightsRoute:
+    """What sender and receiver agree on before any model exists.
+
+    Ranks are global. WeightsError if the transport asked for cannot join two of them.
+    """
+
+    name: str
+    _: KW_ONLY
+    sources: tuple[int, ...]  # trainer ranks, in the order of Source
+    destinations: tuple[int, ...]  # generator ranks, in the order of Destination
+    source: Source
+    destination: Destination
+    dtype: torch.dtype  # the generator's, in which weights travel
+    quantize: str  # none, fp8 or int8
+    exclude: tuple[str, ...]  # fragments of names of projections that stay in dtype
+    transport: str  # auto, or one of TRANSPORTS
+    ranks: list[RankInfo]  # of the whole world
+    group: dist.ProcessGroup | None  # gloo, over both sides
+    device_group: dist.ProcessGroup | None  # NCCL, over both sides
+    control: Control
+    timeout_s: float
+    on_host: bool = False  # staging memory is kept off the GPU even where both sides have one
+
+    def __post_init__(self):
+        feeding = [(a, b) for a in self.sources for b in self.destinations]
+        forwarding = self._forwarding_pairs()
+        self._transports = self._choose_transports(feeding + forwarding)
+        self._local_link = LocalLink()
+        self._involved = [self.ranks[rank] for rank in {*self.sources, *self.destinations}]
+        # Sender and receiver of every link digest in the same memory.
+        on_cpu = {"shm", "gloo"} & set(self._transports.values())
+        have_gpus = all(info.gpu for info in self._involved)
+        self.on_device = have_gpus and not self.on_host and not on_cpu
+        self.bucket_bytes = BUCKET_BYTES["cuda" if self.on_device else "cpu"]
+        self.copier = Copier(self._digest_method())
+        is_read_in_place = all(self._transports[pair] in _READ_IN_PLACE for pair in feeding)
+        self._feed = "direct" if is_read_in_place else "auto"
+        if not is_read_in_place:
+            self._keep_off_shared_memory(forwarding)
+
+    def link_to(self, peer: int) -> LocalLink:
+        """This rank's link to a rank that it sends to."""
+        return self._link(peer, self._transports[self.control.rank, peer])
+
+    def link_from(self, peer: int) -> LocalLink:
+        """This rank's link from a rank that sends to it."""
+        return self._link(peer, self._transports[peer, self.control.rank])
+
+    def plan(self, config: ModelConfig) -> Plan:
+        """Which box of which parameter of a model goes from which rank to which."""
+        quantized = QUANTIZED.get(self.quantize)
+        parameters = parameters_to_send(config, self.dtype, quantized, self.exclude)
+        return make_plan(config, parameters, self.source, self.destination, feed=self._feed)
+
+    @property
+    def ranks_outnumber_cores(self) -> bool:
+        """Whether the ranks at work on this host have less than a core each.
+
+        What goes on at once then only goes on slower.
+        """
+        mine = self.ranks[self.control.rank]
+        here = [info for info in self._involved if info.host == mine.host]
+        return len(here) > mine.num_cores
+
+    def _link(self, peer: int, transport: str) -> LocalLink:
+        if peer == self.control.rank:
+            return self._local_link
+        payload_group = self.device_group if transport == "nccl" else None
+        return RankLink(peer, self.group, transport, payload_group)
+
+    def _forwarding_pairs(self) -> list[tuple[int, int]]:
+        """(sender, receiver) of all that may forward: to the same part of a later replica."""
+        tp = self.destination.tp
+        pairs = []
+        for index, rank in enumerate(self.destinations):
+            pairs += [(rank, later) for later in self.destinations[index + tp :: tp]]
+        return pairs
+
+    def _choose_transports(self, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], str]:
+        ranks = self.ranks
+        if self.on_host:
+            ranks = [replace(info, gpu=None) for info in ranks]
+        return choose_transports(self.transport, [(ranks[a], ranks[b]) for a, b in pairs])
+
+    def _keep_off_shared_memory(self, forwarding: list[tuple[int, int]]) -> None:
+        """What is forwarded lies in a receiver's own memory, which no other process has mapped."""
+        for pair in forwarding:
+            if self._transports[pair] == "shm":
+                self._transports[pair] = "gloo"
+
+    def _digest_method(self) -> Method:
+        if self.on_device:
+            return "device"
+        kernels = {info.kernel for info in self._involved}
+        return "lanes" if len(kernels) == 1 and "" not in kernels else "xxh3"

@@ -1,0 +1,317 @@
+"""WeightsSender: the trainer rank's end of a Weights channel.
+
+    sender.bind(config, named_parameters)     # once
+    sender.publish(version, must_differ=...)  # after every optimizer step; the rest happens behind
+
+llamarl.ddma.protocol says how a version travels.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from llamarl.comm.control import Control
+from llamarl.ddma.copies import Copier
+from llamarl.ddma.links import NUM_SLOTS, Header, Kind, Slots, make_slots
+from llamarl.ddma.payload import Bucket, Progress, buckets_of, size_of
+from llamarl.ddma.plan import Plan
+from llamarl.ddma.protocol import Outgoing, QueuedVersion, send_version, work_behind_the_model
+from llamarl.ddma.route import WeightsRoute
+from llamarl.ddma.staging import Staging
+from llamarl.errors import PeerDied, TimedOut, WeightsError
+from llamarl.models.config import ModelConfig
+from llamarl.models.fsdp import local
+
+LOOK_S = 0.2  # between two looks at whether a free slot can still be hoped for
+
+
+class WeightsSender:
+    """The trainer rank's end."""
+
+    def __init__(self, route: WeightsRoute):
+        self._route = route
+        self._publisher: Publisher | None = None
+
+    def bind(
+        self,
+        config: ModelConfig,
+        parameters: list[tuple[str, nn.Parameter]],
+        tensor_group: dist.ProcessGroup | None = None,
+    ) -> Plan:
+        """Publish these parameters from now on: plain, or DTensors sharded as the route says.
+
+        tensor_group: the ranks that share each layer, if there are several. Returns the plan.
+        WeightsError if a parameter's local shape is not what the topology says.
+        """
+        route = self._route
+        self._plan = route.plan(config)
+        links = self._make_links(self._plan)
+        buckets = _numbered(links)
+        self._staging = Staging(route, self._plan, dict(parameters), buckets, tensor_group)
+        device = local(parameters[0][1]).device
+        num_bytes = max((out.base + size_of(out.buckets) for out in links), default=0)
+        slots = make_slots(
+            num_bytes,
+            device if route.on_device else torch.device("cpu"),
+            shared=any(out.link.transport == "shm" for out in links),
+        )
+        self._publisher = Publisher(
+            route.name,
+            slots,
+            links,
+            num_buckets=len(buckets),
+            control=route.control,
+            timeout_s=route.timeout_s,
+            copier=route.copier,
+            # A device's copies are not counted as they end.
+            while_staging=device.type == "cpu" and not route.ranks_outnumber_cores,
+        )
+        return self._plan
+
+    def _make_links(self, plan: Plan) -> list[Outgoing]:
+        """The links to all receivers. Replicas that get the same bytes get them from one place."""
+        route = self._route
+        rank = route.sources.index(route.control.rank)
+        links = []
+        base = 0
+        first_bucket = 0
+        for t in range(route.destination.tp):
+            buckets = tuple(buckets_of(plan.pieces(rank, t), route.bucket_bytes))
+            if not buckets:
+                continue
+            for replica in plan.feeds(rank):
+                place = replica * route.destination.tp + t
+                out = Outgoing(
+                    link=route.link_to(route.destinations[place]),
+                    base=base,
+                    first_bucket=first_bucket,
+                    buckets=buckets,
+                    is_forwarded=plan.follower(place) is not None,
+                )
+                links.append(out)
+            base += size_of(buckets)
+            first_bucket += len(buckets)
+        return links
+
+    def publish(
+        self,
+        version: int,
+        *,
+        must_differ: bool,
+        must_load: bool = False,
+        evaluate: bool = False,
+        canary: Callable[[], dict] = dict,
+    ) -> float:
+        """Stage this rank's shard as `version`; it travels behind.
+
+        must_differ: the optimizer had a gradient, so a payload equal to the last one ends the run
+        with WeightsError. must_load: no newer version may take its place before the receivers have
+        loaded it. evaluate: they evaluate it, and so must load it too. canary() runs after staging,
+        while buckets travel: what the receivers are to check the version with.
+
+        Returns the seconds that the caller was held for, without those of canary(). TimedOut if no
+        slot comes free: the generators have not taken the version before last. After a stop request
+        they take none, and once a rank is lost nothing can be sent: a version without a slot is
+        then given up, with canary() called all the same, for what is collective in it.
+        """
+        began = time.monotonic()
+        # Collective, and so not left to whether this rank has a slot to stage in.
+        self._staging.quantize()
+        queued = self._publisher.enqueue(
+            version,
+            must_load=must_load or evaluate,
+            evaluate=evaluate,
+            must_differ=must_differ,
+        )
+        if queued is None:
+            stall_s = time.monotonic() - began
+            canary()  # the other trainer ranks take part in it, and may not know yet
+            return stall_s
+        self._staging.fill(queued.data, queued.progress)
+        queued.staged.set()
+        stall_s = time.monotonic() - began
+        queued.seal(canary())
+        return stall_s
+
+    def has_room(self) -> bool:
+        """Whether `publish` would not wait for a receiver that only this rank's loop moves on."""
+        route = self._route
+        return route.control.rank not in route.destinations or self._publisher.has_room()
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """The ranks that load what is published."""
+        return self._route.destinations
+
+    @property
+    def bytes_per_sync(self) -> int:
+        """Bytes of one version over all links of all ranks."""
+        return self._plan.num_bytes
+
+    def close(self) -> None:
+        """Close once: its executor does so at its end, and the controller whatever happens."""
+        publisher = self._publisher
+        self._publisher = None
+        if publisher is not None:
+            publisher.close()
+
+
+def _numbered(links: list[Outgoing]) -> list[tuple[int, Bucket]]:
+    """(base of its links, bucket) of every bucket, at the place of its number."""
+    buckets: list[tuple[int, Bucket]] = []
+    for out in links:
+        if out.first_bucket == len(buckets):  # else another replica's link carries the same ones
+            buckets += [(out.base, bucket) for bucket in out.buckets]
+    return buckets
+
+
+class Publisher:
+    """Sends queued versions, one after another, in a thread of its own.
+
+    links share `slots`, which hold `num_buckets` buckets. while_staging: a version is on its way
+    while it is staged; else it waits for that, where both would share a core.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        slots: Slots,
+        links: list[Outgoing],
+        *,
+        num_buckets: int,
+        control: Control,
+        timeout_s: float,
+        copier: Copier,
+        while_staging: bool = True,
+    ):
+        self.name = name
+        self.committed_version = -1
+        self._slots = slots
+        self._links = links
+        self._control = control
+        self._timeout_s = timeout_s
+        self._copier = copier
+        self._while_staging = while_staging and bool(slots.counters)
+        counters = slots.counters or [None] * NUM_SLOTS
+        self._progress = [Progress(num_buckets, counter) for counter in counters]
+        self._free: queue.Queue[int] = queue.Queue()
+        for slot in range(NUM_SLOTS):
+            self._free.put(slot)
+        self._queued: queue.Queue[QueuedVersion | None] = queue.Queue()
+        self._peers = {out.link.peer for out in links if out.link.peer is not None}
+        self._last_digests: dict[int, int] = {}
+        self._closing = False
+        self._thread = control.thread(f"publish-{name}", self._run)
+
+    def enqueue(
+        self, version: int, *, must_load: bool, evaluate: bool, must_differ: bool
+    ) -> QueuedVersion | None:
+        """Queue a version and return it, with a slot of its own that the caller is to fill.
+
+        None if no slot will come free, and TimedOut if none does (see WeightsSender.publish).
+        """
+        slot = self._free_slot(version)
+        if slot is None:
+            return None
+        queued = QueuedVersion(
+            version=version,
+            must_load=must_load,
+            evaluate=evaluate,
+            slot=slot,
+            data=self._slots.tensors[slot],
+            progress=self._progress[slot],
+            must_differ=must_differ,
+        )
+        queued.progress.reset()
+        self._queued.put(queued)
+        return queued
+
+    def has_room(self) -> bool:
+        """Whether a slot is free: `enqueue` then does not wait."""
+        return not self._free.empty()
+
+    def _free_slot(self, version: int) -> int | None:
+        """A slot that no version is in.
+
+        None if none will come free: a stop was asked for, or a rank is lost without which no
+        version is delivered.
+        """
+        until = time.monotonic() + self._timeout_s
+        while time.monotonic() < until:
+            self._control.check()
+            try:
+                return self._free.get(timeout=LOOK_S)
+            except queue.Empty:
+                if self._control.stopping or self._is_cut_off():
+                    return None
+        raise TimedOut(
+            f"trainer on rank {self._control.rank}, step {version}: the generators have not taken "
+            f"earlier weights for {self._timeout_s:.0f} s (committed: version "
+            f"{self.committed_version}); a generator hangs, or an evaluation outlasts timeout_s"
+        )
+
+    def _is_cut_off(self) -> bool:
+        loss = self._control.loss
+        if loss is None:
+            return False
+        lost = getattr(loss, "ranks", frozenset())
+        return not self._thread.is_alive() or bool(lost & self._peers)
+
+    def _run(self) -> None:
+        where = f"weights {self.name!r} from rank {self._control.rank}"
+        version = -1
+        try:
+            work_behind_the_model(self._slots.tensors[0].device)
+            self._offer_slots()
+            while True:
+                queued = self._queued.get()
+                if queued is None:
+                    break
+                version = queued.version
+                self._deliver(queued)
+                self._control.wake()
+            self._closing = True
+            for out in self._links:
+                out.link.send(Header(Kind.CLOSE))
+        except WeightsError as error:
+            raise WeightsError(f"{where}: {error}") from error
+        except PeerDied as error:
+            if self._closing:
+                return  # that generator has ended already
+            text = f"{where}, version {version}: {self._control.gone(error)}"
+            raise PeerDied(text, error.ranks) from error
+
+    def _offer_slots(self) -> None:
+        try:
+            for out in self._links:
+                out.link.offer(self._slots, out.base)
+        finally:
+            self._slots.close_files()
+
+    def _deliver(self, queued: QueuedVersion) -> None:
+        if not self._while_staging:
+            queued.staged.wait()
+        digests = send_version(self._links, queued, self._copier, while_staging=self._while_staging)
+        if queued.must_differ and digests and digests == self._last_digests:
+            raise WeightsError(
+                f"weights of version {queued.version} equal those of the version before, after an "
+                "optimizer step: the step changed nothing the generator can see (learning rate too "
+                "small for its dtype?)"
+            )
+        self._last_digests = digests
+        self.committed_version = queued.version
+        self._free.put(queued.slot)
+
+    def close(self) -> None:
+        """Deliver what is queued, then say that no more comes.
+
+        Waits a little, not for a peer that is gone.
+        """
+        self._queued.put(None)
+        self._thread.join(timeout=3)
