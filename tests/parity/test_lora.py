@@ -230,7 +230,8 @@ def test_a_decay_that_forgets_nothing_is_refused():
         ("trainer.lora.targets=[qproj]", 1, "need a list of some of q_proj"),
         ("trainer.lora.rnk=8", 1, "did you mean trainer.lora.rank?"),
         (
-            "trainer.optimizer=adamw8bit offload=true max_lag=0 placement.colocate=[trainer,generator]",
+            "trainer.optimizer=adamw8bit offload=true max_lag=0 "
+            "placement.colocate=[trainer,generator]",
             1,
             "8-bit moments cannot leave",
         ),
