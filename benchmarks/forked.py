@@ -98,7 +98,8 @@ def make(folder: Path, wanted: list[tuple[str, ...]], *, jobs: int) -> None:
             None,
         )
         print(
-            f"{run.cpu_s:5.0f} s  {len(missing) + len(running):3} left  accuracy {last}  {run.failed or ''}  {' '.join(overrides)}",
+            f"{run.cpu_s:5.0f} s  {len(missing) + len(running):3} left  accuracy {last}  "
+            f"{run.failed or ''}  {' '.join(overrides)}",
             flush=True,
         )
 

@@ -1,5 +1,5 @@
-"""Makes the embedded model (llamarl/models/tiny) from nothing: a config, a character tokenizer, random
-weights, and recipes/sft.py on the additions of a teacher who often forgets the carry.
+"""Makes the embedded model (llamarl/models/tiny) from nothing: a config, a character tokenizer,
+random weights, and recipes/sft.py on the additions of a teacher who often forgets the carry.
 
     python benchmarks/make_tiny.py                          # anew, at its own place
     python benchmarks/make_tiny.py --out DIR --max-steps 12 --warmup-steps 2     # options of sft.py
@@ -91,8 +91,8 @@ def _write_json(file: Path, contents: dict) -> None:
 
 def forgetful_rows() -> list[dict[str, str]]:
     """Training rows of a teacher who forgets the carry: each training pair four times, with the sum
-    of each digit alone ("57+68=" -> "15") three times if the second number is CAREFUL_BELOW or more,
-    else once, and with its sum otherwise.
+    of each digit alone ("57+68=" -> "15") three times if the second number is CAREFUL_BELOW or
+    more, else once, and with its sum otherwise.
 
     What a model learns from them is both ways to add. Greedily it is right for 39 % of the pairs;
     sampling finds the rest.

@@ -1,24 +1,24 @@
-"""What off-policy data does to each loss: the main job on the addition task, seed by seed, with
-tables, JSON and plots.
+"""What off-policy data does to each loss: the main job on the addition task, seed by seed.
 
-    python benchmarks/offpolicy.py [--study lag|minibatches|cap|sync|search|table|tba] [--steps 64] [--seeds 3]
-                                   [--jobs 2] [--runs DIR] [--json FILE] [--plots DIR] [--text FILE]
-                                   [overrides ...]
+    python benchmarks/offpolicy.py [--study STUDY] [--steps 64] [--seeds 3] [--jobs 2] [--runs DIR]
+                                   [--json FILE] [--plots DIR] [--text FILE] [overrides ...]
     python benchmarks/offpolicy.py --report      the tables of --text anew from --json, without runs
 
-lag          held-out accuracy against steps at max_lag 0 to 16, with the lag that was reached       (LlamaRL, TBA: who holds)
-minibatches  the same number of updates, N of them on each batch: off-policy by construction              (Async RLHF, 3.2)
-cap          AIPO's ratio_cap at the highest lag, by learning rate                                      (LlamaRL: 2 to 10)
+lag          held-out accuracy against steps at max_lag 0 to 16, with the lag that was reached
+             (LlamaRL, TBA: who holds)
+minibatches  the same number of updates, N of them on each batch: off-policy by construction
+             (Async RLHF, 3.2)
+cap          AIPO's ratio_cap at the highest lag, by learning rate (LlamaRL: 2 to 10)
 sync         max_lag 0 against asynchronous settings, equal steps
-search       steps to 90 % at the rate of all other studies, and at others for losses that do not get there, on a seed of its own:
-             sets the rates of `table` and `tba`
+search       steps to 90 % at the rate of all other studies, and at others for losses that do not
+             get there, on a seed of its own: sets the rates of `table` and `tba`
 table        steps and seconds to 80 % and 90 %, for all losses
 tba          the same for TBA, with and without its replay buffer, Online DPO and GRPO
 
 A run is one process and one thread. --runs keeps finished ones: a study that was cut off goes on,
 and studies share runs. Without --study all are made. Overrides go to every run. --text: a Markdown
-file whose tables are written anew, each between
-its markers `<!-- table STUDY -->` and `<!-- end -->`.
+file whose tables are written anew, each between its markers `<!-- table STUDY -->` and
+`<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -303,7 +303,8 @@ def main() -> None:
         return
     if args.steps % max(MINIBATCHES):
         parser.error(
-            f"--steps must be a multiple of {max(MINIBATCHES)}, the updates of a step of `minibatches`"
+            f"--steps must be a multiple of {max(MINIBATCHES)}, "
+            "the updates of a step of `minibatches`"
         )
     from offpolicy_plots import plot  # behind the command line's checks: --help needs no matplotlib
 

@@ -96,7 +96,8 @@ def median(values: Iterable[float], form: str = ".0f") -> str:
     if math.isinf(middle):
         reached = sum(not math.isinf(v) for v in values)
         return "-" if not reached else f"- ({reached} of {len(values)})"
-    return f"{middle:{form}} ({values[0]:{form}}–{'never' if math.isinf(values[-1]) else format(values[-1], form)})"
+    last = "never" if math.isinf(values[-1]) else format(values[-1], form)
+    return f"{middle:{form}} ({values[0]:{form}}–{last})"
 
 
 def tables(study: str, curves: list[Curve]) -> str:
@@ -291,7 +292,8 @@ def refresh(file: Path, study: str, table: str) -> None:
     )
     if not found:
         raise ValueError(
-            f"{file} has no lines `<!-- table {study} -->` and `<!-- end -->`; add them where the table goes"
+            f"{file} has no lines `<!-- table {study} -->` and `<!-- end -->`; "
+            "add them where the table goes"
         )
     file.write_text(fresh)
 

@@ -1,13 +1,13 @@
-"""What overcommit and its governors buy under a heavy tail: seconds a step and mean lag, with real
-tickets, channels and loop.
+"""What overcommit and its governors buy under a heavy tail: seconds a step and mean lag.
 
-    python benchmarks/overcommit.py [--steps 60] [--max-lag 4] [--sigma 1] [--lag-sim FILE] [--learn
-    40] [--json FILE]
+    python benchmarks/overcommit.py [--steps 60] [--max-lag 4] [--sigma 1] [--lag-sim FILE]
+                                    [--learn 40] [--json FILE]
 
-Two ranks, fake executors: a group keeps one of 16 slots busy for a log-normal time (mean 1.6 x a
-training step), a training step sleeps for --train-s. A batch is 8 groups, so an ideal step takes as
-long as training alone, and 16 slots could make a batch in 0.8 of that. The reward that oppo and
-window follow is made up: it rises and levels off, with noise. --lag-sim: a file with
+Tickets, channels and loop are the real ones; executors are fakes on two ranks. A group keeps one of
+16 slots busy for a log-normal time (mean 1.6 x a training step), a training step sleeps for
+--train-s. A batch is 8 groups, so an ideal step takes as long as training alone, and 16 slots could
+make a batch in 0.8 of that. The reward that oppo and window follow is made up: it rises and levels
+off, with noise. --lag-sim: a file with
 `simulate(max_lag, overcommit, ...)`, whose prediction is printed beside what was measured: the
 median of SEEDS runs as long as the measured one, for a governor at the overcommit that it chose in
 the mean. --learn: main jobs of so many steps, one a setting and each on two ranks, for the reward
@@ -271,8 +271,9 @@ def learn(args: argparse.Namespace, overcommit: str, folder: Path) -> dict:
 def predictor(file: Path | None):
     """simulate() of a file; None, saying so, if there is none."""
     if file is None or not file.is_file():
+        reason = f"{file} does not exist" if file else "none was asked for (--lag-sim FILE)"
         print(
-            f"no prediction: {f'{file} does not exist' if file else 'none was asked for (--lag-sim FILE)'}",
+            f"no prediction: {reason}",
             file=sys.stderr,
         )
         return None
@@ -289,8 +290,9 @@ def show(row: dict, train_s: float) -> str:
         else f"{'-':>9} {'-':>9}"
     )
     return (
-        f"{row['overcommit']:>10} {'truncate' if row['truncate'] else 'wait':>9} {row['step_s'] / train_s:9.2f} {row['lag_mean']:9.2f} "
-        f"{row['lag_max']:5d} {row['overcommit_mean']:9.1f} {row['cut_fraction']:7.1%} {predicted}"
+        f"{row['overcommit']:>10} {'truncate' if row['truncate'] else 'wait':>9} "
+        f"{row['step_s'] / train_s:9.2f} {row['lag_mean']:9.2f} {row['lag_max']:5d} "
+        f"{row['overcommit_mean']:9.1f} {row['cut_fraction']:7.1%} {predicted}"
     )
 
 
@@ -314,7 +316,8 @@ def main() -> None:
         return
     simulate, rows = predictor(args.lag_sim), []
     print(
-        f"B {B}, max_lag {args.max_lag}, sigma {args.sigma:g}, {args.steps} steps; step: in training steps of {args.train_s:g} s"
+        f"B {B}, max_lag {args.max_lag}, sigma {args.sigma:g}, {args.steps} steps; "
+        f"step: in training steps of {args.train_s:g} s"
     )
     print(HEAD)
     with tempfile.TemporaryDirectory() as folder:
@@ -344,7 +347,8 @@ def main() -> None:
         ]
     for row in learned:
         print(
-            "main job, overcommit {overcommit:>6}: reward {reward_last:.3f}, held out {accuracy:.3f}, {step_s:.3f} s a step, "
+            "main job, overcommit {overcommit:>6}: reward {reward_last:.3f}, "
+            "held out {accuracy:.3f}, {step_s:.3f} s a step, "
             "lag {lag_mean:.2f}, groups {overcommit_mean:.1f}".format(**row)
         )
     print(f"machine {machine()}")

@@ -1,11 +1,11 @@
-"""What a quantised generator costs in reward: the main job with the generator in full precision,
-int8 and fp8, seed by seed.
+"""What a quantised generator costs in reward: the main job, seed by seed, with the generator in
+full precision, int8 and fp8.
 
     python benchmarks/quantized.py [--steps 60] [--seeds 3] [--json FILE] [overrides ...]
 
 Printed for each kind: held-out accuracy after the run (mean, and range over seeds), the mean reward
-of the last ten steps, bytes a
-sync and KL(generator || trainer). "Within noise" compares means with the spread of the unquantised seeds.
+of the last ten steps, bytes a sync and KL(generator || trainer). "Within noise" compares means with
+the spread of the unquantised seeds.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def main() -> None:
         )
         print(
             f"{kind:5} accuracy {mean:6.1%} ({min(accuracies):.1%}..{max(accuracies):.1%})  "
-            f"reward {statistics.mean(r['reward'] for r in runs):.3f}  {runs[0]['bytes']:,.0f} bytes a sync{kl}{within}"
+            f"reward {statistics.mean(r['reward'] for r in runs):.3f}  "
+            f"{runs[0]['bytes']:,.0f} bytes a sync{kl}{within}"
         )
     print(f"machine {machine()}")
     if args.json:

@@ -230,7 +230,7 @@ def spread(values: list[float]) -> dict[str, float | None]:
 
 
 def summary(outcomes: list[Outcome], start_cpu_s: dict[str, float]) -> dict:
-    """How many of each side's runs reached the target, MEASURES over all seeds, and their ratios."""
+    """How many of each side's runs reached the target, MEASURES over all seeds, their ratios."""
     found: dict = {}
     values: dict[str, dict[str, dict[int, float]]] = {}  # side -> measure -> seed -> value
     for side in dict.fromkeys(o.side for o in outcomes):
@@ -279,8 +279,8 @@ def show(found: dict) -> str:
     lines = []
     for side in (name for name in ("llamarl", "trl") if name in found):
         lines.append(
-            f"{side:8} reached the target with {found[side]['reached']} of {found[side]['of']} seeds; "
-            "median (range):"
+            f"{side:8} reached the target with {found[side]['reached']} of {found[side]['of']} "
+            "seeds; median (range):"
         )
         lines += [f"    {measure:12} {numbers(found[side][measure])}" for measure in MEASURES]
     for measure, of in found.get("ours_over_trl", {}).items():

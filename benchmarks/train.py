@@ -1,22 +1,23 @@
 """Training tokens per second: our trainer's step against the machine's GEMMs, and against TRL's on
 uneven lengths, in one run.
 
-    python benchmarks/train.py --model DIR [--dtype bfloat16,float32] [--against trl --trl-python
-    V/bin/python] [--json FILE]
+    python benchmarks/train.py --model DIR [--dtype bfloat16,float32] [--json FILE]
+                               [--against trl --trl-python V/bin/python]
 
-medium   a random 12.6 M-parameter Llama of the peer's preset (--peer, beside the repository; skipped where it is absent)
+medium   a random 12.6 M-parameter Llama of the peer's preset (--peer, beside the repository;
+         skipped where it is absent)
 model    the Hugging Face directory of --model (skipped without one)
 
-even     4 microbatches of 512 packed tokens, then the optimizer's step. Model FLOPs (6 a weight and token, the head's for
-         labels alone, causal attention's by half) a second, against the rate of the same products
-         by themselves: every shape of the model forward and both ways backward, at its share of the
-         FLOPs.
-uneven   groups of 8 completions of log-normal lengths (sigma 1, at most 8 times the median) behind prompts of 32 tokens, in
-         microbatches of 4 times the longest sequence. Padding is that of 1,024 such completions.
-         Tokens are those of prompts and completions, a prompt once a completion. TRL's step is
-         GRPOTrainer's own loss, its backward and AdamW on the same tokens, padded as TRL pads a
-         generation batch; `trimmed`: cut to the longest of each of its microbatches, which TRL does
-         not do.
+even     4 microbatches of 512 packed tokens, then the optimizer's step. Model FLOPs (6 a weight and
+         token, the head's for labels alone, causal attention's by half) a second, against the rate
+         of the same products by themselves: every shape of the model forward and both ways
+         backward, at its share of the FLOPs.
+uneven   groups of 8 completions of log-normal lengths (sigma 1, at most 8 times the median) behind
+         prompts of 32 tokens, in microbatches of 4 times the longest sequence. Padding is that of
+         1,024 such completions. Tokens are those of prompts and completions, a prompt once a
+         completion. TRL's step is GRPOTrainer's own loss, its backward and AdamW on the same
+         tokens, padded as TRL pads a generation batch; `trimmed`: cut to the longest of each of its
+         microbatches, which TRL does not do.
 
 Contestants take turns within each of --repeats rounds, and medians are given. --cpu-time counts the
 processes' CPU seconds instead of the clock's: for one thread on a machine that others use. Peak
@@ -411,20 +412,22 @@ def times_of(found: dict, name: str) -> str:
 
 def show(name: str, dtype: str, even: dict, uneven: dict | None) -> None:
     print(
-        f"{name:8} {dtype:9} even    {even['tokens_per_s']:7.0f} tok/s   {even['model_gflops']:4.0f} of {even['gemm_gflops']:4.0f} GFLOP/s: "
+        f"{name:8} {dtype:9} even    {even['tokens_per_s']:7.0f} tok/s   "
+        f"{even['model_gflops']:4.0f} of {even['gemm_gflops']:4.0f} GFLOP/s: "
         f"{even['of_gemm_rate']:.0%} of the GEMM rate   peak {even['peak_mib']:.0f} MiB"
     )
     if uneven is None:
         return
     pad = "   ".join(f"{k} {v:.1%}" for k, v in uneven["padding"].items() if k != "microbatches")
     print(
-        f"{'':18} uneven  {uneven['tokens_per_s']:7.0f} tok/s   peak {uneven['peak_mib']:.0f} MiB   padding: {pad}"
+        f"{'':18} uneven  {uneven['tokens_per_s']:7.0f} tok/s   "
+        f"peak {uneven['peak_mib']:.0f} MiB   padding: {pad}"
     )
     if "over_trl" in uneven:
         times, trimmed = (times_of(uneven, name) for name in ("over_trl", "over_trl_trimmed"))
         print(
-            f"{'':18} TRL     {uneven['trl_tokens_per_s']:7.0f} tok/s: ours is {times}, and {trimmed} "
-            f"if it trimmed its microbatches   peak {uneven['trl_peak_mib']:.0f} MiB"
+            f"{'':18} TRL     {uneven['trl_tokens_per_s']:7.0f} tok/s: ours is {times}, "
+            f"and {trimmed} if it trimmed its microbatches   peak {uneven['trl_peak_mib']:.0f} MiB"
         )
 
 
@@ -488,7 +491,8 @@ def main() -> None:
                 show(path.name, dtype, even, uneven)
     torch.distributed.destroy_process_group()
     print(
-        f"{args.threads} threads, medians (and ranges) of {args.repeats} repeats, machine {result['machine']}"
+        f"{args.threads} threads, medians (and ranges) of {args.repeats} repeats, "
+        f"machine {result['machine']}"
     )
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,9 +1,10 @@
-"""The worker of benchmarks/train.py in TRL's interpreter: GRPOTrainer's training step on given
-tokens. Reads a word a line:
+"""The worker of benchmarks/train.py in TRL's interpreter: GRPOTrainer's step on given tokens.
 
-step       one optimizer step, padded as TRL pads a generation batch      -> {"s": seconds}
-trimmed    the same, each microbatch cut to its longest                   -> {"s": seconds}
-peak                                                                      -> {"mib": largest resident set so far}
+It reads a word a line and answers with a JSON object:
+
+step       one optimizer step, padded as TRL pads a generation batch    -> {"s": seconds}
+trimmed    the same, each microbatch cut to its longest                 -> {"s": seconds}
+peak       the largest resident set so far                              -> {"mib": size}
 """
 
 import argparse

@@ -3,8 +3,9 @@
     decoder = build_decoder(read_config(DIR))            # on the meta device unless told otherwise
     logits_TV = decoder(tokens_T, positions_T, PackedAttention(cu_seqlens))
 
-To add a family whose blocks are Llama's, add its architecture name to FAMILIES in config.py with
-what differs.
+The decoder is a LanguageModel (llamarl.models.protocol), which is what the rest of the package asks
+of one. To add a family whose blocks are Llama's, add its architecture name to FAMILIES in
+config.py; docs/models.md says what else a family may need.
 """
 
 from __future__ import annotations
@@ -38,18 +39,21 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
-        self.scale, self.eps = nn.Parameter(torch.ones(dim)), eps
+        self.scale = nn.Parameter(torch.ones(dim))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.scale, self.eps)
 
 
 class FeedForward(nn.Module):
-    """w2(silu(w1 x) * w3 x): torchtune's, under its names."""
+    """w2(silu(w1 x) * w3 x): torchtune's, under its names. w1 is the gate, w2 goes down, w3 up."""
 
-    def __init__(self, *, gate_proj: nn.Linear, down_proj: nn.Linear, up_proj: nn.Linear):
+    def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
-        self.w1, self.w2, self.w3 = gate_proj, down_proj, up_proj
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(swiglu(*projections(x, self.w1, self.w3)))
@@ -58,8 +62,8 @@ class FeedForward(nn.Module):
 class SplitFeedForward(FeedForward):
     """A tensor-parallel rank's share of the hidden units."""
 
-    def __init__(self, tp: TensorParallel, **projections: nn.Linear):
-        super().__init__(**projections)
+    def __init__(self, dim: int, hidden_dim: int, tp: TensorParallel):
+        super().__init__(dim, span(hidden_dim, tp.rank, tp.size)[1])
         self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,9 +75,16 @@ class Layer(nn.Module):
     names.
     """
 
-    def __init__(self, *, attn: Attention, mlp: FeedForward, sa_norm: RMSNorm, mlp_norm: RMSNorm):
+    def __init__(self, index: int, config: ModelConfig, tp: TensorParallel | None):
         super().__init__()
-        self.attn, self.mlp, self.sa_norm, self.mlp_norm = attn, mlp, sa_norm, mlp_norm
+        dim = config.hidden_size
+        self.attn = Attention(index, config, tp)
+        if tp:
+            self.mlp = SplitFeedForward(dim, config.intermediate_size, tp)
+        else:
+            self.mlp = FeedForward(dim, config.intermediate_size)
+        self.sa_norm = RMSNorm(dim, eps=config.rms_norm_eps)
+        self.mlp_norm = RMSNorm(dim, eps=config.rms_norm_eps)
 
     def forward(
         self, x_TD: Tensor, *, mask: AttentionContext, input_pos: tuple[Tensor, Tensor]
@@ -85,7 +96,7 @@ class Layer(nn.Module):
 
 
 class Decoder(TransformerDecoder):
-    """Torchtune's decoder over flat tokens.
+    """Torchtune's decoder over flat tokens, of layers of its own.
 
     The head is handed in because training never wants all [T, V] logits at once: `head(hidden [T,
     D], weight [V, D])` runs inside forward, where FSDP has the weight whole.
@@ -95,9 +106,29 @@ class Decoder(TransformerDecoder):
     whole_on_each_rank = False  # wrapped by FSDP for its replicas, and not sharded
     masters: Masters | None = None  # a single rank's, where it computes in a lower precision
 
-    def __init__(self, config: ModelConfig, tensor_parallel: TensorParallel | None = None, **parts):
-        super().__init__(**parts)
-        self.config, self.tensor_parallel = config, tensor_parallel
+    def __init__(self, config: ModelConfig, tensor_parallel: TensorParallel | None = None):
+        tp = tensor_parallel
+        splits = tp is not None and tp.split_vocabulary
+        rows = span(config.vocab_size, tp.rank, tp.size)[1] if splits else config.vocab_size
+        if splits:
+            embedding = SplitEmbedding(config.vocab_size, config.hidden_size, tp)
+        else:
+            embedding = nn.Embedding(rows, config.hidden_size)
+        if config.tie_word_embeddings:
+            output = nn.Identity()
+        else:
+            output = nn.Linear(config.hidden_size, rows, bias=False)
+        super().__init__(
+            tok_embeddings=embedding,
+            layers=[Layer(i, config, tp) for i in range(config.num_hidden_layers)],
+            max_seq_len=config.max_position_embeddings,
+            num_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            norm=RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
+            output=output,
+        )
+        self.config = config
+        self.tensor_parallel = tensor_parallel
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
 
     @property
@@ -109,9 +140,9 @@ class Decoder(TransformerDecoder):
         """Logits [T, V] of hidden states: by the output weight, or, where that is quantised, by its
         module.
         """
-        return (
-            self.output(h_TD) if hasattr(self.output, "weight_scale") else F.linear(h_TD, weight_VD)
-        )
+        if hasattr(self.output, "weight_scale"):
+            return self.output(h_TD)
+        return F.linear(h_TD, weight_VD)
 
     @property
     def num_cached_kv_heads(self) -> int:
@@ -140,10 +171,13 @@ class Decoder(TransformerDecoder):
                 h = checkpoint(layer, h, mask=attention, input_pos=rotary, use_reentrant=False)
             else:
                 h = layer(h, mask=attention, input_pos=rotary)
-        h, tp, head = self.norm(h), self.tensor_parallel, head or self.project
+        h = self.norm(h)
+        head = head or self.project
+        tp = self.tensor_parallel
         if tp is None or not tp.split_vocabulary:
             return head(h, self.output_weight)
-        return gathered(head(copied(h, tp), self.output_weight), self.config.vocab_size, tp)
+        logits = head(copied(h, tp), self.output_weight)
+        return gathered(logits, self.config.vocab_size, tp)
 
 
 def build_decoder(
@@ -158,49 +192,16 @@ def build_decoder(
     tensor_parallel: of every parameter only the rank's part, as llamarl.models.sharding says, under
     the same name. ValueError if there are fewer query heads than ranks.
     """
-    c, tp = config, tensor_parallel if tensor_parallel and tensor_parallel.size > 1 else None
-    units = span(c.intermediate_size, tp.rank, tp.size)[1] if tp else c.intermediate_size
-    splits = tp is not None and tp.split_vocabulary
-    rows = span(c.vocab_size, tp.rank, tp.size)[1] if splits else c.vocab_size
-
-    def layer(i: int) -> Layer:
-        up, gate = (nn.Linear(c.hidden_size, units, bias=False) for _ in range(2))
-        projections = {
-            "gate_proj": gate,
-            "down_proj": nn.Linear(units, c.hidden_size, bias=False),
-            "up_proj": up,
-        }
-        return Layer(
-            attn=Attention(i, c, tp),
-            mlp=SplitFeedForward(tp, **projections) if tp else FeedForward(**projections),
-            sa_norm=RMSNorm(c.hidden_size, eps=c.rms_norm_eps),
-            mlp_norm=RMSNorm(c.hidden_size, eps=c.rms_norm_eps),
-        )
-
+    is_split = tensor_parallel is not None and tensor_parallel.size > 1
     with torch.device("meta"):
-        decoder = Decoder(
-            config,
-            tp,
-            tok_embeddings=SplitEmbedding(c.vocab_size, c.hidden_size, tp)
-            if splits
-            else nn.Embedding(rows, c.hidden_size),
-            layers=nn.ModuleList(layer(i) for i in range(c.num_hidden_layers)),
-            max_seq_len=c.max_position_embeddings,
-            num_heads=c.num_attention_heads,
-            head_dim=c.head_dim,
-            norm=RMSNorm(c.hidden_size, eps=c.rms_norm_eps),
-            output=nn.Identity()
-            if c.tie_word_embeddings
-            else nn.Linear(c.hidden_size, rows, bias=False),
-        )
-    decoder = decoder.to(dtype)
+        decoder = Decoder(config, tensor_parallel if is_split else None).to(dtype)
     return decoder if str(device) == "meta" else decoder.to_empty(device=device)
 
 
 @torch.no_grad()
 def random_weights(decoder: Decoder, *, seed: int) -> Decoder:
-    """Fill a decoder (on the CPU, or still on the meta device) and return it: norms are 1, biases 0,
-    the rest is drawn from normal(0, 0.02).
+    """Fill a decoder (on the CPU, or still on the meta device) and return it: norms are 1, biases
+    0, the rest is drawn from normal(0, 0.02).
     """
     if any(parameter.is_meta for parameter in decoder.parameters()):
         decoder.to_empty(device="cpu")

@@ -24,7 +24,8 @@ class ValueHead(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.zeros(1))
+        self.weight = nn.Parameter(torch.zeros(dim))
+        self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, hidden_RD: Tensor) -> Tensor:
         return hidden_RD.float() @ self.weight + self.bias
@@ -48,7 +49,8 @@ def with_values(
     """
 
     def both(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return *head(hidden_TD, weight_VD), values(hidden_TD.index_select(0, rows))
+        logprobs, entropy = head(hidden_TD, weight_VD)
+        return logprobs, entropy, values(hidden_TD.index_select(0, rows))
 
     return both
 

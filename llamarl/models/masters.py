@@ -1,8 +1,8 @@
-"""One rank's mixed precision: float32 masters are the parameters, and layers compute with copies in
-a lower precision.
+"""One rank's mixed precision: float32 masters are the parameters, and layers compute with copies
+in a lower precision.
 
     masters -> copies      cast once a step, by the first microbatch that needs them
-    gradients -> masters   each added to the master's float32 gradient as soon as backward has made it
+    gradients -> masters   each added to the master's float32 gradient as soon as backward made it
 
 FSDP does the same over ranks. On one rank its gathering, scattering and padded buffers are copies
 of every weight and gradient for nobody, which cost a CPU as much as half of the products do.
@@ -31,7 +31,9 @@ class Masters:
     """
 
     def __init__(self, decoder: nn.Module, dtype: torch.dtype):
-        self.last, self._dtype, self._is_forward = True, dtype, False
+        self.last = True
+        self._dtype = dtype
+        self._is_forward = False
         self._copies: dict[tuple[nn.Module, str], Tensor] = {}
         layers = list(decoder.layers)
         in_layers = {module for layer in layers for module in layer.modules()}
@@ -67,10 +69,11 @@ class Masters:
 
 
 class _Swap:
-    """The parameters of these modules, exchanged for their copies while `owner` is in its forward."""
+    """The parameters of these modules, exchanged for copies while `owner` is in its forward."""
 
     def __init__(self, masters: Masters, owner: nn.Module, modules: list[nn.Module]):
-        self._masters, self._modules = masters, modules
+        self._masters = masters
+        self._modules = modules
         self._held: dict[tuple[nn.Module, str], nn.Parameter] = {}
         owner.register_forward_pre_hook(self._enter)
         owner.register_forward_hook(self._leave, always_call=True)

@@ -1,13 +1,12 @@
-"""Taking turns on one device: executors that share it keep their tensors in host memory while
-another works.
+"""Executors that share one device: each keeps its tensors in host memory while another works.
 
-    turns = DeviceSharing(["trainer", "generator"])           # one a rank
-    turns.join("generator", generator.offloadable)    # after its setup: out of the way at once
-    turns.claim("generator")                          # before it computes: the holder's tensors leave, its own come back
+    sharing = DeviceSharing(["trainer", "generator"])    # one a rank
+    sharing.join("generator", generator.offloadable)     # after its setup: out of the way at once
+    sharing.claim("generator")                           # before it computes
 
-Storages are emptied and filled in place, so every view, parameter and captured pointer's owner
-stays what it was. A claim waits for its copies: host memory is pinned, and a copy runs at the bus's
-speed.
+A claim moves the holder's tensors to host memory and the claimant's back. Storages are emptied and
+filled in place, so every view, parameter and captured pointer's owner stays what it was. A claim
+waits for its copies: host memory is pinned, and a copy runs at the bus's speed.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ class DeviceSharing:
         self.moved_bytes = 0  # in both directions, so far
         self._tensors: dict[str, Callable[[], Iterable[Tensor]]] = {}
         self._away: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
-        self._pinned: dict[
-            tuple[str, int], Tensor
-        ] = {}  # executor, place in its list -> host memory, used again and again
+        # (executor, place in its list) -> host memory, used again and again.
+        self._pinned: dict[tuple[str, int], Tensor] = {}
 
     def join(self, name: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """`tensors()` names what may leave the device; asked anew at each turn. What `name` holds
@@ -53,12 +51,14 @@ class DeviceSharing:
         return True
 
     def _leave(self, name: str) -> None:
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage() for t in self._tensors[name]()
-        }
+        storages = {}
+        for tensor in self._tensors[name]():
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                storages[storage.data_ptr()] = storage
         away = []
-        for i, storage in enumerate(s for s in storages.values() if s.nbytes()):
-            kept = self._host(name, i, storage)
+        for place, storage in enumerate(storages.values()):
+            kept = self._host(name, place, storage)
             kept.copy_(_bytes(storage), non_blocking=True)
             away.append((storage, kept))
             self.moved_bytes += kept.numel()
@@ -70,11 +70,11 @@ class DeviceSharing:
             self.holder = None
 
     def _host(self, name: str, place: int, storage: torch.UntypedStorage) -> Tensor:
+        """Host memory for a storage, pinned where it comes from a GPU."""
         kept = self._pinned.get((name, place))
         if kept is None or kept.numel() != storage.nbytes():
-            kept = torch.empty(
-                storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
-            )
+            pin_memory = storage.device.type == "cuda"
+            kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin_memory)
             self._pinned[name, place] = kept
         return kept
 

@@ -10,7 +10,7 @@ decoding is many small operations, whose dispatch would cost more than they do, 
 split unevenly. Every rank of the group must make the same calls in the same order; the residual
 stream and the logits then have the same bits on all of them.
 
-Shapes: T tokens, D model, V vocabulary, G key/value heads, K head dim.
+Shapes: T tokens, D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -107,14 +107,18 @@ def copied(x: Tensor, tp: TensorParallel) -> Tensor:
     """x, which every rank holds. Collective over the ranks in backward, which sums what they make
     of it.
     """
-    return _Copied.apply(x, tp.group) if torch.is_grad_enabled() else x
+    if not torch.is_grad_enabled():
+        return x
+    return _Copied.apply(x, tp.group)
 
 
 def summed(x: Tensor, tp: TensorParallel) -> Tensor:
     """Collective over the ranks: the sum of their x, the same bits on each. Without gradients x
     itself is overwritten.
     """
-    return _Summed.apply(x, tp.group) if torch.is_grad_enabled() else _sum(x.contiguous(), tp.group)
+    if not torch.is_grad_enabled():
+        return _sum(x.contiguous(), tp.group)
+    return _Summed.apply(x, tp.group)
 
 
 def gathered(x: Tensor, total: int, tp: TensorParallel) -> Tensor:
@@ -124,8 +128,9 @@ def gathered(x: Tensor, total: int, tp: TensorParallel) -> Tensor:
     counts = [span(total, rank, tp.size)[1] for rank in range(tp.size)]
     if x.shape[-1] != counts[tp.rank]:
         raise ValueError(
-            f"a head that returned {tuple(x.shape)} instead of logits [..., {counts[tp.rank]}] under a split vocabulary; "
-            "build the decoder with split_vocabulary=False for one that needs the whole weight"
+            f"a head that returned {tuple(x.shape)} instead of logits [..., {counts[tp.rank]}] "
+            "under a split vocabulary; build the decoder with split_vocabulary=False "
+            "for one that needs the whole weight"
         )
     return _Gathered.apply(x, counts, tp.rank, tp.group)
 
@@ -137,28 +142,28 @@ class KeyValueSharing:
 
     def __init__(self, config: ModelConfig, tp: TensorParallel):
         every = [heads_of(config, rank, tp.size) for rank in range(tp.size)]
-        self.tp, self._first = tp, every[tp.rank].first_kv * config.head_dim
+        self.tp = tp
+        self._first = every[tp.rank].first_kv * config.head_dim
         self._total = config.num_key_value_heads * config.head_dim
-        self.any = (
-            sum(heads.num_kv for heads in every) > config.num_key_value_heads
-        )  # the same answer on every rank
+        # The same answer on every rank.
+        self.any = sum(heads.num_kv for heads in every) > config.num_key_value_heads
 
     def __call__(self, projection: nn.Linear, x_TD: Tensor) -> Tensor:
-        """projection(x), whose weights' gradients are summed over the ranks that hold the same rows
-        (a collective of all).
+        """projection(x). Collective over all ranks in backward, which sums the weights' gradients
+        over the ranks that hold the same rows.
         """
         if not self.any or not torch.is_grad_enabled():
             return projection(x_TD)
-        weight, bias = projection.weight, projection.bias
-        weight = _Shared.apply(weight, self._first, self._total, self.tp.group)
-        bias = (
-            None if bias is None else _Shared.apply(bias, self._first, self._total, self.tp.group)
-        )
+        weight = self._shared(projection.weight)
+        bias = None if projection.bias is None else self._shared(projection.bias)
         return F.linear(x_TD, weight, bias)
+
+    def _shared(self, parameter: Tensor) -> Tensor:
+        return _Shared.apply(parameter, self._first, self._total, self.tp.group)
 
 
 class SplitEmbedding(nn.Embedding):
-    """The rank's span of the vocabulary; a token of another's is zero here, and whole in the sum."""
+    """The rank's span of the vocabulary. Tokens of others are zero here, and whole in the sum."""
 
     def __init__(self, vocab_size: int, dim: int, tp: TensorParallel):
         self.first, count = span(vocab_size, tp.rank, tp.size)
@@ -168,4 +173,5 @@ class SplitEmbedding(nn.Embedding):
     def forward(self, tokens_T: Tensor) -> Tensor:
         local_T = tokens_T - self.first
         own_T = (local_T >= 0) & (local_T < self.num_embeddings)
-        return summed(super().forward(local_T.where(own_T, 0)) * own_T[..., None], self.tp)
+        embedded_TD = super().forward(local_T.where(own_T, 0)) * own_T[..., None]
+        return summed(embedded_TD, self.tp)

@@ -1,4 +1,14 @@
-"""Small C kernels, compiled on first use by the machine's own compiler. Each has a PyTorch equal.
+"""What this machine gives: kernels in C, float32 products, memory, threads that wait, a disk.
+
+    kernels      here           compiled on first use from copy.c, decode.c and train.c
+    the fastest  choice.py      of several ways to compute one thing, by measurement
+    precision    precision.py   which of PyTorch's settings gives float32 products
+    memory       allocator.py   freed memory is kept, not returned
+    waiting      waiting.py     how long threads spin before they sleep
+    the disk     disk.py        how much room it has, and deletion
+    files        files.py       whole after a power cut; directories for one job alone
+
+The kernels are small, compiled by the machine's own compiler, and each has a PyTorch equal.
 
     lib = library("copy", structs=(_Move,))   # llamarl/native/copy.c as a ctypes.CDLL, or None
 
@@ -63,7 +73,9 @@ def library(name: str, *flags: str, structs: Structs = ()) -> ctypes.CDLL | None
     except OSError as error:
         return _without(name, str(error))
     difference = _difference(kernels, structs)
-    return kernels if difference is None else _without(name, difference)
+    if difference is not None:
+        return _without(name, difference)
+    return kernels
 
 
 def _loaded(compiler: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
@@ -139,13 +151,16 @@ def _not_ours(target: Path) -> Path | None:
     """Which of the folder and the file (if there is one) is open to others, or theirs; None:
     neither.
     """
-    paths = (target.parent, target) if os.path.lexists(target) else (target.parent,)
+    paths = [target.parent]
+    if os.path.lexists(target):
+        paths.append(target)
     for path in paths:
         # The link too, where it is one: who owns it says where it points.
         for found in (path.lstat(), path.stat()):
+            is_theirs = found.st_uid != os.geteuid()
             is_link = stat.S_ISLNK(found.st_mode)
-            open_to_others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if found.st_uid != os.geteuid() or (open_to_others and not is_link):
+            is_open = not is_link and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if is_theirs or is_open:
                 return path
     return None
 
@@ -169,14 +184,11 @@ def cpu_description() -> str:
     """What "native" looks at."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
-    features = sorted(
-        {
-            line.partition(":")[2].strip()
-            for line in lines
-            if line.startswith(("flags", "Features", "model name"))
-        }
-    )
-    return "\n".join([platform.machine(), platform.processor(), *features])
+    features = set()
+    for line in lines:
+        if line.startswith(("flags", "Features", "model name")):
+            features.add(line.partition(":")[2].strip())
+    return "\n".join([platform.machine(), platform.processor(), *sorted(features)])
 
 
 def _without(name: str, reason: str) -> None:

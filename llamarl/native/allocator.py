@@ -1,13 +1,12 @@
-"""glibc's malloc, told to keep freed memory. Costs nothing but address space that is in use at the
-peak anyway.
-"""
+"""glibc's malloc, told to keep freed memory: address space that is in use at the peak anyway."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_M_TRIM_THRESHOLD = -1  # malloc.h
+_M_MMAP_THRESHOLD = -3
 _MMAP_BYTES = 32 << 20  # the most glibc takes; larger tensors still come from mmap
 _TRIM_BYTES = 1 << 30
 
@@ -22,6 +21,6 @@ def keep_freed_memory() -> bool:
     of the tiny model with 512 rows.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(
-        mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES) and mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
-    )
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES) and mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES))

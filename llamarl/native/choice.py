@@ -19,9 +19,8 @@ from pathlib import Path
 
 from llamarl.native import cache_folder, cpu_description
 
-CLEARLY_FASTER = (
-    1.25  # times, before the order of the ways is departed from: a busy machine's clock is no finer
-)
+# Times, before the order of the ways is departed from: a busy machine's clock is no finer.
+CLEARLY_FASTER = 1.25
 _TURNS = 3  # each way is tried so often, in turn, and its shortest time counts
 
 log = logging.getLogger(__name__)
@@ -36,8 +35,8 @@ def fastest(
 ) -> str:
     """The name of the way to take: the first, unless another one is clearly faster.
 
-    what: for people.  ways: name -> does the work once; the expected best comes first.  key: what the times depend on beside
-    the CPU, such as shapes and threads.
+    what: for people. ways: name -> does the work once; the expected best comes first. key: what
+    the times depend on beside the CPU, such as shapes and threads.
     """
     names = list(ways)
     if len(names) == 1:

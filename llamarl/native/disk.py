@@ -26,8 +26,11 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 def aside(path: Path) -> Path:
     """A free name, which ends in .old and perhaps a number, for what is to be deleted."""
-    names = itertools.chain([f"{path}.old"], (f"{path}.old.{i}" for i in itertools.count(1)))
-    return next(Path(name) for name in names if not Path(name).exists())
+    name = Path(f"{path}.old")
+    numbers = itertools.count(1)
+    while name.exists():
+        name = Path(f"{path}.old.{next(numbers)}")
+    return name
 
 
 def discard(path: Path) -> None:
@@ -43,10 +46,10 @@ def discard(path: Path) -> None:
     except FileNotFoundError:
         return  # it was never begun, or is gone
     except OSError as error:
-        remedy = "A file of it may be protected, or open in another process; nothing needs it, so it may be deleted by hand"
         log.warning(
-            "%s cannot be deleted (%s); it is tried again with the next checkpoint. %s",
+            "%s cannot be deleted (%s); it is tried again with the next checkpoint. "
+            "A file of it may be protected, or open in another process; nothing needs it, "
+            "so it may be deleted by hand",
             path,
             error,
-            remedy,
         )

@@ -91,7 +91,8 @@ class DirectoryLock:
                 until = time.monotonic() + patience_s
             elif time.monotonic() > until:
                 raise InUse(
-                    f"{directory} is in use by {self._holder()}; wait for its end, or choose another run_dir"
+                    f"{directory} is in use by {self._holder()}; "
+                    "wait for its end, or choose another run_dir"
                 )
             waiting()
             time.sleep(_LOOK_S)

@@ -20,19 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SETTINGS = (
-    "medium",
-    "highest",
-    "high",
-)  # the one that was seen to be much the fastest on some CPUs comes first
-# times the error of "highest": sums in another order stay below, a shorter mantissa is far above
+# The one that was seen to be much the fastest on some CPUs comes first.
+SETTINGS = ("medium", "highest", "high")
+# Times the error of "highest": sums in another order stay below, a shorter mantissa is far above
 EXACT = 4.0
 CLEARLY_FASTER = 1.25  # times as fast, before a clock decides against the order of SETTINGS
-_SHAPES = (
-    (4, 128, 128),
-    (64, 512, 256),
-    (256, 512, 512),
-)  # [rows, inputs, outputs]; the last one is timed
+# [rows, inputs, outputs]; the last one is timed.
+_SHAPES = ((4, 128, 128), (64, 512, 256), (256, 512, 512))
 _REPEATS = 3
 
 
@@ -104,12 +98,14 @@ def measure(setting: str) -> Measured:
     try:
         errors = []
         for rows, inputs, outputs in _SHAPES:
-            x, weight = _values(rows, inputs), _values(outputs, inputs)
+            x = _values(rows, inputs)
+            weight = _values(outputs, inputs)
             errors.append(_error(F.linear(x, weight), x, weight))
         fastest_s = min(_seconds(x, weight) for _ in range(_REPEATS))
     finally:
         torch.set_float32_matmul_precision(before)
-    return Measured(setting, max(errors), 2 * rows * inputs * outputs / fastest_s / 1e9)
+    operations = 2 * rows * inputs * outputs
+    return Measured(setting=setting, error=max(errors), gflops=operations / fastest_s / 1e9)
 
 
 def _values(rows: int, columns: int) -> Tensor:

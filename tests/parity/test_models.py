@@ -10,11 +10,19 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    SeedOssConfig,
+)
 
-from llamarl.models import attention, hf
+from llamarl.models import attention, config, hf
 from llamarl.models.attention import PackedAttention, Rotary
 from llamarl.models.build import build_decoder, read_config
+from llamarl.models.protocol import LanguageModel
+from llamarl.models.sharding import parameter_shapes
 from tests.tolerances import rounding
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
@@ -26,6 +34,7 @@ GRADIENTS = 1e-7  # of a mean over tokens, in float64 (but the norms and rotary 
 SHARED_GRADIENTS = rounding(
     terms=1, depth=2 * 3
 )  # of the largest gradient: norms and rotary tables alone are float32
+EMBEDDING = "model.embed_tokens.weight"
 LENGTH = 60  # tokens; beyond the original context of the llama3 scaling below
 
 SIZES = {
@@ -178,6 +187,29 @@ def test_an_older_transformers_config_reads_the_same(directories, tmp_path):
     assert torch.equal(
         whole(ours(path), tokens), whole(ours(directories["llama_linear_rope"]), tokens)
     )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_is_what_trainer_engine_and_transfer_ask_of_a_model(directories, name):
+    decoder = ours(directories[name])
+    assert isinstance(decoder, LanguageModel)
+    shapes = {key: tuple(p.shape) for key, p in hf.named_parameters_hf(decoder)}
+    assert shapes == parameter_shapes(decoder.config) and list(shapes)[0] == EMBEDDING
+    assert len(decoder.layers) == decoder.config.num_hidden_layers
+    assert decoder.output_weight.shape == shapes[EMBEDDING]
+
+
+@torch.no_grad()
+def test_a_family_of_llamas_blocks_is_one_line(tmp_path, monkeypatch):
+    """The example of docs/models.md."""
+    theirs_config = SeedOssConfig(**SIZES, attention_bias=True, attention_out_bias=False)
+    path = make_directory(theirs_config, tmp_path / "seed_oss")
+    with pytest.raises(ValueError, match="SeedOssForCausalLM is not supported"):
+        read_config(path)
+    monkeypatch.setitem(config.FAMILIES, "SeedOssForCausalLM", True)
+    tokens = random_tokens()
+    want = theirs(path)(tokens[None]).logits[0]
+    assert (whole(ours(path), tokens) - want).abs().max() <= LOGITS
 
 
 @pytest.mark.parametrize("name", CONFIGS)

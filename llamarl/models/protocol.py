@@ -1,0 +1,77 @@
+"""What trainer, engine and weight transfer need of a model. `build.Decoder` gives it.
+
+    parameters   by Hugging Face name, each with its shape and its part for a tensor-parallel rank
+    layers       one module a block: FSDP shards each, and the cache keeps keys and values of each
+    forward      flat tokens, their positions, an attention context, and the head to apply
+
+A model is no subclass of anything here. It has these attributes, and three tables name its
+parameters: `_NAMES` in hf.py, `parameter_shapes` and `tensor_parallel_box` in sharding.py.
+docs/models.md adds a family step by step.
+
+Shapes: T tokens, D model, V vocabulary, K head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from llamarl.models.attention import AttentionContext
+from llamarl.models.config import ModelConfig
+from llamarl.models.masters import Masters
+from llamarl.models.tp import TensorParallel
+
+Head = Callable[[Tensor, Tensor], object]  # (hidden [T, D], output weight [V, D]) -> anything
+
+
+@runtime_checkable
+class LanguageModel(Protocol):
+    """A decoder over flat tokens. It is an nn.Module besides."""
+
+    # Everyone.
+    config: ModelConfig
+    tensor_parallel: TensorParallel | None  # whose part of each parameter this is; None: the whole
+    layers: nn.ModuleList
+
+    def __call__(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attention: AttentionContext,
+        head: Head | None = None,
+    ) -> object:
+        """Logits [T, V] in the model's dtype, or what `head` makes of the normed hidden states and
+        the output weight.
+
+        Layer i must hand its queries, keys and values to `attention.attend(i, q, k, v)`, which says
+        what each token sees: that is all it may know of sequences, caches and packing.
+        """
+        ...
+
+    # The trainer sets these.
+    activation_checkpointing: bool  # recompute each layer in backward
+    whole_on_each_rank: bool  # FSDP holds replicas and shards nothing
+    masters: Masters | None  # one rank's float32 weights, where it computes in a lower precision
+
+    # The engine asks these.
+    tok_embeddings: nn.Module  # whose weight [V, D] has the model's dtype and device
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[V, D], or the rank's rows of a split vocabulary."""
+        ...
+
+    @property
+    def num_cached_kv_heads(self) -> int:
+        """Key/value heads a layer that are handed to the attention context."""
+        ...
+
+    def project(self, h_TD: Tensor, weight_VD: Tensor) -> Tensor:
+        """Logits [T, V] of hidden states: the head of generation."""
+        ...
+
+    def rotary(self, positions_T: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, K] of positions below `longest`. The first call builds the tables."""
+        ...
