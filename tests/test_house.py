@@ -309,17 +309,30 @@ def test_every_option_of_a_group_fits_its_schema(group, option):
 
 README = text_of(ROOT / "README.md")
 EXPERIMENTS = text_of(ROOT / "docs" / "experiments.md")
+# What users and contributors are told to type, and where they are told to look.
+GUIDES = "\n".join(
+    text_of(ROOT / name)
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/architecture.md",
+        "docs/measured.md",
+        "docs/metrics.md",
+        "docs/rewards.md",
+        "docs/running.md",
+    )
+)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 OVERRIDE = re.compile(r"^\+?[a-z_]+(?:\.[a-z_]+)*=[^=]*$")
 USERS = {"DIR": str(TINY), "FILE": "train.jsonl"}  # what a placeholder stands for in a check
 
 
-def blocks(language: str, text: str = README) -> list[str]:
+def blocks(language: str, text: str = GUIDES) -> list[str]:
     return [body for name, body in BLOCK.findall(text) if name == language]
 
 
-def commands(text: str = README) -> list[list[str]]:
+def commands(text: str = GUIDES) -> list[list[str]]:
     """Command lines of a document's shell blocks and of its code spans, as words."""
     lines = [
         line
@@ -336,7 +349,7 @@ def commands(text: str = README) -> list[list[str]]:
     ]
 
 
-def hydra_commands(text: str = README) -> list[tuple[int, list[str]]]:
+def hydra_commands(text: str = GUIDES) -> list[tuple[int, list[str]]]:
     """(ranks, overrides) of every run of a recipe under Hydra, and of every code span of overrides
     alone.
     """
@@ -406,7 +419,7 @@ def test_readme_commands_are_accepted(users_folder, monkeypatch):
         try:
             validate(ranks, overrides)
         except ConfigError as error:
-            pytest.fail(f"README has `{' '.join(overrides)}` on {ranks} ranks: {error}")
+            pytest.fail(f"a guide has `{' '.join(overrides)}` on {ranks} ranks: {error}")
 
 
 @pytest.mark.parametrize("ranks, overrides", hydra_commands(EXPERIMENTS))
@@ -447,7 +460,7 @@ def test_a_wrong_command_would_be_refused(users_folder):
 
 
 def test_readme_keys_and_paths_exist():
-    spans = [word for span in SPAN.findall(BLOCK.sub("", README)) for word in span.split()]
+    spans = [word for span in SPAN.findall(BLOCK.sub("", GUIDES)) for word in span.split()]
     words = spans + [word for command in commands() for word in command]
     roots = (
         "recipes/",
