@@ -45,8 +45,3 @@ class Part(Mapping):
     def box(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """tensor[index], of which nothing else is read."""
         return self._file.get_slice(name)[index] if index else self._file.get_tensor(name)
-
-
-def box_of(part: Mapping, name: str, index: tuple[slice, ...]) -> Tensor:
-    """part[name][index]."""
-    return part.box(name, index) if isinstance(part, Part) else part[name][index]
