@@ -1,11 +1,11 @@
 """FSDPTrainer: takes the groups of a step, makes its optimizer updates, publishes the new weights,
 checkpoints when due.
 
-loop step    consumes                     waits for                          unblocked by
-take         groups in the buffer         a finished set for step v          groups from the reward; the ledger
-                                          room for its weights               the generators' receipt of older weights
-train        that batch                   -                                  -
-publish      -                            a free staging slot                the generators' receipt of older weights
+loop step  consumes              waits for                  unblocked by
+take       groups in the buffer  a finished set for step v  groups from the reward; the ledger
+                                 room for its weights       the generators' receipt of older ones
+train      that batch            -                          -
+publish    -                     a free staging slot        the generators' receipt of older weights
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
-from llamarl.checkpoint.parts import box_of
 from llamarl.comm.channel import dp_rank_of
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET
 from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.ema import WeightAverage
-from llamarl.learning.optim import MOMENTS, build_optimizer, moment, moment_scale, settle_moments
+from llamarl.learning.optim import build_optimizer, settle_moments
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings
+from llamarl.models.build import Decoder
 from llamarl.models.fsdp import (
     held_box,
     is_split,
@@ -38,12 +39,15 @@ from llamarl.models.fsdp import (
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.models.lora import Lora, PolicyWeights
 from llamarl.models.parity import Prompts, canary_sequences
-from llamarl.models.sharding import Box, overlap, parameter_shapes
+from llamarl.models.sharded_state import Shard, box_from, optimizer_tensors, set_steps, steps_of
+from llamarl.models.sharding import parameter_shapes
 from llamarl.models.tp import TensorParallel
 from llamarl.models.training import training_decoder
 from llamarl.types import Group
 
+SHORT_S = 0.02  # a wait for data up to this is none
 EMA = "_ema"  # behind the name of an exported directory: the averaged weights
+_SAVED_AS = {"weights": "model/", "moments": ""}  # prefixes, see llamarl.models.sharded_state
 _OTHER_MODEL = ": it is another model's; resume with the model.path that it was trained from"
 
 log = logging.getLogger(__name__)
@@ -101,79 +105,60 @@ class FSDPTrainer(Executor):
         step_options: Callable[[int], dict[str, float]] = lambda step: {},
         resets_reference: Callable[[int], bool] = lambda version: False,
     ):
-        self.model_path, self.model_dtype, self.compute_dtype = (
-            model_path,
-            model_dtype,
-            compute_dtype,
-        )
-        self.replicate, self.tensor_parallel = replicate, tensor_parallel
-        self.activation_checkpointing, self.loss_fn, self.settings, self.adam = (
-            activation_checkpointing,
-            loss_fn,
-            update,
-            adam,
-        )
-        self.lora, self.ema_decay, self.cpu_offload = lora, ema_decay, cpu_offload
+        self.model_path = model_path
+        self.model_dtype = model_dtype
+        self.compute_dtype = compute_dtype
+        self.replicate = replicate
+        self.tensor_parallel = tensor_parallel
+        self.activation_checkpointing = activation_checkpointing
+        self.cpu_offload = cpu_offload
+        self.loss_fn = loss_fn
+        self.settings = update
+        self.adam = adam
+        self.canary_prompts = canary_prompts
+        self.canary_top = canary_top
+        self.evaluate_at = evaluate_at
+        self.checkpoint_at = checkpoint_at
+        self.critic_settings = critic
+        self.lora = lora
+        self.ema_decay = ema_decay
+        self.step_options = step_options
+        self.resets_reference = resets_reference
         self.stages_on_host = cpu_offload
-        self.canary_prompts, self.canary_top, self.critic_settings = (
-            canary_prompts,
-            canary_top,
-            critic,
-        )
-        self.evaluate_at, self.checkpoint_at = evaluate_at, checkpoint_at
-        self.step_options, self.resets_reference = step_options, resets_reference
         self.version = 0
         self.buffer = buffer
         self.done = False
         self._published = -1
         self._wait_since = time.monotonic()
 
-    # -- life
-    # ---------------------------------------------------------------------------------------------------------
+    # --- Life ---
 
     def setup(self) -> None:
-        g = self.group
-        if self.cpu_offload and g.device.type == "cpu":
-            log.warning(
-                "trainer.cpu_offload: this trainer computes on a CPU, so its weights are in host memory anyway"
-            )
-        parts = TensorParallel(
-            g.tensor_index, g.tensor_parallel, g.tensor_group, split_vocabulary=False
-        )
-        self.decoder = training_decoder(
-            self.model_path,
-            mesh=self.group.data_mesh(),
-            device=self.group.device,
-            compute_dtype=getattr(torch, self.compute_dtype),
-            activation_checkpointing=self.activation_checkpointing,
-            tensor_parallel=parts if parts.size > 1 else None,
-            lora=self.lora,
-            cpu_offload=self.cpu_offload,
-        )
+        """Load the decoder, and make what trains it. Collective over the trainer's ranks."""
+        self.decoder = self._load_decoder()
+        named = named_parameters_hf(self.decoder)
         # What is trained and saved, adapters and no frozen weights; and what the policy is to
         # everybody else.
-        self._parameters = [
-            (name, p) for name, p in named_parameters_hf(self.decoder) if p.requires_grad
+        self._parameters = [(name, p) for name, p in named if p.requires_grad]
+        self._shards = [
+            Shard(name, p, held_box(self.decoder, name, p)) for name, p in self._parameters
         ]
         self._policy = PolicyWeights(self.decoder)
-        self._shards = list(
-            self.decoder.parameters()
-        )  # as they are now: after a forward FSDP shows its root's gathered ones
-        a = self.adam
+        # As they are now: after a forward FSDP shows its root's gathered ones.
+        self._all_parameters = list(self.decoder.parameters())
+        trained = [p for _, p in self._parameters]
         self.optimizer = build_optimizer(
-            [p for _, p in self._parameters],
+            trained,
             lr=self.settings.lr,
-            betas=(a.beta1, a.beta2),
-            eps=a.eps,
-            weight_decay=a.weight_decay,
-            kind=a.kind,
+            betas=(self.adam.beta1, self.adam.beta2),
+            eps=self.adam.eps,
+            weight_decay=self.adam.weight_decay,
+            kind=self.adam.kind,
         )
         self.critic = self._build_critic() if self.critic_settings else None
         self._average = None
         if self.ema_decay is not None:
-            self._average = WeightAverage(
-                (p for _, p in self._parameters), self.optimizer, self.ema_decay
-            )
+            self._average = WeightAverage(trained, self.optimizer, self.ema_decay)
         self._update = PolicyUpdate(
             self.decoder,
             self.optimizer,
@@ -185,12 +170,33 @@ class FSDPTrainer(Executor):
             step_options=self.step_options,
         )
         self.weights = self.outputs["policy"]
-        self.weights.bind(self.decoder.config, self._policy.parameters, self.group.tensor_group)
         self.reference_weights = self.outputs.get(REFERENCE_WEIGHTS)
-        if self.reference_weights is not None:
-            self.reference_weights.bind(
-                self.decoder.config, self._policy.parameters, self.group.tensor_group
+        for weights in (self.weights, self.reference_weights):
+            if weights is not None:
+                weights.bind(self.decoder.config, self._policy.parameters, self.group.tensor_group)
+
+    def _load_decoder(self) -> Decoder:
+        g = self.group
+        if self.cpu_offload and g.device.type == "cpu":
+            log.warning(
+                "trainer.cpu_offload: this trainer computes on a CPU, so its weights are in host "
+                "memory anyway"
             )
+        tensor_parallel = None
+        if g.tensor_parallel > 1:
+            tensor_parallel = TensorParallel(
+                g.tensor_index, g.tensor_parallel, g.tensor_group, split_vocabulary=False
+            )
+        return training_decoder(
+            self.model_path,
+            mesh=g.data_mesh(),
+            device=g.device,
+            compute_dtype=getattr(torch, self.compute_dtype),
+            activation_checkpointing=self.activation_checkpointing,
+            tensor_parallel=tensor_parallel,
+            lora=self.lora,
+            cpu_offload=self.cpu_offload,
+        )
 
     def _build_critic(self) -> Critic:
         return Critic(
@@ -209,18 +215,17 @@ class FSDPTrainer(Executor):
             return True
         if self.done:
             return arrived
-        stopping = (
-            self.control.stopping
-        )  # looked at first: the leader's last batch is told before its word to stop
+        # Looked at first: the leader's last batch is told before its word to stop.
+        stopping = self.control.stopping
+        is_last = self.version >= self.settings.max_steps
         tickets = None
-        if self.version < self.settings.max_steps and (stopping or self._has_room()):
-            tickets = self.tickets.take(
-                self.version, waited=time.monotonic() - self._wait_since > 0.02
-            )
+        if not is_last and (stopping or self._has_room()):
+            has_waited = time.monotonic() - self._wait_since > SHORT_S
+            tickets = self.tickets.take(self.version, waited=has_waited)
         if tickets is not None:
             self._train(tickets)
             return True
-        if stopping or self.version >= self.settings.max_steps:
+        if stopping or is_last:
             self._finish()
             return True
         return arrived
@@ -239,13 +244,15 @@ class FSDPTrainer(Executor):
             return None
         if self.version < self.settings.max_steps and not self._has_room():
             return f"weights: the receipt of those before version {self.version} by the generators"
-        return f"data: the groups of step {self.version} ({len(self.buffer)} here) from the reward; {self.tickets.waits_for()}"
+        return (
+            f"data: the groups of step {self.version} ({len(self.buffer)} here) from the reward; "
+            f"{self.tickets.waits_for()}"
+        )
 
-    # -- one step
-    # -----------------------------------------------------------------------------------------------------
+    # --- One step ---
 
     def _receive(self) -> bool:
-        groups = [g for name in self.inputs for g in self.inputs[name].take()]
+        groups = list(chain.from_iterable(channel.take() for channel in self.inputs.values()))
         if groups:
             self.buffer.put(groups)
             self.tickets.finish([g.ticket for g in groups])
@@ -253,8 +260,7 @@ class FSDPTrainer(Executor):
 
     def _train(self, tickets: list[int]) -> None:
         self.claim_device()
-        began = time.monotonic()
-        waited_s = began - self._wait_since
+        waited_s = time.monotonic() - self._wait_since
         groups = self.buffer.take(tickets, self.version)
         try:
             result = self._update.run(groups, self.version, lambda: self.control.ending)
@@ -277,7 +283,7 @@ class FSDPTrainer(Executor):
                     "policy_version": self.version,
                     "tickets/overcommit": self.tickets.overcommit,
                     "time/wait_for_data_s": waited_s,
-                    "time/step_s": time.monotonic() - began + waited_s,
+                    "time/step_s": time.monotonic() - self._wait_since,
                     "weights/publish_stall_s": stall_s,
                     "weights/bytes": self.weights.bytes_per_sync,
                 },
@@ -309,8 +315,9 @@ class FSDPTrainer(Executor):
         if self.reference_weights is None or not self.resets_reference(self.version):
             return
         self.reference_weights.publish(self.version, must_load=True, must_differ=False)
-        for rank in self.reference_weights.receivers if self.control.is_leader else ():
-            self.control.post(rank, RESET, {"version": self.version})
+        if self.control.is_leader:
+            for rank in self.reference_weights.receivers:
+                self.control.post(rank, RESET, {"version": self.version})
 
     def _publish(self, *, must_differ: bool) -> float:
         self.claim_device()
@@ -331,8 +338,7 @@ class FSDPTrainer(Executor):
         self.checkpoints.save(self.version, self)
         self.done = True
 
-    # -- checkpoints
-    # ----------------------------------------------------------------------------------------------------
+    # --- Checkpoints ---
 
     def state_dict(self) -> dict:
         """This rank's shard: trained weights (float32) and their average, Adam's moments, the value
@@ -340,37 +346,27 @@ class FSDPTrainer(Executor):
 
         What several ranks hold is stored by the first of them alone.
         """
-        tensors: dict[str, torch.Tensor] = {}
-        boxes: dict[str, list] = {}
-        first_peer = self.group.tensor_index == 0
-        for name, p in self._parameters if self.group.replica == 0 else []:
-            if not (first_peer or is_split(self.decoder, name)):
-                continue
-            box = held_box(self.decoder, name, p)
-            boxes[name] = [box.offsets, box.lengths]
-            tensors[f"model/{name}"] = local(p)
-            if self._average:
-                tensors[f"ema/{name}"] = local(self._average.of(p))
-            state = self.optimizer.state.get(p, {})
-            for key in MOMENTS:
-                if key in state:
-                    tensors[f"{key}/{name}"] = moment(state[key])
-                    if (scale := moment_scale(state[key])) is not None:
-                        tensors[f"{key}_scale/{name}"] = scale
-        steps = [float(s["step"]) for s in self.optimizer.state.values()]
-        return {
-            **tensors,
-            **(
-                self.critic.state_dict()
-                if self.critic and first_peer and self.group.replica == 0
-                else {}
-            ),
-            **(self.buffer.state_dict() if first_peer else {"buffered": []}),
-            "boxes": boxes,
+        is_first_peer = self.group.tensor_index == 0
+        is_first_replica = self.group.replica == 0
+        state: dict = {
+            "boxes": {},
             "version": self.version,
             "lora": self._lora_state(),
-            "adam_step": steps[0] if steps else 0.0,
+            "adam_step": steps_of(self.optimizer),
         }
+        state |= self.buffer.state_dict() if is_first_peer else {"buffered": []}
+        if not is_first_replica:
+            return state
+        if self.critic and is_first_peer:
+            state |= self.critic.state_dict()
+        for shard in self._shards:
+            if not is_first_peer and not is_split(self.decoder, shard.name):
+                continue
+            state["boxes"][shard.name] = [shard.box.offsets, shard.box.lengths]
+            state |= shard.state(self.optimizer, **_SAVED_AS)
+            if self._average:
+                state[f"ema/{shard.name}"] = local(self._average.of(shard.parameter))
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, parts: Iterable[dict]) -> None:
@@ -381,92 +377,79 @@ class FSDPTrainer(Executor):
         shapes.
         """
         self.claim_device()
-        stored, adam_step, has_values, averaged = [], 0.0, False, False
-        missing = {
-            name: held_box(self.decoder, name, p).numel for name, p in self._parameters
-        }  # elements
+        stored = []
+        adam_step = 0.0
+        has_values = False
+        has_average = False
+        missing = {shard.name: shard.box.numel for shard in self._shards}  # elements
         for part in parts:
-            if part.get("lora") != self._lora_state():
-                raise ValueError(
-                    f"the checkpoint was saved with trainer.lora={part.get('lora')}, this run has {self._lora_state()}: resume with "
-                    "the same, or start a run of its own from the checkpoint's hf/ with model.path"
-                )
-            averaged |= any(key.startswith("ema/") for key in part)
-            self.version, adam_step = int(part["version"]), float(part["adam_step"])
-            self._check_fits(part["boxes"])
-            for name, p in self._parameters:
-                missing[name] -= self._load_box(p, name, part)
-            has_values |= self.critic is not None and self.critic.load_state_dict(part)
+            self._check_fits(part)
+            self.version = int(part["version"])
+            adam_step = float(part["adam_step"])
+            for shard in self._shards:
+                if shard.name in part["boxes"]:
+                    missing[shard.name] -= self._load_shard(shard, part)
+            has_average |= any(key.startswith("ema/") for key in part)
+            if self.critic:
+                has_values |= self.critic.load_state_dict(part)
             stored.append(part)
-        if absent := [name for name, elements in missing.items() if elements]:
+        absent = [name for name, elements in missing.items() if elements]
+        if absent:
             raise ValueError(
-                f"the checkpoint lacks {', '.join(absent[:5])}, or parts of it, which this run's model has{_OTHER_MODEL}"
+                f"the checkpoint lacks {', '.join(absent[:5])}, or parts of it, which this run's "
+                f"model has{_OTHER_MODEL}"
             )
         settle_moments(self.optimizer)
-        for _, p in self._parameters if adam_step else []:
-            self.optimizer.state[p]["step"] = torch.tensor(adam_step, device=p.device)
+        set_steps(self.optimizer, [p for _, p in self._parameters], adam_step)
         if self.critic and not has_values:
             warnings.warn("the checkpoint has no value head: this run's starts at 0", stacklevel=2)
-        if self._average and not averaged:
+        if self._average and not has_average:
             log.warning(
-                "the checkpoint holds no average of the weights: it starts again from the weights of version %d",
+                "the checkpoint holds no average of the weights: it starts again from the weights "
+                "of version %d",
                 self.version,
             )
             self._average.restart()
-        finished = self.tickets.reconcile(
-            [ticket for part in stored for ticket in part["buffered"]]
-        )
-        self.buffer.load(stored, finished, self._is_mine)
+        buffered = list(chain.from_iterable(part["buffered"] for part in stored))
+        self.buffer.load(stored, self.tickets.reconcile(buffered), self._is_mine)
         self._published = -1
+
+    def _load_shard(self, shard: Shard, part: dict) -> int:
+        """What a saved part holds of a shard. Returns how many elements of it."""
+        theirs = box_from(part["boxes"][shard.name])
+        averaged = f"ema/{shard.name}"
+        if self._average and averaged in part:
+            shard.copy_overlap(self._average.of(shard.parameter), part, averaged, theirs)
+        return shard.load(part, theirs, self.optimizer, **_SAVED_AS)
 
     def _is_mine(self, ticket: int) -> bool:
         return dp_rank_of(ticket, self.group.data_size) == self.group.data_index
 
-    def _check_fits(self, boxes: dict[str, list]) -> None:
-        """ValueError if a saved part is of tensors that this model does not have, or of larger
-        ones.
+    def _check_fits(self, part: dict) -> None:
+        """ValueError if a saved part is of other adapters, or of tensors that this model does not
+        have, or of larger ones.
         """
-        shapes, known = parameter_shapes(self.decoder.config), dict(self._parameters)
-        for name, (offsets, lengths) in boxes.items():
-            shape = shapes.get(name) or (tuple(known[name].shape) if name in known else None)
-            if (
-                shape is None
-                or len(shape) != len(lengths)
-                or any(o + n > m for o, n, m in zip(offsets, lengths, shape))
-            ):
+        if part.get("lora") != self._lora_state():
+            raise ValueError(
+                f"the checkpoint was saved with trainer.lora={part.get('lora')}, this run has "
+                f"{self._lora_state()}: resume with the same, or start a run of its own from the "
+                "checkpoint's hf/ with model.path"
+            )
+        shapes = {name: tuple(p.shape) for name, p in self._parameters}
+        shapes |= parameter_shapes(self.decoder.config)
+        for name, saved in part["boxes"].items():
+            shape = shapes.get(name)
+            box = box_from(saved)
+            if shape is None or len(shape) != len(box.lengths):
+                fits = False
+            else:
+                sides = zip(box.offsets, box.lengths, shape)
+                fits = all(first + count <= size for first, count, size in sides)
+            if not fits:
                 raise ValueError(
-                    f"the checkpoint's {name} does not fit this run's model, where its shape is {shape}{_OTHER_MODEL}"
+                    f"the checkpoint's {name} does not fit this run's model, where its shape is "
+                    f"{shape}{_OTHER_MODEL}"
                 )
-
-    def _load_box(self, parameter: torch.nn.Parameter, name: str, part: dict) -> int:
-        """What a saved part holds of this rank's part of a parameter, and of its moments. Returns
-        how many elements of it.
-        """
-        if name not in part["boxes"]:
-            return 0
-        mine, theirs = (
-            held_box(self.decoder, name, parameter),
-            Box(*map(tuple, part["boxes"][name])),
-        )
-        common = overlap(mine, theirs)
-        here, there = common.within(mine), common.within(theirs)
-
-        def take(tensor: torch.Tensor, key: str) -> None:
-            if common.numel:  # else there is nothing to read
-                local(tensor)[here].copy_(box_of(part, f"{key}/{name}", there))
-
-        take(parameter, "model")
-        if self._average and f"ema/{name}" in part:
-            take(self._average.of(parameter), "ema")
-        for key in MOMENTS:
-            if f"{key}/{name}" in part:
-                state = self.optimizer.state[parameter]
-                if key not in state:
-                    state[key] = torch.zeros_like(parameter)
-                take(state[key], key)
-                if mine == theirs and f"{key}_scale/{name}" in part:
-                    state[f"{key}_scale"] = part[f"{key}_scale/{name}"]
-        return common.numel
 
     @property
     def export_bytes(self) -> int:
@@ -491,7 +474,7 @@ class FSDPTrainer(Executor):
         try:
             self._write(self._policy.with_values(lambda p: p), out)
         finally:
-            self._write(average, out and out + EMA)
+            self._write(average, None if out is None else out + EMA)
 
     def _write(self, weights: Iterable[tuple[str, torch.Tensor]], out: str | None) -> None:
         whole = whole_parameters(self.decoder, weights)
@@ -504,28 +487,21 @@ class FSDPTrainer(Executor):
 
     def _lora_state(self) -> dict | None:
         """As it comes back from JSON."""
-        return (
-            {**dataclasses.asdict(self.lora), "targets": sorted(self.lora.targets)}
-            if self.lora
-            else None
-        )
+        if not self.lora:
+            return None
+        return {**dataclasses.asdict(self.lora), "targets": sorted(self.lora.targets)}
 
     def offloadable(self) -> list[torch.Tensor]:
         """Weights, their average and the optimizer's moments; gradients end with the step."""
         self.optimizer.zero_grad(set_to_none=True)
-        moments = [
-            t
-            for state in self.optimizer.state.values()
-            for t in state.values()
-            if isinstance(t, torch.Tensor)
-        ]
-        values = self.critic.offloadable() if self.critic else ()
-        kept = [
-            *values,
-            *self._policy.buffers(),
-            *(self._average.tensors() if self._average else []),
-        ]
-        return [*(local(t) for t in (*self._shards, *moments)), *kept]
+        own = [*self._all_parameters, *optimizer_tensors(self.optimizer)]
+        tensors = [local(tensor) for tensor in own]
+        if self.critic:
+            tensors += self.critic.offloadable()
+        tensors += self._policy.buffers()
+        if self._average:
+            tensors += self._average.tensors()
+        return tensors
 
     def teardown(self) -> None:
         for weights in (getattr(self, "weights", None), getattr(self, "reference_weights", None)):

@@ -49,10 +49,3 @@ class Part(Mapping):
     def box(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """tensor[index], of which nothing else is read."""
         return self._file.get_slice(name)[index] if index else self._file.get_tensor(name)
-
-
-def box_of(part: Mapping, name: str, index: tuple[slice, ...]) -> Tensor:
-    """part[name][index], of which nothing else is read where it lies on disk."""
-    if isinstance(part, Part):
-        return part.box(name, index)
-    return part[name][index]

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from llamarl.models.fsdp import local
 
 
 class WeightAverage:
@@ -32,8 +33,8 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """One step of the average."""
-        averages = [_local(e) for e in self._averages.values()]
-        weights = [_local(p).float() for p in self._averages]
+        averages = [local(e) for e in self._averages.values()]
+        weights = [local(p).float() for p in self._averages]
         torch._foreach_lerp_(averages, weights, 1 - self.decay)
 
     def of(self, parameter: Tensor) -> Tensor:
@@ -44,13 +45,8 @@ class WeightAverage:
     def restart(self) -> None:
         """From the weights as they are."""
         for p, average in self._averages.items():
-            _local(average).copy_(_local(p))
+            local(average).copy_(local(p))
 
     def tensors(self) -> list[Tensor]:
         """This rank's parts of the averages."""
-        return [_local(e) for e in self._averages.values()]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return [local(e) for e in self._averages.values()]

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from llamarl.models.fsdp import local
+from llamarl.models.sharded_state import MOMENTS, moment
 from llamarl.tasks.names import did_you_mean
 
 SCHEDULES: dict[str, Callable[[float], float]] = {  # progress 0..1 after the warm-up -> factor 0..1
@@ -19,9 +21,6 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # progress 0..1 after the wa
     "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)),
     "wsd": lambda x: min(1.0, (1.0 - x) / 0.2),  # warm-up, stable, decay over the last fifth
 }
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(
@@ -72,21 +71,6 @@ def _never_compile(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step = eager
 
 
-def moment(value: Tensor) -> Tensor:
-    """This rank's part of one of MOMENTS, as a plain tensor; of 8-bit ones what they stand for, in
-    float32.
-    """
-    value = value.detach()
-    own = value.to_local() if isinstance(value, DTensor) else value
-    return own.dequantize() if hasattr(own, "codes") else own
-
-
-def moment_scale(value: Tensor) -> Tensor | None:
-    """What the blocks of an 8-bit moment are multiplied by, this rank's part; None for a plain one."""
-    own = value.to_local() if isinstance(value, DTensor) else value
-    return getattr(own, "scale", None)
-
-
 @torch.no_grad()
 def settle_moments(optimizer: torch.optim.Optimizer) -> None:
     """After plain moments were put into its state: in the form that it keeps.
@@ -99,12 +83,13 @@ def settle_moments(optimizer: torch.optim.Optimizer) -> None:
     from torchao.optim.quant_utils import quantize_8bit_with_qmap
 
     for p, state in optimizer.state.items():
-        for key in (k for k in MOMENTS if k in state):
-            kept, scale = (
-                optimizer._new_buffer(p, signed=key == "exp_avg"),
-                state.pop(f"{key}_scale", None),
-            )
-            own, values = kept.to_local() if isinstance(kept, DTensor) else kept, moment(state[key])
+        for key in MOMENTS:
+            if key not in state:
+                continue
+            kept = optimizer._new_buffer(p, signed=key == "exp_avg")
+            scale = state.pop(f"{key}_scale", None)
+            own = local(kept)
+            values = moment(state[key])
             if scale is not None and hasattr(own, "codes"):
                 # In units of their blocks, where the largest code is 1 in every block: no scale is
                 # chosen anew.
@@ -137,9 +122,9 @@ def lr_at(
     """The learning rate of optimizer step `step`, from 0: up a line to `lr` in warmup_steps, then
     by `schedule` until max_steps.
 
-    constant | linear (to 0) | cosine (to 0) | wsd (lr, then a line to 0 over the last decay_steps, or the last fifth). No step
-    below max_steps has rate 0. ValueError for an unknown schedule or a warm-up that leaves no
-    steps.
+    constant; linear and cosine, to 0; wsd: lr, then a line to 0 over the last decay_steps, or the
+    last fifth. No step below max_steps has rate 0. ValueError for an unknown schedule or a warm-up
+    that leaves no steps.
     """
     if schedule not in SCHEDULES:
         hint = did_you_mean(schedule, SCHEDULES)
@@ -179,18 +164,16 @@ def clip_grad_norm(
     ]
     if not trained:
         return torch.zeros(())
-    local = [g.to_local() if isinstance(g, DTensor) else g for g, _ in trained]
-    dtype = torch.promote_types(torch.float32, local[0].dtype)
-    squares = torch.stack(torch._foreach_norm(local, 2, dtype=dtype)).square()
+    own = [local(gradient) for gradient, _ in trained]
+    dtype = torch.promote_types(torch.float32, own[0].dtype)
+    squares = torch.stack(torch._foreach_norm(own, 2, dtype=dtype)).square()
     # One reduction a kind of sharding, in parameter order, which is the same on all ranks.
     kinds: dict[tuple, list[int]] = {}
     for i, (gradient, group) in enumerate(trained):
-        kind = (
-            (gradient.device_mesh, gradient.placements)
-            if isinstance(gradient, DTensor)
-            else (None, ())
-        )
-        kinds.setdefault((group, *kind), []).append(i)
+        kind = (group, None, ())
+        if isinstance(gradient, DTensor):
+            kind = (group, gradient.device_mesh, gradient.placements)
+        kinds.setdefault(kind, []).append(i)
     total = squares.new_zeros(())
     for kind, places in kinds.items():
         total = total + _sum_over_shards(squares[places].sum(), *kind)
@@ -199,7 +182,7 @@ def clip_grad_norm(
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         # Asking a GPU for the number would cost more than multiplying by 1.
         if factor.device.type != "cpu" or factor != 1:
-            torch._foreach_mul_(local, factor)
+            torch._foreach_mul_(own, factor)
     return norm
 
 
@@ -212,11 +195,7 @@ def share_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup
     """
     for p in parameters:
         if p.grad is not None:
-            dist.broadcast(
-                p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad,
-                group=group,
-                group_src=0,
-            )
+            dist.broadcast(local(p.grad), group=group, group_src=0)
 
 
 def _sum_over_shards(

@@ -1,7 +1,8 @@
 """The critic of PPO: a value head on the policy's own trunk, its optimizer, and what it is trained
 towards.
 
-    A_t = sum_l (gamma lambda)^l delta_{t+l},   delta_t = r_t + gamma V(s_{t+1}) - V(s_t)        (GAE; OPPO eq. 1)
+    A_t = sum_l (gamma lambda)^l delta_{t+l}        (GAE; OPPO eq. 1)
+    delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     return_t = A_t + V(s_t)
 
 V(s_t) is the value of the hidden state that predicts token t, as it was before the step ("old");
@@ -12,7 +13,7 @@ nor is exported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +25,10 @@ from llamarl.learning.advantages import gae
 from llamarl.learning.optim import build_optimizer, set_lr
 from llamarl.models.fsdp import local, local_rows
 from llamarl.models.heads import value_head
-from llamarl.models.sharding import Box, overlap
+from llamarl.models.sharded_state import Shard, box_from, optimizer_tensors, set_steps, steps_of
+from llamarl.models.sharding import Box
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_SAVED_AS = {"weights": "value/", "moments": "value/"}  # prefixes, see sharded_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,10 @@ class CriticSettings:
 
 
 class Critic:
-    """The value head and its AdamW (no weight decay). mesh: as of the decoder; None for one rank."""
+    """The value head and its AdamW, without weight decay.
+
+    mesh: as of the decoder; None for one rank.
+    """
 
     def __init__(
         self,
@@ -57,10 +62,12 @@ class Critic:
     ):
         self.settings = settings
         self.head = value_head(dim, mesh=mesh, device=device)
-        self.parameters = list(
-            self.head.parameters()
-        )  # the shards, also while FSDP holds them whole
-        self._named = list(zip(("weight", "bias"), self.parameters, strict=True))
+        # The shards, also while FSDP holds them whole.
+        self.parameters = list(self.head.parameters())
+        self._shards = [
+            Shard(name, parameter, held_rows(parameter))
+            for name, parameter in zip(("weight", "bias"), self.parameters, strict=True)
+        ]
         self.optimizer = build_optimizer(
             self.parameters, lr=settings.lr, betas=betas, eps=eps, weight_decay=0.0
         )
@@ -80,54 +87,33 @@ class Critic:
         s = self.settings
         return gae(rewards, old_values, lengths, gamma=s.gamma, lam=s.gae_lambda)
 
-    # -- checkpoints
-    # ----------------------------------------------------------------------------------------------------
+    # --- Checkpoints ---
 
     def state_dict(self) -> dict:
         """This rank's shard of the head and of its moments, and which rows they are."""
-        state: dict = {"value_rows": {}, "value_step": 0.0}
-        for name, p in self._named:
-            rows = held_rows(p)
-            state["value_rows"][name] = [rows.offsets, rows.lengths]
-            state[f"value/{name}"] = local(p)
-            moments = self.optimizer.state.get(p, {})
-            state |= {
-                f"value/{key}/{name}": local(moments[key]) for key in _MOMENTS if key in moments
-            }
-            state["value_step"] = float(moments.get("step", 0.0))
+        state: dict = {"value_rows": {}, "value_step": steps_of(self.optimizer)}
+        for shard in self._shards:
+            state["value_rows"][shard.name] = [shard.box.offsets, shard.box.lengths]
+            state |= shard.state(self.optimizer, **_SAVED_AS)
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, part: dict) -> bool:
+    def load_state_dict(self, part: Mapping) -> bool:
         """Take what one rank's part holds of this rank's shard. False if that rank saved nothing of
         a value head.
         """
         if "value_rows" not in part:
             return False
-        for name, p in self._named:
-            mine, theirs = held_rows(p), Box(*map(tuple, part["value_rows"][name]))
-            common = overlap(mine, theirs)
-            local(p)[common.within(mine)].copy_(part[f"value/{name}"][common.within(theirs)])
-            for key in _MOMENTS if part["value_step"] else ():
-                state = self.optimizer.state[p]
-                state["step"] = torch.tensor(part["value_step"], device=p.device)
-                if key not in state:
-                    state[key] = torch.zeros_like(p)
-                local(state[key])[common.within(mine)].copy_(
-                    part[f"value/{key}/{name}"][common.within(theirs)]
-                )
+        for shard in self._shards:
+            theirs = box_from(part["value_rows"][shard.name])
+            shard.load(part, theirs, self.optimizer, **_SAVED_AS)
+        set_steps(self.optimizer, self.parameters, part["value_step"])
         return True
 
     def offloadable(self) -> Iterable[Tensor]:
         """The head and its moments; gradients end with the step."""
         self.optimizer.zero_grad(set_to_none=True)
-        moments = [
-            t
-            for state in self.optimizer.state.values()
-            for t in state.values()
-            if isinstance(t, Tensor)
-        ]
-        return [local(t) for t in (*self.parameters, *moments)]
+        return [local(t) for t in (*self.parameters, *optimizer_tensors(self.optimizer))]
 
 
 def held_rows(parameter: torch.nn.Parameter) -> Box:

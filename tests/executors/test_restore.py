@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import executors.trainer as trainer_module
-from executors.trainer import FSDPTrainer
 from llamarl.checkpoint.parts import Part
+from llamarl.models.sharded_state import Shard, box_from
 from llamarl.models.sharding import Box
 
 SAVED = torch.arange(24.0).view(8, 3)  # rows 0 to 7, by two ranks
@@ -32,20 +31,21 @@ class Watched(Part):
 @pytest.mark.parametrize(
     "mine, expected", [((3, 0, 2), [3, 3]), ((0, 0, 4), [12, 0]), ((6, 0, 2), [0, 6])], ids=str
 )
-def test_only_rows_that_a_rank_holds_are_read(monkeypatch, mine, expected):
+def test_only_rows_that_a_rank_holds_are_read(mine, expected):
     first, column, count = mine
     box = Box((first, column), (count, 3))
-    monkeypatch.setattr(trainer_module, "held_box", lambda decoder, name, parameter: box)
     parameter = torch.nn.Parameter(torch.zeros(count, 3))
+    shard = Shard("w", parameter, box)
     optimizer = SimpleNamespace(state={parameter: {}})
-    trainer = SimpleNamespace(decoder=None, _average=None, optimizer=optimizer)
     parts = []
+    found = 0
     for start in (0, 4):
         boxes = {"w": [[start, 0], [4, 3]]}
         rows = SAVED[start : start + 4]
-        parts.append(Watched({"boxes": boxes}, {"model/w": rows, "exp_avg/w": rows + 100}))
-    with torch.no_grad():
-        found = sum(FSDPTrainer._load_box(trainer, parameter, "w", part) for part in parts)
+        part = Watched({"boxes": boxes}, {"model/w": rows, "exp_avg/w": rows + 100})
+        theirs = box_from(part["boxes"]["w"])
+        found += shard.load(part, theirs, optimizer, weights="model/", moments="")
+        parts.append(part)
     assert found == count * 3 and torch.equal(parameter.detach(), SAVED[first : first + count])
     assert torch.equal(optimizer.state[parameter]["exp_avg"], SAVED[first : first + count] + 100)
     assert [part.read for part in parts] == [2 * n for n in expected], "weights, and one moment"

@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 
 from llamarl.checkpoint import checkpointer as checkpoint
 from llamarl.checkpoint.checkpointer import Checkpointer, find, in_work, load_part, ranks_of, verify
-from llamarl.checkpoint.parts import box_of
 from llamarl.errors import CheckpointError
+from llamarl.models.sharded_state import box_of
 
 
 class Mail:

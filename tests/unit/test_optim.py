@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from llamarl.learning.optim import (
-    MOMENTS,
     SCHEDULES,
     build_optimizer,
     clip_grad_norm,
     lr_at,
-    moment,
-    moment_scale,
     set_lr,
     settle_moments,
 )
+from llamarl.models.sharded_state import MOMENTS, moment, moment_scale
 
 ADAM = dict(lr=0.1, betas=(0.9, 0.95), eps=1e-8)
 

@@ -1,0 +1,145 @@
+"""Shards of parameters with their Adam moments, as each rank saves its own and takes what it needs
+of those that others saved, whatever their number was.
+
+A rank saves, of each parameter, what it holds of it and of its moments, and says which box of the
+whole that is. A rank that loads reads of every part what overlaps with its own box:
+
+    saved by 2 ranks     rows 0-3 | rows 4-7
+    loaded by 4 ranks    0-1 | 2-3 | 4-5 | 6-7
+
+What is saved of a parameter NAME is called, with the prefixes that its owner chooses,
+
+    {weights}NAME                                its values
+    {moments}exp_avg/NAME, ...exp_avg_sq/NAME    what its moments stand for
+    {moments}exp_avg_scale/NAME, ...             the scales of their blocks, where they are 8-bit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from llamarl.models.fsdp import local
+from llamarl.models.sharding import Box, overlap
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@runtime_checkable
+class ReadsBoxes(Protocol):
+    """A saved part that can read some of a tensor without the rest of it."""
+
+    def box(self, name: str, index: tuple[slice, ...]) -> Tensor: ...
+
+
+def box_of(part: Mapping, name: str, index: tuple[slice, ...]) -> Tensor:
+    """part[name][index]."""
+    return part.box(name, index) if isinstance(part, ReadsBoxes) else part[name][index]
+
+
+def moment(value: Tensor) -> Tensor:
+    """This rank's part of one of MOMENTS as a plain tensor; of an 8-bit one what it stands for, in
+    float32.
+    """
+    own = local(value)
+    return own.dequantize() if hasattr(own, "codes") else own
+
+
+def moment_scale(value: Tensor) -> Tensor | None:
+    """What the blocks of an 8-bit moment, this rank's part, are multiplied by; None for a plain
+    moment.
+    """
+    return getattr(local(value), "scale", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What a rank holds of a parameter."""
+
+    name: str
+    parameter: nn.Parameter
+    box: Box  # of the whole parameter
+
+    def state(
+        self, optimizer: torch.optim.Optimizer, *, weights: str, moments: str
+    ) -> dict[str, Tensor]:
+        """What is to be saved of it; moments only once the optimizer has made a step."""
+        tensors = {f"{weights}{self.name}": local(self.parameter)}
+        kept = optimizer.state.get(self.parameter, {})
+        for key in MOMENTS:
+            if key not in kept:
+                continue
+            tensors[f"{moments}{key}/{self.name}"] = moment(kept[key])
+            scale = moment_scale(kept[key])
+            if scale is not None:
+                tensors[f"{moments}{key}_scale/{self.name}"] = scale
+        return tensors
+
+    def load(
+        self,
+        part: Mapping,
+        theirs: Box,
+        optimizer: torch.optim.Optimizer,
+        *,
+        weights: str,
+        moments: str,
+    ) -> int:
+        """Take what a saved part, which holds the box `theirs`, has of this shard and its moments.
+
+        Returns how many elements of the parameter that was. 8-bit moments are left as plain tensors
+        for llamarl.learning.optim.settle_moments, their scales beside them where the boxes are the
+        same.
+        """
+        self.copy_overlap(self.parameter, part, f"{weights}{self.name}", theirs)
+        for key in MOMENTS:
+            saved = f"{moments}{key}/{self.name}"
+            if saved not in part:
+                continue
+            kept = optimizer.state[self.parameter]
+            if key not in kept:
+                kept[key] = torch.zeros_like(self.parameter)
+            self.copy_overlap(kept[key], part, saved, theirs)
+            scale = f"{moments}{key}_scale/{self.name}"
+            if self.box == theirs and scale in part:
+                kept[f"{key}_scale"] = part[scale]
+        return overlap(self.box, theirs).numel
+
+    @torch.no_grad()
+    def copy_overlap(self, tensor: Tensor, part: Mapping, saved: str, theirs: Box) -> None:
+        """Copy into a tensor that is sharded like the parameter what part[saved] has of it."""
+        common = overlap(self.box, theirs)
+        if common.numel:  # else there is nothing to read
+            values = box_of(part, saved, common.within(theirs))
+            local(tensor)[common.within(self.box)].copy_(values)
+
+
+def box_from(saved: list) -> Box:
+    """The box of [offsets, lengths], as JSON gives them back."""
+    offsets, lengths = saved
+    return Box(tuple(offsets), tuple(lengths))
+
+
+def steps_of(optimizer: torch.optim.Optimizer) -> float:
+    """The steps that the optimizer has made."""
+    return next((float(state["step"]) for state in optimizer.state.values()), 0.0)
+
+
+def set_steps(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], steps: float
+) -> None:
+    """Let the optimizer go on as if it had made these steps; its moments are loaded already."""
+    if not steps:
+        return
+    for parameter in parameters:
+        optimizer.state[parameter]["step"] = torch.tensor(steps, device=parameter.device)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All tensors of the optimizer's state."""
+    states = chain.from_iterable(state.values() for state in optimizer.state.values())
+    return [value for value in states if isinstance(value, Tensor)]
