@@ -27,15 +27,15 @@ from torch import Tensor
 from llamarl.errors import NotFinite, ParityError
 from llamarl.learning.lags import lag_histogram
 from llamarl.learning.logprobs import make_head
-from llamarl.learning.losses.common import Completions, needs_entropy_gradient, takes
-from llamarl.learning.losses.ppo import value_loss
+from llamarl.learning.losses.common import needs_entropy_gradient
+from llamarl.learning.losses.inputs import Completions, LossInputs
 from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr, share_gradients
 from llamarl.learning.packing import Packing, Targets, filler, pack, to_device
 from llamarl.learning.reduction import Ranks
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.step_metrics import batch_sums, metrics_of
 from llamarl.learning.targets import make_targets, with_signal
-from llamarl.learning.values import Critic
+from llamarl.learning.values import Critic, value_loss
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import drop_gradients, is_split, next_backward
@@ -393,29 +393,26 @@ class PolicyUpdate:
         attention = PackedAttention(batch.cu_seqlens, batch.parents)
         logprobs, entropy, *values = self.decoder(batch.input_ids, batch.positions, attention, head)
         every = torch.ones_like(batch.labels, dtype=torch.bool)
-        counted, given = {"num_loss_tokens": minibatch.num_loss_tokens}, {}
-        if takes(self.loss_fn, "completions"):
-            given["completions"] = Completions(
-                index=batch.completions,
-                groups=batch.groups,
-                rewards=batch.rewards,
-                group_tokens=batch.group_tokens,
-                num_completions=minibatch.num_completions,
-                num_groups=minibatch.num_groups,
-                num_trained_groups=minibatch.num_trained_groups,
-            )
-        if takes(self.loss_fn, "entropy"):
-            given["entropy"] = entropy
-        loss, stats = self.loss_fn(
-            logprobs,
-            batch.generator_logprobs,
-            batch.ref_logprobs if minibatch.has_reference else None,
-            batch.advantages,
-            every,
-            **counted,
-            **given,
-            **self.step_options(at.version),
+        completions = Completions(
+            index=batch.completions,
+            groups=batch.groups,
+            rewards=batch.rewards,
+            group_tokens=batch.group_tokens,
+            num_completions=minibatch.num_completions,
+            num_groups=minibatch.num_groups,
+            num_trained_groups=minibatch.num_trained_groups,
         )
+        inputs = LossInputs(
+            trainer_logprobs=logprobs,
+            generator_logprobs=batch.generator_logprobs,
+            ref_logprobs=batch.ref_logprobs if minibatch.has_reference else None,
+            entropy=entropy,
+            advantages=batch.advantages,
+            loss_mask=every,
+            completions=completions,
+            num_loss_tokens=minibatch.num_loss_tokens,
+        )
+        loss, stats = self.loss_fn(inputs, **self.step_options(at.version))
         stats = {
             **stats,
             **lag_histogram(at.version - batch.policy_versions),
@@ -430,7 +427,12 @@ class PolicyUpdate:
         if self.critic:
             c = self.critic.settings
             of_values, more = value_loss(
-                values[0], batch.old_values, batch.returns, every, value_clip=c.clip, **counted
+                values[0],
+                batch.old_values,
+                batch.returns,
+                every,
+                value_clip=c.clip,
+                num_loss_tokens=minibatch.num_loss_tokens,
             )
             loss = loss + c.coef * of_values
             stats |= {**more, "value/loss": of_values.detach()}
