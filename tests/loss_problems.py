@@ -1,4 +1,4 @@
-"""The published losses, random microbatches for tests of them, and slow views of those for oracles."""
+"""The published losses, random microbatches for their tests, and slow views for oracles."""
 
 from __future__ import annotations
 

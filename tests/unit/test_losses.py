@@ -1,4 +1,4 @@
-"""The policy gradient by hand and against float64 autograd; how losses are named and their options checked."""
+"""The policy gradient by hand and against float64 autograd; names and options of losses."""
 
 import math
 import sys
@@ -95,8 +95,7 @@ def test_bfloat16_logprobs_are_subtracted_in_float32():
     assert ratio(torch.tensor([math.inf])).isfinite().all()
 
 
-# -- names
-# -----------------------------------------------------------------------------------------------------------------
+# --- names ---
 
 MY_LOSS = """
 def my_loss(inputs, *, width, depth=1):

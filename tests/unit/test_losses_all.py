@@ -158,8 +158,7 @@ def test_the_loss_depends_on_the_generators_logprobs_as_it_says(name):
     )
 
 
-# -- the knobs of ratios
-# -----------------------------------------------------------------------------------------------------
+# --- the knobs of ratios ---
 
 WITH_RATIO = [name for name in PUBLISHED if "ratio_cap" in SECTIONS[name]]
 with_ratio = pytest.mark.parametrize("fn", [PUBLISHED[name] for name in WITH_RATIO], ids=WITH_RATIO)

@@ -158,8 +158,7 @@ def test_a_group_with_one_trained_completion_couples_with_nothing():
         ).all()
 
 
-# -- gradients of the papers
-# -------------------------------------------------------------------------------------------------
+# --- gradients of the papers ---
 
 
 def sums(p: Problem, other: torch.Tensor) -> dict[int, float]:
@@ -328,8 +327,7 @@ def test_past_the_largest_ratio_a_bad_token_is_still_pushed_down():
     )
 
 
-# -- the value head
-# ------------------------------------------------------------------------------------------------------------
+# --- the value head ---
 
 
 def test_value_loss_by_hand():
