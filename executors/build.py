@@ -153,7 +153,7 @@ def step_options(config: Config) -> Callable[[int], dict[str, float]]:
 
 def build_trainer(config: Config, job: Job) -> FSDPTrainer:
     t, c, loss_fn = config.trainer, config.loss, resolve_loss(config.loss.fn)
-    options = c.options_for(options_of(loss_fn))
+    options = c.options_for(set(options_of(loss_fn)))
     check_options(loss_fn, options)
     loss_fn = regularised(
         partial(loss_fn, **options),

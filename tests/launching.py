@@ -232,15 +232,7 @@ def fails(prompt: str, completion: str, meta: dict) -> float:
     raise RuntimeError("no verdict")
 
 
-def with_beta(
-    trainer_logprobs,
-    generator_logprobs,
-    ref_logprobs,
-    advantages,
-    loss_mask,
-    *,
-    num_loss_tokens,
-    beta,
-):
+def with_beta(inputs, *, beta):
     """A loss with a coefficient that can follow a schedule: REINFORCE times beta."""
-    return -beta * (advantages * trainer_logprobs)[loss_mask].sum() / max(num_loss_tokens, 1), {}
+    objective = (inputs.advantages * inputs.trainer_logprobs)[inputs.loss_mask].sum()
+    return -beta * objective / max(inputs.num_loss_tokens, 1), {}

@@ -1,18 +1,80 @@
-"""Random microbatches for tests of losses, and slow views of them for oracles."""
+"""The published losses, random microbatches for their tests, and slow views for oracles."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
-from llamarl.learning.losses.common import Completions, takes
+from llamarl.config.command_line import CONF_DIR
+from llamarl.learning.losses import LOSSES
+from llamarl.learning.losses.common import Loss
+from llamarl.learning.losses.inputs import Completions, LossInputs
+
+# What `loss=NAME` sets in the section `loss`.
+SECTIONS = {
+    file.stem: OmegaConf.to_container(OmegaConf.load(file).loss)
+    for file in sorted((CONF_DIR / "loss").glob("*.yaml"))
+}
+
+
+def published(name: str) -> Loss:
+    """The loss that `loss=NAME` chooses, with its options."""
+    options = dict(SECTIONS[name])
+    fn = LOSSES[options.pop("fn")]
+    return functools.partial(fn, **options)
+
+
+PUBLISHED = {name: published(name) for name in SECTIONS}
+
+
+def inputs_of(
+    trainer_logprobs: Tensor,
+    generator_logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    num_loss_tokens: float,
+    entropy: Tensor | None = None,
+    completions: Completions | None = None,
+) -> LossInputs:
+    """A loss's inputs; all labels are of one completion, and the entropy is 0, unless given."""
+    if completions is None:
+        completions = one_completion(trainer_logprobs.numel())
+    if entropy is None:
+        entropy = torch.zeros_like(trainer_logprobs).detach()
+    return LossInputs(
+        trainer_logprobs=trainer_logprobs,
+        generator_logprobs=generator_logprobs,
+        ref_logprobs=ref_logprobs,
+        entropy=entropy,
+        advantages=advantages,
+        loss_mask=loss_mask,
+        completions=completions,
+        num_loss_tokens=num_loss_tokens,
+    )
+
+
+def one_completion(num_labels: int) -> Completions:
+    """That of all labels of a microbatch, alone in its group and in the batch."""
+    return Completions(
+        index=torch.zeros(num_labels, dtype=torch.int64),
+        groups=torch.zeros(1, dtype=torch.int64),
+        rewards=torch.zeros(1),
+        group_tokens=torch.tensor([float(num_labels)]),
+        num_completions=1.0,
+        num_groups=0.0,
+        num_trained_groups=1.0,
+    )
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A loss's tensors [R], float64, about a quarter of the labels masked; `completions` as the
+    """A loss's tensors [T], float64, about a quarter of the labels masked; `completions` as the
     learner would give them.
     """
 
@@ -28,10 +90,17 @@ class Problem:
     def tensors(self) -> tuple[Tensor, ...]:
         return self.pi, self.mu, self.ref, self.advantages, self.mask
 
-    def call(self, fn, **options):
+    def inputs(self, entropy: Tensor | None = None) -> LossInputs:
+        return inputs_of(
+            *self.tensors,
+            num_loss_tokens=self.num_loss_tokens,
+            entropy=entropy,
+            completions=self.completions,
+        )
+
+    def call(self, fn, entropy: Tensor | None = None, **options):
         """(loss, metrics) of the microbatch."""
-        given = {"completions": self.completions} if takes(fn, "completions") else {}
-        return fn(*self.tensors, num_loss_tokens=self.num_loss_tokens, **given, **options)
+        return fn(self.inputs(entropy), **options)
 
     def gradient(self, fn, **options) -> Tensor:
         return torch.autograd.grad(self.call(fn, **options)[0], self.pi)[0]

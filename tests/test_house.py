@@ -527,6 +527,7 @@ def test_readme_reward_and_loss_work(users_folder):
 
     from llamarl.learning.losses import resolve_loss
     from llamarl.tasks.pool import check_reward
+    from tests.loss_problems import inputs_of
 
     outcomes = check_reward(
         "my_module:my_reward", [("1+1=", " 2\n", {"answer": "2"}), ("1+1=", "3", {"answer": "2"})]
@@ -535,9 +536,8 @@ def test_readme_reward_and_loss_work(users_folder):
     logprobs = torch.tensor([-1.0, -2.0, -5.0], requires_grad=True)
     advantages, mask = torch.tensor([1.0, -1.0, 3.0]), torch.tensor([True, True, False])
     my_loss = resolve_loss("my_module:my_loss")
-    loss, metrics = my_loss(
-        logprobs, logprobs.detach(), None, advantages, mask, num_loss_tokens=2, scale=0.5
-    )
+    inputs = inputs_of(logprobs, logprobs.detach(), None, advantages, mask, num_loss_tokens=2)
+    loss, metrics = my_loss(inputs, scale=0.5)
     assert loss.item() == -0.5 * (1 * -1.0 + -1 * -2.0) / 2 and metrics == {}
     loss.backward()
     assert logprobs.grad.tolist() == [-0.25, 0.25, 0.0]

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from llamarl.learning.losses.aipo import aipo
+from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.update import PolicyUpdate, UpdateSettings
 from llamarl.models.build import ModelConfig, build_decoder
@@ -54,7 +54,7 @@ def decoder_of(uniform=False):
 def update_of(decoder=None, loss_fn=None, optimizer=torch.optim.SGD, critic=None, **changes):
     decoder = decoder or decoder_of()
     made = dataclasses.replace(SETTINGS, **changes)
-    loss_fn = loss_fn or regularised(aipo)
+    loss_fn = loss_fn or regularised(policy_gradient)
     made_by = optimizer(decoder.parameters(), lr=123.0)
     return PolicyUpdate(
         decoder, made_by, loss_fn, made, group=None, device=torch.device("cpu"), critic=critic

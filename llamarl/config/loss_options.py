@@ -1,16 +1,20 @@
-"""What the options of the package's losses may be, for a config that is checked before torch is
-imported.
+"""What the package's losses take and need, for a config that is checked before torch is imported.
 
-Which loss has which of them, and its published value, is in conf/loss/NAME.yaml; an option means
-the same in every loss.
+A loss says it itself, in its signature and its decorators. They are read from its source here,
+since importing it would import torch. Which values a published loss has is in conf/loss/NAME.yaml.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from llamarl.config.ranges import Count, NonNegative, Positive, Range
 
+# What each option may be; it means the same in every loss that has it.
 LOSS_OPTIONS: dict[str, object] = {
     "ratio_cap": Positive | None,
     "ratio_mask_low": NonNegative | None,
@@ -25,23 +29,58 @@ LOSS_OPTIONS: dict[str, object] = {
     "length_normalize": bool,
 }
 
-NEED_REFERENCE = ("online_dpo", "tb", "tba")
+_LOSSES = Path(__file__).resolve().parents[1] / "learning" / "losses"
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What a loss says of itself."""
+
+    options: tuple[str, ...]  # its keyword-only parameters
+    marks: frozenset[str]  # its decorators, such as "needs_reference"
+
+
+@functools.cache
+def declarations() -> dict[str, Declaration]:
+    """The package's losses by name. A loss is the function that is called like its file."""
+    found = {}
+    for file in sorted(_LOSSES.glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name == file.stem:
+                options = tuple(argument.arg for argument in node.args.kwonlyargs)
+                marks = frozenset(ast.unparse(mark) for mark in node.decorator_list)
+                found[node.name] = Declaration(options, marks)
+    return found
+
+
+def declares(loss: str, mark: str) -> bool:
+    """Whether the package's loss of this name has the mark; a loss of the user's own has none."""
+    return loss in declarations() and mark in declarations()[loss].marks
 
 
 def contradiction(options: dict[str, object]) -> tuple[str, str] | None:
-    """(the keys, what is wrong and the remedy) of options that are each in range and cannot work
-    together.
+    """What is wrong with options that are each in range and cannot work together.
+
+    Returns the keys, as one text, and the remedy; None if they can.
     """
-    low, high = options.get("ratio_mask_low"), options.get("ratio_mask_high")
+    low = options.get("ratio_mask_low")
+    high = options.get("ratio_mask_high")
     if low is not None and high is not None and low >= high:
         return (
             "ratio_mask_low ratio_mask_high",
             "masks every ratio; the low bound must be below the high one",
         )
-    cap, clip = options.get("ratio_cap"), options.get("clip_high")
+    cap = options.get("ratio_cap")
+    clip = options.get("clip_high")
     if cap is not None and clip is not None and cap <= 1 + clip:
         return (
             "ratio_cap clip_high",
-            f"a cap at or below 1 + clip_high = {1 + clip:g} leaves nothing to clip; raise it, or null",
+            f"a cap at or below 1 + clip_high = {1 + clip:g} leaves nothing to clip; "
+            "raise it, or null",
+        )
+    if options.get("max_tokens") is not None and options.get("normalize") != "tokens":
+        return (
+            "max_tokens normalize",
+            "a constant takes the place of the mean; normalize=tokens, or max_tokens=null",
         )
     return None

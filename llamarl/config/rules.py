@@ -20,7 +20,7 @@ from llamarl.config.conversion import (
     show,
     to_values,
 )
-from llamarl.config.loss_options import LOSS_OPTIONS, NEED_REFERENCE, contradiction
+from llamarl.config.loss_options import LOSS_OPTIONS, contradiction, declarations, declares
 from llamarl.config.placement import generator_problems, placement_problems
 from llamarl.config.schema import Config, LossSettings, TaskSettings
 
@@ -33,13 +33,6 @@ def _conf_dir() -> Path:
 
 
 CONF_DIR = _conf_dir()
-TOKEN_LOSSES = (
-    "ppo",
-    "aipo",
-    "reinforce",
-    "cispo",
-    "icepop",
-)  # whose advantages may differ from token to token
 FILE_TASKS, KEYED_TASKS = ("jsonl", "gsm8k", "hf_dataset"), ("jsonl", "hf_dataset")
 READ_BY = {  # keys that only these kinds of task read
     "path": FILE_TASKS,
@@ -214,10 +207,11 @@ def _learning_rules(c: Config) -> list[Rule]:
         ),
         (
             "trainer.advantages loss.fn",
-            c.trainer.advantages == "gae"
-            and c.loss.fn not in TOKEN_LOSSES
-            and ":" not in c.loss.fn,
-            f"gives each token its own advantage, which this loss does not use; group_mean, or loss={' or '.join(TOKEN_LOSSES)}",
+            by_token
+            and c.loss.fn in declarations()
+            and not declares(c.loss.fn, "token_advantages"),
+            "gives each token its own advantage, which this loss does not use; "
+            f"group_mean, or loss={' or '.join(_token_losses())}",
         ),
         (
             "trainer.filter_groups trainer.advantages",
@@ -241,7 +235,7 @@ def _learning_rules(c: Config) -> list[Rule]:
         ),
         (
             "loss.fn reference.enabled",
-            c.loss.fn in NEED_REFERENCE and not c.reference.enabled,
+            declares(c.loss.fn, "needs_reference") and not c.reference.enabled,
             "compares with a reference: reference=frozen",
         ),
         (
@@ -398,51 +392,56 @@ def _replay_rules(c: Config) -> list[Rule]:
     ]
 
 
+def _published_losses() -> dict[str, Mapping[str, object]]:
+    """What `loss=NAME` sets in the section `loss`, by name: the files of conf/loss."""
+    files = sorted((CONF_DIR / "loss").glob("*.yaml"))
+    return {file.stem: OmegaConf.load(file)["loss"] for file in files}
+
+
+def _token_losses() -> list[str]:
+    """The published losses whose advantages may differ from token to token."""
+    published = _published_losses()
+    return [name for name in published if declares(published[name]["fn"], "token_advantages")]
+
+
 def _loss_problems(loss: LossSettings) -> list[Problem]:
     """A loss that does not exist, or options that it does not take or that cannot be."""
-    files = {
-        file.stem: OmegaConf.load(file)["loss"]
-        for file in sorted((CONF_DIR / "loss").glob("*.yaml"))
-    }
+    published = _published_losses()
     if ":" in loss.fn:
-        return _own_loss_problems(loss, list(files.values()))
+        return _own_loss_problems(loss, list(published.values()))
     where = f"loss.fn={loss.fn}"
-    if loss.fn not in files:
-        return [
-            Problem(
-                where,
-                f"need {' or '.join(files)} or module:function{did_you_mean(loss.fn, list(files))}",
-                ("loss.fn",),
-            )
-        ]
-    names = [name for name in files[loss.fn] if name != "fn"]
-    if not set(names) <= set(loss.options):
-        return [
-            Problem(
-                where, f"has options of its own; choose it with them: loss={loss.fn}", ("loss.fn",)
-            )
-        ]
-    keys, problems = [f"loss.{name}" for name in names], []
+    losses = declarations()
+    if loss.fn not in losses and loss.fn not in published:
+        nearest = did_you_mean(loss.fn, [*published, *losses])
+        what = f"need {' or '.join(losses)} or module:function{nearest}"
+        return [Problem(where, what, ("loss.fn",))]
+    if loss.fn not in losses or not set(losses[loss.fn].options) <= set(loss.options):
+        choices = [name for name in published if loss.fn in (name, published[name]["fn"])]
+        what = f"has options of its own; choose it with them: loss={' or '.join(choices)}"
+        return [Problem(where, what, ("loss.fn",))]
+    names = losses[loss.fn].options
+    keys = [f"loss.{name}" for name in names]
+    problems = []
     for name, value in loss.options.items():
         key = f"loss.{name}"
         if name not in names:
-            nearest = (
-                f"; {loss.fn} does not take it" if name in LOSS_OPTIONS else did_you_mean(key, keys)
-            )
+            known = name in LOSS_OPTIONS
+            nearest = f"; {loss.fn} does not take it" if known else did_you_mean(key, keys)
             problems.append(Problem(key, f"unknown key{nearest}", (key,)))
             continue
+        hint = LOSS_OPTIONS[name]
         try:
-            convert(value, LOSS_OPTIONS[name])
+            convert(value, hint)
         except ValueError:
-            hint = LOSS_OPTIONS[name]
             nearest = did_you_mean(value, names_of(hint)) if isinstance(value, str) else ""
-            problems.append(
-                Problem(f"{key}={show(value)}", f"need {describe(hint)}{nearest}", (key,))
-            )
-    if not problems and (wrong := contradiction(loss.options)):
-        keys = [f"loss.{name}" for name in wrong[0].split()]
+            what = f"need {describe(hint)}{nearest}"
+            problems.append(Problem(f"{key}={show(value)}", what, (key,)))
+    wrong = None if problems else contradiction(loss.options)
+    if wrong is not None:
+        together, what = wrong
+        keys = [f"loss.{name}" for name in together.split()]
         where = " ".join(f"{key}={show(loss.options[key[5:]])}" for key in keys)
-        problems.append(Problem(where, wrong[1], tuple(keys)))
+        problems.append(Problem(where, what, tuple(keys)))
     return problems
 
 
@@ -459,10 +458,11 @@ def _own_loss_problems(loss: LossSettings, published: list[Mapping[str, object]]
     where, keys = f"loss.fn={loss.fn}", ("loss.fn",)
     try:
         fn = resolve_loss(loss.fn)
-        check_options(fn, loss.options_for(options_of(fn)))
+        options = loss.options_for(set(options_of(fn)))
+        check_options(fn, options)
     except ValueError as error:
         return [Problem(where, line, keys) for line in str(error).splitlines()]
-    dropped = set(loss.options) - set(loss.options_for(options_of(fn)))
+    dropped = set(loss.options) - set(options)
     given = [
         name
         for name in sorted(dropped)

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from llamarl.errors import NotFinite, ParityError
 from llamarl.learning.logprobs import make_head
-from llamarl.learning.losses.common import Completions, needs_entropy_gradient, takes
-from llamarl.learning.losses.ppo import value_loss
+from llamarl.learning.losses.common import needs_entropy_gradient
+from llamarl.learning.losses.inputs import Completions, LossInputs
 from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr, share_gradients
 from llamarl.learning.packing import Packing, filler, pack, to_device
 from llamarl.learning.reduction import Ranks
@@ -46,7 +46,7 @@ from llamarl.learning.step_metrics import (
     token_means,
 )
 from llamarl.learning.targets import Targets, make_targets, with_signal
-from llamarl.learning.values import Critic
+from llamarl.learning.values import Critic, value_loss
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import drop_gradients, is_split, next_backward
@@ -470,29 +470,26 @@ class PolicyUpdate:
         entropy: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The microbatch's share of the loss, and its metrics (llamarl.learning.losses.common)."""
-        given = {}
-        if takes(self.loss_fn, "completions"):
-            given["completions"] = Completions(
-                index=batch.completions,
-                groups=batch.groups,
-                rewards=batch.rewards,
-                group_tokens=batch.group_tokens,
-                num_completions=minibatch.num_completions,
-                num_groups=minibatch.num_groups,
-                num_trained_groups=minibatch.num_trained_groups,
-            )
-        if takes(self.loss_fn, "entropy"):
-            given["entropy"] = entropy
-        return self.loss_fn(
-            logprobs,
-            batch.generator_logprobs,
-            batch.ref_logprobs if minibatch.has_reference else None,
-            batch.advantages,
-            torch.ones_like(batch.labels, dtype=torch.bool),
-            num_loss_tokens=minibatch.num_loss_tokens,
-            **given,
-            **self.step_options(update_id.version),
+        completions = Completions(
+            index=batch.completions,
+            groups=batch.groups,
+            rewards=batch.rewards,
+            group_tokens=batch.group_tokens,
+            num_completions=minibatch.num_completions,
+            num_groups=minibatch.num_groups,
+            num_trained_groups=minibatch.num_trained_groups,
         )
+        inputs = LossInputs(
+            trainer_logprobs=logprobs,
+            generator_logprobs=batch.generator_logprobs,
+            ref_logprobs=batch.ref_logprobs if minibatch.has_reference else None,
+            entropy=entropy,
+            advantages=batch.advantages,
+            loss_mask=torch.ones_like(batch.labels, dtype=torch.bool),
+            completions=completions,
+            num_loss_tokens=minibatch.num_loss_tokens,
+        )
+        return self.loss_fn(inputs, **self.step_options(update_id.version))
 
     def _value_loss(
         self, batch: PackedBatch, minibatch: _Minibatch, values: Tensor

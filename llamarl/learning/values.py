@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from llamarl.learning.advantages import gae
+from llamarl.learning.losses.common import Metrics, half_square, masked, per_token
 from llamarl.learning.optim import build_optimizer, set_lr
 from llamarl.models.fsdp import local, local_rows
 from llamarl.models.heads import value_head
@@ -122,3 +123,40 @@ def held_rows(parameter: torch.nn.Parameter) -> Box:
         return Box.whole(tuple(parameter.shape))
     first, count = local_rows(parameter)
     return Box((first,), (count,))
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    loss_mask: Tensor,
+    *,
+    value_clip: float | None,
+    num_loss_tokens: float,
+) -> tuple[Tensor, Metrics]:
+    """sum_t max[ (V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2 ] / 2 / num_loss_tokens
+
+    (PPO's value loss; TRL.) V = values, with gradient; V_old = old_values, before the batch's first
+    update; R = returns (`gae`); eps = value_clip, None: no clip. Tensors [T], in units of the
+    reward. A masked label adds nothing. ValueError for value_clip <= 0.
+
+    metrics: value/sum, value/error (sum of |V - R|), value/clipped (labels whose gradient the clip
+    cuts).
+    """
+    if value_clip is not None and not value_clip > 0:
+        raise ValueError(f"value_clip={value_clip}: need more than 0, or null for no clip")
+    v = masked(values, loss_mask)
+    old = masked(old_values.detach(), loss_mask)
+    target = masked(returns.detach(), loss_mask)
+    loss = half_square(v - target)
+    clipped = loss
+    if value_clip is not None:
+        clipped_value = old + (v - old).clamp(-value_clip, value_clip)
+        clipped = half_square(clipped_value - target)
+    total = torch.maximum(loss, clipped).sum()
+    metrics = {
+        "value/sum": v.detach().sum(),
+        "value/error": (v - target).detach().abs().sum(),
+        "value/clipped": (clipped > loss).sum().to(v.dtype),
+    }
+    return per_token(total, num_loss_tokens), metrics

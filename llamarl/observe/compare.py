@@ -177,7 +177,7 @@ def variants_of(runs: Sequence[Run]) -> tuple[list[Variant], list[str]]:
 
 
 def _label(keys: list[str], values: tuple[str, ...]) -> str:
-    """ "ppo, max_lag 1": the last part of each key where that is unmistakable."""
+    """ "clipped, max_lag 1": the last part of each key where that is unmistakable."""
     last = [key.rpartition(".")[2] for key in keys]
     short = [key if last.count(name) > 1 else name for key, name in zip(keys, last)]
     return ", ".join(

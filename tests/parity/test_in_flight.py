@@ -10,7 +10,7 @@ import torch
 
 import llamarl
 from llamarl.inference import Engine, SamplingParams
-from llamarl.learning.losses import LOSSES
+from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.optim import build_optimizer
 from llamarl.learning.update import PolicyUpdate, UpdateSettings
 from llamarl.models.build import build_decoder, read_config
@@ -38,7 +38,7 @@ def update_of(decoder, recomputes_kv):
     optimizer = build_optimizer(
         decoder.parameters(), lr=5e-5, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
     )
-    loss = partial(LOSSES["aipo"])
+    loss = partial(policy_gradient)
     return PolicyUpdate(decoder, optimizer, loss, settings, group=None, device=torch.device("cpu"))
 
 

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from llamarl.errors import NotFinite
 from llamarl.learning.advantages import group_mean
 from llamarl.learning.logprobs import make_head
-from llamarl.learning.losses.aipo import aipo
+from llamarl.learning.losses.clipped import clipped
 from llamarl.learning.losses.common import per_completion
-from llamarl.learning.losses.ppo import ppo
+from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.optim import build_optimizer, clip_grad_norm
 from llamarl.learning.packing import filler, pack
@@ -31,6 +31,7 @@ from llamarl.learning.values import Critic, CriticSettings
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder
 from llamarl.types import Group
+from tests.loss_problems import inputs_of
 from tests.tolerances import rounding
 
 pytestmark = pytest.mark.machine
@@ -100,7 +101,7 @@ def learn(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
             b.input_ids, b.positions, PackedAttention(b.cu_seqlens, b.parents), head
         )
         every = torch.ones_like(b.labels, dtype=torch.bool)
-        loss, _ = aipo(
+        inputs = inputs_of(
             logprobs,
             b.generator_logprobs,
             None,
@@ -108,6 +109,7 @@ def learn(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
             every,
             num_loss_tokens=int(counts[0]),
         )
+        loss, _ = policy_gradient(inputs)
         (loss * ranks).backward()  # FSDP averages over ranks
     named = dict(decoder.named_parameters())
     out = {f"grad/{name}": whole(p.grad).clone() for name, p in named.items()}
@@ -145,7 +147,7 @@ def policy_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     groups = groups if rank == 0 else []
     out, everyone = {}, dist.group.WORLD if ranks > 1 else None
     optimizer = torch.optim.SGD(decoder.parameters())
-    loss = regularised(aipo, kl_coef=0.1)
+    loss = regularised(policy_gradient, kl_coef=0.1)
     update = PolicyUpdate(
         decoder, optimizer, loss, SETTINGS, group=everyone, device=torch.device("cpu")
     )
@@ -175,11 +177,12 @@ def policy_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     }
 
 
-def coupled(logprobs, _generator, _reference, _advantages, _mask, *, num_loss_tokens, completions):
+def coupled(inputs):
     """Squared log-probabilities of whole completions around their group's mean, which is of several
     microbatches' tokens.
     """
-    total = completions.sums(logprobs)
+    completions = inputs.completions
+    total = completions.sums(inputs.trainer_logprobs)
     centred = (
         total
         - completions.group_mean(total, torch.ones_like(total, dtype=torch.bool))
@@ -213,7 +216,7 @@ def ppo_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
         mesh=everyone,
         device=torch.device("cpu"),
     )
-    out = stepped(decoder, rank, ranks, regularised(ppo), settings, critic)
+    out = stepped(decoder, rank, ranks, regularised(clipped), settings, critic)
     out |= {
         f"head/{name}": whole(p.detach()).clone()
         for name, p in zip(("weight", "bias"), critic.parameters)

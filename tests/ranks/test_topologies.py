@@ -22,7 +22,7 @@ from llamarl.config.command_line import ConfigError, check_command_line
 from llamarl.ddma.layout import Source, parameters_to_send
 from llamarl.executor import Executor, ExecutorGroup
 from llamarl.learning.buffer import GroupBuffer
-from llamarl.learning.losses.aipo import aipo
+from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.optim import share_gradients
 from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings, held_rows
@@ -170,7 +170,7 @@ def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Recorder
         activation_checkpointing=model.name == "tied",
         replicate=group.replicate,
         tensor_parallel=group.tensor_parallel,
-        loss_fn=partial(aipo),
+        loss_fn=partial(policy_gradient),
         update=update,
         buffer=GroupBuffer(),
         adam=ADAM,

@@ -8,6 +8,7 @@ import pytest
 
 from llamarl.config.command_line import CONF_DIR, check_command_line, compose_config
 from llamarl.models.config import read_config
+from tests.loss_problems import SECTIONS
 
 NAMES = sorted(file.stem for file in (CONF_DIR / "experiment").glob("*.yaml"))
 
@@ -41,7 +42,7 @@ def test_it_is_accepted_on_ranks_and_fits_its_model(name, ranks, given):
     config = compose_config(overrides)
     longest = config.task.max_prompt_tokens + config.max_new_tokens
     assert longest <= read_config(config.model.path).max_position_embeddings
-    assert config.loss.fn == loss_of(name)
+    assert config.loss.fn == SECTIONS[loss_of(name)]["fn"]
 
 
 def test_what_the_papers_tables_say(given):

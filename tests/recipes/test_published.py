@@ -44,7 +44,7 @@ def test_table_4_of_async_rlhf(settings):
     assert (ppo.group_size, rloo.group_size, dpo.group_size) == (1, 2, 2)
     assert (ppo.trainer.advantages, rloo.loss.fn, dpo.loss.options["beta"]) == (
         "gae",
-        "proximal_rloo",
+        "clipped",
         0.1,
     )
     assert [c.task.chat for c in (ppo, rloo, dpo)] == [False] * 3
@@ -112,12 +112,12 @@ def test_oppo_llamarl_and_magistral(settings):
         112,
         "oppo",
         "gae",
-        "ppo",
+        "clipped",
     )
     assert (oppo.trainer.schedule, oppo.trainer.updates_per_batch) == ("linear", 4)
     assert (oppo.governor.increase, oppo.governor.decrease, oppo.governor.least) == (1, 1, 0)
     assert (aipo.loss.fn, aipo.trainer.advantages) == (
-        "aipo",
+        "policy_gradient",
         "group_mean",
     ) and 2 <= aipo.loss.options["ratio_cap"] <= 10
     assert completions(aipo) == completions(magistral) == 2048

@@ -174,10 +174,10 @@ def test_labels_tell_the_losses_and_what_follows_from_them_is_left_out(make):
     runs = load_runs([make("elsewhere", "loss=tba", **options).parent / "sweep"])
     variants, implied = variants_of(runs)
     assert [(v.label, len(v.runs)) for v in variants] == [
-        ("aipo, max_lag 0", 2),
-        ("aipo, max_lag 4", 1),
-        ("ppo, max_lag 0", 1),
-        ("ppo, max_lag 4", 1),
+        ("clipped, max_lag 0", 1),
+        ("clipped, max_lag 4", 1),
+        ("policy_gradient, max_lag 0", 2),
+        ("policy_gradient, max_lag 4", 1),
     ]
     assert {"loss.ratio_cap", "loss.clip_low"} <= set(implied) and not {
         "seed",

@@ -25,7 +25,7 @@ from llamarl.config.command_line import (
     to_values,
 )
 from llamarl.config.conversion import known_keys
-from llamarl.config.loss_options import LOSS_OPTIONS, NEED_REFERENCE
+from llamarl.config.loss_options import LOSS_OPTIONS, declares
 from llamarl.config.schema import PlacementSettings
 
 RECIPE = """
@@ -336,7 +336,7 @@ def test_ranks_on_several_hosts_share_no_memory():
 
 
 def test_options_of_a_loss_of_ones_own_are_those_that_it_takes(tmp_path, monkeypatch):
-    source = "def mine(t, g, r, a, m, *, num_loss_tokens, completions, tau=1.0): ..."
+    source = "def mine(inputs, *, tau=1.0): ..."
     (tmp_path / "my_loss.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     assert complaints("loss.fn=my_loss:mine", "loss.ratio_cap=null", "loss.tau=0.5") == {}
@@ -354,9 +354,7 @@ def test_options_of_a_loss_of_ones_own_are_those_that_it_takes(tmp_path, monkeyp
 
 
 def test_a_loss_of_ones_own_leaves_the_kl_to_the_run(tmp_path, monkeypatch):
-    (tmp_path / "my_kl_loss.py").write_text(
-        "def mine(t, g, r, a, m, *, num_loss_tokens, kl_coef=0.0): ..."
-    )
+    (tmp_path / "my_kl_loss.py").write_text("def mine(inputs, *, kl_coef=0.0): ...")
     monkeypatch.syspath_prepend(tmp_path)
     assert (
         "added around every loss"
@@ -372,11 +370,11 @@ def test_a_loss_is_chosen_with_its_published_options_advantages_and_reference(fi
     written = OmegaConf.load(file)
     config = config_of(f"loss={file.stem}")
     assert (
-        config.loss.fn == file.stem
+        config.loss.fn == written.loss.fn
         and config.loss.options.keys() == written.loss.keys() - {"fn"} <= LOSS_OPTIONS.keys()
     )
     assert config.trainer.advantages == written.trainer.advantages
-    assert config.reference.enabled is (file.stem in NEED_REFERENCE)
+    assert config.reference.enabled is declares(written.loss.fn, "needs_reference")
     assert (config.loss.kl_coef, config.loss.kl_estimator, config.loss.entropy_coef) == (
         0.0,
         "k3",
@@ -427,6 +425,22 @@ def test_a_loss_is_chosen_with_its_published_options_advantages_and_reference(fi
             {"loss.fn=grpo": "has options of its own; choose it with them: loss=grpo"},
         ),
         (
+            ["loss.fn=cispo"],
+            {"loss.fn=cispo": "has options of its own; choose it with them: loss=cispo"},
+        ),
+        (
+            ["loss.fn=clipped"],
+            {
+                "loss.fn=clipped": "has options of its own; choose it with them: loss=grpo or ppo or proximal_rloo"
+            },
+        ),
+        (
+            ["loss=dr_grpo", "loss.max_tokens=5", "loss.normalize=groups"],
+            {
+                "loss.max_tokens=5 loss.normalize=groups": "a constant takes the place of the mean; normalize=tokens, or max_tokens=null"
+            },
+        ),
+        (
             ["loss.ratio_mask_low=2", "loss.ratio_mask_high=1"],
             {
                 "loss.ratio_mask_low=2 loss.ratio_mask_high=1": (
@@ -451,6 +465,19 @@ def test_a_loss_is_chosen_with_its_published_options_advantages_and_reference(fi
 )
 def test_an_option_of_a_loss_that_cannot_be_is_refused_before_anything_starts(overrides, problem):
     assert complaints(*overrides) == problem
+
+
+@pytest.mark.parametrize("name", ["aipo", "dr_grpo", "grpo", "ppo", "reinforce"])
+def test_advantages_of_a_token_are_for_the_losses_that_use_them(name):
+    assert complaints(f"loss={name}", "trainer.advantages=gae") == {}
+
+
+def test_a_loss_of_whole_completions_refuses_advantages_of_a_token():
+    (refused,) = complaints("loss=rloo", "trainer.advantages=gae").values()
+    assert refused.startswith("gives each token its own advantage, which this loss does not use;")
+    assert refused.endswith(
+        "loss=aipo or cispo or dr_grpo or grpo or icepop or ppo or proximal_rloo or reinforce"
+    )
 
 
 def test_the_constant_of_dr_grpo_may_be_that_of_the_run():
@@ -726,7 +753,7 @@ def test_multirun_runs_every_point(recipe):
         ),
         (
             ["beta_schedule.kind=linear", "beta_schedule.final=0.1", "beta_schedule.end_step=5"],
-            "beta_schedule.kind=linear loss.fn=aipo",
+            "beta_schedule.kind=linear loss.fn=policy_gradient",
             "loss.beta",
         ),
         (["beta_schedule.final=0.1"], "beta_schedule.kind=constant", "linear, or cut"),

@@ -2,8 +2,6 @@
 its file in conf/loss.
 """
 
-import functools
-import inspect
 import math
 from dataclasses import replace
 
@@ -11,45 +9,56 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
-from llamarl.config.command_line import CONF_DIR
+from llamarl.config.loss_options import LOSS_OPTIONS, declarations, declares
 from llamarl.learning.losses import LOSSES, options_of
-from llamarl.learning.losses.common import GIVEN, needs_all_completions, needs_whole_groups, takes
+from llamarl.learning.losses.common import needs_all_completions, needs_whole_groups
 from llamarl.learning.losses.regularisers import regularised
-from tests.loss_problems import problem
+from tests.loss_problems import PUBLISHED, SECTIONS, problem
 
 EXACT = dict(atol=1e-12, rtol=1e-11)  # float64 sums in another order
-every_loss = pytest.mark.parametrize("fn", LOSSES.values(), ids=LOSSES)
+every_loss = pytest.mark.parametrize("fn", PUBLISHED.values(), ids=PUBLISHED)
+every_name = pytest.mark.parametrize("name", PUBLISHED)
 COUPLED = {"online_dpo", "best_of_n", "tb", "tba"}
 KNOBS = {"ratio_cap", "ratio_mask_low", "ratio_mask_high", "ratio_level"}
 REGULARISERS = dict(kl_coef=0.1, entropy_coef=0.05)
 
 
-def test_the_losses_are_those_of_conf():
-    assert sorted(LOSSES) == sorted(file.stem for file in (CONF_DIR / "loss").glob("*.yaml"))
-    assert all(fn.__name__ == name for name, fn in LOSSES.items())
+def test_every_loss_is_published():
+    assert {section["fn"] for section in SECTIONS.values()} == LOSSES.keys()
 
 
-@every_loss
-def test_published_options_are_the_functions_defaults(fn):
-    written = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "loss" / f"{fn.__name__}.yaml").loss)
-    assert written.pop("fn") == fn.__name__
-    parameters = inspect.signature(fn).parameters
-    assert written == {name: parameters[name].default for name in options_of(fn)}
+@every_name
+def test_a_published_loss_gives_every_option_of_its_function(name):
+    fn = LOSSES[SECTIONS[name]["fn"]]
+    assert SECTIONS[name].keys() - {"fn"} == set(options_of(fn))
 
 
-@every_loss
-def test_a_loss_says_what_it_couples_and_what_it_uses(fn):
-    wrapped = regularised(functools.partial(fn))
-    for form in (fn, functools.partial(fn), wrapped):
-        assert needs_whole_groups(form) is (fn.__name__ in COUPLED)
-        assert needs_all_completions(form) is (fn.__name__ in COUPLED | {"kimi_k2"})
-        assert takes(form, "completions")
-    assert needs_all_completions(fn, {"kl_coef": 0.1}) and needs_all_completions(
-        regularised(fn, entropy_coef=0.1)
-    )
-    assert not needs_all_completions(LOSSES["aipo"], {"kl_coef": 0.0})
+def test_what_a_config_reads_of_a_loss_is_what_the_loss_declares():
+    assert declarations().keys() == LOSSES.keys()
+    marks = {mark for declared in declarations().values() for mark in declared.marks}
+    assert marks == {
+        "whole_groups",
+        "uses_all_completions",
+        "needs_reference",
+        "token_advantages",
+    }
+    for name, fn in LOSSES.items():
+        assert list(declarations()[name].options) == options_of(fn)
+        assert declarations()[name].marks == {mark for mark in marks if hasattr(fn, mark)}
+    options = {option for declared in declarations().values() for option in declared.options}
+    assert options == LOSS_OPTIONS.keys()
+    assert not declares("my_module:my_loss", "token_advantages")
+
+
+@every_name
+def test_a_loss_says_what_it_couples_and_what_it_uses(name):
+    published = PUBLISHED[name]
+    for form in (published.func, published, regularised(published)):
+        assert needs_whole_groups(form) is (name in COUPLED)
+        assert needs_all_completions(form) is (name in COUPLED | {"kimi_k2"})
+    for around in ({"kl_coef": 0.1}, {"entropy_coef": 0.1}):
+        assert needs_all_completions(regularised(published, **around))
 
 
 @every_loss
@@ -139,26 +148,26 @@ def test_what_is_not_a_number_in_a_trained_label_reaches_the_loss(fn):
     assert replace(p, pi=pi.requires_grad_()).call(fn)[0].isnan()
 
 
-@every_loss
-def test_the_loss_depends_on_the_generators_logprobs_as_it_says(fn):
+@every_name
+def test_the_loss_depends_on_the_generators_logprobs_as_it_says(name):
     p = problem()
+    fn = PUBLISHED[name]
     loss, moved = p.call(fn)[0], replace(p, mu=p.mu - 0.3).call(fn)[0]
     assert (loss.item() == moved.item()) is (
-        fn.__name__ in {"reinforce", "rloo", "online_dpo", "best_of_n", "tb"}
+        name in {"reinforce", "rloo", "online_dpo", "best_of_n", "tb"}
     )
 
 
 # --- the knobs of ratios ---
 
-with_ratio = pytest.mark.parametrize(
-    "fn", [fn for fn in LOSSES.values() if "ratio_cap" in options_of(fn)], ids=lambda f: f.__name__
-)
+WITH_RATIO = [name for name in PUBLISHED if "ratio_cap" in SECTIONS[name]]
+with_ratio = pytest.mark.parametrize("fn", [PUBLISHED[name] for name in WITH_RATIO], ids=WITH_RATIO)
 LEVELS = ("token", "sequence", "sequence_mean")
 
 
 @with_ratio
 def test_every_ratio_loss_has_the_same_knobs(fn):
-    assert options_of(fn) >= KNOBS and not set(GIVEN) & options_of(fn)
+    assert set(options_of(fn)) >= KNOBS
 
 
 @with_ratio
@@ -213,13 +222,6 @@ def test_impossible_knobs_are_refused(fn, options, message):
         problem().call(fn, **options)
 
 
-@pytest.mark.parametrize("option", [{"ratio_level": "sequence"}, {"normalize": "completions"}])
-def test_what_needs_completions_says_so(option):
-    p = problem()
-    with pytest.raises(ValueError, match="needs the completions"):
-        LOSSES["aipo"](*p.tensors, num_loss_tokens=1, **option)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -228,6 +230,7 @@ def test_what_needs_completions_says_so(option):
         ("ppo", {"ratio_cap": 1.2}, "leaves nothing to clip"),
         ("aipo", {"normalize": "words"}, "need tokens or completions"),
         ("dr_grpo", {"max_tokens": 0}, "need at least 1"),
+        ("dr_grpo", {"max_tokens": 5, "normalize": "groups"}, "takes the place of normalize"),
         ("tb", {"beta": 0.0}, "more than 0"),
         ("online_dpo", {"beta": -1.0}, "more than 0"),
         ("tba", {"beta": -1.0}, "at least 0"),
@@ -236,10 +239,10 @@ def test_what_needs_completions_says_so(option):
 )
 def test_impossible_options_are_refused(name, options, message):
     with pytest.raises(ValueError, match=message):
-        problem().call(LOSSES[name], **options)
+        problem().call(PUBLISHED[name], **options)
 
 
 @pytest.mark.parametrize("name", ["online_dpo", "tb", "tba"])
 def test_a_loss_that_compares_with_a_reference_needs_one(name):
     with pytest.raises(ValueError, match="reference=frozen"):
-        replace(problem(), ref=None).call(LOSSES[name])
+        replace(problem(), ref=None).call(PUBLISHED[name])

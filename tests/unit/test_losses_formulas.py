@@ -11,10 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llamarl.learning.losses import LOSSES
-from llamarl.learning.losses.common import Completions
-from llamarl.learning.losses.ppo import value_loss
-from tests.loss_problems import Problem, problem
+from llamarl.learning.losses.inputs import Completions
+from llamarl.learning.values import value_loss
+from tests.loss_problems import PUBLISHED, Problem, inputs_of, problem
 
 EXACT = dict(atol=1e-13, rtol=1e-11)
 LOG2 = math.log(2)
@@ -96,16 +95,16 @@ HAND = [
     ("name", "options", "want"), HAND, ids=[f"{name}{n}" for n, (name, *_) in enumerate(HAND)]
 )
 def test_a_loss_by_hand(name, options, want):
-    assert by_hand().call(LOSSES[name], **options)[0].item() == pytest.approx(want, abs=1e-14)
+    assert by_hand().call(PUBLISHED[name], **options)[0].item() == pytest.approx(want, abs=1e-14)
 
 
 def test_every_loss_is_done_by_hand():
-    assert {name for name, *_ in HAND} == LOSSES.keys()
+    assert {name for name, *_ in HAND} == PUBLISHED.keys()
 
 
 def test_metrics_of_completions_by_hand():
     def of(name, **options):
-        return {k: v.item() for k, v in by_hand().call(LOSSES[name], **options)[1].items()}
+        return {k: v.item() for k, v in by_hand().call(PUBLISHED[name], **options)[1].items()}
 
     token = {"ratio/sum": 9.5, "ratio/max": 4.0}
     assert of("rloo") == pytest.approx(
@@ -143,7 +142,7 @@ def test_a_group_without_preference_adds_nothing(name):
             p.completions, rewards=torch.tensor([1.0, 1.0, 3.0, 1.0], dtype=torch.float64)
         ),
     )
-    gradient, (loss, metrics) = tied.gradient(LOSSES[name]), tied.call(LOSSES[name])
+    gradient, (loss, metrics) = tied.gradient(PUBLISHED[name]), tied.call(PUBLISHED[name])
     assert (gradient[:3] == 0).all() and (gradient[3] != 0).all()
     assert loss.item() == pytest.approx({"online_dpo": LOG2 / 2, "best_of_n": LOG2 / 2}[name])
     (key,) = (k for k in metrics if "tied" in k)
@@ -154,13 +153,12 @@ def test_a_group_with_one_trained_completion_couples_with_nothing():
     p = by_hand()
     alone = replace(p, mask=torch.tensor([True, True, False, True, True, True]))
     for name in ("tb", "online_dpo", "best_of_n"):
-        assert (alone.gradient(LOSSES[name])[:3] == 0).all() and (
-            p.gradient(LOSSES[name])[:2] != 0
+        assert (alone.gradient(PUBLISHED[name])[:3] == 0).all() and (
+            p.gradient(PUBLISHED[name])[:2] != 0
         ).all()
 
 
-# -- gradients of the papers
-# -------------------------------------------------------------------------------------------------
+# --- gradients of the papers ---
 
 
 def sums(p: Problem, other: torch.Tensor) -> dict[int, float]:
@@ -174,7 +172,7 @@ def assert_gradient(p: Problem, name: str, coefficients: dict[int, float], **opt
     want = torch.zeros_like(p.pi)
     for t, c in coefficients.items():
         want[t] = -c
-    torch.testing.assert_close(p.gradient(LOSSES[name], **options), want, **EXACT)
+    torch.testing.assert_close(p.gradient(PUBLISHED[name], **options), want, **EXACT)
 
 
 def token_weights(p: Problem, cap=8.0) -> list[float]:
@@ -220,7 +218,7 @@ def test_gradient_of_tba_eq_16(seed):
 def test_tba_without_beta_is_dr_grpo():
     p = problem(spread=7)
     torch.testing.assert_close(
-        p.gradient(LOSSES["tba"], beta=0.0), p.gradient(LOSSES["dr_grpo"]), **EXACT
+        p.gradient(PUBLISHED["tba"], beta=0.0), p.gradient(PUBLISHED["dr_grpo"]), **EXACT
     )
 
 
@@ -244,7 +242,7 @@ def test_gradient_and_value_of_tb_are_tba_eq_7_and_5(seed):
         )  # eq. 4
         squares += sum((log_z + log_ratios[j] - rewards[j] / beta) ** 2 for j in members)
     assert_gradient(p, "tb", c, beta=beta)
-    loss, metrics = p.call(LOSSES["tb"], beta=beta)
+    loss, metrics = p.call(PUBLISHED["tb"], beta=beta)
     assert loss.item() == pytest.approx(beta / 2 * squares / n, rel=1e-12)
     assert metrics["tb/square/completions"].item() == pytest.approx(squares, rel=1e-12)
 
@@ -256,7 +254,7 @@ def test_gradient_of_rloo_is_the_leave_one_out_policy_gradient_and_copgs_is_the_
         c = {int(t): a[t] / n for members in q.members() for j in members for t in q.labels(j)}
         assert_gradient(q, "rloo", c)
         assert_gradient(q, "copg", c)
-    assert replace(p, mu=p.pi.detach()).call(LOSSES["copg"])[0].item() == 0.0
+    assert replace(p, mu=p.pi.detach()).call(PUBLISHED["copg"])[0].item() == 0.0
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -275,9 +273,9 @@ def test_gradient_of_proximal_rloo_carries_the_ratio_inside_the_clip(seed):
 def test_on_policy_the_gradients_of_the_rloo_family_are_one():
     p = problem()
     p = replace(p, mu=p.pi.detach())
-    want = p.gradient(LOSSES["rloo"])
+    want = p.gradient(PUBLISHED["rloo"])
     for name in ("copg", "proximal_rloo"):
-        torch.testing.assert_close(p.gradient(LOSSES[name]), want, **EXACT)
+        torch.testing.assert_close(p.gradient(PUBLISHED[name]), want, **EXACT)
 
 
 def test_on_policy_the_token_losses_are_the_policy_gradient():
@@ -285,8 +283,8 @@ def test_on_policy_the_token_losses_are_the_policy_gradient():
     p = replace(p, mu=p.pi.detach())
     want = torch.where(p.mask, -p.advantages / p.num_loss_tokens, 0)
     for name in ("aipo", "reinforce", "dr_grpo", "cispo", "icepop", "ppo"):
-        torch.testing.assert_close(p.gradient(LOSSES[name]), want, **EXACT)
-    torch.testing.assert_close(p.gradient(LOSSES["grpo"], normalize="tokens"), want, **EXACT)
+        torch.testing.assert_close(p.gradient(PUBLISHED[name]), want, **EXACT)
+    torch.testing.assert_close(p.gradient(PUBLISHED["grpo"], normalize="tokens"), want, **EXACT)
 
 
 def test_gradient_of_online_dpo_is_dpos():
@@ -313,15 +311,16 @@ def test_the_clip_cuts_the_gradient_on_its_side_alone():
     cut = ((r > 1.2) & (a > 0)) | ((r < 0.8) & (a < 0))
     assert (cut & p.mask).any() and (p.mask & ~cut & ((r > 1.2) | (r < 0.8))).any()
     want = torch.where(p.mask & ~cut, -r * a / p.num_loss_tokens, 0)
-    torch.testing.assert_close(p.gradient(LOSSES["ppo"]), want, **EXACT)
+    torch.testing.assert_close(p.gradient(PUBLISHED["ppo"]), want, **EXACT)
     capped = torch.where((r > 1.5) & (a < 0), 0, want)  # TRL's delta
-    torch.testing.assert_close(p.gradient(LOSSES["ppo"], ratio_cap=1.5), capped, **EXACT)
+    torch.testing.assert_close(p.gradient(PUBLISHED["ppo"], ratio_cap=1.5), capped, **EXACT)
 
 
 def test_past_the_largest_ratio_a_bad_token_is_still_pushed_down():
     one = torch.ones(1)
     pi = torch.tensor([0.0], requires_grad=True)
-    loss, _ = LOSSES["ppo"](pi, -100 * one, None, -one, one.bool(), num_loss_tokens=1)
+    inputs = inputs_of(pi, -100 * one, None, -one, one.bool(), num_loss_tokens=1)
+    loss, _ = PUBLISHED["ppo"](inputs)
     loss.backward()
     assert pi.grad.item() == pytest.approx(math.exp(20)) and loss.item() == pytest.approx(
         math.exp(20)

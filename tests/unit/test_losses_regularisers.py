@@ -10,16 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.learning.losses import LOSSES
 from llamarl.learning.losses.common import (
     MAX_LOG_RATIO,
     half_square,
     k3,
     needs_entropy_gradient,
-    takes,
+    uses_entropy,
 )
 from llamarl.learning.losses.regularisers import ESTIMATORS, kl_to_reference, regularised
-from tests.loss_problems import problem
+from tests.loss_problems import PUBLISHED, inputs_of, problem
 
 HALF = math.log(0.5)
 
@@ -39,10 +38,11 @@ def f64(*values, grad=False):
 )
 def test_kl_term_by_hand(estimator, value, slope):
     pi = f64(HALF, grad=True)
-    fn = regularised(LOSSES["aipo"], kl_coef=0.1, kl_estimator=estimator)
-    loss, metrics = fn(
+    fn = regularised(PUBLISHED["aipo"], kl_coef=0.1, kl_estimator=estimator)
+    inputs = inputs_of(
         pi, f64(HALF), f64(2 * HALF), f64(0.0), torch.tensor([True]), num_loss_tokens=2
     )
+    loss, metrics = fn(inputs)
     loss.backward()
     assert loss.item() == pytest.approx(0.1 / 2 * value, abs=1e-15)
     assert pi.grad.item() == pytest.approx(0.1 / 2 * slope, abs=1e-15)
@@ -71,11 +71,12 @@ def test_estimators_and_the_gradients_of_k1_and_k2_are_the_exact_kls_in_the_mean
 
 def test_entropy_bonus_by_hand():
     pi, entropy = f64(HALF, HALF, grad=True), f64(2.0, 5.0, grad=True)
-    fn = regularised(LOSSES["aipo"], entropy_coef=0.3)
+    fn = regularised(PUBLISHED["aipo"], entropy_coef=0.3)
     mask = torch.tensor([True, False])
-    loss, metrics = fn(
+    inputs = inputs_of(
         pi, pi.detach(), None, f64(0.0, 0.0), mask, num_loss_tokens=4, entropy=entropy
     )
+    loss, metrics = fn(inputs)
     loss.backward()
     assert loss.item() == pytest.approx(-0.3 * 2 / 4) and entropy.grad.tolist() == pytest.approx(
         [-0.3 / 4, 0.0]
@@ -85,7 +86,7 @@ def test_entropy_bonus_by_hand():
 
 def test_without_coefficients_the_loss_is_untouched_and_the_reference_is_measured():
     p = problem()
-    plain, around = p.call(LOSSES["aipo"]), p.call(regularised(LOSSES["aipo"]))
+    plain, around = p.call(PUBLISHED["aipo"]), p.call(regularised(PUBLISHED["aipo"]))
     assert plain[0].item() == around[0].item() and around[1].keys() - plain[1].keys() == {"kl/ref"}
     want = sum(math.expm1(x) - x for x in (p.ref - p.pi.detach())[p.mask].tolist())
     assert around[1]["kl/ref"].item() == pytest.approx(want, rel=1e-12)
@@ -108,7 +109,7 @@ def test_the_kl_is_weighed_as_the_loss_is(normalize, bound):
     means = [sum(kl[i] for i in part) / len(part) for part in parts if part]
     want = 0.04 * sum(means) / len(means)
     options = {"normalize": normalize}
-    fn = functools.partial(LOSSES["grpo"], **options) if bound else LOSSES["grpo"]
+    fn = functools.partial(PUBLISHED["grpo"], **options) if bound else PUBLISHED["grpo"]
     given = {} if bound else options
     with_kl = p.call(regularised(fn, kl_coef=0.04), **given)[0].item()
     assert with_kl - p.call(fn, **given)[0].item() == pytest.approx(want, rel=1e-10)
@@ -119,42 +120,30 @@ def test_the_entropy_bonus_is_weighed_as_the_loss_is():
     entropy = torch.linspace(1.0, 3.0, p.pi.numel(), dtype=torch.float64, requires_grad=True)
     labels = [p.labels(j) for j in range(p.completions.groups.numel())]
     means = [entropy.detach()[own].mean().item() for own in labels if own.numel()]
-    fn = regularised(LOSSES["grpo"], entropy_coef=0.3)
-    bonus = p.call(fn, entropy=entropy)[0].item() - p.call(LOSSES["grpo"])[0].item()
+    fn = regularised(PUBLISHED["grpo"], entropy_coef=0.3)
+    bonus = p.call(fn, entropy=entropy)[0].item() - p.call(PUBLISHED["grpo"])[0].item()
     assert bonus == pytest.approx(-0.3 * sum(means) / len(means), rel=1e-10)
 
 
-def my_loss(
-    trainer_logprobs,
-    generator_logprobs,
-    ref_logprobs,
-    advantages,
-    loss_mask,
-    *,
-    num_loss_tokens,
-    entropy,
-):
-    return -(trainer_logprobs + entropy).sum() / num_loss_tokens, {}
+@uses_entropy
+def my_loss(inputs):
+    return -(inputs.trainer_logprobs + inputs.entropy).sum() / inputs.num_loss_tokens, {}
 
 
 def test_what_a_loss_is_given_goes_through():
     assert [
-        needs_entropy_gradient(fn) for fn in (LOSSES["aipo"], regularised(LOSSES["aipo"]), my_loss)
+        needs_entropy_gradient(fn)
+        for fn in (PUBLISHED["aipo"], regularised(PUBLISHED["aipo"]), my_loss)
     ] == [False, False, True]
     assert needs_entropy_gradient(regularised(my_loss)) and needs_entropy_gradient(
-        regularised(LOSSES["tb"], entropy_coef=0.1)
+        regularised(PUBLISHED["tb"], entropy_coef=0.1)
     )
-    around = regularised(functools.partial(LOSSES["tb"], beta=0.5), kl_coef=0.1)
-    assert (
-        takes(around, "entropy")
-        and takes(around, "completions")
-        and not takes(regularised(my_loss), "completions")
-    )
+    around = regularised(functools.partial(PUBLISHED["tb"], beta=0.5), kl_coef=0.1)
+    assert not needs_entropy_gradient(around)
     entropy = f64(3.0, grad=True)
     one = f64(1.0)
-    regularised(my_loss)(one, one, None, one, one.bool(), num_loss_tokens=1, entropy=entropy)[
-        0
-    ].backward()
+    inputs = inputs_of(one, one, None, one, one.bool(), num_loss_tokens=1, entropy=entropy)
+    regularised(my_loss)(inputs)[0].backward()
     assert entropy.grad.item() == -1.0
 
 
@@ -171,8 +160,8 @@ def test_what_a_loss_is_given_goes_through():
 def test_impossible_settings_are_refused(options, message):
     one = torch.zeros(1, requires_grad=True)
     with pytest.raises(ValueError, match=message):
-        fn = regularised(LOSSES["aipo"], **options)
-        fn(one, one, None, one, one.bool(), num_loss_tokens=1, entropy=one.detach())
+        fn = regularised(PUBLISHED["aipo"], **options)
+        fn(inputs_of(one, one, None, one, one.bool(), num_loss_tokens=1))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -180,8 +169,9 @@ def test_impossible_settings_are_refused(options, message):
 def test_a_policy_far_below_the_reference_is_still_pulled_up(estimator, gap):
     pi = torch.tensor([-gap], requires_grad=True)
     one = torch.ones(1)
-    fn = regularised(LOSSES["aipo"], kl_coef=1e-3, kl_estimator=estimator)
-    loss, metrics = fn(pi, pi.detach(), 0 * one, 0 * one, one.bool(), num_loss_tokens=1)
+    fn = regularised(PUBLISHED["aipo"], kl_coef=1e-3, kl_estimator=estimator)
+    inputs = inputs_of(pi, pi.detach(), 0 * one, 0 * one, one.bool(), num_loss_tokens=1)
+    loss, metrics = fn(inputs)
     loss.backward()
     assert loss.isfinite() and all(value.isfinite() for value in metrics.values())
     assert math.isfinite(pi.grad.item()) and pi.grad.item() <= -0.09

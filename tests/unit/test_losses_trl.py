@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from llamarl.learning.advantages import gae, group_mean_std, leave_one_out
-from llamarl.learning.losses import LOSSES
-from llamarl.learning.losses.common import Completions, takes
-from llamarl.learning.losses.ppo import value_loss
+from llamarl.learning.losses.inputs import Completions
 from llamarl.learning.losses.regularisers import regularised
+from llamarl.learning.values import value_loss
+from tests.loss_problems import PUBLISHED, inputs_of
 
 EXACT = dict(atol=1e-14, rtol=1e-12)
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "trl_losses.json").read_text())
@@ -61,10 +61,10 @@ def test_loss_and_gradient_equal_trls(case):
     _, real, t, completions = packed()
     pi, entropy = t["trainer_logprobs"].requires_grad_(), t["entropy"].requires_grad_()
     advantages = t["leave_one_out"] if case == "rloo" else t["advantages"]
-    fn, size = regularised(LOSSES[name], **around), pi.numel()
+    fn, size = regularised(PUBLISHED[name], **around), pi.numel()
     # TRL's dr_grpo is the clipped surrogate over completions times their room
     tokens = 6.0 * 5 if case == "dr_grpo" else float(size)
-    loss, _ = fn(
+    inputs = inputs_of(
         pi,
         t["generator_logprobs"],
         t["ref_logprobs"],
@@ -72,9 +72,9 @@ def test_loss_and_gradient_equal_trls(case):
         torch.ones(size, dtype=torch.bool),
         num_loss_tokens=tokens,
         entropy=entropy,
-        **{"completions": completions for _ in range(takes(fn, "completions"))},
-        **options,
+        completions=completions,
     )
+    loss, _ = fn(inputs, **options)
     loss.backward()
     assert loss.item() == pytest.approx(golden["loss"], rel=1e-12)
     want = torch.tensor(golden["gradient"], dtype=torch.float64)
@@ -118,9 +118,8 @@ def test_ppo_value_loss_and_gae_equal_torchtunes():
         old, pi, want, old_values, values, want_returns
     )
     every = torch.ones(28, dtype=torch.bool)
-    ours = LOSSES["ppo"](
-        pi.flatten(), old.flatten(), None, want.flatten(), every, num_loss_tokens=28
-    )[0]
+    inputs = inputs_of(pi.flatten(), old.flatten(), None, want.flatten(), every, num_loss_tokens=28)
+    ours = PUBLISHED["ppo"](inputs)[0]
     ours_value, _ = value_loss(
         *(x.flatten() for x in (values, old_values, want_returns)),
         every,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from llamarl.learning.losses import LOSSES
 from llamarl.learning.losses.regularisers import regularised
+from tests.loss_problems import PUBLISHED
 from tests.updating import STEP, VERSION, go_on, groups_of, update_of
 
 
@@ -14,7 +14,7 @@ def test_the_step_does_not_depend_on_the_microbatches(name):
         groups = [g for g in groups_of()]
         for g in groups:
             object.__setattr__(g, "ref_logprobs", torch.full(g.token_ids.shape, -2.5))
-        fn = regularised(LOSSES[name], kl_coef=0.1, entropy_coef=0.1)
+        fn = regularised(PUBLISHED[name], kl_coef=0.1, entropy_coef=0.1)
         update = update_of(loss_fn=fn, microbatch_tokens=microbatch_tokens, max_grad_norm=1e9)
         metrics = update.run(groups, VERSION, go_on).metrics
         return metrics, torch.cat([p.detach().flatten() for p in update.decoder.parameters()])

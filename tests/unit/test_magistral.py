@@ -18,18 +18,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from llamarl.learning.losses import LOSSES
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.shaping import Shaping
 from llamarl.models.attention import PackedAttention
-from tests.loss_problems import problem
+from tests.loss_problems import PUBLISHED, problem
 from tests.updating import NAN, SETTINGS, VERSION, decoder_of, go_on, group, update_of
 
 LOW, HIGH = 0.2, 0.28
 # float32 rounding through a decoder of two layers, as a share of the largest gradient
 GRADIENT = 2e-5
 WAIT_S = 60.0
-LOSS = functools.partial(LOSSES["ppo"], clip_low=LOW, clip_high=HIGH, normalize="groups")
+LOSS = functools.partial(PUBLISHED["ppo"], clip_low=LOW, clip_high=HIGH, normalize="groups")
 
 
 def clipped(ratio, advantage):

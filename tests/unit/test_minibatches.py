@@ -9,13 +9,8 @@ import pytest
 import torch
 
 from llamarl.errors import NotFinite
-from llamarl.learning.losses.aipo import aipo
-from llamarl.learning.losses.common import (
-    Completions,
-    per_completion,
-    uses_all_completions,
-    whole_groups,
-)
+from llamarl.learning.losses.common import per_completion, uses_all_completions, whole_groups
+from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.update import StepAborted
@@ -85,9 +80,9 @@ def test_every_update_has_its_own_denominator():
     groups = [group(4, [9, 9, 9], [1.0, 0.5, 0.0]), group(3, [1, 2], [0.0, 1.0])]
     seen = []
 
-    def loss_fn(logprobs, *_, num_loss_tokens):
-        seen.append(num_loss_tokens)
-        return logprobs.sum() / num_loss_tokens, {}
+    def loss_fn(inputs):
+        seen.append(inputs.num_loss_tokens)
+        return inputs.trainer_logprobs.sum() / inputs.num_loss_tokens, {}
 
     update_of(loss_fn=loss_fn, minibatches_per_step=2, updates_per_batch=2).run(
         groups, VERSION, go_on
@@ -136,9 +131,9 @@ def test_a_stop_before_the_first_update_changes_nothing_and_after_it_the_step_is
 def test_what_is_not_finite_in_a_later_update_is_named_with_its_place():
     calls = []
 
-    def loss_fn(logprobs, *_, **__):
+    def loss_fn(inputs):
         calls.append(1)
-        return logprobs.sum() * (math.inf if len(calls) > 2 else 1e-3), {}
+        return inputs.trainer_logprobs.sum() * (math.inf if len(calls) > 2 else 1e-3), {}
 
     update = update_of(loss_fn=loss_fn, minibatches_per_step=2, updates_per_batch=2)
     expected = (
@@ -176,21 +171,12 @@ def test_parity_is_asked_of_the_first_update_alone():
 
 @whole_groups
 @uses_all_completions
-def coupled(
-    logprobs,
-    _generator,
-    _reference,
-    _advantages,
-    mask,
-    *,
-    num_loss_tokens,
-    completions: Completions,
-    seen=None,
-):
+def coupled(inputs, *, seen=None):
     """sum_j (log pi(y_j) - its group's mean - r_j)^2 / N: no completion's gradient without the
     others.
     """
-    total = completions.sums(logprobs)
+    completions = inputs.completions
+    total = completions.sums(inputs.trainer_logprobs)
     centred = (
         total
         - completions.group_mean(total, torch.ones_like(total, dtype=torch.bool))
@@ -233,7 +219,7 @@ def test_a_loss_over_whole_groups_is_that_of_one_sequence_at_a_time(microbatch_t
     gradients, loss, count = coupled_by_hand(groups_of())
     seen = []
     update = update_of(
-        loss_fn=lambda *a, completions, **k: coupled(*a, completions=completions, seen=seen, **k),
+        loss_fn=lambda inputs: coupled(inputs, seen=seen),
         microbatch_tokens=microbatch_tokens,
         whole_groups=True,
         max_grad_norm=1e9,
@@ -263,9 +249,14 @@ def test_an_entropy_bonus_is_that_of_the_whole_softmax():
         total = total - (logp.exp() * logp).sum()
     (-coef * total / 17).backward()
     bonus = update_of(
-        loss_fn=regularised(aipo, entropy_coef=coef), max_grad_norm=1e9, lr=1.0, schedule="constant"
+        loss_fn=regularised(policy_gradient, entropy_coef=coef),
+        max_grad_norm=1e9,
+        lr=1.0,
+        schedule="constant",
     )
-    plain = update_of(loss_fn=regularised(aipo), max_grad_norm=1e9, lr=1.0, schedule="constant")
+    plain = update_of(
+        loss_fn=regularised(policy_gradient), max_grad_norm=1e9, lr=1.0, schedule="constant"
+    )
     got = bonus.run(groups, VERSION, go_on).metrics["entropy"]
     plain.run(groups, VERSION, go_on)
     assert got == pytest.approx(total.item() / 17, rel=1e-5)
@@ -280,9 +271,9 @@ def test_an_entropy_bonus_is_that_of_the_whole_softmax():
 def test_the_penalty_for_a_missing_end_reaches_the_advantages():
     seen = []
 
-    def loss_fn(logprobs, _generator, _reference, advantages, *_, completions, **__):
-        seen.append((advantages.tolist(), completions.rewards.tolist()))
-        return logprobs.sum(), {}
+    def loss_fn(inputs):
+        seen.append((inputs.advantages.tolist(), inputs.completions.rewards.tolist()))
+        return inputs.trainer_logprobs.sum(), {}
 
     g = group(4, [1, 2, 1], [1.0, 1.0, NAN], finish_reasons=("stop", "length", "stop"))
     row = (

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from llamarl.learning import packing
 from llamarl.learning.logprobs import make_head
-from llamarl.learning.losses.aipo import aipo
+from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.packing import collate, filler, pack, to_device
 from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder
 from llamarl.types import Group, PackedBatch
+from tests.loss_problems import inputs_of
 from tests.tolerances import rounding
 
 pytestmark = pytest.mark.machine
@@ -472,14 +473,15 @@ def gradients(decoder, batches, num_loss_tokens):
             b.input_ids, b.positions, PackedAttention(b.cu_seqlens, b.parents), head
         )
         every = torch.ones_like(b.labels, dtype=torch.bool)
-        aipo(
+        inputs = inputs_of(
             logprobs,
             b.generator_logprobs,
             None,
             b.advantages,
             every,
             num_loss_tokens=num_loss_tokens,
-        )[0].backward()
+        )
+        policy_gradient(inputs)[0].backward()
     return [p.grad.clone() for p in decoder.parameters()]
 
 

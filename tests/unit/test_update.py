@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llamarl.errors import NotFinite, ParityError
-from llamarl.learning.losses.aipo import aipo
+from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.packing import pack
 from llamarl.learning.targets import Targets
@@ -128,9 +128,9 @@ def test_a_batch_with_nothing_to_train_is_a_step_of_no_change():
 def test_the_loss_gets_a_reference_only_where_one_ran():
     seen = []
 
-    def loss_fn(logprobs, generator, reference, *rest, **options):
-        seen.append(reference)
-        return regularised(aipo)(logprobs, generator, reference, *rest, **options)
+    def loss_fn(inputs):
+        seen.append(inputs.ref_logprobs)
+        return regularised(policy_gradient)(inputs)
 
     without, with_one = (
         group(4, [2, 3], [0.0, 1.0]),
@@ -190,9 +190,9 @@ def test_a_stop_at_any_microbatch_changes_nothing_and_the_step_can_be_made_again
 def bad_loss(value=0.0, gradient=1.0):
     """A loss that adds `value` to the sum of logprobs, and multiplies their gradients."""
 
-    def loss_fn(logprobs, *_, **__):
-        logprobs.register_hook(lambda g: g * gradient)
-        return logprobs.sum() + value, {}
+    def loss_fn(inputs):
+        inputs.trainer_logprobs.register_hook(lambda g: g * gradient)
+        return inputs.trainer_logprobs.sum() + value, {}
 
     return loss_fn
 
@@ -200,7 +200,7 @@ def bad_loss(value=0.0, gradient=1.0):
 def nan_in_the_generators_logprobs():
     groups = groups_of()
     groups[2].generator_logprobs[3] = NAN  # a trained token
-    return aipo, groups
+    return policy_gradient, groups
 
 
 @pytest.mark.parametrize(
@@ -419,7 +419,8 @@ def test_completions_cut_at_a_deadline_are_counted_and_not_trained_on():
 
 
 def test_metrics_of_a_loss_are_means_over_tokens_and_maxima():
-    def loss_fn(logprobs, generator, *_, **__):
+    def loss_fn(inputs):
+        logprobs = inputs.trainer_logprobs
         return logprobs.sum(), {
             "mine": torch.tensor(2.0) * logprobs.numel(),
             "mine/max": logprobs.new_tensor(logprobs.numel()),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llamarl.errors import NotFinite
-from llamarl.learning.losses.ppo import ppo
+from llamarl.learning.losses.clipped import clipped
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.update import StepAborted
@@ -41,7 +41,9 @@ def ppo_update(critic=None, **changes):
         schedule="constant",
         lr=0.02,
     )
-    return update_of(loss_fn=regularised(ppo), critic=critic or critic_of(), **{**made, **changes})
+    return update_of(
+        loss_fn=regularised(clipped), critic=critic or critic_of(), **{**made, **changes}
+    )
 
 
 def groups_of():

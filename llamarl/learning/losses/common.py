@@ -1,20 +1,12 @@
-"""What losses share: mask, denominators, completions, ratio and KL of a token; what a loss declares
-of itself.
+"""What losses share: marks, masks, ratios and KL of a token, and denominators.
 
 A loss is a pure function
 
-    loss(trainer_logprobs, generator_logprobs, ref_logprobs, advantages, loss_mask, *,
-    num_loss_tokens, **options)
-        -> (loss, metrics)
+    loss(inputs: LossInputs, *, **options) -> (loss, metrics)
 
-All tensors are [R], nats, one element a label: the completion tokens of one microbatch, packed end
-to end; ref_logprobs is None without a reference. The loss is this microbatch's share: shares of all
-microbatches and ranks add up to the loss of the whole batch, because `num_loss_tokens` counts the
-whole batch (a per-rank mean would up-weight short ranks). A masked token adds nothing and gets a
-gradient of exactly zero, whatever its values are.
-
-What a loss is given besides, if it declares a keyword-only parameter of that name (not an option,
-never set in a config): completions, a `Completions`; entropy [R], nats, with gradient.
+The loss is this microbatch's share of the batch's (see inputs.py). A masked label adds nothing and
+gets a gradient of exactly zero, whatever its values are. Keyword-only parameters are the options
+that a config sets.
 
 metrics: 0-dim float tensors without gradient, on the device. A name that ends in "/max" is a
 maximum. One that ends in "/completions" is a sum over completions: the trainer divides it by their
@@ -24,19 +16,18 @@ the number of tokens.
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from llamarl.learning.segments import mean_by, sum_by
+from llamarl.learning.losses.inputs import Completions, LossInputs
 
 Metrics = dict[str, Tensor]
-Fn = TypeVar("Fn", bound=Callable)
+Loss = Callable[..., tuple[Tensor, Metrics]]
+Marked = TypeVar("Marked", bound=Callable)
 
 # exp() stops growing at e^20 = 4.9e8. Such a ratio is a broken run either way; the sums stay finite
 # and say so.
@@ -44,94 +35,62 @@ MAX_LOG_RATIO = 20.0
 # A square goes on along its tangent past this, for the same reason.
 MAX_SQUARED = 1e8
 
-# What is handed to a loss that declares it; everything else keyword-only is an option.
-GIVEN = ("num_loss_tokens", "completions", "entropy")
-
 # What a mean over the batch weighs alike; see `normalized`.
 NORMALIZE = ("tokens", "completions", "groups")
 
 
-@dataclass(frozen=True, slots=True)
-class Completions:
-    """Which label is whose in a microbatch of R labels, N completions, and how many there are in
-    the whole batch.
-    """
-
-    index: Tensor  # [R] int64: which of the N completions a label belongs to, ascending
-    groups: Tensor  # [N] int64: which of the microbatch's groups a completion belongs to, from 0
-    rewards: Tensor  # [N] float32, shaped; finite
-    group_tokens: (
-        Tensor  # [N] float32: trained tokens of its whole group, in whichever microbatches
-    )
-    num_completions: float  # trained completions of the whole batch, over all ranks
-    num_groups: (
-        float  # groups of the whole batch with at least two trained completions, over all ranks
-    )
-    num_trained_groups: float  # those with at least one
-
-    def to(self, device: torch.device | str) -> Completions:
-        """The same with every tensor on `device`."""
-        names = ("index", "groups", "rewards", "group_tokens")
-        tensors = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        return replace(self, **tensors)
-
-    def lengths(self, loss_mask: Tensor) -> Tensor:
-        """[N] float32: trained labels of each completion."""
-        return sum_by(loss_mask.float(), self.index, self.groups.numel())
-
-    def sums(self, values: Tensor) -> Tensor:
-        """[N]: the sum of a completion's values [R]."""
-        return sum_by(values, self.index, self.groups.numel())
-
-    def group_mean(self, values: Tensor, valid: Tensor) -> Tensor:
-        """[N]: for each completion the mean of the valid [N] of its group's values [N], 0 of none."""
-        return mean_by(values, self.groups, self.groups.numel(), valid)[self.groups]
+# --- What a loss declares of itself, as decorators ---
+#
+# The config's check reads the marks of the package's losses from their source, without torch
+# (llamarl/config/loss_options.py).
 
 
-# --- What a loss declares of itself ---
-
-
-def whole_groups(fn: Fn) -> Fn:
-    """Decorator: the loss couples the completions of a group, so all of them must be in one
-    microbatch.
-    """
+def whole_groups(fn: Marked) -> Marked:
+    """The loss couples the completions of a group, so all of them must be in one microbatch."""
     fn.whole_groups = True
     return fn
 
 
-def uses_all_completions(fn: Fn) -> Fn:
-    """Decorator: the loss has a gradient where the advantage is 0, so such completions must not be
-    left out.
-    """
+def uses_all_completions(fn: Marked) -> Marked:
+    """The loss has a gradient where the advantage is 0, so such completions are not left out."""
     fn.uses_all_completions = True
     return fn
 
 
-def needs_whole_groups(fn: Callable) -> bool:
+def uses_entropy(fn: Marked) -> Marked:
+    """The loss has a gradient in `inputs.entropy`, which is made without one otherwise."""
+    fn.uses_entropy = True
+    return fn
+
+
+def needs_reference(fn: Marked) -> Marked:
+    """The loss compares with a reference: a config that has none is refused."""
+    fn.needs_reference = True
+    return fn
+
+
+def token_advantages(fn: Marked) -> Marked:
+    """The loss uses an advantage of each token's own, as trainer.advantages=gae makes them."""
+    fn.token_advantages = True
+    return fn
+
+
+def needs_whole_groups(fn: Loss) -> bool:
     return _declares(fn, "whole_groups")
 
 
-def needs_all_completions(fn: Callable, options: Mapping[str, object] = {}) -> bool:
-    """Whether completions of advantage 0 add to the loss, by itself or by a KL or entropy term
-    among the options.
-    """
-    return _declares(fn, "uses_all_completions") or any(
-        bool(options.get(name)) for name in ("kl_coef", "entropy_coef")
-    )
+def needs_all_completions(fn: Loss) -> bool:
+    """Whether completions of advantage 0 add to the loss, by itself or by a KL or entropy term."""
+    return _declares(fn, "uses_all_completions")
 
 
-def takes(fn: Callable, name: str) -> bool:
-    """Whether a loss declares the parameter `name`, such as "completions"."""
-    return name in inspect.signature(fn).parameters
-
-
-def needs_entropy_gradient(fn: Callable) -> bool:
+def needs_entropy_gradient(fn: Loss) -> bool:
     """Whether the entropy that the loss is given must carry a gradient."""
-    return getattr(fn, "entropy_gradient", takes(fn, "entropy"))
+    return _declares(fn, "uses_entropy")
 
 
-def _declares(fn: Callable, mark: str) -> bool:
-    """Looks through functools.partial and functools.wraps."""
+def _declares(fn: Loss | None, mark: str) -> bool:
+    """Whether fn has the mark, also through functools.partial and functools.wraps."""
     while fn is not None:
         if getattr(fn, mark, False):
             return True
@@ -139,18 +98,26 @@ def _declares(fn: Callable, mark: str) -> bool:
     return False
 
 
+def reference_of(inputs: LossInputs, name: str) -> Tensor:
+    """ref_logprobs. ValueError where no reference runs, for the loss called `name`."""
+    if inputs.ref_logprobs is None:
+        raise ValueError(f"{name} needs ref_logprobs: switch the reference on (reference=frozen)")
+    return inputs.ref_logprobs
+
+
 # --- Tokens ---
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """values where mask, else 0; float32 at least. Not a product: 0 * inf is NaN, in the gradient
-    too.
+    """values where mask, else 0; in float32 at least.
+
+    It is not a product with the mask: 0 * inf is NaN, in the gradient too.
     """
     return torch.where(mask, values, 0).to(torch.promote_types(values.dtype, torch.float32))
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """log(pi / mu) where mask, else 0. Subtracted in float32 at least."""
+    """log(pi / mu) where mask, else 0; subtracted in float32 at least."""
     return masked(logprobs, mask) - masked(old_logprobs, mask)
 
 
@@ -160,14 +127,14 @@ def ratio(log_ratio: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """exp(x) - 1 - x >= 0 with x = log(q/p): KL(p || q) in the mean over samples of p        (Schulman, "k3")
+    """exp(x) - 1 - x >= 0 with x = log(q/p): in the mean over samples of p, KL(p || q)
 
-    Past x = 20 it goes on along the tangent, so that it neither overflows nor loses its pull.
+    (Schulman, "Approximating KL divergence", k3.) Past x = 20 it goes on along the tangent, so that
+    it neither overflows nor loses its pull.
     """
     x = log_ratio.clamp(max=MAX_LOG_RATIO)
-    beyond = torch.relu(
-        log_ratio - MAX_LOG_RATIO
-    )  # its slope at 0 is 0, where the clamp's is still 1
+    # Its slope at 0 is 0, where the clamp's is still 1.
+    beyond = torch.relu(log_ratio - MAX_LOG_RATIO)
     return x.expm1() - x + math.expm1(MAX_LOG_RATIO) * beyond
 
 
@@ -179,16 +146,19 @@ def half_square(x: Tensor) -> Tensor:
 
 
 def maximum(values: Tensor) -> Tensor:
-    """The largest, or 0 of none."""
-    return values.amax() if values.numel() else values.new_zeros(())
+    """The largest of the values, or 0 where there is none."""
+    if values.numel() == 0:
+        return values.new_zeros(())
+    return values.amax()
 
 
 # --- Denominators ---
 
 
 def per_token(total: Tensor, num_loss_tokens: float) -> Tensor:
-    """total / num_loss_tokens, the trained tokens of the whole batch over all ranks; a batch
-    without any has loss 0.
+    """total / num_loss_tokens, the trained tokens of the whole batch over all ranks.
+
+    A batch without any has loss 0. ValueError for a negative count.
     """
     if num_loss_tokens < 0:
         raise ValueError(
@@ -203,38 +173,33 @@ def per_completion(total: Tensor, completions: Completions) -> Tensor:
 
 
 def per_group(total: Tensor, completions: Completions) -> Tensor:
-    """total / the groups of the whole batch with at least two trained completions, over all ranks."""
+    """total / the groups of the whole batch with at least two trained completions."""
     return total / max(completions.num_groups, 1)
 
 
 def per_trained_group(total: Tensor, completions: Completions) -> Tensor:
-    """total / the groups of the whole batch with a trained completion, over all ranks."""
+    """total / the groups of the whole batch with a trained completion."""
     return total / max(completions.num_trained_groups, 1)
 
 
-def normalized(
-    objective: Tensor,
-    loss_mask: Tensor,
-    *,
-    normalize: str,
-    num_loss_tokens: float,
-    completions: Completions | None,
-) -> Tensor:
-    """The microbatch's share of the batch's mean of an objective [R] that is 0 where masked.
+def normalized(objective: Tensor, inputs: LossInputs, normalize: str) -> Tensor:
+    """The microbatch's share of the batch's mean of an objective [T], which is 0 where masked.
 
-    normalize="tokens":       sum_t o_t / num_loss_tokens: every token weighs the same        (TRL "dapo"; PRIME-RL)
-    normalize="completions":  sum_j (1/|y_j|) sum_t o_jt / num_completions: every completion does        (GRPO; TRL "grpo")
-    normalize="groups":       sum_g (1/sum_j |y_gj|) sum_j sum_t o_gjt / num_trained_groups: every group does    (Magistral 2.1)
-    ValueError for another name, or for completions or groups without completions.
+    "tokens"       sum_t o_t / num_loss_tokens                                (TRL "dapo"; PRIME-RL)
+    "completions"  sum_j (1/|y_j|) sum_t o_jt / num_completions               (GRPO; TRL "grpo")
+    "groups"       sum_g (1/sum_j |y_gj|) sum_jt o_gjt / num_trained_groups   (Magistral 2.1)
+
+    Every token, every completion or every group weighs the same. ValueError for another name.
     """
+    completions = inputs.completions
     if normalize == "tokens":
-        return per_token(objective.sum(), num_loss_tokens)
-    if normalize not in NORMALIZE:
-        raise ValueError(f"normalize={normalize}: need {' or '.join(NORMALIZE)}")
-    if completions is None:
-        raise ValueError(f"normalize={normalize} needs the completions of the labels")
+        return per_token(objective.sum(), inputs.num_loss_tokens)
+    if normalize == "completions":
+        lengths = completions.lengths(inputs.loss_mask).clamp(min=1)
+        means = objective / lengths[completions.index]
+        return per_completion(means.sum(), completions)
     if normalize == "groups":
         tokens = completions.group_tokens.clamp(min=1)
-        return per_trained_group((objective / tokens[completions.index]).sum(), completions)
-    lengths = completions.lengths(loss_mask).clamp(min=1)
-    return per_completion((objective / lengths[completions.index]).sum(), completions)
+        means = objective / tokens[completions.index]
+        return per_trained_group(means.sum(), completions)
+    raise ValueError(f"normalize={normalize}: need {' or '.join(NORMALIZE)}")

@@ -8,60 +8,53 @@ from torch import Tensor
 
 from llamarl.learning.advantages import best_and_worst
 from llamarl.learning.losses.common import (
-    Completions,
     Metrics,
     log_ratio,
+    needs_reference,
     per_group,
+    reference_of,
     uses_all_completions,
     whole_groups,
 )
+from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.ratios import token_metrics
 
 
 @whole_groups
 @uses_all_completions
-def online_dpo(
-    trainer_logprobs: Tensor,
-    generator_logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    *,
-    num_loss_tokens: float,
-    completions: Completions,
-    beta: float = 0.1,
-) -> tuple[Tensor, Metrics]:
-    """-(1/M) sum_groups log sigma( beta [ log(pi/ref)(y+) - log(pi/ref)(y-) ] )        (Async RLHF, 2.1 and 4.2; DPO, eq. 7)
+@needs_reference
+def online_dpo(inputs: LossInputs, *, beta: float = 0.1) -> tuple[Tensor, Metrics]:
+    """-(1/M) sum_groups log sigma( beta [ log(pi/ref)(y+) - log(pi/ref)(y-) ] )        (DPO, eq. 7)
 
-    pi = trainer_logprobs, ref = ref_logprobs, nats, summed over a completion; y+, y- = the
-    completions of a group with the highest and the lowest reward, of equals the first
-    (`best_and_worst`); M = num_groups. A group whose rewards are all equal prefers nothing and adds
-    nothing. beta: 0.1 in Async RLHF A.1, 0.03 in table 7, 0.05 in table 10. `advantages` is not
-    used. ValueError without ref_logprobs, or for beta <= 0.
+    Online: Async RLHF, 2.1 and 4.2. pi = trainer_logprobs, ref = ref_logprobs, nats, summed over a
+    completion; y+, y- = the completions of a group with the highest and the lowest reward, of
+    equals the first (`best_and_worst`); M = num_groups. A group whose rewards are all equal prefers
+    nothing and adds nothing. beta: 0.1 in Async RLHF A.1, 0.03 in table 7, 0.05 in table 10.
+    `advantages` is not used. ValueError without ref_logprobs, or for beta <= 0.
 
     metrics: dpo/accuracy/completions (pi already prefers y+ more than ref does),
     dpo/margin/completions (what sigma is given), dpo/tied/completions (no preference): a group's
     value counted once for each of its completions; ratio/sum, ratio/max, kl/generator of tokens.
     """
-    if ref_logprobs is None:
-        raise ValueError(
-            "online_dpo needs ref_logprobs: switch the reference on (reference=frozen)"
-        )
+    ref_logprobs = reference_of(inputs, "online_dpo")
     if not beta > 0:
         raise ValueError(f"beta={beta}: need more than 0")
-    c = completions
-    trained = c.lengths(loss_mask) > 0
-    best, worst, differ = best_and_worst(c.rewards, c.groups, trained)
-    implicit = beta * c.sums(
-        log_ratio(trainer_logprobs, ref_logprobs, loss_mask)
-    )  # DPO's reward, [N]
-    margin = torch.where(
-        differ, implicit[best] - implicit[worst], 0
-    )  # one a group, in the first places of [N]
-    loss = -per_group(torch.where(differ, F.logsigmoid(margin), 0).sum(), c)
-    each = {"accuracy": margin > 0, "margin": margin.detach(), "tied": ~differ}
+    completions = inputs.completions
+    trained = completions.lengths(inputs.loss_mask) > 0
+    best, worst, differ = best_and_worst(completions.rewards, completions.groups, trained)
+    log_pi_ref = log_ratio(inputs.trainer_logprobs, ref_logprobs, inputs.loss_mask)
+    implicit_reward = beta * completions.sums(log_pi_ref)  # [N]
+    # [N], one a group, in the first places.
+    margin = torch.where(differ, implicit_reward[best] - implicit_reward[worst], 0)
+    likelihood = torch.where(differ, F.logsigmoid(margin), 0)
+
+    def over_completions(of_group: Tensor) -> Tensor:
+        of_completion = torch.where(trained, of_group[completions.groups], 0)
+        return of_completion.sum().to(margin.dtype)
+
     metrics = {
-        f"dpo/{k}/completions": torch.where(trained, v[c.groups], 0).sum().to(margin.dtype)
-        for k, v in each.items()
+        "dpo/accuracy/completions": over_completions(margin > 0),
+        "dpo/margin/completions": over_completions(margin.detach()),
+        "dpo/tied/completions": over_completions(~differ),
     }
-    return loss, metrics | token_metrics(trainer_logprobs, generator_logprobs, loss_mask)
+    return -per_group(likelihood.sum(), completions), metrics | token_metrics(inputs)

@@ -6,36 +6,29 @@ from torch import Tensor
 
 from llamarl.learning.advantages import tb_log_z
 from llamarl.learning.losses.common import (
-    Completions,
     Metrics,
     half_square,
     log_ratio,
+    needs_reference,
     per_completion,
+    reference_of,
     uses_all_completions,
     whole_groups,
 )
+from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.ratios import token_metrics
 
 
 @whole_groups
 @uses_all_completions
-def tb(
-    trainer_logprobs: Tensor,
-    generator_logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    *,
-    num_loss_tokens: float,
-    completions: Completions,
-    beta: float = 0.012,
-) -> tuple[Tensor, Metrics]:
-    """(beta/2) (1/N) sum_j ( sg log Z(x) + log(pi/ref)(y_j) - r_j/beta )^2        (TBA, eq. 5, times beta/2)
+@needs_reference
+def tb(inputs: LossInputs, *, beta: float = 0.012) -> tuple[Tensor, Metrics]:
+    """(beta/2) (1/N) sum_j ( sg log Z(x) + log(pi/ref)(y_j) - r_j/beta )^2        (TBA, eq. 5)
 
     log Z(x) = mean over the group of r/beta - log(pi/ref)(y)        (TBA, eq. 4: `tb_log_z`)
     pi = trainer_logprobs, ref = ref_logprobs, nats, summed over a completion; r =
-    completions.rewards; N = num_completions. The factor is that of TBA's eq. 12, with which the
-    gradient is eq. 7's: -(1/N) sum_j A_j grad log pi(y_j) with A_j = (r_j - mean r) - beta
+    completions.rewards; N = num_completions. The factor beta/2 is that of TBA's eq. 12, with which
+    the gradient is eq. 7's: -(1/N) sum_j A_j grad log pi(y_j) with A_j = (r_j - mean r) - beta
     (log(pi/ref)(y_j) - its mean); without it gradients grow as 1/beta. Valid for data of any
     policy: neither the generator's logprobs nor `advantages` are used. beta: 0.012 falling to 0.004
     in table 2, 1 to 0.05 in table 3. ValueError without ref_logprobs, or for beta <= 0.
@@ -44,19 +37,20 @@ def tb(
     tb/log_ratio/completions (log(pi/ref)(y): an estimate of the KL on-policy); ratio/sum,
     ratio/max, kl/generator of tokens.
     """
-    if ref_logprobs is None:
-        raise ValueError("tb needs ref_logprobs: switch the reference on (reference=frozen)")
+    ref_logprobs = reference_of(inputs, "tb")
     if not beta > 0:
         raise ValueError(f"beta={beta}: need more than 0")
-    c = completions
-    trained = c.lengths(loss_mask) > 0
-    log_pi_ref = c.sums(log_ratio(trainer_logprobs, ref_logprobs, loss_mask))
-    log_z = tb_log_z(log_pi_ref, c.rewards, c.groups, trained, beta=beta)
-    residual = (log_z + log_pi_ref - c.rewards / beta) * trained
+    completions = inputs.completions
+    rewards = completions.rewards
+    trained = completions.lengths(inputs.loss_mask) > 0
+    token_log_ratio = log_ratio(inputs.trainer_logprobs, ref_logprobs, inputs.loss_mask)
+    log_pi_ref = completions.sums(token_log_ratio)
+    log_z = tb_log_z(log_pi_ref, rewards, completions.groups, trained, beta=beta)
+    residual = (log_z + log_pi_ref - rewards / beta) * trained
     metrics = {
         "tb/square/completions": 2 * half_square(residual.detach()).sum(),
         "tb/log_z/completions": (log_z * trained).sum(),
         "tb/log_ratio/completions": log_pi_ref.detach().sum(),
     }
-    loss = per_completion(beta * half_square(residual).sum(), c)
-    return loss, metrics | token_metrics(trainer_logprobs, generator_logprobs, loss_mask)
+    loss = per_completion(beta * half_square(residual).sum(), completions)
+    return loss, metrics | token_metrics(inputs)

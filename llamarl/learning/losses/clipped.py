@@ -1,0 +1,103 @@
+"""The clipped surrogate of PPO.
+
+Published as PPO, GRPO and Proximal RLOO: conf/loss has the values of each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llamarl.learning.losses.common import (
+    Metrics,
+    log_ratio,
+    masked,
+    normalized,
+    ratio,
+    token_advantages,
+)
+from llamarl.learning.losses.inputs import LossInputs
+from llamarl.learning.losses.ratios import (
+    at_level,
+    bound,
+    check_ratio,
+    kept_labels,
+    off_policy_metrics,
+)
+
+
+@token_advantages
+def clipped(
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    ratio_cap: float | None = None,
+    ratio_mask_low: float | None = None,
+    ratio_mask_high: float | None = None,
+    ratio_level: str = "token",
+    normalize: str = "tokens",
+) -> tuple[Tensor, Metrics]:
+    """-mean_t min( min(r_t, ratio_cap) A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t )
+
+    (PPO, eq. 7.) r = pi/mu, pi = trainer_logprobs, mu = generator_logprobs (they sampled, so they
+    are pi_old); A = advantages; tensors [T], nats. The gradient goes through r. ratio_cap bounds
+    the pull on labels of A < 0, which the clip leaves open (TRL's delta). The mean is that of
+    `normalized`.
+
+    name           source                           ratio_level    mean of      A
+    PPO            OPPO, eq. 2                      token          tokens       gae, or group_mean
+    GRPO           DeepSeekMath, eq. 3; TRL "grpo"  token          completions  group_mean_std
+    GSPO           GSPO, eq. 7                      sequence_mean  completions  group_mean_std
+    DAPO           TRL "dapo"                       token          tokens       group_mean_std
+    Magistral      Magistral, 2.1                   token          groups       group_mean, whitened
+    Proximal RLOO  Async RLHF, app. B, eq. 1        sequence       completions  leave_one_out
+
+    PPO's eps is 0.2; Magistral raises clip_high to 0.26 - 0.28, DAPO to 0.28. Async RLHF does not
+    print one; 0.2 is TRL's for its RLOO, which is this loss. DeepSeekMath's KL term is loss.kl_coef
+    (k3), inside the same mean. Of Proximal RLOO the mean over a completion's labels is of what is
+    the same for all of them. Other knobs: see ratios.py. The defaults are PPO's.
+
+    metrics: ratio/sum, ratio/max, clip/low, clip/high (labels whose gradient the clip cuts),
+    ratio/capped (labels of A < 0 above the cap), ratio/masked (labels outside the mask, where there
+    is one): a sequence's ratio is counted at each of its labels. kl/generator of tokens. ValueError
+    for impossible options.
+    """
+    check_ratio(ratio_cap, ratio_mask_low, ratio_mask_high)
+    _check_clip(clip_low, clip_high, ratio_cap)
+    mask = inputs.loss_mask
+    cap = bound(ratio_cap)
+    token = log_ratio(inputs.trainer_logprobs, inputs.generator_logprobs, mask)
+    x = at_level(token, inputs, ratio_level)
+    # Past e^20 the value stands still and the gradient does not: a label of A < 0 is still pushed
+    # down.
+    r = ratio(x.detach()) * (1 + x - x.detach())
+    a = masked(inputs.advantages, mask)
+    raw = masked(r.detach(), mask)
+    kept = kept_labels(raw, mask, ratio_mask_low, ratio_mask_high)
+    unclipped = r.clamp(max=cap) * a
+    clipped_at = r.clamp(1 - clip_low, 1 + clip_high) * a
+    objective = masked(torch.minimum(unclipped, clipped_at), kept)
+
+    metrics = off_policy_metrics(token.detach(), raw)
+    metrics["clip/low"] = (kept & (raw < 1 - clip_low) & (a < 0)).sum().to(raw.dtype)
+    metrics["clip/high"] = (kept & (raw > 1 + clip_high) & (a > 0)).sum().to(raw.dtype)
+    metrics["ratio/capped"] = (kept & (raw > cap) & (a < 0)).sum().to(raw.dtype)
+    if ratio_mask_low is not None or ratio_mask_high is not None:
+        metrics["ratio/masked"] = (mask & ~kept).sum().to(raw.dtype)
+    return -normalized(objective, inputs, normalize), metrics
+
+
+def _check_clip(clip_low: float, clip_high: float, ratio_cap: float | None) -> None:
+    """ValueError, with the remedy, for a clip that cannot be."""
+    if not 0 <= clip_low <= 1 or not clip_high >= 0:
+        raise ValueError(
+            f"clip_low={clip_low}, clip_high={clip_high}: "
+            "need 0 <= clip_low <= 1 and clip_high >= 0"
+        )
+    highest = 1 + clip_high
+    if not bound(ratio_cap) > highest:
+        raise ValueError(
+            f"ratio_cap={ratio_cap} leaves nothing to clip at 1 + clip_high = {highest}: "
+            "raise it, or null"
+        )

@@ -1,0 +1,65 @@
+"""What a loss is given: one microbatch of trained tokens, and how much there is in the whole batch.
+
+    loss of a batch = sum over its microbatches of  (1/num_loss_tokens) sum_t f(trainer_logprobs_t)
+
+A denominator counts the whole batch, over all ranks, so that the shares of all microbatches and
+ranks add up to the loss of the batch. A mean over what one rank holds would up-weight short ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from llamarl.learning.segments import mean_by, sum_by
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completions:
+    """Which label of a microbatch belongs to which completion, and which completion to which group.
+
+    Two groups, of two completions and of one, with 3, 1 and 2 labels:
+
+        index 0 0 0 1 2 2        groups 0 0 1        group_tokens 4 4 2
+    """
+
+    index: Tensor  # [T] int64: which of the N completions a label belongs to, ascending
+    groups: Tensor  # [N] int64: which of the microbatch's groups a completion belongs to, from 0
+    rewards: Tensor  # [N] float32, shaped; finite
+    # [N] float32: the trained tokens of its whole group, in whichever microbatches they are
+    group_tokens: Tensor
+
+    # Of the whole batch, over all ranks:
+    num_completions: float  # completions with a trained token
+    num_groups: float  # groups with at least two trained completions
+    num_trained_groups: float  # groups with at least one
+
+    def lengths(self, loss_mask: Tensor) -> Tensor:
+        """[N] float32: how many trained labels each completion has."""
+        return sum_by(loss_mask.float(), self.index, self.groups.numel())
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[N]: the sum of each completion's values [T]."""
+        return sum_by(values, self.index, self.groups.numel())
+
+    def group_mean(self, values: Tensor, valid: Tensor) -> Tensor:
+        """[N]: for each completion the mean of its group's valid values [N], 0 of none."""
+        return mean_by(values, self.groups, self.groups.numel(), valid)[self.groups]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """One microbatch: T labels (completion tokens, packed end to end) of N completions.
+
+    `logprobs` are of the sampled token, in nats, after the temperature.
+    """
+
+    trainer_logprobs: Tensor  # [T], with gradient: log pi, the policy that is trained
+    generator_logprobs: Tensor  # [T]: log mu, the policies that sampled each token
+    ref_logprobs: Tensor | None  # [T]: log ref; None where no reference runs
+    entropy: Tensor  # [T] nats, of pi; with gradient for a loss that declares `uses_entropy`
+    advantages: Tensor  # [T]: the same for all labels of a completion, or with gae one a token
+    loss_mask: Tensor  # [T] bool: a label where it is False adds nothing, whatever it holds
+    completions: Completions
+    num_loss_tokens: float  # trained tokens of the whole batch, over all ranks
