@@ -44,9 +44,7 @@ class Packing:
     num_dropped: int  # completions left out because their advantage is 0
     num_masked: int  # completions that must not be trained on, see Group.trained
     unused_budget_fraction: float  # of the microbatches' token budgets: what no token takes, 0..1
-    has_reference: (
-        bool  # ref_logprobs hold a reference's; otherwise they are zeros and mean nothing
-    )
+    has_reference: bool  # ref_logprobs hold a reference's; else they are zeros without meaning
 
 
 def collate(lengths: list[int], budget: int) -> list[list[int]]:

@@ -67,9 +67,8 @@ def make_pair(prompt: Prompt, tokenizer, max_tokens: int) -> Pair:
         )
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer names no eos_token; set it in tokenizer_config.json")
-    completion = tokenizer(str(text), add_special_tokens=False)["input_ids"] + [
-        tokenizer.eos_token_id
-    ]
+    completion = tokenizer(str(text), add_special_tokens=False)["input_ids"]
+    completion = [*completion, tokenizer.eos_token_id]
     length = prompt.prompt_ids.numel() + len(completion)
     if length > max_tokens:
         raise ValueError(

@@ -132,9 +132,8 @@ def _prompt_pair(
                 f'"{needed}" must be text that is not empty, this is {type(row[needed]).__name__}'
             )
     prompt = maker.ids(str(row[prompt_key]))
-    completion = tokenizer(str(row[key]), add_special_tokens=False)["input_ids"] + [
-        tokenizer.eos_token_id
-    ]
+    completion = tokenizer(str(row[key]), add_special_tokens=False)["input_ids"]
+    completion = [*completion, tokenizer.eos_token_id]
     return Pair(torch.tensor(prompt + completion), len(prompt))
 
 
