@@ -1,18 +1,28 @@
 """The records, in the order in which data flows; one per hop. Each is frozen and checks its own
 lengths at birth.
 
-    PromptStream --Ticket--> Generator --Completion--> Reward --Group--> (Reference --Group-->) Trainer --PackedBatch--> loss
+    PromptStream --Ticket--> Generator --Completion--> Reward --Group--> (Reference --Group-->)
+    Trainer --PackedBatch--> loss
 
 Worked example. Ticket 7 is the prompt "3+4=" (ids [1, 7, 14, 8, 18]) with group_size 2. The
-generator samples "7<eos>" and "6<eos>" from it:
+generator samples "7<eos>" under policy version 3, and "6<eos>", before whose second token new
+weights came:
 
-    Completion(7, 0, [1,7,14,8,18], [11, 2], [-0.1, -0.2], [3, 3], "stop")   # sampled under policy version 3
-    Completion(7, 1, [1,7,14,8,18], [10, 2], [-2.3, -0.1], [3, 4], "stop")   # new weights came before its second token
+    Completion(7, 0, [1,7,14,8,18], [11, 2], [-0.1, -0.2], [3, 3], "stop")
+    Completion(7, 1, [1,7,14,8,18], [10, 2], [-2.3, -0.1], [3, 4], "stop")
 
 The reward scores each (1.0 and 0.0) and, once the group is whole, sends one Group whose per-token
 fields are the two completions end to end: token_ids [11,2,10,2], lengths [2,2], rewards [1,0].
 
 Token ids are the truth: text is decoded from them for rewards and never tokenised again.
+
+Shape letters, here and wherever no other legend is given:
+
+    G  completions of a group        T  packed tokens              D  model
+    N  completions                   S  segments, or slots         V  vocabulary
+    L  tokens of a completion        R  labels                     H  query heads
+    P  tokens of a prompt            C  tokens of all groups       J  key/value heads
+    B  groups a step                                               K  head dim
 """
 
 from __future__ import annotations
@@ -56,18 +66,19 @@ class Completion:
     sample_index: int  # 0 .. group_size-1
     prompt_ids: Tensor  # [P] int64
     token_ids: Tensor  # [L] int64; ends with the stop token when finish_reason is "stop"
-    generator_logprobs: (
-        Tensor  # [L] float32 nats, of the processed distribution that was sampled from
-    )
+    # [L] float32 nats, of the processed distribution that was sampled from
+    generator_logprobs: Tensor
     policy_versions: Tensor  # [L] int64, the weights that sampled each token
     finish_reason: FinishReason
 
     def __post_init__(self):
-        n = self.token_ids.numel()
-        if not (self.generator_logprobs.numel() == self.policy_versions.numel() == n):
+        tokens = self.token_ids.numel()
+        logprobs = self.generator_logprobs.numel()
+        versions = self.policy_versions.numel()
+        if not tokens == logprobs == versions:
             raise ValueError(
-                f"Completion {self.ticket}/{self.sample_index}: {n} tokens but {self.generator_logprobs.numel()} "
-                f"logprobs and {self.policy_versions.numel()} versions"
+                f"Completion {self.ticket}/{self.sample_index}: {tokens} tokens but {logprobs} "
+                f"logprobs and {versions} versions"
             )
 
 
@@ -118,15 +129,18 @@ class Group:
     ref_version: int = 0
 
     def __post_init__(self):
-        tokens, size = int(self.lengths.sum()), self.lengths.numel()
+        tokens = int(self.lengths.sum())
+        size = self.lengths.numel()
         for field in ("token_ids", "generator_logprobs", "policy_versions"):
-            if getattr(self, field).numel() != tokens:
+            elements = getattr(self, field).numel()
+            if elements != tokens:
                 raise ValueError(
-                    f"Group {self.ticket}: {field} has {getattr(self, field).numel()} elements, lengths sum to {tokens}"
+                    f"Group {self.ticket}: {field} has {elements} elements, lengths sum to {tokens}"
                 )
         if self.ref_logprobs.numel() not in (0, tokens):
             raise ValueError(
-                f"Group {self.ticket}: ref_logprobs has {self.ref_logprobs.numel()} elements, need 0 or {tokens}"
+                f"Group {self.ticket}: ref_logprobs has {self.ref_logprobs.numel()} elements, "
+                f"need 0 or {tokens}"
             )
         if not (self.rewards.numel() == len(self.finish_reasons) == len(self.outcomes) == size):
             raise ValueError(
@@ -140,12 +154,11 @@ class Group:
         """
         scored = sorted(scored, key=lambda s: s.completion.sample_index)
         parts = [s.completion for s in scored]
-        if len({c.ticket for c in parts}) != 1:
-            raise ValueError(
-                f"completions of several tickets in one group: {sorted({c.ticket for c in parts})}"
-            )
+        tickets = sorted({c.ticket for c in parts})
+        if len(tickets) != 1:
+            raise ValueError(f"completions of several tickets in one group: {tickets}")
         return cls(
-            ticket=parts[0].ticket,
+            ticket=tickets[0],
             prompt_ids=parts[0].prompt_ids,
             lengths=torch.tensor([c.token_ids.numel() for c in parts]),
             token_ids=torch.cat([c.token_ids for c in parts]),
@@ -183,8 +196,9 @@ class PackedBatch:
     the model; shifted here:
 
         prompt [10,11] with completions [12,13] and [14], then prompt [20] with completion [21,22]:
-        input_ids  10 11 | 12 | 20 | 21    positions  0 1 2 0 1    cu_seqlens  0 2 3 4 5    parents  -1 0 -1 2
-        labels     12 13 14 21 22          rows       1 2 1 3 4      completions  0 0 1 2 2         groups   0 0 1
+        input_ids   10 11 | 12 | 20 | 21      positions  0 1 2 0 1      labels       12 13 14 21 22
+        cu_seqlens  0 2 3 4 5                 rows       1 2 1 3 4      completions  0 0 1 2 2
+        parents     -1 0 -1 2                 groups     0 0 1
 
     T input tokens in S segments; R labels, the trained tokens of all N completions, in order. Row r
     of the hidden states predicts label r: a prompt's last token predicts the first token of each of
@@ -206,6 +220,4 @@ class PackedBatch:
     completions: Tensor  # [R] int64, which of the N completions a label belongs to, ascending
     groups: Tensor  # [N] int64, which of the microbatch's groups a completion belongs to
     rewards: Tensor  # [N] float32, shaped, finite
-    group_tokens: (
-        Tensor  # [N] float32, trained tokens of its whole group, in whichever microbatches
-    )
+    group_tokens: Tensor  # [N] float32, trained tokens of its whole group, in all microbatches

@@ -1,7 +1,8 @@
 """Learning: what stands between scored groups and new weights. update.py makes a step of it;
 docs/learning.md tells its order.
 
-groups --shaping, advantages--> Targets --pack--> PackedBatch --decoder(head=make_head)--> trainer_logprobs --loss--> optim
+groups --shaping, advantages--> Targets --pack--> PackedBatch
+       --decoder(head=make_head)--> trainer_logprobs --loss--> optim
 
 Ranks communicate through reduction.py, optim.clip_grad_norm and the decoder alone.
 """

@@ -51,7 +51,9 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """(advantages [R], returns [R]) of completions packed end to end.
 
-    A_t = sum_l (gamma lam)^l delta_{t+l},  delta_t = r_t + gamma V_{t+1} - V_t        (OPPO, eq. 1);  returns = A + V
+    A_t = sum_l (gamma lam)^l delta_{t+l},  delta_t = r_t + gamma V_{t+1} - V_t        (OPPO, eq. 1)
+    return_t = A_t + V_t
+
     rewards, values [R], lengths [N] int64 with sum R; nothing comes after a completion's last
     token: V = 0 there. Float64 inside, the values' dtype outside (float32 at least), no gradient.
     log2(longest) passes over [R], whatever N is. ValueError for shapes that do not fit, or gamma or
@@ -59,20 +61,21 @@ def gae(
     """
     size = rewards.numel()
     if rewards.shape != values.shape or rewards.dim() != 1 or int(lengths.sum()) != size:
-        shapes = f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, lengths that sum to {int(lengths.sum())}"
-        raise ValueError(f"need rewards and values [R] and lengths with sum R, got {shapes}")
+        raise ValueError(
+            "need rewards and values [R] and lengths with sum R, got "
+            f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, "
+            f"lengths that sum to {int(lengths.sum())}"
+        )
     if not 0 <= gamma <= 1 or not 0 <= lam <= 1:
         raise ValueError(f"gamma={gamma}, lam={lam}: need 0..1")
-    r, v = rewards.detach().double(), values.detach().double()
+    v = values.detach().double()
     # left: tokens of the same completion that come after
-    left = (
-        lengths.cumsum(0).repeat_interleave(lengths, output_size=size)
-        - 1
-        - torch.arange(size, device=r.device)
-    )
-    advantages = r + gamma * _from_later(v, 1, left) - v
+    ends = lengths.cumsum(0).repeat_interleave(lengths, output_size=size)
+    left = ends - 1 - torch.arange(size, device=v.device)
+    advantages = rewards.detach().double() + gamma * _from_later(v, 1, left) - v
+    longest = int(lengths.max()) if lengths.numel() else 0
     # After a pass with a step, each place holds its sum over the next 2 * step deltas.
-    step, longest = 1, int(lengths.max()) if lengths.numel() else 0
+    step = 1
     while step < longest:
         advantages = advantages + (gamma * lam) ** step * _from_later(advantages, step, left)
         step *= 2
@@ -100,7 +103,8 @@ def tb_log_z(
 def best_and_worst(
     rewards: Tensor, groups: Tensor, trained: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(best, worst, differ): for group g, at place g of [N], the completions of highest and lowest reward        (Async RLHF, 4.2)
+    """(best, worst, differ): for group g, at place g of [N], the completions of highest and lowest
+    reward        (Async RLHF, 4.2)
 
     rewards [N], groups [N] int64 below N, trained [N] bool; NaN rewards are not chosen. Of equal
     rewards the first completion is taken. differ [N] bool: the two have different rewards; best and

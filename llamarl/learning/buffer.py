@@ -4,15 +4,15 @@ over, and when.
 A buffer is put what comes, and at each step it takes what the ledger hands over and gives what the
 step trains on:
 
-    fifo      the groups that were handed over, once                                   this file
-    replay    completions of everything that was, drawn anew at each step (TBA)        llamarl.learning.replay
+    fifo      the groups that were handed over, once                          this file
+    replay    completions of everything that was, drawn anew at each step     TBA, replay.py
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -88,8 +88,7 @@ class GroupBuffer:
         """Metrics from the sums and maxima of all ranks."""
         return {}
 
-    # -- checkpoints
-    # ----------------------------------------------------------------------------------------------------
+    # --- Checkpoints ---
 
     def stored(self) -> list[Group]:
         """Every group that a checkpoint must hold."""
@@ -99,10 +98,11 @@ class GroupBuffer:
         """Groups as wire messages `buffer/0`, `buffer/1`, ... (uint8); `buffered`: tickets not
         handed over.
         """
-        messages = {
-            f"{MESSAGE}{i}": _message(groups) for i, groups in enumerate(_pieces(self.stored()))
-        }
-        return {**messages, "buffered": self.tickets()}
+        state: dict = {"buffered": self.tickets()}
+        for i, groups in enumerate(_pieces(self.stored())):
+            message = bytearray(wire.encode(groups))
+            state[f"{MESSAGE}{i}"] = torch.frombuffer(message, dtype=torch.uint8)
+        return state
 
     def load(
         self, parts: Iterable[Mapping], finished: set[int], is_mine: Callable[[int], bool]
@@ -112,7 +112,8 @@ class GroupBuffer:
         """
         for part in parts:
             mine = {t for t in part["buffered"] if t in finished and is_mine(t)}
-            self.put([g for g in decoded(part) if g.ticket in mine] if mine else [])
+            if mine:
+                self.put([g for g in decoded(part) if g.ticket in mine])
 
 
 def check_lag(groups: list[Group], step: int, max_lag: int) -> None:
@@ -123,23 +124,21 @@ def check_lag(groups: list[Group], step: int, max_lag: int) -> None:
         newest = int(group.policy_versions.max())
         raise LagExceeded(
             f"step {step} was to train on ticket {group.ticket}, whose tokens are of versions "
-            f"{group.oldest_version} to {newest}: with max_lag={max_lag} none may be older than version "
-            f"{step - max_lag}. It was not trained on. The ledger hands over no such group "
-            "(docs/staleness.md), so this is an error in llamarl and not in the run: please report it "
-            "with this line, config.yaml, what the ranks printed, and the ledger in the newest "
+            f"{group.oldest_version} to {newest}: with max_lag={max_lag} none may be older than "
+            f"version {step - max_lag}. It was not trained on. The ledger hands over no such group "
+            "(docs/staleness.md), so this is an error in llamarl and not in the run: please report "
+            "it with this line, config.yaml, what the ranks printed, and the ledger in the newest "
             "checkpoint's controller.rank*.json"
         )
 
 
 def decoded(part: Mapping) -> list[Group]:
     """The groups of a stored part."""
-    names = (f"{MESSAGE}{i}" for i in itertools.count())
-    messages = (part[name] for name in itertools.takewhile(part.__contains__, names))
-    return [group for message in messages for group in wire.decode(message.numpy().tobytes())]
-
-
-def _message(groups: list[Group]) -> Tensor:
-    return torch.frombuffer(bytearray(wire.encode(groups)), dtype=torch.uint8)
+    groups = []
+    for i in itertools.count():
+        if f"{MESSAGE}{i}" not in part:
+            return groups
+        groups += wire.decode(part[f"{MESSAGE}{i}"].numpy().tobytes())
 
 
 def _pieces(groups: list[Group]) -> Iterator[list[Group]]:
@@ -149,14 +148,12 @@ def _pieces(groups: list[Group]) -> Iterator[list[Group]]:
     piece: list[Group] = []
     num_bytes = 0
     for group in groups:
-        size = sum(
-            value.nbytes
-            for value in map(partial(getattr, group), group.__slots__)
-            if isinstance(value, Tensor)
-        )
+        values = [getattr(group, field.name) for field in fields(group)]
+        size = sum(value.nbytes for value in values if isinstance(value, Tensor))
         if piece and num_bytes + size > PIECE_BYTES:
             yield piece
-            piece, num_bytes = [], 0
+            piece = []
+            num_bytes = 0
         piece.append(group)
         num_bytes += size
     if piece:

@@ -1,7 +1,8 @@
 """Log-probabilities and entropies of labels, without ever holding the [T, V] logits.
 
     head = make_head(batch.labels, batch.rows, temperature=1.0)
-    trainer_logprobs, entropy = decoder(batch.input_ids, batch.positions, attention, head)     # [R] each
+    # [R] each
+    trainer_logprobs, entropy = decoder(batch.input_ids, batch.positions, attention, head)
 
 Forward keeps four numbers a token; backward multiplies each chunk's logits again, one GEMM beside
 the two it needs anyway. Logits that take little room (a small vocabulary or a short batch) are kept
@@ -26,9 +27,8 @@ KEEP_LOGITS = 1 << 22
 # Up to this many bytes they are kept for backward, though chunks are smaller.
 KEEP_BYTES = 1 << 26
 
-_spare: list[
-    Tensor
-] = []  # at most one: the memory of logits whose backward is done, for the next to be kept
+# At most one: the memory of logits whose backward is done, for the next to be kept.
+_spare: list[Tensor] = []
 
 
 def chunked_logprobs(
@@ -53,11 +53,13 @@ def chunked_logprobs(
     """
     if hidden_TD.dim() != 2 or weight_VD.dim() != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(
-            f"need hidden [T, D] and weight [V, D], got {tuple(hidden_TD.shape)} and {tuple(weight_VD.shape)}"
+            f"need hidden [T, D] and weight [V, D], got {tuple(hidden_TD.shape)} and "
+            f"{tuple(weight_VD.shape)}"
         )
     if labels_T.shape != hidden_TD.shape[:1]:
         raise ValueError(
-            f"need one label a token, got labels {tuple(labels_T.shape)} for hidden {tuple(hidden_TD.shape)}"
+            f"need one label a token, got labels {tuple(labels_T.shape)} for hidden "
+            f"{tuple(hidden_TD.shape)}"
         )
     if temperature < 0 or chunk_tokens < 1:
         raise ValueError(
@@ -112,7 +114,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, labels_T, temperature, chunk_tokens, entropy_grad):
-        tokens, vocab = hidden_TD.shape[0], weight_VD.shape[0]
+        tokens = hidden_TD.shape[0]
+        vocab = weight_VD.shape[0]
         is_whole = tokens * vocab <= KEEP_LOGITS
         size = tokens if is_whole else min(tokens, chunk_tokens)
         keeps = is_whole or tokens * vocab * weight_VD.element_size() <= KEEP_BYTES
@@ -125,8 +128,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs, entropy, top, log_sum = found.unbind()
         ctx.save_for_backward(hidden_TD, weight_VD, labels_T, entropy, top, log_sum)
         ctx.kept_TV = logits if keeps else None
-        ctx.temperature, ctx.size, ctx.entropy_grad = temperature, size, entropy_grad
-        logprobs, entropy = logprobs.clone(), entropy.clone()
+        ctx.temperature = temperature
+        ctx.size = size
+        ctx.entropy_grad = entropy_grad
+        logprobs = logprobs.clone()
+        entropy = entropy.clone()
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)
@@ -142,7 +148,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_TD) if wants_hidden else None
         grad_weight = None
         # Gradients take the place of kept logits. A second backward multiplies again.
-        kept_TV, ctx.kept_TV = ctx.kept_TV, None
+        kept_TV = ctx.kept_TV
+        ctx.kept_TV = None
         buffer_CV = weight_VD.new_empty(ctx.size, weight_VD.shape[0]) if kept_TV is None else None
         parts = _parts(hidden_TD.shape[0], ctx.size)
         for part in parts:
@@ -167,19 +174,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if kept_TV is not None and kept_TV.device.type == "cpu":
             _spare[:] = [kept_TV]
         if wants_weight:
-            grad_weight = (
-                torch.zeros_like(weight_VD)
-                if grad_weight is None
-                else grad_weight.to(weight_VD.dtype)
-            )
+            if grad_weight is None:
+                grad_weight = torch.zeros_like(weight_VD)
+            grad_weight = grad_weight.to(weight_VD.dtype)
         return grad_hidden, grad_weight, None, None, None, None
 
 
 def log_softmax(logits_CV: Tensor, labels_C: Tensor, temperature: float, *, out: Tensor) -> None:
-    """x = (z - top) / temperature:   out [4, C] = x[label] - log_sum,   log_sum - sum p x,   top,   log_sum = log sum e^x.
+    """Write the logprob and entropy of each label, and what makes p of the logits again.
 
-    Logprob and entropy, and what makes p of the logits again. In float32 or wider; the logits stay
-    as they are.
+    x = (z - top) / temperature,   log_sum = log sum e^x
+    out [4, C] = x[label] - log_sum,   log_sum - sum p x,   top,   log_sum
+
+    In float32 or wider; the logits stay as they are.
     """
     lib = kernels(logits_CV)
     if lib is None:
@@ -214,7 +221,10 @@ def log_softmax_backward(
     b_C: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """p = e^l, l = (z - top) / temperature - log_sum:   dz [C, V] = (a (onehot(label) - p) - b p (l + entropy)) / temperature.
+    """The gradient dz [C, V] of the logits.
+
+    p = e^l,   l = (z - top) / temperature - log_sum
+    dz = (a (onehot(label) - p) - b p (l + entropy)) / temperature
 
     a, b: the upstream gradients of logprob and entropy, b may be None. dz takes the place of the
     logits and is returned.
@@ -241,11 +251,9 @@ def plain_log_softmax_backward(
 ) -> Tensor:
     wide_CV = logits_CV.to(_wide(logits_CV))
     logp_CV = (wide_CV - top_C[:, None]).div_(temperature).sub_(log_sum_C[:, None])
-    factor = (
-        a_C[:, None]
-        if b_C is None
-        else a_C[:, None] + b_C[:, None] * (logp_CV + entropy_C[:, None])
-    )
+    factor = a_C[:, None]
+    if b_C is not None:
+        factor = factor + b_C[:, None] * (logp_CV + entropy_C[:, None])
     grad_CV = logp_CV.exp().mul_(-factor).scatter_add_(1, labels_C[:, None], a_C[:, None])
     return logits_CV.copy_(grad_CV.div_(temperature))
 

@@ -159,9 +159,8 @@ def clip_grad_norm(
     """
     parameters = list(parameters)
     groups = tensor_groups or [None] * len(parameters)
-    trained = [
-        (p.grad, group) for p, group in zip(parameters, groups, strict=True) if p.grad is not None
-    ]
+    pairs = zip((p.grad for p in parameters), groups, strict=True)
+    trained = [(gradient, group) for gradient, group in pairs if gradient is not None]
     if not trained:
         return torch.zeros(())
     own = [local(gradient) for gradient, _ in trained]

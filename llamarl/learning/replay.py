@@ -3,7 +3,8 @@
 
     reward, reference --Group--> put   the local buffer: come, not handed over by the ledger
                                  take  handed over; waits for the next sync step (k)
-                                 join  the global buffer: completions by prompt; the oldest groups leave when it is full
+                                 join  the global buffer: completions by prompt; the oldest groups
+                                       leave when it is full
                                  draw  B prompts a step, K completions each
 
 A prompt that is generated again adds to its completions. Prompts are told apart by their token ids,
@@ -14,14 +15,19 @@ later epoch may do so on another rank, where it is a prompt of its own.
 
 Drawing, for each of a step's B prompts (4.2), independently:
 
-    with probability m   a prompt with completions of the newest join*, and K of these, uniformly     (most on-policy)
-    else                 any prompt, and K of its completions by p_j ~ exp(r_j / T), or uniformly     (reward priority)
+    with probability m   most on-policy: a prompt with completions of the newest join*, and K of
+                         these, uniformly
+    else                 reward priority: any prompt, and K of its completions by
+                         p_j ~ exp(r_j / T), or uniformly
 
 (* that brought something to draw) without replacement, by Gumbel top-k, where there are K, and with
 replacement where there are fewer. Prompts are drawn uniformly from those whose turn it is
 (`choose_prompts`): none comes again, in this step or a later one, before all that such a draw could
 take were drawn. All is a function of (seed, step, rank), of what the buffer holds and of the turns.
 Rewards are the task's own: they are shaped (llamarl.learning.shaping) when they are trained on.
+
+Shapes: B prompts a step, K completions of each; N completions and P prompts that may be drawn, C of
+them at most of one prompt; n completions of a group.
 """
 
 from __future__ import annotations
@@ -68,7 +74,7 @@ class _Columns:
     def of(cls, group: Group) -> _Columns:
         place = group.trained.nonzero()[:, 0]
         start = (group.lengths.cumsum(0) - group.lengths)[place]
-        spans = zip(start.tolist(), (start + group.lengths[place]).tolist())
+        completions = group.token_ids.split(group.lengths.tolist())
         return cls(
             prompt=group.prompt_ids.numpy().tobytes(),
             place=place,
@@ -76,7 +82,7 @@ class _Columns:
             # Versions never fall within a completion, so its first token is its oldest.
             oldest=group.policy_versions[start],
             rewards=group.rewards[place],
-            tokens=tuple(group.token_ids[a:b].numpy().tobytes() for a, b in spans),
+            tokens=tuple(completions[i].numpy().tobytes() for i in place.tolist()),
         )
 
 
@@ -88,6 +94,10 @@ class _Held:
     columns: _Columns
     taken: int  # step at which the ledger handed it over
     joined: int  # sync step at which it became visible; -1: not yet
+
+    @classmethod
+    def of(cls, group: Group, *, taken: int, joined: int = -1) -> _Held:
+        return cls(group=group, columns=_Columns.of(group), taken=taken, joined=joined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,30 +147,25 @@ class ReplayBuffer(GroupBuffer):
         self.most_lag = most_lag
         if draw.priority not in PRIORITIES:
             raise ValueError(f"priority={draw.priority!r}; there is {' and '.join(PRIORITIES)}")
-        self.draw, self.sync_period, self.max_size, self.seed, self.rank = (
-            draw,
-            sync_period,
-            max_size,
-            seed,
-            rank,
-        )
+        self.draw = draw
+        self.sync_period = sync_period
+        self.max_size = max_size
+        self.seed = seed
+        self.rank = rank
         self._waiting: list[_Held] = []  # handed over, not joined
         self._held: list[_Held] = []  # joined, oldest first
         self._table: _Table | None = None  # of what is held; None: to be made
-        self._passed: frozenset[bytes] = (
-            frozenset()
-        )  # prompts that were drawn since their turn came
+        self._passed: frozenset[bytes] = frozenset()  # prompts drawn since their turn came
         self._before: _Before | None = None
-        self._drawn = torch.empty(
-            0, draw.completions, dtype=torch.int64
-        )  # [B, K] rows of the table, of the step just taken
+        # [B, K] rows of the table, of the step just taken.
+        self._drawn = torch.empty(0, draw.completions, dtype=torch.int64)
 
     def take(self, tickets: list[int], step: int) -> list[Group]:
         came = self._hand_over(tickets, step)
-        self._before = _Before(came, self._waiting, self._held, self._passed)
-        self._waiting = self._waiting + [
-            _Held(group, _Columns.of(group), step, -1) for group in came
-        ]
+        self._before = _Before(
+            came=came, waiting=self._waiting, held=self._held, passed=self._passed
+        )
+        self._waiting = [*self._waiting, *(_Held.of(group, taken=step) for group in came)]
         if step % self.sync_period == 0 and self._waiting:
             self._join(step)
         if self.most_lag is not None:
@@ -168,13 +173,17 @@ class ReplayBuffer(GroupBuffer):
         return self._sample(step)
 
     def untake(self, groups: list[Group]) -> None:
-        before, self._table = self._before, None
-        self._waiting, self._held, self._passed = before.waiting, before.held, before.passed
+        before = self._before
+        self._waiting = before.waiting
+        self._held = before.held
+        self._passed = before.passed
+        self._table = None
         self.put(before.came)
 
     def _join(self, step: int) -> None:
         joining = [replace(held, joined=step) for held in self._waiting]
-        self._waiting, self._table = [], None
+        self._waiting = []
+        self._table = None
         everything = sorted(self._held + joining, key=lambda held: (held.taken, held.group.ticket))
         sizes = torch.tensor([held.group.lengths.numel() for held in everything])
         newer = sizes.flip(0).cumsum(0).flip(0)  # completions of this group and of all newer ones
@@ -182,24 +191,26 @@ class ReplayBuffer(GroupBuffer):
 
     def _let_go_of_older_than(self, version: int, step: int) -> None:
         kept = [held for held in self._held if not bool((held.columns.oldest < version).any())]
-        if len(kept) < len(self._held):
-            log.warning(
-                "step %d: %d of %d groups left the replay buffer for tokens of more than %d steps ago: "
-                "the rank that held them before had newer ones to put in their place",
-                step,
-                len(self._held) - len(kept),
-                len(self._held),
-                self.most_lag,
-            )
-            self._held, self._table = kept, None
+        if len(kept) == len(self._held):
+            return
+        log.warning(
+            "step %d: %d of %d groups left the replay buffer for tokens of more than %d steps ago: "
+            "the rank that held them before had newer ones to put in their place",
+            step,
+            len(self._held) - len(kept),
+            len(self._held),
+            self.most_lag,
+        )
+        self._held = kept
+        self._table = None
 
-    # -- drawing
-    # ------------------------------------------------------------------------------------------------------
+    # --- Drawing ---
 
     def _sample(self, step: int) -> list[Group]:
         if self._table is None:
             self._table = _Table(self._held)
-        table, random = self._table, rng_of(self.seed, step, self.rank)
+        table = self._table
+        random = rng_of(self.seed, step, self.rank)
         passed = torch.tensor([p in self._passed for p in table.prompt_ids], dtype=torch.bool)
         self._drawn = draw_completions(
             table.rewards, table.prompts, table.is_newest, passed, self.draw, random
@@ -212,40 +223,38 @@ class ReplayBuffer(GroupBuffer):
         one's.
         """
         table = self._table
-        parts = [
-            (table.groups[g], c)
-            for g, c in zip(table.group[row].tolist(), table.place[row].tolist())
-        ]
-        lengths = torch.stack([group.lengths[c] for group, c in parts])
+        groups = [table.groups[number] for number in table.group[row].tolist()]
+        places = table.place[row].tolist()
+        lengths = [int(group.lengths[place]) for group, place in zip(groups, places)]
         spans = [
-            (group, slice(a, a + n))
-            for (group, _), a, n in zip(parts, table.start[row].tolist(), lengths.tolist())
+            slice(start, start + length)
+            for start, length in zip(table.start[row].tolist(), lengths)
         ]
 
         def tokens(field: str) -> Tensor:
-            return torch.cat([getattr(group, field)[span] for group, span in spans])
+            return torch.cat([getattr(group, field)[span] for group, span in zip(groups, spans)])
 
         return Group(
-            ticket=max(group.ticket for group, _ in parts),
-            prompt_ids=parts[0][0].prompt_ids,
-            lengths=lengths,
+            ticket=max(group.ticket for group in groups),
+            prompt_ids=groups[0].prompt_ids,
+            lengths=torch.tensor(lengths),
             token_ids=tokens("token_ids"),
             generator_logprobs=tokens("generator_logprobs"),
             policy_versions=tokens("policy_versions"),
             ref_logprobs=tokens("ref_logprobs"),
             rewards=table.rewards[row],
-            finish_reasons=tuple(group.finish_reasons[c] for group, c in parts),
-            outcomes=tuple(group.outcomes[c] for group, c in parts),
-            ref_version=min(group.ref_version for group, _ in parts),
+            finish_reasons=tuple(group.finish_reasons[p] for group, p in zip(groups, places)),
+            outcomes=tuple(group.outcomes[p] for group, p in zip(groups, places)),
+            ref_version=min(group.ref_version for group in groups),
         )
 
-    # -- metrics
-    # ------------------------------------------------------------------------------------------------------
+    # --- Metrics ---
 
     def sums(self, step: int) -> tuple[Sums, Sums]:
-        table, drawn = self._table, self._drawn
+        table = self._table
+        drawn = self._drawn
         ages = step - table.oldest if table.oldest.numel() else torch.zeros(1)
-        return {
+        sums = {
             "size": float(table.oldest.numel()),
             "prompts": float(table.num_prompts),
             "age": float(ages.sum()),
@@ -254,7 +263,8 @@ class ReplayBuffer(GroupBuffer):
             "copies": float(table.num_copies),
             "duplicates": float(drawn.numel() - drawn.unique().numel()),
             "hidden": float(sum(held.group.lengths.numel() for held in self._waiting)),
-        }, {"age_max": float(ages.max())}
+        }
+        return sums, {"age_max": float(ages.max())}
 
     def report(self, sums: Sums, maxima: Sums) -> dict[str, float | None]:
         """buffer/*: completions that may be drawn, and their prompts; copies of them that are held
@@ -273,8 +283,7 @@ class ReplayBuffer(GroupBuffer):
             "buffer/duplicates": sums["duplicates"],
         }
 
-    # -- checkpoints
-    # ----------------------------------------------------------------------------------------------------
+    # --- Checkpoints ---
 
     def stored(self) -> list[Group]:
         return super().stored() + [held.group for held in self._waiting + self._held]
@@ -294,20 +303,20 @@ class ReplayBuffer(GroupBuffer):
         """With another number of ranks each takes what is of its own tickets now."""
         parts = list(parts)
         super().load(parts, finished, is_mine)
-        held, passed = [], set()
+        held: list[_Held] = []
+        passed: set[int] = set()
         for part in parts:
             passed |= set(part.get("passed", []))
-            if not any(is_mine(ticket) for ticket, *_ in part.get("held", [])):
+            mine = [entry for entry in part.get("held", []) if is_mine(entry[0])]
+            if not mine:
                 continue
-            groups = {group.ticket: group for group in decoded(part) if is_mine(group.ticket)}
-            held += [
-                _Held(groups[t], _Columns.of(groups[t]), taken, joined)
-                for t, taken, joined in part.get("held", [])
-                if t in groups
-            ]
+            groups = {group.ticket: group for group in decoded(part)}
+            for ticket, taken, joined in mine:
+                held.append(_Held.of(groups[ticket], taken=taken, joined=joined))
         held.sort(key=lambda h: (h.taken, h.group.ticket))
         self._waiting = [h for h in held if h.joined < 0]
-        self._held, self._table = [h for h in held if h.joined >= 0], None
+        self._held = [h for h in held if h.joined >= 0]
+        self._table = None
         self._passed = frozenset(h.columns.prompt for h in self._held if h.group.ticket in passed)
 
 
@@ -327,17 +336,16 @@ class _Table:
         counts = torch.tensor([c.place.numel() for c in columns], dtype=torch.int64)
         none = torch.empty(0, dtype=torch.int64)
         newest = joined == (joined.max() if len(joined) else -1)
-        self.group = torch.arange(len(columns)).repeat_interleave(counts)[
-            kept
-        ]  # [N] place in groups
-        self.place = torch.cat([none, *(c.place for c in columns)])[kept]  # [N] in the group
-        self.start = torch.cat([none, *(c.start for c in columns)])[
-            kept
-        ]  # [N] of its tokens in the group
-        self.oldest = torch.cat([none, *(c.oldest for c in columns)])[kept]  # [N] policy version
-        self.rewards = torch.cat([torch.empty(0), *(c.rewards for c in columns)])[kept]  # [N]
-        self.prompts = prompts.repeat_interleave(counts)[kept]  # [N] number of its prompt
-        self.is_newest = newest.repeat_interleave(counts)[kept]  # [N] bool
+        # [N] each: number of its group, place in it, start of its tokens in it, policy version of
+        # its oldest token.
+        self.group = torch.arange(len(columns)).repeat_interleave(counts)[kept]
+        self.place = torch.cat([none, *(c.place for c in columns)])[kept]
+        self.start = torch.cat([none, *(c.start for c in columns)])[kept]
+        self.oldest = torch.cat([none, *(c.oldest for c in columns)])[kept]
+        # [N] each: reward, number of its prompt, whether it is of the newest join.
+        self.rewards = torch.cat([torch.empty(0), *(c.rewards for c in columns)])[kept]
+        self.prompts = prompts.repeat_interleave(counts)[kept]
+        self.is_newest = newest.repeat_interleave(counts)[kept]
         self.prompt_ids = list(ids)  # of each prompt, by number
         self.num_prompts = len(ids)
         self.num_copies = int((~kept).sum())
@@ -345,9 +353,13 @@ class _Table:
 
 def _last_of_equal(columns: list[_Columns]) -> Tensor:
     """[n of all] bool: false where the prompt has a completion of the same tokens later on."""
-    names = [(c.prompt, tokens) for c in columns for tokens in c.tokens]
-    last = {name: row for row, name in enumerate(names)}
-    kept = torch.zeros(len(names), dtype=torch.bool)
+    last: dict[tuple[bytes, bytes], int] = {}
+    size = 0
+    for c in columns:
+        for tokens in c.tokens:
+            last[c.prompt, tokens] = size
+            size += 1
+    kept = torch.zeros(size, dtype=torch.bool)
     kept[list(last.values())] = True
     return kept
 
@@ -386,12 +398,10 @@ def draw_completions(
     first = (counts.cumsum(0) - counts)[row][:, None]
     candidates = by_prompt[(first + place).clamp(max=len(prompts) - 1)]  # [B, C]
     may = inside & (is_newest[candidates] | ~recent[:, None])
+    prior = torch.zeros_like(rewards, dtype=torch.float64)
+    if draw.priority == "softmax":
+        prior = rewards.double() / draw.temperature
     # The most on-policy ones are equally likely.
-    prior = (
-        rewards.double() / draw.temperature
-        if draw.priority == "softmax"
-        else torch.zeros_like(rewards, dtype=torch.float64)
-    )
     logits = torch.where(recent[:, None], 0.0, prior[candidates]).masked_fill(~may, -torch.inf)
     return candidates.gather(1, _draw_rows(logits, may.sum(1), draw.completions, random))
 
@@ -427,11 +437,14 @@ def _draw_rows(logits: Tensor, counts: Tensor, k: int, random: torch.Generator) 
     """[B, k] columns of logits [B, C], row by row by softmax(logits): without replacement where
     counts >= k.
     """
-    uniform = torch.rand(logits.shape, generator=random, dtype=torch.float64).clamp(
-        min=torch.finfo(torch.float64).tiny
-    )
-    without = (logits - (-uniform.log()).log()).topk(min(k, logits.shape[1]), dim=1).indices
-    if bool((counts >= k).all()):
+    uniform = torch.rand(logits.shape, generator=random, dtype=torch.float64)
+    uniform = uniform.clamp(min=torch.finfo(torch.float64).tiny)
+    gumbel = -(-uniform.log()).log()
+    without = (logits + gumbel).topk(min(k, logits.shape[1]), dim=1).indices
+    has_enough = counts >= k
+    if bool(has_enough.all()):
         return without
     again = torch.multinomial(logits.softmax(1), k, replacement=True, generator=random)
-    return again if without.shape[1] < k else torch.where((counts >= k)[:, None], without, again)
+    if without.shape[1] < k:
+        return again
+    return torch.where(has_enough[:, None], without, again)

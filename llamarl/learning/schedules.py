@@ -12,11 +12,14 @@ def beta_at(
     end_step: int | None = None,
     cut_step: int | None = None,
 ) -> float:
-    """The coefficient beta of step `step`, from 0, in all of its updates        (TBA, arXiv 2503.18929, tables 2 and 3)
+    """The coefficient beta of step `step`, from 0, in all of its updates.
+
+    Source: TBA, arXiv 2503.18929, tables 2 and 3.
 
     constant   first
     linear     first + (final - first) * step / end_step, then final from end_step on
-    cut        the same line, but final from cut_step on: table 3 has end_step at half of the steps and cut_step at an eighth
+    cut        the same line, but final from cut_step on: table 3 has end_step at half of the steps
+               and cut_step at an eighth
 
     ValueError for an unknown kind.
     """

@@ -20,6 +20,7 @@ from torch import Tensor
 from llamarl.learning.logprobs import chunked_logprobs
 from llamarl.learning.optim import clip_grad_norm
 from llamarl.learning.packing import collate
+from llamarl.learning.segments import sum_by
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.hf import export, named_parameters_hf
@@ -40,7 +41,8 @@ class PairBatch:
     """Whole pairs end to end, shifted once, here: [10,11,12] with prompt 10,11 and [20,21] with
     prompt 20 become
 
-    input_ids 10 11 20   labels 11 12 21   positions 0 1 0   cu_seqlens 0 2 3   rows 1 2   rows_per_pair 1 1
+    input_ids 10 11 20    labels 11 12 21    positions 0 1 0
+    cu_seqlens 0 2 3      rows 1 2           rows_per_pair 1 1
     """
 
     input_ids: Tensor  # [T] int64
@@ -65,13 +67,13 @@ def make_pair(prompt: Prompt, tokenizer, max_tokens: int) -> Pair:
         )
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer names no eos_token; set it in tokenizer_config.json")
-    completion = tokenizer(str(text), add_special_tokens=False)["input_ids"] + [
-        tokenizer.eos_token_id
-    ]
+    completion = tokenizer(str(text), add_special_tokens=False)["input_ids"]
+    completion = [*completion, tokenizer.eos_token_id]
     length = prompt.prompt_ids.numel() + len(completion)
     if length > max_tokens:
         raise ValueError(
-            f"a pair has {length} tokens, the model takes {max_tokens}: drop the one beginning {prompt.text[:50]!r}"
+            f"a pair has {length} tokens, the model takes {max_tokens}: drop the one beginning "
+            f"{prompt.text[:50]!r}"
         )
     return Pair(torch.cat([prompt.prompt_ids, torch.tensor(completion)]), prompt.prompt_ids.numel())
 
@@ -80,41 +82,36 @@ def pack_pairs(pairs: list[Pair], device: str | torch.device = "cpu") -> PairBat
     """One batch of at least one pair, each with a prompt of at least one token."""
     lengths = torch.tensor([p.token_ids.numel() for p in pairs])
     learned = torch.cat([_learned(p) for p in pairs])
-    tokens, ends = torch.cat([p.token_ids for p in pairs]), lengths.cumsum(0)
+    tokens = torch.cat([p.token_ids for p in pairs])
     keep = torch.ones(tokens.numel(), dtype=torch.bool)
-    keep[ends - 1] = False  # the last token of a pair is only ever a label
+    keep[lengths.cumsum(0) - 1] = False  # the last token of a pair is only ever a label
     inputs = lengths - 1
     cu_seqlens = F.pad(inputs.cumsum(0), (1, 0))
     positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].repeat_interleave(inputs)
     rows = learned.roll(-1)[keep].nonzero().squeeze(1)
-    parts = (
-        tokens[keep],
-        tokens.roll(-1)[keep],
-        positions,
-        cu_seqlens,
-        rows,
-        torch.stack([_learned(p).sum() for p in pairs]),
+    return PairBatch(
+        input_ids=tokens[keep].to(device),
+        labels=tokens.roll(-1)[keep].to(device),
+        positions=positions.to(device),
+        cu_seqlens=cu_seqlens.to(device),
+        rows=rows.to(device),
+        rows_per_pair=torch.stack([_learned(p).sum() for p in pairs]).to(device),
     )
-    return PairBatch(*(part.to(device) for part in parts))
 
 
 def _learned(pair: Pair) -> Tensor:
     """[P + L] bool."""
-    return (
-        torch.arange(pair.token_ids.numel()) >= pair.prompt_length
-        if pair.learned is None
-        else pair.learned
-    )
+    if pair.learned is not None:
+        return pair.learned
+    return torch.arange(pair.token_ids.numel()) >= pair.prompt_length
 
 
 def split_pairs(pairs: list[Pair], budget_tokens: int) -> list[list[Pair]]:
     """Microbatches of at most budget_tokens, longest first into the first with room (Magistral). A
     longer pair goes alone.
     """
-    return [
-        [pairs[i] for i in part]
-        for part in collate([p.token_ids.numel() for p in pairs], budget_tokens)
-    ]
+    parts = collate([p.token_ids.numel() for p in pairs], budget_tokens)
+    return [[pairs[i] for i in part] for part in parts]
 
 
 def pair_loss(decoder: Decoder, batch: PairBatch, *, num_loss_tokens: int) -> Tensor:
@@ -125,10 +122,9 @@ def pair_loss(decoder: Decoder, batch: PairBatch, *, num_loss_tokens: int) -> Te
     def head(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
         return chunked_logprobs(hidden_TD[batch.rows], weight_VD, batch.labels[batch.rows])[0]
 
-    return (
-        -decoder(batch.input_ids, batch.positions, PackedAttention(batch.cu_seqlens), head).sum()
-        / num_loss_tokens
-    )
+    attention = PackedAttention(batch.cu_seqlens)
+    logprobs_R = decoder(batch.input_ids, batch.positions, attention, head)
+    return -logprobs_R.sum() / num_loss_tokens
 
 
 @torch.no_grad()
@@ -145,10 +141,9 @@ def greedy_matches(decoder: Decoder, batch: PairBatch) -> Tensor:
 
     best = decoder(batch.input_ids, batch.positions, PackedAttention(batch.cu_seqlens), head)
     wrong = (best != batch.labels[batch.rows]).long()
-    owner = torch.arange(batch.rows_per_pair.numel(), device=best.device).repeat_interleave(
-        batch.rows_per_pair
-    )
-    return torch.zeros_like(batch.rows_per_pair).index_add_(0, owner, wrong) == 0
+    numbers = torch.arange(batch.rows_per_pair.numel(), device=best.device)
+    owner = numbers.repeat_interleave(batch.rows_per_pair)
+    return sum_by(wrong, owner, len(numbers)) == 0
 
 
 def total(number: float) -> float:
@@ -164,10 +159,9 @@ def accuracy(
     """Collective over the world: the share of all ranks' pairs that greedy decoding gets right.
     ValueError if there are none.
     """
-    right = sum(
-        int(greedy_matches(decoder, pack_pairs(part, device)).sum())
-        for part in split_pairs(pairs, budget_tokens)
-    )
+    right = 0
+    for part in split_pairs(pairs, budget_tokens):
+        right += int(greedy_matches(decoder, pack_pairs(part, device)).sum())
     num_pairs = total(len(pairs))
     if not num_pairs:
         raise ValueError("no held-out prompts to measure accuracy on; give the task more data")
@@ -190,7 +184,8 @@ def train_step(
     """
     parts = [pack_pairs(part, device) for part in split_pairs(pairs, budget_tokens)]
     # Divide by the global count: a per-rank mean would up-weight short ranks.
-    num_loss_tokens, loss = int(total(sum(part.rows.numel() for part in parts))), 0.0
+    num_loss_tokens = int(total(sum(part.rows.numel() for part in parts)))
+    loss = 0.0
     optimizer.zero_grad()
     for part in parts:
         part_loss = pair_loss(decoder, part, num_loss_tokens=num_loss_tokens)
@@ -198,14 +193,14 @@ def train_step(
         loss += part_loss.item()
     if dist.get_world_size() > 1:
         for parameter in decoder.parameters():
-            parameter.grad = (
-                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            )
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
     norm = clip_grad_norm(decoder.parameters(), 1.0)
     if not norm.isfinite():
         raise FloatingPointError(
-            f"gradient norm {norm.item()}: no step was taken; lower the learning rate or check the data"
+            f"gradient norm {norm.item()}: no step was taken; lower the learning rate or check the "
+            "data"
         )
     optimizer.step()
     return total(loss)
@@ -232,9 +227,10 @@ def save_directory(decoder: Decoder, like: Path, out: Path, dtype: torch.dtype) 
     once the new one is whole.
     """
     check_replaceable(out)
-    fresh, old = (out.with_name(f".{out.name}.{suffix}") for suffix in ("new", "old"))
-    for leftover in (fresh, old):
-        _remove(leftover)
+    fresh = out.with_name(f".{out.name}.new")
+    old = out.with_name(f".{out.name}.old")
+    _remove(fresh)
+    _remove(old)
     export(named_parameters_hf(decoder), like, fresh, dtype=dtype)
     if out.exists():
         out.rename(old)
@@ -246,15 +242,18 @@ def check_replaceable(out: Path) -> None:
     """FileExistsError if `out` is something else than a model directory, of files alone, or an
     empty one.
     """
-    if out.exists() and not (
-        out.is_dir() and ((out / "config.json").is_file() or not any(out.iterdir()))
-    ):
+    if not out.exists():
+        return
+    is_model = (out / "config.json").is_file()
+    if not out.is_dir() or not (is_model or not any(out.iterdir())):
         raise FileExistsError(
             f"{out}: exists and is no model directory; choose another --out or remove it"
         )
-    if out.exists() and (folders := sorted(p.name for p in out.iterdir() if p.is_dir())):
+    folders = sorted(p.name for p in out.iterdir() if p.is_dir())
+    if folders:
         raise FileExistsError(
-            f"{out}: holds directories ({', '.join(folders[:3])}), which replacing it would delete; choose another --out"
+            f"{out}: holds directories ({', '.join(folders[:3])}), which replacing it would "
+            "delete; choose another --out"
         )
 
 

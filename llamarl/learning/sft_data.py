@@ -52,7 +52,8 @@ def read_pairs(
             pair = _prompt_pair(row, tokenizer, maker, prompt_key, answer_key)
         if pair.token_ids.numel() > max_tokens:
             raise ValueError(
-                f"{pair.token_ids.numel()} tokens, the model takes {max_tokens}; shorten the row or leave it out"
+                f"{pair.token_ids.numel()} tokens, the model takes {max_tokens}; shorten the row "
+                "or leave it out"
             )
         return pair
 
@@ -69,7 +70,8 @@ def conversation_pair(messages: object, tokenizer) -> Pair:
     _check_messages(messages)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            "a conversation, but the tokenizer has no chat template; give rows a prompt and a completion"
+            "a conversation, but the tokenizer has no chat template; give rows a prompt and a "
+            "completion"
         )
 
     def shown(count: int, reply: bool) -> str:
@@ -82,15 +84,19 @@ def conversation_pair(messages: object, tokenizer) -> Pair:
         except TemplateError as error:
             raise ValueError(f"the chat template refuses it: {error}") from error
 
-    whole, at = shown(len(messages), reply=False), 0
+    whole = shown(len(messages), reply=False)
+    at = 0
     ids: list[int] = []
     learned: list[bool] = []
-    for i in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
-        given, done = shown(i, reply=True), shown(i + 1, reply=False)
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        given = shown(i, reply=True)
+        done = shown(i + 1, reply=False)
         if not (given.startswith(whole[:at]) and done.startswith(given) and whole.startswith(done)):
             raise ValueError(
-                f"the chat template shows message {i + 1} otherwise once others follow it, so its tokens are not those of a reply; "
-                "split the conversation into one row a reply"
+                f"the chat template shows message {i + 1} otherwise once others follow it, so its "
+                "tokens are not those of a reply; split the conversation into one row a reply"
             )
         context = tokenizer(given[at:], add_special_tokens=False)["input_ids"]
         reply = tokenizer(done[len(given) :], add_special_tokens=False)["input_ids"]
@@ -101,13 +107,17 @@ def conversation_pair(messages: object, tokenizer) -> Pair:
         ids += context + reply
         learned += [False] * len(context) + [True] * size + [False] * (len(reply) - size)
         at = len(done)
-    last = max(place for place, is_learned in enumerate(learned) if is_learned) + 1
+    last = len(learned) - learned[::-1].index(True)
     prompt = learned.index(True)
     if prompt == 0:
         raise ValueError(
             "the chat template begins with the reply: its first token has nothing before it"
         )
-    return Pair(torch.tensor(ids[:last]), prompt, torch.tensor(learned[:last]))
+    return Pair(
+        token_ids=torch.tensor(ids[:last]),
+        prompt_length=prompt,
+        learned=torch.tensor(learned[:last]),
+    )
 
 
 def _prompt_pair(
@@ -121,9 +131,8 @@ def _prompt_pair(
                 f'"{needed}" must be text that is not empty, this is {type(row[needed]).__name__}'
             )
     prompt = maker.ids(str(row[prompt_key]))
-    completion = tokenizer(str(row[key]), add_special_tokens=False)["input_ids"] + [
-        tokenizer.eos_token_id
-    ]
+    completion = tokenizer(str(row[key]), add_special_tokens=False)["input_ids"]
+    completion = [*completion, tokenizer.eos_token_id]
     return Pair(torch.tensor(prompt + completion), len(prompt))
 
 

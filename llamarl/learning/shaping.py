@@ -3,9 +3,10 @@ reference, whitening.
 
     r_t = -beta KL_t + [t is the last token] * score        (Async RLHF 2.1; OPPO eq. 1's r_t)
 
-    KL_t  = -x (k1, the papers'), x^2 / 2 (k2) or exp(x) - 1 - x (k3), of x = log ref_t - log mu_t        (Schulman)
-
-    score = the task's reward, or missing_eos_penalty without an end token    (Async RLHF tables 4 and 7)
+    KL_t  = -x (k1, the papers'), x^2 / 2 (k2) or exp(x) - 1 - x (k3)        (Schulman)
+    x     = log ref_t - log mu_t
+    score = the task's reward, or missing_eos_penalty without an end token
+            (Async RLHF tables 4 and 7)
     mu    = generator_logprobs, the policy that sampled the token; ref = ref_logprobs
 
 Advantages by token (GAE) take r_t; those by completion take its sum, the whole completion's reward.
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from llamarl.learning.losses.regularisers import ESTIMATORS, kl_to_reference
+from llamarl.learning.segments import sum_by
 from llamarl.types import Group
 
 WHITEN = ("none", "rewards", "advantages", "both", "completions")
@@ -46,13 +48,11 @@ class Shaping:
     reward_kl_estimator: str = "k1"  # one of ESTIMATORS
 
     def __post_init__(self):
-        if (
-            self.whiten not in WHITEN
-            or self.reward_kl_estimator not in ESTIMATORS
-            or not self.reward_kl_coef >= 0
-        ):
+        is_known = self.whiten in WHITEN and self.reward_kl_estimator in ESTIMATORS
+        if not is_known or not self.reward_kl_coef >= 0:
             raise ValueError(
-                f"whiten={self.whiten} must be one of {', '.join(WHITEN)}, reward_kl_coef={self.reward_kl_coef} >= 0, "
+                f"whiten={self.whiten} must be one of {', '.join(WHITEN)}, "
+                f"reward_kl_coef={self.reward_kl_coef} >= 0, "
                 f"reward_kl_estimator={self.reward_kl_estimator} one of {', '.join(ESTIMATORS)}"
             )
 
@@ -81,25 +81,26 @@ def shape(group: Group, shaping: Shaping) -> Rewards:
     """The shaped rewards of a group. ValueError for a KL without ref_logprobs."""
     scores = group.rewards.double()
     if shaping.missing_eos_penalty is not None:
-        ended = torch.tensor(
-            [reason == "stop" for reason in group.finish_reasons], dtype=torch.bool
-        )
-        scores = torch.where(ended | scores.isnan(), scores, shaping.missing_eos_penalty)
+        is_ended = [reason == "stop" for reason in group.finish_reasons]
+        keeps_its_own = torch.tensor(is_ended, dtype=torch.bool) | scores.isnan()
+        scores = torch.where(keeps_its_own, scores, shaping.missing_eos_penalty)
     tokens = torch.zeros(group.token_ids.numel(), dtype=torch.float64)
     if shaping.reward_kl_coef > 0:
         if group.ref_logprobs.numel() != tokens.numel():
             raise ValueError(
-                f"reward_kl_coef={shaping.reward_kl_coef} needs ref_logprobs: reference=frozen, or 0"
+                f"reward_kl_coef={shaping.reward_kl_coef} needs ref_logprobs: reference=frozen, "
+                "or 0"
             )
         x = group.ref_logprobs - group.generator_logprobs.double()
         tokens = -shaping.reward_kl_coef * kl_to_reference(x, shaping.reward_kl_estimator)
-    trained = ~scores.isnan()
-    tokens = torch.where(trained.repeat_interleave(group.lengths), tokens, 0)
-    begun = group.lengths > 0
-    last = group.lengths.cumsum(0)[begun] - 1
-    whole = scores + _sum_by_completion(tokens, group.lengths)
-    tokens = tokens.index_add(0, last, scores.nan_to_num(0)[begun])
-    return Rewards(whole.float(), tokens.float())
+    is_rewarded = ~scores.isnan()
+    tokens = torch.where(is_rewarded.repeat_interleave(group.lengths), tokens, 0)
+    is_begun = group.lengths > 0
+    last = group.lengths.cumsum(0)[is_begun] - 1
+    completion_of = torch.arange(group.lengths.numel()).repeat_interleave(group.lengths)
+    completions = scores + sum_by(tokens, completion_of, group.lengths.numel())
+    tokens = tokens.index_add(0, last, scores.nan_to_num(0)[is_begun])
+    return Rewards(completions=completions.float(), tokens=tokens.float())
 
 
 def whiten_rewards(
@@ -119,7 +120,8 @@ def whiten_rewards(
     mean, std = moments(torch.cat([*of, torch.zeros(0)]), total)
     if std <= EQUAL * abs(mean):
         return rewards
-    return [Rewards(r.completions / (std + STD_EPS), r.tokens / (std + STD_EPS)) for r in rewards]
+    unit = std + STD_EPS
+    return [Rewards(completions=r.completions / unit, tokens=r.tokens / unit) for r in rewards]
 
 
 def whiten_advantages(
@@ -129,13 +131,10 @@ def whiten_advantages(
 
     [T] and [T] bool each, over tokens; or [G] and [G] bool, over completions.
     """
-    mean, std = moments(
-        torch.cat([*(a[t] for a, t in zip(advantages, trained)), torch.zeros(0)]), total
-    )
-    return [
-        torch.where(t, (a.double() - mean) / (std + STD_EPS), 0).float()
-        for a, t in zip(advantages, trained)
-    ]
+    own = [a[t] for a, t in zip(advantages, trained)]
+    mean, std = moments(torch.cat([*own, torch.zeros(0)]), total)
+    whitened = [(a.double() - mean) / (std + STD_EPS) for a in advantages]
+    return [torch.where(t, w, 0).float() for w, t in zip(whitened, trained)]
 
 
 def moments(values: Tensor, total: SumOverRanks) -> tuple[float, float]:
@@ -147,8 +146,3 @@ def moments(values: Tensor, total: SumOverRanks) -> tuple[float, float]:
     mean = sums["sum"] / max(sums["count"], 1.0)
     squares = total(squares=float((wide - mean).square().sum()))["squares"]
     return mean, (squares / max(sums["count"] - 1, 1.0)) ** 0.5
-
-
-def _sum_by_completion(tokens: Tensor, lengths: Tensor) -> Tensor:
-    index = torch.arange(lengths.numel()).repeat_interleave(lengths)
-    return torch.zeros(lengths.numel(), dtype=tokens.dtype).index_add(0, index, tokens)

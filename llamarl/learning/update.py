@@ -167,9 +167,8 @@ class _Done:
     """What an update did, over all ranks."""
 
     grad_norm: float  # before clipping
-    difference: (
-        float | None
-    )  # the most that a fresh token's logprobs differ, nats; None: no such token
+    # The most that a fresh token's logprobs differ, nats; None: no such token, or not asked.
+    difference: float | None
     computed: Computed
     metrics: Metrics
 

@@ -1,0 +1,99 @@
+"""Parts of metrics: joined over microbatches, ranks and updates, each by its reduction."""
+
+import math
+
+import torch
+
+from llamarl.learning.reduction import Ranks
+from llamarl.learning.step_metrics import (
+    Computed,
+    Metric,
+    Reduction,
+    join,
+    metrics_of_loss,
+    over_ranks,
+)
+
+ALONE = Ranks(None, torch.device("cpu"), None)
+
+
+class RankOfTwo(Ranks):
+    """This rank and one that knows other metrics: {"their/max": 5, "shared": 3}."""
+
+    def __init__(self):
+        super().__init__(None, torch.device("cpu"), None)
+        self.size = 2
+
+    def union(self, names):
+        return sorted({*names, "MAX their/max", "TOKEN_MEAN shared"})
+
+    def _reduced(self, values, operation):
+        theirs = {"their/max": 5.0, "mine/max": -math.inf, "shared": 3.0, "mine": 0.0}
+        join = max if operation == torch.distributed.ReduceOp.MAX else lambda a, b: a + b
+        return {name: join(value, theirs[name]) for name, value in values.items()}
+
+
+def test_the_name_that_a_loss_gives_says_the_reduction():
+    given = ["clip/low", "ratio/sum", "ratio/capped", "ratio/max", "tb/square/completions"]
+    made = metrics_of_loss({name: torch.tensor(1.0) for name in given})
+    assert {name: metric.reduction for name, metric in made.items()} == {
+        "clip/low": Reduction.TOKEN_MEAN,
+        "ratio/mean": Reduction.TOKEN_MEAN,
+        "ratio/capped_fraction": Reduction.TOKEN_MEAN,
+        "ratio/max": Reduction.MAX,
+        "tb/square": Reduction.COMPLETION_MEAN,
+    }
+
+
+def test_parts_add_up_or_their_largest_stays_and_nan_is_the_largest():
+    metrics = {}
+    for value, top in ((1.0, 2.0), (4.0, float("nan")), (0.5, 3.0)):
+        join(metrics, {"a": Metric(torch.tensor(value), Reduction.TOKEN_MEAN)})
+        join(metrics, {"b/max": Metric(torch.tensor(top), Reduction.MAX)})
+    assert metrics["a"].value == 5.5 and metrics["b/max"].value.isnan()
+    join(metrics, {"c/max": Metric(1.0, Reduction.MAX)})
+    join(metrics, {"c/max": Metric(0.5, Reduction.MAX)})
+    assert metrics["c/max"].value == 1.0
+
+
+def test_ranks_may_know_different_metrics():
+    own = {
+        "shared": Metric(torch.tensor(2.0), Reduction.TOKEN_MEAN),
+        "mine": Metric(torch.tensor(1.0), Reduction.COMPLETION_MEAN),
+        "mine/max": Metric(torch.tensor(-7.0), Reduction.MAX),
+    }
+    assert over_ranks(own, ALONE) == {
+        "shared": Metric(2.0, Reduction.TOKEN_MEAN),
+        "mine": Metric(1.0, Reduction.COMPLETION_MEAN),
+        "mine/max": Metric(-7.0, Reduction.MAX),
+    }
+    assert over_ranks(own, RankOfTwo()) == {
+        "shared": Metric(5.0, Reduction.TOKEN_MEAN),
+        "mine": Metric(1.0, Reduction.COMPLETION_MEAN),
+        "mine/max": Metric(-7.0, Reduction.MAX),
+        "their/max": Metric(5.0, Reduction.MAX),
+    }
+
+
+def test_each_mean_has_its_own_denominator():
+    one = Computed(updates=1, completions=2.0, labels=5.0, tokens=6.0, places=8.0)
+    metrics = {
+        "a": Metric(20.0, Reduction.TOKEN_MEAN),
+        "b": Metric(20.0, Reduction.COMPLETION_MEAN),
+        "c": Metric(20.0, Reduction.UPDATE_MEAN),
+        "d": Metric(20.0, Reduction.MAX),
+    }
+    row = one.plus(one).row(metrics)
+    assert [row[name] for name in "abcd"] == [2.0, 5.0, 10.0, 20.0]
+    assert row["packing/padding_fraction"] == 0.25
+
+
+def test_what_no_microbatch_told_of_stands_at_what_means_nothing_happened():
+    assert Computed(updates=1).row({}) == {
+        "entropy": 0.0,
+        "kl/ref": None,
+        "ratio/mean": 1.0,
+        "ratio/max": 1.0,
+        "ratio/capped_fraction": 0.0,
+        "packing/padding_fraction": 0.0,
+    }
