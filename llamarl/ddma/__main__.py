@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from llamarl.ddma.layout import Destination, Source, parameters_to_send
+from llamarl.ddma.layout import Destination, Parameter, Source, parameters_to_send
 from llamarl.ddma.plan import Plan, make_plan
 from llamarl.models.config import ModelConfig, read_config
 
@@ -31,15 +31,14 @@ MOST_ROWS = 16  # of a printed table
 
 
 def topology(kind: type, text: str) -> Source | Destination:
-    """ "fsdp=4,tp=2" -> Source(fsdp=4, tp=2). ValueError that names what is wrong."""
+    """Source(fsdp=4, tp=2) of "fsdp=4,tp=2". ValueError names what is wrong."""
     known = [f.name for f in dataclasses.fields(kind)]
     values = {}
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
         if key not in known or not value.isdigit() or int(value) < 1:
-            raise ValueError(
-                f"{part!r}: need {','.join(f'{k}=N' for k in known)}, each N at least 1 (left out: 1)"
-            )
+            wanted = ",".join(f"{name}=N" for name in known)
+            raise ValueError(f"{part!r}: need {wanted}, each N at least 1 (left out: 1)")
         values[key] = int(value)
     return kind(**values)
 
@@ -49,14 +48,14 @@ class Account:
     """Bytes of one sync: what each rank sends and receives, against the floor."""
 
     sent: np.ndarray  # [sources], by trainer ranks
-    handed_on: np.ndarray  # [destinations], by generator ranks to the replica after them
+    forwarded: np.ndarray  # [destinations], by generator ranks to the replica after them
     received: np.ndarray  # [destinations]
     source_floor: int  # each root's bytes once, spread evenly over the trainer's ranks
     receive_floor: int  # the largest shard, once
 
     @property
     def busiest(self) -> int:
-        return int(max(self.sent.max(), self.received.max(), self.handed_on.max()))
+        return int(max(self.sent.max(), self.received.max(), self.forwarded.max()))
 
     @property
     def floor(self) -> int:
@@ -69,115 +68,122 @@ class Account:
 
 def account(plan: Plan) -> Account:
     """Count a plan's bytes rank by rank."""
-    tp, ranks = plan.destination.tp, plan.destination.num_ranks
     fed = np.array([len(plan.feeds(s)) for s in range(plan.source.num_ranks)])
     received = np.tile(plan.shard_bytes, plan.destination.replicas)
-    handed_on = np.array([received[d] if plan.follower(d) is not None else 0 for d in range(ranks)])
+    forwards = [plan.follower(d) is not None for d in range(plan.destination.num_ranks)]
     total = int(plan.shard_bytes.sum()) * plan.roots
     return Account(
-        plan.bytes_to.sum(1) * fed,
-        handed_on,
-        received,
-        -(-total // plan.source.num_ranks),
-        int(plan.shard_bytes[:tp].max()),
+        sent=plan.bytes_to.sum(1) * fed,
+        forwarded=np.where(forwards, received, 0),
+        received=received,
+        source_floor=-(-total // plan.source.num_ranks),
+        receive_floor=int(plan.shard_bytes.max()),
     )
 
 
 def why(plan: Plan) -> str:
     """Who feeds the replicas, and the reason."""
-    replicas, ranks, tp = plan.destination.replicas, plan.source.num_ranks, plan.destination.tp
-    if plan.roots == replicas:
+    replicas = plan.destination.replicas
+    tp = plan.destination.tp
+    ranks = plan.source.num_ranks
+    if plan.roots < replicas:
         return (
-            f"direct: all {replicas} replica(s) pull from the trainer, whose {ranks} rank(s) then send no more each than one of their "
-            f"{tp} rank(s) takes in"
-            if replicas * tp <= ranks or replicas == 1
-            else f"direct: all {replicas} replicas pull from the trainer, as asked"
+            f"chain: {plan.roots} of {replicas} replicas pull from the trainer and forward each "
+            "bucket to the next. All pulling would have each trainer rank send "
+            f"{replicas * tp / ranks:.1f} shards' worth; in a chain no link carries more than one "
+            "shard, and a tree's inner ranks would send two"
         )
-    direct = replicas * tp / ranks
-    return (
-        f"chain: {plan.roots} of {replicas} replicas pull from the trainer and hand each bucket on to the next. All pulling would have "
-        f"each trainer rank send {direct:.1f} shards' worth; in a chain no link carries more than one shard, and a tree's inner ranks "
-        "would send two"
-    )
+    if replicas * tp <= ranks or replicas == 1:
+        return (
+            f"direct: all {replicas} replica(s) pull from the trainer, whose {ranks} rank(s) then "
+            f"send no more each than one of their {tp} rank(s) takes in"
+        )
+    return f"direct: all {replicas} replicas pull from the trainer, as asked"
 
 
 def links(plan: Plan) -> list[dict[str, object]]:
     """Every link that carries something: {"from": "trainer 0", "to": "generator 3", "bytes": n}."""
-    tp, out = plan.destination.tp, []
+    out = []
+    tp = plan.destination.tp
     for s in range(plan.source.num_ranks):
-        row = plan.bytes_to[s].tolist()
         for replica in plan.feeds(s):
-            out += [
-                {"from": f"trainer {s}", "to": f"generator {replica * tp + t}", "bytes": n}
-                for t, n in enumerate(row)
-                if n
-            ]
+            for t, num_bytes in enumerate(plan.bytes_to[s].tolist()):
+                if num_bytes:
+                    out.append(_link(f"trainer {s}", replica * tp + t, num_bytes))
     for d in range(plan.destination.num_ranks):
-        if (after := plan.follower(d)) is not None:
-            out.append(
-                {
-                    "from": f"generator {d}",
-                    "to": f"generator {after}",
-                    "bytes": int(plan.shard_bytes[d % tp]),
-                }
-            )
+        after = plan.follower(d)
+        if after is not None:
+            out.append(_link(f"generator {d}", after, int(plan.shard_bytes[d % tp])))
     return out
 
 
+def _link(sender: str, generator: int, num_bytes: int) -> dict[str, object]:
+    return {"from": sender, "to": f"generator {generator}", "bytes": num_bytes}
+
+
 def show(plan: Plan, config: ModelConfig) -> None:
-    counted, console = account(plan), Console(highlight=False, soft_wrap=True)
+    """Print a plan for people."""
+    counted = account(plan)
+    console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = 160
     console.print(
-        f"{config.num_parameters:,} parameters, {plan.num_bytes // plan.destination.replicas:,} bytes a replica, "
+        f"{config.num_parameters:,} parameters, "
+        f"{plan.num_bytes // plan.destination.replicas:,} bytes a replica, "
         f"{plan.num_bytes:,} bytes a sync"
     )
     console.print(f"{_words(plan.source)} -> {_words(plan.destination)}")
     console.print(why(plan))
-    table = Table("ranks", "bytes each", "all", "floor", "ratio", box=None, pad_edge=False)
-    for name, values, floor in (
-        (f"trainer, sends ({len(counted.sent)})", counted.sent, counted.source_floor),
-        (f"generator, receives ({len(counted.received)})", counted.received, counted.receive_floor),
-        (
-            f"generator, hands on ({int((counted.handed_on > 0).sum())})",
-            counted.handed_on[counted.handed_on > 0],
-            counted.receive_floor,
-        ),
-    ):
-        if len(values):
-            table.add_row(
-                name,
-                _spread(values),
-                f"{values.sum():,}",
-                f"{floor:,}",
-                f"{values.max() / floor:.3f}",
-            )
-    console.print(table)
-    all_links = links(plan)
-    table = Table("link", "bytes", box=None, pad_edge=False)
-    if len(all_links) <= MOST_ROWS:
-        for link in all_links:
-            table.add_row(f"{link['from']} -> {link['to']}", f"{link['bytes']:,}")
-    else:
-        table.add_row(
-            f"{len(all_links)} links (--json lists them)",
-            _spread(np.array([link["bytes"] for link in all_links])),
-        )
-    console.print(table)
+    console.print(_table_of_ranks(counted))
+    console.print(_table_of_links(links(plan)))
     console.print(
-        f"busiest rank {counted.busiest:,} bytes, floor {counted.floor:,}, ratio {counted.ratio:.3f}"
+        f"busiest rank {counted.busiest:,} bytes, floor {counted.floor:,}, "
+        f"ratio {counted.ratio:.3f}"
     )
+
+
+def _table_of_ranks(counted: Account) -> Table:
+    forwarding = counted.forwarded[counted.forwarded > 0]
+    rows = [
+        ("trainer, sends", counted.sent, counted.source_floor),
+        ("generator, receives", counted.received, counted.receive_floor),
+        ("generator, forwards", forwarding, counted.receive_floor),
+    ]
+    table = Table("ranks", "bytes each", "all", "floor", "ratio", box=None, pad_edge=False)
+    for does, values, floor in rows:
+        if len(values):
+            ratio = f"{values.max() / floor:.3f}"
+            name = f"{does} ({len(values)})"
+            table.add_row(name, _spread(values), f"{values.sum():,}", f"{floor:,}", ratio)
+    return table
+
+
+def _table_of_links(all_links: list[dict[str, object]]) -> Table:
+    table = Table("link", "bytes", box=None, pad_edge=False)
+    if len(all_links) > MOST_ROWS:
+        spread = _spread(np.array([link["bytes"] for link in all_links]))
+        table.add_row(f"{len(all_links)} links (--json lists them)", spread)
+        return table
+    for link in all_links:
+        table.add_row(f"{link['from']} -> {link['to']}", f"{link['bytes']:,}")
+    return table
 
 
 def _words(topology: Source | Destination) -> str:
-    return f"{'trainer' if isinstance(topology, Source) else 'generator'} " + " x ".join(
-        f"{key} {value}" for key, value in dataclasses.asdict(topology).items()
-    )
+    side = "trainer" if isinstance(topology, Source) else "generator"
+    parts = [f"{key} {value}" for key, value in dataclasses.asdict(topology).items()]
+    return f"{side} {' x '.join(parts)}"
 
 
 def _spread(values: np.ndarray) -> str:
     low, high = int(values.min()), int(values.max())
     return f"{high:,}" if low == high else f"{low:,} .. {high:,}"
+
+
+def _parameters(config: ModelConfig, dtype: str) -> list[Parameter]:
+    if DTYPES[dtype].itemsize == 1:
+        return parameters_to_send(config, torch.bfloat16, DTYPES[dtype])
+    return parameters_to_send(config, DTYPES[dtype])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -203,17 +209,12 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     try:
-        config, dtype = read_config(given.model), DTYPES[given.dtype]
-        source, destination = (
-            topology(Source, given.source),
-            topology(Destination, given.destination),
+        config = read_config(given.model)
+        source = topology(Source, given.source)
+        destination = topology(Destination, given.destination)
+        plan = make_plan(
+            config, _parameters(config, given.dtype), source, destination, feed=given.feed
         )
-        parameters = (
-            parameters_to_send(config, torch.bfloat16, dtype)
-            if dtype.itemsize == 1
-            else parameters_to_send(config, dtype)
-        )
-        plan = make_plan(config, parameters, source, destination, feed=given.feed)
     except (FileNotFoundError, ValueError) as error:
         print(f"llamarl.ddma: {error}", file=sys.stderr)
         return 2
@@ -232,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
         "busiest": counted.busiest,
         "ratio": counted.ratio,
         "sent": counted.sent.tolist(),
-        "handed_on": counted.handed_on.tolist(),
+        "forwarded": counted.forwarded.tolist(),
         "received": counted.received.tolist(),
         "links": links(plan),
     }

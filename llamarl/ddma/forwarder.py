@@ -7,11 +7,15 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from llamarl.comm.control import Control
-from llamarl.ddma.copies import Copier
 from llamarl.ddma.links import Header, Kind, Slots
 from llamarl.ddma.payload import Assembly, Bucket, Progress
-from llamarl.ddma.protocol import Outgoing, QueuedVersion, send_version, work_behind_the_model
+from llamarl.ddma.protocol import (
+    LinkContext,
+    Outgoing,
+    QueuedVersion,
+    send_version,
+    work_behind_the_model,
+)
 from llamarl.errors import PeerDied, WeightsError
 
 
@@ -25,27 +29,23 @@ class Forwarder:
 
     def __init__(
         self,
-        name: str,
+        context: LinkContext,
         out: Outgoing,
         buffers: list[Tensor],
         *,
         arriving: list[tuple[Bucket, ...]],
-        control: Control,
-        copier: Copier,
         on_sent: Callable[[], None],
     ):
-        self._where = f"weights {name!r} forwarded by rank {control.rank}"
+        self._context = context
         self._out = out
         self._buffers = buffers
-        self._control = control
-        self._copier = copier
         self._on_sent = on_sent
         self._progress = Progress(len(out.buckets))
         self._assembly = Assembly(arriving, out.buckets)
         self._versions: queue.Queue[QueuedVersion | None] = queue.Queue()
         self._current: QueuedVersion | None = None
         self._closing = False
-        control.thread(f"forward-{name}", self._run)
+        context.control.thread(f"forward-{context.name}", self._run)
 
     def begin(self, version: int, buffer: int, *, must_load: bool, evaluate: bool) -> None:
         """A version begins to come into the buffer with this number. The last one has been sent."""
@@ -82,6 +82,8 @@ class Forwarder:
             self._current.seal({})
 
     def _run(self) -> None:
+        control = self._context.control
+        where = f"{self._context} forwarded by rank {control.rank}"
         try:
             work_behind_the_model(self._buffers[0].device)
             self._out.link.offer(Slots(self._buffers))
@@ -89,13 +91,11 @@ class Forwarder:
                 queued = self._versions.get()
                 if queued is None:
                     break
-                send_version([self._out], queued, self._copier)
+                send_version([self._out], queued, self._context.copier)
                 self._on_sent()
             self._out.link.send(Header(Kind.CLOSE))
         except WeightsError as error:
-            raise WeightsError(f"{self._where}: {error}") from error
+            raise WeightsError(f"{where}: {error}") from error
         except PeerDied as error:
             if not self._closing:
-                raise PeerDied(
-                    f"{self._where}: {self._control.gone(error)}", error.ranks
-                ) from error
+                raise PeerDied(f"{where}: {control.gone(error)}", error.ranks) from error

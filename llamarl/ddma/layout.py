@@ -1,8 +1,10 @@
 """Who holds which box of which global parameter. Pure: shapes and topology say everything, no
 metadata is gathered.
 
-    trainer    rank = (replica * fsdp + shard) * tp + t      HSDP replicas of FSDP2 shards of tensor-parallel parts
-    generator  rank = replica * tp + t                       replicas of tensor-parallel parts
+    trainer    rank = (replica * fsdp + shard) * tp + t
+               HSDP replicas of FSDP2 shards of tensor-parallel parts
+    generator  rank = replica * tp + t
+               replicas of tensor-parallel parts
 
 Parameters go by their Hugging Face names. What travels has the generator's dtype; a quantised
 weight travels as one byte an element and a float32 scale a row, which is a parameter of its own.
@@ -26,7 +28,8 @@ from llamarl.models.sharding import (
     tensor_parallel_box,
 )
 
-FUSED = {  # tensors that engines keep as one -> the parameters in it, one after another
+# Tensors that engines keep as one -> the parameters in it, one after another.
+FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
@@ -34,15 +37,11 @@ FUSED = {  # tensors that engines keep as one -> the parameters in it, one after
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A global tensor that travels: its Hugging Face name, shape and the dtype it has on its way."""
+    """A global tensor that travels: its Hugging Face name, shape and dtype on its way."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return Box.whole(self.shape).numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,26 +57,27 @@ class Source:
         return self.fsdp * self.replicate * self.tp
 
     def box(self, config: ModelConfig, p: Parameter, rank: int) -> Box:
-        """FSDP2 cuts dim 0 of a tensor-parallel part into ceil-sized chunks; the last ranks may
-        hold less, or nothing.
+        """What a rank holds of a parameter.
+
+        FSDP2 cuts dim 0 of a tensor-parallel part into ceil-sized chunks; the last ranks may hold
+        less, or nothing.
         """
         shard, t = divmod(rank % (self.fsdp * self.tp), self.tp)
-        part = tensor_parallel_box(
-            config, p.name.removesuffix(SCALE), p.shape, t, self.tp, split_vocabulary=False
-        )
+        part = self._tensor_parallel_box(config, p.name.removesuffix(SCALE), p.shape, t)
         rows = -(-part.lengths[0] // self.fsdp)
         first = min(shard * rows, part.lengths[0])
         return part.cut(0, first, min(rows, part.lengths[0] - first))
 
     def splits_columns(self, config: ModelConfig, name: str, shape: tuple[int, ...]) -> bool:
         """Whether tensor-parallel ranks hold parts of this parameter's rows."""
-        return (
-            len(shape) > 1
-            and tensor_parallel_box(
-                config, name, shape, 0, self.tp, split_vocabulary=False
-            ).lengths[1]
-            < shape[1]
-        )
+        if len(shape) == 1:
+            return False
+        return self._tensor_parallel_box(config, name, shape, 0).lengths[1] < shape[1]
+
+    def _tensor_parallel_box(
+        self, config: ModelConfig, name: str, shape: tuple[int, ...], t: int
+    ) -> Box:
+        return tensor_parallel_box(config, name, shape, t, self.tp, split_vocabulary=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,7 @@ class Destination:
         return self.tp * self.replicas
 
     def box(self, config: ModelConfig, p: Parameter, t: int) -> Box:
+        """What tensor-parallel rank t of a replica holds of a parameter."""
         return tensor_parallel_box(config, p.name.removesuffix(SCALE), p.shape, t, self.tp)
 
 
@@ -109,10 +110,8 @@ def parameters_to_send(
     out = []
     for name, shape in parameter_shapes(config).items():
         if quantized is not None and is_quantized(name, shape, exclude):
-            out += [
-                Parameter(name, shape, quantized),
-                Parameter(name + SCALE, shape[:1], torch.float32),
-            ]
+            out.append(Parameter(name, shape, quantized))
+            out.append(Parameter(name + SCALE, shape[:1], torch.float32))
         else:
             out.append(Parameter(name, shape, dtype))
     return out
@@ -155,33 +154,42 @@ def buffer_of(
     *,
     fuse: bool = False,
 ) -> Buffer:
-    """The buffer of tensor-parallel rank t. fuse: the members of FUSED lie end to end, so that each
-    group is one tensor too.
+    """The buffer of tensor-parallel rank t.
+
+    fuse: the members of FUSED lie end to end, so that each group is one tensor too.
     """
-    by_name, held, fused, at = {p.name: p for p in parameters}, {}, {}, 0
+    by_name = {p.name: p for p in parameters}
+    held: dict[str, Held] = {}
+    fused: dict[str, tuple[str, ...]] = {}
+    start = 0
     for p in parameters:
         if p.name in held:
             continue
-        members = _members(p.name, by_name) if fuse else ()
+        group = _fused_name(p.name) if fuse else None
+        members = _members(p.name, by_name) if group else ()
+        if members:
+            fused[group] = members
         for name in members or (p.name,):
             box = destination.box(config, by_name[name], t)
-            held[name] = Held(by_name[name], box, at)
-            at += box.numel * by_name[name].dtype.itemsize
-        if members:
-            group = next(g for g, parts in FUSED.items() if parts[0] in p.name)
-            fused[p.name.replace(FUSED[group][0], group)] = members
-        at = aligned(at)
-    return Buffer(held, fused, at)
+            held[name] = Held(by_name[name], box, start)
+            start += held[name].num_bytes
+        start = aligned(start)
+    return Buffer(held, fused, start)
+
+
+def _fused_name(name: str) -> str | None:
+    """The name of the tensor whose first part has this name; None if it is the first of none."""
+    for group, (first, *_) in FUSED.items():
+        if first in name:
+            return name.replace(first, group)
+    return None
 
 
 def _members(name: str, by_name: dict[str, Parameter]) -> tuple[str, ...]:
-    """The names that are fused with this one, if it is the first of such a group and all have one
-    dtype.
-    """
+    """The names that are fused with this one, which is the first; none if their dtypes differ."""
     for first, *others in FUSED.values():
-        names = (name, *(name.replace(first, other) for other in others))
-        if first in name and all(
-            n in by_name and by_name[n].dtype == by_name[name].dtype for n in names
-        ):
-            return names
+        if first in name:
+            names = (name, *(name.replace(first, other) for other in others))
+            dtypes = {by_name[n].dtype if n in by_name else None for n in names}
+            return names if len(dtypes) == 1 else ()
     return ()

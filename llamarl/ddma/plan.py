@@ -1,14 +1,15 @@
 """Which box of which parameter goes from which trainer rank to which generator rank. Pure.
 
     plan = make_plan(config, parameters, Source(fsdp=4), Destination(tp=2, replicas=2))
-    plan.pieces(source=0, t=1)         # what trainer rank 0 holds of what tensor-parallel rank 1 needs
-    plan.feeders(d)                    # who sends it to generator rank d: trainer ranks, or the replica before it
+    plan.pieces(source=0, t=1)  # what trainer rank 0 holds of what tensor-parallel rank 1 needs
+    plan.feeders(d)             # who sends it to generator rank d: trainer ranks, or the replica
+                                # before it
 
 A destination byte comes from one sender. Where several trainer ranks hold the same bytes (HSDP
 replicas, tensor-parallel copies), they share the work: replicas of the generator are dealt to
 replicas of the trainer, or else each box is cut.
 
-Replicas: all pull from the trainer (`direct`), or the first few do and hand on to the next, block
+Replicas: all pull from the trainer (`direct`), or the first few do and forward to the next, block
 by block (`chain`). A trainer rank sends roots/num_sources of the model, a generator rank takes 1/tp
 of it: with more roots than sources/tp the trainer's links are the narrow place, and a chain, which
 keeps every link at one shard, is as fast as one replica alone. A tree would have its inner ranks
@@ -68,29 +69,21 @@ class Plan:
 
     def feeds(self, source: int) -> list[int]:
         """Replicas that trainer rank `source` sends to."""
-        if self._dealt:
-            return list(
-                range(
-                    source // (self.source.fsdp * self.source.tp), self.roots, self.source.replicate
-                )
-            )
-        return list(range(self.roots))
+        if not self._dealt:
+            return list(range(self.roots))
+        replica = source // (self.source.fsdp * self.source.tp)  # the trainer's
+        return list(range(replica, self.roots, self.source.replicate))
 
     def feeders(self, d: int) -> tuple[list[int], int | None]:
-        """(trainer ranks that may send to generator rank d, the generator rank that does instead or
-        None).
-        """
+        """Who sends to generator rank d: (trainer ranks, None), or ([], a generator rank)."""
         replica, t = divmod(d, self.destination.tp)
         if replica >= self.roots:
-            return [], (replica - self.roots) * self.destination.tp + t
-        return [
-            s
-            for s in range(self.source.num_ranks)
-            if replica in self.feeds(s) and self.bytes_to[s, t]
-        ], None
+            return [], d - self.roots * self.destination.tp
+        sending = np.flatnonzero(self.bytes_to[:, t]).tolist()
+        return [source for source in sending if replica in self.feeds(source)], None
 
     def follower(self, d: int) -> int | None:
-        """The generator rank that d hands its weights on to."""
+        """The generator rank that d forwards its weights to."""
         after = d + self.roots * self.destination.tp
         return after if after < self.destination.num_ranks else None
 
@@ -106,15 +99,11 @@ class Plan:
     @cached_property
     def shard_bytes(self) -> np.ndarray:
         """[tp]: bytes of a generator rank's shard."""
-        return np.array(
-            [
-                sum(
-                    self.destination.box(self.config, p, t).numel * p.dtype.itemsize
-                    for p in self.parameters
-                )
-                for t in range(self.destination.tp)
-            ]
-        )
+        total = np.zeros(self.destination.tp, np.int64)
+        for t in range(self.destination.tp):
+            boxes = [self.destination.box(self.config, p, t) for p in self.parameters]
+            total[t] = sum(Piece(p, box).num_bytes for p, box in zip(self.parameters, boxes))
+        return total
 
     @property
     def num_bytes(self) -> int:
@@ -132,44 +121,61 @@ class Plan:
         """(low, high) [sources, tp, dims]: the box that goes from each trainer rank to each
         tensor-parallel rank; empty if high <= low.
         """
-        held, copies, place = self._holders(index, p)
-        wanted = [
-            self._bounds(self.destination.box(self.config, p, t))
-            for t in range(self.destination.tp)
-        ]
-        low = np.maximum(held[:, None, 0], np.array(wanted)[None, :, 0])
-        high = np.minimum(held[:, None, 1], np.array(wanted)[None, :, 1])
-        if copies > 1:
-            first, count = low[..., 0], (high - low)[..., 0].clip(min=0)
-            num_bytes = (high - low).clip(min=0).prod(-1) * p.dtype.itemsize
-            small = (num_bytes < SMALL_BYTES) | (count < copies)
-            mine = place[:, None]
-            cut = np.stack([first + count * mine // copies, first + count * (mine + 1) // copies])
-            whole = np.stack([first, np.where(index % copies == mine, first + count, first)])
-            low, high = low.copy(), high.copy()
-            low[..., 0], high[..., 0] = np.where(small, whole, cut)
+        holders = self._holders(p)
+        boxes = [self.destination.box(self.config, p, t) for t in range(self.destination.tp)]
+        wanted = _bounds(boxes)
+        low = np.maximum(holders.bounds[:, None, 0], wanted[None, :, 0])
+        high = np.minimum(holders.bounds[:, None, 1], wanted[None, :, 1])
+        copies = holders.copies
+        if copies == 1:
+            return low, high
+        # Holders of the same bytes cut them by rows; what is too small for that, one of them sends.
+        lengths = (high - low).clip(min=0)
+        first = low[..., 0].copy()
+        count = lengths[..., 0]
+        num_bytes = lengths.prod(-1) * p.dtype.itemsize
+        is_small = (num_bytes < SMALL_BYTES) | (count < copies)
+        mine = holders.place[:, None]
+        end_if_small = np.where(index % copies == mine, first + count, first)
+        low[..., 0] = np.where(is_small, first, first + count * mine // copies)
+        high[..., 0] = np.where(is_small, end_if_small, first + count * (mine + 1) // copies)
         return low, high
 
-    def _holders(self, index: int, p: Parameter) -> tuple[np.ndarray, int, np.ndarray]:
-        """(bounds [sources, 2, dims] of what each trainer rank holds, how many share it, [sources]
-        which of them a rank is).
-        """
-        key = (p.shape, p.name.split("layers.")[-1].partition(".")[2] or p.name)  # layers are alike
+    def _holders(self, p: Parameter) -> _Holders:
+        part = p.name.split("layers.")[-1].partition(".")[2]  # layers are alike
+        key = (p.shape, part or p.name)
         if key not in self._cache:
-            s = self.source
-            ranks = np.arange(s.num_ranks)
-            unique = [self.source.box(self.config, p, rank) for rank in range(s.fsdp * s.tp)]
-            held = np.array([self._bounds(box) for box in unique])[ranks % len(unique)]
+            trainer = self.source
+            ranks = np.arange(trainer.num_ranks)
+            shards = trainer.fsdp * trainer.tp
+            unique = [trainer.box(self.config, p, rank) for rank in range(shards)]
             # Tensor-parallel ranks either hold different boxes or all the same one.
-            tp_copies = s.tp if s.tp > 1 and unique[0] == unique[1] else 1
-            replicas = 1 if self._dealt else s.replicate
-            place = (ranks // (s.fsdp * s.tp) % replicas) * tp_copies + ranks % s.tp % tp_copies
-            self._cache[key] = held, tp_copies * replicas, place
+            is_same = trainer.tp > 1 and unique[0] == unique[1]
+            tp_copies = trainer.tp if is_same else 1
+            replicas = 1 if self._dealt else trainer.replicate
+            of_replica = ranks // shards % replicas
+            of_tp = ranks % trainer.tp % tp_copies
+            self._cache[key] = _Holders(
+                bounds=_bounds(unique)[ranks % shards],
+                copies=tp_copies * replicas,
+                place=of_replica * tp_copies + of_tp,
+            )
         return self._cache[key]
 
-    @staticmethod
-    def _bounds(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return box.offsets, tuple(o + n for o, n in zip(box.offsets, box.lengths))
+
+@dataclass(frozen=True, slots=True)
+class _Holders:
+    """What each trainer rank holds of a parameter, and who shares it with whom."""
+
+    bounds: np.ndarray  # [sources, 2, dims]: first index of the rank's box, and behind its last
+    copies: int  # ranks that hold the same box and share the work
+    place: np.ndarray  # [sources]: which of these a rank is
+
+
+def _bounds(boxes: list[Box]) -> np.ndarray:
+    """[boxes, 2, dims]: first index of each box, and the one behind its last."""
+    low = np.array([box.offsets for box in boxes])
+    return np.stack([low, low + np.array([box.lengths for box in boxes])], axis=1)
 
 
 def make_plan(
@@ -184,19 +190,16 @@ def make_plan(
 
     ValueError if the trainer's ranks together do not hold what a generator rank needs.
     """
-    enough = max(
-        1, source.num_ranks // destination.tp
-    )  # roots at which a trainer rank sends what a generator rank takes
-    roots = (
-        destination.replicas
-        if feed == "direct"
-        else min(destination.replicas, 1 if feed == "chain" else enough)
-    )
+    # Roots at which a trainer rank sends what a generator rank takes.
+    enough = max(1, source.num_ranks // destination.tp)
+    wanted_roots = {"direct": destination.replicas, "chain": 1, "auto": enough}
+    roots = min(destination.replicas, wanted_roots[feed])
     plan = Plan(config, parameters, source, destination, roots)
     senders = [s for s in range(source.num_ranks) if 0 in plan.feeds(s)]
     missing = plan.shard_bytes - plan.bytes_to[senders].sum(0)
     if missing.any():
         raise ValueError(
-            f"the trainer's ranks hold {missing.tolist()} bytes less than generator ranks 0..{destination.tp - 1} need"
+            f"the trainer's ranks hold {missing.tolist()} bytes less than generator ranks "
+            f"0..{destination.tp - 1} need"
         )
     return plan

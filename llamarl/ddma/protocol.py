@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from llamarl.comm.control import Control
 from llamarl.ddma.copies import Copier
 from llamarl.ddma.links import Header, Kind, LocalLink
 from llamarl.ddma.payload import Bucket, Progress, size_of
@@ -42,6 +43,19 @@ from llamarl.errors import WeightsError
 
 MAX_RETRIES = 3
 NICENESS = 10  # of threads that work behind the model: a tenth of a core that both want
+
+
+@dataclass(frozen=True, slots=True)
+class LinkContext:
+    """What all links of a channel have in common."""
+
+    name: str  # the channel's
+    control: Control
+    timeout_s: float  # for what must come, or be taken
+    copier: Copier
+
+    def __str__(self) -> str:
+        return f"weights {self.name!r}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from llamarl.comm.control import Control
-from llamarl.ddma.copies import Copier
 from llamarl.ddma.forwarder import Forwarder
 from llamarl.ddma.layout import FUSED, Buffer, buffer_of
 from llamarl.ddma.links import Header, Kind, LocalLink
 from llamarl.ddma.payload import Bucket, Target, buckets_of, buckets_of_buffer
 from llamarl.ddma.plan import Plan
-from llamarl.ddma.protocol import MAX_RETRIES, Outgoing, work_behind_the_model
+from llamarl.ddma.protocol import MAX_RETRIES, LinkContext, Outgoing, work_behind_the_model
 from llamarl.ddma.route import WeightsRoute
 from llamarl.errors import LinkTimeout, PeerDied, WeightsError
 from llamarl.models.config import ModelConfig
@@ -67,7 +65,8 @@ class WeightsReceiver:
         """
         route = self._route
         plan = route.plan(config)
-        t = route.destinations.index(route.control.rank) % route.destination.tp
+        me = route.destinations.index(route.rank)
+        t = me % route.destination.tp
         fuse = any(group in name for group in FUSED for name, _ in parameters)
         of = buffer_of(config, plan.parameters, route.destination, t, fuse=fuse)
         buffers = self._make_buffers(of.num_bytes, parameters[0][1].device)
@@ -75,14 +74,11 @@ class WeightsReceiver:
         self._views = {flat.data_ptr(): _views_of(flat, of, parameters) for flat in buffers}
         whole = tuple(buckets_of_buffer(of, route.bucket_bytes))
         self._subscriber = Subscriber(
-            route.name,
+            route.context,
             of,
             buffers,
-            self._incoming(plan, whole),
-            control=route.control,
-            timeout_s=route.timeout_s,
-            copier=route.copier,
-            follower=self._follower(plan, whole),
+            self._incoming(plan, me, whole),
+            follower=self._follower(plan, me, whole),
             in_order=route.destination.tp > 1,
         )
 
@@ -98,10 +94,9 @@ class WeightsReceiver:
         count = 2 if self._exchange else 1
         return [torch.zeros(num_bytes, **where) for _ in range(count)]
 
-    def _incoming(self, plan: Plan, whole: tuple[Bucket, ...]) -> list[Incoming]:
+    def _incoming(self, plan: Plan, me: int, whole: tuple[Bucket, ...]) -> list[Incoming]:
         """The links from all that send to this rank: trainer ranks, or another generator rank."""
         route = self._route
-        me = route.destinations.index(route.control.rank)
         feeders, upstream = plan.feeders(me)
         if upstream is not None:
             peer = route.destinations[upstream]
@@ -114,14 +109,13 @@ class WeightsReceiver:
             links.append(Incoming(route.link_from(peer), buckets, f"trainer rank {peer}"))
         return links
 
-    def _follower(self, plan: Plan, whole: tuple[Bucket, ...]) -> Outgoing | None:
+    def _follower(self, plan: Plan, me: int, whole: tuple[Bucket, ...]) -> Outgoing | None:
         """The link to the replica that this one forwards its weights to."""
-        route = self._route
-        after = plan.follower(route.destinations.index(route.control.rank))
+        after = plan.follower(me)
         if after is None:
             return None
         return Outgoing(
-            link=route.link_to(route.destinations[after]),
+            link=self._route.link_to(self._route.destinations[after]),
             base=0,
             first_bucket=0,
             buckets=whole,
@@ -193,6 +187,10 @@ def _views_of(flat: Tensor, of: Buffer, parameters: list[tuple[str, nn.Parameter
     return views
 
 
+def _targets(buckets: tuple[Bucket, ...], of: Buffer, flat: Tensor) -> list[Target]:
+    return [Target(bucket, of, flat) for bucket in buckets]
+
+
 class Subscriber:
     """Receives into the idle buffer, with a thread a link, and hands it over at a swap.
 
@@ -204,56 +202,38 @@ class Subscriber:
 
     def __init__(
         self,
-        name: str,
+        context: LinkContext,
         of: Buffer,
         buffers: list[Tensor],
         links: list[Incoming],
         *,
-        control: Control,
-        timeout_s: float,
-        copier: Copier,
         follower: Outgoing | None = None,
         in_order: bool = False,
     ):
+        self.device = buffers[0].device
+        self.idle = 0  # the number of the buffer that is not live
+        self.is_closing = False  # a peer that is gone is no loss any more
         self._in_order = in_order
         self._buffers = buffers
-        self._idle = 0  # the buffer that is not live
         self._state = threading.Condition()
         self._staged: Staged | None = None
         self._receiving: int | None = None  # the version that the idle buffer is claimed for
         self._num_links = len(links)
         self._missing: set[int] = set()  # links that have not brought their part of it
         self._newest = -1  # version that began to come; the idle buffer may not be its yet
-        self._closing = False
         self._is_forwarding = False  # the version in the idle buffer, or in what is live by now
-        self._forwarder: Forwarder | None = None
+        self.forwarder: Forwarder | None = None
         if follower is not None:
-            self._forwarder = Forwarder(
-                name,
-                follower,
-                buffers,
-                arriving=[incoming.buckets for incoming in links],
-                control=control,
-                copier=copier,
-                on_sent=self._forwarded,
+            arriving = [incoming.buckets for incoming in links]
+            self.forwarder = Forwarder(
+                context, follower, buffers, arriving=arriving, on_sent=self._forwarded
             )
         self._threads = []
         for index, incoming in enumerate(links):
-            targets = []
-            for flat in buffers:
-                targets.append([Target(bucket, of, flat) for bucket in incoming.buckets])
-            reader = _LinkReader(
-                self,
-                name,
-                index,
-                incoming,
-                targets=targets,
-                device=buffers[0].device,
-                control=control,
-                timeout_s=timeout_s,
-                copier=copier,
-            )
-            self._threads.append(control.thread(f"subscribe-{name}-{index}", reader.run))
+            targets = [_targets(incoming.buckets, of, flat) for flat in buffers]
+            reader = _LinkReader(context, self, index, incoming=incoming, targets=targets)
+            thread = context.control.thread(f"subscribe-{context.name}-{index}", reader.run)
+            self._threads.append(thread)
 
     @property
     def staged(self) -> Staged | None:
@@ -281,28 +261,11 @@ class Subscriber:
         """
         with self._state:
             staged = self._staged
-            yield staged, self._buffers[self._idle]
+            yield staged, self._buffers[self.idle]
             if staged is not None:
-                self._idle = (self._idle + 1) % len(self._buffers)
+                self.idle = (self.idle + 1) % len(self._buffers)
                 self._staged = None
                 self._state.notify_all()
-
-    # -- for the links' threads
-
-    @property
-    def idle(self) -> int:
-        """The number of the buffer to receive into, for who has claimed it."""
-        return self._idle
-
-    @property
-    def forwarder(self) -> Forwarder | None:
-        """Who is to be told of buckets that have arrived."""
-        return self._forwarder
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether a peer that is gone is no loss any more."""
-        return self._closing
 
     def claim(self, version: int, *, must_load: bool, evaluate: bool) -> bool:
         """Wait until the idle buffer is this version's. False when closing.
@@ -312,19 +275,17 @@ class Subscriber:
         with self._state:
             self._newest = max(self._newest, version)
             self._state.wait_for(
-                lambda: self._closing or self._receiving == version or self._is_free()
+                lambda: self.is_closing or self._receiving == version or self._is_free()
             )
-            if self._closing:
+            if self.is_closing:
                 return False
             if self._receiving is None:
                 self._staged = None
                 self._receiving = version
                 self._missing = set(range(self._num_links))
-                if self._forwarder is not None:
+                if self.forwarder is not None:
                     self._is_forwarding = True
-                    self._forwarder.begin(
-                        version, self._idle, must_load=must_load, evaluate=evaluate
-                    )
+                    self.forwarder.begin(version, self.idle, must_load=must_load, evaluate=evaluate)
             return True
 
     def _is_free(self) -> bool:
@@ -340,8 +301,8 @@ class Subscriber:
             if not self._missing:
                 self._staged = whole
                 self._receiving = None
-                if self._forwarder is not None:
-                    self._forwarder.seal(whole.canary)
+                if self.forwarder is not None:
+                    self.forwarder.seal(whole.canary)
                 self._state.notify_all()
 
     def _forwarded(self) -> None:
@@ -352,10 +313,10 @@ class Subscriber:
     def close(self) -> None:
         """End the threads. Waits a little, not for a peer that is gone."""
         with self._state:
-            self._closing = True
+            self.is_closing = True
             self._state.notify_all()
-        if self._forwarder is not None:
-            self._forwarder.close()
+        if self.forwarder is not None:
+            self.forwarder.close()
         for thread in self._threads:
             thread.join(timeout=2)
 
@@ -372,53 +333,44 @@ class _Part:
 
 
 class _LinkReader:
-    """Receives one link's part of every version.
+    """Receives one link's part of every version, in a thread of its own.
 
     targets: of each of the subscriber's buffers, where the link's buckets go in it.
     """
 
     def __init__(
         self,
+        context: LinkContext,
         subscriber: Subscriber,
-        name: str,
         index: int,
-        incoming: Incoming,
         *,
+        incoming: Incoming,
         targets: list[list[Target]],
-        device: torch.device,
-        control: Control,
-        timeout_s: float,
-        copier: Copier,
     ):
+        self._context = context
         self._subscriber = subscriber
-        self._where = f"weights {name!r} on rank {control.rank}, from {incoming.sender}"
         self._index = index
+        self._sender = incoming.sender
+        self._targets = targets
         self._link = incoming.link
         self._buckets = incoming.buckets
-        self._targets = targets
-        self._device = device
-        self._control = control
-        self._timeout_s = timeout_s
-        self._copier = copier
         self._completed = -1  # the last version that this link has brought its part of
         self._scratches: dict[int, Tensor] = {}
 
     def run(self) -> None:
-        """Receive until the sender closes, which the thread is for."""
+        """Receive until the sender closes."""
+        control = self._context.control
+        where = f"{self._context} on rank {control.rank}, from {self._sender}"
         try:
-            work_behind_the_model(self._device)
+            work_behind_the_model(self._subscriber.device)
             self._link.accept()
             while self._receive_version():
-                self._control.wake()
+                control.wake()
         except WeightsError as error:
-            raise WeightsError(
-                f"{self._where}: {error}; the version in use is unchanged"
-            ) from error
+            raise WeightsError(f"{where}: {error}; the version in use is unchanged") from error
         except PeerDied as error:
             if not self._subscriber.is_closing:
-                raise PeerDied(
-                    f"{self._where}: {self._control.gone(error)}", error.ranks
-                ) from error
+                raise PeerDied(f"{where}: {control.gone(error)}", error.ranks) from error
 
     def _receive_version(self) -> bool:
         """Receive this link's part of one version. False when the sender closes.
@@ -447,7 +399,7 @@ class _LinkReader:
 
     def _next_header(self, part: _Part) -> Header:
         """Waits without end for a new version, and up to timeout_s within one."""
-        timeout_s = None if part.version is None else self._timeout_s
+        timeout_s = None if part.version is None else self._context.timeout_s
         try:
             return self._link.recv(timeout_s=timeout_s)
         except LinkTimeout as error:
@@ -521,10 +473,10 @@ class _LinkReader:
             while len(coming) < min(n + AHEAD, len(order)):
                 coming.append(self._begin_bucket(part, len(coming), targets))
             try:
-                data = coming[n].bytes(self._timeout_s)
+                data = coming[n].bytes(self._context.timeout_s)
             except LinkTimeout as error:
                 raise self._stopped(part, order[n:], error) from error
-            found[i] = targets[i].write(data, self._copier)
+            found[i] = targets[i].write(data, self._context.copier)
             if n > 0:  # a digest comes behind the bucket after its own
                 self._forward_if_right(order[n - 1], coming[n - 1], found)
         if order:
@@ -552,7 +504,7 @@ class _LinkReader:
 
     def _forward_if_right(self, i: int, coming: _Coming, found: dict[int, int]) -> None:
         """Forward a bucket whose digest came with it; else it is when END has said that."""
-        if coming.digest is not None and coming.digest(self._timeout_s) == found[i]:
+        if coming.digest is not None and coming.digest(self._context.timeout_s) == found[i]:
             self._subscriber.forwarder.arrived(self._index, i)
 
     def _scratch(self, which: int, num_bytes: int) -> Tensor:
@@ -562,7 +514,9 @@ class _LinkReader:
         """
         if which not in self._scratches:
             largest = max(bucket.num_bytes for bucket in self._buckets)
-            self._scratches[which] = torch.empty(largest, dtype=torch.uint8, device=self._device)
+            self._scratches[which] = torch.empty(
+                largest, dtype=torch.uint8, device=self._subscriber.device
+            )
         return self._scratches[which][:num_bytes]
 
 

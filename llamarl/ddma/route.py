@@ -14,6 +14,7 @@ from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.links import LocalLink, RankLink
 from llamarl.ddma.payload import BUCKET_BYTES
 from llamarl.ddma.plan import Plan, make_plan
+from llamarl.ddma.protocol import LinkContext
 from llamarl.ddma.transports import choose_transports
 from llamarl.models.config import ModelConfig
 from llamarl.models.quantize import QUANTIZED
@@ -63,13 +64,23 @@ class WeightsRoute:
         if not is_read_in_place:
             self._keep_off_shared_memory(forwarding)
 
+    @property
+    def rank(self) -> int:
+        """This process's."""
+        return self.control.rank
+
+    @property
+    def context(self) -> LinkContext:
+        """What all links of the channel have in common."""
+        return LinkContext(self.name, self.control, self.timeout_s, self.copier)
+
     def link_to(self, peer: int) -> LocalLink:
         """This rank's link to a rank that it sends to."""
-        return self._link(peer, self._transports[self.control.rank, peer])
+        return self._link(peer, self._transports[self.rank, peer])
 
     def link_from(self, peer: int) -> LocalLink:
         """This rank's link from a rank that sends to it."""
-        return self._link(peer, self._transports[peer, self.control.rank])
+        return self._link(peer, self._transports[peer, self.rank])
 
     def plan(self, config: ModelConfig) -> Plan:
         """Which box of which parameter of a model goes from which rank to which."""
@@ -83,12 +94,12 @@ class WeightsRoute:
 
         What goes on at once then only goes on slower.
         """
-        mine = self.ranks[self.control.rank]
+        mine = self.ranks[self.rank]
         here = [info for info in self._involved if info.host == mine.host]
         return len(here) > mine.num_cores
 
     def _link(self, peer: int, transport: str) -> LocalLink:
-        if peer == self.control.rank:
+        if peer == self.rank:
             return self._local_link
         payload_group = self.device_group if transport == "nccl" else None
         return RankLink(peer, self.group, transport, payload_group)

@@ -16,12 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llamarl.comm.control import Control
-from llamarl.ddma.copies import Copier
 from llamarl.ddma.links import NUM_SLOTS, Header, Kind, Slots, make_slots
 from llamarl.ddma.payload import Bucket, Progress, buckets_of, size_of
 from llamarl.ddma.plan import Plan
-from llamarl.ddma.protocol import Outgoing, QueuedVersion, send_version, work_behind_the_model
+from llamarl.ddma.protocol import (
+    LinkContext,
+    Outgoing,
+    QueuedVersion,
+    send_version,
+    work_behind_the_model,
+)
 from llamarl.ddma.route import WeightsRoute
 from llamarl.ddma.staging import Staging
 from llamarl.errors import PeerDied, TimedOut, WeightsError
@@ -62,13 +66,10 @@ class WeightsSender:
             shared=any(out.link.transport == "shm" for out in links),
         )
         self._publisher = Publisher(
-            route.name,
+            route.context,
             slots,
             links,
             num_buckets=len(buckets),
-            control=route.control,
-            timeout_s=route.timeout_s,
-            copier=route.copier,
             # A device's copies are not counted as they end.
             while_staging=device.type == "cpu" and not route.ranks_outnumber_cores,
         )
@@ -77,7 +78,7 @@ class WeightsSender:
     def _make_links(self, plan: Plan) -> list[Outgoing]:
         """The links to all receivers. Replicas that get the same bytes get them from one place."""
         route = self._route
-        rank = route.sources.index(route.control.rank)
+        rank = route.sources.index(route.rank)
         links = []
         base = 0
         first_bucket = 0
@@ -142,7 +143,7 @@ class WeightsSender:
     def has_room(self) -> bool:
         """Whether `publish` would not wait for a receiver that only this rank's loop moves on."""
         route = self._route
-        return route.control.rank not in route.destinations or self._publisher.has_room()
+        return route.rank not in route.destinations or self._publisher.has_room()
 
     @property
     def receivers(self) -> tuple[int, ...]:
@@ -180,23 +181,18 @@ class Publisher:
 
     def __init__(
         self,
-        name: str,
+        context: LinkContext,
         slots: Slots,
         links: list[Outgoing],
         *,
         num_buckets: int,
-        control: Control,
-        timeout_s: float,
-        copier: Copier,
         while_staging: bool = True,
     ):
-        self.name = name
         self.committed_version = -1
+        self._context = context
+        self._control = context.control
         self._slots = slots
         self._links = links
-        self._control = control
-        self._timeout_s = timeout_s
-        self._copier = copier
         self._while_staging = while_staging and bool(slots.counters)
         counters = slots.counters or [None] * NUM_SLOTS
         self._progress = [Progress(num_buckets, counter) for counter in counters]
@@ -207,7 +203,7 @@ class Publisher:
         self._peers = {out.link.peer for out in links if out.link.peer is not None}
         self._last_digests: dict[int, int] = {}
         self._closing = False
-        self._thread = control.thread(f"publish-{name}", self._run)
+        self._thread = self._control.thread(f"publish-{context.name}", self._run)
 
     def enqueue(
         self, version: int, *, must_load: bool, evaluate: bool, must_differ: bool
@@ -242,7 +238,7 @@ class Publisher:
         None if none will come free: a stop was asked for, or a rank is lost without which no
         version is delivered.
         """
-        until = time.monotonic() + self._timeout_s
+        until = time.monotonic() + self._context.timeout_s
         while time.monotonic() < until:
             self._control.check()
             try:
@@ -252,7 +248,7 @@ class Publisher:
                     return None
         raise TimedOut(
             f"trainer on rank {self._control.rank}, step {version}: the generators have not taken "
-            f"earlier weights for {self._timeout_s:.0f} s (committed: version "
+            f"earlier weights for {self._context.timeout_s:.0f} s (committed: version "
             f"{self.committed_version}); a generator hangs, or an evaluation outlasts timeout_s"
         )
 
@@ -264,7 +260,7 @@ class Publisher:
         return not self._thread.is_alive() or bool(lost & self._peers)
 
     def _run(self) -> None:
-        where = f"weights {self.name!r} from rank {self._control.rank}"
+        where = f"{self._context} from rank {self._control.rank}"
         version = -1
         try:
             work_behind_the_model(self._slots.tensors[0].device)
@@ -297,7 +293,9 @@ class Publisher:
     def _deliver(self, queued: QueuedVersion) -> None:
         if not self._while_staging:
             queued.staged.wait()
-        digests = send_version(self._links, queued, self._copier, while_staging=self._while_staging)
+        digests = send_version(
+            self._links, queued, self._context.copier, while_staging=self._while_staging
+        )
         if queued.must_differ and digests and digests == self._last_digests:
             raise WeightsError(
                 f"weights of version {queued.version} equal those of the version before, after an "

@@ -42,7 +42,7 @@ class Staging:
         self._buckets = buckets
         self._tensor_group = tensor_group
         self._device = local(next(iter(parameters.values()))).device
-        rank = route.sources.index(route.control.rank)
+        rank = route.sources.index(route.rank)
         self._boxes = {p.name: route.source.box(plan.config, p, rank) for p in plan.parameters}
         self._quantized = self._allocate_quantized(plan)  # what does not travel as it is held
         self._passes = _passes([bucket for _, bucket in buckets])
@@ -112,7 +112,7 @@ class Staging:
         held = tuple(local(self._parameters[name]).shape)
         if held != lengths:
             raise WeightsError(
-                f"{name}: rank {self._route.control.rank} holds {held}, the topology says {lengths}"
+                f"{name}: rank {self._route.rank} holds {held}, the topology says {lengths}"
             )
 
     def _largest_of_split_rows(self) -> dict[str, Tensor]:

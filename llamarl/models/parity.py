@@ -20,8 +20,12 @@ from torch import Tensor
 from llamarl.errors import ParityError
 from llamarl.models.quantize import kl_from_top
 
-FIRST_PROMPTS, FIRST_TOKENS = 4, 64  # checked whole when a run starts
-LATER_TOKENS, LATER_SCORED = 32, 4  # of one prompt at every later version
+# Checked when a run starts: so many tokens of so many prompts, scored from the second on.
+FIRST_PROMPTS = 4
+FIRST_TOKENS = 64
+# Checked at every later version: so many tokens of one prompt, of which the last ones are scored.
+LATER_TOKENS = 32
+LATER_SCORED = 4
 TOP = 64  # likeliest tokens a place that a quantised generator is compared on
 
 
@@ -39,13 +43,12 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """logprobs: of each scored token, sequence after sequence. top_ids, top_logprobs: the likeliest
-    tokens at each of these places and their logprobs, for a generator that is quantised; else
-    empty.
-    """
+    """What the trainer computes for some sequences under one version."""
 
     sequences: list[Sequence]
-    logprobs: list[float]
+    logprobs: list[float]  # of each scored token, sequence after sequence
+    # The likeliest tokens at each of these places, and their logprobs, for a generator that is
+    # quantised; else empty.
     top_ids: list[list[int]]
     top_logprobs: list[list[float]]
 
@@ -58,34 +61,36 @@ class Canary:
 
 
 def canary_sequences(prompts: Prompts, *, first: bool) -> list[Sequence]:
-    """Of the run's first prompts: several from their first token on when a run starts, the end of
-    one at later versions.
+    """What a version is checked with: parts of the run's first prompts.
+
+    first: the version that a run starts with, which is checked at more places than later ones.
     """
-    if not first:
+    if first:
+        begins = [prompts[i].prompt_ids[:FIRST_TOKENS].tolist() for i in range(FIRST_PROMPTS)]
+        sequences = [Sequence(ids, given=1) for ids in begins if len(ids) > 1]
+    else:
         ids = prompts[0].prompt_ids[:LATER_TOKENS].tolist()
-        return (
-            [Sequence(ids, max(1, len(ids) - LATER_SCORED))]
-            if len(ids) > 1
-            else [Sequence([0, 0], 1)]
-        )
-    ids = [prompts[i].prompt_ids[:FIRST_TOKENS].tolist() for i in range(FIRST_PROMPTS)]
-    return [Sequence(tokens, 1) for tokens in ids if len(tokens) > 1] or [Sequence([0, 0], 1)]
+        given = max(1, len(ids) - LATER_SCORED)
+        sequences = [Sequence(ids, given)] if len(ids) > 1 else []
+    return sequences or [Sequence([0, 0], given=1)]
 
 
 def check_canary(
     canary: Canary, logprobs: Tensor, *, version: int, rank: int, tolerance: float
 ) -> float:
-    """The largest difference in nats. ParityError if it is above the tolerance, or not a number.
-    logprobs: [scored] float32.
+    """The largest difference in nats between the canary's logprobs and these [scored] float32.
+
+    ParityError if it is above the tolerance, or not a number.
     """
     differences = [abs(a - b) for a, b in zip(canary.logprobs, logprobs.tolist(), strict=True)]
     # NaN is neither above nor below a number, so max() alone would lose it.
     worst = max(differences, key=lambda d: math.inf if math.isnan(d) else d, default=0.0)
     if not worst <= tolerance:
         raise ParityError(
-            f"generator on rank {rank} and the trainer differ by {worst:.4g} in the logprobs of fixed prompts under version "
-            f"{version}, more than {tolerance:g}: they do not hold the same weights, or do not compute the same model. "
-            "Raise trainer.parity_tolerance only if the dtype explains it"
+            f"generator on rank {rank} and the trainer differ by {worst:.4g} in the logprobs of "
+            f"fixed prompts under version {version}, more than {tolerance:g}: they do not hold the "
+            "same weights, or do not compute the same model. Raise trainer.parity_tolerance only "
+            "if the dtype explains it"
         )
     return worst
 
@@ -93,14 +98,17 @@ def check_canary(
 def check_quantized(
     canary: Canary, logprobs_SV: Tensor, *, version: int, rank: int, most: float
 ) -> float:
-    """Mean KL(generator || trainer) in nats over the canary's places, from below. ParityError if it
-    is above `most`, or not a number.
+    """Mean KL(generator || trainer) in nats over the canary's S places, from below.
+
+    logprobs_SV: the generator's. ParityError if it is above `most`, or not a number.
     """
-    top = torch.tensor(canary.top_ids), torch.tensor(canary.top_logprobs)
-    kl = float(kl_from_top(*top, logprobs_SV).mean())
+    top_ids_SK = torch.tensor(canary.top_ids)
+    top_logprobs_SK = torch.tensor(canary.top_logprobs)
+    kl = float(kl_from_top(top_ids_SK, top_logprobs_SK, logprobs_SV).mean())
     if not kl <= most:
         raise ParityError(
-            f"the quantised generator on rank {rank} is {kl:.3g} nats from the trainer's policy under version {version}, more than "
-            f"generator.max_quantization_kl={most:g}: quantise less (generator.quantize_exclude), or its weights are not the trainer's"
+            f"the quantised generator on rank {rank} is {kl:.3g} nats from the trainer's policy "
+            f"under version {version}, more than generator.max_quantization_kl={most:g}: quantise "
+            "less (generator.quantize_exclude), or its weights are not the trainer's"
         )
     return kl

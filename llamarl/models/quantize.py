@@ -1,8 +1,8 @@
 """The generator in one byte a weight: fp8 (e4m3) or int8, symmetric, with a float32 scale for each
 output channel.
 
-    trainer:    q, scale = quantize_rows(shard, "fp8")          # of its own rows, before they travel
-    generator:  quantize_decoder(decoder, "fp8")                # its projections hold `weight` and `weight_scale`
+    trainer:    q, scale = quantize_rows(shard, "fp8")  # of its own rows, before they travel
+    generator:  quantize_decoder(decoder, "fp8")        # projections: `weight`, `weight_scale`
 
 A weight is q * scale[:, None]. Embeddings, norms and biases stay as they are, and lm_head unless it
 is asked for. Shapes: T tokens, I in, O out.
@@ -24,6 +24,8 @@ QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _LARGEST = {"fp8": 448.0, "int8": 127.0}  # -128 is not used: the numbers are symmetric
 _BLOCK = 1 << 20  # elements quantised at once: 4 MiB in float32
 _PADDED = 32  # tokens; cuBLAS's int8 product takes no fewer than 17
+_CAPABILITY = {"scaled_mm": (8, 9), "int_mm": (7, 5)}  # of an NVIDIA GPU that has it
+_MULTIPLE = {"scaled_mm": 16, "int_mm": 8}  # of which it needs a weight's dimensions to be
 
 
 def quantized_dtype(kind: str) -> torch.dtype:
@@ -51,32 +53,27 @@ def quantize_rows(
     the whole rows, where weight_OI holds only some of their columns.
     """
     dtype = quantized_dtype(kind)
-    q = (
-        torch.empty(weight_OI.shape, dtype=dtype, device=weight_OI.device)
-        if q_out is None
-        else q_out
-    )
-    scale = torch.empty(len(weight_OI), device=weight_OI.device) if scale_out is None else scale_out
+    q, scale = q_out, scale_out
+    if q is None:
+        q = torch.empty(weight_OI.shape, dtype=dtype, device=weight_OI.device)
+    if scale is None:
+        scale = torch.empty(len(weight_OI), device=weight_OI.device)
     assert (q.shape, q.dtype) == (weight_OI.shape, dtype), f"q_out is {q.dtype} {list(q.shape)}"
     assert (scale.shape, scale.dtype) == (weight_OI.shape[:1], torch.float32), (
         f"scale_out is {scale.dtype} {list(scale.shape)}"
     )
-    rows = max(1, _BLOCK // max(1, weight_OI.shape[1]))
-    for first in range(0, len(weight_OI), rows):
-        block = weight_OI[first : first + rows]
-        largest = (
-            block.abs().amax(1).float() if largest_O is None else largest_O[first : first + rows]
-        )
+    smallest = torch.finfo(torch.float32).tiny
+    each = max(1, _BLOCK // max(1, weight_OI.shape[1]))
+    for first in range(0, len(weight_OI), each):
+        rows = slice(first, first + each)
+        block = weight_OI[rows]
+        largest = block.abs().amax(1).float() if largest_O is None else largest_O[rows]
         # A subnormal scale has too few bits: the row would overflow. With the smallest normal one
         # it loses bits instead.
-        s = (
-            (largest / _LARGEST[kind])
-            .clamp_min_(torch.finfo(torch.float32).tiny)
-            .masked_fill_(largest == 0, 1.0)
-        )
+        s = (largest / _LARGEST[kind]).clamp_min_(smallest).masked_fill_(largest == 0, 1.0)
         block = block / s[:, None]
-        q[first : first + rows].copy_(block.round_() if kind == "int8" else block)
-        scale[first : first + rows].copy_(s)
+        q[rows].copy_(block.round_() if kind == "int8" else block)
+        scale[rows].copy_(s)
     return q, scale
 
 
@@ -89,9 +86,11 @@ class QuantizedLinear(nn.Module):
 
     arithmetic, settled by the first call after the module was made or moved; a warning says if it
     is not the device's usual:
-        scaled_mm    (fp8 on a GPU) x quantised too, a scale a token; products summed in float32, rounded to bfloat16
-        int_mm       (int8) x quantised too, a scale a token; exact integer sums
-        weight_only  (fp8 on a CPU) x as it is, times the weight's numbers in x's dtype; the sums are scaled
+        scaled_mm    (fp8 on a GPU) x is quantised too, with a scale a token; products are summed in
+                     float32 and rounded to bfloat16
+        int_mm       (int8) x is quantised too, with a scale a token; integer sums are exact
+        weight_only  (fp8 on a CPU) x is multiplied as it is with the weight's numbers in x's dtype,
+                     and the sums are scaled
     """
 
     def __init__(
@@ -105,11 +104,12 @@ class QuantizedLinear(nn.Module):
     ):
         super().__init__()
         weight = torch.empty(out_features, in_features, dtype=quantized_dtype(kind), device=device)
+        scale = torch.empty(out_features, dtype=torch.float32, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.weight_scale = nn.Parameter(
-            torch.empty(out_features, dtype=torch.float32, device=device), requires_grad=False
-        )
-        self.kind, self.bias, self.arithmetic = kind, bias, None
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self.bias = bias
+        self.kind = kind
+        self.arithmetic: str | None = None
 
     def forward(self, x_TI: Tensor) -> Tensor:
         if self.arithmetic is None:
@@ -121,9 +121,8 @@ class QuantizedLinear(nn.Module):
                     stacklevel=2,
                 )
         if self.arithmetic == "weight_only":
-            x = (
-                x_TI.float() if x_TI.dtype == torch.float16 else x_TI
-            )  # in which the unscaled sums would overflow
+            # In float16 the unscaled sums would overflow.
+            x = x_TI.float() if x_TI.dtype == torch.float16 else x_TI
             y = F.linear(x, _widen(self.weight, x.dtype)) * self.weight_scale
         else:
             q, scale = quantize_rows(x_TI, self.kind)
@@ -136,7 +135,8 @@ class QuantizedLinear(nn.Module):
         # change their device.
         def same_dtype(t: Tensor) -> Tensor:
             new = fn(t)
-            return new if t is self.bias or new.dtype == t.dtype else t.to(new.device)
+            may_change = t is self.bias
+            return new if may_change or new.dtype == t.dtype else t.to(new.device)
 
         self.arithmetic = None
         return super()._apply(same_dtype, recurse)
@@ -151,21 +151,25 @@ def arithmetic_of(kind: str, shape: tuple[int, ...], device: torch.device) -> tu
     # 0.27 (float32: 8.8), for errors of 1.1, 0.8, 0.8 %.
     if kind == "fp8" and device.type == "cpu":
         return "weight_only", ""
-    usual, capability, multiple = (
-        ("scaled_mm", (8, 9), 16) if kind == "fp8" else ("int_mm", (7, 5), 8)
-    )
-    obstacle = ""
-    if device.type == "cpu":
-        obstacle = (
-            "" if _int_mm_is_exact() else "this CPU's int8 products saturate (it has no VNNI)"
-        )
-    elif device.type != "cuda" or torch.version.hip:
-        obstacle = f"{usual} is known on NVIDIA GPUs alone"
-    elif torch.cuda.get_device_capability(device) < capability:
-        obstacle = f"{usual} needs compute capability {capability[0]}.{capability[1]}"
-    elif any(n % multiple for n in shape):
-        obstacle = f"{usual} needs both dimensions in multiples of {multiple}"
+    usual = "scaled_mm" if kind == "fp8" else "int_mm"
+    obstacle = _obstacle(usual, shape, device)
     return ("weight_only" if obstacle else usual), obstacle
+
+
+def _obstacle(arithmetic: str, shape: tuple[int, ...], device: torch.device) -> str:
+    """What keeps a device from scaled_mm or int_mm for a weight of `shape`; "" if nothing does."""
+    if device.type == "cpu":
+        saturates = "this CPU's int8 products saturate (it has no VNNI)"
+        return "" if _int_mm_is_exact() else saturates
+    if device.type != "cuda" or torch.version.hip:
+        return f"{arithmetic} is known on NVIDIA GPUs alone"
+    major, minor = _CAPABILITY[arithmetic]
+    if torch.cuda.get_device_capability(device) < (major, minor):
+        return f"{arithmetic} needs compute capability {major}.{minor}"
+    multiple = _MULTIPLE[arithmetic]
+    if any(n % multiple for n in shape):
+        return f"{arithmetic} needs both dimensions in multiples of {multiple}"
+    return ""
 
 
 @functools.cache
@@ -200,17 +204,12 @@ def _widen(q: Tensor, dtype: torch.dtype) -> Tensor:
     # A CPU converts e4m3 at 4 ns a number; this takes a tenth. Its exponent and mantissa, put where
     # the wider format's exponent ends and mantissa begins, read as the number times 2^-120: the
     # biases are 7 and 127.
-    bits, shift, mask = (
-        (torch.int16, 4, -0x7810) if dtype == torch.bfloat16 else (torch.int32, 20, -0x78100000)
-    )
-    return (
-        q.view(torch.int8)
-        .to(bits)
-        .bitwise_left_shift_(shift)
-        .bitwise_and_(mask)
-        .view(dtype)
-        .mul_(2.0**120)
-    )
+    if dtype == torch.bfloat16:
+        shifted = q.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-0x7810)
+    else:
+        shifted = q.view(torch.int8).to(torch.int32).bitwise_left_shift_(20)
+        shifted.bitwise_and_(-0x78100000)
+    return shifted.view(dtype).mul_(2.0**120)
 
 
 @torch.no_grad()
@@ -227,7 +226,8 @@ def quantize_decoder(decoder: nn.Module, kind: str, exclude: tuple[str, ...] = (
     unknown = [fragment for fragment in exclude if not any(fragment in name for name in known)]
     if unknown:
         raise ValueError(
-            f"quantise all but {unknown}: no weight is named so; they are {', '.join(names.values())[:200]}..."
+            f"quantise all but {unknown}: no weight is named so; they are "
+            f"{', '.join(names.values())[:200]}..."
         )
     for path, name in names.items():
         old = linears.pop(path)  # so that each is freed before the next is quantised
@@ -241,16 +241,19 @@ def quantize_decoder(decoder: nn.Module, kind: str, exclude: tuple[str, ...] = (
 
 
 def kl_from_top(ids_LK: Tensor, logprobs_LK: Tensor, other_logprobs_LV: Tensor) -> Tensor:
-    """[L] float64: a lower bound, in nats, of KL(other || reference), of which the logprobs of K distinct ids are known.
+    """[L] float64, nats: a lower bound of KL(other || reference).
 
-    It is the KL between the two over K + 1 bins, those ids and all the rest, which merging bins
-    cannot raise.
+    Of the reference the logprobs [L, K] of K distinct ids are known. The bound is the KL between
+    the two over K + 1 bins, those ids and all the rest, which merging bins cannot raise.
     """
-    q_LK, other_LV = logprobs_LK.double(), other_logprobs_LV.double()
+    q_LK = logprobs_LK.double()
+    other_LV = other_logprobs_LV.double()
     # 1 - sum is known to a few roundings of the logprobs, which would be most of a tiny rest: a
     # larger one lowers the bound.
-    rest_q = ((1 - q_LK.exp().sum(1)).clamp_min(0) + 4 * torch.finfo(logprobs_LK.dtype).eps).log()
+    roundings = 4 * torch.finfo(logprobs_LK.dtype).eps
+    rest_q = ((1 - q_LK.exp().sum(1)).clamp_min(0) + roundings).log()
     rest_p = other_LV.scatter(1, ids_LK, -torch.inf).logsumexp(1)
     p_LB = torch.cat([other_LV.gather(1, ids_LK), rest_p[:, None]], dim=1)
     q_LB = torch.cat([q_LK, rest_q[:, None]], dim=1)
-    return (p_LB.exp() * (p_LB - q_LB)).masked_fill(p_LB == -torch.inf, 0.0).sum(1).clamp_min(0.0)
+    of_bins_LB = (p_LB.exp() * (p_LB - q_LB)).masked_fill(p_LB == -torch.inf, 0.0)
+    return of_bins_LB.sum(1).clamp_min(0.0)

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 
 from llamarl.models.config import ModelConfig
 
-_QUERY, _KEY_VALUE, _OUT = ("q_proj.",), ("k_proj.", "v_proj."), ("o_proj.",)
-_MLP_IN, _MLP_OUT = ("gate_proj.", "up_proj."), ("down_proj.",)
-_VOCABULARY = ("embed_tokens.", "lm_head.")
 SCALE = "_scale"  # behind the name of a quantised weight: its per-row scales
+HEAD = "lm_head"  # quantised only where asked: every logit passes through it
+ALIGN_BYTES = 64  # everything starts on a cache line
+# What the names of parameters hold, by how they are split.
+_KEY_VALUE = ("k_proj.", "v_proj.")
+_MLP_IN = ("gate_proj.", "up_proj.")
+_VOCABULARY = ("embed_tokens.", "lm_head.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +40,16 @@ class Box:
 
     def cut(self, dim: int, first: int, count: int) -> Box:
         """This box with `count` of its places in `dim`, from its own place `first` on."""
-        offsets, lengths = list(self.offsets), list(self.lengths)
+        offsets = list(self.offsets)
+        lengths = list(self.lengths)
         offsets[dim] += first
         lengths[dim] = count
         return Box(tuple(offsets), tuple(lengths))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Index of this box in a tensor that holds `outer`."""
-        return tuple(
-            slice(a - o, a - o + n) for a, n, o in zip(self.offsets, self.lengths, outer.offsets)
-        )
+        starts = [mine - its for mine, its in zip(self.offsets, outer.offsets)]
+        return tuple(slice(start, start + n) for start, n in zip(starts, self.lengths))
 
 
 def overlap(a: Box, b: Box) -> Box:
@@ -75,11 +78,8 @@ class Heads:
     @property
     def uniform(self) -> bool:
         """Whether every K/V head serves equally many query heads, one after another."""
-        each = self.num_query // self.num_kv
-        return (
-            self.kv_of_query == tuple(i // each for i in range(self.num_query))
-            and each * self.num_kv == self.num_query
-        )
+        each, rest = divmod(self.num_query, self.num_kv)
+        return rest == 0 and self.kv_of_query == tuple(i // each for i in range(self.num_query))
 
 
 def span(total: int, rank: int, size: int) -> tuple[int, int]:
@@ -98,8 +98,14 @@ def heads_of(config: ModelConfig, rank: int, size: int) -> Heads:
     first, count = span(config.num_attention_heads, rank, size)
     per_kv = config.num_attention_heads // config.num_key_value_heads
     first_kv = first // per_kv
-    reads = tuple((first + i) // per_kv - first_kv for i in range(count))
-    return Heads(first, count, first_kv, reads[-1] + 1, reads)
+    kv_of_query = tuple((first + i) // per_kv - first_kv for i in range(count))
+    return Heads(
+        first_query=first,
+        num_query=count,
+        first_kv=first_kv,
+        num_kv=kv_of_query[-1] + 1,
+        kv_of_query=kv_of_query,
+    )
 
 
 def tensor_parallel_box(
@@ -117,17 +123,20 @@ def tensor_parallel_box(
     whole = Box.whole(shape)
     if size == 1:
         return whole
-    heads, k = heads_of(config, rank, size), config.head_dim
+    head_dim = config.head_dim
+    heads = heads_of(config, rank, size)
+    query = (heads.first_query * head_dim, heads.num_query * head_dim)
+    key_value = (heads.first_kv * head_dim, heads.num_kv * head_dim)
     rows_alone = len(shape) == 1  # a bias, or the per-row scales of a quantised weight
-    if any(part in name for part in _QUERY):
-        return whole.cut(0, heads.first_query * k, heads.num_query * k)
+    if "q_proj." in name:
+        return whole.cut(0, *query)
     if any(part in name for part in _KEY_VALUE):
-        return whole.cut(0, heads.first_kv * k, heads.num_kv * k)
+        return whole.cut(0, *key_value)
     if any(part in name for part in _MLP_IN):
         return whole.cut(0, *span(shape[0], rank, size))
-    if any(part in name for part in _OUT) and not rows_alone:
-        return whole.cut(1, heads.first_query * k, heads.num_query * k)
-    if any(part in name for part in _MLP_OUT) and not rows_alone:
+    if "o_proj." in name and not rows_alone:
+        return whole.cut(1, *query)
+    if "down_proj." in name and not rows_alone:
         return whole.cut(1, *span(shape[1], rank, size))
     if split_vocabulary and any(part in name for part in _VOCABULARY):
         return whole.cut(0, *span(shape[0], rank, size))
@@ -136,13 +145,12 @@ def tensor_parallel_box(
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every parameter, in the decoder's order."""
-    c, shapes = config, {}
-    d, f, q, kv = (
-        c.hidden_size,
-        c.intermediate_size,
-        c.num_attention_heads * c.head_dim,
-        c.num_key_value_heads * c.head_dim,
-    )
+    c = config
+    d = c.hidden_size
+    f = c.intermediate_size
+    q = c.num_attention_heads * c.head_dim
+    kv = c.num_key_value_heads * c.head_dim
+    shapes: dict[str, tuple[int, ...]] = {}
     shapes["model.embed_tokens.weight"] = (c.vocab_size, d)
     for i in range(c.num_hidden_layers):
         layer = f"model.layers.{i}"
@@ -162,9 +170,6 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-HEAD = "lm_head"  # quantised only where asked: every logit passes through it
-
-
 def is_quantized(name: str, shape: tuple[int, ...], exclude: tuple[str, ...] = (HEAD,)) -> bool:
     """Whether a quantised generator holds this parameter in one byte an element; its scales are
     another, named name + SCALE.
@@ -176,8 +181,6 @@ def is_quantized(name: str, shape: tuple[int, ...], exclude: tuple[str, ...] = (
     return matrix and not any(fragment in name for fragment in exclude)
 
 
-ALIGN_BYTES = 64  # everything starts on a cache line
-
-
 def aligned(num_bytes: int) -> int:
+    """The next place, from num_bytes on, where something may start."""
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -23,7 +23,7 @@ from llamarl.ddma.layout import Destination, Source, buffer_of, parameters_to_se
 from llamarl.ddma.links import Header, Kind, LocalLink, Slots, make_slots
 from llamarl.ddma.payload import buckets_of, buckets_of_buffer, size_of
 from llamarl.ddma.plan import make_plan
-from llamarl.ddma.protocol import MAX_RETRIES, Outgoing
+from llamarl.ddma.protocol import MAX_RETRIES, LinkContext, Outgoing
 from llamarl.ddma.receiver import Incoming, Staged, Subscriber, WeightsReceiver
 from llamarl.ddma.route import WeightsRoute
 from llamarl.ddma.sender import Publisher, WeightsSender
@@ -196,13 +196,10 @@ class Ends:
             out = Outgoing(link, 0, 0, buckets, is_forwarded=follower is not None)
             self.publishers.append(
                 Publisher(
-                    "policy",
+                    LinkContext("policy", self.sending, timeout_s, COPIER),
                     slots,
                     [out],
                     num_buckets=len(buckets),
-                    control=self.sending,
-                    timeout_s=timeout_s,
-                    copier=COPIER,
                 )
             )
         self.of = buffer_of(CONFIG, PARAMETERS, Destination(), 0)
@@ -212,13 +209,10 @@ class Ends:
             for s, (link, b) in enumerate(zip(links, self.buckets))
         ]
         self.subscriber = Subscriber(
-            "policy",
+            LinkContext("policy", self.receiving, timeout_s, COPIER),
             self.of,
             buffers,
             incoming,
-            control=self.receiving,
-            timeout_s=timeout_s,
-            copier=COPIER,
             follower=follower,
             in_order=in_order,
         )
@@ -741,13 +735,10 @@ class Follower:
         whole = tuple(buckets_of_buffer(of, BUCKET))
         buffers = [torch.zeros(of.num_bytes, dtype=torch.uint8) for _ in range(2)]
         self.subscriber = Subscriber(
-            "policy",
+            LinkContext("policy", control, PATIENCE_S, COPIER),
             of,
             buffers,
             [Incoming(link, whole, "generator rank 0")],
-            control=control,
-            timeout_s=PATIENCE_S,
-            copier=COPIER,
             follower=follower,
         )
 
