@@ -173,7 +173,10 @@ def main() -> None:
                 "ratio": round(rate / BOUND, 2),
                 "torch": torch.__version__,
             }
-            text = f"{rate:,.0f} completions/s on {world.size} rank(s), {rate / BOUND:.1f} x the bound of {BOUND:,.0f}"
+            text = (
+                f"{rate:,.0f} completions/s on {world.size} rank(s), {rate / BOUND:.1f} x the "
+                f"bound of {BOUND:,.0f}"
+            )
             print(json.dumps(result) if args.json else text)
 
 
