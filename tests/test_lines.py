@@ -29,7 +29,6 @@ NOT_YET = (
     "llamarl/inference",
     "llamarl/learning",
     "llamarl/models",
-    "llamarl/native",
     "llamarl/observe",
     "llamarl/tasks",
 )
