@@ -31,8 +31,10 @@ from llamarl.observe import RowWriter
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.types import Completion, Group, ScoredCompletion
 
-GROUPS, SIZE, LENGTH, BOUND = 64, 8, 16, 2000.0
-
+GROUPS = 64  # a step
+SIZE = 8  # completions a group
+LENGTH = 16  # tokens a completion
+BOUND = 2000.0  # completions/s to beat
 
 SMALL = ModelConfig("LlamaForCausalLM", 8, 8, 16, 1, 1, 1, 8, 1e-5, 1e4, None, 64, True, False)
 
@@ -68,13 +70,13 @@ class FakeGenerator(Executor):
         for ticket in tickets:
             for i in range(SIZE):
                 fresh = Completion(
-                    ticket.index,
-                    i,
-                    ids[:4],
-                    ids,
-                    torch.zeros(LENGTH),
-                    torch.full((LENGTH,), self.version),
-                    "stop",
+                    ticket=ticket.index,
+                    sample_index=i,
+                    prompt_ids=ids[:4],
+                    token_ids=ids,
+                    generator_logprobs=torch.zeros(LENGTH),
+                    policy_versions=torch.full((LENGTH,), self.version),
+                    finish_reason="stop",
                 )
                 self.outputs["completions"].put(fresh)
         return bool(tickets)
@@ -173,7 +175,10 @@ def main() -> None:
                 "ratio": round(rate / BOUND, 2),
                 "torch": torch.__version__,
             }
-            text = f"{rate:,.0f} completions/s on {world.size} rank(s), {rate / BOUND:.1f} x the bound of {BOUND:,.0f}"
+            text = (
+                f"{rate:,.0f} completions/s on {world.size} rank(s), {rate / BOUND:.1f} x the "
+                f"bound of {BOUND:,.0f}"
+            )
             print(json.dumps(result) if args.json else text)
 
 

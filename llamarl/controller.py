@@ -324,7 +324,10 @@ class ExecutorController:
     def _loop(self) -> None:
         clocks = {e.name: _Clock(time.monotonic()) for e in self.local}
         rest_s = min((e.poll_s for e in self.local), default=POLL_S)
-        keepers = {r for e in self.executors if _is_kept(e) for r in self.placement[e.name]}
+        keepers: set[int] = set()
+        for executor in self.executors:
+            if _is_kept(executor):
+                keepers.update(self.placement[executor.name])
         self.control.keep(keepers, self.settings.stop_s)
         while not self._is_told_to_end():
             self._serve_requests()

@@ -25,7 +25,7 @@ class WeightsError(RuntimeError):
 
 
 class LinkTimeout(WeightsError):
-    """The other end said nothing for the whole deadline."""
+    """The other end said nothing for the whole of timeout_s."""
 
 
 class ParityError(RuntimeError):

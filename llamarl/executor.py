@@ -10,7 +10,7 @@ Life: __init__(plain settings; every rank builds every executor, so nothing heav
 ranks only: models, pools) -> step* -> teardown. A `step` is one bounded piece of work (a decode
 chunk, a batch of scores, an optimizer step). It never blocks on a channel: it returns False when
 there was nothing to do, and says in `waiting_for` what it needs, so that the controller can serve
-stop and checkpoint requests and hold every wait to its deadline.
+stop and checkpoint requests and hold every wait to timeout_s.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""`+dry_run=true`: what a run would be, without running it. Checks the data and the reward on three
-samples.
+"""`+dry_run=true`: what a run would be, without running it.
+
+It checks the data and the reward on three samples.
 """
 
 from __future__ import annotations
@@ -14,33 +15,40 @@ from llamarl.launch.job import Job
 from llamarl.models.config import read_config
 from llamarl.tasks.pool import check_reward
 
-_FP32, _MOMENTS, _GRADIENT = 4, 8, 4  # bytes a parameter that the trainer holds
+# Bytes a parameter that the trainer holds.
+_FP32 = 4
+_MOMENTS = 8
+_GRADIENT = 4
+
+_GIB = 1 << 30
 
 
 def dry_run(job: Job) -> None:
-    """Print config, rank map, memory and bytes a sync, and score three samples. Rank 0 prints;
-    errors are the run's own.
+    """Print config, rank map, memory and bytes a sync, and score three samples.
+
+    Rank 0 prints; errors are the run's own.
     """
+    settings = job.config.reward
+    fn = settings.fn or job.task.default_reward
     samples = [job.task.train_prompt(i) for i in range(min(3, job.task.num_train))]
-    fn = job.config.reward.fn or job.task.default_reward
-    r = job.config.reward
     answers = [(p.text, str(p.meta.get("answer", "")), p.meta) for p in samples]
-    outcomes = check_reward(fn, answers, timeout_s=r.timeout_s, memory_mb=r.memory_mb)
-    if job.world.rank == 0:
-        print(OmegaConf.to_yaml(OmegaConf.create(to_values(job.config))))
-        _print_ranks(job)
-        _print_sizes(job)
-        print(f"reward   {fn}, here given the reference answers")
-        for prompt, outcome in zip(samples, outcomes):
-            score = (
-                f"{outcome.value:g}"
-                if outcome.kind == "score"
-                else f"{outcome.kind}: {outcome.reason}"
-            )
-            print(
-                f"sample   {prompt.prompt_ids.numel()} tokens  {prompt.text[:60]!r}  answer {prompt.meta.get('answer')!r}  reward {score}"
-            )
-        print("dry run: nothing was started and nothing written")
+    outcomes = check_reward(fn, answers, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb)
+    if job.world.rank > 0:
+        return
+    print(OmegaConf.to_yaml(OmegaConf.create(to_values(job.config))))
+    _print_ranks(job)
+    _print_sizes(job)
+    print(f"reward   {fn}, here given the reference answers")
+    for prompt, outcome in zip(samples, outcomes):
+        if outcome.kind == "score":
+            score = f"{outcome.value:g}"
+        else:
+            score = f"{outcome.kind}: {outcome.reason}"
+        print(
+            f"sample   {prompt.prompt_ids.numel()} tokens  {prompt.text[:60]!r}  "
+            f"answer {prompt.meta.get('answer')!r}  reward {score}"
+        )
+    print("dry run: nothing was started and nothing written")
 
 
 def _print_ranks(job: Job) -> None:
@@ -53,32 +61,35 @@ def _print_ranks(job: Job) -> None:
 
 def _print_sizes(job: Job) -> None:
     model = read_config(job.model_path)
-    trainers, generators = len(job.placement["trainer"]), len(job.placement["generator"])
     dtype = getattr(torch, job.config.model.dtype)
-    itemsize = dtype.itemsize
-    tp, t = job.config.generator.tensor_parallel, job.config.trainer
-    source = Source(trainers // (t.replicate * t.tensor_parallel), t.replicate, t.tensor_parallel)
+    trainer = job.config.trainer
+    generator = job.config.generator
+    num_trainers = len(job.placement["trainer"])
+    num_generators = len(job.placement["generator"])
+
+    copies = trainer.replicate * trainer.tensor_parallel
+    source = Source(num_trainers // copies, trainer.replicate, trainer.tensor_parallel)
+    tp = generator.tensor_parallel
     parameters = parameters_to_send(model, dtype)
-    plan = make_plan(model, parameters, source, Destination(tp, generators // tp))
-    held = sum(source.box(model, p, 0).numel for p in parameters)
-    gib = 1 << 30
-    staging = 2 * model.num_parameters * itemsize
-    trainer = held * (_FP32 + _MOMENTS + _GRADIENT + 2 * itemsize) / gib
-    g, longest = job.config.generator, job.config.task.max_prompt_tokens + job.config.max_new_tokens
-    cache = (
-        2
-        * (g.cache_tokens or g.max_slots * longest)
-        * model.num_hidden_layers
-        * model.num_key_value_heads
-        * model.head_dim
-        * itemsize
+    plan = make_plan(model, parameters, source, Destination(tp, num_generators // tp))
+
+    num_held = sum(source.box(model, parameter, 0).numel for parameter in parameters)
+    trainer_bytes = num_held * (_FP32 + _MOMENTS + _GRADIENT + 2 * dtype.itemsize)
+    longest = job.config.task.max_prompt_tokens + job.config.max_new_tokens
+    cache_tokens = generator.cache_tokens or generator.max_slots * longest
+    token_elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
+    staging_bytes = 2 * model.num_parameters * dtype.itemsize
+    cache_bytes = cache_tokens * token_elements * dtype.itemsize
+    generator_bytes = (staging_bytes + cache_bytes) / tp
+    print(
+        f"model    {model.num_parameters:,} parameters ({job.config.model.dtype} in the generator, "
+        "float32 in the trainer)"
     )
     print(
-        f"model    {model.num_parameters:,} parameters ({job.config.model.dtype} in the generator, float32 in the trainer)"
+        f"memory   {trainer_bytes / _GIB:.2f} GiB a trainer rank and activations; "
+        f"{generator_bytes / _GIB:.2f} GiB a generator rank"
     )
     print(
-        f"memory   {trainer:.2f} GiB a trainer rank and activations; {(staging + cache) / tp / gib:.2f} GiB a generator rank"
-    )
-    print(
-        f"weights  {plan.num_bytes:,} bytes a sync; how they travel: python -m llamarl.ddma plan --model {job.model_path}"
+        f"weights  {plan.num_bytes:,} bytes a sync; how they travel: "
+        f"python -m llamarl.ddma plan --model {job.model_path}"
     )

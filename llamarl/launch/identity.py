@@ -1,9 +1,9 @@
-"""What makes a run that run: a checkpoint says it of itself, and only the same run may go on from
-there.
+"""What makes a run that run: a checkpoint says it of itself, and only the same run may go on there.
 
-    config       the resolved config; some of its keys must be the same
-    prompts      fingerprints of the training prompts and of the held-out ones, by what they are and not by where they came from
-    reward       the import path of the function that scores
+    config    the resolved config; some of its keys must be the same
+    prompts   fingerprints of the training prompts and of the held-out ones, by what they are and
+              not by where they came from
+    reward    the import path of the function that scores
 
 The config alone cannot tell whether ticket 7 is still the prompt that it was: the data may have
 changed under the same path, or lie elsewhere unchanged. So prompts are compared by fingerprint, and
@@ -49,8 +49,8 @@ class Identity:
 
 def identity_of(state: object) -> Identity | None:
     """What `to_json` gave; None for anything else, such as what an earlier version wrote."""
-    fields = [field.name for field in dataclasses.fields(Identity)]
-    if not isinstance(state, Mapping) or not all(name in state for name in fields):
+    names = {field.name for field in dataclasses.fields(Identity)}
+    if not isinstance(state, Mapping) or not names <= state.keys():
         return None
     return Identity(config=state["config"], prompts=state["prompts"], reward=state["reward"])
 
@@ -72,15 +72,11 @@ def differences(old: Identity, new: Identity) -> list[Difference]:
     found = [Difference(told(key), None) for key in changed if key in KEYS]
     others = [name for name in new.prompts if new.prompts[name] != old.prompts.get(name)]
     if others:
-        reasons = [told(key) for key in changed if key in DATA_KEYS or key.startswith(DATA_SECTION)]
-        found.append(
-            Difference(f"other {' and '.join(others)}: {'; '.join(reasons) or THE_DATA}", "data")
-        )
+        of_data = [key for key in changed if key in DATA_KEYS or key.startswith(DATA_SECTION)]
+        reasons = "; ".join(told(key) for key in of_data)
+        what = f"other {' and '.join(others)}: {reasons or THE_DATA}"
+        found.append(Difference(what, permit="data"))
     if old.reward != new.reward:
-        found.append(
-            Difference(
-                f"another reward (reward.fn): {old.reward} in the checkpoint, {new.reward} now",
-                "reward",
-            )
-        )
+        what = f"another reward (reward.fn): {old.reward} in the checkpoint, {new.reward} now"
+        found.append(Difference(what, permit="reward"))
     return found

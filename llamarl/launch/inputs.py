@@ -1,6 +1,4 @@
-"""What the user gave, looked at before anything heavy starts: model directory, tokenizer, data.
-BadInput.
-"""
+"""What the user gave, looked at before anything heavy starts: model directory, tokenizer, data."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ log = logging.getLogger("llamarl")
 
 @contextmanager
 def bad_input() -> Iterator[None]:
-    """What is raised inside is the user's to mend: BadInput."""
+    """Have what is raised inside be the user's to mend: BadInput."""
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
@@ -38,9 +36,11 @@ def check_inputs(job: Job) -> None:
         _check_tokens(job, model.vocab_size)
         _check_task(job)
         longest = c.task.max_prompt_tokens + c.max_new_tokens
-        if longest > model.max_position_embeddings:
+        context = model.max_position_embeddings
+        if longest > context:
             raise ValueError(
-                f"task.max_prompt_tokens + max_new_tokens = {longest}, but the model's context is {model.max_position_embeddings}; lower one of them"
+                f"task.max_prompt_tokens + max_new_tokens = {longest}, but the model's context is "
+                f"{context}; lower one of them"
             )
 
 
@@ -53,10 +53,9 @@ def _check_model(job: Job, model: ModelConfig) -> None:
     check_weights(SafetensorsDir(job.model_path), parameter_shapes(model))
     g = job.config.generator
     if g.kind == "native" and g.quantize != "none":
+        decoder = build_decoder(model)  # on the meta device
         try:
-            quantize_decoder(
-                build_decoder(model), g.quantize, tuple(g.quantize_exclude)
-            )  # on the meta device
+            quantize_decoder(decoder, g.quantize, tuple(g.quantize_exclude))
         except ValueError as error:
             raise ValueError(f"generator.quantize_exclude={g.quantize_exclude}: {error}") from error
 
@@ -67,16 +66,16 @@ def _check_tokens(job: Job, vocab_size: int) -> None:
     vocabulary = job.tokenizer.get_vocab()
     last = max(vocabulary, key=vocabulary.get, default=None)
     if last is not None and vocabulary[last] >= vocab_size:
-        raise ValueError(
-            f"{job.model_path / 'tokenizer.json'}: token {last!r} has id {vocabulary[last]}, {but}"
-        )
-    if wrong := [i for i in job.stop_token_ids if not 0 <= i < vocab_size]:
-        raise ValueError(
-            f"{job.model_path / 'generation_config.json'}: eos_token_id={wrong[0]}, {but}"
-        )
+        file = job.model_path / "tokenizer.json"
+        raise ValueError(f"{file}: token {last!r} has id {vocabulary[last]}, {but}")
+    for token in job.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            file = job.model_path / "generation_config.json"
+            raise ValueError(f"{file}: eos_token_id={token}, {but}")
     if not job.stop_token_ids and job.world.rank == 0:
         log.warning(
-            "%s: no eos token in tokenizer_config.json or generation_config.json; completions take max_new_tokens",
+            "%s: no eos token in tokenizer_config.json or generation_config.json; completions take "
+            "max_new_tokens",
             job.model_path,
         )
 

@@ -8,14 +8,15 @@ RUN_DIR/config.yaml      the resolved config, for people and for recipes that re
 
 Rank 0 decides; all ranks verify a checkpoint together, each a share of its files:
 
-    word                    from -> to         meaning
-    prompts/R               rank R -> rank 0   fingerprints of the prompts, as rank R reads them
-    order/I                 rank 0 -> all      the I-th thing to do: verify a checkpoint, or what was decided
-    found/I/R               rank R -> rank 0   what is wrong with rank R's share of it
+    word        from -> to         meaning
+    prompts/R   rank R -> rank 0   fingerprints of the prompts, as rank R reads them
+    order/I     rank 0 -> all      the I-th thing to do: verify a checkpoint, or what was decided
+    found/I/R   rank R -> rank 0   what is wrong with rank R's share of it
 
 In the launcher's own store, which outlives restarted workers and belongs to this launch alone:
 
-    llamarl/run/J           rank 0             the directory that the J-th job of this launch has opened; a restarted rank 0 goes on there
+    llamarl/run/J   rank 0         the directory that the J-th job of this launch has opened; a
+                                   restarted rank 0 goes on there
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from llamarl.native.files import LOCK, DirectoryLock
 from llamarl.tickets.prompts import PromptStream
 
 RUNS = Path("runs")
-_jobs = (
-    itertools.count()
-)  # of this process: --multirun has several, and a restarted process counts them anew
+# Of this process: --multirun has several, and a restarted process counts them anew.
+_jobs = itertools.count()
 
 log = logging.getLogger("llamarl")
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
+    """Where a run writes, and what it goes on from."""
+
     path: Path
     resume_from: Path | None  # a checkpoint's directory
-    stale_tickets: frozenset[int] = (
-        frozenset()
-    )  # whose unfinished completions there are of other prompts
+    # Tickets whose unfinished completions in that checkpoint are of other prompts.
+    stale_tickets: frozenset[int] = frozenset()
     lock: DirectoryLock | None = None  # on rank 0
 
     def release(self) -> None:
@@ -65,11 +66,10 @@ class RunDirectory:
 def open_run(
     config: Config, world: World, identity: Identity, prompts: PromptStream
 ) -> RunDirectory:
-    """Collective over the world: rank 0 decides, the others help and follow. RunDirectoryError on
-    every rank.
+    """Open the run's directory. Collective over the world: rank 0 decides, the others help.
 
-    identity, prompts: of the run that is to start or to go on. PeerDied or TimedOut names a rank
-    that does not answer.
+    RunDirectoryError on every rank. identity, prompts: of the run that is to start or to go on.
+    PeerDied or TimedOut names a rank that does not answer.
     """
     store = world.store() or dist.HashStore()
     exchange = Exchange(store, rank=world.rank, timeout_s=config.timeout_s)
@@ -117,12 +117,15 @@ class _Opening:
         prompts: PromptStream,
         exchange: Exchange,
     ):
-        self._config, self._world, self._identity, self._prompts = config, world, identity, prompts
+        self._config = config
+        self._world = world
+        self._identity = identity
+        self._prompts = prompts
         self._exchange = exchange
         self._orders = itertools.count()
-        self._launcher = (
-            dist.PrefixStore("llamarl", world.launcher) if world.launcher is not None else None
-        )
+        self._launcher: dist.Store | None = None
+        if world.launcher is not None:
+            self._launcher = dist.PrefixStore("llamarl", world.launcher)
         self._key = f"run/{next(_jobs)}"
         self._lock: DirectoryLock | None = None
 
@@ -130,10 +133,8 @@ class _Opening:
         try:
             self._check_prompts_of_all_ranks()
             run = self._open()
-        except (
-            ValueError,
-            OSError,
-        ) as error:  # a damaged checkpoint, a directory in use or that cannot be made
+        except (ValueError, OSError) as error:
+            # A damaged checkpoint, a directory in use or that cannot be made.
             if self._lock is not None:
                 self._lock.release()
             self._order({"error": str(error)})
@@ -159,34 +160,38 @@ class _Opening:
             theirs = self._exchange.hear(
                 f"prompts/{rank}", source=rank, what="which prompts it reads"
             )
-            others = [
-                name
-                for name, fingerprint in self._identity.prompts.items()
-                if theirs.get(name) != fingerprint
-            ]
+            ours = self._identity.prompts
+            others = [name for name in ours if theirs.get(name) != ours[name]]
             if others:
                 raise RunDirectoryError(
-                    f"rank {rank} reads other {' and '.join(others)} than rank 0; give all hosts the same data and model files"
+                    f"rank {rank} reads other {' and '.join(others)} than rank 0; give all hosts "
+                    "the same data and model files"
                 )
 
     def _open(self) -> RunDirectory:
         """ValueError or OSError if nothing may start here."""
-        config, own = self._config, self._opened_before()
-        path = (
-            Path(config.run_dir)
-            if config.run_dir
-            else (own or _unused(RUNS / time.strftime("%Y%m%d-%H%M%S")))
-        )
-        path = path.absolute()
+        config = self._config
+        own = self._opened_before()
+        if config.run_dir:
+            path = Path(config.run_dir).absolute()
+        elif own is not None:
+            path = own.absolute()
+        else:
+            path = _unused(RUNS / time.strftime("%Y%m%d-%H%M%S")).absolute()
+        # A restarted rank 0 goes on in the directory that it had opened itself.
         resume = "auto" if config.resume == "never" and path == own else config.resume
         if resume == "never":
             _refuse_used(path)
         if path.is_dir():
-            self._lock_directory(
-                path
-            )  # before its checkpoints are looked at: whoever has it may be writing
-        resume_from = None if resume == "never" else find(resume, path, check=self._verify_together)
-        stale = self._check_same_run(resume_from.absolute()) if resume_from else frozenset()
+            # Before its checkpoints are looked at: whoever has it may be writing.
+            self._lock_directory(path)
+        resume_from: Path | None = None
+        if resume != "never":
+            resume_from = find(resume, path, check=self._verify_together)
+        stale: frozenset[int] = frozenset()
+        if resume_from is not None:
+            resume_from = resume_from.absolute()
+            stale = self._check_same_run(resume_from)
         if self._lock is None:
             path.mkdir(parents=True)
             self._lock_directory(path)
@@ -195,9 +200,7 @@ class _Opening:
         if self._launcher is not None:
             self._launcher.set(self._key, str(path))
         save_config(config, path / "config.yaml")
-        return RunDirectory(
-            path, resume_from.absolute() if resume_from else None, stale, self._lock
-        )
+        return RunDirectory(path, resume_from, stale_tickets=stale, lock=self._lock)
 
     def _opened_before(self) -> Path | None:
         """The directory that this job had opened before its workers were restarted."""
@@ -222,48 +225,50 @@ class _Opening:
         return problems
 
     def _check_same_run(self, checkpoint: Path) -> frozenset[int]:
-        """The tickets whose unfinished completions are of other prompts now. RunDirectoryError if
-        it is another run's checkpoint.
+        """The tickets whose unfinished completions are of other prompts now.
+
+        RunDirectoryError if it is another run's checkpoint.
         """
         controller = load_part(checkpoint, CONTROLLER, ranks_of(checkpoint, CONTROLLER)[0])
         old = identity_of(controller.get("identity"))
-        instead = f"start a run of its own from the checkpoint's weights: model=hf model.path={checkpoint / 'hf'}"
+        instead = (
+            "start a run of its own from the checkpoint's weights: model=hf "
+            f"model.path={checkpoint / 'hf'}"
+        )
         if old is None:
             raise RunDirectoryError(
-                f"{checkpoint} does not say of which run it is: another version of llamarl wrote it. Resume it with that one, or {instead}"
+                f"{checkpoint} does not say of which run it is: another version of llamarl wrote "
+                f"it. Resume it with that one, or {instead}"
             )
         found = differences(old, self._identity)
-        refused = [
-            difference
-            for difference in found
-            if difference.permit not in self._config.resume_with_other
-        ]
+        permitted = self._config.resume_with_other
+        refused = [difference for difference in found if difference.permit not in permitted]
         if refused:
             lines = "\n".join(f"  {difference.what}" for difference in refused)
             permits = [difference.permit for difference in refused]
-            way = (
-                ""
-                if None in permits
-                else f"go on all the same with resume_with_other=[{','.join(permits)}], "
-            )
+            way = ""
+            if None not in permits:
+                way = f"go on all the same with resume_with_other=[{','.join(permits)}], "
             raise RunDirectoryError(
-                f"{checkpoint}: this would be another run, not that one going on:\n{lines}\nUse what it was begun with, {way}or {instead}"
+                f"{checkpoint}: this would be another run, not that one going on:\n{lines}\n"
+                f"Use what it was begun with, {way}or {instead}"
             )
         for difference in found:
             log.warning("%s goes on with %s", checkpoint.name, difference.what)
         return self._stale_tickets(checkpoint)
 
     def _stale_tickets(self, checkpoint: Path) -> frozenset[int]:
-        parts = (
-            load_part(checkpoint, "generator", rank) for rank in ranks_of(checkpoint, "generator")
-        )
-        stale = frozenset().union(*(of_other_prompts(part, self._prompts) for part in parts))
+        stale: set[int] = set()
+        for rank in ranks_of(checkpoint, "generator"):
+            part = load_part(checkpoint, "generator", rank)
+            stale.update(of_other_prompts(part, self._prompts))
         if stale:
             log.warning(
-                "unfinished completions of %d tickets were sampled for other prompts: they are dropped, and the tickets start anew",
+                "unfinished completions of %d tickets were sampled for other prompts: they are "
+                "dropped, and the tickets start anew",
                 len(stale),
             )
-        return stale
+        return frozenset(stale)
 
 
 def _refuse_used(path: Path) -> None:
@@ -275,7 +280,8 @@ def _refuse_used(path: Path) -> None:
 
 def _unused(path: Path) -> Path:
     """`path`, or path-2, path-3, ...: one that does not exist."""
-    names = itertools.chain(
-        [path], (path.with_name(f"{path.name}-{i}") for i in itertools.count(2))
-    )
-    return next(name for name in names if not name.exists())
+    unused = path
+    numbers = itertools.count(2)
+    while unused.exists():
+        unused = path.with_name(f"{path.name}-{next(numbers)}")
+    return unused
