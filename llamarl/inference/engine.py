@@ -270,15 +270,14 @@ class Engine:
         whole.
         """
 
-        def is_meant(request: Request) -> bool:
-            return ticket in (None, request.ticket) and stream in (None, request.stream)
-
-        rows = [row for row, sample in enumerate(self._running) if is_meant(sample.request)]
+        rows = [
+            row for row, sample in enumerate(self._running) if sample.request.is_of(ticket, stream)
+        ]
         if rows:
             self._rows.live[torch.tensor(rows, device=self.device)] = False
             self._retire(aborted=True)
-        stopped = [request for request in self._waiting if is_meant(request)]
-        self._waiting = deque(request for request in self._waiting if not is_meant(request))
+        stopped = [request for request in self._waiting if request.is_of(ticket, stream)]
+        self._waiting = deque(r for r in self._waiting if not r.is_of(ticket, stream))
         for request in stopped:
             if request.num_cached:
                 self._staging = None

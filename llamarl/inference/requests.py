@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,14 +20,11 @@ class Recorded:
     generator_logprobs: Tensor  # [L] float32 nats
     policy_versions: Tensor  # [L] int64
 
-    @classmethod
-    def nothing(cls) -> Recorded:
-        """Of a completion that has not begun."""
-        return cls(
-            token_ids=torch.empty(0, dtype=torch.int64),
-            generator_logprobs=torch.empty(0),
-            policy_versions=torch.empty(0, dtype=torch.int64),
-        )
+
+def _nothing() -> Recorded:
+    """What a completion has that has not begun."""
+    none = torch.empty(0, dtype=torch.int64)
+    return Recorded(token_ids=none, generator_logprobs=torch.empty(0), policy_versions=none)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ class Request:
     params: SamplingParams
     end: int
     num_started: int = 0
-    partial: Partial | None = None  # what its only sample has already
+    recorded: Recorded = field(default_factory=_nothing)  # what its only sample has already
     num_cached: int = 0  # tokens of a long prompt that wait in the staging slot
 
     @classmethod
@@ -82,7 +79,11 @@ class Request:
             params=partial.params,
             end=partial.sample_index + 1,
             num_started=partial.sample_index,
-            partial=partial,
+            recorded=Recorded(
+                token_ids=partial.token_ids,
+                generator_logprobs=partial.generator_logprobs,
+                policy_versions=partial.policy_versions,
+            ),
         )
 
     def check(self, vocab_size: int, max_len: int) -> None:
@@ -134,22 +135,13 @@ class Request:
         return self.prompt_ids.numel() + self.params.max_new_tokens
 
     @property
-    def recorded(self) -> Recorded:
-        """What its sample had already when it was submitted."""
-        if self.partial is None:
-            return Recorded.nothing()
-        return Recorded(
-            token_ids=self.partial.token_ids,
-            generator_logprobs=self.partial.generator_logprobs,
-            policy_versions=self.partial.policy_versions,
-        )
-
-    @property
     def ids(self) -> Tensor:
         """[P + L] int64, what is prefilled before its samples start."""
-        if self.partial is None:
-            return self.prompt_ids
-        return torch.cat([self.prompt_ids, self.partial.token_ids])
+        return torch.cat([self.prompt_ids, self.recorded.token_ids])
+
+    def is_of(self, ticket: int | None, stream: int | None) -> bool:
+        """Whether it is of this ticket and this stream; None: of any."""
+        return ticket in (None, self.ticket) and stream in (None, self.stream)
 
 
 @dataclass(frozen=True, slots=True)

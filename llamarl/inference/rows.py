@@ -98,7 +98,7 @@ class Rows:
         self.stops[rows] = spread([self._padded_stops(p) for p in params])
         row = first
         for admission in admissions:
-            if admission.request.partial is not None:
+            if admission.request.recorded.token_ids.numel():
                 self._go_on(row, admission.request.recorded)
             row += admission.num_samples
 

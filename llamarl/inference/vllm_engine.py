@@ -16,7 +16,6 @@ checkpoint its ticket starts again. K/V are not computed anew under new weights.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import itertools
 import json
@@ -150,16 +149,6 @@ class _Growing:
     versions: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a parameter lies in the memory that is shared with the worker."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    start: int  # first byte
-
-
 class VLLMEngine:
     """Samples completions by vLLM from weights that others may exchange between steps.
 
@@ -199,7 +188,10 @@ class VLLMEngine:
         self._names = map(str, itertools.count())
         self._dropped: list[str] = []  # vLLM still runs these
         self._finished: list[tuple[int, Completion]] = []
-        places, num_bytes = _places_of(parameters)
+        starts = [0]
+        for parameter in self._parameters:
+            starts.append(starts[-1] + aligned(parameter.nbytes))
+        num_bytes = starts[-1]
         dtype = self._parameters[0].dtype
         most = int(gpu_memory_utilization * _memory_bytes(device)) - num_bytes
         options = {
@@ -224,8 +216,12 @@ class VLLMEngine:
         memory = shared_file(num_bytes)
         try:
             flat = map_shared(memory, num_bytes)
-            self._shared = [_view(flat, p, at) for p, at in zip(self._parameters, places)]
-            tensors = [dataclasses.astuple(place) for place in places]
+            self._shared = []
+            tensors = []  # as the worker is told of them
+            for (name, parameter), start in zip(parameters, starts):
+                held = flat[start : start + parameter.nbytes]
+                self._shared.append(held.view(parameter.dtype).view(parameter.shape))
+                tensors.append((name, _name_of(parameter.dtype), list(parameter.shape), start))
             self._ask("begin", engine=options, memory=path_of(memory), tensors=tensors)
         finally:
             os.close(memory)
@@ -341,8 +337,7 @@ class VLLMEngine:
         """
 
         def is_meant(growing: _Growing) -> bool:
-            request = growing.sample.request
-            return ticket in (None, request.ticket) and stream in (None, request.stream)
+            return growing.sample.request.is_of(ticket, stream)
 
         names = [name for name, growing in self._running.items() if is_meant(growing)]
         stopped = [self._running.pop(name) for name in names]
@@ -430,23 +425,6 @@ class VLLMEngine:
         self._worker.kill()
         self._worker.wait()
         return f"said nothing for {ANSWER_S:g} s"
-
-
-def _places_of(parameters: Sequence[tuple[str, nn.Parameter]]) -> tuple[list[_Place], int]:
-    """Where each parameter lies, one behind the other, and how many bytes that takes."""
-    places = []
-    num_bytes = 0
-    for name, parameter in parameters:
-        shape = list(parameter.shape)
-        places.append(_Place(name, _name_of(parameter.dtype), shape, num_bytes))
-        num_bytes += aligned(parameter.numel() * parameter.element_size())
-    return places, num_bytes
-
-
-def _view(flat: Tensor, parameter: Tensor, place: _Place) -> Tensor:
-    """The part of the shared bytes [B] uint8 that is this parameter."""
-    end = place.start + parameter.numel() * parameter.element_size()
-    return flat[place.start : end].view(parameter.dtype).view(parameter.shape)
 
 
 def _name_of(dtype: torch.dtype) -> str:
