@@ -351,10 +351,9 @@ def main() -> None:
         row = table[batch] = {name: statistics.median(values) for name, values in rates.items()}
         ranges[batch] = {name: [min(values), max(values)] for name, values in rates.items()}
         ratios = [f"{row['engine'] / row[name]:.2f} x {name}" for name in rivals]
+        ratios.append(f"{row['engine'] / row['bound']:.0%}")
         shown = "   ".join(f"{name} {rate:8.0f}" for name, rate in row.items())
-        print(
-            f"batch {batch:4}   tok/s {shown}   engine = {', '.join([*ratios, format(row['engine'] / row['bound'], '.0%')])} of the bound"
-        )
+        print(f"batch {batch:4}   tok/s {shown}   engine = {', '.join(ratios)} of the bound")
     result = {
         "benchmark": "decode",
         "model": Path(args.model).name,
@@ -371,8 +370,9 @@ def main() -> None:
     if args.uneven:
         result["uneven"] = uneven(args)
         print(
-            "uneven lengths: {uneven:.0f} tok/s, equal {equal:.0f}: {ratio:.0%}; at these costs of a step the best that greedy "
-            "admission reaches: {ideal_uneven:.0f}, equal {ideal_equal:.0f}: {ideal_ratio:.0%}".format(
+            "uneven lengths: {uneven:.0f} tok/s, equal {equal:.0f}: {ratio:.0%}; "
+            "at these costs of a step the best that greedy admission reaches: "
+            "{ideal_uneven:.0f}, equal {ideal_equal:.0f}: {ideal_ratio:.0%}".format(
                 **result["uneven"]
             )
         )

@@ -9,10 +9,11 @@ from executors.generator import Generator
 from executors.reference import FrozenReference, ResettingReference
 from executors.reward import RuleReward
 from executors.trainer import AdamSettings, FSDPTrainer
-from executors.vllm_generator import VLLMGenerator
 from llamarl.config.command_line import Config
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
 from llamarl.inference import SamplingParams
+from llamarl.inference.build import NativeSettings, VLLMSettings
+from llamarl.inference.protocol import EngineSettings
 from llamarl.launch.job import Job
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses import check_options, options_of, resolve_loss
@@ -43,34 +44,42 @@ def sampling_of(config: Config, job: Job) -> SamplingParams:
     )
 
 
-def build_generator(config: Config, job: Job) -> Generator:
+def engine_settings(config: Config, job: Job) -> EngineSettings:
+    """What the generator samples with, by generator.kind."""
     g = config.generator
-    settings = dict(
+    sizes = dict(
         model_path=str(job.model_path),
         model_dtype=config.model.dtype,
+        max_slots=g.max_slots,
+        max_len=config.task.max_prompt_tokens + config.max_new_tokens,
+    )
+    if g.kind == "vllm":
+        return VLLMSettings(**sizes, gpu_memory_utilization=g.gpu_memory_utilization)
+    return NativeSettings(
+        **sizes,
+        cache_tokens=g.cache_tokens,
+        prefill_chunk=g.prefill_chunk,
+        quantize=g.quantize,
+        quantize_exclude=tuple(g.quantize_exclude),
+        reproducible=config.max_lag == 0,
+    )
+
+
+def build_generator(config: Config, job: Job) -> Generator:
+    g = config.generator
+    return Generator(
+        engine=engine_settings(config, job),
         prompts=job.prompts,
         eval_prompts=job.eval_prompts,
         eval_samples=config.eval.num_samples,
         sampling=sampling_of(config, job),
-        max_slots=g.max_slots,
-        max_len=config.task.max_prompt_tokens + config.max_new_tokens,
         chunk_tokens=g.chunk_tokens,
-        cache_tokens=g.cache_tokens,
-        prefill_chunk=g.prefill_chunk,
         max_seconds=g.max_seconds,
         in_flight_updates=config.updates_in_flight,
         recompute_kv=g.recompute_kv,
         parity_tolerance=config.trainer.parity_tolerance,
-    )
-    if g.kind == "vllm":
-        return VLLMGenerator(**settings, gpu_memory_utilization=g.gpu_memory_utilization)
-    return Generator(
-        **settings,
+        max_quantization_kl=None if g.quantize == "none" else g.max_quantization_kl,
         tensor_parallel=g.tensor_parallel,
-        quantize=g.quantize,
-        quantize_exclude=tuple(g.quantize_exclude),
-        max_quantization_kl=g.max_quantization_kl,
-        reproducible=config.max_lag == 0,
     )
 
 

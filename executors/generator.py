@@ -30,14 +30,11 @@ import torch
 
 from llamarl.comm.lockstep import LAST, Lockstep
 from llamarl.executor import POLL_S, Executor
-from llamarl.inference import Engine, SamplingParams, evaluation
-from llamarl.inference.partials import Sample, pack, unpack
-from llamarl.inference.rows import Partial
-from llamarl.models.build import build_decoder, read_config
-from llamarl.models.hf import named_parameters_hf
+from llamarl.inference import SamplingParams, evaluation
+from llamarl.inference.partials import pack, unpack
+from llamarl.inference.protocol import EngineSettings, GenerationEngine, ResumableEngine
+from llamarl.inference.requests import Partial
 from llamarl.models.parity import Canary, check_canary, check_quantized
-from llamarl.models.quantize import quantize_decoder
-from llamarl.models.tp import TensorParallel
 from llamarl.tickets.prompts import PromptStream
 from llamarl.types import Completion, Prompt
 
@@ -59,13 +56,17 @@ class Generator(Executor):
     """One engine a replica. Sampling is a function of (seed, ticket, sample_index, position), not
     of the rank or the batch.
 
-    prompts[ticket] is the ticket's prompt; eval_prompts the held-out ones, each answered greedily
-    and eval_samples times by `sampling`. max_len, max_slots, cache_tokens, prefill_chunk: see
-    Engine. chunk_tokens: tokens a row between two looks at weights, tickets and stop requests.
-    parity_tolerance: nats that the canary of a version may differ from the trainer's; for a
-    quantised generator max_quantization_kl bounds their mean KL instead. max_seconds: what has not
-    ended so long after its ticket's start ends there, aborted, as at the ledger's order to
-    truncate. None: no limit. reproducible: see Engine.
+    engine: settings that build the replica's engine, whichever it is, at set-up.
+    prompts: prompts[ticket] is the ticket's prompt.
+    eval_prompts: the held-out ones, each answered greedily and eval_samples times by `sampling`.
+    chunk_tokens: tokens a row between two looks at weights, tickets and stop requests.
+    in_flight_updates: take new weights in while completions run; else when none does.
+    recompute_kv: at new weights, compute anew what is cached of running completions.
+    parity_tolerance: nats that the canary of a version may differ from the trainer's.
+    max_quantization_kl: of quantised weights, the most nats of mean KL in the place of that; None:
+    they are not quantised. The engine is then a QuantizedEngine.
+    max_seconds: what has not ended so long after its ticket's start ends there, aborted, as at the
+    ledger's order to truncate. None: no limit.
     """
 
     name = "generator"
@@ -74,81 +75,45 @@ class Generator(Executor):
     def __init__(
         self,
         *,
-        model_path: str,
-        model_dtype: str,
+        engine: EngineSettings,
         prompts: PromptStream,
         eval_prompts: list[Prompt],
         sampling: SamplingParams,
-        max_slots: int,
-        max_len: int,
         chunk_tokens: int,
         in_flight_updates: bool,
         parity_tolerance: float,
         recompute_kv: bool = False,
-        cache_tokens: int | None = None,
-        prefill_chunk: int = 512,
         eval_samples: int = 0,
         tensor_parallel: int = 1,
-        quantize: str = "none",
-        quantize_exclude: tuple[str, ...] = (),
-        max_quantization_kl: float = math.inf,
+        max_quantization_kl: float | None = None,
         max_seconds: float | None = None,
-        reproducible: bool = True,
     ):
-        self.model_path, self.model_dtype = model_path, model_dtype
-        self.prompts, self.eval_prompts = prompts, eval_prompts
-        self.sampling, self.eval_samples = sampling, eval_samples
-        self.max_slots, self.max_len, self.chunk_tokens = max_slots, max_len, chunk_tokens
-        self.cache_tokens, self.prefill_chunk, self.recompute_kv = (
-            cache_tokens,
-            prefill_chunk,
-            recompute_kv,
-        )
-        self.in_flight_updates, self.parity_tolerance = in_flight_updates, parity_tolerance
-        self.quantize, self.quantize_exclude, self.max_quantization_kl = (
-            quantize,
-            quantize_exclude,
-            max_quantization_kl,
-        )
-        self.tensor_parallel, self.max_seconds = (
-            tensor_parallel,
-            math.inf if max_seconds is None else max_seconds,
-        )
-        self.reproducible = reproducible
+        self.engine_settings = engine
+        self.prompts = prompts
+        self.eval_prompts = eval_prompts
+        self.sampling = sampling
+        self.eval_samples = eval_samples
+        self.chunk_tokens = chunk_tokens
+        self.in_flight_updates = in_flight_updates
+        self.recompute_kv = recompute_kv
+        self.parity_tolerance = parity_tolerance
+        self.max_quantization_kl = max_quantization_kl
+        self.tensor_parallel = tensor_parallel
+        self.max_seconds = math.inf if max_seconds is None else max_seconds
         self.version = -1
         self._sampled = 0  # tokens
         self._torn = False
         self._commands = {"swap": self._swap, "skip": self._skip, "decode": self._decode}
         self._evaluating = 0  # completions of held-out prompts still to finish
-        self._open: dict[
-            int, list[Completion]
-        ] = {}  # ticket -> those sent, while its group is not whole
+        # Ticket -> its completions that were sent, while its group is not whole.
+        self._open: dict[int, list[Completion]] = {}
         self._send_again: list[Completion] = []  # what a resumed run had sent
         self._begun: dict[int, _Begun] = {}
 
     def setup(self) -> None:
-        dtype, g = getattr(torch, self.model_dtype), self.group
-        self.replica = Lockstep(g, self.control)
-        tp = (
-            TensorParallel(g.tensor_index, g.tensor_parallel, g.tensor_group)
-            if g.tensor_parallel > 1
-            else None
-        )
-        decoder = build_decoder(read_config(self.model_path), dtype=dtype, tensor_parallel=tp)
-        if self.quantize != "none":
-            quantize_decoder(decoder, self.quantize, self.quantize_exclude)
-        decoder = decoder.to_empty(device=g.device).eval().requires_grad_(False)
+        self.replica = Lockstep(self.group, self.control)
         self.weights = self.inputs["policy"]
-        self.weights.bind(decoder.config, list(named_parameters_hf(decoder)))
-        self.engine = Engine(
-            decoder,
-            max_slots=self.max_slots,
-            max_len=self.max_len,
-            cache_tokens=self.cache_tokens,
-            prefill_chunk=self.prefill_chunk,
-            device=self.group.device,
-            reproducible=self.reproducible,
-        )
+        self.engine: GenerationEngine = self.engine_settings.build(self.group, self.weights.bind)
 
     @property
     def finishes_on_stop(self) -> bool:
@@ -164,12 +129,12 @@ class Generator(Executor):
 
     def _lead(self) -> bool:
         swapped = self._swap_weights()
-        if self.version < 0 or not (
-            self.outputs["completions"].has_room() and self.outputs["evaluations"].has_room()
-        ):
+        completions, evaluations = self.outputs["completions"], self.outputs["evaluations"]
+        has_room = completions.has_room() and evaluations.has_room()
+        if self.version < 0 or not has_room:
             return swapped
         while self._send_again:
-            self.outputs["completions"].put(self._send_again.pop())
+            completions.put(self._send_again.pop())
         # Before the grants: an order comes after its ticket's grant, which is so taken by then.
         ended = self.tickets.to_truncate() + self._expired()
         tickets = self._choose_tickets()
@@ -179,8 +144,8 @@ class Generator(Executor):
         return swapped or sampled
 
     def _together(self, do: str, **what) -> bool:
-        """Do it, with every rank of the replica. `sampled` shows a rank that has come apart from
-        the others.
+        """Have every rank of the replica do it, this one too. `sampled` shows a rank that has come
+        apart from the others.
         """
         self.replica.tell(do, sampled=self._sampled, **what)
         return self._commands[do](**what)
@@ -193,8 +158,9 @@ class Generator(Executor):
         do, sampled = command.pop("do"), command.pop("sampled")
         if sampled != self._sampled:
             raise RuntimeError(
-                f"generator ranks {self.replica.leader} and {self.group.rank} share a model but have sampled {sampled} and "
-                f"{self._sampled} tokens: their logits were not the same; are their machines and libraries alike?"
+                f"generator ranks {self.replica.leader} and {self.group.rank} share a model but "
+                f"have sampled {sampled} and {self._sampled} tokens: their logits were not the "
+                "same; are their machines and libraries alike?"
             )
         self._torn = True  # until it is done: after a failure in it nothing can follow
         self._commands[do](**command)
@@ -209,18 +175,26 @@ class Generator(Executor):
         if not self.outputs["completions"].has_room():
             return "room: in channel completions, which the reward empties"
         if self.engine.num_live == 0:
-            return f"tickets: the ledger grants none at version {self.version} until the trainer takes a batch"
+            return (
+                f"tickets: the ledger grants none at version {self.version} "
+                "until the trainer takes a batch"
+            )
         return None
 
     def _swap_weights(self) -> bool:
-        if self._evaluating or (not self.in_flight_updates and self.engine.num_live):
-            version = self.replica.skippable(self.weights)
-            return version is not None and self._together("skip", version=version)
-        version = self.replica.agreed(self.weights)
-        return version is not None and self._together("swap", version=version)
+        """Take in the version that is staged on all ranks of the replica, if the present one is
+        not pinned. Returns whether there is a new one.
+        """
+        must_drain = not self.in_flight_updates and self.engine.num_live > 0
+        if self._evaluating or must_drain:
+            do, version = "skip", self.replica.skippable(self.weights)
+        else:
+            do, version = "swap", self.replica.agreed(self.weights)
+        if version is None:
+            return False
+        return self._together(do, version=version)
 
     # -- what every rank of a replica does, when its leader does
-    # -----------------------------------------------------------
 
     def _swap(self, version: int) -> bool:
         self.claim_device()
@@ -248,9 +222,8 @@ class Generator(Executor):
         """Start tickets, end others where they are, and sample a chunk."""
         for ticket in tickets:
             self._begun[ticket] = _Begun(time.monotonic(), self.sampling.n)
-            self.engine.submit(
-                ticket, self.prompts[ticket].prompt_ids.tolist(), self.sampling, stream=TRAIN
-            )
+            prompt_ids = self.prompts[ticket].prompt_ids
+            self.engine.submit(ticket, prompt_ids, self.sampling, stream=TRAIN)
         self.claim_device()
         for ticket in ended:
             self.engine.abort(ticket, stream=TRAIN)
@@ -263,14 +236,16 @@ class Generator(Executor):
                 self._ended_one(completion.ticket)
             else:
                 self._evaluating -= 1
-            if self.follows:
-                continue
-            if stream == TRAIN:
-                self._note_sent(completion)
-                self.outputs["completions"].put(completion)
-            else:
-                self.outputs["evaluations"].put(evaluation.eval_completion(stream, completion))
+            if not self.follows:
+                self._send(stream, completion)
         return sampled > 0 or bool(finished)
+
+    def _send(self, stream: int, completion: Completion) -> None:
+        if stream == TRAIN:
+            self._note_sent(completion)
+            self.outputs["completions"].put(completion)
+        else:
+            self.outputs["evaluations"].put(evaluation.eval_completion(stream, completion))
 
     def _ended_one(self, ticket: int) -> None:
         self._begun[ticket].unfinished -= 1
@@ -279,26 +254,24 @@ class Generator(Executor):
 
     def _expired(self) -> list[int]:
         """Tickets that have been at it for longer than max_seconds."""
-        now = time.monotonic()
-        return [
-            ticket
-            for ticket, begun in self._begun.items()
-            if now - begun.since_s > self.max_seconds
-        ]
+        now, limit = time.monotonic(), self.max_seconds
+        return [ticket for ticket, begun in self._begun.items() if now - begun.since_s > limit]
 
     def _count(self, name: str, amount: float) -> None:
-        """Once a replica."""
+        """Add to a counter, on the first rank of a replica alone: its peers do the same work and
+        would count it again.
+        """
         if not self.follows:
             self.metrics.add(name, amount)
 
     def _check_canary(self, canary: Canary) -> None:
         """What was swapped in, against what the trainer says of it. ParityError."""
-        where = {"version": self.version, "rank": self.group.rank}
-        if self.quantize != "none":
+        if self.max_quantization_kl is not None:
             kl = check_quantized(
                 canary,
                 self._scored(self.engine.score_all, canary),
-                **where,
+                version=self.version,
+                rank=self.group.rank,
                 most=self.max_quantization_kl,
             )
             self.metrics.add_mean("weights/quantization_kl", kl)
@@ -306,7 +279,8 @@ class Generator(Executor):
         worst = check_canary(
             canary,
             self._scored(self.engine.score, canary),
-            **where,
+            version=self.version,
+            rank=self.group.rank,
             tolerance=self.parity_tolerance,
         )
         self.metrics.add_mean("parity/canary_diff_max", worst)
@@ -315,26 +289,24 @@ class Generator(Executor):
         """What one of the engine's ways to score says of all scored tokens, sequence after
         sequence, on the CPU.
         """
-        temperature = self.sampling.temperature
-        return torch.cat(
-            [
-                score(s.token_ids[: s.given], s.token_ids[s.given :], temperature)
-                for s in canary.sequences
-            ]
-        ).cpu()
+        scored = []
+        for sequence in canary.sequences:
+            prompt_ids = sequence.token_ids[: sequence.given]
+            token_ids = sequence.token_ids[sequence.given :]
+            scored.append(score(prompt_ids, token_ids, self.sampling.temperature))
+        return torch.cat(scored).cpu()
 
     def _start_evaluation(self) -> None:
-        """Completions of this replica's share of the held-out prompts."""
+        """Queue this replica's share of the held-out prompts."""
         for j in range(self.group.data_index, len(self.eval_prompts), self.group.data_size):
             self._evaluating += evaluation.submit(
                 self.engine, j, self.eval_prompts[j], self.sampling, self.eval_samples
             )
 
     # -- tickets
-    # ------------------------------------------------------------------------------------------------------
 
     def _choose_tickets(self) -> list[int]:
-        """What was granted; ask for as many groups as there is room for, one chunk ahead of need."""
+        """What was granted. Ask for as many groups as there is room for, a chunk ahead of need."""
         # In step with the trainer, evaluation runs alone: what is batched together must not depend
         # on timing.
         is_blocked = self.tickets.synchronous and self._evaluating > 0
@@ -346,7 +318,6 @@ class Generator(Executor):
         return [ticket.index for ticket in granted]
 
     # -- checkpoints
-    # --------------------------------------------------------------------------------------------------
 
     def _note_sent(self, completion: Completion) -> None:
         group = self._open.setdefault(completion.ticket, [])
@@ -356,78 +327,74 @@ class Generator(Executor):
 
     def state_dict(self) -> dict:
         """Completions of groups that are not whole; of each replica its first rank saves them."""
-        if self.follows:
+        if self.follows or not isinstance(self.engine, ResumableEngine):
             return pack([])
         partials = [partial for partial in self.engine.export_partials() if partial.stream == TRAIN]
-        return pack(
-            [*partials, *(completion for group in self._open.values() for completion in group)]
-        )
+        sent = [completion for group in self._open.values() for completion in group]
+        return pack([*partials, *sent])
 
     def load_state_dict(self, parts: Iterable[dict]) -> None:
         """This replica's share of the tickets that are in work: any replica can go on with any."""
+        if not isinstance(self.engine, ResumableEngine):
+            return
         share = sorted(self.tickets.in_work())[self.group.data_index :: self.group.data_size]
-        for sample in (s for part in parts for s in unpack(part, newest=self.tickets.resumed_step)):
-            if sample.ticket in share:
-                self._go_on(sample)
+        num_tokens = 0
+        for part in parts:
+            for sample in unpack(part, self.tickets.resumed_step, TRAIN, self.sampling):
+                if sample.ticket in share:
+                    num_tokens += self._go_on(sample)
         if share and not self.follows:
             self.tickets.go_on(share)
-            tokens, ended = (
-                sum(p.token_ids.numel() for p in self.engine.export_partials()),
-                len(self._send_again),
-            )
             log.info(
                 "%d completions go on after %d tokens, %d had ended",
                 self.engine.num_waiting,
-                tokens,
-                ended,
+                num_tokens,
+                len(self._send_again),
             )
 
-    def _go_on(self, sample: Sample) -> None:
-        name = sample.ticket, sample.sample_index, sample.prompt_ids
+    def _go_on(self, sample: Partial | Completion) -> int:
+        """Returns how many tokens a partial completion goes on after."""
         # Those of other prompts were left out when the checkpoint was opened.
         same = torch.equal(sample.prompt_ids, self.prompts[sample.ticket].prompt_ids)
         assert same, (
             f"ticket {sample.ticket}: a saved completion is of another prompt than the stream's"
         )
-        done = sample.token_ids, sample.generator_logprobs, sample.policy_versions
-        if sample.finish_reason is None:
+        if isinstance(sample, Partial):
             self._begun.setdefault(sample.ticket, _Begun(time.monotonic(), 0)).unfinished += 1
-            self.engine.submit_partial(Partial(TRAIN, *name, *done, self.sampling))
-        elif not self.follows:
-            completion = Completion(*name, *done, sample.finish_reason)
-            self._note_sent(completion)
-            self._send_again.append(completion)
+            self.engine.submit_partial(sample)
+            return sample.token_ids.numel()
+        if not self.follows:
+            self._note_sent(sample)
+            self._send_again.append(sample)
+        return 0
 
     # -- ending
-    # -------------------------------------------------------------------------------------------------------
 
     def offloadable(self) -> list[torch.Tensor]:
-        # On a CPU the parameters are views of the weights' buffers, which other threads write.
-        parameters = (
-            list(self.engine.decoder.parameters()) if self.group.device.type == "cuda" else []
-        )
-        return [*parameters, *self.engine.cache_tensors()]
+        return self.engine.offloadable()
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
             self._part()
         if hasattr(self, "weights"):
             self.weights.close()
+        if hasattr(self, "engine"):
+            self.engine.close()
 
     def _part(self) -> None:
         """The leader says that it begins nothing more; a peer first takes part in what it has
         begun.
         """
-        until = time.monotonic() + END_S
         try:
             if not self.follows:
                 self.replica.tell(LAST)
-            while (
-                self.follows
-                and not (self.replica.ended or self._torn or self.control.failure)
-                and time.monotonic() < until
-            ):
+                return
+            until = time.monotonic() + END_S
+            while self._may_be_told_more() and time.monotonic() < until:
                 if not self._follow():
                     self.control.wait(POLL_S)
         except RuntimeError:
             pass  # the others have left already, and say why
+
+    def _may_be_told_more(self) -> bool:
+        return not (self.replica.ended or self._torn or self.control.failure)

@@ -12,7 +12,7 @@ kernel once a policy version, which makes a second copy of them. The results are
 rounding (tests/unit/test_engine.py holds them to it); in bfloat16 they are nearer to float32's, for
 the residual stream is float32. Where no compiler is, the module decodes.
 
-Shapes: N rows, D model, H query heads, G key/value heads, K head dim, V vocabulary.
+Shapes: N rows, D model, H query heads, J key/value heads, K head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from llamarl.models.build import Decoder, FeedForward, RMSNorm
 from llamarl.native import library
 
 _FLAGS = {torch.float32: ("-fopenmp",), torch.bfloat16: ("-fopenmp", "-DBF16")}
+_PLAIN = (nn.Linear, nn.Embedding, nn.Identity, RMSNorm, nn.SiLU)
 _PANELS = ("qkv", "output", "gate", "up", "down")
 _GIVEN = ("tokens", "positions", "slots", "last")
 _LAYER = (*_PANELS, "qkv_bias", "attention_norm", "mlp_norm", "keys", "values")
@@ -67,15 +68,16 @@ class NativeDecode:
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype):
         """RuntimeError where `fits` is false."""
-        self._decoder, self._dtype, self.stale = decoder, dtype, True
+        self.stale = True  # the weights were exchanged: lay them out again
+        self._decoder = decoder
+        self._dtype = dtype
         self._kernels = _library(dtype)
         if self._kernels is None:
             raise RuntimeError("the kernels of llamarl/native/decode.c are not there")
         self.has_tiles = bool(self._kernels.tiles_allowed())
         self.use_tiles = self.has_tiles
-        self.version = Path(
-            self._kernels._name
-        ).name  # another one where the source, the compiler or the CPU is
+        # Another one where the source, the compiler or the CPU is.
+        self.version = Path(self._kernels._name).name
         self._seen: list[tuple[int, int]] = []
         self._kept: list[Tensor] = []  # what the structures below point to
         self._layers = (_Layer * len(decoder.layers))()
@@ -88,12 +90,10 @@ class NativeDecode:
         """
         if device.type != "cpu" or dtype not in _FLAGS:
             return False
-        plain = (nn.Linear, nn.Embedding, nn.Identity, RMSNorm, nn.SiLU)
-        leaves = [m for m in decoder.modules() if not list(m.children())]
-        if not all(
-            type(m) in plain and all(type(p) is nn.Parameter for p in m.parameters())
-            for m in leaves
-        ):
+        leaves = [module for module in decoder.modules() if not list(module.children())]
+        if not all(type(leaf) in _PLAIN for leaf in leaves):
+            return False
+        if not all(type(parameter) is nn.Parameter for parameter in decoder.parameters()):
             return False
         # Pairs of bfloat16 are multiplied at once.
         config = decoder.config
@@ -101,40 +101,31 @@ class NativeDecode:
             return False
         # A tensor-parallel rank communicates inside its modules; heads that divide unevenly are
         # repeated there.
-        if not all(
-            type(layer.mlp) is FeedForward and not (layer.attn.tp or layer.attn.repeats)
-            for layer in decoder.layers
-        ):
-            return False
+        for layer in decoder.layers:
+            if type(layer.mlp) is not FeedForward or layer.attn.tp or layer.attn.repeats:
+                return False
         return _library(dtype) is not None
 
     def refresh(self) -> None:
         """Lay out the weights again if `stale`, or if one is another tensor than the last time or
         was written to since.
         """
-        # Inference tensors count no writes: there `stale` alone tells.
-        seen = [
-            (p.data_ptr(), 0 if p.is_inference() else p._version)
-            for p in self._decoder.parameters()
-        ]
+        decoder = self._decoder
+        config = decoder.config
+        seen = [_last_write(parameter) for parameter in decoder.parameters()]
         if not self.stale and seen == self._seen:
             return
-        self._seen, self._kept, self.stale = seen, [], False
-        decoder, config = self._decoder, self._decoder.config
+        self.stale = False
+        self._seen = seen
+        self._kept = []
         for layer, its in zip(self._layers, decoder.layers):
-            attn, mlp = its.attn, its.mlp
-            weights = (
-                _by_groups(attn, "weight"),
-                attn.output_proj.weight,
-                mlp.w1.weight,
-                mlp.w3.weight,
-                mlp.w2.weight,
-            )
-            for name, weight in zip(_PANELS, weights):
-                setattr(layer, name, self._panels(weight))
-            layer.qkv_bias = (
-                None if attn.q_proj.bias is None else self._keep(_by_groups(attn, "bias").float())
-            )
+            layer.qkv = self._panels(_by_groups(its.attn, "weight"))
+            layer.output = self._panels(its.attn.output_proj.weight)
+            layer.gate = self._panels(its.mlp.w1.weight)
+            layer.up = self._panels(its.mlp.w3.weight)
+            layer.down = self._panels(its.mlp.w2.weight)
+            if its.attn.q_proj.bias is not None:
+                layer.qkv_bias = self._keep(_by_groups(its.attn, "bias").float())
             layer.attention_norm = self._keep(its.sa_norm.scale.detach().float())
             layer.mlp_norm = self._keep(its.mlp_norm.scale.detach().float())
         self._model = _Model(
@@ -186,7 +177,9 @@ class NativeDecode:
         _check_indices("slots", slots_N, cache.rows, like=tokens_N)
         if last_M is not None:
             _check_indices("rows", last_M, tokens_N.numel())
-        model, rows, dtype = self._model, tokens_N.numel(), self._dtype
+        model = self._model
+        dtype = self._dtype
+        rows = tokens_N.numel()
         outputs = rows if last_M is None else last_M.numel()
         for layer, keys, values in zip(self._layers, cache.keys, cache.values):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
@@ -212,6 +205,12 @@ class NativeDecode:
         model.tiles = self.use_tiles
         self._kernels.decode(ctypes.byref(model), ctypes.byref(step))
         return tensors["logits"]
+
+
+def _last_write(parameter: Tensor) -> tuple[int, int]:
+    """(address, how often it was written to): another one where the weights may be others."""
+    # Inference tensors count no writes: there `stale` alone tells.
+    return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
 
 
 def _check_indices(what: str, given: Tensor, end: int, like: Tensor | None = None) -> None:

@@ -1,10 +1,11 @@
 """Continuous batching over KV-cache slots.
 
-    submit -> waiting --admit--> prefill, first token -> rows --decode--> ... --retire--> pop_finished
+    submit -> waiting --schedule--> rows: prefill, decode, ... --retire--> pop_finished
 
     engine = Engine.from_hf(DIR)
-    engine.submit(ticket=7, prompt_ids=[1, 7, 14], params=SamplingParams(max_new_tokens=64,
-    stop_token_ids=(2,), n=8)) while engine.num_live or engine.num_waiting:
+    params = SamplingParams(max_new_tokens=64, stop_token_ids=(2,), n=8)
+    engine.submit(ticket=7, prompt_ids=[1, 7, 14], params=params)
+    while engine.num_live or engine.num_waiting:
         engine.step(chunk=16)                     # between two steps: new weights, new work, aborts
         finished += engine.pop_finished()
 
@@ -15,12 +16,18 @@ rounding of its logits.
 The cache holds at most cache_tokens places (and one row more for a long prompt and for `score`): a
 sample starts when as many rows as then run, each as long as the longest may become, fit. Until then
 it waits.
+
+LIMITS. K/V are not paged: each row has max_len places on a GPU, and on a CPU as many as the longest
+row that runs. Nothing of a prompt is kept once its samples have started: there is no prefix cache,
+and equal prompts of two tickets are computed twice. One long prompt at a time is prefilled in
+pieces; a second waits for it. There is no speculative decoding and no stop string: stop tokens end
+a sample.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,8 +35,16 @@ from torch import Tensor
 
 from llamarl.inference.cache import SlotCache
 from llamarl.inference.graph import DecodeGraphs
-from llamarl.inference.rows import Partial, Request, Rows, check_vocabulary
-from llamarl.inference.runner import Job, ModelRunner, batches
+from llamarl.inference.requests import (
+    Admission,
+    Partial,
+    Recorded,
+    Request,
+    Sample,
+    check_vocabulary,
+)
+from llamarl.inference.rows import Rows
+from llamarl.inference.runner import ModelRunner, batches
 from llamarl.inference.sampler import SamplingParams, process
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import load_weights
@@ -37,21 +52,26 @@ from llamarl.native.allocator import keep_freed_memory
 from llamarl.types import Completion, FinishReason
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_CHUNK = 32  # of `generate`
-# Ended rows are taken out, and new ones admitted, once about as many operations were done for them
-# in vain as that is worth.
-_WASTE = 2e8
+# On a CPU ended rows are taken out, and new ones admitted, in the middle of a step once so many
+# operations were done for them in vain: about what that costs.
+_WORTH_FLOPS = 2e8
 
 
 class Engine:
     """Samples completions from a decoder whose parameters others may exchange between steps.
 
-    decoder: on `device` (moved there if it is not), in `dtype` (None: as it is).  max_slots: rows decoded at once.
-    max_len: most tokens of prompt and completion together.  cache_tokens: places of the K/V cache (None: max_slots x max_len).
+    decoder: on `device` (moved there if it is not), in `dtype` (None: as it is).
+    max_slots: rows decoded at once.
+    max_len: most tokens of prompt and completion together.
+    cache_tokens: places of the K/V cache (None: max_slots x max_len).
     prefill_chunk: a longer prompt is prefilled in pieces of so many tokens, one a step, so that
-    decoding goes on. cuda_graphs: on a GPU, replay a token's kernels as one graph. reproducible:
-    take the same kernels in every run; else those that this machine's clock shows to be clearly
-    faster.
+    decoding goes on.
+    cuda_graphs: on a GPU, replay a token's kernels as one graph.
+    reproducible: take the same kernels in every run; else those that this machine's clock shows to
+    be clearly faster.
+
+    It is a GenerationEngine, a ResumableEngine and a QuantizedEngine (llamarl.inference.protocol),
+    where the calls that all engines share are described in full.
     """
 
     def __init__(
@@ -75,30 +95,35 @@ class Engine:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.decoder = decoder.to(device=self.device, dtype=dtype)
-        self.max_slots, self.max_len = max_slots, max_len
+        self.max_slots = max_slots
+        self.max_len = max_len
         self.policy_version = 0
         self.dtype = decoder.tok_embeddings.weight.dtype
         budget = max_slots * max_len if cache_tokens is None else cache_tokens
         if budget < max_len or prefill_chunk < 1:
             raise ValueError(
-                f"cache_tokens={cache_tokens}, prefill_chunk={prefill_chunk}: need at least max_len={max_len} places and 1 token"
+                f"cache_tokens={cache_tokens}, prefill_chunk={prefill_chunk}: "
+                f"need at least max_len={max_len} places and 1 token"
             )
         self._cache = SlotCache(decoder, max_slots, max_len, budget)
         self._prefill_chunk = prefill_chunk
         self._rows = Rows.empty(max_slots, max_len, self.device)
-        self._running: list[tuple[Request, int]] = []  # row -> its request and sample index
+        self._running: list[Sample] = []  # row -> its sample
         self._waiting: deque[Request] = deque()
         self._finished: list[tuple[int, Completion]] = []
         self._retired_tokens = 0
         self._staging: int | None = None  # the slot of the prompt that is prefilled in pieces
-        self._recompute_due = self._restage_due = False
+        self._recompute_due = False
+        self._restage_due = False
         self._version = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._runner = ModelRunner(
             self.decoder, self._cache, rows=max_slots, reproducible=reproducible
         )
-        self._flops = (
-            2 * decoder.config.num_parameters
-        )  # of a row's token; the same on every tensor-parallel rank
+        # Of a row's token; the same on every tensor-parallel rank.
+        self._flops_per_token = 2 * decoder.config.num_parameters
+        self._wasted_flops = 0.0  # since ended rows were last taken out
+        # Places that the next token of any row attends to, at most; 0: to be looked up.
+        self._reach = 0
         self._graphs = None
         if cuda_graphs and self.device.type == "cuda" and decoder.tensor_parallel is None:
             self._graphs = DecodeGraphs(
@@ -123,25 +148,28 @@ class Engine:
 
         Errors: read_config's, load_weights'.
         """
-        if isinstance(dtype, str) and dtype not in _DTYPES:
-            raise ValueError(f"dtype={dtype!r}: need one of {', '.join(_DTYPES)}")
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if isinstance(dtype, str):
+            if dtype not in _DTYPES:
+                raise ValueError(f"dtype={dtype!r}: need one of {', '.join(_DTYPES)}")
+            dtype = getattr(torch, dtype)
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         decoder = load_weights(build_decoder(read_config(path), dtype=dtype), path, device=device)
         return cls(decoder, max_slots=max_slots, max_len=max_len, device=device, **options)
 
     @property
     def num_live(self) -> int:
-        """Samples that hold a slot."""
+        """How many samples hold a slot."""
         return len(self._running)
 
     @property
     def free_slots(self) -> int:
+        """How many more samples could be live."""
         return self.max_slots - len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Samples that were submitted and hold no slot yet."""
+        """How many samples were submitted and hold no slot yet."""
         return sum(request.num_waiting for request in self._waiting)
 
     def submit(
@@ -158,20 +186,14 @@ class Engine:
         ValueError for an empty prompt, one that does not fit max_len with max_new_tokens, or ids
         outside the vocabulary.
         """
-        self._waiting.append(self._request(stream, ticket, prompt_ids, params))
+        self._waiting.append(self._checked(Request.of_prompt(stream, ticket, prompt_ids, params)))
 
     def submit_partial(self, partial: Partial) -> None:
         """Queue what remains of a sample: under the same weights it goes on token for token.
 
         ValueError as in submit, and for tokens without a logprob and a version each.
         """
-        prompt = partial.prompt_ids.cpu()
-        index = partial.sample_index
-        request = Request(
-            partial.stream, partial.ticket, prompt, partial.params, index + 1, index, partial
-        )
-        request.check(self.decoder.config.vocab_size, self.max_len)
-        self._waiting.append(request)
+        self._waiting.append(self._checked(Request.of_partial(partial)))
 
     # Not in inference mode: what it hands out takes part in training.
     @torch.inference_mode(False)
@@ -180,12 +202,15 @@ class Engine:
         """Every sample that has not ended, as it is between two steps. The engine keeps them:
         abort() lets go.
         """
-        recorded = self._rows.recorded(list(range(self.num_live))) if self._running else []
-        samples = [(request, index, had) for (request, index), had in zip(self._running, recorded)]
-        samples += [(r, i, r.recorded) for r in self._waiting for i in range(r.num_started, r.end)]
-        return [
-            Partial(r.stream, r.ticket, i, r.prompt_ids, *had, r.params) for r, i, had in samples
-        ]
+        partials = []
+        if self._running:
+            recorded = self._rows.recorded(list(range(self.num_live)))
+            for sample, had in zip(self._running, recorded):
+                partials.append(sample.partial(had))
+        for request in self._waiting:
+            for index in range(request.num_started, request.end):
+                partials.append(Sample(request, index).partial(request.recorded))
+        return partials
 
     @torch.inference_mode()
     def step(self, chunk: int) -> int:
@@ -197,38 +222,22 @@ class Engine:
         if chunk < 1:
             raise ValueError(f"chunk={chunk}: need at least 1 token")
         before = self._num_sampled()
-        self._runner.refresh()
-        if self._recompute_due:
-            self._recompute()
-        if self._restage_due:
-            self._restage()
-        first, jobs = self._admit()
-        if first:
-            self._demands = self._rows.demands(first)
+        self._take_in_weights()
+        if self._running:
+            self._demands = self._rows.demands(self.num_live)
+        admitted = self._schedule()
         self._check_graphs()
-        waste, longest = 0.0, 0  # longest 0: to be looked up
-        for turn in range(chunk if self._running else 0):
-            # Counting the ended rows waits for the device: between tokens that is free on a CPU
-            # alone.
-            between = turn and self.device.type == "cpu"
-            ended = self.num_live - int(self._rows.live[: self.num_live].sum()) if between else 0
-            waste += ended * self._flops
-            if waste >= _WASTE or ended == self.num_live:
+        for turn in range(chunk):
+            if turn and self._is_retiring_worth_it():
                 self._retire()
-                first, jobs = self._admit(pieces=False)
-                waste, longest = 0.0, 0
-                if not self._running:
-                    break
-            if jobs:
-                self._start(first, jobs)
-                jobs, longest = [], 0
+                admitted = self._schedule(pieces=False)
+            if not self._running:
+                break
+            if admitted:
+                self._start(admitted)
+                admitted = []
             else:
-                longest = (
-                    min(longest + 1, self._cache.capacity)
-                    if longest
-                    else self._longest(self.num_live)
-                )
-                self._advance(self.num_live, longest)
+                self._advance(self.num_live)
         self._retire()
         return self._num_sampled() - before
 
@@ -240,8 +249,8 @@ class Engine:
         return finished
 
     def weights_changed(self, version: int, *, recompute_kv: bool = False) -> None:
-        """The decoder's parameters are now those of `version`: tokens sampled from here on carry
-        it.
+        """Take it that the decoder's parameters are now those of `version`: tokens sampled from
+        here on carry it.
 
         Cached K/V stay those of the weights that computed them, unless recompute_kv: then the next
         step computes them anew. A prompt that is cached in part has no completion yet: it goes on
@@ -253,18 +262,6 @@ class Engine:
         self._recompute_due |= recompute_kv
         self._restage_due = self._staging is not None
 
-    def load_weights(
-        self, source: str | Path | Mapping[str, Tensor], version: int, *, recompute_kv: bool = False
-    ) -> None:
-        """Take a directory's weights, or whole tensors by their Hugging Face names (all of them),
-        as those of `version`.
-
-        ValueError naming what is absent, unknown or of another shape; nothing is loaded by halves
-        then.
-        """
-        load_weights(self.decoder, source)
-        self.weights_changed(version, recompute_kv=recompute_kv)
-
     def abort(self, ticket: int | None = None, *, stream: int | None = None) -> int:
         """End every unfinished sample of a ticket and a stream (None: of all), with the tokens it
         has. Returns how many.
@@ -273,40 +270,20 @@ class Engine:
         whole.
         """
 
-        def meant(request: Request) -> bool:
-            return ticket in (None, request.ticket) and stream in (None, request.stream)
-
-        rows = [row for row, (request, _) in enumerate(self._running) if meant(request)]
+        rows = [
+            row for row, sample in enumerate(self._running) if sample.request.is_of(ticket, stream)
+        ]
         if rows:
             self._rows.live[torch.tensor(rows, device=self.device)] = False
             self._retire(aborted=True)
-        stopped = [request for request in self._waiting if meant(request)]
-        if any(request.num_cached for request in stopped):
-            self._staging = None
-        self._waiting = deque(request for request in self._waiting if not meant(request))
+        stopped = [request for request in self._waiting if request.is_of(ticket, stream)]
+        self._waiting = deque(r for r in self._waiting if not r.is_of(ticket, stream))
         for request in stopped:
+            if request.num_cached:
+                self._staging = None
             for index in range(request.num_started, request.end):
-                self._finish(request, index, *request.recorded, "aborted")
+                self._finish(Sample(request, index), request.recorded, "aborted")
         return len(rows) + sum(request.num_waiting for request in stopped)
-
-    def generate(
-        self, prompts: Sequence[Tensor | Sequence[int]], params: SamplingParams
-    ) -> list[list[Completion]]:
-        """params.n completions of each prompt, in order (prompt i is ticket i). RuntimeError if
-        other work is under way.
-        """
-        if self._running or self._waiting or self._finished:
-            raise RuntimeError(
-                "generate needs the engine to itself: finish, pop or abort what was submitted before"
-            )
-        for ticket, prompt in enumerate(prompts):
-            self.submit(ticket, prompt, params)
-        while self._running or self._waiting:
-            self.step(_CHUNK)
-        found = sorted(
-            (c for _, c in self.pop_finished()), key=lambda c: (c.ticket, c.sample_index)
-        )
-        return [found[i : i + params.n] for i in range(0, len(found), params.n)]
 
     def score(
         self,
@@ -322,11 +299,15 @@ class Engine:
         tokens = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
         return self.score_all(prompt_ids, tokens, temperature).gather(1, tokens[:, None]).squeeze(1)
 
-    def cache_tensors(self) -> list[Tensor]:
-        """What the cache holds now: may leave the device between steps, and must be back before the
-        next.
-        """
-        return [*self._cache.keys, *self._cache.values]
+    def offloadable(self) -> list[Tensor]:
+        """What may leave the device between two steps, and must be back before the next."""
+        if self.device.type != "cuda":
+            # The parameters are views of the weights' buffers there, which other threads write.
+            return self._cache.tensors()
+        return [*self.decoder.parameters(), *self._cache.tensors()]
+
+    def close(self) -> None:
+        """Nothing is held that does not go with the engine."""
 
     @torch.inference_mode()
     def score_all(
@@ -342,49 +323,64 @@ class Engine:
         tokens = torch.as_tensor(token_ids, dtype=torch.int64)
         check_vocabulary("token ids to score", tokens, self.decoder.config.vocab_size)
         tokens = tokens.to(self.device)
-        params = SamplingParams(max_new_tokens=max(1, tokens.numel()), temperature=temperature)
-        request = self._request(0, 0, prompt_ids, params)
+        count = tokens.numel()
+        params = SamplingParams(max_new_tokens=max(1, count), temperature=temperature)
+        request = self._checked(Request.of_prompt(0, 0, prompt_ids, params))
         self._runner.refresh()
-        slot = max(self.num_live, -1 if self._staging is None else self._staging) + (
-            self._staging is not None
-        )
-        slot = slot if self.device.type == "cpu" else self._cache.rows - 2
+        slot = self._spare_slot()
         self._reserve(slot + 1, request.max_tokens)
-        logits = [self._runner.prefill(slot, [(request, 0, 1)])]
-        for i in range(tokens.numel() - 1):
-            position = request.prompt_ids.numel() + i
-            at = torch.tensor([position], device=self.device)
-            logits.append(self._runner.decode(slot, tokens[i : i + 1], at, position + 1))
-        processed = process(
-            torch.cat(logits), temperature_N=torch.tensor([temperature], device=self.device)
-        )
-        return processed.log_softmax(1)[: tokens.numel()]
+        logits = [self._runner.prefill(slot, [Admission(request, 0, 1)])]
+        places = torch.arange(count, device=self.device) + request.prompt_ids.numel()
+        for i in range(count - 1):
+            longest = request.prompt_ids.numel() + i + 1
+            one = slice(i, i + 1)
+            logits.append(self._runner.decode(slot, tokens[one], places[one], longest))
+        temperature_N = torch.tensor([temperature], device=self.device)
+        return process(torch.cat(logits), temperature_N=temperature_N).log_softmax(1)[:count]
 
-    def _request(
-        self, stream: int, ticket: int, prompt_ids: Tensor | Sequence[int], params: SamplingParams
-    ) -> Request:
-        request = Request(
-            stream,
-            ticket,
-            torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu"),
-            params,
-            params.n,
-        )
+    def _spare_slot(self) -> int:
+        """A slot that neither a row nor the prompt in pieces has."""
+        if self.device.type != "cpu":
+            return self._cache.rows - 2
+        if self._staging is None:
+            return self.num_live
+        return max(self.num_live, self._staging) + 1
+
+    def _checked(self, request: Request) -> Request:
         request.check(self.decoder.config.vocab_size, self.max_len)
         return request
 
-    def _admit(self, *, pieces: bool = True) -> tuple[int, list[Job]]:
-        """Give free slots to waiting samples, in order. Returns the first new row, and the jobs of
-        the new rows.
+    def _take_in_weights(self) -> None:
+        """What the cache holds and how the passes compute follow weights that have changed."""
+        self._runner.refresh()
+        if self._recompute_due:
+            self._recompute()
+        if self._restage_due:
+            self._restage()
+
+    def _is_retiring_worth_it(self) -> bool:
+        """Whether enough was computed in vain, with this turn, for rows that have ended.
+
+        A GPU always goes on: counting the ended rows waits for the device, which is free on a CPU
+        alone.
+        """
+        if self.device.type != "cpu":
+            return False
+        num_ended = self.num_live - int(self._rows.live[: self.num_live].sum())
+        self._wasted_flops += num_ended * self._flops_per_token
+        return num_ended == self.num_live or self._wasted_flops >= _WORTH_FLOPS
+
+    def _schedule(self, *, pieces: bool = True) -> list[Admission]:
+        """Give free slots to waiting samples, in order: they become the last rows.
 
         pieces: also go on with a prompt that is prefilled in pieces.
         """
-        first, jobs = self.num_live, []
-        longest = (
-            max((request.max_tokens for request, _ in self._running), default=0)
-            if self._waiting
-            else 0
-        )
+        self._wasted_flops = 0.0
+        self._reach = 0
+        admitted: list[Admission] = []
+        if not self._waiting:
+            return admitted
+        longest = max((sample.request.max_tokens for sample in self._running), default=0)
         while self._waiting:
             request = self._waiting[0]
             longest = max(longest, request.max_tokens)
@@ -392,72 +388,78 @@ class Engine:
             if room < 1 or not self._one_piece_left(request, pieces):
                 break
             begin = request.num_started
-            end = request.num_started = min(request.end, begin + room)
-            jobs.append((request, begin, end))
-            self._running.extend((request, index) for index in range(begin, end))
+            end = min(request.end, begin + room)
+            request.num_started = end
+            admitted.append(Admission(request, begin, end))
+            self._running.extend(Sample(request, index) for index in range(begin, end))
             if not request.num_waiting:
                 self._waiting.popleft()
-        if jobs:
-            self._retired_tokens -= sum(
-                r.partial.token_ids.numel() for r, _, _ in jobs if r.partial
-            )
+        if admitted:
+            # Tokens that partial completions bring were not sampled here.
+            for admission in admitted:
+                self._retired_tokens -= admission.request.recorded.token_ids.numel()
             self._reserve(self.num_live, 0)
-        return first, jobs
+        return admitted
 
     def _one_piece_left(self, request: Request, pieces: bool) -> bool:
         """Whether a prompt's turn for its last (or only) piece has come; if not, prefill a piece,
         or all but it if nothing decodes.
         """
-        while (ids := request.ids).numel() - request.num_cached > self._prefill_chunk:
-            if not pieces or (
-                self._staging is not None and not request.num_cached
-            ):  # one prompt at a time
+        while request.ids.numel() - request.num_cached > self._prefill_chunk:
+            is_another_staged = self._staging is not None and not request.num_cached
+            if is_another_staged or not pieces:
                 return False
-            if self._staging is None:
-                self._staging = self.num_live if self.device.type == "cpu" else self._cache.rows - 1
-            self._reserve(self._staging + 1, request.max_tokens)
-            end = request.num_cached + self._prefill_chunk
-            self._runner.extend(self._staging, request.num_cached, ids[request.num_cached : end])
-            request.num_cached = end
+            self._stage_piece(request)
             if self._running:
                 return False
         return pieces or not request.num_cached
 
-    def _prefill_last(self, first: int, job: Job) -> Tensor:
+    def _stage_piece(self, request: Request) -> None:
+        """Prefill the next piece of a long prompt, in a slot behind the rows."""
+        if self._staging is None:
+            self._staging = self.num_live if self.device.type == "cpu" else self._cache.rows - 1
+        self._reserve(self._staging + 1, request.max_tokens)
+        begin = request.num_cached
+        end = begin + self._prefill_chunk
+        self._runner.extend(self._staging, begin, request.ids[begin:end])
+        request.num_cached = end
+
+    def _prefill_last(self, first: int, admission: Admission) -> Tensor:
         """The last piece of a long prompt, whose K/V go from the staging slot to rows first.. of
         its samples. Logits [R, V].
         """
-        (request, begin, end), slot = job, self._staging
+        request = admission.request
+        slot = self._staging
         logits_1V = self._runner.extend(slot, request.num_cached, request.ids[request.num_cached :])
-        targets = torch.arange(first, first + end - begin, device=self.device)
+        targets = torch.arange(first, first + admission.num_samples, device=self.device)
         self._cache.copy(torch.full_like(targets, slot), targets, request.ids.numel())
-        request.num_cached, self._staging = 0, None
-        return logits_1V.expand(end - begin, -1)
+        request.num_cached = 0
+        self._staging = None
+        return logits_1V.expand(admission.num_samples, -1)
 
     def _reserve(self, rows: int, length: int) -> None:
         """Room in the cache for as many rows, none of which loses anything."""
-        staged = (r for r in self._waiting if r.num_cached)
-        longest = max(
-            [length, *(r.max_tokens for r, _ in self._running), *(r.max_tokens for r in staged)]
-        )
-        self._cache.reserve(
-            max(rows, self.num_live, 0 if self._staging is None else self._staging + 1), longest
-        )
+        held = [sample.request for sample in self._running]
+        held += [request for request in self._waiting if request.num_cached]
+        longest = max([length, *(request.max_tokens for request in held)])
+        staged = 0 if self._staging is None else self._staging + 1
+        self._cache.reserve(max(rows, self.num_live, staged), longest)
 
     def _recompute(self) -> None:
         """The cache under the new weights: what the rows have read, and a long prompt's pieces from
         the first on.
         """
-        tokens, counts = self._rows.tokens.cpu(), self._rows.count[: self.num_live].tolist()
-        read = [
-            torch.cat([r.prompt_ids, tokens[i, : counts[i] - 1]])
-            for i, (r, _) in enumerate(self._running)
-        ]
+        tokens = self._rows.tokens.cpu()
+        counts = self._rows.count[: self.num_live].tolist()
+        read = []
+        for row, sample in enumerate(self._running):
+            read.append(torch.cat([sample.request.prompt_ids, tokens[row, : counts[row] - 1]]))
         self._runner.recompute(read)
         for request in self._waiting:
             request.num_cached = 0
         self._staging = None
-        self._recompute_due = self._restage_due = False
+        self._recompute_due = False
+        self._restage_due = False
 
     def _restage(self) -> None:
         """The cached pieces of a long prompt under the new weights, at once: it is not set back."""
@@ -467,107 +469,106 @@ class Engine:
                 self._runner.extend(self._staging, begin, request.ids[begin:end])
         self._restage_due = False
 
-    def _start(self, first: int, jobs: list[Job]) -> None:
-        """A token for every row: those before `first` decode, the new ones are prefilled; natively
-        both in one pass.
+    def _start(self, admitted: list[Admission]) -> None:
+        """A token for every row: those that ran decode, the new ones, which are the last, are
+        prefilled; natively both in one pass.
         """
+        first = self.num_live - sum(admission.num_samples for admission in admitted)
+        # Of those that start together only the first can have been prefilled in pieces.
+        is_staged = admitted[0].request.num_cached > 0
         done = 0  # rows that have their token
-        if first and (not self._runner.native or jobs[0][0].num_cached):
-            self._advance(first, self._longest(first))
+        if first and (is_staged or not self._runner.native):
+            self._advance(first)
             done = first
-        self._rows.start(first, jobs)
+        self._rows.start(first, admitted)
         self._demands = self._rows.demands(self.num_live)
         self._check_graphs()
-        while jobs:
-            size = (
-                1
-                if jobs[0][0].num_cached
-                else next(batches([request.ids.numel() for request, _, _ in jobs]))
-            )
-            batch, jobs = jobs[:size], jobs[size:]
-            if batch[0][0].num_cached:
-                logits_RV = self._prefill_last(first, batch[0])
+        if is_staged:
+            done = self._append(done, self._prefill_last(first, admitted[0]))
+            admitted = admitted[1:]
+        for size in batches([admission.request.ids.numel() for admission in admitted]):
+            batch, admitted = admitted[:size], admitted[size:]
+            if done < first:
+                token, position = self._rows.token[:first], self._rows.position[:first]
+                logits_RV = self._runner.prefill(first, batch, token, position)
             else:
-                along = (
-                    (self._rows.token[:first], self._rows.position[:first]) if done < first else ()
-                )
-                logits_RV = self._runner.prefill(first, batch, *along)
-            rows = slice(done, done + logits_RV.shape[0])
-            self._rows.append(rows, logits_RV, self._version, self._demands)
-            first = done = rows.stop
+                logits_RV = self._runner.prefill(done, batch)
+            done = self._append(done, logits_RV)
+        self._reach = 0
+
+    def _append(self, first: int, logits_RV: Tensor) -> int:
+        """Sample a token for each of the rows from `first` on, and return the row behind them."""
+        rows = slice(first, first + logits_RV.shape[0])
+        self._rows.append(rows, logits_RV, self._version, self._demands)
+        return rows.stop
 
     def _check_graphs(self) -> None:
         if self._graphs:
             self._graphs.check(
-                [*self.decoder.parameters(), *self.cache_tensors(), *self._rows.tables()]
+                [*self.decoder.parameters(), *self._cache.tensors(), *self._rows.tables()]
             )
 
-    def _advance(self, num_rows: int, longest: int) -> None:
+    def _advance(self, num_rows: int) -> None:
         """A token for each of the first rows."""
-        if self._graphs:
-            self._graphs.run(num_rows, longest, self._demands)
+        if self._reach:
+            self._reach = min(self._reach + 1, self._cache.capacity)
         else:
-            self._decode_rows(num_rows, longest)
+            self._reach = self._longest(num_rows)
+        if self._graphs:
+            self._graphs.run(num_rows, self._reach, self._demands)
+        else:
+            self._decode_rows(num_rows, self._reach)
 
     def _decode_rows(self, num_rows: int, longest: int) -> None:
         """`_advance` without a graph: decoded, sampled and recorded in place."""
-        rows = slice(0, num_rows)
-        logits_RV = self._runner.decode(
-            0, self._rows.token[rows], self._rows.position[rows], longest
-        )
-        self._rows.append(rows, logits_RV, self._version, self._demands)
+        tokens = self._rows.token[:num_rows]
+        self._append(0, self._runner.decode(0, tokens, self._rows.position[:num_rows], longest))
 
     @torch.inference_mode()
     def _retire(self, aborted: bool = False) -> None:
         """Turn ended rows into completions, and move the last rows into the holes, so that rows
         stay dense.
         """
-        rows, num_rows = self._rows, self.num_live
-        live = rows.live[:num_rows].tolist()
+        num_rows = self.num_live
+        live = self._rows.live[:num_rows].tolist()
         num_live = sum(live)
         if num_live == num_rows:
             return
         self._emit([row for row in range(num_rows) if not live[row]], aborted)
-        if holes := [row for row in range(num_live) if not live[row]]:
-            movers = [row for row in range(num_live, num_rows) if live[row]]
-            source, target = (torch.tensor(x, device=self.device) for x in (movers, holes))
+        holes = [row for row in range(num_live) if not live[row]]
+        movers = [row for row in range(num_live, num_rows) if live[row]]
+        if holes:
+            source = torch.tensor(movers, device=self.device)
+            target = torch.tensor(holes, device=self.device)
             self._cache.copy(source, target, self._longest(num_rows))
-            rows.move(source, target)
+            self._rows.move(source, target)
             for mover, hole in zip(movers, holes):
                 self._running[hole] = self._running[mover]
         del self._running[num_live:]
-        rows.live[num_live:] = False
+        self._rows.live[num_live:] = False
 
     # Not in inference mode: a completion's tensors take part in training.
     @torch.inference_mode(False)
     @torch.no_grad()
     def _emit(self, ended: list[int], aborted: bool) -> None:
         recorded = self._rows.recorded(ended)
-        if not torch.cat([logprobs for _, logprobs, _ in recorded]).isfinite().all():
+        if not torch.cat([had.generator_logprobs for had in recorded]).isfinite().all():
             raise RuntimeError(
                 f"logits are not finite under policy version {self.policy_version}: "
                 f"its weights hold NaN or infinity, or overflow {self.dtype}"
             )
-        for row, (token_ids, logprobs, versions) in zip(ended, recorded):
-            request, sample_index = self._running[row]
-            stopped = int(token_ids[-1]) in request.params.stop_token_ids
-            reason = "aborted" if aborted else "stop" if stopped else "length"
-            self._finish(request, sample_index, token_ids, logprobs, versions, reason)
-            self._retired_tokens += token_ids.numel()
+        for row, had in zip(ended, recorded):
+            sample = self._running[row]
+            reason: FinishReason = "length"
+            if aborted:
+                reason = "aborted"
+            elif int(had.token_ids[-1]) in sample.request.params.stop_token_ids:
+                reason = "stop"
+            self._finish(sample, had, reason)
+            self._retired_tokens += had.token_ids.numel()
 
-    def _finish(
-        self,
-        request: Request,
-        index: int,
-        tokens: Tensor,
-        logprobs: Tensor,
-        versions: Tensor,
-        reason: FinishReason,
-    ):
-        completion = Completion(
-            request.ticket, index, request.prompt_ids, tokens, logprobs, versions, reason
-        )
-        self._finished.append((request.stream, completion))
+    def _finish(self, sample: Sample, had: Recorded, reason: FinishReason) -> None:
+        self._finished.append((sample.request.stream, sample.completion(had, reason)))
 
     def _longest(self, num_rows: int) -> int:
         """Places that the next token of any of the first rows attends to."""

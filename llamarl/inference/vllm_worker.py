@@ -1,8 +1,9 @@
 """The process in which vLLM runs for llamarl.inference.vllm_engine. Started by its path; the only
 file that imports vllm.
 
-    stdin    one JSON object a line          {"do": "step", "chunk": 8, "start": [...], "abort": [...]}
-    stdout   one line in answer to each      {"samples": [["3", [504, 7042], [-0.27, -1.06], null]]} or {"error": "..."}
+    stdin    one JSON object a line       {"do": "step", "chunk": 8, "start": [...], "abort": [...]}
+    stdout   one line in answer to each   {"samples": [["3", [504, 7042], [-0.27, -1.06], null]]}
+                                          or {"error": "..."}
 
 vLLM takes a process over: the default process group, the threads, functions of torch. So it has one
 of its own, and what it prints goes to stderr. Weights lie in shared memory under their Hugging Face

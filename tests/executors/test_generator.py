@@ -18,6 +18,7 @@ from llamarl.ddma.receiver import Staged
 from llamarl.errors import ParityError
 from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams
+from llamarl.inference.build import NativeSettings, VLLMSettings
 from llamarl.inference.evaluation import eval_completion
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import SafetensorsDir
@@ -140,20 +141,27 @@ def generator(
     chunk=2,
     group=ONE,
     control=None,
+    cache_tokens=None,
+    prefill_chunk=512,
     **options,
 ):
     least = new_tokens if least is None else least
     params = SamplingParams(
         new_tokens, min_new_tokens=least, temperature=temperature, n=GROUP, stop_token_ids=(2,)
     )
-    made = Generator(
+    engine = NativeSettings(
         model_path=str(tiny_directory()),
         model_dtype="float32",
+        max_slots=8,
+        max_len=32,
+        cache_tokens=cache_tokens,
+        prefill_chunk=prefill_chunk,
+    )
+    made = Generator(
+        engine=engine,
         prompts=[PROMPT] * 100,
         eval_prompts=[PROMPT] * EVALS,
         sampling=params,
-        max_slots=8,
-        max_len=32,
         chunk_tokens=chunk,
         in_flight_updates=in_flight,
         parity_tolerance=TOLERANCE,
@@ -326,9 +334,23 @@ def test_options_of_the_config_reach_the_generator():
         "eval.num_samples=3",
     ]
     made, plain = (build_generator(compose_config(words), job) for words in (own, []))
-    options = "cache_tokens", "prefill_chunk", "recompute_kv", "eval_samples", "in_flight_updates"
-    assert [getattr(made, name) for name in options] == [640, 7, True, 3, True]
-    assert [getattr(plain, name) for name in options] == [None, 512, False, 0, True]
+    options = "recompute_kv", "eval_samples", "in_flight_updates"
+    assert [getattr(made, name) for name in options] == [True, 3, True]
+    assert [getattr(plain, name) for name in options] == [False, 0, True]
+    options = "cache_tokens", "prefill_chunk"
+    assert [getattr(made.engine_settings, name) for name in options] == [640, 7]
+    assert [getattr(plain.engine_settings, name) for name in options] == [None, 512]
+    assert made.max_quantization_kl is None, "what is not quantised is compared as it is"
+
+
+def test_the_config_names_the_engine(monkeypatch):
+    monkeypatch.setattr("llamarl.inference.vllm_engine.vllm_problem", lambda: None)
+    job = SimpleNamespace(model_path="m", prompts=None, eval_prompts=[], stop_token_ids=(2,))
+    native = build_generator(compose_config(["generator.quantize=int8"]), job)
+    assert isinstance(native.engine_settings, NativeSettings)
+    assert (native.engine_settings.quantize, native.max_quantization_kl) == ("int8", 0.5)
+    vllm = build_generator(compose_config(["generator=vllm"]), job)
+    assert isinstance(vllm.engine_settings, VLLMSettings) and type(vllm) is Generator
 
 
 def test_held_out_prompts_are_also_sampled_under_the_pinned_version():
@@ -502,7 +524,6 @@ def test_ranks_that_share_a_model_save_once_and_go_on_together(replica):
 
 
 # -- completions that end where they are
-# -----------------------------------------------------------------------------------
 
 
 def finish_all(g):
@@ -592,7 +613,7 @@ def replica(monkeypatch):
     them in turn.
     """
     monkeypatch.setattr(
-        "executors.generator.TensorParallel", lambda *_: None
+        "llamarl.inference.build.TensorParallel", lambda *_: None
     )  # no collectives: each computes all
 
     def make(**options):

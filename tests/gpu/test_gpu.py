@@ -8,6 +8,7 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights
+from tests.engines import generate
 from tests.launching import SMALL, Job
 
 pytestmark = [
@@ -40,7 +41,7 @@ def test_the_engine_samples_on_the_gpu_what_the_module_scores():
     engine = Engine(decoder_on("cuda"), max_slots=32, max_len=32, device="cuda")
     params = SamplingParams(max_new_tokens=8, n=8, seed=3, stop_token_ids=(2,))
     prompts = [[1, 5, 6, 14, 7, 8, 18], [1, 9, 9, 14, 9, 9, 18]]
-    for prompt, group in zip(prompts, engine.generate(prompts, params)):
+    for prompt, group in zip(prompts, generate(engine, prompts, params)):
         for completion in group:
             ids = torch.cat([torch.tensor(prompt), completion.token_ids]).cuda()
             cu = torch.tensor([0, len(ids) - 1], device="cuda")

@@ -16,6 +16,7 @@ from llamarl.learning.update import PolicyUpdate, UpdateSettings
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_tokenizer, load_weights, named_parameters_hf
 from llamarl.types import Group, ScoredCompletion
+from tests.engines import load
 
 TINY = Path(llamarl.__file__).parent / "models" / "tiny"
 TOLERANCE = 1e-3  # trainer.parity_tolerance
@@ -72,8 +73,11 @@ def test_a_run_goes_on_when_completions_span_a_swap(recompute_kv):
     engine.step(1)
     fresh = update.run(first, 0, lambda: False).metrics
     assert fresh["parity/logprob_diff_max"] < TOLERANCE
-    engine.load_weights(
-        {name: p.detach() for name, p in named_parameters_hf(decoder)}, 1, recompute_kv=recompute_kv
+    load(
+        engine,
+        {name: p.detach() for name, p in named_parameters_hf(decoder)},
+        1,
+        recompute_kv=recompute_kv,
     )
     second = finished(engine)
     assert all(set(group.policy_versions.tolist()) == {0, 1} for group in second)

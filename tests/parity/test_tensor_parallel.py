@@ -23,6 +23,7 @@ from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.models.sharding import heads_of, parameter_shapes, tensor_parallel_box
 from llamarl.models.tp import TensorParallel
+from tests.engines import generate
 from tests.tolerances import assert_same_greedy, first_difference, margins_of, of_logprobs, rounding
 
 pytestmark = pytest.mark.machine
@@ -99,7 +100,7 @@ def completions_of(decoder, mode: str) -> dict[str, torch.Tensor]:
     params = SamplingParams(
         max_new_tokens=12, n=2, stop_token_ids=(2, 7, 9, 12, 21, 33), **MODES[mode]
     )
-    found = [c for group in engine.generate(PROMPTS, params) for c in group]
+    found = [c for group in generate(engine, PROMPTS, params) for c in group]
     lengths = torch.tensor([c.token_ids.numel() for c in found])
     probe = engine.score(PROMPTS[0], PROMPTS[3], 0.9)
     parts = {

@@ -1,6 +1,4 @@
-"""The fastest way by measured times, with a clock that the test turns; kept for the next
-process.
-"""
+"""The fastest way by measured times, with a clock that the test turns; kept for later processes."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ from llamarl.inference.runner import ModelRunner
 from llamarl.models.config import tiny_directory
 from llamarl.native import choice
 from llamarl.native.choice import CLEARLY_FASTER, fastest
+from tests.engines import generate
 
 
 @pytest.fixture(autouse=True)
@@ -105,9 +104,9 @@ def test_an_engine_takes_the_way_that_was_found_fastest(monkeypatch, way):
     monkeypatch.setattr("llamarl.inference.runner.fastest", chosen)
     engine, usual = the_engine(reproducible=False), the_engine()
     prompts, params = [[1, 7, 14], [1, 9]], SamplingParams(12, temperature=0.0)
-    completions = engine.generate(prompts, params)
+    completions = generate(engine, prompts, params)
     assert len(asked) == 1 and set(asked[0]) >= {"vectors", "module"} and engine._runner.way == way
-    for (ours,), (theirs,) in zip(completions, usual.generate(prompts, params)):
+    for (ours,), (theirs,) in zip(completions, generate(usual, prompts, params)):
         torch.testing.assert_close(
             ours.generator_logprobs, theirs.generator_logprobs, atol=1e-4, rtol=0
         )
@@ -115,4 +114,4 @@ def test_an_engine_takes_the_way_that_was_found_fastest(monkeypatch, way):
 
 def test_a_reproducible_engine_asks_no_clock(monkeypatch):
     monkeypatch.setattr(ModelRunner, "_fastest_way", lambda self: pytest.fail("asked a clock"))
-    the_engine().generate([[1, 7]], SamplingParams(2))
+    generate(the_engine(), [[1, 7]], SamplingParams(2))

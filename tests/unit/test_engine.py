@@ -16,6 +16,7 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.native import library
+from tests.engines import generate, load
 from tests.tolerances import assert_same_greedy, margins_of, of_logprobs
 
 pytestmark = pytest.mark.machine
@@ -80,9 +81,7 @@ def drain(engine, chunk=4):
 
 
 def full_forward_logits(decoder, completion):
-    """[L, V] that the completion's tokens were chosen from, by one forward over the
-    whole sequence.
-    """
+    """[L, V] that the completion's tokens were chosen from, by one forward over all of it."""
     ids = torch.cat([completion.prompt_ids, completion.token_ids])
     with torch.no_grad():
         logits = decoder(
@@ -121,9 +120,8 @@ def test_greedy_equals_transformers_generate(way, tmp_path):
     ).eval()
     model.save_pretrained(tmp_path)
     decoder = load_weights(build_decoder(read_config(tmp_path)), tmp_path)
-    ours = Engine(decoder, max_slots=3, max_len=64).generate(
-        PROMPTS, SamplingParams(40, temperature=0.0, stop_token_ids=(2,))
-    )
+    greedy = SamplingParams(40, temperature=0.0, stop_token_ids=(2,))
+    ours = generate(Engine(decoder, max_slots=3, max_len=64), PROMPTS, greedy)
     for prompt, (completion,) in zip(PROMPTS, ours):
         generated = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
         theirs, margins = (
@@ -142,7 +140,7 @@ def test_greedy_equals_transformers_generate(way, tmp_path):
 def test_generator_logprobs_equal_a_fresh_full_forward(way, temperature):
     e = engine(max_slots=5)
     params = SamplingParams(24, temperature=temperature, stop_token_ids=(2, 3), n=3)
-    completions = [c for group in e.generate(PROMPTS, params) for c in group]
+    completions = [c for group in generate(e, PROMPTS, params) for c in group]
     assert len({c.token_ids.numel() for c in completions}) > 3  # ragged, so that rows were moved
     for c in completions:
         expected = full_forward_logprobs(e.decoder, c, temperature)
@@ -151,7 +149,7 @@ def test_generator_logprobs_equal_a_fresh_full_forward(way, temperature):
 
 def test_score_is_the_logprobs_of_the_sampling_path():
     e = engine()
-    ((completion,),) = e.generate([PROMPTS[3]], SamplingParams(12, temperature=0.7))
+    ((completion,),) = generate(e, [PROMPTS[3]], SamplingParams(12, temperature=0.7))
     e.submit(9, [1, 2], SamplingParams(20))
     e.step(2)
     got = e.score(completion.prompt_ids, completion.token_ids, temperature=0.7)
@@ -209,7 +207,7 @@ def test_the_same_submissions_give_the_same_bits():
 
 def test_samples_of_one_prompt_follow_the_softmax():
     e = engine(max_slots=500)
-    (group,) = e.generate([PROMPTS[0]], SamplingParams(1, n=4000))
+    (group,) = generate(e, [PROMPTS[0]], SamplingParams(1, n=4000))
     with torch.no_grad():
         logits = e.decoder(
             torch.tensor(PROMPTS[0]), torch.arange(3), PackedAttention(torch.tensor([0, 3]))
@@ -271,7 +269,7 @@ def test_new_weights_stamp_later_tokens_and_keep_the_cache():
 def test_stop_tokens_end_a_completion_and_are_its_last_token():
     e = engine()
     params = SamplingParams(20, stop_token_ids=(2, 7, 11, 19), n=8)
-    completions = [c for group in e.generate(PROMPTS, params) for c in group]
+    completions = [c for group in generate(e, PROMPTS, params) for c in group]
     assert {c.finish_reason for c in completions} == {"stop", "length"}
     for c in completions:
         inside = torch.isin(c.token_ids, torch.tensor(params.stop_token_ids))
@@ -283,7 +281,7 @@ def test_stop_tokens_end_a_completion_and_are_its_last_token():
 def test_min_new_tokens_keeps_stop_tokens_out_of_the_distribution():
     e = engine(max_slots=64)
     params = SamplingParams(10, min_new_tokens=4, stop_token_ids=tuple(range(15)), n=50)
-    (completions,) = e.generate([PROMPTS[0]], params)
+    (completions,) = generate(e, [PROMPTS[0]], params)
     lengths = [c.token_ids.numel() for c in completions]
     assert min(lengths) == 5  # four without a stop token, then one
     for c in completions[:5]:
@@ -299,7 +297,7 @@ def test_min_new_tokens_keeps_stop_tokens_out_of_the_distribution():
 
 def test_greedy_and_sampling_rows_share_a_batch():
     e = engine(max_slots=8)
-    expected = engine(max_slots=1).generate([PROMPTS[0]], SamplingParams(9, temperature=0.0))[0][0]
+    expected = generate(engine(max_slots=1), [PROMPTS[0]], SamplingParams(9, temperature=0.0))[0][0]
     e.submit(0, PROMPTS[1], SamplingParams(9, n=4, top_p=0.5, temperature=1.3))
     e.submit(0, PROMPTS[0], SamplingParams(9, temperature=0.0, stop_token_ids=()), stream=1)
     greedy = drain(e)[1, 0, 0]
@@ -406,16 +404,16 @@ def test_aborted_samples_keep_their_tokens_and_the_rest_go_on():
 
 def test_prompts_beyond_one_prefill_are_prefilled_in_parts(monkeypatch):
     params = SamplingParams(4, n=2)
-    whole = engine(max_slots=10).generate(PROMPTS, params)
+    whole = generate(engine(max_slots=10), PROMPTS, params)
     monkeypatch.setattr("llamarl.inference.runner._PREFILL_TOKENS", 6)
-    parts = engine(max_slots=10).generate(PROMPTS, params)
+    parts = generate(engine(max_slots=10), PROMPTS, params)
     for group, expected in zip(parts, whole):
         assert [c.token_ids.tolist() for c in group] == [c.token_ids.tolist() for c in expected]
 
 
 def test_a_completion_can_be_trained_on():
     e = engine()
-    ((completion,),) = e.generate([PROMPTS[0]], SamplingParams(4))
+    ((completion,),) = generate(e, [PROMPTS[0]], SamplingParams(4))
     ids = torch.cat([completion.prompt_ids, completion.token_ids])
     logits = e.decoder(
         ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()]))
@@ -441,8 +439,6 @@ def test_what_does_not_fit_is_refused_at_submit():
         with pytest.raises(ValueError, match=problem):
             e.submit(1, prompt, params)
     assert e.num_waiting == 1
-    with pytest.raises(RuntimeError, match="to itself"):
-        e.generate([[1]], SamplingParams(1))
     with pytest.raises(ValueError, match="chunk=0"):
         e.step(0)
     for options, problem in (
@@ -472,7 +468,7 @@ def test_weights_that_are_not_finite_are_an_error_and_not_a_completion():
 
 def test_bfloat16_agrees_with_its_own_full_forward():
     e = Engine(random_decoder(), max_slots=4, max_len=MAX_LEN, dtype=torch.bfloat16)
-    (group,) = e.generate([PROMPTS[3]], SamplingParams(16, n=4))
+    (group,) = generate(e, [PROMPTS[3]], SamplingParams(16, n=4))
     for c in group:
         expected = full_forward_logprobs(e.decoder, c).float()
         assert (
@@ -502,7 +498,7 @@ def test_the_native_path_takes_any_heads_biases_and_both_dtypes(head_dim, heads,
             random_decoder(config=config, scale=0.15), max_slots=11, max_len=100, dtype=dtype
         )
         assert e._runner.native is not None
-        for c in e.generate([PROMPTS[3]], SamplingParams(80, n=11))[
+        for c in generate(e, [PROMPTS[3]], SamplingParams(80, n=11))[
             0
         ]:  # longer than what attention reads at once
             difference = (c.generator_logprobs - full_forward_logprobs(e.decoder, c).float()).abs()
@@ -513,11 +509,11 @@ def test_a_row_of_the_native_path_does_not_depend_on_the_others_or_on_threads():
     needs_kernels()
     e = engine(max_slots=70)
     prompts = [[1 + i % 30, 5, i % 7] for i in range(70)]
-    together = e.generate(prompts, SamplingParams(20))
+    together = generate(e, prompts, SamplingParams(20))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        again = e.generate(prompts, SamplingParams(20))
+        again = generate(e, prompts, SamplingParams(20))
     finally:
         torch.set_num_threads(threads)
     for (a,), (b,) in zip(together, again):
@@ -541,7 +537,7 @@ def test_the_native_path_in_bfloat16_is_as_near_float32_as_the_module_is():
     e = Engine(random_decoder(scale=0.2), max_slots=64, max_len=MAX_LEN, dtype=torch.bfloat16)
     exact.load_state_dict({name: p.float() for name, p in e.decoder.state_dict().items()})
     native, module = [], []
-    for c in e.generate([PROMPTS[3]], SamplingParams(24, n=64))[0]:
+    for c in generate(e, [PROMPTS[3]], SamplingParams(24, n=64))[0]:
         truth = full_forward_logprobs(exact, c)
         native.append((c.generator_logprobs - truth).abs())
         module.append((full_forward_logprobs(e.decoder, c).float() - truth).abs())
@@ -551,7 +547,7 @@ def test_the_native_path_in_bfloat16_is_as_near_float32_as_the_module_is():
 @pytest.mark.parametrize("how", ["data", "copy", "told"])
 def test_weights_are_native_anew_when_they_are_exchanged_or_written(how):
     e, new = engine(), random_decoder(1)
-    e.generate([PROMPTS[0]], SamplingParams(4))
+    generate(e, [PROMPTS[0]], SamplingParams(4))
     with torch.no_grad():
         for parameter, value in zip(e.decoder.parameters(), new.parameters()):
             if how == "data":
@@ -562,7 +558,7 @@ def test_weights_are_native_anew_when_they_are_exchanged_or_written(how):
                 parameter.data.numpy()[...] = value.data.numpy()  # torch does not see this write
     if how == "told":
         e.weights_changed(1)
-    assert_parity(e, e.generate([PROMPTS[0]], SamplingParams(9))[0])
+    assert_parity(e, generate(e, [PROMPTS[0]], SamplingParams(9))[0])
 
 
 def test_a_projection_that_is_no_plain_linear_is_left_to_the_module():
@@ -574,7 +570,7 @@ def test_a_projection_that_is_no_plain_linear_is_left_to_the_module():
     decoder.layers[1].mlp.w2.__class__ = Halved
     e = Engine(decoder, max_slots=2, max_len=MAX_LEN)
     assert e._runner.native is None
-    assert_parity(e, e.generate([PROMPTS[0]], SamplingParams(9))[0])
+    assert_parity(e, generate(e, [PROMPTS[0]], SamplingParams(9))[0])
 
 
 # --- Long prompts, the cache's budget ---
@@ -584,7 +580,7 @@ LONG = [(5 * i) % 29 + 1 for i in range(23)]
 
 def test_a_long_prompt_is_prefilled_in_pieces_between_which_rows_decode():
     params = SamplingParams(8, n=3)
-    expected = engine(max_slots=6).generate([LONG], params)[0]
+    expected = generate(engine(max_slots=6), [LONG], params)[0]
     e = Engine(random_decoder(), max_slots=6, max_len=MAX_LEN, prefill_chunk=7)
     e.submit(9, PROMPTS[1], SamplingParams(30, n=2))
     assert e.step(3) == 6
@@ -643,9 +639,7 @@ def test_the_cache_stays_within_its_budget_and_everybody_is_served(cache_tokens)
 
 
 def certain_decoder(token):
-    """Weights whose next token is `token`, when nothing computed by other weights is
-    attended to.
-    """
+    """Weights whose next token is `token`, if nothing computed by others is attended to."""
     decoder = random_decoder(7)
     with torch.no_grad():
         for layer in decoder.layers:
@@ -664,7 +658,7 @@ def test_recomputed_keys_and_values_are_those_of_the_new_weights():
     e.submit(0, PROMPTS[0], SamplingParams(20, n=2))
     e.submit(1, LONG, SamplingParams(9))
     e.step(4)
-    e.load_weights(dict(named_parameters_hf(new)), 2, recompute_kv=True)
+    load(e, dict(named_parameters_hf(new)), 2, recompute_kv=True)
     for c in drain(e).values():
         before = int((c.policy_versions == 0).sum())
         assert c.policy_versions.tolist() == [0] * before + [2] * (c.token_ids.numel() - before)
@@ -682,7 +676,7 @@ def test_a_completion_that_begins_under_new_weights_has_read_no_others():
     e.submit(1, LONG, SamplingParams(9))
     e.step(1), e.step(1)
     assert e.num_waiting == 1 and e._waiting[0].num_cached >= 5
-    e.load_weights(dict(named_parameters_hf(new)), 2)
+    load(e, dict(named_parameters_hf(new)), 2)
     completion = drain(e)[0, 1, 0]
     assert completion.policy_versions.tolist() == [2] * 9
     expected = full_forward_logprobs(new, completion)
@@ -694,7 +688,7 @@ def test_weights_that_make_the_next_token_certain_do_so_at_once(recompute_kv):
     e = engine()
     e.submit(0, PROMPTS[0], SamplingParams(12, n=3))
     e.step(4)
-    e.load_weights(dict(named_parameters_hf(certain_decoder(17))), 2, recompute_kv=recompute_kv)
+    load(e, dict(named_parameters_hf(certain_decoder(17))), 2, recompute_kv=recompute_kv)
     for c in drain(e).values():
         assert c.token_ids[c.policy_versions == 2].tolist() == [17] * 8
         assert c.policy_versions.tolist() == [0] * 4 + [2] * 8
@@ -711,7 +705,7 @@ def test_weights_that_do_not_fit_are_refused_whole(tmp_path):
     with pytest.raises(
         ValueError, match="(?s)extra: not in.*embed_tokens.weight: absent.*norm.weight: shape"
     ):
-        e.load_weights(state, 1)
+        load(e, state, 1)
     assert (
         all(torch.equal(a, b) for a, b in zip(before, e.decoder.parameters()))
         and e.policy_version == 0
@@ -807,7 +801,7 @@ def test_greedy_equals_transformers_on_a_real_model():
         torch.randint(100, 40_000, (16,), generator=generator).tolist() for _ in range(num_prompts)
     ]
     e = Engine.from_hf(path, dtype="float32", max_slots=num_prompts, max_len=16 + tokens)
-    ours = [c.token_ids for (c,) in e.generate(prompts, SamplingParams(tokens, temperature=0.0))]
+    ours = [c.token_ids for (c,) in generate(e, prompts, SamplingParams(tokens, temperature=0.0))]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     theirs = model.generate(
         torch.tensor(prompts),

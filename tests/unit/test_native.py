@@ -19,7 +19,7 @@ from llamarl import native
 from llamarl.ddma.copies import Copier, Parts
 from llamarl.inference.decode import NativeDecode
 from llamarl.inference.engine import Engine
-from llamarl.inference.rows import Partial, Request
+from llamarl.inference.requests import Admission, Partial, Request
 from llamarl.inference.sampler import SamplingParams, sample
 from llamarl.models.build import ModelConfig, build_decoder
 
@@ -98,9 +98,9 @@ def bad_calls() -> dict:
         "decode, slot": lambda: runner.decode(rows, one, one, 2),
         "decode, negative slot": lambda: runner.decode(-1, one, one, 2),
         "decode, place": lambda: runner.decode(0, one, torch.tensor([end]), end + 1),
-        "prefill, slot": lambda: runner.prefill(rows, [(request(1, 2), 0, 1)]),
-        "prefill, token": lambda: runner.prefill(0, [(request(1, VOCABULARY), 0, 1)]),
-        "prefill, length": lambda: runner.prefill(0, [(request(*[1] * (end + 1)), 0, 1)]),
+        "prefill, slot": lambda: runner.prefill(rows, [Admission(request(1, 2), 0, 1)]),
+        "prefill, token": lambda: runner.prefill(0, [Admission(request(1, VOCABULARY), 0, 1)]),
+        "prefill, length": lambda: runner.prefill(0, [Admission(request(*[1] * (end + 1)), 0, 1)]),
         "extend, slot": lambda: runner.extend(rows, 0, one),
         "extend, place": lambda: runner.extend(0, end, one),
         "extend, token": lambda: runner.extend(0, 0, torch.tensor([VOCABULARY])),

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load, save
 
 from llamarl.inference.partials import of_other_prompts, pack, unpack
-from llamarl.inference.rows import Partial
+from llamarl.inference.requests import Partial
 from llamarl.inference.sampler import SamplingParams
 from llamarl.types import Completion, Prompt
 
@@ -18,6 +18,15 @@ def of(cls, ticket, index, tokens, versions, last):
     versions = torch.tensor(versions, dtype=torch.int64)
     given = (ticket, index, PROMPT, tokens, -0.5 * tokens, versions)
     return Partial(0, *given, last) if cls is Partial else Completion(*given, last)
+
+
+def taken_out(state, newest):
+    return list(unpack(state, newest, stream=0, params=SamplingParams(9)))
+
+
+def reason_of(sample):
+    """None: it has not ended."""
+    return None if isinstance(sample, Partial) else sample.finish_reason
 
 
 def stored(state):
@@ -39,14 +48,17 @@ SAMPLES = [
 def test_what_is_taken_out_is_what_was_put_in():
     state = pack(SAMPLES)
     assert state["in_work"] == [7, 9]
-    found = list(unpack(stored(state), newest=5))
-    assert [(s.ticket, s.sample_index, s.finish_reason) for s in found] == [
+    found = taken_out(stored(state), newest=5)
+    assert [(s.ticket, s.sample_index, reason_of(s)) for s in found] == [
         (7, 0, None),
         (9, 1, None),
         (7, 1, "stop"),
         (9, 0, "length"),
     ]
     for sample, want in zip(found, SAMPLES):
+        assert type(sample) is type(want)
+        if isinstance(want, Partial):
+            assert (sample.stream, sample.params) == (want.stream, want.params)
         for field in ("prompt_ids", "token_ids", "generator_logprobs", "policy_versions"):
             assert torch.equal(getattr(sample, field), getattr(want, field)), field
 
@@ -59,11 +71,11 @@ def test_tickets_that_ask_another_prompt_now_are_told():
 
 
 def test_nothing_is_packed_as_nothing():
-    assert pack([]) == {"in_work": []} and list(unpack(pack([]), newest=0)) == []
+    assert pack([]) == {"in_work": []} and taken_out(pack([]), newest=0) == []
 
 
 def test_tokens_of_versions_that_the_checkpoint_does_not_have_are_cut_off_and_the_rest_goes_on():
-    found = list(unpack(stored(pack(SAMPLES)), newest=3))
+    found = taken_out(stored(pack(SAMPLES)), newest=3)
     assert [s.token_ids.tolist() for s in found] == [[9], [], [4, 2], []]
-    assert [s.finish_reason for s in found] == [None, None, "stop", None]
+    assert [reason_of(s) for s in found] == [None, None, "stop", None]
     assert [s.policy_versions.tolist() for s in found] == [[3], [], [3, 3], []]

@@ -19,7 +19,7 @@ from llamarl.comm.groups import World
 from llamarl.config.command_line import compose_config, load_config
 from llamarl.errors import CheckpointError, InUse, RunDirectoryError
 from llamarl.inference.partials import pack
-from llamarl.inference.rows import Partial
+from llamarl.inference.requests import Partial
 from llamarl.inference.sampler import SamplingParams
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory, open_run

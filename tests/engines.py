@@ -1,0 +1,68 @@
+"""Every engine there is, made small, for tests of what all of them have in common; and what tests
+have them do.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from llamarl.inference import Engine, vllm_engine
+from llamarl.inference.vllm_engine import VLLMEngine
+from llamarl.models.config import read_config, tiny_directory
+from llamarl.models.hf import SafetensorsDir, load_weights
+from llamarl.models.sharding import parameter_shapes
+
+STAND_IN = Path(__file__).with_name("vllm") / "stand_in_worker.py"
+SMOLLM2 = os.environ.get("LLAMARL_SMOLLM2", "")
+
+
+def native(log, monkeypatch, **sizes):
+    """Over the embedded model."""
+    return Engine.from_hf(tiny_directory(), dtype="float32", device="cpu", **sizes)
+
+
+def vllm_over_stand_in(log, monkeypatch, **sizes):
+    """Over a worker that counts instead of sampling; `log` is what it was told."""
+    monkeypatch.setattr(vllm_engine, "vllm_problem", lambda: None)
+    monkeypatch.setattr(vllm_engine, "WORKER", STAND_IN)
+    monkeypatch.setenv("FAKE_LOG", str(log))
+    parameters = [
+        ("model.embed_tokens.weight", nn.Parameter(torch.zeros(3, 5))),
+        ("model.norm.weight", nn.Parameter(torch.ones(4))),
+    ]
+    config = read_config(tiny_directory())
+    return VLLMEngine(
+        config, parameters, model_path="somewhere", gpu_memory_utilization=0.5, **sizes
+    )
+
+
+def vllm(log, monkeypatch, **sizes):
+    """vLLM itself, over SmolLM2."""
+    config = read_config(SMOLLM2)
+    source = SafetensorsDir(SMOLLM2)
+    parameters = []
+    for name in parameter_shapes(config):
+        weight = source.get(name).to(torch.bfloat16)
+        parameters.append((name, nn.Parameter(weight, requires_grad=False)))
+    return VLLMEngine(config, parameters, model_path=SMOLLM2, gpu_memory_utilization=0.25, **sizes)
+
+
+def generate(engine, prompts, params):
+    """params.n completions of each prompt, in order; prompt i is ticket i. The engine is idle."""
+    assert engine.num_live == engine.num_waiting == 0 and not engine.pop_finished()
+    for ticket, prompt in enumerate(prompts):
+        engine.submit(ticket, prompt, params)
+    while engine.num_live or engine.num_waiting:
+        engine.step(32)
+    found = {(c.ticket, c.sample_index): c for _, c in engine.pop_finished()}
+    return [[found[ticket, i] for i in range(params.n)] for ticket in range(len(prompts))]
+
+
+def load(engine, source, version, *, recompute_kv=False):
+    """A directory's weights, or tensors by their Hugging Face names, as those of `version`."""
+    load_weights(engine.decoder, source)
+    engine.weights_changed(version, recompute_kv=recompute_kv)

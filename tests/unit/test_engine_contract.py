@@ -1,0 +1,224 @@
+"""What llamarl/inference/protocol.py says of engines, held against each of them.
+
+An engine that is added gets a function in tests/engines.py and a line in ENGINES.
+"""
+
+import inspect
+
+import pytest
+import torch
+
+from llamarl.inference import Engine, SamplingParams
+from llamarl.inference.build import NativeSettings, VLLMSettings
+from llamarl.inference.protocol import (
+    EngineSettings,
+    GenerationEngine,
+    QuantizedEngine,
+    ResumableEngine,
+)
+from llamarl.inference.vllm_engine import VLLMEngine, vllm_problem
+from tests import engines
+
+NO_VLLM = vllm_problem() or ("" if engines.SMOLLM2 else "needs LLAMARL_SMOLLM2")
+VLLM_MARKS = [pytest.mark.vllm, pytest.mark.skipif(bool(NO_VLLM), reason=NO_VLLM)]
+ENGINES = [
+    pytest.param(engines.native, id="native"),
+    pytest.param(engines.vllm_over_stand_in, id="vllm over a stand-in"),
+    pytest.param(engines.vllm, id="vllm", marks=VLLM_MARKS),
+]
+SLOTS, MAX_LEN = 4, 32
+PROMPT = [4, 5, 6]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request, tmp_path, monkeypatch):
+    """One with SLOTS slots, whose weights are of version 3."""
+    made = request.param(tmp_path / "log", monkeypatch, max_slots=SLOTS, max_len=MAX_LEN)
+    made.weights_changed(3)
+    yield made
+    made.close()
+
+
+def finish(engine, chunk=2):
+    """{(stream, ticket, sample_index): completion} of all that is at work."""
+    while engine.num_live or engine.num_waiting:
+        engine.step(chunk)
+    found = engine.pop_finished()
+    by_place = {(stream, c.ticket, c.sample_index): c for stream, c in found}
+    assert len(by_place) == len(found), "a completion was handed out twice"
+    return by_place
+
+
+def params(new=6, **options):
+    return SamplingParams(max_new_tokens=new, **options)
+
+
+# --- the calls themselves ---
+
+
+@pytest.mark.parametrize(
+    "protocol, implementation",
+    [
+        (GenerationEngine, Engine),
+        (ResumableEngine, Engine),
+        (QuantizedEngine, Engine),
+        (GenerationEngine, VLLMEngine),
+        (EngineSettings, NativeSettings),
+        (EngineSettings, VLLMSettings),
+    ],
+)
+def test_every_call_takes_what_the_protocol_says(protocol, implementation):
+    names = [name for name in dir(protocol) if not name.startswith("_")]
+    assert names
+    for name in names:
+        said, made = getattr(protocol, name), getattr(implementation, name)
+        assert isinstance(said, property) == isinstance(made, property), name
+        if not isinstance(said, property):
+            taken = [inspect.signature(call).parameters.values() for call in (said, made)]
+            said, made = ([(p.name, p.kind, p.default) for p in each] for each in taken)
+            assert said == made, name
+
+
+def test_who_can_resume_is_seen_from_its_calls(engine):
+    assert isinstance(engine, ResumableEngine) == hasattr(engine, "export_partials")
+
+
+# --- from submit to pop_finished ---
+
+
+def test_each_sample_waits_is_live_and_is_handed_out_once(engine):
+    assert (engine.num_live, engine.num_waiting, engine.free_slots) == (0, 0, SLOTS)
+    engine.submit(7, PROMPT, params(n=3), stream=1)
+    engine.submit(8, torch.tensor([7, 5]), params(new=4, n=2))
+    assert (engine.num_live, engine.num_waiting, engine.free_slots) == (0, 5, SLOTS)
+    sampled = engine.step(1)
+    assert (engine.num_live, engine.num_waiting, engine.free_slots) == (SLOTS, 1, 0)
+    while engine.num_live or engine.num_waiting:
+        sampled += engine.step(2)
+    found = engine.pop_finished()
+    assert engine.pop_finished() == [] and engine.step(1) == 0
+    places = [(stream, c.ticket, c.sample_index) for stream, c in found]
+    assert sorted(places) == [(0, 8, 0), (0, 8, 1), (1, 7, 0), (1, 7, 1), (1, 7, 2)]
+    assert sampled == sum(c.token_ids.numel() for _, c in found) == 3 * 6 + 2 * 4
+
+
+def test_completions_are_whole_records_of_the_version_in_force(engine):
+    engine.submit(7, PROMPT, params(n=2))
+    for c in finish(engine).values():
+        assert c.prompt_ids.tolist() == PROMPT and c.finish_reason == "length"
+        assert (c.token_ids.dtype, c.token_ids.shape) == (torch.int64, (6,))
+        assert (c.generator_logprobs.dtype, c.generator_logprobs.shape) == (torch.float32, (6,))
+        assert (c.generator_logprobs <= 0).all()
+        assert c.policy_versions.tolist() == [3] * 6
+        tensors = (c.prompt_ids, c.token_ids, c.generator_logprobs, c.policy_versions)
+        assert not any(tensor.is_inference() for tensor in tensors), "a trainer takes them"
+
+
+def test_a_stop_token_ends_a_completion_and_is_its_last_token(engine):
+    engine.submit(0, PROMPT, params(temperature=0.0))
+    tokens = finish(engine)[0, 0, 0].token_ids.tolist()
+    stop = tokens[3]
+    engine.submit(1, PROMPT, params(temperature=0.0, stop_token_ids=(stop,)))
+    stopped = finish(engine)[0, 1, 0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids.tolist() == tokens[: tokens.index(stop) + 1]
+
+
+def test_the_same_place_is_sampled_alike_again(engine):
+    for _ in range(2):
+        engine.submit(5, PROMPT, params(n=2, seed=1))
+    engine.step(9)
+    twice = [c for _, c in engine.pop_finished()]
+    assert len(twice) == 4
+    for index in (0, 1):
+        first, again = [c.token_ids[0].item() for c in twice if c.sample_index == index]
+        assert first == again
+
+
+@pytest.mark.parametrize(
+    "prompt_ids, new, message",
+    [([], 4, "at least one token"), ([1] * 30, 4, "exceed"), ([1, 10**6], 4, "vocabulary")],
+)
+def test_a_prompt_that_cannot_be_answered_is_refused_at_once(engine, prompt_ids, new, message):
+    with pytest.raises(ValueError, match=message):
+        engine.submit(0, prompt_ids, params(new=new))
+    assert engine.num_waiting == 0
+
+
+def test_a_step_of_no_token_is_refused(engine):
+    with pytest.raises(ValueError, match="at least 1"):
+        engine.step(0)
+
+
+# --- between two steps ---
+
+
+def test_new_weights_stamp_later_tokens_and_live_samples_go_on(engine):
+    engine.submit(0, PROMPT, params(n=2))
+    engine.step(2)
+    engine.weights_changed(4)
+    assert engine.policy_version == 4 and engine.num_live == 2
+    for completion in finish(engine).values():
+        assert completion.policy_versions.tolist() == [3] * 2 + [4] * 4
+
+
+def test_what_is_aborted_keeps_its_tokens_and_the_rest_goes_on(engine):
+    engine.submit(0, PROMPT, params(n=3))
+    engine.submit(1, PROMPT, params(n=2))
+    engine.step(2)
+    assert engine.abort(1) == 2 and engine.abort(1) == 0
+    aborted = {c.sample_index: c for _, c in engine.pop_finished()}
+    assert {c.ticket for c in aborted.values()} == {1}
+    assert {c.finish_reason for c in aborted.values()} == {"aborted"}
+    assert [aborted[index].token_ids.numel() for index in (0, 1)] == [2, 0]
+    rest = finish(engine)
+    assert sorted(rest) == [(0, 0, 0), (0, 0, 1), (0, 0, 2)]
+    assert {c.finish_reason for c in rest.values()} == {"length"}
+
+
+def test_streams_with_equal_tickets_are_aborted_apart(engine):
+    engine.submit(0, PROMPT, params(), stream=0)
+    engine.submit(0, PROMPT, params(), stream=1)
+    engine.step(1)
+    assert engine.abort(0, stream=1) == 1
+    assert [(stream, c.ticket) for stream, c in engine.pop_finished()] == [(1, 0)]
+    assert engine.abort() == 1 and engine.num_live == engine.num_waiting == 0
+
+
+def test_scores_are_logprobs_a_token_and_change_nothing_of_what_runs(engine):
+    engine.submit(0, PROMPT, params(temperature=0.0))
+    undisturbed = finish(engine)[0, 0, 0]
+    engine.submit(0, PROMPT, params(temperature=0.0))
+    engine.step(2)
+    logprobs = engine.score([4, 5], [6, 7, 4], 0.9)
+    assert (logprobs.dtype, logprobs.shape) == (torch.float32, (3,)) and (logprobs < 0).all()
+    assert finish(engine)[0, 0, 0].token_ids.tolist() == undisturbed.token_ids.tolist()
+
+
+def test_what_may_leave_the_device_are_tensors(engine):
+    assert all(isinstance(tensor, torch.Tensor) for tensor in engine.offloadable())
+
+
+# --- over a checkpoint ---
+
+
+def test_partial_completions_go_on_token_for_token(engine):
+    if not isinstance(engine, ResumableEngine):
+        pytest.skip("its samples start again")
+    asked = [(0, params(n=3, seed=2)), (1, params(n=2, seed=2))]
+    for ticket, given in asked:
+        engine.submit(ticket, PROMPT, given)
+    whole = finish(engine)
+    for ticket, given in asked:
+        engine.submit(ticket, PROMPT, given)
+    engine.step(2)
+    partials = engine.export_partials()
+    assert len(partials) == engine.num_live + engine.num_waiting == 5
+    engine.abort()
+    engine.pop_finished()
+    for partial in partials:
+        engine.submit_partial(partial)
+    again = finish(engine)
+    assert {place: c.token_ids.tolist() for place, c in again.items()} == {
+        place: c.token_ids.tolist() for place, c in whole.items()
+    }
