@@ -141,7 +141,7 @@ def test_a_topology_that_is_not_the_trainers_is_refused(pool, run):
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_hundreds_of_syncs_leave_nothing_behind(transport):
-    """Between two processes: memory, shared memory and open files are flat after the first fifty."""
+    """Between two processes: memory, shared memory and open files are flat after fifty."""
     scenario = {
         "sources": (0,),
         "destinations": (1,),
@@ -173,7 +173,6 @@ def test_hundreds_of_syncs_leave_nothing_behind(transport):
 
 
 # -- what a rank runs
-# ------------------------------------------------------------------------------------------------------
 
 
 def config_of(scale: int):

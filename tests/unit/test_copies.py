@@ -239,7 +239,6 @@ def test_more_than_a_block(method):
 
 
 # -- kernels and compilers
-# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -77,7 +77,6 @@ def failure_of(control: Control) -> Exception:
 
 
 # -- links that damage what they carry
-# ---------------------------------------------------------------------------------------
 
 
 class SpyLink(LocalLink):
@@ -408,7 +407,10 @@ def test_the_old_version_serves_while_a_new_one_is_damaged_and_the_run_then_ends
     ends.publish(1)
     error = failure_of(ends.receiving)
     assert isinstance(error, WeightsError)
-    text = r"weights 'policy' on rank 0, from trainer rank 0: buckets \[2\] of version 1 .* 3 times; the version in use is unchanged"
+    text = (
+        r"weights 'policy' on rank 0, from trainer rank 0: buckets \[2\] of version 1 .* 3 times; "
+        "the version in use is unchanged"
+    )
     with pytest.raises(WeightsError, match=text):
         ends.receiving.check()
     # In one process either end may be the first to say so.
@@ -442,10 +444,8 @@ def test_a_version_that_stops_on_its_way_ends_within_the_deadline(kind):
     assert 0.9 < time.monotonic() - began < 2.0 + PATIENCE_S / 2
     # Memory that is read lacks nothing but the word that it is right.
     missing = [count - 1] if kind is StreamLink else list(range(count))
-    assert (
-        f"version 1 stopped on its way with buckets {missing} of {count} to come: nothing came for 1 s"
-        in str(raised.value)
-    )
+    stopped = f"version 1 stopped on its way with buckets {missing} of {count} to come"
+    assert f"{stopped}: nothing came for 1 s" in str(raised.value)
     assert "from trainer rank 0" in str(raised.value)
     assert ends.swap() is None and torch.equal(ends.live, bytes_of(0))
 
@@ -521,7 +521,8 @@ def test_a_payload_equal_to_the_last_is_an_error_after_an_optimizer_step():
     ends.publish(2, content=0, must_differ=True)
     with pytest.raises(
         WeightsError,
-        match="from rank 0: weights of version 2 equal those of the version before.*changed nothing",
+        match="from rank 0: weights of version 2 equal those of the version before.*"
+        "changed nothing",
     ):
         raise failure_of(ends.sending)
 
@@ -559,7 +560,6 @@ def test_one_changed_number_is_no_equal_payload():
 
 
 # -- which version is served
-# -------------------------------------------------------------------------------------------------
 
 
 def test_a_newer_version_overtakes_one_that_nobody_took():
@@ -719,7 +719,6 @@ def test_one_buffer_is_copied_out_at_a_swap():
 
 
 # -- from replica to replica
-# -------------------------------------------------------------------------------------------------
 
 
 class Follower:
@@ -838,7 +837,6 @@ def test_a_replica_that_evaluates_holds_nobody_up_but_its_own_next_version():
 
 
 # -- transports
-# --------------------------------------------------------------------------------------------------------------
 
 CPU = [RankInfo(rank, "host a", None) for rank in range(4)]
 FAR_CPU = RankInfo(9, "host b", None)
@@ -994,7 +992,6 @@ def test_weights_that_are_staged_on_the_host_of_two_gpus_do_not_travel_between_d
 
 
 # -- the bound ends
-# ----------------------------------------------------------------------------------------------------------
 
 
 def route_within(
@@ -1115,12 +1112,14 @@ def test_parameters_that_are_not_what_the_topology_says_are_refused():
         bound(fat, parameters_of())
     with pytest.raises(
         WeightsError,
-        match=r"model.norm.weight: the generator holds \(11,\) torch.float32, \(10,\) torch.float32 would come",
+        match=r"model.norm.weight: the generator holds \(11,\) torch.float32, "
+        r"\(10,\) torch.float32 would come",
     ):
         bound(parameters_of(), fat)
     with pytest.raises(
         WeightsError,
-        match=r"embed_tokens.weight: the generator holds \(23, 10\) torch.bfloat16, .* torch.float32 would",
+        match=r"embed_tokens.weight: the generator holds \(23, 10\) torch.bfloat16, "
+        ".* torch.float32 would",
     ):
         bound(parameters_of(), parameters_of(dtype=torch.bfloat16))
     with pytest.raises(
@@ -1140,7 +1139,6 @@ def test_nccl_is_refused_where_two_ranks_of_one_side_share_a_gpu():
 
 
 # -- shared memory
-# --------------------------------------------------------------------------------------------------------
 
 KILLED_WHILE_CONNECTING = """
 import os, signal, torch

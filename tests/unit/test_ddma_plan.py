@@ -100,7 +100,6 @@ def box_of(full: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 # -- what a rank holds
-# ------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -189,7 +188,6 @@ def test_two_ranks_hold_these_parts_by_hand():
 
 
 # -- the plan against full tensors
-# ------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -457,7 +455,6 @@ def test_quantised_weights_travel_as_a_byte_and_a_scale_a_row():
 
 
 # -- sharing the work
-# -------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None)
@@ -523,7 +520,6 @@ def test_roots_are_as_many_as_the_trainers_links_can_feed():
 
 
 # -- what cannot be, and what is large
-# --------------------------------------------------------------------------------------
 
 
 class Forgetful(Source):
