@@ -7,9 +7,11 @@ For each model, topology and transport: seconds from the trainers' publish to th
 swap, what it held the trainer and the generator for, and, measured by the same processes on the
 same bytes:
 
-    memcpy       the trainers copy their shards, then the generators theirs: the two copies of shared memory
+    memcpy       the trainers copy their shards, then the generators theirs: the two copies of
+                 shared memory
     raw gloo     plain send and recv of the same bytes between the same ranks
-    broadcast    every tensor gathered whole on rank 0, then broadcast, then loaded (TRL's way); over gloo
+    broadcast    every tensor gathered whole on rank 0, then broadcast, then loaded (TRL's way);
+                 over gloo
     disk         gathered over gloo, written by rank 0 as safetensors, read by every generator
 
 A row of transport gloo is like for like with broadcast; shared memory is beside memcpy.
@@ -83,10 +85,8 @@ class Rank:
         self.world = init_world(threads=1, timeout_s=self.timeout_s, reproducible=True)
         self.device, self.store = self.world.device, self.world.store()
         n = self.source.num_ranks
-        self.trainers, self.generators = (
-            tuple(range(n)),
-            tuple(range(n, n + self.destination.num_ranks)),
-        )
+        self.trainers = tuple(range(n))
+        self.generators = tuple(range(n, n + self.destination.num_ranks))
         self.trains = self.world.rank in self.trainers
         names = [f"rank {r}" for r in range(self.world.size)]
         self.control = Control(
@@ -110,7 +110,6 @@ class Rank:
         return float(whole)
 
     # -- llamarl
-    # -----------------------------------------------------------------------------------------------------------
 
     def sync(self, transport: str) -> dict:
         store = self.store
@@ -201,7 +200,6 @@ class Rank:
         return int(plan.shard_bytes[(self.world.rank - len(self.trainers)) % self.destination.tp])
 
     # -- limits
-    # ------------------------------------------------------------------------------------------------------------
 
     def memcpy(self, shard_bytes: int) -> dict:
         """Trainers at once, then generators at once, each copying its own shard's bytes."""
@@ -225,11 +223,11 @@ class Rank:
 
     def raw_gloo(self, plan) -> float:
         """Seconds for the plan's bytes by plain send and recv, a chunk at a time."""
-        seconds, group = [], self.groups[2]
+        seconds = []
+        group = self.groups[2]
         tp = self.destination.tp
-        flat = torch.ones(
-            int(plan.bytes_to.sum()), dtype=torch.uint8
-        )  # as large as what travels: no cache holds it
+        # As large as what travels: no cache holds it.
+        flat = torch.ones(int(plan.bytes_to.sum()), dtype=torch.uint8)
         for _ in range(WARM_UP + self.repeats):
             began = self.together()
             for r in range(self.destination.num_ranks):
@@ -245,7 +243,6 @@ class Rank:
         return median(seconds)
 
     # -- what others do
-    # ----------------------------------------------------------------------------------------------------
 
     def _gather(
         self, shards: dict[str, Tensor], name: str, shape: tuple[int, ...]
@@ -404,16 +401,14 @@ def report(model: str, topology: str, case: dict) -> list[dict]:
                 "x_disk": limits["disk_s"] / r["seconds"],
             }
         rows.append(row)
-        print(
-            f"{model:<13} {topology:<21} {transport:<9} {r['seconds'] * 1e3:8.1f} ms {row['gb_per_s']:6.2f} GB/s  {row['of_limit']:5.0%} of limit  "
+        text = (
+            f"{model:<13} {topology:<21} {transport:<9} {r['seconds'] * 1e3:8.1f} ms "
+            f"{row['gb_per_s']:6.2f} GB/s  {row['of_limit']:5.0%} of limit  "
             f"stalls {row['trainer_stall']:4.2f} / {row['generator_stall']:4.2f} memcpy"
-            + (
-                f"  {row['x_broadcast']:5.1f}x broadcast  {row['x_disk']:5.1f}x disk"
-                if "disk_s" in limits
-                else ""
-            ),
-            flush=True,
         )
+        if "disk_s" in limits:
+            text += f"  {row['x_broadcast']:5.1f}x broadcast  {row['x_disk']:5.1f}x disk"
+        print(text, flush=True)
     return rows
 
 

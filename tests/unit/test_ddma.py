@@ -77,7 +77,6 @@ def failure_of(control: Control) -> Exception:
 
 
 # -- links that damage what they carry
-# ---------------------------------------------------------------------------------------
 
 
 class SpyLink(LocalLink):
@@ -564,7 +563,6 @@ def test_one_changed_number_is_no_equal_payload():
 
 
 # -- which version is served
-# -------------------------------------------------------------------------------------------------
 
 
 def test_a_newer_version_overtakes_one_that_nobody_took():
@@ -724,7 +722,6 @@ def test_one_buffer_is_copied_out_at_a_swap():
 
 
 # -- from replica to replica
-# -------------------------------------------------------------------------------------------------
 
 
 class Follower:

@@ -188,7 +188,6 @@ def test_two_ranks_hold_these_parts_by_hand():
 
 
 # -- the plan against full tensors
-# ------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -521,7 +520,6 @@ def test_roots_are_as_many_as_the_trainers_links_can_feed():
 
 
 # -- what cannot be, and what is large
-# --------------------------------------------------------------------------------------
 
 
 class Forgetful(Source):
