@@ -294,7 +294,10 @@ def test_a_model_from_nothing_learns_a_jsonl_file(recipe, tmp_path, capsys):
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps({"q": f"{i}", "a": "yes"}) + "\n" for i in range(100)))
     data = ["--task", "jsonl", "--path", str(file), "--prompt-key", "q", "--answer-key", "a"]
-    arguments = "--random-init --target-accuracy 1 --max-steps 60 --warmup-steps 5 --batch-size 16 --threads 1".split()
+    arguments = (
+        "--random-init --target-accuracy 1 --max-steps 60 --warmup-steps 5 --batch-size 16 "
+        "--threads 1"
+    ).split()
     assert recipe.main(["--out", str(tmp_path / "out"), *data, *arguments]) == 0
     assert "greedy accuracy 100.0% of 10 held out" in capsys.readouterr().out
 
@@ -302,7 +305,10 @@ def test_a_model_from_nothing_learns_a_jsonl_file(recipe, tmp_path, capsys):
 def test_conversations_are_learned_and_held_out_rows_may_be_given(
     recipe, tmp_path, tokenizer, capsys
 ):
-    template = "<bos>{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    template = (
+        "<bos>{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}"
+        "{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    )
     model = tmp_path / "model"
     model.mkdir()
     for file in tiny_directory().iterdir():
@@ -427,7 +433,10 @@ def test_sigterm_saves_what_there_is_and_ends(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_train_the_same_model_as_one(tmp_path):
-    arguments = "--max-steps 3 --warmup-steps 0 --batch-size 9 --num-eval 21 --dtype float32 --threads 1 --lr 1e-4".split()
+    arguments = (
+        "--max-steps 3 --warmup-steps 0 --batch-size 9 --num-eval 21 --dtype float32 "
+        "--threads 1 --lr 1e-4"
+    ).split()
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     launchers = {"one": [sys.executable], "two": [sys.executable, *torchrun]}
     for name, launcher in launchers.items():

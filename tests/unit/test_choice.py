@@ -1,4 +1,4 @@
-"""The fastest way by measured times, with a clock that the test turns; kept for the next process."""
+"""The fastest way by measured times, with a clock that the test turns; kept for later processes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def without_kernels(monkeypatch) -> None:
 
 
 def with_gradients(function, inputs: list[Tensor]) -> list[Tensor]:
-    """What a function gives, and the gradients of its inputs under upstream ones that all differ."""
+    """What a function gives, and its inputs' gradients under upstream ones that all differ."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = function(*leaves)
     outputs = list(out) if isinstance(out, tuple) else [out]

@@ -155,8 +155,8 @@ def test_a_table_replaces_only_what_is_between_its_markers(modules, tmp_path):
     )
     modules.offpolicy_results.refresh(file, "lag", r"new \1")
     assert (
-        file.read_text()
-        == "a\n<!-- table lag -->\nnew \\1\n<!-- end -->\nb\n<!-- table cap -->\nkept\n<!-- end -->\n"
+        file.read_text() == "a\n<!-- table lag -->\nnew \\1\n<!-- end -->\n"
+        "b\n<!-- table cap -->\nkept\n<!-- end -->\n"
     )
     with pytest.raises(ValueError, match="table tba"):
         modules.offpolicy_results.refresh(file, "tba", "")

@@ -148,7 +148,7 @@ def test_a_step_that_is_dropped_leaves_nothing_for_the_next(mesh):
 
 
 def test_offloaded_masters_get_the_same_gradients(mesh):
-    """On a CPU there is nowhere to go; that weights come and go layer by layer must change nothing."""
+    """On a CPU there is nowhere to go. That weights come and go by layers must change nothing."""
     plain, offloaded = decoder_of(mesh), decoder_of(mesh, cpu_offload=True)
     for decoder in (plain, offloaded):
         backward(decoder, 0, last=False)
