@@ -7,7 +7,6 @@ A rank's box of a parameter is its rows (FSDP2) of its tensor-parallel part
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,14 +22,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from llamarl.models.protocol import LanguageModel
 from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
-
-if TYPE_CHECKING:
-    from llamarl.models.build import Decoder
 
 
 def wrap(
-    decoder: Decoder,
+    decoder: LanguageModel,
     mesh: DeviceMesh | None,
     compute_dtype: torch.dtype,
     *,
@@ -53,7 +50,7 @@ def wrap(
     decoder.whole_on_each_rank = not shard
 
 
-def next_backward(decoder: Decoder, *, last: bool) -> None:
+def next_backward(decoder: LanguageModel, *, last: bool) -> None:
     """Before each microbatch of an optimizer step, `last` with its last one: where a rank holds
     every weight of its part, weights are cast once a step and gradients add up in float32, to be
     reduced once. Sharded ones do so at every microbatch.
@@ -65,7 +62,7 @@ def next_backward(decoder: Decoder, *, last: bool) -> None:
         decoder.set_reshard_after_backward(last)
 
 
-def drop_gradients(decoder: Decoder) -> None:
+def drop_gradients(decoder: LanguageModel) -> None:
     """Forget what microbatches have added up so far, on a step that ends before its last one."""
     if decoder.masters is not None:
         decoder.masters.forget()
@@ -81,7 +78,7 @@ def drop_gradients(decoder: Decoder) -> None:
     decoder.zero_grad(set_to_none=True)
 
 
-def tensor_box(decoder: Decoder, name: str) -> Box:
+def tensor_box(decoder: LanguageModel, name: str) -> Box:
     """The part of the parameter with this Hugging Face name that the ranks of this one's mesh hold
     together.
     """
@@ -94,14 +91,14 @@ def tensor_box(decoder: Decoder, name: str) -> Box:
     )
 
 
-def is_split(decoder: Decoder, name: str) -> bool:
+def is_split(decoder: LanguageModel, name: str) -> bool:
     """Whether tensor-parallel ranks hold different parts of a parameter, not each the whole."""
     if decoder.tensor_parallel is None:
         return False
     return tensor_box(decoder, name).lengths != parameter_shapes(decoder.config)[name]
 
 
-def held_box(decoder: Decoder, name: str, parameter: nn.Parameter) -> Box:
+def held_box(decoder: LanguageModel, name: str, parameter: nn.Parameter) -> Box:
     """The part of a parameter that this rank holds."""
     if decoder.tensor_parallel is None:
         box = Box.whole(tuple(parameter.shape))
@@ -125,7 +122,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole_parameters(
-    decoder: Decoder, parameters: Iterable[tuple[str, nn.Parameter]]
+    decoder: LanguageModel, parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Collective over a replica's ranks: each parameter, one at a time; whole on tensor-parallel
     rank 0, elsewhere the rank's part.
@@ -137,7 +134,7 @@ def whole_parameters(
         yield name, _joined(decoder, name, part) if is_split(decoder, name) else part
 
 
-def _joined(decoder: Decoder, name: str, part: Tensor) -> Tensor:
+def _joined(decoder: LanguageModel, name: str, part: Tensor) -> Tensor:
     """Collective over the tensor-parallel ranks, whose parts are of one shape: the first gets them
     end to end.
     """

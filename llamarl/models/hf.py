@@ -11,7 +11,6 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,10 +19,8 @@ from torch import Tensor, nn
 
 from llamarl.models.config import read_json
 from llamarl.models.fsdp import held_box, local
+from llamarl.models.protocol import LanguageModel
 from llamarl.models.sharding import Box, parameter_shapes
-
-if TYPE_CHECKING:
-    from llamarl.models.build import Decoder
 
 _NAMES = (  # decoder name -> Hugging Face name
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
@@ -179,11 +176,11 @@ def check_weights(source: SafetensorsDir | _Given, shapes: Mapping[str, tuple[in
 
 @torch.no_grad()
 def load_weights(
-    decoder: Decoder,
+    decoder: LanguageModel,
     source: str | Path | Mapping[str, Tensor],
     *,
     device: str | torch.device = "cpu",
-) -> Decoder:
+) -> LanguageModel:
     """Fill a decoder (on the meta device or not), one tensor at a time, from a model directory or
     whole tensors by its names. Returns it.
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from llamarl.models.fsdp import local, local_rows
 from llamarl.models.hf import ADAPTERS, hf_name, named_parameters_hf
-
-if TYPE_CHECKING:
-    from llamarl.models.build import Decoder
+from llamarl.models.protocol import LanguageModel
 
 Value = Callable[[Tensor], Tensor]
 
@@ -60,7 +57,7 @@ class LoraLinear(nn.Linear):
         return frozen + F.linear(low, self.lora_b)
 
 
-def add_lora(decoder: Decoder, lora: Lora) -> Decoder:
+def add_lora(decoder: LanguageModel, lora: Lora) -> LanguageModel:
     """Freeze the decoder and put adapters beside the targets, before it is sharded. `reset_lora`
     gives them values. Returns it.
 

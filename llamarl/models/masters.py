@@ -35,11 +35,10 @@ class Masters:
         self._dtype = dtype
         self._is_forward = False
         self._copies: dict[tuple[nn.Module, str], Tensor] = {}
-        layers = list(decoder.layers)
-        in_layers = {module for layer in layers for module in layer.modules()}
+        in_layers = set(decoder.layers.modules())
         around = [module for module in decoder.modules() if module not in in_layers]
         decoder.register_forward_pre_hook(self._begin)
-        for layer in layers:
+        for layer in decoder.layers:
             _Swap(self, layer, list(layer.modules()))
         _Swap(self, decoder, around)
         decoder.register_forward_hook(self._end, always_call=True)
