@@ -1,8 +1,8 @@
 """Asynchronous RL post-training: the main job.
 
-python recipes/llama_async.py                                          one process, executors stepped in turn
-torchrun --standalone --nproc-per-node=2 recipes/llama_async.py        trainer | generator and reward
-torchrun ... recipes/llama_async.py max_lag=0                          synchronous, on-policy
+python recipes/llama_async.py                                      one process, in turn
+torchrun --standalone --nproc-per-node=2 recipes/llama_async.py    trainer | generator and reward
+torchrun ... recipes/llama_async.py max_lag=0                      synchronous, on-policy
 
 prompts -> Generator -> Reward -> (Reference ->) Trainer
                ^------- policy weights -------------'

@@ -1,10 +1,13 @@
 """Supervised warm start: a model learns a task's own answers until it is right often enough for RL
 to begin.
 
-    python recipes/sft.py --out DIR --task addition --target-accuracy 0.6               # from the embedded tiny model
+    # from the embedded tiny model
+    python recipes/sft.py --out DIR --task addition --target-accuracy 0.6
     python recipes/sft.py --out DIR --model HF_DIR --lr 1e-5 --task jsonl --path rows.jsonl
-    torchrun --nproc-per-node=2 recipes/sft.py ...                                      # data parallel, same batches
-    python recipes/sft.py --make-tiny                                                   # how llamarl/models/tiny was made
+    # data parallel, same batches
+    torchrun --nproc-per-node=2 recipes/sft.py ...
+    # how llamarl/models/tiny was made
+    python recipes/sft.py --make-tiny
 
 A row of a JSONL file has a "prompt" and a "completion" (or an "answer"), or "messages": a
 conversation, whose assistant turns are learned, in the tokenizer's chat template. Bad rows are
@@ -44,6 +47,7 @@ from llamarl.learning.sft_data import read_pairs
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_tokenizer, load_weights
 from llamarl.models.scratch import TINY_CONFIG, random_weights, tiny_directory, write_directory
+from llamarl.tasks.base import Task
 from llamarl.tasks.build import KINDS, build_task, forgetful_addition, hold_out
 
 TINY_STEPS = 700  # of the embedded model
@@ -63,7 +67,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--out",
         type=Path,
-        help="the model directory to write; one that is there is replaced when the new one is whole",
+        help="the model directory to write; "
+        "one that is there is replaced when the new one is whole",
     )
     add("--model", type=Path, default=tiny_directory(), help="the model directory to start from")
     add(
@@ -100,8 +105,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if args.make_tiny:
-        args.random_init, args.out, args.threads = True, args.out or tiny_directory(), 1
-        args.lr, args.max_steps, args.eval_every = 1e-3, min(args.max_steps, TINY_STEPS), 50
+        args.random_init = True
+        args.out = args.out or tiny_directory()
+        args.threads = 1
+        args.lr = 1e-3
+        args.max_steps = min(args.max_steps, TINY_STEPS)
+        args.eval_every = 50
     counts = ("max_steps", "batch_size", "microbatch_tokens", "eval_every", "num_eval")
     checks = [
         (f"--{name.replace('_', '-')}", getattr(args, name) >= 1, "need at least 1")
@@ -116,10 +125,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         ),
         ("--target-accuracy", 0 <= (args.target_accuracy or 0) <= 1, "need 0 to 1"),
     ]
-    if any(not right for _, right, _ in checks):
-        parser.error(
-            "".join(f"\n  {flag}: {remedy}" for flag, right, remedy in checks if not right)
-        )
+    wrong = [f"\n  {flag}: {remedy}" for flag, is_right, remedy in checks if not is_right]
+    if wrong:
+        parser.error("".join(wrong))
     return args
 
 
@@ -160,30 +168,34 @@ def read_data(args: argparse.Namespace, tokenizer, longest: int) -> Data:
             return Data(len(pairs), pairs.__getitem__, read(args.eval_path)[: args.num_eval])
         kept, held = hold_out(len(pairs), args.num_eval)
         return Data(len(kept), lambda i: pairs[kept[i]], [pairs[i] for i in held])
-    task = (
-        forgetful_addition(tokenizer)
-        if args.make_tiny
-        else build_task(
-            args.task,
-            tokenizer,
-            path=args.path,
-            eval_path=args.eval_path,
-            prompt_key=args.prompt_key,
-            name=args.name,
-            answer_key=args.answer_key or "answer",
-            chat=not args.no_chat,
-            max_prompt_tokens=longest,
-            num_eval=args.num_eval,
-        )
-    )
-    train_pair = lru_cache(65_536)(
-        lambda i: sft.make_pair(task.train_prompt(i), tokenizer, longest)
-    )
-    held_out = [
-        sft.make_pair(task.eval_prompt(j), tokenizer, longest)
-        for j in range(min(task.num_eval, args.num_eval))
-    ]
+    task = read_task(args, tokenizer, longest)
+
+    @lru_cache(65_536)
+    def train_pair(i: int) -> sft.Pair:
+        return sft.make_pair(task.train_prompt(i), tokenizer, longest)
+
+    num_held_out = min(task.num_eval, args.num_eval)
+    prompts = [task.eval_prompt(j) for j in range(num_held_out)]
+    held_out = [sft.make_pair(prompt, tokenizer, longest) for prompt in prompts]
     return Data(task.num_train, train_pair, held_out)
+
+
+def read_task(args: argparse.Namespace, tokenizer, longest: int) -> Task:
+    """The task whose prompts and answers are the pairs. ValueError naming what is wrong."""
+    if args.make_tiny:
+        return forgetful_addition(tokenizer)
+    return build_task(
+        args.task,
+        tokenizer,
+        path=args.path,
+        eval_path=args.eval_path,
+        prompt_key=args.prompt_key,
+        name=args.name,
+        answer_key=args.answer_key or "answer",
+        chat=not args.no_chat,
+        max_prompt_tokens=longest,
+        num_eval=args.num_eval,
+    )
 
 
 def train(
@@ -197,40 +209,36 @@ def train(
     optimizer = build_optimizer(
         decoder.parameters(), lr=args.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01
     )
-    bar, last, loss = progress.add_task("sft", total=args.max_steps), float("nan"), float("nan")
+    bar = progress.add_task("sft", total=args.max_steps)
+    last = float("nan")  # accuracy
+    loss = float("nan")
     for step in range(args.max_steps + 1):
         if sft.total(stop.signum):
             return step, last
         if step % args.eval_every == 0 or step == args.max_steps:
             with sft.rounded(decoder, getattr(torch, args.dtype)):
                 last = sft.accuracy(decoder, held_out[world.rank :: world.size], **limits)
-            progress.console.print(
-                f"step {step:5d}  loss {loss:7.4f}  greedy accuracy {last:6.1%} of {len(held_out)} held out"
-            )
-            if (
-                args.target_accuracy is not None
-                and last >= args.target_accuracy
-                or step == args.max_steps
-            ):
+            accuracy = f"greedy accuracy {last:6.1%} of {len(held_out)} held out"
+            progress.console.print(f"step {step:5d}  loss {loss:7.4f}  {accuracy}")
+            if step == args.max_steps or reaches_target(args, last):
                 return step, last
-        set_lr(
-            optimizer,
-            lr_at(
-                step,
-                lr=args.lr,
-                schedule="linear",
-                warmup_steps=args.warmup_steps,
-                max_steps=args.max_steps,
-            ),
+        rate = lr_at(
+            step,
+            lr=args.lr,
+            schedule="linear",
+            warmup_steps=args.warmup_steps,
+            max_steps=args.max_steps,
         )
+        set_lr(optimizer, rate)
         batch = sft.sample_batch(data.num_train, args.batch_size, seed=args.seed, step=step)
-        loss = sft.train_step(
-            decoder,
-            optimizer,
-            [data.train_pair(i) for i in batch[world.rank :: world.size]],
-            **limits,
-        )
+        pairs = [data.train_pair(i) for i in batch[world.rank :: world.size]]
+        loss = sft.train_step(decoder, optimizer, pairs, **limits)
         progress.update(bar, advance=1, description=f"sft  loss {loss:.3f}  accuracy {last:.1%}")
+
+
+def reaches_target(args: argparse.Namespace, accuracy: float) -> bool:
+    """Whether an accuracy is the target's at least; never without a target."""
+    return args.target_accuracy is not None and accuracy >= args.target_accuracy
 
 
 def check_writable(out: Path) -> None:
@@ -264,18 +272,18 @@ def run(args: argparse.Namespace, stop: StopRequest) -> int:
             steps, last = train(decoder.to(world.device), data, world, args, stop, progress)
         if world.rank == 0:
             sft.save_directory(decoder, like, args.out, getattr(torch, args.dtype))
-    missed = args.target_accuracy is not None and not last >= args.target_accuracy
-    why = (
-        f"stopped by {signal.Signals(stop.signum).name}"
-        if stop.signum
-        else "target not reached"
-        if missed
-        else "done"
-    )
-    console.print(
-        f"{why}: {args.out} after {steps} steps, greedy accuracy {last:.1%} when last measured"
-    )
-    return 128 + stop.signum if stop.signum else int(missed)
+    if stop.signum:
+        why = f"stopped by {signal.Signals(stop.signum).name}"
+        status = 128 + stop.signum
+    elif args.target_accuracy is not None and not reaches_target(args, last):
+        why = "target not reached"
+        status = 1
+    else:
+        why = "done"
+        status = 0
+    accuracy = f"greedy accuracy {last:.1%} when last measured"
+    console.print(f"{why}: {args.out} after {steps} steps, {accuracy}")
+    return status
 
 
 def in_flags(message: str) -> str:
