@@ -56,6 +56,7 @@ OUR_OWN = (
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; ends the process, saying all that is wrong, where it cannot be used."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

@@ -60,6 +60,7 @@ FLAGS = {
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; ends the process, saying all that is wrong, where it cannot be used."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -261,7 +262,8 @@ def run(args: argparse.Namespace, stop: StopRequest) -> int:
         like = Path(scratch) if args.make_tiny else args.model
         if args.make_tiny:
             write_directory(like, TINY_CONFIG)
-        tokenizer, decoder = load_tokenizer(like), build_decoder(read_config(like))
+        tokenizer = load_tokenizer(like)
+        decoder = build_decoder(read_config(like))
         data = read_data(args, tokenizer, decoder.config.max_position_embeddings)
         decoder = (
             random_weights(decoder, seed=args.seed)
@@ -294,7 +296,8 @@ def in_flags(message: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, stop = parse(argv), StopRequest()
+    args = parse(argv)
+    stop = StopRequest()
     try:
         return run(args, stop)
     except (ValueError, OSError) as error:

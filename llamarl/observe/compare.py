@@ -62,7 +62,7 @@ class Run:
         return values
 
     def _what_is_missing(self, names: Sequence[str]) -> str:
-        columns = {name for row in self.rows for name in row}
+        columns = set().union(*self.rows)
         known = sorted(name for name in columns if self.has(name))
         missing = [name for name in names if name not in known]
         if not missing:

@@ -41,6 +41,7 @@ class Console:
             self._rich = RichConsole(file=self.stream, highlight=False)
 
     def write(self, row: dict[str, float | None]) -> None:
+        """Print one row."""
         cells = format_cells(row, self.max_steps)
         if self._rich is None:
             named = zip(words_of(row), cells, strict=True)

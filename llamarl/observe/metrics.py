@@ -87,9 +87,10 @@ class Metrics:
         messages = self.control.take(TOPIC)
         # All counters first: the rates of a row that becomes whole now must include them.
         self.writer.set_counters(self.rank, self.counters)
+        reports = []
         for sender, message in messages:
             self.writer.set_counters(sender, message["counters"])
-        reports = [report for _, message in messages for report in message["reports"]]
+            reports += message["reports"]
         reports += self._take_reports()
         for step, values in reports:
             self.writer.ingest(step, values)

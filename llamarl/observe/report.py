@@ -221,7 +221,7 @@ def idle_over_run(rows: list[Row]) -> list[Idle]:
     each row stands for.
     """
     suffix = "/idle_fraction"
-    names = {name for row in rows for name in row}
+    names = set().union(*rows)
     wall_s = np.nan_to_num(column_of(rows, "time/wall_s"))
     row_s = np.diff(wall_s, prepend=0).clip(min=1e-9)
     result = []
@@ -395,6 +395,7 @@ def idle_html(idle: list[Idle]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0, or 2 for what cannot be used."""
     parser = argparse.ArgumentParser(
         prog="python -m llamarl.observe.report", description="Write one HTML page about a run."
     )

@@ -93,6 +93,7 @@ def _write(path: Path, events: list[dict], *, dropped: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m llamarl.observe.trace", description="Merge the traces of several ranks."
     )
