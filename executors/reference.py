@@ -3,7 +3,7 @@ of the policy as it was every so many steps.
 
 loop step    consumes            waits for              unblocked by      produces
 weights      a staged version    word from the trainer  the same          -
-score        a batch of groups   groups                 the reward        the same groups with ref_logprobs
+score        a batch of groups   groups                 the reward        them with ref_logprobs
                                  the version they need  the trainer
 """
 
@@ -29,8 +29,11 @@ from llamarl.types import Group
 
 
 class FrozenReference(Executor):
-    """log pi_ref of every completion token, at the temperature that the policy is sampled and
+    """Adds log pi_ref of every completion token, at the temperature that the policy is sampled and
     trained at.
+
+    model_path: a Hugging Face directory. model_dtype: a name in torch, such as "bfloat16".
+    groups_per_batch: the most groups that one step scores.
     """
 
     name = "reference"
@@ -45,51 +48,55 @@ class FrozenReference(Executor):
         microbatch_tokens: int,
         groups_per_batch: int = 8,
     ):
-        self.model_path, self.model_dtype, self.temperature = model_path, model_dtype, temperature
-        self.microbatch_tokens, self.groups_per_batch = microbatch_tokens, groups_per_batch
+        self.model_path = model_path
+        self.model_dtype = model_dtype
+        self.temperature = temperature
+        self.microbatch_tokens = microbatch_tokens
+        self.groups_per_batch = groups_per_batch
 
     def setup(self) -> None:
+        """Load the model."""
         dtype = getattr(torch, self.model_dtype)
         decoder = build_decoder(read_config(self.model_path), dtype=dtype)
-        self.decoder = (
-            load_weights(decoder, self.model_path, device=self.group.device)
-            .eval()
-            .requires_grad_(False)
-        )
-        (self._source,) = (
-            channel for name, channel in self.inputs.items() if name != REFERENCE_WEIGHTS
-        )
+        decoder = load_weights(decoder, self.model_path, device=self.group.device)
+        self.decoder = decoder.eval().requires_grad_(False)
+        (source,) = self.inputs.keys() - {REFERENCE_WEIGHTS}
+        self._source = self.inputs[source]
         (self._sink,) = self.outputs.values()
 
     def step(self) -> bool:
+        """Score a batch of groups if there is room for them. True if there was any."""
         if not self._sink.has_room():
             return False
         groups = self._source.take(self.groups_per_batch)
+        self._send_scored(groups)
+        return bool(groups)
+
+    def _send_scored(self, groups: list[Group]) -> None:
         if groups:
             self.claim_device()
         for group in groups:
-            self._sink.put(
-                dataclasses.replace(group, ref_logprobs=self.score(group), ref_version=self.version)
-            )
-        return bool(groups)
+            logprobs = self.score(group)
+            scored = dataclasses.replace(group, ref_logprobs=logprobs, ref_version=self.version)
+            self._sink.put(scored)
 
     def waiting_for(self) -> str | None:
-        return (
-            None
-            if self._sink.has_room()
-            else f"room: in channel {self._sink.name}, which the trainer empties"
-        )
+        """What it waits for, in words; None for groups, which nobody owes it."""
+        if self._sink.has_room():
+            return None
+        return f"room: in channel {self._sink.name}, which the trainer empties"
 
     def offloadable(self) -> list[torch.Tensor]:
+        """The tensors that may leave the device while others use it."""
         return list(self.decoder.parameters())
 
     @torch.inference_mode()
     def score(self, group: Group) -> torch.Tensor:
-        """[T] float32 nats, in the order of the group's tokens."""
+        """The logprobs [T] of a group's tokens, in their order: float32, nats."""
+        # Packed as if every completion were trained on: none must be left out.
+        size = group.lengths.numel()
         alike = dataclasses.replace(
-            group,
-            rewards=torch.ones(group.lengths.numel()),
-            finish_reasons=("stop",) * group.lengths.numel(),
+            group, rewards=torch.ones(size), finish_reasons=("stop",) * size
         )
         targets = [Targets.of(alike, alike.rewards)]
         packing = pack(
@@ -102,8 +109,9 @@ class FrozenReference(Executor):
             attention = PackedAttention(batch.cu_seqlens, batch.parents)
             head = make_head(batch.labels, batch.rows, temperature=self.temperature)
             logprobs, _ = self.decoder(batch.input_ids, batch.positions, attention, head)
-            sizes = [int(group.lengths[c]) for c in completions]
-            for c, part in zip(completions, logprobs.float().cpu().split(sizes)):
+            lengths = [int(group.lengths[c]) for c in completions]
+            parts = logprobs.float().cpu().split(lengths)
+            for c, part in zip(completions, parts):
                 out[starts[c] : starts[c] + len(part)] = part
         return out
 
@@ -118,31 +126,30 @@ class ResettingReference(FrozenReference):
     """
 
     def __init__(self, *, reset_every: int, timeout_s: float, **settings):
+        """reset_every: steps (TBA's rho). timeout_s: how long a checkpoint waits for a version."""
         super().__init__(**settings)
-        self.reset_every, self.timeout_s = reset_every, timeout_s
+        self.reset_every = reset_every
+        self.timeout_s = timeout_s
         self._due: list[int] = []  # versions that the trainer says it has sent, oldest first
         self._early: list[Group] = []  # that need a later version
 
     def setup(self) -> None:
+        """Load the model, and let the trainer's weights flow into it."""
         super().setup()
         self.weights = self.inputs[REFERENCE_WEIGHTS]
         self.weights.bind(self.decoder.config, list(named_parameters_hf(self.decoder)))
 
     def step(self) -> bool:
+        """Take in a version that has come, then score the groups that need none that is newer."""
         # A checkpoint that was asked for before this version was made must not hold it.
-        swapped = not self.control.has("save") and self._swap()
+        has_swapped = not self.control.has("save") and self._swap()
         if not self._sink.has_room():
-            return swapped
-        groups = self._early + (self._source.take(self.groups_per_batch) if not self._early else [])
+            return has_swapped
+        groups = self._early or self._source.take(self.groups_per_batch)
         ready = [group for group in groups if self.needs(group) <= self.version]
         self._early = [group for group in groups if self.needs(group) > self.version]
-        if ready:
-            self.claim_device()
-        for group in ready:
-            self._sink.put(
-                dataclasses.replace(group, ref_logprobs=self.score(group), ref_version=self.version)
-            )
-        return swapped or bool(ready)
+        self._send_scored(ready)
+        return has_swapped or bool(ready)
 
     def needs(self, group: Group) -> int:
         """The first version of the reference that may score a group."""
@@ -150,12 +157,17 @@ class ResettingReference(FrozenReference):
         return newest - newest % self.reset_every
 
     def waiting_for(self) -> str | None:
+        """What it waits for, in words: the version that its oldest group needs, or room."""
         if self._early:
-            return f"weights: version {self.needs(self._early[0])} from the trainer, to score ticket {self._early[0].ticket} with"
+            first = self._early[0]
+            version = f"version {self.needs(first)} from the trainer"
+            return f"weights: {version}, to score ticket {first.ticket} with"
         return super().waiting_for()
 
     def _swap(self, newest: float = math.inf) -> bool:
-        """Take in the next version that the trainer has told of, up to `newest`, if it has come."""
+        """Take in the next version that the trainer has told of, up to `newest`, if it has come.
+        True if it had.
+        """
         self._due += [message["version"] for _, message in self.control.take(RESET)]
         if not self._due or self._due[0] > newest or self.weights.staged is None:
             return False
@@ -165,42 +177,49 @@ class ResettingReference(FrozenReference):
         return True
 
     def offloadable(self) -> list[torch.Tensor]:
-        # On a CPU the parameters are views of the weights' buffers, which other threads write.
-        return super().offloadable() if self.group.device.type == "cuda" else []
+        """The tensors that may leave a GPU while others use it."""
+        if self.group.device.type != "cuda":
+            # The parameters are views of the weights' buffers, which other threads write.
+            return []
+        return super().offloadable()
 
     def teardown(self) -> None:
+        """Close the weights' channel, if it was opened."""
         if hasattr(self, "weights"):
             self.weights.close()
 
-    # -- checkpoints
-    # ----------------------------------------------------------------------------------------------------
+    # --- checkpoints ---
 
     def before_checkpoint(self, step: int) -> None:
-        """Take in what was sent up to that step and is still on its way. TimedOut."""
+        """Take in what was sent up to that step and is still on its way. TimedOut if it does not
+        come.
+        """
         until = time.monotonic() + self.timeout_s
         while self._swap(step) or (self._due and self._due[0] <= step):
             self.control.check()
             self.control.wait(0.005)
             if time.monotonic() > until:
                 raise TimedOut(
-                    f"reference on rank {self.group.rank} waited {self.timeout_s:.0f} s for version {self._due[0]} "
-                    "from the trainer"
+                    f"reference on rank {self.group.rank} waited {self.timeout_s:.0f} s "
+                    f"for version {self._due[0]} from the trainer"
                 )
 
     def state_dict(self) -> dict:
         """The version and, from the first rank and once it is not the one that training started
         from, its weights.
         """
-        held = named_parameters_hf(self.decoder) if self.version and self.group.index == 0 else ()
-        return {
-            "version": self.version,
-            **{f"model/{name}": p.detach().contiguous() for name, p in held},
-        }
+        state = {"version": self.version}
+        if self.version and self.group.index == 0:
+            for name, parameter in named_parameters_hf(self.decoder):
+                state[f"model/{name}"] = parameter.detach().contiguous()
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, parts: Iterable[dict]) -> None:
         """Every rank takes what the first one saved."""
-        part = next(iter(parts))
-        self.version = int(part["version"])
-        for name, p in named_parameters_hf(self.decoder) if self.version else ():
-            p.copy_(part[f"model/{name}"])
+        first = next(iter(parts))
+        self.version = int(first["version"])
+        if not self.version:
+            return
+        for name, parameter in named_parameters_hf(self.decoder):
+            parameter.copy_(first[f"model/{name}"])

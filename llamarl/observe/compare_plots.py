@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llamarl.observe.compare import SECONDS, STEP, Variant, band, mean_path, path
-from llamarl.observe.report import COLOURS
+from llamarl.observe.report import COLOURS, marker_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,24 +36,28 @@ def looks(variants: Sequence[Variant]) -> list[tuple[object, str]]:
     import matplotlib
 
     labels = [variant.label for variant in variants]
-    words = [label.split(" ") for label in labels]
-    if (
-        len(labels) > 2
-        and all(len(w) == 2 and _is_number(w[1]) for w in words)
-        and len({w[0] for w in words}) == 1
-    ):
-        return [
-            (matplotlib.colormaps["viridis"](place), "-")
-            for place in np.linspace(0, 0.88, len(labels))
-        ]
-    parts = [label.partition(", ")[::2] for label in labels]
-    firsts, rests = (list(dict.fromkeys(column)) for column in zip(*parts))
+    if _is_sweep_over_a_number(labels):
+        shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.88, len(labels)))
+        return [(tuple(shade), "-") for shade in shades]
+    parts = [label.partition(", ") for label in labels]
+    firsts = list(dict.fromkeys(first for first, _, _ in parts))
+    rests = list(dict.fromkeys(rest for _, _, rest in parts))
     if len(firsts) <= len(COLOURS) and len(rests) <= len(STYLES):
-        return [(COLOURS[firsts.index(first)], STYLES[rests.index(rest)]) for first, rest in parts]
+        return [
+            (COLOURS[firsts.index(first)], STYLES[rests.index(rest)]) for first, _, rest in parts
+        ]
+    num_colours = len(COLOURS)
     return [
-        (COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)])
+        (COLOURS[i % num_colours], STYLES[i // num_colours % len(STYLES)])
         for i in range(len(labels))
     ]
+
+
+def _is_sweep_over_a_number(labels: Sequence[str]) -> bool:
+    """Whether three labels or more are one name, each with a number: "max_lag 1", "max_lag 2"."""
+    words = [label.split(" ") for label in labels]
+    are_numbers = all(len(pair) == 2 and _is_number(pair[1]) for pair in words)
+    return len(labels) > 2 and are_numbers and len({pair[0] for pair in words}) == 1
 
 
 def _is_number(text: str) -> bool:
@@ -65,7 +69,9 @@ def _is_number(text: str) -> bool:
 
 
 def draw_pareto(variants: Sequence[Variant], x: str, y: str) -> Figure:
-    """y against x: each run's path thin, a variant's mean at equal steps bold, the last step a dot."""
+    """The plot of y against x: each run's path thin, a variant's mean at equal steps bold, the last
+    step a dot.
+    """
     figure, (axes,) = _figure(1)
     for variant, (colour, style) in zip(variants, looks(variants)):
         paths = [path(run, x, y) for run in variant.runs]
@@ -73,17 +79,7 @@ def draw_pareto(variants: Sequence[Variant], x: str, y: str) -> Figure:
             for xs, ys, _ in paths:
                 axes.plot(xs, ys, color=colour, linewidth=0.7, alpha=0.35)
         xs, ys, _ = mean_path(paths)
-        marker = "o" if len(xs) <= 40 else ""
-        axes.plot(
-            xs,
-            ys,
-            color=colour,
-            linestyle=style,
-            linewidth=1.6,
-            marker=marker,
-            markersize=3,
-            label=variant.label,
-        )
+        _draw_mean(axes, xs, ys, color=colour, linestyle=style, label=variant.label)
         axes.plot(
             xs[-1],
             ys[-1],
@@ -95,43 +91,44 @@ def draw_pareto(variants: Sequence[Variant], x: str, y: str) -> Figure:
         )
     axes.set_xlabel(TITLES.get(x, x))
     axes.set_ylabel(TITLES.get(y, y))
-    axes.set_title("Large dots: the last step", fontsize="small", color="#777777", loc="left")
+    _caption(axes, "Large dots: the last step")
     _legend(figure, axes, variants)
     return figure
 
 
 def draw_progress(variants: Sequence[Variant], y: str, target: float) -> Figure:
-    """y over seconds and over steps: a variant's mean, a band from its least run to its greatest, a
-    line at the target.
+    """The plots of y over seconds and over steps: a variant's mean, a band from its least run to
+    its greatest, a line at the target.
     """
     figure, both = _figure(2)
     for axes, x in zip(both, (SECONDS, STEP)):
         axes.axhline(target, color="#999999", linewidth=0.8, linestyle=(0, (4, 3)))
         for variant, (colour, style) in zip(variants, looks(variants)):
-            xs, mean, least, greatest = band([path(run, x, y) for run in variant.runs])
-            marker = "o" if len(xs) <= 40 else ""
-            axes.plot(
-                xs,
-                mean,
-                color=colour,
-                linestyle=style,
-                linewidth=1.6,
-                marker=marker,
-                markersize=3,
-                label=variant.label,
+            found = band([path(run, x, y) for run in variant.runs])
+            _draw_mean(
+                axes, found.x, found.mean, color=colour, linestyle=style, label=variant.label
             )
             if len(variant.runs) > 1:
-                axes.fill_between(xs, least, greatest, color=colour, alpha=0.15, linewidth=0)
+                axes.fill_between(
+                    found.x, found.least, found.greatest, color=colour, alpha=0.15, linewidth=0
+                )
         axes.set_xlabel(TITLES[x])
     both[0].set_ylabel(TITLES.get(y, y))
-    both[0].set_title(
-        f"Dashed: the target, {target:.4g}", fontsize="small", color="#777777", loc="left"
-    )
+    _caption(both[0], f"Dashed: the target, {target:.4g}")
     _legend(figure, both[0], variants)
     return figure
 
 
+def _draw_mean(axes: Axes, xs: np.ndarray, ys: np.ndarray, **look) -> None:
+    axes.plot(xs, ys, linewidth=1.6, marker=marker_of(len(xs)), markersize=3, **look)
+
+
+def _caption(axes: Axes, text: str) -> None:
+    axes.set_title(text, fontsize="small", color="#777777", loc="left")
+
+
 def save(figure: Figure, file: Path) -> Path:
+    """Write a plot to a file, in a directory that need not be there yet."""
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
     return file

@@ -13,25 +13,26 @@ if TYPE_CHECKING:
 HEADER_EVERY = 25
 IDLE_HIGH = 0.25  # an idle share above this is worth a colour
 
-# header on a terminal, width, word in plain lines
-CELLS = (
-    ("step", 9, "step"),
-    ("reward", 7, "reward"),
-    ("eval", 6, "held-out"),
-    ("lag", 7, "lag"),
-    ("loss", 9, "loss"),
-    ("grad", 7, "grad"),
-    ("tok/s", 6, "tok/s"),
-    ("idle g/t", 9, "idle g/t"),
-    ("s/step", 7, "s/step"),
-)
+# By their header on a terminal, the cells of a line and their widths.
+CELLS = {
+    "step": 9,
+    "reward": 7,
+    "eval": 6,
+    "lag": 7,
+    "loss": 9,
+    "grad": 7,
+    "tok/s": 6,
+    "idle g/t": 9,
+    "s/step": 7,
+}
 
 
 class Console:
     """A sink that prints. `max_steps` is only shown; `stream` is standard output unless given."""
 
     def __init__(self, *, max_steps: int | None = None, stream: TextIO | None = None):
-        self.max_steps, self.stream = max_steps, stream or sys.stdout
+        self.max_steps = max_steps
+        self.stream = stream or sys.stdout
         self._num_lines = 0
         self._rich = None
         if self.stream.isatty():
@@ -40,6 +41,7 @@ class Console:
             self._rich = RichConsole(file=self.stream, highlight=False)
 
     def write(self, row: dict[str, float | None]) -> None:
+        """Print one row."""
         cells = format_cells(row, self.max_steps)
         if self._rich is None:
             named = zip(words_of(row), cells, strict=True)
@@ -47,12 +49,8 @@ class Console:
             print("  ".join(words), file=self.stream, flush=True)
             return
         if self._num_lines % HEADER_EVERY == 0:
-            self._rich.print(
-                " ".join(f"{header:>{width}}" for header, width, _ in CELLS),
-                style="dim",
-                no_wrap=True,
-                crop=False,
-            )
+            headers = " ".join(f"{header:>{width}}" for header, width in CELLS.items())
+            self._rich.print(headers, style="dim", no_wrap=True, crop=False)
         self._num_lines += 1
         self._rich.print(_styled(row, cells), no_wrap=True, crop=False)
 
@@ -70,9 +68,10 @@ def format_cells(row: dict[str, float | None], max_steps: int | None) -> list[st
     def pair(first: str, second: str) -> str:
         return f"{first or '-'}/{second or '-'}" if first or second else ""
 
+    step = str(row["step"])
     rate = row.get("generator/tokens_per_s")
     return [
-        f"{row['step']}" + (f"/{max_steps}" if max_steps else ""),
+        f"{step}/{max_steps}" if max_steps else step,
         cell("reward/mean", ".3f"),
         cell("eval/accuracy", ".1%") or cell("eval/reward", ".3f"),
         pair(cell("lag/mean", ".1f"), cell("lag/max", ".0f")),
@@ -85,9 +84,12 @@ def format_cells(row: dict[str, float | None], max_steps: int | None) -> list[st
 
 
 def words_of(row: dict[str, float | None]) -> list[str]:
-    """The cells' names in a plain line: an evaluation is an accuracy where all scores are 0 or 1."""
+    """The cells' names in a plain line. They are the headers, but an evaluation is called held-out,
+    or an accuracy where all scores are 0 or 1.
+    """
     is_accuracy = row.get("eval/accuracy") is not None
-    return ["accuracy" if header == "eval" and is_accuracy else word for header, _, word in CELLS]
+    evaluation = "accuracy" if is_accuracy else "held-out"
+    return [evaluation if header == "eval" else header for header in CELLS]
 
 
 def short_count(value: float) -> str:
@@ -108,7 +110,7 @@ def _styled(row: dict[str, float | None], cells: list[str]) -> Text:
         "idle g/t": "yellow" if idle > IDLE_HIGH else "",
     }
     line = Text()
-    for (header, width, _), cell in zip(CELLS, cells, strict=True):
+    for (header, width), cell in zip(CELLS.items(), cells, strict=True):
         line.append(f"{cell:>{width}}", style=styles.get(header, ""))
         line.append(" ")
     line.rstrip()

@@ -1,8 +1,8 @@
 """Metrics: the one door through which every executor reports.
 
-    executor --report(step, {...})--> Metrics --"metrics" messages--> the leader's Metrics --> RowWriter --> sinks
-             --add(counter, amount)-->    |
-             --span(track, name, ...)-->   +--> Trace (stays on its rank)
+    executor --report(step, {...})-->  Metrics --"metrics" messages--> the leader's Metrics
+             --add(counter, amount)-->    |                              --> RowWriter --> sinks
+             --span(track, name, ...)-->  +--> Trace (stays on its rank)
 
 A report belongs to a step and is sent on at the next `pump`. A counter only grows (tokens, busy and
 idle seconds, stalls); each rank sends its *totals* at most every POST_INTERVAL_S, so a repeated
@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 
 
 class Metrics:
-    """One per process. `writer` is given on the leader and nowhere else (ValueError)."""
+    """What executors report to; one per process. `writer` is given on the leader and nowhere else
+    (ValueError).
+    """
 
     def __init__(
         self, *, rank: int, leader: int, control: Control, writer: RowWriter | None, trace: Trace
@@ -42,13 +44,11 @@ class Metrics:
             raise ValueError(
                 f"rank {rank}: the leader (rank {leader}) needs the RowWriter, and only the leader"
             )
-        self.rank, self.leader, self.control, self.writer, self.trace = (
-            rank,
-            leader,
-            control,
-            writer,
-            trace,
-        )
+        self.rank = rank
+        self.leader = leader
+        self.control = control
+        self.writer = writer
+        self.trace = trace
         self.counters: dict[str, float] = {}
         self._reports: list[tuple[int, dict[str, float | None]]] = []
         self._posted: dict[str, float] = {}
@@ -59,9 +59,8 @@ class Metrics:
         """Give the row of `step` these values (numbers or 0-dim tensors; NaN and infinity become
         null, warned of once a name).
         """
-        self._reports.append(
-            (step, {name: self._number(step, name, value) for name, value in values.items()})
-        )
+        numbers = {name: self._number(step, name, value) for name, value in values.items()}
+        self._reports.append((step, numbers))
 
     def add(self, counter: str, amount: float) -> None:
         """Let a counter grow by `amount`. Cheap: a dict update."""
@@ -88,12 +87,13 @@ class Metrics:
         messages = self.control.take(TOPIC)
         # All counters first: the rates of a row that becomes whole now must include them.
         self.writer.set_counters(self.rank, self.counters)
+        reports = []
         for sender, message in messages:
             self.writer.set_counters(sender, message["counters"])
-        own, self._reports = self._reports, []
-        for reports in (*(message["reports"] for _, message in messages), own):
-            for step, values in reports:
-                self.writer.ingest(step, values)
+            reports += message["reports"]
+        reports += self._take_reports()
+        for step, values in reports:
+            self.writer.ingest(step, values)
         self.writer.flush()
 
     def state_dict(self, step: int | None = None) -> dict:
@@ -122,13 +122,22 @@ class Metrics:
         counters_due = now - self._posted_at >= POST_INTERVAL_S and self.counters != self._posted
         if not (self._reports or counters_due):
             return
-        reports, self._reports = self._reports, []
-        self._posted, self._posted_at = dict(self.counters), now
-        self.control.post(self.leader, TOPIC, {"reports": reports, "counters": self._posted})
+        self._posted = dict(self.counters)
+        self._posted_at = now
+        message = {"reports": self._take_reports(), "counters": self._posted}
+        self.control.post(self.leader, TOPIC, message)
+
+    def _take_reports(self) -> list[tuple[int, dict[str, float | None]]]:
+        """This rank's own reports, (step, values), that nobody has taken yet."""
+        reports = self._reports
+        self._reports = []
+        return reports
 
     def _number(self, step: int, name: str, value: SupportsFloat | None) -> float | None:
-        if value is None or isinstance(value, Integral):
-            return None if value is None else int(value)
+        if value is None:
+            return None
+        if isinstance(value, Integral):
+            return int(value)
         number = float(value)
         if math.isfinite(number):
             return number

@@ -6,8 +6,9 @@ Counters read here (all only grow; seconds are summed over the ranks of an execu
     generator/tokens          tokens sampled
     weights/swap_stall_s      decode time lost to exchanging weights
     X/busy_s, X/idle_s        for every executor X: time inside steps that did work, and the rest
-    X/idle_s/CAUSE            the part of X/idle_s spent waiting for CAUSE: the first word of X.waiting_for() (data, weights,
-                              tickets, room, ...), or "no work" when nothing was owed to X
+    X/idle_s/CAUSE            the part of X/idle_s spent waiting for CAUSE: the first word of
+                              X.waiting_for() (data, weights, tickets, room, ...), or "no work"
+                              when nothing was owed to X
 """
 
 from __future__ import annotations
@@ -17,75 +18,85 @@ from dataclasses import dataclass
 
 WINDOW_S = 1.0
 MEAN = "mean/"  # counters mean/NAME/sum and mean/NAME/count become column NAME
-ALWAYS = (
-    "generator",
-    "trainer",
-)  # executors whose idle share every row has, null where nothing was counted
+# Executors whose idle share every row has, null where nothing was counted.
+ALWAYS = ("generator", "trainer")
 
+_MORE_RANKS = (
+    "its process works for other executors meanwhile: start more ranks (torchrun --nproc-per-node)"
+)
+_SLOW_TRAINER = "the trainer is the slow side: move ranks to placement.trainer"
 # What to turn when an executor waits for a cause for long. Names are config keys.
 KNOBS = {
-    (
-        "trainer",
-        "data",
-    ): "raise overcommit (then max_lag), or move ranks from placement.trainer to placement.generator",
+    ("trainer", "data"): (
+        "raise overcommit (then max_lag), "
+        "or move ranks from placement.trainer to placement.generator"
+    ),
     ("trainer", "weights"): "the generator takes weights late: lower generator.chunk_tokens",
-    (
-        "trainer",
-        "no work",
-    ): "its process works for other executors meanwhile: start more ranks (torchrun --nproc-per-node)",
-    (
-        "generator",
-        "tickets",
-    ): "the trainer is the slow side: raise overcommit (then max_lag), or move ranks to placement.trainer",
-    (
-        "generator",
-        "room",
-    ): "what follows the generator is slow: raise reward.num_workers or move ranks to placement.trainer",
+    ("trainer", "no work"): _MORE_RANKS,
+    ("generator", "tickets"): (
+        "the trainer is the slow side: "
+        "raise overcommit (then max_lag), or move ranks to placement.trainer"
+    ),
+    ("generator", "room"): (
+        "what follows the generator is slow: "
+        "raise reward.num_workers or move ranks to placement.trainer"
+    ),
     ("generator", "weights"): "set generator.in_flight_updates=true and max_lag of at least 1",
-    (
-        "generator",
-        "no work",
-    ): "its process works for other executors meanwhile: start more ranks (torchrun --nproc-per-node)",
+    ("generator", "no work"): _MORE_RANKS,
     ("reward", "scores"): "raise reward.num_workers",
-    ("reward", "room"): "the trainer is the slow side: move ranks to placement.trainer",
-    ("reference", "room"): "the trainer is the slow side: move ranks to placement.trainer",
+    ("reward", "room"): _SLOW_TRAINER,
+    ("reference", "room"): _SLOW_TRAINER,
 }
+SHOWN_SHARE = 0.005  # of a cause; less rounds to 0 %
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """How idle one executor was, as shares (0..1) of its time; `causes` is sorted, largest first."""
+    """How idle one executor was, as shares (0 to 1) of its time."""
 
     executor: str
     share: float
-    causes: tuple[tuple[str, float], ...]
+    causes: tuple[tuple[str, float], ...]  # (cause, share), the largest first
 
     @property
     def knob(self) -> str:
         """What to turn for the largest cause; empty when there is nothing to say."""
-        return KNOBS.get((self.executor, self.causes[0][0]), "") if self.causes else ""
+        if not self.causes:
+            return ""
+        largest, _ = self.causes[0]
+        return KNOBS.get((self.executor, largest), "")
+
+    @property
+    def shown_causes(self) -> str:
+        """The causes in words, as "data 7%, weights 1%"; empty when none is worth it."""
+        shown = [(cause, share) for cause, share in self.causes if share >= SHOWN_SHARE]
+        return ", ".join(f"{cause} {share:.0%}" for cause, share in shown)
 
 
 def idle_shares(counters: dict[str, float]) -> list[Idle]:
-    """Idle share of every executor that has counted any time; a difference of two counter readings
-    works as well.
+    """The idle shares of every executor that has counted any time; a difference of two counter
+    readings works as well.
     """
+    timed = [name for name in counters if name.endswith(("/idle_s", "/busy_s"))]
     shares = []
-    for executor in sorted(
-        {name.split("/")[0] for name in counters if name.endswith(("/idle_s", "/busy_s"))}
-    ):
-        total = counters.get(f"{executor}/idle_s", 0) + counters.get(f"{executor}/busy_s", 0)
-        if total <= 0:
+    for executor in sorted({name.split("/")[0] for name in timed}):
+        idle_s = counters.get(f"{executor}/idle_s", 0)
+        total_s = idle_s + counters.get(f"{executor}/busy_s", 0)
+        if total_s <= 0:
             continue
         prefix = f"{executor}/idle_s/"
-        causes = [
-            (name[len(prefix) :], value / total)
+        causes = {
+            name.removeprefix(prefix): value / total_s
             for name, value in counters.items()
             if name.startswith(prefix)
-        ]
-        causes.sort(key=lambda cause: (-cause[1], cause[0]))
-        shares.append(Idle(executor, counters.get(f"{executor}/idle_s", 0) / total, tuple(causes)))
+        }
+        shares.append(Idle(executor, idle_s / total_s, largest_first(causes)))
     return shares
+
+
+def largest_first(causes: dict[str, float]) -> tuple[tuple[str, float], ...]:
+    """(cause, share) pairs by falling share, equal ones by name."""
+    return tuple(sorted(causes.items(), key=lambda cause: (-cause[1], cause[0])))
 
 
 class RateMeter:
@@ -100,35 +111,40 @@ class RateMeter:
         self._readings: deque[tuple[float, dict[str, float]]] = deque([(wall_s, dict(counters))])
 
     def read(self, wall_s: float, counters: dict[str, float]) -> dict[str, float | None]:
-        """The derived values of the row that ends now; null where no time or no work was counted."""
+        """The derived values of the row that ends now; null where no time or no work was
+        counted.
+        """
         readings = self._readings
         while len(readings) > 1 and readings[1][0] <= wall_s - WINDOW_S:
             readings.popleft()
-        (start_s, start), previous = readings[0], readings[-1][1]
+        start_s, start = readings[0]
+        _, previous = readings[-1]
         readings.append((wall_s, dict(counters)))
 
         change = {name: value - start.get(name, 0) for name, value in counters.items()}
         elapsed = wall_s - start_s
-        tokens = change.get("generator/tokens")
-        swap_stall = "weights/swap_stall_s"
+        tokens_per_s = None
+        if "generator/tokens" in change and elapsed > 0:
+            tokens_per_s = change["generator/tokens"] / elapsed
+
+        def since_previous(name: str) -> float:
+            return counters.get(name, 0) - previous.get(name, 0)
+
         values = {
-            "generator/tokens_per_s": tokens / elapsed
-            if tokens is not None and elapsed > 0
-            else None,
-            swap_stall: counters.get(swap_stall, 0) - previous.get(swap_stall, 0),
+            "generator/tokens_per_s": tokens_per_s,
+            "weights/swap_stall_s": since_previous("weights/swap_stall_s"),
         }
         for name in counters:
             if name.startswith(MEAN) and name.endswith("/count"):
-                kind = name.removesuffix("count")
-                count, total = (
-                    counters[kind + part] - previous.get(kind + part, 0)
-                    for part in ("count", "sum")
-                )
-                values[kind.removeprefix(MEAN)[:-1]] = total / count if count else None
-        values.update({f"{executor}/idle_fraction": None for executor in ALWAYS})
+                kind = name.removesuffix("/count")
+                count = since_previous(name)
+                total = since_previous(f"{kind}/sum")
+                values[kind.removeprefix(MEAN)] = total / count if count else None
+        for executor in ALWAYS:
+            values[f"{executor}/idle_fraction"] = None
         for idle in idle_shares(change):
-            values[f"{idle.executor}/idle_fraction"] = idle.share
-            values.update(
-                {f"{idle.executor}/idle_fraction/{cause}": share for cause, share in idle.causes}
-            )
+            column = f"{idle.executor}/idle_fraction"
+            values[column] = idle.share
+            for cause, share in idle.causes:
+                values[f"{column}/{cause}"] = share
         return values

@@ -10,15 +10,16 @@ import argparse
 import base64
 import html
 import io
-import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llamarl.observe.rates import Idle
+from llamarl.observe.rates import Idle, largest_first
 from llamarl.observe.rows import ACCURACY, EVALUATED, FILE_NAME, Row
 from llamarl.observe.sinks import read_rows
 
@@ -32,16 +33,14 @@ COLOURS = ("#3366cc", "#dd7711", "#339955", "#aa4499", "#888888", "#bb3333", "#1
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One plot over steps: (column, label) pairs, smoothed if noisy, on an axis from 0; `note` says
-    how to read it.
-    """
+    """One plot over steps, of some columns of the rows."""
 
     title: str
     series: tuple[tuple[str, str], ...]  # (column, label)
-    note: str = ""
+    note: str = ""  # how to read it
     log: bool = False
     percent: bool = False
-    smooth: bool = True
+    smooth: bool = True  # where there are many rows
     from_zero: bool = True
 
 
@@ -79,7 +78,8 @@ PANELS = (
     Panel(
         "Ratio, raw",
         (("ratio/max", "max"), ("ratio/mean", "mean")),
-        "Before capping. A mean far from 1: too much lag, or the trainer and the generator disagree on logprobs.",
+        "Before capping. A mean far from 1: too much lag, or the trainer and the generator "
+        "disagree on logprobs.",
         log=True,
         smooth=False,
     ),
@@ -122,7 +122,8 @@ PANELS = (
 STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;color:#222;max-width:1240px;margin:2em auto;padding:0 1em}
 h1{font-size:1.5em;margin-bottom:.2em} h2{font-size:1.15em;margin:1.6em 0 .5em}
-table{border-collapse:collapse} td,th{padding:.25em 1.2em .25em 0;text-align:left;vertical-align:top;font-weight:normal}
+table{border-collapse:collapse}
+td,th{padding:.25em 1.2em .25em 0;text-align:left;vertical-align:top;font-weight:normal}
 th{color:#777} td.number{text-align:right;font-variant-numeric:tabular-nums}
 .panels{display:grid;grid-template-columns:repeat(auto-fit,minmax(430px,1fr));gap:1em 1.4em}
 figure{margin:0} figure img{width:100%} figcaption,.quiet{color:#777;font-size:.87em}
@@ -152,121 +153,119 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
 
 def page(run_dir: Path, rows: list[Row]) -> str:
     """The HTML of a run."""
-    measured = [
-        panel for panel in PANELS if any(has_values(rows, column) for column, _ in panel.series)
-    ]
+    measured = [panel for panel in PANELS if is_measured(rows, panel)]
     absent = [panel.title for panel in PANELS if panel not in measured]
     idle = idle_over_run(rows)
     figures = [figure_html(draw(rows, panel), panel.title, panel.note) for panel in measured]
-    idle_figures = [
-        figure_html(draw_idle(rows, one), f"Idle: {one.executor}", one.knob) for one in idle
-    ]
-    config = run_dir / "config.yaml"
     parts = [
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(run_dir.name)}</title><style>{STYLE}</style>",
+        "<!doctype html><html lang='en'><meta charset='utf-8'>"
+        f"<title>{html.escape(run_dir.name)}</title><style>{STYLE}</style>",
         f"<h1>{html.escape(run_dir.resolve().name)}</h1>",
         table_html(facts(rows)),
         "<h2>Where the time went</h2>" + idle_html(idle),
-        "<h2>Curves</h2><div class='panels'>" + "".join(figures) + "</div>",
-        f"<p class='quiet'>Not measured in this run: {html.escape(', '.join(absent))}.</p>"
-        if absent
-        else "",
-        "<h2>Idle share by cause</h2><div class='panels'>" + "".join(idle_figures) + "</div>"
-        if idle
-        else "",
-        f"<h2>Config</h2><details><summary>config.yaml</summary><pre>{html.escape(config.read_text())}</pre></details>"
-        if config.is_file()
-        else "",
+        "<h2>Curves</h2>" + panels_html(figures),
     ]
-    return "\n".join(part for part in parts if part) + "\n"
+    if absent:
+        names = html.escape(", ".join(absent))
+        parts.append(f"<p class='quiet'>Not measured in this run: {names}.</p>")
+    if idle:
+        figures = [
+            figure_html(draw_idle(rows, one), f"Idle: {one.executor}", one.knob) for one in idle
+        ]
+        parts.append("<h2>Idle share by cause</h2>" + panels_html(figures))
+    config = run_dir / "config.yaml"
+    if config.is_file():
+        text = html.escape(config.read_text())
+        details = f"<details><summary>config.yaml</summary><pre>{text}</pre></details>"
+        parts.append("<h2>Config</h2>" + details)
+    return "\n".join(parts) + "\n"
 
 
 def facts(rows: list[Row]) -> list[tuple[str, str]]:
     """The run in a few lines: (name, formatted value), only what was measured."""
-    names = {name for row in rows for name in row}
-    columns = {name: [row[name] for row in rows if row.get(name) is not None] for name in names}
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if value is not None:
+                columns.setdefault(name, []).append(value)
+    found = [("steps", str(rows[-1]["step"]))]
 
-    def fact(name: str, column: str, reduce, spec: str) -> list[tuple[str, str]]:
-        return [(name, format(reduce(columns[column]), spec))] if columns.get(column) else []
+    def fact(name: str, column: str, reduce: Callable[[list[float]], float], spec: str) -> None:
+        if column in columns:
+            found.append((name, format(reduce(columns[column]), spec)))
 
+    fact("wall time, s", "time/wall_s", max, ".1f")
     evaluated = columns.get(EVALUATED, [])
     accuracy = columns.get(ACCURACY, [])
-    held_out = []
     if evaluated and len(accuracy) == len(evaluated):
-        held_out = [("accuracy", f"{accuracy[0]:.1%} → {accuracy[-1]:.1%}")]
+        found.append(("accuracy", f"{accuracy[0]:.1%} → {accuracy[-1]:.1%}"))
     elif evaluated:
-        held_out = [("reward, held-out prompts", f"{evaluated[0]:.4g} → {evaluated[-1]:.4g}")]
-    return [
-        ("steps", str(rows[-1]["step"])),
-        *fact("wall time, s", "time/wall_s", max, ".1f"),
-        *held_out,
-        *fact("s a step, median", "time/step_s", statistics.median, ".3g"),
-        *fact("generated tokens/s, median", "generator/tokens_per_s", statistics.median, ",.0f"),
-        *fact("lag, mean", "lag/mean", statistics.fmean, ".2f"),
-        *fact("lag, max", "lag/max", max, ".0f"),
-        *fact("raw ratio, max", "ratio/max", max, ".3g"),
-        *fact("capped tokens", "ratio/capped_fraction", statistics.fmean, ".2%"),
-        *fact("padding computed", "packing/padding_fraction", statistics.fmean, ".1%"),
-        *fact(
-            "microbatch budget unused", "packing/unused_budget_fraction", statistics.fmean, ".1%"
-        ),
-        *fact("reward errors, worst step", "reward/error_rate", max, ".1%"),
-        *fact(
-            "weights a publish, MB",
-            "weights/bytes",
-            lambda values: statistics.median(values) / 1e6,
-            ".1f",
-        ),
-        *fact("trainer − generator logprobs, max", "parity/logprob_diff_max", max, ".2g"),
-    ]
+        change = f"{evaluated[0]:.4g} → {evaluated[-1]:.4g}"
+        found.append(("reward, held-out prompts", change))
+    fact("s a step, median", "time/step_s", median, ".3g")
+    fact("generated tokens/s, median", "generator/tokens_per_s", median, ",.0f")
+    fact("lag, mean", "lag/mean", fmean, ".2f")
+    fact("lag, max", "lag/max", max, ".0f")
+    fact("raw ratio, max", "ratio/max", max, ".3g")
+    fact("capped tokens", "ratio/capped_fraction", fmean, ".2%")
+    fact("padding computed", "packing/padding_fraction", fmean, ".1%")
+    fact("microbatch budget unused", "packing/unused_budget_fraction", fmean, ".1%")
+    fact("reward errors, worst step", "reward/error_rate", max, ".1%")
+    fact("weights a publish, MB", "weights/bytes", lambda sizes: median(sizes) / 1e6, ".1f")
+    fact("trainer − generator logprobs, max", "parity/logprob_diff_max", max, ".2g")
+    return found
 
 
 def idle_over_run(rows: list[Row]) -> list[Idle]:
-    """Idle shares by cause of the whole run: the rows' shares, weighted with the time each row
-    stands for.
+    """The idle shares of the whole run by cause: those of its rows, weighted with the time that
+    each row stands for.
     """
     suffix = "/idle_fraction"
-    names = {name for row in rows for name in row}
-    wall_s = column_of(rows, "time/wall_s")
+    names = set().union(*rows)
+    wall_s = np.nan_to_num(column_of(rows, "time/wall_s"))
+    row_s = np.diff(wall_s, prepend=0).clip(min=1e-9)
     result = []
-    for executor in sorted(name.removesuffix(suffix) for name in names if name.endswith(suffix)):
-        share = column_of(rows, executor + suffix)
+    for column in sorted(name for name in names if name.endswith(suffix)):
+        share = column_of(rows, column)
         # An evaluation-only row and a row without a count carry no idle share, and so no weight.
-        weight = np.where(
-            np.isnan(share), 0, np.diff(np.nan_to_num(wall_s), prepend=0).clip(min=1e-9)
-        )
+        weight = np.where(np.isnan(share), 0, row_s)
         if not weight.any():
             continue
-        prefix = f"{executor}{suffix}/"
-        causes = [
-            (name.removeprefix(prefix), column_of(rows, name))
+        prefix = f"{column}/"
+        causes = {
+            name.removeprefix(prefix): _weighted_mean(column_of(rows, name), weight)
             for name in names
             if name.startswith(prefix)
-        ]
-        means = [
-            (cause, float(np.average(np.nan_to_num(values), weights=weight)))
-            for cause, values in causes
-        ]
-        means.sort(key=lambda cause: (-cause[1], cause[0]))
-        result.append(
-            Idle(executor, float(np.average(np.nan_to_num(share), weights=weight)), tuple(means))
-        )
+        }
+        executor = column.removesuffix(suffix)
+        result.append(Idle(executor, _weighted_mean(share, weight), largest_first(causes)))
     return result
 
 
+def _weighted_mean(values: np.ndarray, weight: np.ndarray) -> float:
+    return float(np.average(np.nan_to_num(values), weights=weight))
+
+
+def is_measured(rows: list[Row], panel: Panel) -> bool:
+    """Whether any column of a panel has a value in any row."""
+    return any(has_values(rows, column) for column, _ in panel.series)
+
+
 def has_values(rows: list[Row], column: str) -> bool:
+    """Whether a column has a value in any row."""
     return any(row.get(column) is not None for row in rows)
 
 
 def column_of(rows: list[Row], column: str) -> np.ndarray:
-    """[rows] float64, NaN where a row has no value."""
-    return np.array(
-        [np.nan if row.get(column) is None else row[column] for row in rows], dtype=np.float64
-    )
+    """A column [rows] in float64, NaN where a row has no value."""
+    values = (row.get(column) for row in rows)
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
 def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
-    """Centred mean over `width` (odd) values, over fewer at the ends; NaNs count for nothing."""
+    """The centred mean over `width` (odd) values, over fewer at the ends; NaNs count for
+    nothing.
+    """
     known = ~np.isnan(values)
     window = np.ones(width)
     half = width // 2
@@ -283,16 +282,16 @@ def draw(rows: list[Row], panel: Panel) -> Figure:
     for (column, label), colour in zip(shown, COLOURS):
         values = column_of(rows, column)
         known = ~np.isnan(values)
-        if panel.smooth and known.sum() >= SMOOTH_FROM:
+        num_known = int(known.sum())
+        if panel.smooth and num_known >= SMOOTH_FROM:
             axes.plot(steps[known], values[known], color=colour, linewidth=0.6, alpha=0.3)
-            values = moving_mean(values, width=min(101, int(known.sum()) // 40 * 2 + 1))
-        marker = "o" if known.sum() <= 40 else ""
+            values = moving_mean(values, smoothing_width(num_known))
         axes.plot(
             steps[known],
             values[known],
             color=colour,
             linewidth=1.5,
-            marker=marker,
+            marker=marker_of(num_known),
             markersize=3,
             label=label,
         )
@@ -306,6 +305,16 @@ def draw(rows: list[Row], panel: Panel) -> Figure:
     else:
         axes.set_ylabel(shown[0][1])
     return figure
+
+
+def smoothing_width(num_values: int) -> int:
+    """Over how many values a curve of so many is smoothed: an odd number, about a twentieth."""
+    return min(101, num_values // 40 * 2 + 1)
+
+
+def marker_of(num_values: int) -> str:
+    """How matplotlib marks each of so many values: few by a dot, many not at all."""
+    return "o" if num_values <= 40 else ""
 
 
 def draw_idle(rows: list[Row], idle: Idle) -> Figure:
@@ -353,10 +362,17 @@ def figure_html(figure: Figure, title: str, note: str) -> str:
     data = base64.b64encode(buffer.getvalue()).decode("ascii")
     caption = f"<figcaption>{html.escape(note)}</figcaption>" if note else ""
     title = html.escape(title)
-    return f"<figure><strong>{title}</strong><img alt='{title}' src='data:image/svg+xml;base64,{data}'>{caption}</figure>"
+    image = f"<img alt='{title}' src='data:image/svg+xml;base64,{data}'>"
+    return f"<figure><strong>{title}</strong>{image}{caption}</figure>"
+
+
+def panels_html(figures: list[str]) -> str:
+    """Figures side by side."""
+    return "<div class='panels'>" + "".join(figures) + "</div>"
 
 
 def table_html(rows: list[tuple[str, str]]) -> str:
+    """A table of (name, value) rows."""
     cells = "".join(
         f"<tr><th>{html.escape(name)}</th><td class='number'>{html.escape(value)}</td></tr>"
         for name, value in rows
@@ -370,14 +386,16 @@ def idle_html(idle: list[Idle]) -> str:
         return "<p class='quiet'>No busy or idle time was counted.</p>"
     lines = []
     for one in idle:
-        causes = ", ".join(f"{cause} {share:.0%}" for cause, share in one.causes if share >= 0.005)
-        cells = (one.executor, f"{one.share:.0%}", causes or "-", one.knob or "-")
-        lines.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
-    head = "<tr><th>executor</th><th>idle</th><th>waiting for</th><th>to shorten the longest wait</th></tr>"
+        texts = (one.executor, f"{one.share:.0%}", one.shown_causes or "-", one.knob or "-")
+        cells = "".join(f"<td>{html.escape(text)}</td>" for text in texts)
+        lines.append(f"<tr>{cells}</tr>")
+    titles = ("executor", "idle", "waiting for", "to shorten the longest wait")
+    head = "<tr>" + "".join(f"<th>{title}</th>" for title in titles) + "</tr>"
     return f"<table>{head}{''.join(lines)}</table>"
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0, or 2 for what cannot be used."""
     parser = argparse.ArgumentParser(
         prog="python -m llamarl.observe.report", description="Write one HTML page about a run."
     )

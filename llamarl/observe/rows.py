@@ -32,16 +32,20 @@ ACCURACY = "eval/accuracy"  # the same, of an evaluation whose scores are all 0 
 FILE_NAME = "metrics.jsonl"
 
 # The order of columns in a row; names that are not here follow in alphabetical order.
-COLUMNS = (
-    "step policy_version reward/mean reward/std reward/error_rate eval/reward eval/accuracy eval/pass_at_1_sampled eval/pass_at_k "
-    "loss/value grad_norm entropy kl/ref "
-    "ratio/mean ratio/max ratio/capped_fraction lag/mean lag/max tokens/trained tokens/generated "
-    "tokens/deadline_truncated completion/length_mean completion/truncated_fraction completion/deadline_truncated_fraction "
-    "tickets/overcommit packing/padding_fraction packing/unused_budget_fraction "
-    "parity/logprob_diff_max parity/canary_diff_max "
-    "time/wall_s time/evaluated_s time/step_s time/wait_for_data_s generator/tokens_per_s generator/idle_fraction trainer/idle_fraction "
-    "weights/publish_stall_s weights/swap_stall_s weights/bytes"
-).split()
+COLUMNS = """
+    step policy_version
+    reward/mean reward/std reward/error_rate
+    eval/reward eval/accuracy eval/pass_at_1_sampled eval/pass_at_k
+    loss/value grad_norm entropy kl/ref
+    ratio/mean ratio/max ratio/capped_fraction lag/mean lag/max
+    tokens/trained tokens/generated tokens/deadline_truncated
+    completion/length_mean completion/truncated_fraction completion/deadline_truncated_fraction
+    tickets/overcommit packing/padding_fraction packing/unused_budget_fraction
+    parity/logprob_diff_max parity/canary_diff_max
+    time/wall_s time/evaluated_s time/step_s time/wait_for_data_s
+    generator/tokens_per_s generator/idle_fraction trainer/idle_fraction
+    weights/publish_stall_s weights/swap_stall_s weights/bytes
+""".split()
 ORDER = {name: place for place, name in enumerate(COLUMNS)}
 TIMING = re.compile(
     r"^time/|_per_s$|/idle_fraction|_stall_s$|^parity/canary|^weights/quantization_kl"
@@ -50,6 +54,11 @@ TIMING = re.compile(
 log = logging.getLogger(__name__)
 
 Row = dict[str, float | None]
+
+
+def _place(name: str) -> tuple[int, str]:
+    """Where a column stands in a row."""
+    return ORDER.get(name, len(ORDER)), name
 
 
 def is_timing(name: str) -> bool:
@@ -81,12 +90,8 @@ class Summary:
         if self.tokens_per_s is not None:
             lines.append(f"generated  {self.tokens_per_s:,.0f} tokens/s")
         for idle in self.idle:
-            causes = ", ".join(
-                f"{cause} {share:.0%}" for cause, share in idle.causes if share >= 0.005
-            )
-            lines.append(
-                f"idle       {idle.executor} {idle.share:.0%}" + (f" ({causes})" if causes else "")
-            )
+            causes = f" ({idle.shown_causes})" if idle.shown_causes else ""
+            lines.append(f"idle       {idle.executor} {idle.share:.0%}{causes}")
         lines.append(f"written    {self.run_dir / FILE_NAME}")
         lines.append(f"report     python -m llamarl.observe.report {self.run_dir}")
         return "\n".join(lines)
@@ -111,17 +116,18 @@ class RowWriter:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.run_dir = Path(run_dir)
-        self.sinks, self.eval_due, self.next_row, self.clock = sinks, eval_due, first_step, clock
+        self.sinks = sinks
+        self.eval_due = eval_due
+        self.next_row = first_step
+        self.clock = clock
         self.file = Jsonl(self.run_dir / FILE_NAME)
         self.last_trained = first_step - 1  # newest step that the trainer has reported
         self.evaluated: float | None = None  # the mean reward of the newest evaluation
         self._pending: dict[int, Row] = {}
         self._abandoned: set[int] = set()
-        self._resumed_at = -1
         self._warned: set[str] = set()
-        self._counters: dict[
-            int, dict[str, float]
-        ] = {}  # rank -> totals since this process group started
+        # By rank, totals since this process group started.
+        self._counters: dict[int, dict[str, float]] = {}
         self._earlier: dict[str, float] = {}  # totals of the runs that this one resumes
         self._start_s = clock()
         self._meter = RateMeter(wall_s=0.0, counters={})
@@ -143,23 +149,18 @@ class RowWriter:
         return dict(total)
 
     def ingest(self, step: int, values: Row) -> None:
-        """Merge one report into the row of `step`. A null never replaces a number; too late a
-        report is dropped, warned of.
+        """Merge one report into the row of `step`. A null never replaces a number. A report that
+        comes too late is dropped, with a warning.
         """
         if step < self.next_row:
             names = ", ".join(sorted(values))
-            self._warn_once(
-                names, f"report of {names} for step {step} dropped: its row is written already"
-            )
+            reason = "its row is written already"
+            self._warn_once(names, f"report of {names} for step {step} dropped: {reason}")
             return
         row = self._pending.setdefault(step, {})
-        row.update(
-            {
-                name: value
-                for name, value in values.items()
-                if value is not None or row.get(name) is None
-            }
-        )
+        for name, value in values.items():
+            if value is not None or row.get(name) is None:
+                row[name] = value
         if TRAINED in values:
             self.last_trained = max(self.last_trained, step)
             wall_s = self.wall_s
@@ -174,7 +175,8 @@ class RowWriter:
     def flush(self) -> None:
         """Write every row that is whole and whose predecessors are written."""
         while self._whole(self.next_row):
-            step, self.next_row = self.next_row, self.next_row + 1
+            step = self.next_row
+            self.next_row += 1
             row = self._pending.pop(step, {})
             if step > 0 and TRAINED not in row:
                 log.warning(
@@ -188,12 +190,14 @@ class RowWriter:
         """Whether nothing more is awaited for the rows up to `step`: all are trained and evaluated,
         or given up.
         """
-        return max(0, self.last_trained) >= step and all(
-            self._evaluated(s) for s in range(self.next_row, step + 1)
-        )
+        if step > max(0, self.last_trained):
+            return False
+        return all(self._evaluated(s) for s in range(self.next_row, step + 1))
 
     def abandon_eval(self, step: int) -> None:
-        """Let the row of `step` go without its evaluation (it failed, or the run ends before it)."""
+        """Let the row of `step` be written without its evaluation, which failed or which the run
+        ends before.
+        """
         if step >= self.next_row and not self._evaluated(step):
             log.warning(
                 "the evaluation of step %d was given up; its row has no %s", step, EVALUATED
@@ -203,10 +207,11 @@ class RowWriter:
     def state_dict(self, step: int | None = None) -> dict:
         """What a checkpoint of `step` needs: JSON values. Reports for later steps are left out."""
         step = self.last_trained if step is None else step
+        pending = [[s, dict(row)] for s, row in sorted(self._pending.items()) if s <= step]
         return {
             "step": step,
             "next_row": min(self.next_row, step + 1),
-            "pending": [[s, dict(row)] for s, row in sorted(self._pending.items()) if s <= step],
+            "pending": pending,
             "counters": self.counters(),
             "wall_s": self.wall_s,
         }
@@ -219,13 +224,16 @@ class RowWriter:
         checkpoint's own version is evaluated again; the weights of earlier ones are gone, and so
         their rows wait no longer.
         """
-        first, step = state["next_row"], state["step"]
+        first = state["next_row"]
+        step = state["step"]
         removed = self.file.truncate(first)
         self._pending = {row["step"]: row for row in removed if row["step"] <= step}
         for pending_step, row in state["pending"]:
             self._pending[pending_step] = self._pending.get(pending_step, {}) | row
-        self.next_row, self.last_trained, self._resumed_at = first, step, step
-        self._earlier, self._counters = dict(state["counters"]), {}
+        self.next_row = first
+        self.last_trained = step
+        self._earlier = dict(state["counters"])
+        self._counters = {}
         self._start_s = self.clock() - state["wall_s"]
         self._meter = RateMeter(wall_s=state["wall_s"], counters=self._earlier)
         for earlier in range(first, step):
@@ -243,15 +251,19 @@ class RowWriter:
         """Before and after, speed and idleness of the whole run, resumed parts included."""
         rows = self.file.read()
         evaluated = [row for row in rows if row.get(EVALUATED) is not None]
-        counters, wall_s = self.counters(), self.wall_s
-        tokens = counters.get("generator/tokens")
+        scores = [row[EVALUATED] for row in evaluated] or [None]
+        counters = self.counters()
+        wall_s = self.wall_s
+        tokens_per_s = None
+        if "generator/tokens" in counters and wall_s > 0:
+            tokens_per_s = counters["generator/tokens"] / wall_s
         return Summary(
             run_dir=self.run_dir,
             num_steps=rows[-1]["step"] if rows else 0,
-            before=evaluated[0][EVALUATED] if evaluated else None,
-            after=evaluated[-1][EVALUATED] if evaluated else None,
+            before=scores[0],
+            after=scores[-1],
             is_accuracy=all(row.get(ACCURACY) is not None for row in evaluated),
-            tokens_per_s=tokens / wall_s if tokens is not None and wall_s > 0 else None,
+            tokens_per_s=tokens_per_s,
             wall_s=wall_s,
             idle=tuple(idle_shares(counters)),
         )
@@ -271,12 +283,9 @@ class RowWriter:
         )
 
     def _write(self, row: Row) -> None:
-        row = {
-            name: row[name]
-            for name in sorted(row, key=lambda name: (ORDER.get(name, len(ORDER)), name))
-        }
+        ordered = {name: row[name] for name in sorted(row, key=_place)}
         for sink in (self.file, *self.sinks):
-            sink.write(row)
+            sink.write(ordered)
 
     def _warn_once(self, key: str, message: str) -> None:
         if key not in self._warned:

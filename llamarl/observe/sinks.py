@@ -34,8 +34,8 @@ class Jsonl:
         self._continues = False  # after truncate: append to what is there
 
     def write(self, row: dict[str, float | None]) -> None:
-        """MetricsError if the disk refuses it; what a resumed run finds of the row then, it cuts
-        off.
+        """Append one row. MetricsError if the disk refuses it; what a resumed run finds of the row
+        then, it cuts off.
         """
         line = json.dumps(row, allow_nan=False) + "\n"
         try:
@@ -46,9 +46,11 @@ class Jsonl:
                 self._file = open(self.path, "ab", buffering=0)
             self._append(line.encode())
         except OSError as error:
+            what = f"the row of step {row['step']} ({len(line)} bytes)"
             raise MetricsError(
-                f"{self.path}: the row of step {row['step']} ({len(line)} bytes) could not be written ({error}), and "
-                f"{free_bytes(self.path):,} bytes are free. Make room there, and start again with resume=auto"
+                f"{self.path}: {what} could not be written ({error}), "
+                f"and {free_bytes(self.path):,} bytes are free. "
+                "Make room there, and start again with resume=auto"
             ) from error
 
     def _append(self, line: bytes) -> None:
@@ -66,9 +68,8 @@ class Jsonl:
         assert self._file is None, "truncate comes before the first write"
         self._continues = True
         rows = self.read()
-        num_kept = sum(
-            row["step"] < step for row in rows
-        )  # rows are in step order: the kept ones are a prefix
+        # Rows are in step order: the kept ones are a prefix.
+        num_kept = sum(row["step"] < step for row in rows)
         if self.path.exists():
             with open(self.path, "r+b") as file:
                 for _ in range(num_kept):
@@ -125,7 +126,8 @@ class TensorBoard:
             raise ValueError(
                 f"metrics.tensorboard=true needs TensorBoard: pip install tensorboard ({error})"
             ) from error
-        self._open, self._log_dir = SummaryWriter, str(Path(run_dir) / "tensorboard")
+        self._open = SummaryWriter
+        self._log_dir = str(Path(run_dir) / "tensorboard")
         self._writer: SummaryWriter | None = None
 
     def write(self, row: dict[str, float | None]) -> None:
@@ -148,9 +150,7 @@ class WandB:
     warning.
     """
 
-    def __init__(
-        self, run_dir: str | Path, *, project: str = "llamarl", config: dict | None = None
-    ):
+    def __init__(self, run_dir: str | Path, *, config: dict | None = None):
         try:
             import wandb
         except ImportError as error:
@@ -162,15 +162,14 @@ class WandB:
         id_file = run_dir / "wandb_id"
         run_id = id_file.read_text().strip() if id_file.exists() else None
         self._run = wandb.init(
-            project=project, dir=str(run_dir), config=config, id=run_id, resume="allow"
+            project="llamarl", dir=str(run_dir), config=config, id=run_id, resume="allow"
         )
         id_file.write_text(self._run.id)
 
     def write(self, row: dict[str, float | None]) -> None:
-        values = {
-            name: value for name, value in row.items() if name != "step" and value is not None
-        }
-        self._run.log(values, step=row["step"])
+        values = {name: value for name, value in row.items() if value is not None}
+        step = values.pop("step")
+        self._run.log(values, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -35,54 +35,37 @@ class Trace:
         """Write the spans as Trace Event JSON (microseconds since 1970), replacing the file in one
         move.
         """
-        tracks = {
-            track: number for number, track in enumerate(sorted({span[0] for span in self._spans}))
-        }
-        events: list[dict] = [
-            {
-                "ph": "M",
-                "name": "process_name",
-                "pid": self.rank,
-                "args": {"name": f"rank {self.rank}"},
-            },
-            {
-                "ph": "M",
-                "name": "process_sort_index",
-                "pid": self.rank,
-                "args": {"sort_index": self.rank},
-            },
+        names = sorted({track for track, *_ in self._spans})
+        tracks = {track: number for number, track in enumerate(names)}
+        events = [
+            self._meta("process_name", name=f"rank {self.rank}"),
+            self._meta("process_sort_index", sort_index=self.rank),
         ]
         for track, tid in tracks.items():
-            events.append(
-                {
-                    "ph": "M",
-                    "name": "thread_name",
-                    "pid": self.rank,
-                    "tid": tid,
-                    "args": {"name": track},
-                }
-            )
+            events.append(self._meta("thread_name", name=track) | {"tid": tid})
         for track, name, start_s, end_s in self._spans:
-            start_us = round((start_s + self._epoch_s) * 1e6)
-            length_us = max(0, round((end_s - start_s) * 1e6))
-            events.append(
-                {
-                    "ph": "X",
-                    "name": name,
-                    "pid": self.rank,
-                    "tid": tracks[track],
-                    "ts": start_us,
-                    "dur": length_us,
-                }
-            )
+            span = {
+                "ph": "X",
+                "name": name,
+                "pid": self.rank,
+                "tid": tracks[track],
+                "ts": round((start_s + self._epoch_s) * 1e6),
+                "dur": max(0, round((end_s - start_s) * 1e6)),
+            }
+            events.append(span)
         _write(Path(path), events, dropped=self.num_spans - len(self._spans))
+
+    def _meta(self, what: str, **arguments) -> dict:
+        """An event that names something of this rank for the viewer."""
+        return {"ph": "M", "name": what, "pid": self.rank, "args": arguments}
 
 
 def merge(paths: list[str | Path], out: str | Path) -> None:
     """Join the files of several ranks; time starts at the first span. ValueError names a file that
     is not a trace.
     """
-    events, dropped = [], 0
+    events = []
+    dropped = 0
     for path in paths:
         try:
             trace = json.loads(Path(path).read_text())
@@ -100,19 +83,17 @@ def merge(paths: list[str | Path], out: str | Path) -> None:
 def _write(path: Path, events: list[dict], *, dropped: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(
-        json.dumps(
-            {
-                "traceEvents": events,
-                "displayTimeUnit": "ms",
-                "otherData": {"dropped_spans": dropped},
-            }
-        )
-    )
+    trace = {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"dropped_spans": dropped},
+    }
+    unfinished.write_text(json.dumps(trace))
     os.replace(unfinished, path)
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m llamarl.observe.trace", description="Merge the traces of several ranks."
     )

@@ -4,6 +4,7 @@ out.
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from llamarl.tasks.base import Example
@@ -14,7 +15,7 @@ _SHUFFLE_SEED = 0  # the split never changes, so that figures of different runs 
 
 def addition_examples() -> tuple[list[Example], list[Example]]:
     """(training, held out) examples: 7,600 and 500."""
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    pairs = list(itertools.product(range(10, 100), repeat=2))
     random.Random(_SHUFFLE_SEED).shuffle(pairs)
     examples = [Example(f"{a}+{b}=", {"answer": str(a + b)}) for a, b in pairs]
     return examples[NUM_EVAL:], examples[:NUM_EVAL]

@@ -95,13 +95,17 @@ def check_keys(keys: Collection[str], prompt_key: str, answer_key: str | None) -
     """ValueError, with the nearest key, if the prompt's or the answer's is not among `keys`."""
     wanted = [prompt_key, answer_key] if answer_key else [prompt_key]
     for key in wanted:
-        if key in keys:
-            continue
-        near = nearest(key, keys, cutoff=0.5)
-        if near is not None:
-            raise ValueError(f'no key "{key}"; did you mean "{near}"?')
-        there_is = ", ".join(f'"{name}"' for name in keys)
-        raise ValueError(f'no key "{key}"; there is {there_is or "none at all"}')
+        if key not in keys:
+            raise ValueError(missing_key(key, keys))
+
+
+def missing_key(key: str, keys: Collection[str]) -> str:
+    """What to say when `key` is not among `keys`: the nearest of them, or what there is."""
+    near = nearest(key, keys, cutoff=0.5)
+    if near is not None:
+        return f'no key "{key}"; did you mean "{near}"?'
+    there_is = ", ".join(f'"{name}"' for name in keys)
+    return f'no key "{key}"; there is {there_is or "none at all"}'
 
 
 def gsm8k_row(row: dict) -> Example:

@@ -37,6 +37,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from llamarl.errors import RewardError
 from llamarl.tasks import worker as worker_script
@@ -50,6 +51,8 @@ KILL_S = 5.0  # for a killed worker to be gone; one that the kernel holds is lef
 MAX_FAILED_STARTS = 3  # in a row
 _READ_BYTES = 1 << 16
 _BELL_REST_S = 0.001  # between two rings: one call of on_result serves all results of that time
+# Where llamarl is, for a worker whose parent found it in what was then the current directory.
+_OUR_ROOT = str(Path(worker_script.__file__).resolve().parents[2])
 
 log = logging.getLogger(__name__)
 
@@ -286,7 +289,7 @@ class RewardPool:
         self.name = fn
         self._timeout_s = timeout_s
         here = os.getcwd()
-        path = [here, *(folder or here for folder in sys.path)]
+        path = [here, *(folder or here for folder in sys.path), _OUR_ROOT]
         self._bell = None if on_result is None else _Bell(on_result)
         setup = {
             "path": list(dict.fromkeys(path)),

@@ -59,9 +59,11 @@ class ReasoningGymTask:
         self._eval = lru_cache(CACHED_PROMPTS)(self._make_eval)
 
     def train_prompt(self, i: int) -> Prompt:
+        """See Task."""
         return self._train(i)
 
     def eval_prompt(self, j: int) -> Prompt:
+        """See Task."""
         return self._eval(j)
 
     def _make_eval(self, j: int) -> Prompt:

@@ -122,20 +122,16 @@ def test_the_table_has_means_and_who_did_not_get_there(three):
 
 def test_a_band_is_over_what_all_runs_have(three):
     (one, _), _ = variants_of(load_runs(three))
-    xs, mean, least, greatest = band([path(run, "step", ACCURACY) for run in one.runs])
-    assert xs.tolist() == [0, 1, 2, 3, 4]
-    assert mean == pytest.approx([0.1, 0.4, 0.5, 0.8, 0.75], abs=EXACT)
-    assert (least.tolist(), greatest.tolist()) == (
-        [0.1, 0.3, 0.5, 0.7, 0.6],
-        [0.1, 0.5, 0.5, 0.9, 0.9],
-    )
-    xs, mean, least, greatest = band(
-        [path(run, "time/wall_s", ACCURACY) for run in one.runs], points=5
-    )
-    assert xs.tolist() == [0, 10, 20, 30, 40]  # not to 80: one run ends at 40
+    found = band([path(run, "step", ACCURACY) for run in one.runs])
+    assert found.x.tolist() == [0, 1, 2, 3, 4]
+    assert found.mean == pytest.approx([0.1, 0.4, 0.5, 0.8, 0.75], abs=EXACT)
+    assert found.least.tolist() == [0.1, 0.3, 0.5, 0.7, 0.6]
+    assert found.greatest.tolist() == [0.1, 0.5, 0.5, 0.9, 0.9]
+    found = band([path(run, "time/wall_s", ACCURACY) for run in one.runs], points=5)
+    assert found.x.tolist() == [0, 10, 20, 30, 40]  # not to 80: one run ends at 40
     # On lines between rows: the slow one is at 0.3 after 10 s and at 0.5 from 20 to 40 s.
-    assert mean == pytest.approx([0.1, 0.3, 0.5, 0.6, 0.55], abs=EXACT)
-    assert greatest == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.6], abs=EXACT)
+    assert found.mean == pytest.approx([0.1, 0.3, 0.5, 0.6, 0.55], abs=EXACT)
+    assert found.greatest == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.6], abs=EXACT)
 
 
 def test_the_mean_path_is_over_equal_steps_though_kl_need_not_rise(three):

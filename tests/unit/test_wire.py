@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.comm import wire
-from llamarl.types import Completion, Group, ScoredCompletion
+from llamarl.types import Completion, EvalCompletion, Group, ScoredCompletion
 
 
 def completion(ticket: int, sample: int, length: int) -> Completion:
@@ -41,6 +41,27 @@ def same(a, b) -> bool:
 def test_completions_round_trip(lengths):
     records = [completion(i, 2 * i, n) for i, n in enumerate(lengths)]
     assert all(same(a, b) for a, b in zip(records, wire.decode(wire.encode(records)), strict=True))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6))
+def test_answers_to_held_out_prompts_round_trip(lengths):
+    records = [
+        EvalCompletion(
+            prompt_index=i,
+            greedy=i % 2 == 0,
+            sample_index=3 * i,
+            token_ids=torch.arange(n),
+            policy_versions=torch.full((n,), 7),
+            finish_reason="stop",
+        )
+        for i, n in enumerate(lengths)
+    ]
+    assert all(same(a, b) for a, b in zip(records, wire.decode(wire.encode(records)), strict=True))
+
+
+def test_an_answer_has_a_version_for_each_token():
+    with pytest.raises(ValueError, match="held-out prompt 4: 3 tokens but 2 versions"):
+        EvalCompletion(4, True, 0, torch.arange(3), torch.zeros(2), "stop")
 
 
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4))
