@@ -55,6 +55,11 @@ class Bucket:
     def num_bytes(self) -> int:
         return self.end - self.start
 
+    @property
+    def numel(self) -> int:
+        """Elements of all its moves."""
+        return sum(move.piece.box.numel for move in self.moves)
+
     def digest(self, flat: Tensor, copier: Copier) -> int:
         """The digest of the moves where they lie in the link's bytes, flat [bytes] uint8."""
         return fold(copier.digest(flat[move.start : move.end]) for move in self.moves)
@@ -254,7 +259,7 @@ class Assembly:
         for link, carried in enumerate(arriving):
             for index, bucket in enumerate(carried):
                 self._brings[link, index] = _shares(bucket, boxes)
-        self._totals = [sum(move.piece.box.numel for move in bucket.moves) for bucket in forwarded]
+        self._totals = [bucket.numel for bucket in forwarded]
         self._lock = threading.Lock()
         self.reset()
 

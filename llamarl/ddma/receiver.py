@@ -67,7 +67,8 @@ class WeightsReceiver:
         plan = route.plan(config)
         me = route.destinations.index(route.rank)
         t = me % route.destination.tp
-        fuse = any(group in name for group in FUSED for name, _ in parameters)
+        names = " ".join(name for name, _ in parameters)
+        fuse = any(group in names for group in FUSED)
         of = buffer_of(config, plan.parameters, route.destination, t, fuse=fuse)
         buffers = self._make_buffers(of.num_bytes, parameters[0][1].device)
         self._parameters = [parameter for _, parameter in parameters]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
@@ -48,7 +49,7 @@ class WeightsRoute:
     on_host: bool = False  # staging memory is kept off the GPU even where both sides have one
 
     def __post_init__(self):
-        feeding = [(a, b) for a in self.sources for b in self.destinations]
+        feeding = list(itertools.product(self.sources, self.destinations))
         forwarding = self._forwarding_pairs()
         self._transports = self._choose_transports(feeding + forwarding)
         self._local_link = LocalLink()
