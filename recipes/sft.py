@@ -1,9 +1,11 @@
 """Supervised warm start: a model learns a task's own answers until it is right often enough for RL
 to begin.
 
-    python recipes/sft.py --out DIR --task addition --target-accuracy 0.6               # from the embedded tiny model
+    # From the embedded tiny model.
+    python recipes/sft.py --out DIR --task addition --target-accuracy 0.6
     python recipes/sft.py --out DIR --model HF_DIR --lr 1e-5 --task jsonl --path rows.jsonl
-    torchrun --nproc-per-node=2 recipes/sft.py ...                                      # data parallel, same batches
+    # Data parallel: the same batches.
+    torchrun --nproc-per-node=2 recipes/sft.py ...
 
 A row of a JSONL file has a "prompt" and a "completion" (or an "answer"), or "messages": a
 conversation, whose assistant turns are learned, in the tokenizer's chat template. Bad rows are
@@ -61,7 +63,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--out",
         type=Path,
-        help="the model directory to write; one that is there is replaced when the new one is whole",
+        help="the model directory to write; one that is there is replaced by the whole new one",
     )
     add("--model", type=Path, default=tiny_directory(), help="the model directory to start from")
     add(
@@ -190,9 +192,8 @@ def train(
         if step % args.eval_every == 0 or step == args.max_steps:
             with sft.rounded(decoder, getattr(torch, args.dtype)):
                 last = sft.accuracy(decoder, held_out[world.rank :: world.size], **limits)
-            progress.console.print(
-                f"step {step:5d}  loss {loss:7.4f}  greedy accuracy {last:6.1%} of {len(held_out)} held out"
-            )
+            accuracy = f"greedy accuracy {last:6.1%} of {len(held_out)} held out"
+            progress.console.print(f"step {step:5d}  loss {loss:7.4f}  {accuracy}")
             if (
                 args.target_accuracy is not None
                 and last >= args.target_accuracy
