@@ -1,8 +1,9 @@
 """What makes a run that run: a checkpoint says it of itself, and only the same run may go on from
 there.
 
-    config       the resolved config; some of its keys must be the same
-    prompts      fingerprints of the training prompts and of the held-out ones, by what they are and not by where they came from
+    config       the resolved config; the keys that the schema marks IDENTITY must be the same
+    prompts      fingerprints of the training prompts and of the held-out ones, by what they are and
+                 not by where they came from
     reward       the import path of the function that scores
 
 The config alone cannot tell whether ticket 7 is still the prompt that it was: the data may have
@@ -16,22 +17,9 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llamarl.config.conversion import show, value_differences
+from llamarl.config.conversion import is_marked, show, value_differences
+from llamarl.config.schema import Mark
 
-# With other values of these it would be another run, whatever its prompts.
-KEYS = (
-    "seed",
-    "groups_per_step",
-    "group_size",
-    "max_new_tokens",
-    "temperature",
-    "max_lag",
-    "buffer.kind",
-    "model.path",
-)
-# These decide what the prompts are.
-DATA_KEYS = ("seed", "model.path", "eval.num_prompts")
-DATA_SECTION = "task."
 THE_DATA = "the data itself has changed, or the tokenizer or chat template, under the same settings"
 
 
@@ -49,8 +37,8 @@ class Identity:
 
 def identity_of(state: object) -> Identity | None:
     """What `to_json` gave; None for anything else, such as what an earlier version wrote."""
-    fields = [field.name for field in dataclasses.fields(Identity)]
-    if not isinstance(state, Mapping) or not all(name in state for name in fields):
+    names = [field.name for field in dataclasses.fields(Identity)]
+    if not isinstance(state, Mapping) or not all(name in state for name in names):
         return None
     return Identity(config=state["config"], prompts=state["prompts"], reward=state["reward"])
 
@@ -69,18 +57,13 @@ def differences(old: Identity, new: Identity) -> list[Difference]:
         was, now = changed[key]
         return f"{key}: {show(was)} in the checkpoint, {show(now)} now"
 
-    found = [Difference(told(key), None) for key in changed if key in KEYS]
+    found = [Difference(told(key), None) for key in changed if is_marked(key, Mark.IDENTITY)]
     others = [name for name in new.prompts if new.prompts[name] != old.prompts.get(name)]
     if others:
-        reasons = [told(key) for key in changed if key in DATA_KEYS or key.startswith(DATA_SECTION)]
-        found.append(
-            Difference(f"other {' and '.join(others)}: {'; '.join(reasons) or THE_DATA}", "data")
-        )
+        reasons = [told(key) for key in changed if is_marked(key, Mark.DATA)]
+        why = "; ".join(reasons) or THE_DATA
+        found.append(Difference(f"other {' and '.join(others)}: {why}", "data"))
     if old.reward != new.reward:
-        found.append(
-            Difference(
-                f"another reward (reward.fn): {old.reward} in the checkpoint, {new.reward} now",
-                "reward",
-            )
-        )
+        what = f"{old.reward} in the checkpoint, {new.reward} now"
+        found.append(Difference(f"another reward (reward.fn): {what}", "reward"))
     return found

@@ -2,8 +2,8 @@
 recipes/compare.py prints it.
 
 Reads each RUN_DIR/metrics.jsonl and config.yaml. Runs whose configs differ only in what does not
-change the learning problem (`SAME`: the seed, where files go, how often they are written) are one
-variant: drawn as a mean with a band from the least to the greatest. A variant is named by the keys
+change the learning problem (what the schema marks OUTWARD: the seed, where files go, how often they
+are written) are one variant: drawn as a mean with a band from the least to the greatest. A variant is named by the keys
 in which it differs from the others.
 
     time-to-reward    seconds (time/wall_s) at which the first row has a value of at least the target   (OPPO, 4.1)
@@ -20,21 +20,31 @@ from pathlib import Path
 
 import numpy as np
 
-from llamarl.config.conversion import config_differences, did_you_mean, load_config, show
-from llamarl.config.schema import Config
+from llamarl.config.conversion import (
+    config_differences,
+    did_you_mean,
+    is_marked,
+    load_config,
+    show,
+)
+from llamarl.config.schema import Config, Mark
 from llamarl.observe.report import SMOOTH_FROM, column_of, moving_mean
 from llamarl.observe.rows import EVALUATED, FILE_NAME, Row
 from llamarl.observe.sinks import read_rows
 
 REWARD, KL, SECONDS, STEP = "reward/mean", "kl/ref", "time/wall_s", "step"
-# Sections or keys that do not make another variant.
-SAME = frozenset(
-    "seed run_dir resume resume_with_other dry_run threads timeout_s heartbeat_timeout_s straggler_factor checkpoint metrics eval.target".split()
-)
 # What names a variant best, where several keys tell the variants apart equally well.
 TELLING = (
-    "loss.fn max_lag buffer.kind trainer.minibatches_per_step trainer.updates_per_batch group_size overcommit loss.ratio_cap "
-    "loss.beta lr".split()
+    "loss.fn",
+    "max_lag",
+    "buffer.kind",
+    "trainer.minibatches_per_step",
+    "trainer.updates_per_batch",
+    "group_size",
+    "overcommit",
+    "loss.ratio_cap",
+    "loss.beta",
+    "lr",
 )
 
 
@@ -70,7 +80,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Runs of one config but for `SAME`."""
+    """Runs of one config but for what the schema marks OUTWARD."""
 
     label: str
     runs: tuple[Run, ...]
@@ -144,36 +154,43 @@ def variants_of(runs: Sequence[Run]) -> tuple[list[Variant], list[str]]:
     """
     first = runs[0].config
     differences = [config_differences(first, run.config) for run in runs]
-    ours = {
-        key: old
-        for found in differences
-        for key, (old, _) in found.items()
-        if not {key, key.partition(".")[0]} & SAME
-    }
-    keys = sorted(
-        ours, key=lambda key: TELLING.index(key) if key in TELLING else len(TELLING)
-    )  # stable: else as in the config
-    values = {
-        key: [show(found[key][1] if key in found else ours[key]) for found in differences]
-        for key in keys
-    }
-    told: list[str] = []
+    ours = {}  # the first run's values of all keys that make variants
+    for found in differences:
+        for key, (value, _) in found.items():
+            if not is_marked(key, Mark.OUTWARD):
+                ours[key] = value
+    keys = sorted(ours, key=_telling_rank)
+    columns = {}  # key -> its value in each run
     for key in keys:
-        if (
-            len(set(zip(*(values[k] for k in [*told, key]))))
-            > len(set(zip(*(values[k] for k in told))))
-            or not told
-        ):
-            told.append(key)
+        values = [found[key][1] if key in found else ours[key] for found in differences]
+        columns[key] = [show(value) for value in values]
+    told = _telling_keys(columns)
     members: dict[tuple[str, ...], list[Run]] = {}
-    for name, run in zip(zip(*(values[key] for key in told)) if told else [()] * len(runs), runs):
+    for place, run in enumerate(runs):
+        name = tuple(columns[key][place] for key in told)
         members.setdefault(name, []).append(run)
-    names = sorted(members, key=lambda name: [_rank(value) for value in name])
-    variants = [
-        Variant(_label(told, name) or runs[0].path.resolve().name, tuple(members[name]))
-        for name in names
-    ]
+    variants = []
+    for name in sorted(members, key=lambda name: [_rank(value) for value in name]):
+        label = _label(told, name) or runs[0].path.resolve().name
+        variants.append(Variant(label, tuple(members[name])))
     return variants, [key for key in keys if key not in told]
+
+
+def _telling_rank(key: str) -> int:
+    """The order in which keys are tried; equal ones stay as they are in the config."""
+    return TELLING.index(key) if key in TELLING else len(TELLING)
+
+
+def _telling_keys(columns: dict[str, list[str]]) -> list[str]:
+    """The keys that tell the runs apart, without those that follow from the ones before."""
+    told: list[str] = []
+    num_names = 0
+    for key, column in columns.items():
+        names = set(zip(*(columns[k] for k in told), column))
+        if len(names) > num_names:
+            told.append(key)
+            num_names = len(names)
+    return told
 
 
 def _label(keys: list[str], values: tuple[str, ...]) -> str:
