@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -66,6 +67,7 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
 
 
 def build_generator(config: Config, job: Job) -> Generator:
+    """The generator, with the engine of its kind."""
     g = config.generator
     return Generator(
         engine=engine_settings(config, job),
@@ -84,6 +86,7 @@ def build_generator(config: Config, job: Job) -> Generator:
 
 
 def build_reward(config: Config, job: Job) -> RuleReward:
+    """The rewards of a function: the user's own, or the task's."""
     r = config.reward
     return RuleReward(
         prompts=job.prompts,
@@ -105,7 +108,8 @@ def build_reward(config: Config, job: Job) -> RuleReward:
 
 def build_references(config: Config, job: Job) -> list[FrozenReference]:
     """None, or one."""
-    if not config.reference.enabled:
+    reference = config.reference
+    if reference.kind == "none":
         return []
     settings = dict(
         model_path=str(job.model_path),
@@ -113,11 +117,12 @@ def build_references(config: Config, job: Job) -> list[FrozenReference]:
         temperature=config.temperature,
         microbatch_tokens=config.trainer.microbatch_tokens,
     )
-    every = config.reference.reset_every
+    if reference.kind == "frozen":
+        return [FrozenReference(**settings)]
     return [
-        ResettingReference(**settings, reset_every=every, timeout_s=config.timeout_s)
-        if every
-        else FrozenReference(**settings)
+        ResettingReference(
+            **settings, reset_every=reference.reset_every, timeout_s=config.timeout_s
+        )
     ]
 
 
@@ -126,16 +131,18 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
     b = config.buffer
     if b.kind == "fifo":
         return GroupBuffer(config.max_lag)
-    peers, ranks = config.trainer.tensor_parallel, job.placement["trainer"]
+    peers = config.trainer.tensor_parallel
+    ranks = job.placement["trainer"]
     dp_ranks = len(ranks) // peers
+    trains_here = job.world.rank in ranks
+    dp_rank = ranks.index(job.world.rank) // peers if trains_here else 0
     draw = Draw(
-        config.groups_per_step // dp_ranks,
-        config.trained_per_prompt,
-        b.most_on_policy,
-        b.priority,
-        b.temperature,
+        prompts=config.groups_per_step // dp_ranks,
+        completions=config.trained_per_prompt,
+        most_on_policy=b.most_on_policy,
+        priority=b.priority,
+        temperature=b.temperature,
     )
-    dp_rank = ranks.index(job.world.rank) // peers if job.world.rank in ranks else 0
     return ReplayBuffer(
         draw,
         sync_period=b.sync_period,
@@ -148,54 +155,19 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
 
 
 def step_options(config: Config) -> Callable[[int], dict[str, float]]:
-    """The options of the loss that follow a schedule."""
-    s = config.beta_schedule
-    if s.kind == "constant":
+    """The options of the loss that follow a schedule, by step."""
+    schedule = config.beta_schedule
+    if schedule.kind == "constant":
         return lambda step: {}
     first = float(config.loss.options["beta"])
-    return lambda step: {
-        "beta": beta_at(
-            step, first, kind=s.kind, final=s.final, end_step=s.end_step, cut_step=s.cut_step
-        )
-    }
+    settings = dataclasses.asdict(schedule)
+    return lambda step: {"beta": beta_at(step, first, **settings)}
 
 
 def build_trainer(config: Config, job: Job) -> FSDPTrainer:
-    t, c, loss_fn = config.trainer, config.loss, resolve_loss(config.loss.fn)
-    options = c.options_for(set(options_of(loss_fn)))
-    check_options(loss_fn, options)
-    loss_fn = regularised(
-        partial(loss_fn, **options),
-        kl_coef=c.kl_coef,
-        kl_estimator=c.kl_estimator,
-        entropy_coef=c.entropy_coef,
-    )
-    g = config.generator
-    # Where the generator samples from another distribution on purpose, fresh tokens' logprobs are
-    # not the trainer's.
-    differs = g.top_k > 0 or g.top_p < 1 or g.min_new_tokens > 0 or g.quantize != "none"
-    update = UpdateSettings(
-        lr=config.lr,
-        schedule=t.schedule,
-        warmup_steps=t.warmup_steps,
-        decay_steps=t.decay_steps,
-        max_steps=config.max_steps,
-        microbatch_tokens=t.microbatch_tokens,
-        max_grad_norm=t.max_grad_norm,
-        temperature=config.temperature,
-        advantages=t.advantages,
-        # Exact where the loss is the policy gradient alone: such completions add nothing to it.
-        skip_zero_advantage=t.skip_zero_advantage
-        and t.advantages != "gae"
-        and not needs_all_completions(loss_fn),
-        parity_tolerance=None if differs else t.parity_tolerance,
-        whole_groups=needs_whole_groups(loss_fn),
-        minibatches_per_step=t.minibatches_per_step,
-        updates_per_batch=t.updates_per_batch,
-        shaping=Shaping(t.missing_eos_penalty, t.reward_kl_coef, t.whiten, t.reward_kl_estimator),
-        filter_groups=t.filter_groups,
-        recomputes_kv=g.recompute_kv,
-    )
+    """The trainer, with its loss, its buffer and what it does to a batch."""
+    t = config.trainer
+    loss_fn = _loss_of(config)
     return FSDPTrainer(
         model_path=str(job.model_path),
         model_dtype=config.model.dtype,
@@ -205,26 +177,75 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         activation_checkpointing=t.activation_checkpointing,
         cpu_offload=t.cpu_offload,
         loss_fn=loss_fn,
-        update=update,
+        update=_update_of(config, loss_fn),
         buffer=build_buffer(config, job),
         adam=AdamSettings(
             beta1=t.beta1, beta2=t.beta2, eps=t.eps, weight_decay=t.weight_decay, kind=t.optimizer
         ),
         canary_prompts=job.prompts,
-        canary_top=0 if g.quantize == "none" else TOP,
+        canary_top=0 if config.generator.quantize == "none" else TOP,
         evaluate_at=job.eval_due,
         checkpoint_at=job.checkpoint_due,
         critic=_critic_of(config),
-        lora=Lora(t.lora.rank, t.lora.alpha, tuple(t.lora.targets), config.seed)
-        if t.lora.rank
-        else None,
+        lora=_lora_of(config),
         ema_decay=t.ema_decay,
         step_options=step_options(config),
         resets_reference=job.reference_due,
     )
 
 
+def _loss_of(config: Config) -> Callable:
+    """The loss with its options, and what is added around it."""
+    c = config.loss
+    loss_fn = resolve_loss(c.fn)
+    options = c.options_for(set(options_of(loss_fn)))
+    check_options(loss_fn, options)
+    return regularised(
+        partial(loss_fn, **options),
+        kl_coef=c.kl_coef,
+        kl_estimator=c.kl_estimator,
+        entropy_coef=c.entropy_coef,
+    )
+
+
+def _update_of(config: Config, loss_fn: Callable) -> UpdateSettings:
+    """What the trainer does to a batch, with this loss."""
+    t, g = config.trainer, config.generator
+    # Where the generator samples from another distribution on purpose, fresh tokens' logprobs are
+    # not the trainer's.
+    filters = g.top_k > 0 or g.top_p < 1 or g.min_new_tokens > 0
+    differs = filters or g.quantize != "none"
+    # Exact where the loss is the policy gradient alone: such completions add nothing to it.
+    by_token = t.advantages == "gae"
+    skips = t.skip_zero_advantage and not by_token and not needs_all_completions(loss_fn)
+    return UpdateSettings(
+        lr=config.lr,
+        schedule=t.schedule,
+        warmup_steps=t.warmup_steps,
+        decay_steps=t.decay_steps,
+        max_steps=config.max_steps,
+        microbatch_tokens=t.microbatch_tokens,
+        max_grad_norm=t.max_grad_norm,
+        temperature=config.temperature,
+        advantages=t.advantages,
+        skip_zero_advantage=skips,
+        parity_tolerance=None if differs else t.parity_tolerance,
+        whole_groups=needs_whole_groups(loss_fn),
+        minibatches_per_step=t.minibatches_per_step,
+        updates_per_batch=t.updates_per_batch,
+        shaping=Shaping(
+            missing_eos_penalty=t.missing_eos_penalty,
+            reward_kl_coef=t.reward_kl_coef,
+            whiten=t.whiten,
+            reward_kl_estimator=t.reward_kl_estimator,
+        ),
+        filter_groups=t.filter_groups,
+        recomputes_kv=g.recompute_kv,
+    )
+
+
 def _critic_of(config: Config) -> CriticSettings | None:
+    """The value head's settings where advantages are of tokens, else None."""
     t = config.trainer
     if t.advantages != "gae":
         return None
@@ -233,11 +254,19 @@ def _critic_of(config: Config) -> CriticSettings | None:
     )
 
 
+def _lora_of(config: Config) -> Lora | None:
+    """The adapters' settings; None where the weights themselves are trained."""
+    lora = config.trainer.lora
+    if lora.rank == 0:
+        return None
+    return Lora(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), seed=config.seed)
+
+
 def build_reference_weights(
     config: Config, trainer: FSDPTrainer, references: list[FrozenReference]
 ) -> list[Weights]:
     """The policy's way to a reference that is reset to it. None, or one."""
-    if not config.reference.reset_every:
+    if config.reference.kind != "reset":
         return []
     return [
         Weights(

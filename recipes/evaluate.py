@@ -32,6 +32,7 @@ from llamarl.comm.groups import init_world, threads_per_rank
 from llamarl.config.command_line import (
     Config,
     ConfigError,
+    Problem,
     check,
     compose_config,
     config_differences,
@@ -39,6 +40,8 @@ from llamarl.config.command_line import (
     to_config,
     to_values,
 )
+from llamarl.config.conversion import flat, is_marked
+from llamarl.config.schema import Mark
 from llamarl.inference import Engine
 from llamarl.inference.evaluation import eval_completion, submit
 from llamarl.launch.inputs import check_inputs
@@ -49,10 +52,14 @@ from llamarl.tasks.pool import RewardPool
 from llamarl.tasks.source import Outcome
 from llamarl.types import EvalCompletion, Prompt
 
-OF_THE_RUN = "task reward eval generator model.dtype group_size max_new_tokens temperature seed threads max_lag buffer".split()
+# What is as the engine here is, whatever the run's generator was.
 OUR_OWN = (
-    "generator.tensor_parallel generator.quantize generator.quantize_exclude".split()
-)  # as the engine here is
+    "generator.kind",
+    "generator.tensor_parallel",
+    "generator.quantize",
+    "generator.quantize_exclude",
+    "generator.gpu_memory_utilization",
+)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -103,18 +110,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def config_of(model: Path, run: Path | None, overrides: list[str]) -> Config:
-    """The run's own config, where there is one, with what the command line changes. ConfigError."""
+    """The run's own config, where there is one, with what the command line changes: of the run are
+    the keys that the schema marks ANSWERS. ConfigError.
+    """
     given = [word for word in overrides if not word.startswith("model.path=")]
     config = compose_config([*given, f"model.path='{model}'"])
+    if config.generator.kind != "native":
+        what = "models are evaluated by the native engine; leave it out"
+        raise ConfigError([Problem(f"generator.kind={config.generator.kind}", what)])
     if run is None or not (run / "config.yaml").is_file():
         return config
     named = {word.partition("=")[0].lstrip("+") for word in given}
     named |= set(config_differences(compose_config([]), config))
     values = to_values(config)
-    for key, (_, was) in config_differences(config, load_config(run / "config.yaml")).items():
+    for key, was in flat(to_values(load_config(run / "config.yaml"))).items():
         section, _, name = key.rpartition(".")
         names = {section, key}
-        if names & set(OF_THE_RUN) and key not in OUR_OWN and not names & named:
+        if is_marked(key, Mark.ANSWERS) and key not in OUR_OWN and not names & named:
             place = values[section] if section else values
             place[name] = was
     config = to_config(values)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tomllib
 from configparser import ConfigParser
-from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import get_type_hints
@@ -20,6 +19,7 @@ from typing import get_type_hints
 import pytest
 
 from llamarl.config.command_line import Config, ConfigError, check_command_line, to_config
+from llamarl.config.conversion import known_keys, schemas_of, sections_of_kinds
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("llamarl", "executors", "recipes")
@@ -83,7 +83,7 @@ def test_llamarl_imports_no_executor_and_no_recipe():
 
 # The rooms of llamarl from the ground up: a file imports its own room and those before it.
 ORDER = (
-    "types errors executor native models tasks comm tickets learning inference ddma config "
+    "types errors choices executor native models tasks comm tickets learning inference ddma config "
     "checkpoint observe controller launch"
 ).split()
 
@@ -139,15 +139,15 @@ def test_no_import_runs_in_a_circle():
 
 def test_the_ground_floor_stands_alone():
     imports = module_imports()
-    alone = ("llamarl.types", "llamarl.errors", "llamarl.executor")
+    alone = ("llamarl.types", "llamarl.errors", "llamarl.choices", "llamarl.executor")
     assert {module: imports[module] for module in alone} == dict.fromkeys(alone, set())
 
 
-def test_every_room_is_a_folder_but_the_four_that_all_know():
+def test_every_room_is_a_folder_but_the_five_that_all_know():
     rooms = {module.split(".")[1] for module in module_imports() if module != "llamarl"}
     assert rooms == set(ORDER)
     files = {file.stem for file in python_files("llamarl") if file.parent == ROOT / "llamarl"}
-    assert files == {"__init__", "types", "errors", "executor", "controller"}
+    assert files == {"__init__", "types", "errors", "choices", "executor", "controller"}
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def group_options() -> list[tuple[str, str]]:
 
 
 def test_every_group_is_a_section_of_the_schema():
-    sections = {name for name, hint in get_type_hints(Config).items() if is_dataclass(hint)}
+    sections = {name for name, hint in get_type_hints(Config).items() if schemas_of(hint)}
     groups = {group for group, _ in group_options()}
     assert groups and groups <= sections
     executors = {file.stem for file in python_files("executors")}
@@ -299,10 +299,14 @@ def test_every_option_of_a_group_fits_its_schema(group, option):
         to_config(compose([f"{group}={option}"]))
     except ConfigError as error:  # what only the user can give
         to_config(
-            compose(
-                [f"{group}={option}", *(f"{problem.where}=given" for problem in error.problems)]
-            )
+            compose([f"{group}={option}", *(f"{problem.where}=1" for problem in error.problems)])
         )
+
+
+@pytest.mark.parametrize("group, option", group_options())
+def test_an_option_of_a_section_of_kinds_is_called_as_its_kind(group, option):
+    if group in sections_of_kinds():
+        assert compose([f"{group}={option}"])[group].kind == option
 
 
 # --- The README and the documents ---
@@ -475,12 +479,9 @@ def test_readme_keys_and_paths_exist():
     paths = {word for word in words if word.startswith(roots)}
     assert len(paths) >= 8
     assert not {path for path in paths if not (ROOT / path).exists()}
-    sections = "|".join(name for name, hint in get_type_hints(Config).items() if is_dataclass(hint))
+    sections = "|".join(name for name, hint in get_type_hints(Config).items() if schemas_of(hint))
     keys = {word for word in spans if re.fullmatch(rf"(?:{sections})\.[a-z_]+", word)}
-    config = to_config(compose([]))
-    assert keys and all(
-        hasattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in keys
-    )
+    assert keys and keys <= set(known_keys())
 
 
 def test_readme_scripts_take_the_options_that_it_gives_them():

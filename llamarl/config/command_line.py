@@ -22,6 +22,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -35,6 +36,7 @@ from llamarl.config.conversion import (
     known_keys,
     load_config,
     save_config,
+    sections_of_kinds,
     show,
     to_config,
     to_values,
@@ -82,25 +84,22 @@ def check_command_line(
     """
     from hydra import initialize_config_dir
 
-    dirs = [CONF_DIR] + ([Path(config_dir).resolve()] if config_dir else [])
-    search = [f"hydra.searchpath=[file://{dirs[1]}]"] if config_dir else []
+    dirs = [CONF_DIR]
+    search = []
+    if config_dir:
+        own = Path(config_dir).resolve()
+        dirs.append(own)
+        search.append(f"hydra.searchpath=[file://{own}]")
+    groups = _groups_in(dirs)
     problems, accepted, choices = [], [], []
     for text in overrides:
-        key, values, what = _read_override(text, dirs, multirun)
-        if what:
-            problems.append(
-                Problem(text.lstrip("+") if what.startswith("need") else key, what, (key,))
-            )
-            continue
-        # Options of a loss are no part of the schema: Hydra must be told to add them.
-        own = key.startswith("loss.") and key[5:] not in (
-            "fn",
-            "kl_coef",
-            "kl_estimator",
-            "entropy_coef",
-        )
-        accepted.append("++" * own + text.lstrip("+"))
-        choices.append([(key, "++" * own + value.lstrip("+")) for value in values])
+        override = _read_override(text, groups, multirun)
+        if isinstance(override, Problem):
+            problems.append(override)
+        else:
+            accepted.append(override.prefix + override.text)
+            points = [(override.key, override.prefix + point) for point in override.points]
+            choices.append(points)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         for combination in itertools.product(*choices):
             problems += _problems_of(
@@ -109,6 +108,16 @@ def check_command_line(
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return accepted
+
+
+def _groups_in(dirs: list[Path]) -> dict[str, list[str]]:
+    """What each Hydra group has to choose from, over these directories."""
+    groups: dict[str, list[str]] = {}
+    for path in dirs:
+        for folder in filter(Path.is_dir, path.iterdir()):
+            names = {file.stem for file in folder.glob("*.yaml")}
+            groups[folder.name] = sorted(names.union(groups.get(folder.name, ())))
+    return groups
 
 
 def compose_config(overrides: list[str]) -> Config:
@@ -122,57 +131,75 @@ def compose_config(overrides: list[str]) -> Config:
         return to_config(compose("config", accepted))
 
 
-def _read_override(text: str, dirs: list[Path], multirun: bool) -> tuple[str, list[str], str]:
-    """(key, its `key=value` texts: several for a sweep, what is wrong or "")."""
+@dataclass(frozen=True, slots=True)
+class _Override:
+    """One word of a command line, without the + that it was written with."""
+
+    key: str
+    text: str  # key=value
+    points: list[str]  # the key=value of each point of a sweep; one if it is none
+    prefix: str  # "++" where Hydra must be told to add the key
+
+
+def _read_override(text: str, groups: dict[str, list[str]], multirun: bool) -> _Override | Problem:
+    """A word of the command line, or what is wrong with it by itself."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException:
-        return (
-            text,
-            [text],
-            "cannot be read; write key=value, and quote text with signs in it: 'key=\"a, b\"'",
-        )
+        what = "cannot be read; write key=value, and quote text with signs in it: 'key=\"a, b\"'"
+        return Problem(text, what, (text,))
     key = override.get_key_element().lstrip("+")
     if override.is_hydra_override():
-        return key, [text], ""
+        return _Override(key, text.lstrip("+"), points=[text.lstrip("+")], prefix="")
     if override.is_delete():
-        return key, [text], "nothing can be removed; null switches off what is optional"
-    groups = {folder.name for path in dirs for folder in path.iterdir() if folder.is_dir()}
-    keys = known_keys()
-    inner = (
-        [f"{key}.{name}" for name in override.value()]
-        if isinstance(override.value(), dict)
-        else [key]
-    )
-    for name in inner:
-        if (
-            name not in keys
-            and name not in groups
-            and not (name.startswith("loss.") and name.count(".") == 1)
-        ):
-            return name, [text], "unknown key" + did_you_mean(name, keys)
-    values = [text]
+        what = "nothing can be removed; null switches off what is optional"
+        return Problem(key, what, (key,))
+    value = override.value()
+    is_section = isinstance(value, dict)
+    for name in [f"{key}.{inner}" for inner in value] if is_section else [key]:
+        if not _may_be(name, groups):
+            return Problem(name, "unknown key" + did_you_mean(name, known_keys()), (name,))
+    text = text.lstrip("+")
+    points = [text]
     if override.is_sweep_override():
         if not multirun:
-            return (
-                key,
-                [text],
-                "several values need --multirun; quote a text that holds a comma: 'key=\"a, b\"'",
-            )
+            what = "several values need --multirun; quote a text that holds a comma: 'key=\"a, b\"'"
+            return Problem(key, what, (key,))
         if not override.is_discrete_sweep() or "glob(" in text:
-            return key, [text], "cannot be swept like this; list the values: key=a,b,c"
-        values = [f"{key}={value}" for value in override.sweep_string_iterator()]
-    if key in groups and inner == [key]:
-        options = sorted({file.stem for path in dirs for file in (path / key).glob("*.yaml")})
-        for value in values:
-            name = value.partition("=")[2]
-            if name not in options:
-                nearest = did_you_mean(name, options) if len(options) > 1 else ""
-                return key, values, f"need {' or '.join(options)}{nearest}"
-    return key, values, ""
+            what = "cannot be swept like this; list the values: key=a,b,c"
+            return Problem(key, what, (key,))
+        points = [f"{key}={point}" for point in override.sweep_string_iterator()]
+    if key in groups and not is_section:
+        chosen = [point.partition("=")[2] for point in points]
+        wrong = next((name for name in chosen if name not in groups[key]), None)
+        if wrong is not None:
+            return Problem(text, _need_one_of(groups[key], wrong), (key,))
+        return _Override(key, text, points, prefix="")
+    return _Override(key, text, points, prefix="++" if _may_be_absent(key) else "")
+
+
+def _may_be(key: str, groups: dict[str, list[str]]) -> bool:
+    """Whether there may be such a key: an option of a user's own loss may have any name."""
+    is_option = key.startswith("loss.") and key.count(".") == 1
+    return key in known_keys() or key in groups or is_option
+
+
+def _may_be_absent(key: str) -> bool:
+    """Whether conf/ may lack the key until it is given: an option of a loss, or what only some
+    kinds of a section have.
+    """
+    section, _, name = key.partition(".")
+    if section == "loss":
+        return name not in ("", "fn", "kl_coef", "kl_estimator", "entropy_coef")
+    return section in sections_of_kinds()
+
+
+def _need_one_of(options: list[str], given: str) -> str:
+    nearest = did_you_mean(given, options) if len(options) > 1 else ""
+    return f"need {' or '.join(options)}{nearest}"
 
 
 def _problems_of(
@@ -188,31 +215,29 @@ def _problems_of(
     from hydra import compose
     from hydra.errors import HydraException
 
-    def composed(texts) -> DictConfig:
+    def composed(texts: list[str]) -> DictConfig:
         return compose(config_name, [*search, *texts])
 
     problems: list[Problem] = []
+    required: list[str] = []
     # Up to three times: what is wrong by itself is left out of the next, since combinations of the
     # rest are worth telling too.
     for _ in range(3):
         wrong = {key for problem in problems for key in problem.keys}
         kept = {key: text for key, text in chosen.items() if key not in wrong}
-        missing = [
-            f"{problem.where}=_" for problem in problems if problem.what.startswith("required")
-        ]
+        stand_ins = [f"{key}=1" for key in required]  # a number, and a text
         try:
-            config = to_config(composed([*kept.values(), *missing]))
+            config = to_config(composed([*kept.values(), *stand_ins]))
         except ConfigError as error:
-            problems += [problem for problem in error.problems if problem not in problems]
+            found = error.problems
+            required += [problem.where for problem in found if problem.what.startswith("required")]
+            problems += [problem for problem in found if not wrong & set(problem.keys)]
         except (HydraException, OmegaConfBaseException) as error:
-            refused = [
-                Problem(text, why, (key,))
-                for key, text in kept.items()
-                if (why := _refusal(composed, text))
-            ]
-            problems += refused
+            why = {key: _refusal(composed, text) for key, text in kept.items()}
+            refused = [key for key in kept if why[key]]
             if not refused:
                 return [*problems, Problem(config_name, " ".join(str(error).split()))]
+            problems += [Problem(kept[key], why[key], (key,)) for key in refused]
         else:
             impossible = check(config, world_size, local_world_size)
             return problems + [problem for problem in impossible if not wrong & set(problem.keys)]
@@ -255,20 +280,19 @@ def main(recipe: Callable[[Config], None] | None = None, *, config_name: str = "
 
         hydra = HydraConfig.get()
         if hydra.mode == RunMode.MULTIRUN and composed.run_dir is None:
-            composed.run_dir = (
-                hydra.runtime.output_dir
-            )  # the runs of a sweep side by side, for recipes/compare.py
+            # The runs of a sweep side by side, for recipes/compare.py.
+            composed.run_dir = hydra.runtime.output_dir
         try:
             config = to_config(composed)
-            if problems := check(config, world_size, local_world_size):
+            problems = check(config, world_size, local_world_size)
+            if problems:
                 raise ConfigError(problems)
         except ConfigError as error:
             refuse(error)
-        if leader and (idle := idle_ranks(config, world_size)):
-            print(
-                f"warning: ranks {show(list(idle))} host nothing; see placement, or start fewer",
-                file=sys.stderr,
-            )
+        idle = idle_ranks(config, world_size)
+        if leader and idle:
+            warning = f"ranks {show(list(idle))} host nothing; see placement, or start fewer"
+            print(f"warning: {warning}", file=sys.stderr)
         recipe(config)
 
     @functools.wraps(recipe)

@@ -10,8 +10,9 @@ import ast
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
+from llamarl.choices import Normalize, RatioLevel
 from llamarl.config.ranges import Count, NonNegative, Positive, Range
 
 # What each option may be; it means the same in every loss that has it.
@@ -19,8 +20,8 @@ LOSS_OPTIONS: dict[str, object] = {
     "ratio_cap": Positive | None,
     "ratio_mask_low": NonNegative | None,
     "ratio_mask_high": Positive | None,
-    "ratio_level": Literal["token", "sequence", "sequence_mean"],
-    "normalize": Literal["tokens", "completions", "groups"],
+    "ratio_level": RatioLevel,
+    "normalize": Normalize,
     "max_tokens": Count | None,
     "clip_low": Annotated[float, Range(0, 1)],
     "clip_high": NonNegative,

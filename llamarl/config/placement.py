@@ -1,6 +1,4 @@
-"""Which executor runs on which ranks, and what ranks, model and engine cannot do together. Imports
-no torch.
-"""
+"""Which executor runs on which ranks, and what ranks and model cannot do. Without torch."""
 
 from __future__ import annotations
 
@@ -31,26 +29,18 @@ def resolve_placement(
     ranks given for one of them, or all.
     """
     everyone = tuple(range(world_size))
-    if together := set(placement.colocate or ()):
-        given = [ranks for name in sorted(together) if (ranks := getattr(placement, name, None))]
-        shared = {name: list(given[0] if given else everyone) for name in together & set(COLOCATED)}
-        placement = dataclasses.replace(placement, **shared, colocate=None)
+    placement = _with_shared_ranks(placement, everyone)
     trainer = tuple(placement.trainer or ())
     if not trainer:
-        free = [rank for rank in everyone if rank not in (placement.generator or ())] or everyone
-        size = max(1, min(world_size // 2, len(free)))
-        sizes = [n for n in range(size, 0, -1) if groups_per_step % n == 0]
-        whole = [
-            n
-            for n in sizes
-            if placement.generator or (world_size - n) % tensor_parallel == 0 < world_size - n
-        ]
-        trainer = tuple(
-            free[: (whole or [n for n in sizes if world_size - n >= tensor_parallel] or sizes)[0]]
+        trainer = _trainer_ranks(
+            everyone,
+            tuple(placement.generator or ()),
+            groups_per_step=groups_per_step,
+            tensor_parallel=tensor_parallel,
         )
     rest = tuple(rank for rank in everyone if rank not in trainer)
-    replicas = rest[: len(rest) // tensor_parallel * tensor_parallel]
-    generator = tuple(placement.generator or replicas or rest or everyone)
+    in_replicas = len(rest) // tensor_parallel * tensor_parallel
+    generator = tuple(placement.generator or rest[:in_replicas] or rest or everyone)
     spare = tuple(rank for rank in rest if rank not in generator) or generator
     return {
         "trainer": trainer,
@@ -58,6 +48,40 @@ def resolve_placement(
         "reward": tuple(placement.reward or spare[-1:]),
         "reference": tuple(placement.reference or spare[-1:]),
     }
+
+
+def _with_shared_ranks(
+    placement: PlacementSettings, everyone: tuple[int, ...]
+) -> PlacementSettings:
+    """The same with the ranks of placement.colocate written out for each executor of it."""
+    if not placement.colocate:
+        return placement
+    together = sorted(set(placement.colocate) & set(COLOCATED))
+    given = [getattr(placement, name) for name in together]
+    shared = next((ranks for ranks in given if ranks), everyone)
+    ranks_of = {name: list(shared) for name in together}
+    return dataclasses.replace(placement, colocate=None, **ranks_of)
+
+
+def _trainer_ranks(
+    everyone: tuple[int, ...],
+    generator: tuple[int, ...],
+    *,
+    groups_per_step: int,
+    tensor_parallel: int,
+) -> tuple[int, ...]:
+    """The trainer's ranks where none are given; generator: the ranks that are given for it."""
+    world_size = len(everyone)
+    free = tuple(rank for rank in everyone if rank not in generator) or everyone
+    most = max(1, min(world_size // 2, len(free)))
+    sizes = [n for n in range(most, 0, -1) if groups_per_step % n == 0]
+    if generator:
+        return free[: sizes[0]]
+    left_by = {n: world_size - n for n in sizes}  # ranks that such a trainer leaves to generators
+    whole = [n for n in sizes if left_by[n] > 0 and left_by[n] % tensor_parallel == 0]
+    enough = [n for n in sizes if left_by[n] >= tensor_parallel]
+    best = whole or enough or sizes
+    return free[: best[0]]
 
 
 def placement_of(config: Config, world_size: int) -> dict[str, tuple[int, ...]]:
@@ -73,183 +97,104 @@ def placement_of(config: Config, world_size: int) -> dict[str, tuple[int, ...]]:
 def idle_ranks(config: Config, world_size: int) -> tuple[int, ...]:
     """The ranks that would host nothing."""
     placed = placement_of(config, world_size)
-    hosts = {
-        rank
-        for name, ranks in placed.items()
-        if name != "reference" or config.reference.enabled
-        for rank in ranks
-    }
+    if not config.reference.enabled:
+        del placed["reference"]
+    hosts = set().union(*placed.values())
     return tuple(rank for rank in range(world_size) if rank not in hosts)
-
-
-def generator_problems(c: Config, problem: Callable[..., Problem]) -> list[Problem]:
-    """What the generator cannot be asked for at once, or only of the other engine; and a vLLM that
-    is absent.
-    """
-    longest = c.task.max_prompt_tokens + c.max_new_tokens
-    impossible = [
-        (
-            "generator.min_new_tokens max_new_tokens",
-            c.generator.min_new_tokens > c.max_new_tokens,
-            "the least is more than the most",
-        ),
-        (
-            "generator.cache_tokens",
-            c.generator.cache_tokens is not None and c.generator.cache_tokens < longest,
-            f"does not hold one sequence of task.max_prompt_tokens + max_new_tokens; need at least {longest}, or null",
-        ),
-        (
-            "generator.recompute_kv",
-            c.generator.recompute_kv and not c.updates_in_flight,
-            "no completion is running when new weights are loaded; leave it out, or raise max_lag",
-        ),
-        (
-            "generator.resume_partials max_lag",
-            bool(c.generator.resume_partials) and c.max_lag == 0,
-            "a resumed synchronous run has the bits of an uninterrupted one, so its completions start again; leave it out",
-        ),
-        (
-            "generator.resume_partials generator.in_flight_updates",
-            bool(c.generator.resume_partials) and c.max_lag != 0 and not c.updates_in_flight,
-            "would go on under other weights than they were begun with; leave one of them out",
-        ),
-    ]
-    return [
-        problem(what, *keys.split()) for keys, wrong, what in impossible if wrong
-    ] + _engine_problems(c, problem)
-
-
-def _engine_problems(c: Config, problem: Callable[..., Problem]) -> list[Problem]:
-    g = c.generator
-    if g.kind == "native":
-        memory = "generator.gpu_memory_utilization"
-        return (
-            []
-            if g.gpu_memory_utilization is None
-            else [problem("is vLLM's: generator=vllm, or null", memory)]
-        )
-    impossible = [
-        (
-            "generator.tensor_parallel",
-            g.tensor_parallel > 1,
-            "a vLLM here has one rank; 1, or generator=native",
-        ),
-        (
-            "generator.quantize",
-            g.quantize != "none",
-            "vLLM takes weights as they are; none, or generator=native",
-        ),
-        (
-            "generator.recompute_kv",
-            g.recompute_kv,
-            "vLLM keeps its cache over new weights; false, or generator=native",
-        ),
-        (
-            "generator.resume_partials",
-            g.resume_partials is True,
-            "vLLM starts unfinished completions again; false",
-        ),
-        (
-            "generator.cache_tokens",
-            g.cache_tokens is not None,
-            "gpu_memory_utilization bounds vLLM's cache; null",
-        ),
-        (
-            "generator.gpu_memory_utilization",
-            g.gpu_memory_utilization is None,
-            "vLLM needs a number; start from generator=vllm",
-        ),
-        (
-            "offload",
-            c.offload,
-            "vLLM's memory stays where it is; generator=native, or offload=false",
-        ),
-    ]
-    found = [problem(what, key) for key, wrong, what in impossible if wrong]
-    from llamarl.inference.vllm_engine import vllm_problem  # imports torch, so only for vLLM
-
-    return found + [problem(what, "generator.kind") for what in [vllm_problem()] if what]
 
 
 def placement_problems(
     c: Config, world_size: int, problem: Callable[..., Problem]
 ) -> list[Problem]:
-    found = []
+    """Ranks that cannot be, or cannot host what is placed on them. problem: makes one of what is
+    wrong and the keys that it is about.
+    """
     values = dataclasses.asdict(c.placement)
-    if (together := values.pop("colocate")) is not None:
-        if len(together) < 2 or not set(together) <= set(COLOCATED):
-            found.append(
-                problem(
-                    f"need two or three of {', '.join(COLOCATED)}; or null", "placement.colocate"
-                )
-            )
-        elif len({tuple(values[name]) for name in together if values[name]}) > 1:
-            found.append(
-                problem(
-                    "share their ranks, but are given different ones",
-                    *(f"placement.{n}" for n in together if values[n]),
-                )
-            )
-    for name, ranks in values.items():
-        if ranks is None:
-            continue
+    together = values.pop("colocate")
+    given = {name: ranks for name, ranks in values.items() if ranks is not None}
+    found = []
+    if together is not None:
+        found += _colocation_problems(together, given, problem)
+    for name, ranks in given.items():
+        key = f"placement.{name}"
         if not ranks or len(set(ranks)) < len(ranks):
-            found.append(problem("need at least one rank, each once; or null", f"placement.{name}"))
-        if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
-            ranks_are = (
-                f"ranks are 0 to {world_size - 1}" if world_size > 1 else "there is one rank, 0"
-            )
-            found.append(
-                problem(
-                    f"no rank {show(outside)}: {ranks_are} (torchrun --nproc-per-node)",
-                    f"placement.{name}",
-                )
-            )
+            found.append(problem("need at least one rank, each once; or null", key))
+        outside = [rank for rank in ranks if not 0 <= rank < world_size]
+        if outside:
+            there_are = "there is one rank, 0"
+            if world_size > 1:
+                there_are = f"ranks are 0 to {world_size - 1}"
+            what = f"no rank {show(outside)}: {there_are} (torchrun --nproc-per-node)"
+            found.append(problem(what, key))
     if found:
         return found
     placed = placement_of(c, world_size)
-    return _trainer_problems(c, len(placed["trainer"]), problem) + _tensor_parallel_problems(
-        c, placed, world_size, problem
-    )
+    return [
+        *_trainer_problems(c, len(placed["trainer"]), problem),
+        *_tensor_parallel_problems(c, placed, world_size, problem),
+    ]
+
+
+def _colocation_problems(
+    together: list[str], given: dict[str, list[int]], problem: Callable[..., Problem]
+) -> list[Problem]:
+    """Executors that cannot share ranks, or are given different ones."""
+    if len(together) < 2 or not set(together) <= set(COLOCATED):
+        what = f"need two or three of {', '.join(COLOCATED)}; or null"
+        return [problem(what, "placement.colocate")]
+    placed = [name for name in together if given.get(name)]
+    if len({tuple(given[name]) for name in placed}) > 1:
+        keys = [f"placement.{name}" for name in placed]
+        return [problem("share their ranks, but are given different ones", *keys)]
+    return []
 
 
 def _trainer_problems(c: Config, num_ranks: int, problem: Callable[..., Problem]) -> list[Problem]:
     """Ranks, groups or parts of the model that the trainer's topology cannot share out evenly."""
-    found, replicate, t = [], c.trainer.replicate, c.trainer.tensor_parallel
-    if num_ranks % (replicate * t):
-        keys = [
-            f"trainer.{key}"
-            for key, size in (("replicate", replicate), ("tensor_parallel", t))
-            if size > 1
-        ]
-        ranks = f"{num_ranks} trainer rank{'s' * (num_ranks > 1)}"
-        found.append(
-            problem(
-                f"{ranks} cannot be split so; set placement.trainer to a multiple of {replicate * t} ranks",
-                *keys,
-            )
+    t = c.trainer.tensor_parallel
+    found = _split_problems(c, num_ranks, problem)
+    model = _model(c)
+    if t == 1 or model is None:
+        return found
+    parts = {
+        "query heads": model.num_attention_heads,
+        "key/value heads": model.num_key_value_heads,
+        "hidden units (intermediate_size)": model.intermediate_size,
+    }
+    uneven = [f"{count} {what}" for what, count in parts.items() if count % t]
+    if uneven:
+        what = f"the trainer splits the model evenly, but it has {' and '.join(uneven)}"
+        found.append(problem(what, "trainer.tensor_parallel"))
+    return found
+
+
+def _split_problems(c: Config, num_ranks: int, problem: Callable[..., Problem]) -> list[Problem]:
+    """Ranks that do not make whole replicas, or groups that these cannot share."""
+    t = c.trainer.tensor_parallel
+    sizes = {"trainer.replicate": c.trainer.replicate, "trainer.tensor_parallel": t}
+    unit = c.trainer.replicate * t
+    if num_ranks % unit:
+        keys = [key for key, size in sizes.items() if size > 1]
+        ranks = "1 trainer rank" if num_ranks == 1 else f"{num_ranks} trainer ranks"
+        remedy = f"set placement.trainer to a multiple of {unit} ranks"
+        return [problem(f"{ranks} cannot be split so; {remedy}", *keys)]
+    found = []
+    dp_ranks = num_ranks // t
+    ranks = f"{dp_ranks} trainer ranks"
+    if t > 1:
+        ranks = f"{dp_ranks} sets of {t} trainer ranks"
+    for key, amount in {"groups_per_step": c.groups_per_step, "overcommit": c.overcommit}.items():
+        if not isinstance(amount, str) and amount % dp_ranks:
+            what = f"{ranks} cannot share it evenly; need a multiple of {dp_ranks}"
+            found.append(problem(what, key))
+    n = c.trainer.minibatches_per_step
+    is_shared = c.groups_per_step % dp_ranks == 0
+    if n > 1 and is_shared and c.groups_per_step % (dp_ranks * n):
+        what = (
+            f"{ranks} cannot cut their groups into {n} minibatches each; "
+            f"need a multiple of {dp_ranks * n} groups"
         )
-    else:
-        dp_ranks = num_ranks // t
-        ranks = f"{dp_ranks} {'trainer ranks' if t == 1 else f'sets of {t} trainer ranks'}"
-        for key, amount in (("groups_per_step", c.groups_per_step), ("overcommit", c.overcommit)):
-            if not isinstance(amount, str) and amount % dp_ranks:
-                found.append(
-                    problem(f"{ranks} cannot share it evenly; need a multiple of {dp_ranks}", key)
-                )
-        n = c.trainer.minibatches_per_step
-        if n > 1 and c.groups_per_step % dp_ranks == 0 and c.groups_per_step % (dp_ranks * n):
-            what = f"{ranks} cannot cut their groups into {n} minibatches each; need a multiple of {dp_ranks * n} groups"
-            found.append(problem(what, "groups_per_step", "trainer.minibatches_per_step"))
-    if t > 1 and (model := _model(c)) is not None:
-        parts = [
-            (model.num_attention_heads, "query heads"),
-            (model.num_key_value_heads, "key/value heads"),
-        ]
-        parts.append((model.intermediate_size, "hidden units (intermediate_size)"))
-        if uneven := [f"{count} {what}" for count, what in parts if count % t]:
-            what = f"the trainer splits the model evenly, but it has {' and '.join(uneven)}"
-            found.append(problem(what, "trainer.tensor_parallel"))
+        found.append(problem(what, "groups_per_step", "trainer.minibatches_per_step"))
     return found
 
 
@@ -259,33 +204,36 @@ def _tensor_parallel_problems(
     """Replicas of the generator that are not whole, that the model has too few heads for, or that
     would wait for themselves.
     """
-    key, m, found = "generator.tensor_parallel", c.generator.tensor_parallel, []
+    key = "generator.tensor_parallel"
+    m = c.generator.tensor_parallel
     if m == 1:
-        return found
+        return []
+    found = []
     generator = placed["generator"]
     if len(generator) % m:
-        ranks = f"generator rank{'s' * (len(generator) > 1)} {show(list(generator))}"
+        noun = "generator rank" if len(generator) == 1 else "generator ranks"
+        example = show(list(range(world_size - m, world_size)))
+        remedy = f"set placement.generator to {m} ranks or a multiple, such as {example}"
         if world_size <= m:
-            remedy = (
-                f"start at least {m + 1} ranks (torchrun --nproc-per-node={m + 1}), or lower it"
-            )
-        else:
-            remedy = f"set placement.generator to {m} ranks or a multiple, such as {show(list(range(world_size - m, world_size)))}"
-        found.append(problem(f"{ranks} cannot be split into replicas of {m}; {remedy}", key))
-    if (model := _model(c)) is not None and (heads := model.num_attention_heads) < m:
-        found.append(
-            problem(
-                f"the model has {heads} query heads, fewer than ranks to split them over; at most {heads}",
-                key,
-            )
-        )
-    for first in (
-        range(0, len(generator), m) if c.max_lag != 0 else ()
-    ):  # else one rests while the other works
-        both = sorted(set(generator[first : first + m]) & set(placed["trainer"]))
+            count = f"at least {m + 1} ranks (torchrun --nproc-per-node={m + 1})"
+            remedy = f"start {count}, or lower it"
+        what = f"{noun} {show(list(generator))} cannot be split into replicas of {m}; {remedy}"
+        found.append(problem(what, key))
+    model = _model(c)
+    if model is not None and model.num_attention_heads < m:
+        heads = model.num_attention_heads
+        what = f"the model has {heads} query heads, fewer than ranks to split them over"
+        found.append(problem(f"{what}; at most {heads}", key))
+    if c.max_lag == 0:  # one rests while the other works
+        return found
+    for first in range(0, len(generator), m):
+        replica = generator[first : first + m]
+        both = sorted(set(replica) & set(placed["trainer"]))
         if len(both) > 1:
-            why = f"ranks {show(both)} would share a replica and the trainer, and each wait in one for the other"
-            what = f"{why}; place them apart, or max_lag=0"
+            what = (
+                f"ranks {show(both)} would share a replica and the trainer, "
+                "and each wait in one for the other; place them apart, or max_lag=0"
+            )
             found.append(problem(what, key, "placement.trainer", "placement.generator"))
     return found
 

@@ -1,4 +1,4 @@
-"""Types of numbers with bounds, for the schema of a configuration."""
+"""Types of numbers and texts with bounds, for the schema of a configuration."""
 
 from __future__ import annotations
 
@@ -16,16 +16,29 @@ class Range:
     open: bool = False
 
     def __contains__(self, value: float) -> bool:
-        return (self.low < value if self.open else self.low <= value) and value <= self.high
+        if self.open and value == self.low:
+            return False
+        return self.low <= value <= self.high
 
     def __str__(self) -> str:
         if self.high < math.inf:
-            return f"between {self.low} and {self.high}" + (
-                f", {self.low} excluded" if self.open else ""
-            )
+            excluded = f", {self.low} excluded" if self.open else ""
+            return f"between {self.low} and {self.high}{excluded}"
         return f"above {self.low}" if self.open else f"of at least {self.low}"
 
 
+@dataclass(frozen=True, slots=True)
+class NonEmpty:
+    """A text of at least one character."""
+
+    def __contains__(self, value: str) -> bool:
+        return value != ""
+
+    def __str__(self) -> str:
+        return "that is not empty"
+
+
+Text = Annotated[str, NonEmpty()]
 Count = Annotated[int, Range(1)]
 Natural = Annotated[int, Range(0)]
 Positive = Annotated[float, Range(0, open=True)]

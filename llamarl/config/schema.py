@@ -3,59 +3,140 @@
 Keys are explained where their values are, in conf/. No field has a default here, so that every
 value of a run is found in conf/ or on its command line. What must hold between values is checked in
 llamarl/config/rules.py.
+
+A section of several kinds is a union of dataclasses. Its key `kind`, which the file of conf/ that
+was chosen for the section sets, says which of them the section is; a key that only one kind has is
+a field of that kind alone:
+
+    buffer=fifo      buffer.kind                                          FifoBufferSettings
+    buffer=replay    buffer.kind, buffer.sync_period, buffer.max_size     ReplayBufferSettings
+
+What a kind does not let anyone choose, and its readers ask of every kind, is a constant of the
+class.
+
+A field that decides more than its own value says so by a Mark.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Annotated, ClassVar, Literal
 
+from llamarl.choices import (
+    Advantages,
+    Estimator,
+    Governor,
+    Priority,
+    Quantized,
+    Schedule,
+    Transport,
+    Whiten,
+)
 from llamarl.config.loss_options import LOSS_OPTIONS
-from llamarl.config.ranges import Beta, Count, Natural, NonNegative, Positive, Range
+from llamarl.config.ranges import Beta, Count, Natural, NonNegative, Positive, Range, Text
 
 Seed = Annotated[int, Range(0, 2**63 - 1)]  # what torch and the counters of sampling hold
 
 
+class Mark(Enum):
+    """What a key, or every key of a section, decides beyond its own value."""
+
+    IDENTITY = auto()  # with another value it is another run, which no checkpoint is gone on with
+    DATA = auto()  # which prompts there are
+    ANSWERS = auto()  # how held-out prompts are answered and scored: recipes/evaluate.py keeps it
+    OUTWARD = auto()  # nothing that is learned: runs that differ in it alone are compared as one
+
+
+def _marked(*marks: Mark):
+    """A field with these marks."""
+    return field(metadata={"marks": frozenset(marks)})
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    path: str | None  # None: the tiny model that comes with the package
-    dtype: Literal["float32", "bfloat16"]
+    # None: the tiny model that comes with the package.
+    path: str | None = _marked(Mark.IDENTITY, Mark.DATA)
+    dtype: Literal["float32", "bfloat16"] = _marked(Mark.ANSWERS)
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSettings:
-    kind: Literal["addition", "gsm8k", "jsonl", "hf_dataset", "reasoning_gym"]
-    path: str | None
-    eval_path: str | None
-    prompt_key: str
-    answer_key: str | None  # None: no reference answer
-    name: str | None
+    """What every kind of task has."""
+
+    kind: str
     chat: bool
     system_prompt: str | None
     max_prompt_tokens: Count
 
 
 @dataclass(frozen=True, slots=True)
+class AdditionSettings(TaskSettings):
+    kind: Literal["addition"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowsSettings(TaskSettings):
+    """Rows of prompts and answers under keys that the user names."""
+
+    kind: Literal["jsonl", "hf_dataset"]
+    path: Text
+    eval_path: str | None
+    prompt_key: str
+    answer_key: str | None  # None: no reference answer
+
+
+@dataclass(frozen=True, slots=True)
+class GSM8KSettings(TaskSettings):
+    kind: Literal["gsm8k"]
+    path: Text
+    eval_path: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningGymSettings(TaskSettings):
+    kind: Literal["reasoning_gym"]
+    name: Text
+
+
+@dataclass(frozen=True, slots=True)
 class GeneratorSettings:
-    kind: Literal["native", "vllm"]
+    """What every kind of generator has."""
+
+    kind: str
     max_slots: Count
     chunk_tokens: Count
     top_k: Natural
     top_p: Annotated[float, Range(0, 1, open=True)]
     min_new_tokens: Natural
-    tensor_parallel: Count
     in_flight_updates: bool | None
+    max_seconds: Positive | None
+
+
+@dataclass(frozen=True, slots=True)
+class NativeGeneratorSettings(GeneratorSettings):
+    kind: Literal["native"]
+    tensor_parallel: Count
     recompute_kv: bool
     resume_partials: bool | None
     cache_tokens: Count | None
     prefill_chunk: Count
-    max_seconds: Positive | None
-    quantize: Literal["none", "fp8", "int8"]
+    quantize: Quantized
     quantize_exclude: list[str]
     max_quantization_kl: Positive
-    gpu_memory_utilization: (
-        Annotated[float, Range(0, 1, open=True)] | None
-    )  # None: the native engine
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMGeneratorSettings(GeneratorSettings):
+    kind: Literal["vllm"]
+    gpu_memory_utilization: Annotated[float, Range(0, 1, open=True)]
+
+    tensor_parallel: ClassVar[int] = 1  # a vLLM here has one rank
+    recompute_kv: ClassVar[bool] = False  # vLLM keeps its cache over new weights
+    resume_partials: ClassVar[bool] = False  # it starts unfinished completions again
+    cache_tokens: ClassVar[None] = None  # gpu_memory_utilization bounds its cache
+    quantize: ClassVar[str] = "none"  # it takes weights as they are
+    quantize_exclude: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +149,64 @@ class RewardSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class ReferenceSettings:
-    enabled: bool
-    reset_every: Count | None
+class NoReferenceSettings:
+    kind: Literal["none"]
+
+    enabled: ClassVar[bool] = False
+    reset_every: ClassVar[None] = None
 
 
 @dataclass(frozen=True, slots=True)
-class BufferSettings:
-    kind: Literal["fifo", "replay"]
-    sync_period: Count | None  # the rest is replay's; None: fifo
-    most_on_policy: Annotated[float, Range(0, 1)] | None
-    priority: Literal["softmax", "uniform"] | None
-    temperature: Positive | None
+class FrozenReferenceSettings:
+    kind: Literal["frozen"]
+
+    enabled: ClassVar[bool] = True
+    reset_every: ClassVar[None] = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResettingReferenceSettings:
+    kind: Literal["reset"]
+    reset_every: Count
+
+    enabled: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class FifoBufferSettings:
+    kind: Literal["fifo"] = _marked(Mark.IDENTITY)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayBufferSettings:
+    kind: Literal["replay"] = _marked(Mark.IDENTITY)
+    sync_period: Count
+    most_on_policy: Annotated[float, Range(0, 1)]
+    priority: Priority
+    temperature: Positive
     completions_per_prompt: Count | None
-    max_size: Count | None
+    max_size: Count
     initial_completions: Natural | None
 
 
 @dataclass(frozen=True, slots=True)
-class BetaScheduleSettings:
-    kind: Literal["constant", "linear", "cut"]
-    final: NonNegative | None
-    end_step: Count | None
-    cut_step: Natural | None
+class ConstantBetaSettings:
+    kind: Literal["constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearBetaSettings:
+    kind: Literal["linear"]
+    final: NonNegative
+    end_step: Count
+
+
+@dataclass(frozen=True, slots=True)
+class CutBetaSettings:
+    kind: Literal["cut"]
+    final: NonNegative
+    end_step: Count
+    cut_step: Natural
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +229,10 @@ class TrainerSettings:
     beta1: Beta
     beta2: Beta
     eps: Positive
-    schedule: Literal["constant", "linear", "cosine", "wsd"]
+    schedule: Schedule
     warmup_steps: Natural
     decay_steps: Count | None
-    advantages: Literal["group_mean", "group_mean_std", "leave_one_out", "gae"]
+    advantages: Advantages
     compute_dtype: Literal["float32", "bfloat16"]
     activation_checkpointing: bool
     cpu_offload: bool
@@ -129,8 +245,8 @@ class TrainerSettings:
     updates_per_batch: Count
     missing_eos_penalty: float | None
     reward_kl_coef: NonNegative
-    reward_kl_estimator: Literal["k1", "k2", "k3"]
-    whiten: Literal["none", "rewards", "advantages", "both", "completions"]
+    reward_kl_estimator: Estimator
+    whiten: Whiten
     gamma: Annotated[float, Range(0, 1)]
     gae_lambda: Annotated[float, Range(0, 1)]
     value_lr: Positive
@@ -142,7 +258,7 @@ class TrainerSettings:
 class LossSettings:
     fn: str  # the name of a file in conf/loss, or module:function
     kl_coef: NonNegative
-    kl_estimator: Literal["k1", "k2", "k3"]
+    kl_estimator: Estimator
     entropy_coef: NonNegative
     options: dict[str, object]  # every further key of loss.*, for the function alone
 
@@ -170,9 +286,9 @@ class GovernorSettings:
 @dataclass(frozen=True, slots=True)
 class EvalSettings:
     every: Natural
-    num_prompts: Natural
+    num_prompts: Natural = _marked(Mark.DATA)
     num_samples: Natural
-    target: float | None
+    target: float | None = _marked(Mark.OUTWARD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +308,7 @@ class PlacementSettings:
 
 @dataclass(frozen=True, slots=True)
 class WeightsSettings:
-    transport: Literal["auto", "shm", "gloo", "nccl", "cuda_ipc"]
+    transport: Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,37 +321,39 @@ class MetricsSettings:
 @dataclass(frozen=True, slots=True)
 class Config:
     max_steps: Natural
-    run_dir: str | None
-    resume: str
-    resume_with_other: list[Literal["data", "reward"]]
-    seed: Seed
-    dry_run: bool
-    max_lag: Natural | None
-    overcommit: Natural | Literal["auto", "oppo", "window"]
+    run_dir: str | None = _marked(Mark.OUTWARD)
+    resume: str = _marked(Mark.OUTWARD)
+    resume_with_other: list[Literal["data", "reward"]] = _marked(Mark.OUTWARD)
+    seed: Seed = _marked(Mark.IDENTITY, Mark.DATA, Mark.ANSWERS, Mark.OUTWARD)
+    dry_run: bool = _marked(Mark.OUTWARD)
+    max_lag: Natural | None = _marked(Mark.IDENTITY, Mark.ANSWERS)
+    overcommit: Natural | Governor
     on_deadline: Literal["wait", "truncate"]
-    straggler_factor: Annotated[float, Range(1)]
-    groups_per_step: Count
-    group_size: Count
-    max_new_tokens: Count
-    temperature: Positive
+    straggler_factor: Annotated[float, Range(1)] = _marked(Mark.OUTWARD)
+    groups_per_step: Count = _marked(Mark.IDENTITY)
+    group_size: Count = _marked(Mark.IDENTITY, Mark.ANSWERS)
+    max_new_tokens: Count = _marked(Mark.IDENTITY, Mark.ANSWERS)
+    temperature: Positive = _marked(Mark.IDENTITY, Mark.ANSWERS)
     lr: Positive
-    threads: Count | None
-    timeout_s: Positive
-    heartbeat_timeout_s: Positive
+    threads: Count | None = _marked(Mark.ANSWERS, Mark.OUTWARD)
+    timeout_s: Positive = _marked(Mark.OUTWARD)
+    heartbeat_timeout_s: Positive = _marked(Mark.OUTWARD)
     stop_s: Positive
     offload: bool
     governor: GovernorSettings
-    beta_schedule: BetaScheduleSettings
-    eval: EvalSettings
-    checkpoint: CheckpointSettings
+    beta_schedule: ConstantBetaSettings | LinearBetaSettings | CutBetaSettings
+    eval: EvalSettings = _marked(Mark.ANSWERS)
+    checkpoint: CheckpointSettings = _marked(Mark.OUTWARD)
     weights: WeightsSettings
-    metrics: MetricsSettings
+    metrics: MetricsSettings = _marked(Mark.OUTWARD)
     model: ModelSettings
-    task: TaskSettings
-    generator: GeneratorSettings
-    reward: RewardSettings
-    reference: ReferenceSettings
-    buffer: BufferSettings
+    task: AdditionSettings | RowsSettings | GSM8KSettings | ReasoningGymSettings = _marked(
+        Mark.DATA, Mark.ANSWERS
+    )
+    generator: NativeGeneratorSettings | VLLMGeneratorSettings = _marked(Mark.ANSWERS)
+    reward: RewardSettings = _marked(Mark.ANSWERS)
+    reference: NoReferenceSettings | FrozenReferenceSettings | ResettingReferenceSettings
+    buffer: FifoBufferSettings | ReplayBufferSettings = _marked(Mark.ANSWERS)
     trainer: TrainerSettings
     loss: LossSettings
     placement: PlacementSettings
@@ -243,16 +361,20 @@ class Config:
     @property
     def trained_per_prompt(self) -> int:
         """Completions of a prompt that a step trains on."""
-        return self.buffer.completions_per_prompt or self.group_size
+        if self.buffer.kind == "replay" and self.buffer.completions_per_prompt is not None:
+            return self.buffer.completions_per_prompt
+        return self.group_size
 
     @property
     def updates_in_flight(self) -> bool:
         """Whether a generator takes in new weights while completions are running."""
-        in_flight = self.generator.in_flight_updates
-        return self.max_lag != 0 if in_flight is None else in_flight
+        if self.generator.in_flight_updates is None:
+            return self.max_lag != 0
+        return self.generator.in_flight_updates
 
     @property
     def resumes_partials(self) -> bool:
         """Whether a checkpoint's unfinished completions go on."""
-        resume = self.generator.resume_partials
-        return self.max_lag != 0 and self.updates_in_flight if resume is None else resume
+        if self.generator.resume_partials is None:
+            return self.max_lag != 0 and self.updates_in_flight
+        return self.generator.resume_partials

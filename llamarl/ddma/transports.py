@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from llamarl.choices import TRANSPORTS
 from llamarl.comm.groups import RankInfo
 from llamarl.errors import WeightsError
 
-TRANSPORTS = ("auto", "shm", "gloo", "nccl", "cuda_ipc")
 _ON_DEVICE = ("cuda_ipc", "nccl")  # the nearest first, as in _ON_HOST
 _ON_HOST = ("shm", "gloo")
 

@@ -1,6 +1,6 @@
 """What makes a run that run: a checkpoint says it of itself, and only the same run may go on there.
 
-    config    the resolved config; some of its keys must be the same
+    config    the resolved config; the keys that the schema marks IDENTITY must be the same
     prompts   fingerprints of the training prompts and of the held-out ones, by what they are and
               not by where they came from
     reward    the import path of the function that scores
@@ -16,22 +16,9 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llamarl.config.conversion import show, value_differences
+from llamarl.config.conversion import is_marked, show, value_differences
+from llamarl.config.schema import Mark
 
-# With other values of these it would be another run, whatever its prompts.
-KEYS = (
-    "seed",
-    "groups_per_step",
-    "group_size",
-    "max_new_tokens",
-    "temperature",
-    "max_lag",
-    "buffer.kind",
-    "model.path",
-)
-# These decide what the prompts are.
-DATA_KEYS = ("seed", "model.path", "eval.num_prompts")
-DATA_SECTION = "task."
 THE_DATA = "the data itself has changed, or the tokenizer or chat template, under the same settings"
 
 
@@ -69,11 +56,10 @@ def differences(old: Identity, new: Identity) -> list[Difference]:
         was, now = changed[key]
         return f"{key}: {show(was)} in the checkpoint, {show(now)} now"
 
-    found = [Difference(told(key), None) for key in changed if key in KEYS]
+    found = [Difference(told(key), None) for key in changed if is_marked(key, Mark.IDENTITY)]
     others = [name for name in new.prompts if new.prompts[name] != old.prompts.get(name)]
     if others:
-        of_data = [key for key in changed if key in DATA_KEYS or key.startswith(DATA_SECTION)]
-        reasons = "; ".join(told(key) for key in of_data)
+        reasons = "; ".join(told(key) for key in changed if is_marked(key, Mark.DATA))
         what = f"other {' and '.join(others)}: {reasons or THE_DATA}"
         found.append(Difference(what, permit="data"))
     if old.reward != new.reward:

@@ -65,18 +65,9 @@ class Job:
 
     @cached_property
     def task(self) -> Task:
-        t = self.config.task
         return build_task(
-            t.kind,
-            self.tokenizer,
-            path=t.path,
-            eval_path=t.eval_path,
-            prompt_key=t.prompt_key,
-            answer_key=t.answer_key,
-            name=t.name,
-            chat=t.chat,
-            system_prompt=t.system_prompt,
-            max_prompt_tokens=t.max_prompt_tokens,
+            tokenizer=self.tokenizer,
+            **dataclasses.asdict(self.config.task),
             num_eval=self.config.eval.num_prompts or 1,
             seed=self.config.seed,
         )
@@ -197,10 +188,10 @@ class Job:
     @property
     def initial_groups(self) -> int:
         """Groups that a replay buffer holds before the first step."""
-        completions = self.config.buffer.initial_completions
-        if completions is None:
+        buffer = self.config.buffer
+        if buffer.kind == "fifo" or buffer.initial_completions is None:
             return self.config.groups_per_step
-        return math.ceil(completions / self.config.group_size)
+        return math.ceil(buffer.initial_completions / self.config.group_size)
 
     @property
     def replay_lag(self) -> int | None:

@@ -40,10 +40,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from llamarl.choices import PRIORITIES
 from llamarl.learning.buffer import GroupBuffer, Sums, decoded
 from llamarl.types import Group
-
-PRIORITIES = ("softmax", "uniform")
 
 log = logging.getLogger(__name__)
 

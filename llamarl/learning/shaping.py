@@ -23,11 +23,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llamarl.choices import WHITEN
 from llamarl.learning.losses.regularisers import ESTIMATORS, kl_to_reference
 from llamarl.learning.segments import sum_by
 from llamarl.types import Group
 
-WHITEN = ("none", "rewards", "advantages", "both", "completions")
 STD_EPS = 1e-8
 # Float32 values that differ by less, as a share of their size, differ by rounding: they count as
 # equal.

@@ -2,9 +2,9 @@
 recipes/compare.py prints it.
 
 Reads each RUN_DIR/metrics.jsonl and config.yaml. Runs whose configs differ only in what does not
-change the learning problem (`SAME`: the seed, where files go, how often they are written) are one
-variant: drawn as a mean with a band from the least to the greatest. A variant is named by the keys
-in which it differs from the others.
+change the learning problem (what the schema marks OUTWARD: the seed, where files go, how often they
+are written) are one variant: drawn as a mean with a band from the least to the greatest. A variant
+is named by the keys in which it differs from the others.
 
     time-to-reward    seconds (time/wall_s) at which the first row has a value of at least the
                       target (OPPO, 4.1)
@@ -21,21 +21,31 @@ from pathlib import Path
 
 import numpy as np
 
-from llamarl.config.conversion import config_differences, did_you_mean, load_config, show
-from llamarl.config.schema import Config
+from llamarl.config.conversion import (
+    config_differences,
+    did_you_mean,
+    is_marked,
+    load_config,
+    show,
+)
+from llamarl.config.schema import Config, Mark
 from llamarl.observe.report import SMOOTH_FROM, column_of, moving_mean, smoothing_width
 from llamarl.observe.rows import EVALUATED, FILE_NAME, Row
 from llamarl.observe.sinks import read_rows
 
 REWARD, KL, SECONDS, STEP = "reward/mean", "kl/ref", "time/wall_s", "step"
-# Sections or keys that do not make another variant.
-SAME = frozenset(
-    "seed run_dir resume resume_with_other dry_run threads timeout_s heartbeat_timeout_s straggler_factor checkpoint metrics eval.target".split()
-)
 # What names a variant best, where several keys tell the variants apart equally well.
 TELLING = (
-    "loss.fn max_lag buffer.kind trainer.minibatches_per_step trainer.updates_per_batch group_size overcommit loss.ratio_cap "
-    "loss.beta lr".split()
+    "loss.fn",
+    "max_lag",
+    "buffer.kind",
+    "trainer.minibatches_per_step",
+    "trainer.updates_per_batch",
+    "group_size",
+    "overcommit",
+    "loss.ratio_cap",
+    "loss.beta",
+    "lr",
 )
 
 
@@ -73,7 +83,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Runs of one config but for `SAME`."""
+    """Runs of one config but for what the schema marks OUTWARD."""
 
     label: str
     runs: tuple[Run, ...]
@@ -171,14 +181,13 @@ def variants_of(runs: Sequence[Run]) -> tuple[list[Variant], list[str]]:
 
 
 def _differing_values(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """By key in which any two runs differ, but for `SAME`: each run's value, as it is shown."""
+    """By key in which any two runs differ, but for what is OUTWARD: each run's value as shown."""
     first = runs[0].config
     differences = [config_differences(first, run.config) for run in runs]
     values: dict[str, list[str]] = {}
     for found in differences:
         for key, (ours, _) in found.items():
-            section = key.partition(".")[0]
-            if key not in SAME and section not in SAME:
+            if not is_marked(key, Mark.OUTWARD):
                 values[key] = [show(ours)] * len(runs)
     for i, found in enumerate(differences):
         for key in found.keys() & values.keys():

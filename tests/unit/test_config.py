@@ -89,9 +89,13 @@ def test_every_choice_of_every_group_fits_the_schema(group, tmp_path, monkeypatc
         "llamarl.inference.vllm_engine.vllm_problem", lambda: None
     )  # it need not be installed
     (tmp_path / "config.json").touch()
+    data = [f"task.path={tmp_path}"]
+    line = ["loss=tb", "beta_schedule.final=0.1", "beta_schedule.end_step=9"]
+    needed = {"jsonl": data, "gsm8k": data, "hf_dataset": data}
+    needed |= {"linear": line, "cut": [*line, "beta_schedule.cut_step=3"]}
     for file in (CONF_DIR / group).glob("*.yaml"):
-        data = [f"task.path={tmp_path}"] if file.stem in ("jsonl", "gsm8k", "hf_dataset") else []
-        assert complaints(f"{group}={file.stem}", *data, f"model.path={tmp_path}") == {}, file
+        given = [f"model.path={tmp_path}", *needed.get(file.stem, ())]
+        assert complaints(f"{group}={file.stem}", *given) == {}, file
 
 
 def test_conf_has_no_key_that_the_schema_lacks_and_the_other_way_round():
@@ -138,8 +142,10 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
         ("dry_run=1", "need true or false"),
         ("placement.trainer=[a]", "need a list of ranks such as [0,1] or null"),
         ("placement.trainer=0", "need a list of ranks such as [0,1] or null"),
-        ("task.prompt_key=[q]", "need a text"),
-        ("task.answer_key=[a]", "need a text or null"),
+        ("task.system_prompt=[q]", "need a text or null"),
+        ("task.chat=[a]", "need true or false"),
+        ("reference.kind=frosen", "need none or frozen or reset; did you mean frozen?"),
+        ("buffer.kind=null", "need fifo or replay"),
         ("seed=9223372036854775808", "need a whole number between 0 and 9223372036854775807"),
         ("eval=3", "a section; set its keys, such as eval.every"),
     ],
@@ -170,6 +176,7 @@ def test_a_value_that_means_the_right_type_is_taken(override, value):
         ("trainer.lr=1", "trainer.lr", "lr"),
         ("group_sise=4", "group_sise", "group_size"),
         ("eval={evry: 4}", "eval.evry", "eval.every"),
+        ("buffer.max_sise=4", "buffer.max_sise", "buffer.max_size"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_one_whatever_its_prefix(
@@ -210,9 +217,11 @@ def test_what_cannot_be_parsed_is_one_problem_among_the_others():
 def test_keys_of_a_users_own_config_directory_are_checked_too(tmp_path):
     (tmp_path / "task").mkdir()
     (tmp_path / "task" / "mine.yaml").write_text("kind: addition\npromt_key: q\n")
-    found = complaints("task=mine", config_dir=str(tmp_path))
-    assert found["task.promt_key"] == "unknown key; did you mean task.prompt_key?"
-    assert found["task.path"] == "missing; need a text or null"
+    assert complaints("task=mine", config_dir=str(tmp_path)) == {
+        "task.promt_key": "unknown key; did you mean task.prompt_key?",
+        "task.kind=addition": "needs chat, system_prompt, max_prompt_tokens too; "
+        "choose it with its keys: task=addition",
+    }
 
 
 def test_all_problems_are_told_at_once_wrong_values_hide_no_combination():
@@ -245,7 +254,7 @@ def test_all_problems_are_told_at_once_wrong_values_hide_no_combination():
         (["group_size=1"], "group_size=1 trainer.advantages=group_mean"),
         (["group_size=8", "generator.max_slots=4"], "group_size=8 generator.max_slots=4"),
         (["generator.min_new_tokens=7"], "generator.min_new_tokens=7 max_new_tokens=6"),
-        (["loss.kl_coef=0.1"], "loss.kl_coef=0.1 reference.enabled=false"),
+        (["loss.kl_coef=0.1"], "loss.kl_coef=0.1 reference.kind=none"),
         (["generator.cache_tokens=21"], "generator.cache_tokens=21"),  # 16 + 6
         (["generator.recompute_kv=true", "max_lag=0"], "generator.recompute_kv=true"),
         (
@@ -258,8 +267,9 @@ def test_all_problems_are_told_at_once_wrong_values_hide_no_combination():
         ),
         (["trainer.warmup_steps=300"], "trainer.warmup_steps=300 max_steps=100"),
         (["task=jsonl"], "task.path"),
-        (["task.kind=jsonl"], "task.path=null task.kind=jsonl"),
-        (["task=reasoning_gym", "task.name=null"], "task.name=null task.kind=reasoning_gym"),
+        (["task.kind=jsonl"], "task.kind=jsonl"),
+        (["task=jsonl", "task.path=null"], "task.path=null"),
+        (["task=reasoning_gym", "task.name=null"], "task.name=null"),
         (["model=hf"], "model.path"),
         (["model.path=nowhere"], "model.path=nowhere"),
         (["task=jsonl", "task.path=nowhere"], "task.path=nowhere"),
@@ -287,25 +297,52 @@ def test_what_cannot_work_together_is_refused(overrides, where):
 
 
 @pytest.mark.parametrize(
-    "task, key, value, readers, own",
+    "chosen, override, kinds",
     [
-        ("addition", "path", "nowhere", "jsonl or gsm8k or hf_dataset", "null"),
-        ("addition", "eval_path", "nowhere", "jsonl or gsm8k or hf_dataset", "null"),
-        ("addition", "answer_key", "null", "jsonl or hf_dataset", "answer"),
-        ("addition", "name", "chain_sum", "reasoning_gym", "null"),
-        ("reasoning_gym", "path", "nowhere", "jsonl or gsm8k or hf_dataset", "null"),
-        ("gsm8k", "prompt_key", "q", "jsonl or hf_dataset", "question"),
-        ("gsm8k", "answer_key", "gold", "jsonl or hf_dataset", "answer"),
-        ("jsonl", "name", "chain_sum", "reasoning_gym", "null"),
+        ("task=addition", "task.path=nowhere", "task=jsonl or hf_dataset or gsm8k"),
+        ("task=addition", "task.eval_path=nowhere", "task=jsonl or hf_dataset or gsm8k"),
+        ("task=addition", "task.name=chain_sum", "task=reasoning_gym"),
+        ("task=reasoning_gym", "task.path=nowhere", "task=jsonl or hf_dataset or gsm8k"),
+        ("task=gsm8k", "task.prompt_key=q", "task=jsonl or hf_dataset"),
+        ("task=gsm8k", "task.answer_key=gold", "task=jsonl or hf_dataset"),
+        ("task=jsonl", "task.name=chain_sum", "task=reasoning_gym"),
+        ("buffer=fifo", "buffer.max_size=100", "buffer=replay"),
+        ("buffer=fifo", "+buffer={max_size: 100}", "buffer=replay"),
+        ("reference=none", "reference.reset_every=50", "reference=reset"),
+        ("reference=frozen", "reference.reset_every=50", "reference=reset"),
+        ("beta_schedule=constant", "beta_schedule.final=0.1", "beta_schedule=linear or cut"),
     ],
 )
-def test_a_key_that_the_task_does_not_read_is_refused_with_the_tasks_that_do(
-    task, key, value, readers, own
-):
-    data = ["task.path=."] if task in ("jsonl", "gsm8k") else []
-    found = complaints(f"task={task}", *data, f"task.{key}={value}")
-    assert found == {
-        f"task.{key}={value} task.kind={task}": f"only task={readers} reads it; {task} has {own}"
+def test_a_key_of_another_kind_is_refused_with_the_kinds_that_have_it(chosen, override, kinds):
+    data = ["task.path=."] if chosen in ("task=jsonl", "task=gsm8k") else []
+    key = override.strip("+}").replace("={", ".").replace(":", "=").partition("=")[0]
+    assert complaints(chosen, *data, override) == {key: f"only {kinds} has it"}
+
+
+def test_a_null_takes_back_what_an_experiment_sets_for_another_kind(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    given = [f"model.path={tmp_path}", f"task.path={tmp_path}", "beta_schedule=linear"]
+    found = complaints("+experiment=tba_table3", *given)
+    assert found == {"beta_schedule.cut_step": "only beta_schedule=cut has it"}
+    assert complaints("+experiment=tba_table3", *given, "beta_schedule.cut_step=null") == {}
+
+
+def test_a_kind_without_its_keys_is_refused_with_the_choice_that_has_them():
+    assert complaints("buffer.kind=replay", "buffer.max_size=9") == {
+        "buffer.kind=replay": "needs sync_period, most_on_policy, priority, temperature, "
+        "completions_per_prompt, initial_completions too; choose it with its keys: buffer=replay"
+    }
+
+
+def test_every_point_of_a_sweep_over_kinds_is_checked():
+    swept = ["buffer=fifo,replay", "buffer.max_size=600,700"]
+    assert complaints(*swept, multirun=True) == {"buffer.max_size": "only buffer=replay has it"}
+    assert complaints("buffer=replay", swept[1], multirun=True) == {}
+
+
+def test_a_key_of_an_earlier_release_is_answered_with_its_name_of_today():
+    assert complaints("reference.enabled=true") == {
+        "reference.enabled": "unknown key; it is called reference.kind now"
     }
 
 
@@ -431,13 +468,16 @@ def test_a_loss_is_chosen_with_its_published_options_advantages_and_reference(fi
         (
             ["loss.fn=clipped"],
             {
-                "loss.fn=clipped": "has options of its own; choose it with them: loss=grpo or ppo or proximal_rloo"
+                "loss.fn=clipped": "has options of its own; choose it with them: "
+                "loss=grpo or ppo or proximal_rloo"
             },
         ),
         (
             ["loss=dr_grpo", "loss.max_tokens=5", "loss.normalize=groups"],
             {
-                "loss.max_tokens=5 loss.normalize=groups": "a constant takes the place of the mean; normalize=tokens, or max_tokens=null"
+                "loss.max_tokens=5 loss.normalize=groups": (
+                    "a constant takes the place of the mean; normalize=tokens, or max_tokens=null"
+                )
             },
         ),
         (
@@ -458,8 +498,8 @@ def test_a_loss_is_chosen_with_its_published_options_advantages_and_reference(fi
             },
         ),
         (
-            ["loss=tb", "reference.enabled=false"],
-            {"loss.fn=tb reference.enabled=false": "compares with a reference: reference=frozen"},
+            ["loss=tb", "reference=none"],
+            {"loss.fn=tb reference.kind=none": "compares with a reference: reference=frozen"},
         ),
     ],
 )
@@ -735,28 +775,22 @@ def test_multirun_runs_every_point(recipe):
             "buffer.initial_completions=100001 buffer.max_size=100000",
             "initial fill",
         ),
-        (
-            ["buffer=replay", "buffer.priority=null"],
-            "buffer.priority=null",
-            "start from buffer=replay",
-        ),
-        (["buffer.sync_period=2"], "buffer.sync_period=2", "buffer=replay"),
+        (["buffer=replay", "buffer.priority=null"], "buffer.priority=null", "softmax or uniform"),
+        (["buffer.sync_period=2"], "buffer.sync_period", "buffer=replay"),
         (
             ["buffer=replay", "reference=reset"],
             "reference.reset_every=50 buffer.kind=replay",
             "buffer=fifo",
         ),
-        (
-            ["reference.reset_every=50"],
-            "reference.reset_every=50 reference.enabled=false",
-            "reference=reset",
-        ),
+        (["reference.reset_every=50"], "reference.reset_every", "reference=reset"),
         (
             ["beta_schedule.kind=linear", "beta_schedule.final=0.1", "beta_schedule.end_step=5"],
             "beta_schedule.kind=linear loss.fn=policy_gradient",
             "loss.beta",
         ),
-        (["beta_schedule.final=0.1"], "beta_schedule.kind=constant", "linear, or cut"),
+        (["beta_schedule.final=0.1"], "beta_schedule.final", "linear or cut"),
+        (["beta_schedule.kind=linear"], "beta_schedule.kind=linear", "needs final, end_step too"),
+        (["beta_schedule=linear"], "beta_schedule.final", "required: set beta_schedule.final"),
         (["trainer.decay_steps=5"], "trainer.decay_steps=5 trainer.schedule=constant", "wsd"),
         (
             ["trainer.schedule=wsd", "trainer.decay_steps=101"],
@@ -781,9 +815,7 @@ def test_a_cut_needs_its_step_and_what_fits_is_accepted():
         "beta_schedule.end_step=9",
     ]
     assert complaints(*line) == {
-        "beta_schedule.kind=cut beta_schedule.cut_step=null": (
-            "needs the step from which the final value holds"
-        )
+        "beta_schedule.kind=cut": "needs cut_step too; choose it with its keys: beta_schedule=cut"
     }
     assert complaints(*line, "beta_schedule.cut_step=3") == {}
     for accepted in (

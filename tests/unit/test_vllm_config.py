@@ -92,9 +92,9 @@ def test_without_vllm_the_run_is_refused_with_both_ways_to_install_it(installed)
 @pytest.mark.parametrize(
     "overrides, where",
     [
-        (["generator=vllm", "generator.tensor_parallel=2"], "generator.tensor_parallel=2"),
-        (["generator=vllm", "generator.quantize=int8"], "generator.quantize=int8"),
-        (["generator.kind=vllm"], "generator.gpu_memory_utilization=null"),
+        (["generator=vllm", "generator.tensor_parallel=2"], "generator.tensor_parallel"),
+        (["generator=vllm", "generator.quantize=int8"], "generator.quantize"),
+        (["generator.kind=vllm"], "generator.kind=vllm"),
         (
             [
                 "generator=vllm",
@@ -104,7 +104,7 @@ def test_without_vllm_the_run_is_refused_with_both_ways_to_install_it(installed)
             ],
             "offload=true",
         ),
-        (["generator.gpu_memory_utilization=0.5"], "generator.gpu_memory_utilization=0.5"),
+        (["generator.gpu_memory_utilization=0.5"], "generator.gpu_memory_utilization"),
         (
             ["generator=vllm", "generator.gpu_memory_utilization=1.5"],
             "generator.gpu_memory_utilization=1.5",

@@ -23,6 +23,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from llamarl.choices import NORMALIZE
 from llamarl.learning.losses.inputs import Completions, LossInputs
 
 Metrics = dict[str, Tensor]
@@ -36,7 +37,6 @@ MAX_LOG_RATIO = 20.0
 MAX_SQUARED = 1e8
 
 # What a mean over the batch weighs alike; see `normalized`.
-NORMALIZE = ("tokens", "completions", "groups")
 
 
 # --- What a loss declares of itself, as decorators ---

@@ -8,6 +8,7 @@ import inspect
 import torch
 from torch import Tensor
 
+from llamarl.choices import ESTIMATORS
 from llamarl.learning.losses.common import (
     NORMALIZE,
     Loss,
@@ -19,8 +20,6 @@ from llamarl.learning.losses.common import (
     normalized,
 )
 from llamarl.learning.losses.inputs import LossInputs
-
-ESTIMATORS = ("k1", "k2", "k3")
 
 
 def regularised(

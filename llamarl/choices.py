@@ -1,0 +1,35 @@
+"""The words that a setting may be, where both the schema of a configuration and the code that acts
+on the words need them. Imports nothing, so that a command line is checked before torch is there.
+
+A set of words is a Literal, which the schema (llamarl/config/schema.py) takes as a type; code that
+checks a word by itself takes the tuple of the same words. Where words name functions or classes, as
+in llamarl.learning.optim.SCHEDULES, the table is there, and tests/unit/test_choices.py compares it
+with what is written here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Advantages = Literal["group_mean", "group_mean_std", "leave_one_out", "gae"]
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
+Governor = Literal["auto", "oppo", "window"]
+Quantized = Literal["none", "fp8", "int8"]
+
+Transport = Literal["auto", "shm", "gloo", "nccl", "cuda_ipc"]
+TRANSPORTS: tuple[str, ...] = get_args(Transport)
+
+Priority = Literal["softmax", "uniform"]
+PRIORITIES: tuple[str, ...] = get_args(Priority)
+
+Whiten = Literal["none", "rewards", "advantages", "both", "completions"]
+WHITEN: tuple[str, ...] = get_args(Whiten)
+
+Estimator = Literal["k1", "k2", "k3"]
+ESTIMATORS: tuple[str, ...] = get_args(Estimator)
+
+RatioLevel = Literal["token", "sequence", "sequence_mean"]
+LEVELS: tuple[str, ...] = get_args(RatioLevel)
+
+Normalize = Literal["tokens", "completions", "groups"]
+NORMALIZE: tuple[str, ...] = get_args(Normalize)
