@@ -83,7 +83,7 @@ def test_llamarl_imports_no_executor_and_no_recipe():
 
 # The rooms of llamarl from the ground up: a file imports its own room and those before it.
 ORDER = (
-    "types errors choices executor native models tasks comm tickets learning inference ddma config "
+    "types errors words executor native models tasks comm tickets learning inference ddma config "
     "checkpoint observe controller launch"
 ).split()
 
@@ -139,15 +139,15 @@ def test_no_import_runs_in_a_circle():
 
 def test_the_ground_floor_stands_alone():
     imports = module_imports()
-    alone = ("llamarl.types", "llamarl.errors", "llamarl.choices", "llamarl.executor")
+    alone = ("llamarl.types", "llamarl.errors", "llamarl.executor")
     assert {module: imports[module] for module in alone} == dict.fromkeys(alone, set())
 
 
-def test_every_room_is_a_folder_but_the_five_that_all_know():
+def test_every_room_is_a_folder_but_the_four_that_all_know():
     rooms = {module.split(".")[1] for module in module_imports() if module != "llamarl"}
     assert rooms == set(ORDER)
     files = {file.stem for file in python_files("llamarl") if file.parent == ROOT / "llamarl"}
-    assert files == {"__init__", "types", "errors", "choices", "executor", "controller"}
+    assert files == {"__init__", "types", "errors", "executor", "controller"}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from yaml import YAMLError
 from llamarl.config.loss_options import LOSS_OPTIONS
 from llamarl.config.schema import Config, LossSettings, Mark
 from llamarl.native.files import replace_text
-from llamarl.tasks.names import nearest
+from llamarl.words.names import nearest
 
 # Keys of earlier releases -> today's.
 RENAMED = {

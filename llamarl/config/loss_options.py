@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from llamarl.choices import Normalize, RatioLevel
 from llamarl.config.ranges import Count, NonNegative, Positive, Range
+from llamarl.words.choices import Normalize, RatioLevel
 
 # What each option may be; it means the same in every loss that has it.
 LOSS_OPTIONS: dict[str, object] = {

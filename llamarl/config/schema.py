@@ -23,7 +23,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Annotated, ClassVar, Literal
 
-from llamarl.choices import (
+from llamarl.config.loss_options import LOSS_OPTIONS
+from llamarl.config.ranges import Beta, Count, Natural, NonNegative, Positive, Range, Text
+from llamarl.words.choices import (
     Advantages,
     Estimator,
     Governor,
@@ -33,8 +35,6 @@ from llamarl.choices import (
     Transport,
     Whiten,
 )
-from llamarl.config.loss_options import LOSS_OPTIONS
-from llamarl.config.ranges import Beta, Count, Natural, NonNegative, Positive, Range, Text
 
 Seed = Annotated[int, Range(0, 2**63 - 1)]  # what torch and the counters of sampling hold
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from llamarl.choices import TRANSPORTS
 from llamarl.comm.groups import RankInfo
 from llamarl.errors import WeightsError
+from llamarl.words.choices import TRANSPORTS
 
 _ON_DEVICE = ("cuda_ipc", "nccl")  # the nearest first, as in _ON_HOST
 _ON_HOST = ("shm", "gloo")

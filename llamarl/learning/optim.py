@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from llamarl.models.fsdp import local
 from llamarl.models.sharded_state import MOMENTS, moment
-from llamarl.tasks.names import did_you_mean
+from llamarl.words.names import did_you_mean
 
 SCHEDULES: dict[str, Callable[[float], float]] = {  # progress 0..1 after the warm-up -> factor 0..1
     "constant": lambda x: 1.0,

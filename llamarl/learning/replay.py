@@ -40,9 +40,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llamarl.choices import PRIORITIES
 from llamarl.learning.buffer import GroupBuffer, Sums, decoded
 from llamarl.types import Group
+from llamarl.words.choices import PRIORITIES
 
 log = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llamarl.choices import WHITEN
 from llamarl.learning.losses.regularisers import ESTIMATORS, kl_to_reference
 from llamarl.learning.segments import sum_by
 from llamarl.types import Group
+from llamarl.words.choices import WHITEN
 
 STD_EPS = 1e-8
 # Float32 values that differ by less, as a share of their size, differ by rounding: they count as

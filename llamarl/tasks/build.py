@@ -25,7 +25,7 @@ from pathlib import Path
 from llamarl.tasks.addition import addition_examples
 from llamarl.tasks.base import Example, ListTask, PromptMaker, Task, Tokenizer
 from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, gsm8k_row, read_jsonl, row_to_example
-from llamarl.tasks.names import nearest
+from llamarl.words.names import nearest
 
 KINDS = ("addition", "jsonl", "gsm8k", "hf_dataset", "reasoning_gym")
 EXACT_MATCH = "llamarl.tasks.rewards:exact_match"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from llamarl.tasks.base import Example
-from llamarl.tasks.names import nearest
+from llamarl.words.names import nearest
 
 SHOWN_PROBLEMS = 10
 GSM8K_INSTRUCTION = (

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from llamarl.tasks.base import CACHED_PROMPTS, Example, PromptMaker
-from llamarl.tasks.names import nearest
 from llamarl.types import Prompt
+from llamarl.words.names import nearest
 
 NUM_TRAIN = 20_000  # questions before they repeat; some datasets are slow or refuse to be larger
 SEED_WINDOW = 1 << 20

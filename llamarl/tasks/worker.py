@@ -135,7 +135,7 @@ def resolve(path: str) -> RewardFunction:
     BadFunction says what is wrong with the path, the module or the function's parameters.
     """
     # Not at the top: this file runs as a script, which finds llamarl once `main` has set sys.path.
-    from llamarl.tasks.names import NoFunction, import_function
+    from llamarl.words.names import NoFunction, import_function
 
     module_name, _, name = path.partition(":")
     try:

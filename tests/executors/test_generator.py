@@ -823,7 +823,9 @@ def test_a_peer_ends_after_what_its_leader_had_begun(replica):
     peer.step(), leader.step()  # a swap and a chunk are on their way
     ending = threading.Thread(target=peer.teardown)
     ending.start()
-    time.sleep(0.1)
+    until = time.monotonic() + 30
+    while peer._sampled < leader._sampled and time.monotonic() < until:
+        time.sleep(0.01)
     assert ending.is_alive() and peer._sampled == leader._sampled > 0
     leader.step()
     leader.teardown()

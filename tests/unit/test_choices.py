@@ -1,8 +1,7 @@
-"""The words of llamarl.choices are the names in the tables that act on them."""
+"""The words of llamarl.words.choices are the names in the tables that act on them."""
 
 from typing import get_args, get_type_hints
 
-from llamarl import choices
 from llamarl.config.conversion import known_keys
 from llamarl.config.schema import Config
 from llamarl.learning.advantages import ADVANTAGES
@@ -11,6 +10,7 @@ from llamarl.models.quantize import QUANTIZED
 from llamarl.observe.compare import TELLING
 from llamarl.tasks.build import KINDS
 from llamarl.tickets.governors import GOVERNORS
+from llamarl.words import choices
 
 
 def test_words_that_name_functions_and_classes_have_one_each():

@@ -22,7 +22,7 @@ from llamarl.learning.losses.reinforce import reinforce
 from llamarl.learning.losses.rloo import rloo
 from llamarl.learning.losses.tb import tb
 from llamarl.learning.losses.tba import tba
-from llamarl.tasks.names import NoFunction, did_you_mean, import_function
+from llamarl.words.names import NoFunction, did_you_mean, import_function
 
 LOSSES: dict[str, Loss] = {
     "policy_gradient": policy_gradient,

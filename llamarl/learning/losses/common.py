@@ -23,8 +23,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from llamarl.choices import NORMALIZE
 from llamarl.learning.losses.inputs import Completions, LossInputs
+from llamarl.words.choices import NORMALIZE
 
 Metrics = dict[str, Tensor]
 Loss = Callable[..., tuple[Tensor, Metrics]]

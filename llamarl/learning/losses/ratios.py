@@ -17,9 +17,9 @@ import math
 
 from torch import Tensor
 
-from llamarl.choices import LEVELS
 from llamarl.learning.losses.common import Metrics, k3, log_ratio, masked, maximum, ratio
 from llamarl.learning.losses.inputs import LossInputs
+from llamarl.words.choices import LEVELS
 
 
 def at_level(token_log_ratio: Tensor, inputs: LossInputs, level: str) -> Tensor:

@@ -8,7 +8,6 @@ import inspect
 import torch
 from torch import Tensor
 
-from llamarl.choices import ESTIMATORS
 from llamarl.learning.losses.common import (
     NORMALIZE,
     Loss,
@@ -20,6 +19,7 @@ from llamarl.learning.losses.common import (
     normalized,
 )
 from llamarl.learning.losses.inputs import LossInputs
+from llamarl.words.choices import ESTIMATORS
 
 
 def regularised(
