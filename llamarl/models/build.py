@@ -56,7 +56,8 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(swiglu(*projections(x, self.w1, self.w3)))
+        gate, up = projections(x, self.w1, self.w3)
+        return projections(swiglu(gate, up), self.w2)[0]
 
 
 class SplitFeedForward(FeedForward):
