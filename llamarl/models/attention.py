@@ -38,6 +38,8 @@ CALL = {"cpu": 1 << 13, "cuda": 1 << 20}
 class AttentionContext(Protocol):
     """Says which keys each query sees."""
 
+    longest: int  # above every position
+
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
         """Softmax attention of every token over what it may see. Returns [T, H, K]."""
         ...
