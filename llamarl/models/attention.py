@@ -291,8 +291,8 @@ def _yarn_magnitude(scaling: dict) -> float:
 
 def repeated(x_TJK: Tensor, repeats: list[int]) -> Tensor:
     """[T, H, K]: K/V head j repeats[j] times, for the query heads that read it."""
-    heads = [x_TJK[:, j : j + 1].expand(-1, n, -1) for j, n in enumerate(repeats)]
-    return torch.cat(heads, dim=1)
+    heads = x_TJK.split(1, dim=1)
+    return torch.cat([head.expand(-1, n, -1) for head, n in zip(heads, repeats)], dim=1)
 
 
 class Attention(nn.Module):
@@ -309,17 +309,18 @@ class Attention(nn.Module):
 
     def __init__(self, layer: int, config: ModelConfig, tp: TensorParallel | None = None):
         super().__init__()
-        heads = heads_of(config, tp.rank, tp.size) if tp else heads_of(config, 0, 1)
+        rank, size = (tp.rank, tp.size) if tp else (0, 1)
+        heads = heads_of(config, rank, size)
         self.layer = layer
         self.head_dim = config.head_dim
         self.tp = tp
         self.sharing = KeyValueSharing(config, tp) if tp else None
         self.num_cached_kv_heads = heads.num_kv
-        self.repeats: list[int] | None = None
+        self.repeats: list[int] = []
         if not heads.uniform:
             # A kernel takes equally many query heads for every K/V head; where they are not, each
             # query head gets its own.
-            self.repeats = [heads.kv_of_query.count(j) for j in range(heads.num_kv)]
+            self.repeats = heads.readers
             self.num_cached_kv_heads = heads.num_query
         width = config.hidden_size
         query_width = heads.num_query * config.head_dim
@@ -335,17 +336,17 @@ class Attention(nn.Module):
         num_tokens = x_TD.shape[0]
         if self.tp:
             x_TD = copied(x_TD, self.tp)
-        q, k, v = (part.view(num_tokens, -1, self.head_dim) for part in self._projected(x_TD))
-        q = rotate(q, *input_pos)
-        k = rotate(k, *input_pos)
+            q = self.q_proj(x_TD)
+            k = self.sharing(self.k_proj, x_TD)
+            v = self.sharing(self.v_proj, x_TD)
+        else:
+            q, k, v = projections(x_TD, self.q_proj, self.k_proj, self.v_proj)
+        q = rotate(q.view(num_tokens, -1, self.head_dim), *input_pos)
+        k = rotate(k.view(num_tokens, -1, self.head_dim), *input_pos)
+        v = v.view(num_tokens, -1, self.head_dim)
         if self.repeats:
             k = repeated(k, self.repeats)
             v = repeated(v, self.repeats)
         attended_THK = mask.attend(self.layer, q, k, v)
         out_TD = self.output_proj(attended_THK.reshape(num_tokens, -1))
         return summed(out_TD, self.tp) if self.tp else out_TD
-
-    def _projected(self, x_TD: Tensor) -> tuple[Tensor, ...]:
-        if self.sharing is None:
-            return projections(x_TD, self.q_proj, self.k_proj, self.v_proj)
-        return self.q_proj(x_TD), self.sharing(self.k_proj, x_TD), self.sharing(self.v_proj, x_TD)

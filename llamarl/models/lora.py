@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llamarl.models.fsdp import local, local_rows
-from llamarl.models.hf import ADAPTERS, hf_name, named_parameters_hf
+from llamarl.models.hf import hf_name, named_parameters_hf
 from llamarl.models.protocol import LanguageModel
+
+_ENDS = (".lora_a", ".lora_b")  # of the names of adapters
 
 Value = Callable[[Tensor], Tensor]
 
@@ -76,8 +78,7 @@ def add_lora(decoder: LanguageModel, lora: Lora) -> LanguageModel:
         target = hf_name(f"{name}.weight").split(".")[-2]
         if target in lora.targets:
             found.add(target)
-            parent, _, child = name.rpartition(".")
-            setattr(decoder.get_submodule(parent), child, LoraLinear(module, lora.rank, lora.alpha))
+            decoder.set_submodule(name, LoraLinear(module, lora.rank, lora.alpha))
     missing = set(lora.targets) - found
     if missing:
         raise ValueError(
@@ -105,11 +106,6 @@ def reset_lora(decoder: nn.Module, lora: Lora) -> None:
         local(module.lora_b).zero_()
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is part of an adapter."""
-    return name.endswith(ADAPTERS)
-
-
 class PolicyWeights:
     """The decoder's weights by Hugging Face name, adapters merged: what generators and
     `transformers` are given.
@@ -131,7 +127,7 @@ class PolicyWeights:
         self._unmerged = [
             (name, parameter)
             for name, parameter in named_parameters_hf(decoder)
-            if not is_adapter(name)
+            if not name.endswith(_ENDS)
         ]
         self.parameters: list[tuple[str, Tensor]] = []
         for name, parameter in self._unmerged:
