@@ -235,7 +235,8 @@ def _scale_frequencies(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[T
             return inv_freq / scaling["factor"], 1.0
         if kind == "llama3":
             old = scaling["original_max_position_embeddings"]
-            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            low = scaling["low_freq_factor"]
+            high = scaling["high_freq_factor"]
             turns = old * inv_freq / (2 * math.pi)
             smooth = ((turns - low) / (high - low)).clamp(0, 1)
             return inv_freq * (smooth + (1 - smooth) / scaling["factor"]), 1.0
@@ -272,21 +273,16 @@ def _yarn(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]
     dims = torch.arange(half, device=inv_freq.device)
     stretched = ((dims - low) / max(high - low, 0.001)).clamp(0, 1)
     frequencies = inv_freq * (1 - stretched) + inv_freq / factor * stretched
-    return frequencies, scaling.get("attention_factor") or _yarn_magnitude(scaling)
-
-
-def _yarn_magnitude(scaling: dict) -> float:
-    """What cos and sin are multiplied by, where the config does not say so itself."""
-
-    def magnitude(weight: float) -> float:
-        factor = scaling["factor"]
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    scale = scaling.get("mscale")
-    scale_all_dim = scaling.get("mscale_all_dim")
-    if scale and scale_all_dim:
-        return magnitude(scale) / magnitude(scale_all_dim)
-    return magnitude(1.0)
+    magnitude = scaling.get("attention_factor")
+    if not magnitude:
+        scale = scaling.get("mscale")
+        scale_all_dim = scaling.get("mscale_all_dim")
+        if not (scale and scale_all_dim):
+            scale = 1.0
+            scale_all_dim = 0.0
+        growth = math.log(max(factor, 1))
+        magnitude = (0.1 * scale * growth + 1.0) / (0.1 * scale_all_dim * growth + 1.0)
+    return frequencies, magnitude
 
 
 def repeated(x_TJK: Tensor, repeats: list[int]) -> Tensor:

@@ -11,7 +11,6 @@ config.py; docs/models.md says what else a family may need.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +27,7 @@ from llamarl.models.attention import Attention, AttentionContext, Rotary
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.fused import add_rms_norm, projections, rms_norm, swiglu
 from llamarl.models.masters import Masters
+from llamarl.models.protocol import Head
 from llamarl.models.sharding import span
 from llamarl.models.tp import SplitEmbedding, TensorParallel, copied, gathered, summed
 
@@ -150,7 +150,7 @@ class Decoder(TransformerDecoder):
         tokens_T: Tensor,
         positions_T: Tensor,
         attention: AttentionContext,
-        head: Callable[[Tensor, Tensor], object] | None = None,
+        head: Head | None = None,
     ):
         """Logits [T, V] in the model's dtype, or what `head` (default: `project`) makes of the
         normed hidden states and the output weight.

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +29,9 @@ from llamarl.models.sharding import Box, overlap
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@runtime_checkable
-class ReadsBoxes(Protocol):
-    """A saved part that can read some of a tensor without the rest of it."""
-
-    def box(self, name: str, index: tuple[slice, ...]) -> Tensor: ...
-
-
 def box_of(part: Mapping, name: str, index: tuple[slice, ...]) -> Tensor:
-    """part[name][index]."""
-    return part.box(name, index) if isinstance(part, ReadsBoxes) else part[name][index]
+    """part[name][index]; where the part has a method `box`, without reading the rest."""
+    return part.box(name, index) if hasattr(part, "box") else part[name][index]
 
 
 def moment(value: Tensor) -> Tensor:

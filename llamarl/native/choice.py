@@ -26,17 +26,20 @@ _TURNS = 3  # each way is tried so often, in turn, and its shortest time counts
 log = logging.getLogger(__name__)
 
 
+Ways = Mapping[str, Callable[[], object]]  # name -> does the work once
+
+
 def fastest(
     what: str,
-    ways: Mapping[str, Callable[[], object]],
+    ways: Ways,
     *,
     key: str,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
     """The name of the way to take: the first, unless another one is clearly faster.
 
-    what: for people. ways: name -> does the work once; the expected best comes first. key: what
-    the times depend on beside the CPU, such as shapes and threads.
+    what: for people. ways: the expected best comes first. key: what the times depend on beside the
+    CPU, such as shapes and threads.
     """
     names = list(ways)
     if len(names) == 1:
@@ -56,9 +59,7 @@ def fastest(
     return chosen
 
 
-def _measure(
-    ways: Mapping[str, Callable[[], object]], clock: Callable[[], float]
-) -> dict[str, float]:
+def _measure(ways: Ways, clock: Callable[[], float]) -> dict[str, float]:
     """Name -> its shortest time in seconds; a first call of each, which may compile or lay out,
     does not count.
     """
