@@ -53,22 +53,14 @@ _ARGUMENTS = {
 
 class _Scores(ctypes.Structure):
     _fields_ = [
-        ("segments", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("queries", ctypes.c_int64),
-        ("keys", ctypes.c_int64),
-        ("prefix", ctypes.c_int64),
+        (name, ctypes.c_int64)
+        for name in ("segments", "kv_heads", "rows", "queries", "keys", "prefix")
     ]
 
 
 class _Segments(ctypes.Structure):
     _fields_ = [
-        ("segments", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("shared", ctypes.c_int64),
-        ("places", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
+        (name, ctypes.c_int64) for name in ("segments", "kv_heads", "shared", "places", "head_dim")
     ]
 
 
@@ -177,12 +169,8 @@ class _AddRmsNorm(Function):
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """gate sigmoid(gate) up, of equal shapes          (Shazeer 2020)"""
     if gate.dtype != up.dtype or kernels(gate) is None:
-        return plain_swiglu(gate, up)
+        return F.silu(gate) * up
     return _SwiGlu.apply(gate.contiguous(), up.contiguous())
-
-
-def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
 
 
 class _SwiGlu(Function):

@@ -117,20 +117,16 @@ class PolicyWeights:
     def __init__(self, decoder: nn.Module):
         # Captured now: while FSDP has a layer whole, its modules hold other tensors under these
         # names.
-        self._adapted = {
-            hf_name(f"{name}.weight"): _Adapted(
-                module.weight, module.lora_a, module.lora_b, module.scaling
-            )
-            for name, module in decoder.named_modules()
-            if isinstance(module, LoraLinear)
-        }
-        self._unmerged = [
-            (name, parameter)
-            for name, parameter in named_parameters_hf(decoder)
-            if not name.endswith(_ENDS)
-        ]
+        self._adapted: dict[str, _Adapted] = {}
+        for name, module in decoder.named_modules():
+            if isinstance(module, LoraLinear):
+                self._adapted[hf_name(f"{name}.weight")] = _Adapted(
+                    module.weight, module.lora_a, module.lora_b, module.scaling
+                )
         self.parameters: list[tuple[str, Tensor]] = []
-        for name, parameter in self._unmerged:
+        for name, parameter in named_parameters_hf(decoder):
+            if name.endswith(_ENDS):
+                continue
             if name in self._adapted:
                 parameter = _like(parameter, torch.empty_like(local(parameter)))
             self.parameters.append((name, parameter))
@@ -147,7 +143,7 @@ class PolicyWeights:
     @torch.no_grad()
     def with_values(self, value: Value) -> Iterator[tuple[str, Tensor]]:
         """Collective: the weights with value(p) in each parameter's place, merged one at a time."""
-        for name, p in self._unmerged:
+        for name, p in self.parameters:
             if name in self._adapted:
                 yield name, _like(p, self._adapted[name].merged(value))
             else:

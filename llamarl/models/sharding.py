@@ -177,6 +177,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def num_parameters(config: ModelConfig) -> int:
+    """Elements of all parameters."""
+    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
+
+
 def is_quantized(name: str, shape: tuple[int, ...], exclude: tuple[str, ...] = (HEAD,)) -> bool:
     """Whether a quantised generator holds this parameter in one byte an element; its scales are
     another, named name + SCALE.

@@ -60,27 +60,28 @@ def library(name: str, *flags: str, structs: Structs = ()) -> ctypes.CDLL | None
     """
     if os.environ.get("LLAMARL_NATIVE", "1") == "0":
         return None
-    source = _HERE / f"{name}.c"
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        return _without(name, "there is no C compiler (set CC, or install gcc or clang)")
     try:
-        kernels = _loaded(compiler, source, flags)
+        kernels = _loaded(_HERE / f"{name}.c", flags)
+        _check_sizes(kernels, structs)
+        return kernels
     except subprocess.CalledProcessError as error:
-        return _without(name, f"{compiler} failed: {error.stderr.strip()[-300:]}")
+        reason = f"{error.cmd[0]} failed: {error.stderr.strip()[-300:]}"
     except (OSError, subprocess.TimeoutExpired) as error:
-        return _without(name, str(error))
-    difference = _difference(kernels, structs)
-    if difference is not None:
-        return _without(name, difference)
-    return kernels
+        reason = str(error)
+    warnings.warn(
+        f"{name}: going on with PyTorch's operations, which are slower; {reason}", stacklevel=2
+    )
+    return None
 
 
-def _loaded(compiler: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
+def _loaded(source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     """The library of `source` for LLAMARL_NATIVE_ARCH.
 
     Where the compiler refuses "native": for its own default, with a warning.
     """
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        raise OSError("there is no C compiler (set CC, or install gcc or clang)")
     arch = os.environ.get("LLAMARL_NATIVE_ARCH") or "native"
     on_arm = platform.machine() in _ARM
     wanted = "-mcpu=native" if arch == "native" and on_arm else f"-march={arch}"
@@ -89,7 +90,7 @@ def _loaded(compiler: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     except subprocess.CalledProcessError:
         if arch != "native":
             raise
-        kernels = _kept(compiler, source, (*_FLAGS, *flags))
+    kernels = _kept(compiler, source, (*_FLAGS, *flags))
     # Only now is it known that the instruction set was what the compiler refused.
     warnings.warn(
         f"{source.name}: {compiler} refuses {wanted}; compiled for its default, which may be "
@@ -163,32 +164,26 @@ def _not_ours(target: Path) -> Path | None:
     return None
 
 
-def _difference(kernels: ctypes.CDLL, structs: Structs) -> str | None:
-    """What says that a struct has another size in C; None where all agree."""
+def _check_sizes(kernels: ctypes.CDLL, structs: Structs) -> None:
+    """OSError if a struct has another size in C."""
     for struct in structs:
         name = struct.__name__.lstrip("_")
         size_of = getattr(kernels, f"size_of_{name}", None)
         if size_of is None:
-            return f"it does not say how large its struct {name} is"
+            raise OSError(f"it does not say how large its struct {name} is")
         size_of.restype = ctypes.c_size_t
-        size = size_of()
-        if size != ctypes.sizeof(struct):
-            return f"its struct {name} has {size} bytes in C and {ctypes.sizeof(struct)} in Python"
-    return None
+        in_c = size_of()
+        in_python = ctypes.sizeof(struct)
+        if in_c != in_python:
+            raise OSError(f"its struct {name} has {in_c} bytes in C and {in_python} in Python")
 
 
 def cpu_description() -> str:
     """What "native" looks at."""
+    features = set()
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
-    features = set()
     for line in lines:
         if line.startswith(("flags", "Features", "model name")):
             features.add(line.partition(":")[2].strip())
     return "\n".join([platform.machine(), platform.processor(), *sorted(features)])
-
-
-def _without(name: str, reason: str) -> None:
-    warnings.warn(
-        f"{name}: going on with PyTorch's operations, which are slower; {reason}", stacklevel=3
-    )
