@@ -77,8 +77,11 @@ class PackedAttention:
         if cu_seqlens.device.type == "cpu":
             self._check_places()
         # Where each token is among the parts' places.
-        places_T = torch.cat([_is_token(part) for part in self._parts]).nonzero().squeeze(1)
-        self._places_T = torch.empty_like(places_T).index_put_((queries[places_T],), places_T)
+        is_token = torch.cat([_is_token(part) for part in self._parts])
+        places_T = is_token.nonzero().squeeze(1)
+        tokens_T = queries[places_T]
+        self._places_T = torch.empty_like(places_T)
+        self._places_T[tokens_T] = places_T
 
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
         if q_THK.shape[0] != self._num_tokens:
@@ -125,14 +128,18 @@ def _of_like_length(places: Tensor, lengths: Tensor, prefixes: Tensor) -> list[T
     """
     if not places.numel():
         return []
-    places = places[lengths[places].argsort(descending=True, stable=True)]
+    longest_first = lengths[places].argsort(descending=True, stable=True)
+    places = places[longest_first]
     limit = CALL.get(lengths.device.type, CALL["cuda"])
     longest = most = waste = 0
     cuts = []
-    for i, (length, prefix) in enumerate(zip(lengths[places].tolist(), prefixes[places].tolist())):
+    sizes = zip(lengths[places].tolist(), prefixes[places].tolist())
+    for i, (length, prefix) in enumerate(sizes):
         longest = longest or length
         most = max(most, prefix)
-        waste += longest * (longest + most) - length * (length + prefix)
+        computed = longest * (longest + most)
+        needed = length * (length + prefix)
+        waste += computed - needed
         if waste > limit:
             cuts.append(i)
             longest = length
@@ -164,7 +171,8 @@ def _part(starts: Tensor, lengths: Tensor, prefix_starts: Tensor, prefix_lengths
 def _places(starts_N: Tensor, lengths_N: Tensor, longest: int) -> Tensor:
     """[N, longest]: each segment's tokens, its last one again and again behind its length."""
     places = torch.arange(longest, device=starts_N.device)
-    return starts_N[:, None] + torch.minimum(places, lengths_N[:, None] - 1)
+    last_N1 = lengths_N[:, None] - 1
+    return starts_N[:, None] + torch.minimum(places, last_N1)
 
 
 def _is_token(part: Part) -> Tensor:
@@ -215,8 +223,10 @@ class Rotary:
         device = positions_T.device
         if self._table.device != device or self._table.shape[1] < longest:
             size = max(256, 1 << (longest - 1).bit_length())
-            angles = torch.outer(torch.arange(size, dtype=torch.float32), self.inv_freq)
-            angles = torch.cat([angles, angles], dim=-1)[:, None, :]
+            positions = torch.arange(size, dtype=torch.float32)
+            angles = torch.outer(positions, self.inv_freq)
+            angles = torch.cat([angles, angles], dim=-1)
+            angles = angles[:, None]
             waves = torch.stack([angles.cos(), angles.sin()])
             self._table = (waves * self.factor).to(device)
         cos, sin = self._table[:, positions_T]
@@ -239,7 +249,8 @@ def _scale_frequencies(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[T
             high = scaling["high_freq_factor"]
             turns = old * inv_freq / (2 * math.pi)
             smooth = ((turns - low) / (high - low)).clamp(0, 1)
-            return inv_freq * (smooth + (1 - smooth) / scaling["factor"]), 1.0
+            stretch = (1 - smooth) / scaling["factor"]
+            return inv_freq * (smooth + stretch), 1.0
         if kind == "yarn":
             return _yarn(inv_freq, theta, scaling)
     except KeyError as error:
@@ -261,7 +272,8 @@ def _yarn(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]
 
     def dim_of(turns: float) -> float:
         """The (real) dim d that makes so many turns: old / (2 pi theta^(d / half)) = turns."""
-        return half * math.log(old / (2 * math.pi * turns)) / math.log(theta)
+        angle = 2 * math.pi * turns
+        return half * math.log(old / angle) / math.log(theta)
 
     low = dim_of(scaling.get("beta_fast") or 32.0)
     high = dim_of(scaling.get("beta_slow") or 1.0)
@@ -271,8 +283,10 @@ def _yarn(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]
     low = max(low, 0)
     high = min(high, 2 * half - 1)
     dims = torch.arange(half, device=inv_freq.device)
-    stretched = ((dims - low) / max(high - low, 0.001)).clamp(0, 1)
-    frequencies = inv_freq * (1 - stretched) + inv_freq / factor * stretched
+    ramp = max(high - low, 0.001)
+    stretched = ((dims - low) / ramp).clamp(0, 1)
+    frequencies = inv_freq * (1 - stretched)
+    frequencies += inv_freq / factor * stretched
     magnitude = scaling.get("attention_factor")
     if not magnitude:
         scale = scaling.get("mscale")
@@ -281,14 +295,17 @@ def _yarn(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]
             scale = 1.0
             scale_all_dim = 0.0
         growth = math.log(max(factor, 1))
-        magnitude = (0.1 * scale * growth + 1.0) / (0.1 * scale_all_dim * growth + 1.0)
+        magnitude = 0.1 * scale * growth + 1.0
+        magnitude /= 0.1 * scale_all_dim * growth + 1.0
     return frequencies, magnitude
 
 
 def repeated(x_TJK: Tensor, repeats: list[int]) -> Tensor:
     """[T, H, K]: K/V head j repeats[j] times, for the query heads that read it."""
-    heads = x_TJK.split(1, dim=1)
-    return torch.cat([head.expand(-1, n, -1) for head, n in zip(heads, repeats)], dim=1)
+    heads = []
+    for head, count in zip(x_TJK.split(1, dim=1), repeats):
+        heads.append(head.expand(-1, count, -1))
+    return torch.cat(heads, dim=1)
 
 
 class Attention(nn.Module):
@@ -321,9 +338,10 @@ class Attention(nn.Module):
         width = config.hidden_size
         query_width = heads.num_query * config.head_dim
         kv_width = heads.num_kv * config.head_dim
-        self.q_proj = nn.Linear(width, query_width, bias=config.attention_bias)
-        self.k_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
-        self.v_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(width, query_width, bias)
+        self.k_proj = nn.Linear(width, kv_width, bias)
+        self.v_proj = nn.Linear(width, kv_width, bias)
         self.output_proj = nn.Linear(query_width, width, bias=False)
 
     def forward(

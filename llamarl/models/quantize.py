@@ -61,7 +61,8 @@ def quantize_rows(
     if scale is None:
         scale = torch.empty(len(weight_OI), device=weight_OI.device)
     outs, ins = weight_OI.shape
-    assert q.shape == (outs, ins) and q.dtype == dtype, f"q_out is {q.dtype} {list(q.shape)}"
+    assert q.shape == weight_OI.shape, f"q_out is {list(q.shape)}"
+    assert q.dtype == dtype, f"q_out is {q.dtype}"
     assert scale.shape == (outs,), f"scale_out is {list(scale.shape)}"
     assert scale.dtype == torch.float32, f"scale_out is {scale.dtype}"
     smallest = torch.finfo(torch.float32).tiny
@@ -69,13 +70,19 @@ def quantize_rows(
     for first in range(0, outs, each):
         rows = slice(first, first + each)
         block = weight_OI[rows]
-        largest = block.abs().amax(1).float() if largest_O is None else largest_O[rows]
+        if largest_O is None:
+            largest = block.abs().amax(1).float()
+        else:
+            largest = largest_O[rows]
         # A subnormal scale has too few bits: the row would overflow. With the smallest normal one
         # it loses bits instead.
-        s = (largest / _LARGEST[kind]).clamp_min_(smallest).masked_fill_(largest == 0, 1.0)
+        s = (largest / _LARGEST[kind]).clamp_min_(smallest)
+        s.masked_fill_(largest == 0, 1.0)
+        scale[rows] = s
         block = block / s[:, None]
-        q[rows].copy_(block.round_() if kind == "int8" else block)
-        scale[rows].copy_(s)
+        if kind == "int8":
+            block.round_()
+        q[rows] = block
     return q, scale
 
 
@@ -117,15 +124,16 @@ class QuantizedLinear(nn.Module):
         if self.arithmetic is None:
             self.arithmetic, obstacle = arithmetic_of(self.kind, self.weight.shape, x_TI.device)
             if obstacle:
-                what = f"{self.kind} weights {list(self.weight.shape)} on {x_TI.device.type}"
                 warnings.warn(
-                    f"{what}: multiplied as {self.arithmetic}, which is slower, because {obstacle}",
+                    f"{self.kind} weights {list(self.weight.shape)} on {x_TI.device.type}: "
+                    f"multiplied as {self.arithmetic}, which is slower, because {obstacle}",
                     stacklevel=2,
                 )
         if self.arithmetic == "weight_only":
             # In float16 the unscaled sums would overflow.
             x = x_TI.float() if x_TI.dtype == torch.float16 else x_TI
-            y = F.linear(x, _widen(self.weight, x.dtype)) * self.weight_scale
+            weight = _widen(self.weight, x.dtype)
+            y = F.linear(x, weight) * self.weight_scale
         else:
             q, scale = quantize_rows(x_TI, self.kind)
             multiply = _scaled_mm if self.arithmetic == "scaled_mm" else _int_mm
@@ -180,7 +188,8 @@ def _obstacle(arithmetic: str, shape: tuple[int, ...], device: torch.device) -> 
 def _int_mm_is_exact() -> bool:
     """Without VNNI a CPU sums pairs of products in 16 bits, which overflow without a word."""
     a = torch.full((16, 64), 127, dtype=torch.int8)
-    return bool((torch._int_mm(a, a.t()) == 64 * 127 * 127).all())
+    sums = torch._int_mm(a, a.t())
+    return bool((sums == 64 * 127 * 127).all())
 
 
 def _scaled_mm(q_TI: Tensor, scale_T1: Tensor, weight_IO: Tensor, weight_scale_O: Tensor) -> Tensor:
@@ -193,7 +202,8 @@ def _int_mm(q_TI: Tensor, scale_T1: Tensor, weight_IO: Tensor, weight_scale_O: T
     tokens = len(q_TI)
     if q_TI.is_cuda and tokens < _PADDED:
         q_TI = F.pad(q_TI, (0, 0, 0, _PADDED - tokens))
-    return torch._int_mm(q_TI, weight_IO)[:tokens] * scale_T1 * weight_scale_O
+    sums_TO = torch._int_mm(q_TI, weight_IO)[:tokens]
+    return sums_TO * scale_T1 * weight_scale_O
 
 
 def _widen(q: Tensor, dtype: torch.dtype) -> Tensor:
@@ -205,11 +215,15 @@ def _widen(q: Tensor, dtype: torch.dtype) -> Tensor:
     # A CPU converts e4m3 at 4 ns a number; this takes a tenth. Its exponent and mantissa, put where
     # the wider format's exponent ends and mantissa begins, read as the number times 2^-120: the
     # biases are 7 and 127.
+    codes = q.view(torch.int8)
     if dtype == torch.bfloat16:
-        shifted = q.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-0x7810)
+        shifted = codes.to(torch.int16)
+        shifted <<= 4
+        shifted &= -0x7810
     else:
-        shifted = q.view(torch.int8).to(torch.int32).bitwise_left_shift_(20)
-        shifted.bitwise_and_(-0x78100000)
+        shifted = codes.to(torch.int32)
+        shifted <<= 20
+        shifted &= -0x78100000
     return shifted.view(dtype).mul_(2.0**120)
 
 
@@ -225,7 +239,10 @@ def quantize_decoder(decoder: nn.Module, kind: str, exclude: tuple[str, ...] = (
         if isinstance(module, nn.Linear):
             paths[hf_name(f"{path}.weight")] = path
     known = [f"{HEAD}.weight", *paths]  # which a tied model has not
-    unknown = [fragment for fragment in exclude if not any(fragment in name for name in known)]
+    unknown = []
+    for fragment in exclude:
+        if not any(fragment in name for name in known):
+            unknown.append(fragment)
     if unknown:
         raise ValueError(
             f"quantise all but {unknown}: no weight is named so; they are "
@@ -255,9 +272,12 @@ def kl_from_top(ids_LK: Tensor, logprobs_LK: Tensor, other_logprobs_LV: Tensor) 
     # 1 - sum is known to a few roundings of the logprobs, which would be most of a tiny rest: a
     # larger one lowers the bound.
     roundings = 4 * torch.finfo(logprobs_LK.dtype).eps
-    rest_q = ((1 - q_LK.exp().sum(1)).clamp_min(0) + roundings).log()
-    rest_p = other_LV.scatter(1, ids_LK, -torch.inf).logsumexp(1)
-    p_LB = torch.cat([other_LV.gather(1, ids_LK), rest_p[:, None]], dim=1)
-    q_LB = torch.cat([q_LK, rest_q[:, None]], dim=1)
-    of_bins_LB = (p_LB.exp() * (p_LB - q_LB)).masked_fill(p_LB == -torch.inf, 0.0)
+    rest_q_L = (1 - q_LK.exp().sum(1)).clamp_min(0)
+    rest_q_L = (rest_q_L + roundings).log()
+    rest_p_L = other_LV.scatter(1, ids_LK, -torch.inf).logsumexp(1)
+    p_LK = other_LV.gather(1, ids_LK)
+    p_LB = torch.cat([p_LK, rest_p_L[:, None]], dim=1)
+    q_LB = torch.cat([q_LK, rest_q_L[:, None]], dim=1)
+    of_bins_LB = p_LB.exp() * (p_LB - q_LB)
+    of_bins_LB.masked_fill_(p_LB == -torch.inf, 0.0)
     return of_bins_LB.sum(1).clamp_min(0.0)

@@ -46,7 +46,8 @@ class Box:
         """Index of this box in a tensor that holds `outer`."""
         index = []
         for mine, its, count in zip(self.offsets, outer.offsets, self.lengths):
-            index.append(slice(mine - its, mine - its + count))
+            start = mine - its
+            index.append(slice(start, start + count))
         return tuple(index)
 
 
@@ -88,7 +89,8 @@ class Heads:
 def span(total: int, rank: int, size: int) -> tuple[int, int]:
     """(first, count) of the rank's share of `total`, as even as it goes."""
     first = total * rank // size
-    return first, total * (rank + 1) // size - first
+    end = total * (rank + 1) // size
+    return first, end - first
 
 
 def heads_of(config: ModelConfig, rank: int, size: int) -> Heads:
@@ -101,13 +103,13 @@ def heads_of(config: ModelConfig, rank: int, size: int) -> Heads:
     first, count = span(config.num_attention_heads, rank, size)
     per_kv = config.num_attention_heads // config.num_key_value_heads
     first_kv = first // per_kv
-    kv_of_query = tuple((first + i) // per_kv - first_kv for i in range(count))
+    kv_of_query = [query // per_kv - first_kv for query in range(first, first + count)]
     return Heads(
         first_query=first,
         num_query=count,
         first_kv=first_kv,
         num_kv=kv_of_query[-1] + 1,
-        kv_of_query=kv_of_query,
+        kv_of_query=tuple(kv_of_query),
     )
 
 
@@ -189,8 +191,10 @@ def is_quantized(name: str, shape: tuple[int, ...], exclude: tuple[str, ...] = (
     The projections of the layers and an untied head are, but for those whose Hugging Face name
     holds a fragment of `exclude` ("lm_head", "down_proj", "layers.0.").
     """
-    matrix = len(shape) == 2 and (name.endswith("_proj.weight") or name == f"{HEAD}.weight")
-    return matrix and not any(fragment in name for fragment in exclude)
+    is_projection = name.endswith("_proj.weight") or name == f"{HEAD}.weight"
+    if not is_projection or len(shape) != 2:
+        return False
+    return not any(fragment in name for fragment in exclude)
 
 
 def aligned(num_bytes: int) -> int:

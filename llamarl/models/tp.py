@@ -80,7 +80,10 @@ def gathered(x: Tensor, total: int, tp: TensorParallel) -> Tensor:
     """Collective over the ranks: [..., total] from the rank's span of the last dim, the same bits
     on each.
     """
-    counts = [span(total, rank, tp.size)[1] for rank in range(tp.size)]
+    counts = []
+    for rank in range(tp.size):
+        _, count = span(total, rank, tp.size)
+        counts.append(count)
     if x.shape[-1] != counts[tp.rank]:
         raise ValueError(
             f"a head that returned {tuple(x.shape)} instead of logits [..., {counts[tp.rank]}] "
@@ -88,10 +91,13 @@ def gathered(x: Tensor, total: int, tp: TensorParallel) -> Tensor:
             "for one that needs the whole weight"
         )
     # Padded to the widest part: backends gather equal shapes.
-    padded = F.pad(x.detach(), (0, max(counts) - x.shape[-1])).contiguous()
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded, group=tp.group)
-    parts = [part.narrow(-1, 0, count) for part, count in zip(parts, counts)]
+    missing = max(counts) - counts[tp.rank]
+    padded = F.pad(x.detach(), (0, missing)).contiguous()
+    every = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(every, padded, group=tp.group)
+    parts = []
+    for part, count in zip(every, counts):
+        parts.append(part[..., :count])
     parts[tp.rank] = x  # whose gradient is its own part of the whole's
     return torch.cat(parts, dim=-1)
 
@@ -145,5 +151,5 @@ class SplitEmbedding(nn.Embedding):
     def forward(self, tokens_T: Tensor) -> Tensor:
         local_T = tokens_T - self.first
         own_T = (local_T >= 0) & (local_T < self.num_embeddings)
-        embedded_TD = super().forward(local_T.where(own_T, 0)) * own_T[..., None]
-        return summed(embedded_TD, self.tp)
+        embedded_TD = super().forward(local_T.where(own_T, 0))
+        return summed(embedded_TD * own_T[..., None], self.tp)

@@ -135,7 +135,8 @@ def _compile(compiler: str, source: Path, flags: tuple[str, ...], target: Path) 
 
 def cache_folder() -> Path:
     """Where compiled kernels and measured choices are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamarl"
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches, "llamarl")
 
 
 def _file_name(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
@@ -143,7 +144,8 @@ def _file_name(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
     command = [compiler, "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
     key = "\n".join([source.read_text(), *flags, compiler, done.stdout, cpu_description()])
-    return f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return f"{source.stem}-{digest[:16]}.so"
 
 
 def _not_ours(target: Path) -> Path | None:

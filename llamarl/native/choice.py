@@ -76,7 +76,8 @@ def _measure(ways: Ways, clock: Callable[[], float]) -> dict[str, float]:
 
 def _file(what: str, names: list[str], key: str) -> Path:
     known = "\n".join([what, *names, key, cpu_description()])
-    return cache_folder() / f"choice-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+    digest = hashlib.sha256(known.encode()).hexdigest()
+    return cache_folder() / f"choice-{digest[:16]}.json"
 
 
 def _read(file: Path) -> str | None:
