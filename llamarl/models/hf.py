@@ -94,19 +94,16 @@ class SafetensorsDir:
             )
         self.file_of = {}  # name of a tensor -> the opened file
         for name in files:
-            opened = self._open(self.path / name)
+            file = self.path / name
+            if not file.is_file():
+                raise FileNotFoundError(f"{file}: no such file, but the index names it")
+            try:
+                opened = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(
+                    f"{file}: not a whole safetensors file ({error}); fetch it again"
+                ) from error
             self.file_of.update(dict.fromkeys(opened.keys(), opened))
-
-    @staticmethod
-    def _open(file: Path):
-        if not file.is_file():
-            raise FileNotFoundError(f"{file}: no such file, but the index names it")
-        try:
-            return safe_open(file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{file}: not a whole safetensors file ({error}); fetch it again"
-            ) from error
 
     def get_slice(self, name: str):
         """A lazily sliced tensor. KeyError naming the directory if it is absent."""

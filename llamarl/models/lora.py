@@ -98,7 +98,8 @@ def reset_lora(decoder: nn.Module, lora: Lora) -> None:
         if not isinstance(module, LoraLinear):
             continue
         bound = 1 / math.sqrt(module.in_features)
-        a = torch.empty(module.lora_a.shape).uniform_(-bound, bound, generator=draw)
+        a = torch.empty(module.lora_a.shape)
+        a.uniform_(-bound, bound, generator=draw)
         if isinstance(module.lora_a, DTensor):
             first, count = local_rows(module.lora_a)
             a = a[first : first + count]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +65,9 @@ class Shard:
         for key in MOMENTS:
             if key not in kept:
                 continue
-            tensors[f"{moments}{key}/{self.name}"] = moment(kept[key])
-            scale = moment_scale(kept[key])
+            value = kept[key]
+            tensors[f"{moments}{key}/{self.name}"] = moment(value)
+            scale = moment_scale(value)
             if scale is not None:
                 tensors[f"{moments}{key}_scale/{self.name}"] = scale
         return tensors
@@ -133,5 +133,7 @@ def set_steps(
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """All tensors of the optimizer's state."""
-    states = chain.from_iterable(state.values() for state in optimizer.state.values())
-    return [value for value in states if isinstance(value, Tensor)]
+    tensors = []
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return tensors

@@ -158,10 +158,10 @@ def _not_ours(target: Path) -> Path | None:
     for path in paths:
         # The link too, where it is one: who owns it says where it points.
         for found in (path.lstat(), path.stat()):
-            is_theirs = found.st_uid != os.geteuid()
-            is_link = stat.S_ISLNK(found.st_mode)
-            is_open = not is_link and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if is_theirs or is_open:
+            if found.st_uid != os.geteuid():
+                return path
+            is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if is_open and not stat.S_ISLNK(found.st_mode):
                 return path
     return None
 

@@ -53,8 +53,8 @@ def fastest(
     for name in names[1:]:
         if times[name] * CLEARLY_FASTER < times[chosen]:
             chosen = name
-    measured = ", ".join(f"{name} {times[name] * 1e3:.1f} ms" for name in names)
-    log.info("%s: %s, by measurement (%s)", what, chosen, measured)
+    measured = [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in times.items()]
+    log.info("%s: %s, by measurement (%s)", what, chosen, ", ".join(measured))
     _keep(file, {"way": chosen, "what": what, "key": key, "times_s": times})
     return chosen
 

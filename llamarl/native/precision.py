@@ -102,7 +102,8 @@ def measure(setting: str) -> Measured:
             weight = _values(outputs, inputs)
             product = F.linear(x, weight)
             true = x.double() @ weight.double().T
-            errors.append(float((product - true).norm() / true.norm()))
+            error = (product - true).norm() / true.norm()
+            errors.append(float(error))
         times = []
         for _ in range(_REPEATS):
             began = time.perf_counter()
@@ -111,11 +112,13 @@ def measure(setting: str) -> Measured:
     finally:
         torch.set_float32_matmul_precision(before)
     operations = 2 * rows * inputs * outputs
-    return Measured(setting=setting, error=max(errors), gflops=operations / min(times) / 1e9)
+    gflops = operations / min(times) / 1e9
+    return Measured(setting=setting, error=max(errors), gflops=gflops)
 
 
 def _values(rows: int, columns: int) -> Tensor:
     """Values in [-1, 1) that are all there in float32 and in no shorter format."""
     numbers = torch.arange(rows * columns, dtype=torch.int64)
     scrambled = (numbers * 2654435761 + 12345) % (1 << 23)
-    return (scrambled.double() / (1 << 22) - 1).float().view(rows, columns)
+    values = scrambled.double() / (1 << 22) - 1
+    return values.float().view(rows, columns)
