@@ -40,7 +40,7 @@ from llamarl.models.hf import export, named_parameters_hf
 from llamarl.models.lora import Lora, PolicyWeights
 from llamarl.models.parity import Prompts, canary_sequences
 from llamarl.models.sharded_state import Shard, box_from, optimizer_tensors, set_steps, steps_of
-from llamarl.models.sharding import parameter_shapes
+from llamarl.models.sharding import num_parameters, parameter_shapes
 from llamarl.models.tp import TensorParallel
 from llamarl.models.training import training_decoder
 from llamarl.types import Group
@@ -454,11 +454,9 @@ class FSDPTrainer(Executor):
     @property
     def export_bytes(self) -> int:
         """About what `export` writes."""
-        num_elements = sum(
-            math.prod(shape) for shape in parameter_shapes(self.decoder.config).values()
-        )
         copies = 2 if self._average else 1
-        return num_elements * getattr(torch, self.model_dtype).itemsize * copies
+        element_bytes = getattr(torch, self.model_dtype).itemsize
+        return num_parameters(self.decoder.config) * element_bytes * copies
 
     def export(self, out: str | None) -> None:
         """Collective over the first replica: write the policy as a Hugging Face directory, and its

@@ -5,6 +5,7 @@ have them do.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from llamarl.inference import Engine, vllm_engine
 from llamarl.inference.vllm_engine import VLLMEngine
 from llamarl.models.config import read_config, tiny_directory
-from llamarl.models.hf import SafetensorsDir, load_weights
+from llamarl.models.hf import SafetensorsDir, load_weights, named_parameters_hf
 from llamarl.models.sharding import parameter_shapes
 
 STAND_IN = Path(__file__).with_name("vllm") / "stand_in_worker.py"
@@ -46,7 +47,7 @@ def vllm(log, monkeypatch, **sizes):
     source = SafetensorsDir(SMOLLM2)
     parameters = []
     for name in parameter_shapes(config):
-        weight = source.get(name).to(torch.bfloat16)
+        weight = source.get_slice(name)[...].to(torch.bfloat16)
         parameters.append((name, nn.Parameter(weight, requires_grad=False)))
     return VLLMEngine(config, parameters, model_path=SMOLLM2, gpu_memory_utilization=0.25, **sizes)
 
@@ -64,5 +65,9 @@ def generate(engine, prompts, params):
 
 def load(engine, source, version, *, recompute_kv=False):
     """A directory's weights, or tensors by their Hugging Face names, as those of `version`."""
-    load_weights(engine.decoder, source)
+    if isinstance(source, Mapping):
+        for name, parameter in named_parameters_hf(engine.decoder):
+            parameter.data.copy_(source[name])
+    else:
+        load_weights(engine.decoder, source)
     engine.weights_changed(version, recompute_kv=recompute_kv)

@@ -20,6 +20,7 @@ from rich.table import Table
 from llamarl.ddma.layout import Destination, Parameter, Source, parameters_to_send
 from llamarl.ddma.plan import Plan, make_plan
 from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.sharding import num_parameters
 
 DTYPES = {
     "float32": torch.float32,
@@ -128,7 +129,7 @@ def show(plan: Plan, config: ModelConfig) -> None:
     if not console.is_terminal:
         console.width = 160
     console.print(
-        f"{config.num_parameters:,} parameters, "
+        f"{num_parameters(config):,} parameters, "
         f"{plan.num_bytes // plan.destination.replicas:,} bytes a replica, "
         f"{plan.num_bytes:,} bytes a sync"
     )

@@ -48,6 +48,7 @@ from llamarl.inference.runner import ModelRunner, batches
 from llamarl.inference.sampler import SamplingParams, process
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import load_weights
+from llamarl.models.sharding import num_parameters
 from llamarl.native.allocator import keep_freed_memory
 from llamarl.types import Completion, FinishReason
 
@@ -120,7 +121,7 @@ class Engine:
             self.decoder, self._cache, rows=max_slots, reproducible=reproducible
         )
         # Of a row's token; the same on every tensor-parallel rank.
-        self._flops_per_token = 2 * decoder.config.num_parameters
+        self._flops_per_token = 2 * num_parameters(decoder.config)
         self._wasted_flops = 0.0  # since ended rows were last taken out
         # Places that the next token of any row attends to, at most; 0: to be looked up.
         self._reach = 0

@@ -13,6 +13,7 @@ from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.plan import make_plan
 from llamarl.launch.job import Job
 from llamarl.models.config import read_config
+from llamarl.models.sharding import num_parameters
 from llamarl.tasks.pool import check_reward
 
 # Bytes a parameter that the trainer holds.
@@ -78,11 +79,12 @@ def _print_sizes(job: Job) -> None:
     longest = job.config.task.max_prompt_tokens + job.config.max_new_tokens
     cache_tokens = generator.cache_tokens or generator.max_slots * longest
     token_elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
-    staging_bytes = 2 * model.num_parameters * dtype.itemsize
+    num_elements = num_parameters(model)
+    staging_bytes = 2 * num_elements * dtype.itemsize
     cache_bytes = cache_tokens * token_elements * dtype.itemsize
     generator_bytes = (staging_bytes + cache_bytes) / tp
     print(
-        f"model    {model.num_parameters:,} parameters ({job.config.model.dtype} in the generator, "
+        f"model    {num_elements:,} parameters ({job.config.model.dtype} in the generator, "
         "float32 in the trainer)"
     )
     print(

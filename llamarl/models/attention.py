@@ -38,6 +38,8 @@ CALL = {"cpu": 1 << 13, "cuda": 1 << 20}
 class AttentionContext(Protocol):
     """Says which keys each query sees."""
 
+    longest: int  # above every position
+
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
         """Softmax attention of every token over what it may see. Returns [T, H, K]."""
         ...
@@ -59,49 +61,62 @@ class PackedAttention:
         if parents is None:
             parents = torch.full_like(lengths, -1)
         is_child = parents >= 0
-        # A root's parent, -1, reads the last segment's length, which is not taken.
+        # A root's parent, -1, reads the last segment's place and length, which are not taken.
+        prefix_starts = starts[parents]
         prefixes = torch.where(is_child, lengths[parents], 0)
-        roots = _of_like_length((~is_child).nonzero().squeeze(1), lengths, prefixes)
-        children = _of_like_length(is_child.nonzero().squeeze(1), lengths, prefixes)
-        self._parts = [_Part(starts[places], lengths[places]) for places in roots]
-        for places in children:
-            prefix_starts = starts[parents[places]]
-            self._parts.append(
-                _Part(starts[places], lengths[places], prefix_starts, prefixes[places])
-            )
+        self._parts: list[Part] = []
+        for of_kind in (~is_child, is_child):
+            numbers = of_kind.nonzero().squeeze(1)
+            for n in _of_like_length(numbers, lengths, prefixes):
+                part = _part(starts[n], lengths[n], prefix_starts[n], prefixes[n])
+                self._parts.append(part)
         self.longest = int((lengths + prefixes).max())
-        # Places that the kernel computes.
-        self.padded_tokens = sum(part.queries.numel() for part in self._parts)
+        queries = torch.cat([part.queries_NL.flatten() for part in self._parts])
+        self.padded_tokens = queries.numel()  # places that the kernel computes
         self._num_tokens = int(cu_seqlens[-1])
         if cu_seqlens.device.type == "cpu":
             self._check_places()
-        self.whole = len(self._parts) == 1 and self._parts[0].dense
-        if not self.whole:
-            order = torch.cat([part.tokens for part in self._parts])
-            numbers = torch.arange(order.numel(), device=order.device)
-            self._back_T = torch.empty_like(order).index_put_((order,), numbers)
+        # Where each token is among the parts' places.
+        is_token = torch.cat([_is_token(part) for part in self._parts])
+        places_T = is_token.nonzero().squeeze(1)
+        tokens_T = queries[places_T]
+        self._places_T = torch.empty_like(places_T)
+        self._places_T[tokens_T] = places_T
 
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
         if q_THK.shape[0] != self._num_tokens:
             raise ValueError(f"{q_THK.shape[0]} tokens for segments of {self._num_tokens} in all")
         limit = SHORT.get(q_THK.dtype, 256)
-        if kernels(q_THK) is not None and all(part.num_keys <= limit for part in self._parts):
-            return packed_products(q_THK, k_TJK, v_TJK, [part.part for part in self._parts])
-        if self.whole:
-            return self._parts[0].attend(q_THK, k_TJK, v_TJK, whole=True)
-        parts = [part.attend(q_THK, k_TJK, v_TJK, whole=False) for part in self._parts]
-        return torch.cat(parts).index_select(0, self._back_T)
+        are_short = [part.keys_NM.shape[1] <= limit for part in self._parts]
+        if kernels(q_THK) is not None and all(are_short):
+            return packed_products(q_THK, k_TJK, v_TJK, self._parts)
+        attended = []
+        for part, mask, is_short in zip(self._parts, self._masks, are_short):
+            q_NHLK = _padded(q_THK, part.queries_NL)
+            k_NJMK = _padded(k_TJK, part.keys_NM)
+            v_NJMK = _padded(v_TJK, part.keys_NM)
+            by_products = is_short and q_THK.device.type == "cpu"
+            kernel = masked_products if by_products else fused
+            out_NHLK = kernel(q_NHLK, k_NJMK, v_NJMK, mask)
+            attended.append(out_NHLK.transpose(1, 2).flatten(0, 1))
+        return torch.cat(attended).index_select(0, self._places_T)
+
+    @cached_property
+    def _masks(self) -> list[Tensor | None]:
+        return [part.mask() for part in self._parts]
 
     def _check_places(self) -> None:
         """IndexError where a segment reaches outside the tokens: kernels on a CPU trust the places
         that they are given.
         """
-        for part in self._parts:
-            least, most = torch.aminmax(part.keys) if part.keys.numel() else (0, 0)
-            if least < 0 or most >= max(1, self._num_tokens):
-                raise IndexError(
-                    f"segments reach over tokens {int(least)}..{int(most)} of {self._num_tokens}"
-                )
+        keys = torch.cat([part.keys_NM.flatten() for part in self._parts])
+        if not keys.numel():
+            return
+        least, most = keys.aminmax()
+        if least < 0 or most >= self._num_tokens:
+            raise IndexError(
+                f"segments reach over tokens {int(least)}..{int(most)} of {self._num_tokens}"
+            )
 
 
 def _of_like_length(places: Tensor, lengths: Tensor, prefixes: Tensor) -> list[Tensor]:
@@ -113,14 +128,18 @@ def _of_like_length(places: Tensor, lengths: Tensor, prefixes: Tensor) -> list[T
     """
     if not places.numel():
         return []
-    places = places[lengths[places].argsort(descending=True, stable=True)]
-    limit = CALL["cpu" if lengths.device.type == "cpu" else "cuda"]
+    longest_first = lengths[places].argsort(descending=True, stable=True)
+    places = places[longest_first]
+    limit = CALL.get(lengths.device.type, CALL["cuda"])
     longest = most = waste = 0
     cuts = []
-    for i, (length, prefix) in enumerate(zip(lengths[places].tolist(), prefixes[places].tolist())):
+    sizes = zip(lengths[places].tolist(), prefixes[places].tolist())
+    for i, (length, prefix) in enumerate(sizes):
         longest = longest or length
         most = max(most, prefix)
-        waste += longest * (longest + most) - length * (length + prefix)
+        computed = longest * (longest + most)
+        needed = length * (length + prefix)
+        waste += computed - needed
         if waste > limit:
             cuts.append(i)
             longest = length
@@ -129,71 +148,43 @@ def _of_like_length(places: Tensor, lengths: Tensor, prefixes: Tensor) -> list[T
     return list(places.tensor_split(cuts))
 
 
-class _Part:
-    """N segments of one kind, padded to the longest: roots, or children with the tokens of their
-    parents before their own keys.
+def _part(starts: Tensor, lengths: Tensor, prefix_starts: Tensor, prefix_lengths: Tensor) -> Part:
+    """N segments padded to the longest, with the tokens of their parents before their own keys.
 
     starts, lengths [N]: each segment's first token and count; prefix_starts, prefix_lengths [N]:
-    its parent's, or None.
+    its parent's, of length 0 where it has none.
     """
-
-    def __init__(
-        self,
-        starts: Tensor,
-        lengths: Tensor,
-        prefix_starts: Tensor | None = None,
-        prefix_lengths: Tensor | None = None,
-    ):
-        self.count = lengths.numel()
-        longest = int(lengths.max())
-        self.dense = prefix_starts is None and bool((lengths == longest).all())
-        places = torch.arange(longest, device=starts.device)
-        # Padding reads its segment's last token: a real place, whose output is dropped and gradient
-        # is zero.
-        queries = _places(starts, lengths, longest)
-        self.valid = (places < lengths[:, None]).flatten().nonzero().squeeze(1)
-        self.queries = queries.flatten()
-        self.tokens = self.queries[self.valid]
-        keys = queries
-        num_before = 0
-        if prefix_starts is not None:
-            num_before = int(prefix_lengths.max())
-            keys = torch.cat([_places(prefix_starts, prefix_lengths, num_before), queries], dim=1)
-        self.keys = keys.flatten()
-        self.num_keys = num_before + longest
-        self.part = Part(
-            queries_NL=queries.contiguous(),
-            keys_NM=keys.contiguous(),
-            lengths_N=lengths,
-            seen_N=prefix_lengths,
-            prefix=num_before,
-        )
-
-    @cached_property
-    def mask(self) -> Tensor | None:
-        return self.part.mask()
-
-    def attend(self, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, *, whole: bool) -> Tensor:
-        """What its tokens see, [tokens, H, K]; whole: they are all tokens, in order."""
-
-        def padded(x: Tensor, index: Tensor) -> Tensor:
-            if not whole:
-                x = x.index_select(0, index)
-            return x.view(self.count, -1, *x.shape[1:]).transpose(1, 2)
-
-        q_NHLK = padded(q_THK, self.queries)
-        k_NJMK = padded(k_TJK, self.keys)
-        v_NJMK = padded(v_TJK, self.keys)
-        is_short = self.num_keys <= SHORT.get(q_THK.dtype, 256)
-        kernel = masked_products if is_short and q_THK.device.type == "cpu" else fused
-        out = kernel(q_NHLK, k_NJMK, v_NJMK, self.mask).transpose(1, 2).flatten(0, 1)
-        return out if whole else out.index_select(0, self.valid)
+    # Padding reads its segment's last token: a real place, whose output is dropped and gradient is
+    # zero.
+    queries_NL = _places(starts, lengths, int(lengths.max()))
+    prefix = int(prefix_lengths.max())
+    before_NP = _places(prefix_starts, prefix_lengths, prefix)
+    return Part(
+        queries_NL=queries_NL,
+        keys_NM=torch.cat([before_NP, queries_NL], dim=1),
+        lengths_N=lengths,
+        seen_N=prefix_lengths if prefix else None,
+        prefix=prefix,
+    )
 
 
 def _places(starts_N: Tensor, lengths_N: Tensor, longest: int) -> Tensor:
     """[N, longest]: each segment's tokens, its last one again and again behind its length."""
     places = torch.arange(longest, device=starts_N.device)
-    return starts_N[:, None] + torch.minimum(places, lengths_N[:, None] - 1)
+    last_N1 = lengths_N[:, None] - 1
+    return starts_N[:, None] + torch.minimum(places, last_N1)
+
+
+def _is_token(part: Part) -> Tensor:
+    """[N L] bool: which of a part's places are tokens and no padding."""
+    places = torch.arange(part.queries_NL.shape[1], device=part.lengths_N.device)
+    return (places < part.lengths_N[:, None]).flatten()
+
+
+def _padded(x_THK: Tensor, index_NL: Tensor) -> Tensor:
+    """[N, H, L, K]: the tokens at each place."""
+    x = x_THK.index_select(0, index_NL.flatten())
+    return x.unflatten(0, index_NL.shape).transpose(1, 2)
 
 
 def fused(q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, mask: Tensor | None) -> Tensor:
@@ -225,23 +216,21 @@ class Rotary:
         steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
         inv_freq = 1.0 / theta ** (steps / head_dim)
         self.inv_freq, self.factor = _scale_frequencies(inv_freq, theta, scaling or {})
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._table = torch.empty(2, 0, 1, head_dim)  # cos and sin of every position so far
 
     def __call__(self, positions_T: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """cos and sin, [T, 1, K] each, for positions below `longest`."""
-        cos, sin = self._table(positions_T.device, longest)
-        return cos[positions_T], sin[positions_T]
-
-    def _table(self, device: torch.device, longest: int) -> tuple[Tensor, Tensor]:
-        table = self._tables.get(device)
-        if table is None or table[0].shape[0] < longest:
+        device = positions_T.device
+        if self._table.device != device or self._table.shape[1] < longest:
             size = max(256, 1 << (longest - 1).bit_length())
-            angles = torch.outer(torch.arange(size, dtype=torch.float32), self.inv_freq)
-            angles = torch.cat([angles, angles], dim=-1)[:, None, :]
-            cos = (angles.cos() * self.factor).to(device)
-            sin = (angles.sin() * self.factor).to(device)
-            table = self._tables[device] = (cos, sin)
-        return table
+            positions = torch.arange(size, dtype=torch.float32)
+            angles = torch.outer(positions, self.inv_freq)
+            angles = torch.cat([angles, angles], dim=-1)
+            angles = angles[:, None]
+            waves = torch.stack([angles.cos(), angles.sin()])
+            self._table = (waves * self.factor).to(device)
+        cos, sin = self._table[:, positions_T]
+        return cos, sin
 
 
 def _scale_frequencies(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]:
@@ -256,10 +245,12 @@ def _scale_frequencies(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[T
             return inv_freq / scaling["factor"], 1.0
         if kind == "llama3":
             old = scaling["original_max_position_embeddings"]
-            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            low = scaling["low_freq_factor"]
+            high = scaling["high_freq_factor"]
             turns = old * inv_freq / (2 * math.pi)
             smooth = ((turns - low) / (high - low)).clamp(0, 1)
-            return inv_freq * (smooth + (1 - smooth) / scaling["factor"]), 1.0
+            stretch = (1 - smooth) / scaling["factor"]
+            return inv_freq * (smooth + stretch), 1.0
         if kind == "yarn":
             return _yarn(inv_freq, theta, scaling)
     except KeyError as error:
@@ -281,7 +272,8 @@ def _yarn(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]
 
     def dim_of(turns: float) -> float:
         """The (real) dim d that makes so many turns: old / (2 pi theta^(d / half)) = turns."""
-        return half * math.log(old / (2 * math.pi * turns)) / math.log(theta)
+        angle = 2 * math.pi * turns
+        return half * math.log(old / angle) / math.log(theta)
 
     low = dim_of(scaling.get("beta_fast") or 32.0)
     high = dim_of(scaling.get("beta_slow") or 1.0)
@@ -291,28 +283,28 @@ def _yarn(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]
     low = max(low, 0)
     high = min(high, 2 * half - 1)
     dims = torch.arange(half, device=inv_freq.device)
-    stretched = ((dims - low) / max(high - low, 0.001)).clamp(0, 1)
-    frequencies = inv_freq * (1 - stretched) + inv_freq / factor * stretched
-    return frequencies, scaling.get("attention_factor") or _yarn_magnitude(scaling)
-
-
-def _yarn_magnitude(scaling: dict) -> float:
-    """What cos and sin are multiplied by, where the config does not say so itself."""
-
-    def magnitude(weight: float) -> float:
-        factor = scaling["factor"]
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    scale = scaling.get("mscale")
-    scale_all_dim = scaling.get("mscale_all_dim")
-    if scale and scale_all_dim:
-        return magnitude(scale) / magnitude(scale_all_dim)
-    return magnitude(1.0)
+    ramp = max(high - low, 0.001)
+    stretched = ((dims - low) / ramp).clamp(0, 1)
+    frequencies = inv_freq * (1 - stretched)
+    frequencies += inv_freq / factor * stretched
+    magnitude = scaling.get("attention_factor")
+    if not magnitude:
+        scale = scaling.get("mscale")
+        scale_all_dim = scaling.get("mscale_all_dim")
+        if not (scale and scale_all_dim):
+            scale = 1.0
+            scale_all_dim = 0.0
+        growth = math.log(max(factor, 1))
+        magnitude = 0.1 * scale * growth + 1.0
+        magnitude /= 0.1 * scale_all_dim * growth + 1.0
+    return frequencies, magnitude
 
 
 def repeated(x_TJK: Tensor, repeats: list[int]) -> Tensor:
     """[T, H, K]: K/V head j repeats[j] times, for the query heads that read it."""
-    heads = [x_TJK[:, j : j + 1].expand(-1, n, -1) for j, n in enumerate(repeats)]
+    heads = []
+    for head, count in zip(x_TJK.split(1, dim=1), repeats):
+        heads.append(head.expand(-1, count, -1))
     return torch.cat(heads, dim=1)
 
 
@@ -330,24 +322,26 @@ class Attention(nn.Module):
 
     def __init__(self, layer: int, config: ModelConfig, tp: TensorParallel | None = None):
         super().__init__()
-        heads = heads_of(config, tp.rank, tp.size) if tp else heads_of(config, 0, 1)
+        rank, size = (tp.rank, tp.size) if tp else (0, 1)
+        heads = heads_of(config, rank, size)
         self.layer = layer
         self.head_dim = config.head_dim
         self.tp = tp
         self.sharing = KeyValueSharing(config, tp) if tp else None
         self.num_cached_kv_heads = heads.num_kv
-        self.repeats: list[int] | None = None
+        self.repeats: list[int] = []
         if not heads.uniform:
             # A kernel takes equally many query heads for every K/V head; where they are not, each
             # query head gets its own.
-            self.repeats = [heads.kv_of_query.count(j) for j in range(heads.num_kv)]
+            self.repeats = heads.readers
             self.num_cached_kv_heads = heads.num_query
         width = config.hidden_size
         query_width = heads.num_query * config.head_dim
         kv_width = heads.num_kv * config.head_dim
-        self.q_proj = nn.Linear(width, query_width, bias=config.attention_bias)
-        self.k_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
-        self.v_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(width, query_width, bias)
+        self.k_proj = nn.Linear(width, kv_width, bias)
+        self.v_proj = nn.Linear(width, kv_width, bias)
         self.output_proj = nn.Linear(query_width, width, bias=False)
 
     def forward(
@@ -356,17 +350,17 @@ class Attention(nn.Module):
         num_tokens = x_TD.shape[0]
         if self.tp:
             x_TD = copied(x_TD, self.tp)
-        q, k, v = (part.view(num_tokens, -1, self.head_dim) for part in self._projected(x_TD))
-        q = rotate(q, *input_pos)
-        k = rotate(k, *input_pos)
+            q = self.q_proj(x_TD)
+            k = self.sharing(self.k_proj, x_TD)
+            v = self.sharing(self.v_proj, x_TD)
+        else:
+            q, k, v = projections(x_TD, self.q_proj, self.k_proj, self.v_proj)
+        q = rotate(q.view(num_tokens, -1, self.head_dim), *input_pos)
+        k = rotate(k.view(num_tokens, -1, self.head_dim), *input_pos)
+        v = v.view(num_tokens, -1, self.head_dim)
         if self.repeats:
             k = repeated(k, self.repeats)
             v = repeated(v, self.repeats)
         attended_THK = mask.attend(self.layer, q, k, v)
         (out_TD,) = projections(attended_THK.reshape(num_tokens, -1), self.output_proj)
         return summed(out_TD, self.tp) if self.tp else out_TD
-
-    def _projected(self, x_TD: Tensor) -> tuple[Tensor, ...]:
-        if self.sharing is None:
-            return projections(x_TD, self.q_proj, self.k_proj, self.v_proj)
-        return self.q_proj(x_TD), self.sharing(self.k_proj, x_TD), self.sharing(self.v_proj, x_TD)

@@ -11,7 +11,6 @@ config.py; docs/models.md says what else a family may need.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +27,7 @@ from llamarl.models.attention import Attention, AttentionContext, Rotary
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.fused import add_rms_norm, projections, rms_norm, swiglu
 from llamarl.models.masters import Masters
+from llamarl.models.protocol import Head
 from llamarl.models.sharding import span
 from llamarl.models.tp import SplitEmbedding, TensorParallel, copied, gathered, summed
 
@@ -47,28 +47,29 @@ class RMSNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """w2(silu(w1 x) * w3 x): torchtune's, under its names. w1 is the gate, w2 goes down, w3 up."""
+    """w2(silu(w1 x) * w3 x): torchtune's, under its names. w1 is the gate, w2 goes down, w3 up.
 
-    def __init__(self, dim: int, hidden_dim: int):
+    With tensor parallelism it holds the rank's share of the hidden units, and every rank returns
+    the sum of what all make of theirs.
+    """
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel | None):
         super().__init__()
+        dim = config.hidden_size
+        hidden_dim = config.intermediate_size
+        if tp:
+            hidden_dim = span(hidden_dim, tp.rank, tp.size)[1]
+        self.tp = tp
         self.w1 = nn.Linear(dim, hidden_dim, bias=False)
         self.w2 = nn.Linear(hidden_dim, dim, bias=False)
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.tp:
+            x = copied(x, self.tp)
         gate, up = projections(x, self.w1, self.w3)
-        return projections(swiglu(gate, up), self.w2)[0]
-
-
-class SplitFeedForward(FeedForward):
-    """A tensor-parallel rank's share of the hidden units."""
-
-    def __init__(self, dim: int, hidden_dim: int, tp: TensorParallel):
-        super().__init__(dim, span(hidden_dim, tp.rank, tp.size)[1])
-        self.tp = tp
-
-    def forward(self, x: Tensor) -> Tensor:
-        return summed(super().forward(copied(x, self.tp)), self.tp)
+        (y,) = projections(swiglu(gate, up), self.w2)
+        return summed(y, self.tp) if self.tp else y
 
 
 class Layer(nn.Module):
@@ -80,10 +81,7 @@ class Layer(nn.Module):
         super().__init__()
         dim = config.hidden_size
         self.attn = Attention(index, config, tp)
-        if tp:
-            self.mlp = SplitFeedForward(dim, config.intermediate_size, tp)
-        else:
-            self.mlp = FeedForward(dim, config.intermediate_size)
+        self.mlp = FeedForward(config, tp)
         self.sa_norm = RMSNorm(dim, eps=config.rms_norm_eps)
         self.mlp_norm = RMSNorm(dim, eps=config.rms_norm_eps)
 
@@ -107,29 +105,27 @@ class Decoder(TransformerDecoder):
     whole_on_each_rank = False  # wrapped by FSDP for its replicas, and not sharded
     masters: Masters | None = None  # a single rank's, where it computes in a lower precision
 
-    def __init__(self, config: ModelConfig, tensor_parallel: TensorParallel | None = None):
-        tp = tensor_parallel
-        splits = tp is not None and tp.split_vocabulary
-        rows = span(config.vocab_size, tp.rank, tp.size)[1] if splits else config.vocab_size
-        if splits:
-            embedding = SplitEmbedding(config.vocab_size, config.hidden_size, tp)
+    def __init__(self, config: ModelConfig, tp: TensorParallel | None):
+        dim = config.hidden_size
+        if tp and tp.split_vocabulary:
+            embedding = SplitEmbedding(config.vocab_size, dim, tp)
         else:
-            embedding = nn.Embedding(rows, config.hidden_size)
+            embedding = nn.Embedding(config.vocab_size, dim)
         if config.tie_word_embeddings:
             output = nn.Identity()
         else:
-            output = nn.Linear(config.hidden_size, rows, bias=False)
+            output = nn.Linear(dim, embedding.num_embeddings, bias=False)
         super().__init__(
             tok_embeddings=embedding,
             layers=[Layer(i, config, tp) for i in range(config.num_hidden_layers)],
             max_seq_len=config.max_position_embeddings,
             num_heads=config.num_attention_heads,
             head_dim=config.head_dim,
-            norm=RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
+            norm=RMSNorm(dim, eps=config.rms_norm_eps),
             output=output,
         )
         self.config = config
-        self.tensor_parallel = tensor_parallel
+        self.tensor_parallel = tp
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
 
     @property
@@ -155,7 +151,7 @@ class Decoder(TransformerDecoder):
         tokens_T: Tensor,
         positions_T: Tensor,
         attention: AttentionContext,
-        head: Callable[[Tensor, Tensor], object] | None = None,
+        head: Head | None = None,
     ):
         """Logits [T, V] in the model's dtype, or what `head` (default: `project`) makes of the
         normed hidden states and the output weight.
@@ -164,9 +160,8 @@ class Decoder(TransformerDecoder):
         `head` must return the logits [..., V / ranks] of the rows that it is given, and every rank
         gets them all.
         """
-        longest = getattr(attention, "longest", None) or int(positions_T.max()) + 1
         h = self.tok_embeddings(tokens_T)
-        rotary = self.rotary(positions_T, longest)
+        rotary = self.rotary(positions_T, attention.longest)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 h = checkpoint(layer, h, mask=attention, input_pos=rotary, use_reentrant=False)
@@ -193,10 +188,9 @@ def build_decoder(
     tensor_parallel: of every parameter only the rank's part, as llamarl.models.sharding says, under
     the same name. ValueError if there are fewer query heads than ranks.
     """
-    is_split = tensor_parallel is not None and tensor_parallel.size > 1
     with torch.device("meta"):
-        decoder = Decoder(config, tensor_parallel if is_split else None).to(dtype)
-    return decoder if str(device) == "meta" else decoder.to_empty(device=device)
+        decoder = Decoder(config, tensor_parallel).to(dtype)
+    return decoder.to_empty(device=device)
 
 
 @torch.no_grad()

@@ -49,15 +49,6 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool
 
-    @property
-    def num_parameters(self) -> int:
-        heads = self.head_dim * (2 * self.num_attention_heads + 2 * self.num_key_value_heads)
-        layer = self.hidden_size * (heads + 3 * self.intermediate_size + 2)
-        if self.attention_bias:
-            layer += self.head_dim * (self.num_attention_heads + 2 * self.num_key_value_heads)
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_hidden_layers * layer + self.hidden_size
-
 
 def read_json(file: Path) -> dict:
     """The JSON object that a file holds. ValueError naming it if it holds none."""

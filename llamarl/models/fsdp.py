@@ -78,14 +78,12 @@ def drop_gradients(decoder: LanguageModel) -> None:
     decoder.zero_grad(set_to_none=True)
 
 
-def tensor_box(decoder: LanguageModel, name: str) -> Box:
-    """The part of the parameter with this Hugging Face name that the ranks of this one's mesh hold
-    together.
+def _tensor_box(decoder: LanguageModel, name: str) -> Box:
+    """The part of the parameter with this Hugging Face name that this rank of a tensor-parallel
+    decoder and the others of its mesh hold together.
     """
     shape = parameter_shapes(decoder.config)[name]
     tp = decoder.tensor_parallel
-    if tp is None:
-        return Box.whole(shape)
     return tensor_parallel_box(
         decoder.config, name, shape, tp.rank, tp.size, split_vocabulary=tp.split_vocabulary
     )
@@ -95,7 +93,7 @@ def is_split(decoder: LanguageModel, name: str) -> bool:
     """Whether tensor-parallel ranks hold different parts of a parameter, not each the whole."""
     if decoder.tensor_parallel is None:
         return False
-    return tensor_box(decoder, name).lengths != parameter_shapes(decoder.config)[name]
+    return _tensor_box(decoder, name).lengths != parameter_shapes(decoder.config)[name]
 
 
 def held_box(decoder: LanguageModel, name: str, parameter: nn.Parameter) -> Box:
@@ -103,7 +101,7 @@ def held_box(decoder: LanguageModel, name: str, parameter: nn.Parameter) -> Box:
     if decoder.tensor_parallel is None:
         box = Box.whole(tuple(parameter.shape))
     else:
-        box = tensor_box(decoder, name)
+        box = _tensor_box(decoder, name)
     return box.cut(0, *local_rows(parameter)) if isinstance(parameter, DTensor) else box
 
 

@@ -56,22 +56,14 @@ _ARGUMENTS = {
 
 class _Scores(ctypes.Structure):
     _fields_ = [
-        ("segments", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("queries", ctypes.c_int64),
-        ("keys", ctypes.c_int64),
-        ("prefix", ctypes.c_int64),
+        (name, ctypes.c_int64)
+        for name in ("segments", "kv_heads", "rows", "queries", "keys", "prefix")
     ]
 
 
 class _Segments(ctypes.Structure):
     _fields_ = [
-        ("segments", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("shared", ctypes.c_int64),
-        ("places", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
+        (name, ctypes.c_int64) for name in ("segments", "kv_heads", "shared", "places", "head_dim")
     ]
 
 
@@ -152,7 +144,8 @@ def add_rms_norm(
 def plain_rms_norm(x: Tensor, scale_D: Tensor, eps: float) -> Tensor:
     if x.dtype == torch.float32 == scale_D.dtype:
         return F.rms_norm(x, scale_D.shape, scale_D, eps)
-    return F.rms_norm(x.float(), scale_D.shape, eps=eps).to(x.dtype) * scale_D
+    normed = F.rms_norm(x.float(), scale_D.shape, eps=eps)
+    return normed.to(x.dtype) * scale_D
 
 
 class _AddRmsNorm(Function):
@@ -200,12 +193,8 @@ class _AddRmsNorm(Function):
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """gate sigmoid(gate) up, of equal shapes          (Shazeer 2020)"""
     if gate.dtype != up.dtype or kernels(gate) is None:
-        return plain_swiglu(gate, up)
+        return F.silu(gate) * up
     return _SwiGlu.apply(gate.contiguous(), up.contiguous())
-
-
-def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
 
 
 class _SwiGlu(Function):
@@ -247,8 +236,12 @@ def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def plain_rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x_THK.shape[-1] // 2
-    swapped = torch.cat([-x_THK[..., half:], x_THK[..., :half]], dim=-1)
-    return x_THK * cos.to(x_THK.dtype) + swapped * sin.to(x_THK.dtype)
+    first = x_THK[..., :half]
+    second = x_THK[..., half:]
+    swapped = torch.cat([-second, first], dim=-1)
+    cos = cos.to(x_THK.dtype)
+    sin = sin.to(x_THK.dtype)
+    return x_THK * cos + swapped * sin
 
 
 class _Rotate(Function):
@@ -343,11 +336,14 @@ class Part:
             return None
         device = self.seen_N.device
         num_queries = self.queries_NL.shape[1]
-        is_seen = torch.arange(self.prefix, device=device) < self.seen_N[:, None]
-        of_prefix = is_seen[:, None].expand(-1, num_queries, -1)
+        places_P = torch.arange(self.prefix, device=device)
+        is_seen_NP = places_P < self.seen_N[:, None]
+        of_prefix = is_seen_NP[:, None].expand(-1, num_queries, -1)
         places = torch.arange(num_queries, device=device)
-        causal = (places <= places[:, None]).expand(len(is_seen), -1, -1)
-        return torch.cat([of_prefix, causal], dim=2)[:, None]
+        causal = places <= places[:, None]
+        causal = causal.expand(len(is_seen_NP), -1, -1)
+        mask = torch.cat([of_prefix, causal], dim=2)
+        return mask[:, None]
 
 
 def packed_products(q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, parts: Sequence[Part]) -> Tensor:
@@ -371,14 +367,18 @@ def masked_products(q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, mask: Tensor
     n, heads, longest, head_dim = q_NHLK.shape
     kv_heads, num_keys = k_NJMK.shape[1:3]
     # The query heads of one key head are more rows.
-    q = q_NHLK.reshape(n, kv_heads, -1, head_dim) * head_dim**-0.5
-    scores = (q @ k_NJMK.transpose(-1, -2)).view(n, heads, longest, num_keys)
+    q = q_NHLK.reshape(n, kv_heads, -1, head_dim)
+    q = q * head_dim**-0.5
+    scores = q @ k_NJMK.transpose(-1, -2)
+    scores = scores.view(n, heads, longest, num_keys)
     if mask is None:
         hidden = torch.ones(longest, longest, dtype=torch.bool, device=q.device).triu(1)
     else:
         hidden = ~mask
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).view(n, kv_heads, -1, num_keys)
-    return (weights @ v_NJMK).view(n, heads, longest, head_dim)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    weights = scores.softmax(-1).view(n, kv_heads, -1, num_keys)
+    out = weights @ v_NJMK
+    return out.view(n, heads, longest, head_dim)
 
 
 class _PackedProducts(Function):

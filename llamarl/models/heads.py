@@ -7,12 +7,12 @@ the head that is handed in there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+
+from llamarl.models.protocol import Head
 
 
 class ValueHead(nn.Module):
@@ -41,20 +41,17 @@ def value_head(dim: int, *, mesh: DeviceMesh | None, device: torch.device) -> Va
     return head
 
 
-def with_values(
-    head: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], values: ValueHead, rows: Tensor
-) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+def with_values(head: Head, values: ValueHead, rows: Tensor) -> Head:
     """A head for Decoder.forward: what `head` gives (logprobs, entropy), and the value of the
     hidden state of each row.
     """
+    of_rows = only_values(values, rows)
+    return lambda hidden_TD, weight_VD: (
+        *head(hidden_TD, weight_VD),
+        of_rows(hidden_TD, weight_VD),
+    )
 
-    def both(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logprobs, entropy = head(hidden_TD, weight_VD)
-        return logprobs, entropy, values(hidden_TD.index_select(0, rows))
 
-    return both
-
-
-def only_values(values: ValueHead, rows: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+def only_values(values: ValueHead, rows: Tensor) -> Head:
     """A head for Decoder.forward that gives values alone: no logits are made."""
     return lambda hidden_TD, _: values(hidden_TD.index_select(0, rows))

@@ -36,8 +36,6 @@ _NAMES = (  # decoder name -> Hugging Face name
     ("layers.{}.mlp.w2.", "model.layers.{}.mlp.down_proj."),
     ("layers.{}.mlp.w3.", "model.layers.{}.mlp.up_proj."),
 )
-# Ends of the names of parameters that no directory has (llamarl.models.lora).
-ADAPTERS = (".lora_a", ".lora_b")
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 _COPIED = (
     "config.json",
@@ -94,36 +92,24 @@ class SafetensorsDir:
             raise FileNotFoundError(
                 f"{single}: no such file; weights are loaded from safetensors only"
             )
-        self._file_of = {}
+        self.file_of = {}  # name of a tensor -> the opened file
         for name in files:
-            opened = self._open(self.path / name)
-            self._file_of.update(dict.fromkeys(opened.keys(), opened))
-
-    @staticmethod
-    def _open(file: Path):
-        if not file.is_file():
-            raise FileNotFoundError(f"{file}: no such file, but the index names it")
-        try:
-            return safe_open(file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{file}: not a whole safetensors file ({error}); fetch it again"
-            ) from error
-
-    def keys(self) -> set[str]:
-        return set(self._file_of)
-
-    def get(self, name: str) -> Tensor:
-        return self.get_slice(name)[...]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.get_slice(name).get_shape())
+            file = self.path / name
+            if not file.is_file():
+                raise FileNotFoundError(f"{file}: no such file, but the index names it")
+            try:
+                opened = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(
+                    f"{file}: not a whole safetensors file ({error}); fetch it again"
+                ) from error
+            self.file_of.update(dict.fromkeys(opened.keys(), opened))
 
     def get_slice(self, name: str):
         """A lazily sliced tensor. KeyError naming the directory if it is absent."""
-        if name not in self._file_of:
+        if name not in self.file_of:
             raise KeyError(f"{self.path}: no tensor {name}")
-        return self._file_of[name].get_slice(name)
+        return self.file_of[name].get_slice(name)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -135,80 +121,46 @@ def _weight_map(index: Path) -> dict[str, str]:
     return named
 
 
-class _Given(dict[str, Tensor]):
-    """Whole tensors in memory, read as a directory's are."""
-
-    path = "the weights given"
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self[name].shape)
-
-    get_slice = dict.__getitem__
-
-
-def weight_problems(
-    source: SafetensorsDir | _Given, shapes: Mapping[str, tuple[int, ...]]
-) -> list[str]:
-    """What is absent, unknown, or of another shape than `shapes` by Hugging Face names, sorted.
-    Reads no numbers.
+def check_weights(source: SafetensorsDir, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """ValueError naming what is absent, unknown, or of another shape than `shapes` by Hugging Face
+    names. Reads no numbers.
     """
-    there = source.keys()
-    problems = [f"{name}: absent" for name in shapes if name not in there]
-    for name in there:
+    problems = [f"{name}: absent" for name in shapes if name not in source.file_of]
+    for name in source.file_of:
+        if name in shapes:
+            shape = tuple(source.get_slice(name).get_shape())
+            if shape != shapes[name]:
+                problems.append(f"{name}: shape {shape}, the config says {shapes[name]}")
         # A tied head, and what older files keep of the rotary tables, is made anew.
-        is_made = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
-        if name not in shapes and not is_made:
+        elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
             problems.append(f"{name}: not in this architecture")
-    for name in shapes.keys() & there:
-        shape = source.shape(name)
-        if shape != shapes[name]:
-            problems.append(f"{name}: shape {shape}, the config says {shapes[name]}")
-    return sorted(problems)
-
-
-def check_weights(source: SafetensorsDir | _Given, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """ValueError with the first of weight_problems."""
-    problems = weight_problems(source, shapes)
     if problems:
-        listed = "\n  ".join(problems[:20])
+        listed = "\n  ".join(sorted(problems)[:20])
         raise ValueError(f"{source.path}: weights do not fit config.json:\n  {listed}")
 
 
 @torch.no_grad()
 def load_weights(
-    decoder: LanguageModel,
-    source: str | Path | Mapping[str, Tensor],
-    *,
-    device: str | torch.device = "cpu",
+    decoder: LanguageModel, path: str | Path, *, device: str | torch.device = "cpu"
 ) -> LanguageModel:
-    """Fill a decoder (on the meta device or not), one tensor at a time, from a model directory or
-    whole tensors by its names. Returns it.
+    """Fill a decoder (on the meta device or not), one tensor at a time, from a model directory.
+    Returns it.
 
     Sharded parameters (DTensor) read their own rows only, and a tensor-parallel decoder its own
     part of each. Adapters are left as they are. ValueError naming tensors that are absent, unknown,
     or of another shape; nothing is loaded by halves then.
     """
-    source = _Given(source) if isinstance(source, Mapping) else SafetensorsDir(source)
-    wanted = _of_directories(decoder)
-    if decoder.tensor_parallel:
-        shapes = parameter_shapes(decoder.config)
-    else:
-        shapes = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
+    source = SafetensorsDir(path)
+    shapes = parameter_shapes(decoder.config)
     check_weights(source, shapes)
-
-    if any(parameter.is_meta for parameter in wanted.values()):
+    if any(parameter.is_meta for parameter in decoder.parameters()):
         decoder.to_empty(device=device)
-        wanted = _of_directories(decoder)
-    for name, parameter in wanted.items():
-        held = held_box(decoder, name, parameter)
-        part = held.within(Box.whole(shapes[name]))
-        local(parameter).copy_(source.get_slice(name)[part])
+    for name, parameter in named_parameters_hf(decoder):
+        if name in shapes:  # and no adapter
+            held = held_box(decoder, name, parameter)
+            part = held.within(Box.whole(shapes[name]))
+            local(parameter).copy_(source.get_slice(name)[part])
     return decoder
-
-
-def _of_directories(decoder: nn.Module) -> dict[str, nn.Parameter]:
-    """Hugging Face name -> parameter of those that directories hold: adapters are left out."""
-    return {name: p for name, p in named_parameters_hf(decoder) if not name.endswith(ADAPTERS)}
 
 
 def export(

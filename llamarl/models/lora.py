@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llamarl.models.fsdp import local, local_rows
-from llamarl.models.hf import ADAPTERS, hf_name, named_parameters_hf
+from llamarl.models.hf import hf_name, named_parameters_hf
 from llamarl.models.protocol import LanguageModel
+
+_ENDS = (".lora_a", ".lora_b")  # of the names of adapters
 
 Value = Callable[[Tensor], Tensor]
 
@@ -76,8 +78,7 @@ def add_lora(decoder: LanguageModel, lora: Lora) -> LanguageModel:
         target = hf_name(f"{name}.weight").split(".")[-2]
         if target in lora.targets:
             found.add(target)
-            parent, _, child = name.rpartition(".")
-            setattr(decoder.get_submodule(parent), child, LoraLinear(module, lora.rank, lora.alpha))
+            decoder.set_submodule(name, LoraLinear(module, lora.rank, lora.alpha))
     missing = set(lora.targets) - found
     if missing:
         raise ValueError(
@@ -97,17 +98,13 @@ def reset_lora(decoder: nn.Module, lora: Lora) -> None:
         if not isinstance(module, LoraLinear):
             continue
         bound = 1 / math.sqrt(module.in_features)
-        a = torch.empty(module.lora_a.shape).uniform_(-bound, bound, generator=draw)
+        a = torch.empty(module.lora_a.shape)
+        a.uniform_(-bound, bound, generator=draw)
         if isinstance(module.lora_a, DTensor):
             first, count = local_rows(module.lora_a)
             a = a[first : first + count]
         local(module.lora_a).copy_(a)
         local(module.lora_b).zero_()
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is part of an adapter."""
-    return name.endswith(ADAPTERS)
 
 
 class PolicyWeights:
@@ -121,20 +118,16 @@ class PolicyWeights:
     def __init__(self, decoder: nn.Module):
         # Captured now: while FSDP has a layer whole, its modules hold other tensors under these
         # names.
-        self._adapted = {
-            hf_name(f"{name}.weight"): _Adapted(
-                module.weight, module.lora_a, module.lora_b, module.scaling
-            )
-            for name, module in decoder.named_modules()
-            if isinstance(module, LoraLinear)
-        }
-        self._unmerged = [
-            (name, parameter)
-            for name, parameter in named_parameters_hf(decoder)
-            if not is_adapter(name)
-        ]
+        self._adapted: dict[str, _Adapted] = {}
+        for name, module in decoder.named_modules():
+            if isinstance(module, LoraLinear):
+                self._adapted[hf_name(f"{name}.weight")] = _Adapted(
+                    module.weight, module.lora_a, module.lora_b, module.scaling
+                )
         self.parameters: list[tuple[str, Tensor]] = []
-        for name, parameter in self._unmerged:
+        for name, parameter in named_parameters_hf(decoder):
+            if name.endswith(_ENDS):
+                continue
             if name in self._adapted:
                 parameter = _like(parameter, torch.empty_like(local(parameter)))
             self.parameters.append((name, parameter))
@@ -151,7 +144,7 @@ class PolicyWeights:
     @torch.no_grad()
     def with_values(self, value: Value) -> Iterator[tuple[str, Tensor]]:
         """Collective: the weights with value(p) in each parameter's place, merged one at a time."""
-        for name, p in self._unmerged:
+        for name, p in self.parameters:
             if name in self._adapted:
                 yield name, _like(p, self._adapted[name].merged(value))
             else:

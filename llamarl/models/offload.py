@@ -23,11 +23,8 @@ class DeviceSharing:
     def __init__(self, names: Iterable[str]):
         self.names = tuple(names)
         self.holder: str | None = None
-        self.moved_bytes = 0  # in both directions, so far
         self._tensors: dict[str, Callable[[], Iterable[Tensor]]] = {}
         self._away: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
-        # (executor, place in its list) -> host memory, used again and again.
-        self._pinned: dict[tuple[str, int], Tensor] = {}
 
     def join(self, name: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """`tensors()` names what may leave the device; asked anew at each turn. What `name` holds
@@ -45,7 +42,6 @@ class DeviceSharing:
         for storage, kept in self._away.pop(name, []):
             storage.resize_(kept.numel())
             _bytes(storage).copy_(kept, non_blocking=True)
-            self.moved_bytes += kept.numel()
         _settle()
         self.holder = name
         return True
@@ -57,26 +53,18 @@ class DeviceSharing:
             if storage.nbytes():
                 storages[storage.data_ptr()] = storage
         away = []
-        for place, storage in enumerate(storages.values()):
-            kept = self._host(name, place, storage)
+        for storage in storages.values():
+            # PyTorch keeps pinned memory that is freed, for the next to leave.
+            pin_memory = storage.device.type == "cuda"
+            kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin_memory)
             kept.copy_(_bytes(storage), non_blocking=True)
             away.append((storage, kept))
-            self.moved_bytes += kept.numel()
         _settle()
         for storage, _ in away:
             storage.resize_(0)
         self._away[name] = away
         if self.holder == name:
             self.holder = None
-
-    def _host(self, name: str, place: int, storage: torch.UntypedStorage) -> Tensor:
-        """Host memory for a storage, pinned where it comes from a GPU."""
-        kept = self._pinned.get((name, place))
-        if kept is None or kept.numel() != storage.nbytes():
-            pin_memory = storage.device.type == "cuda"
-            kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin_memory)
-            self._pinned[name, place] = kept
-        return kept
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

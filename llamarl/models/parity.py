@@ -66,12 +66,15 @@ def canary_sequences(prompts: Prompts, *, first: bool) -> list[Sequence]:
     first: the version that a run starts with, which is checked at more places than later ones.
     """
     if first:
-        begins = [prompts[i].prompt_ids[:FIRST_TOKENS].tolist() for i in range(FIRST_PROMPTS)]
-        sequences = [Sequence(ids, given=1) for ids in begins if len(ids) > 1]
+        sequences = []
+        for i in range(FIRST_PROMPTS):
+            ids = prompts[i].prompt_ids[:FIRST_TOKENS].tolist()
+            sequences.append(Sequence(ids, given=1))
     else:
         ids = prompts[0].prompt_ids[:LATER_TOKENS].tolist()
         given = max(1, len(ids) - LATER_SCORED)
-        sequences = [Sequence(ids, given)] if len(ids) > 1 else []
+        sequences = [Sequence(ids, given)]
+    sequences = [sequence for sequence in sequences if len(sequence.token_ids) > 1]
     return sequences or [Sequence([0, 0], given=1)]
 
 

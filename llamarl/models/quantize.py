@@ -24,8 +24,9 @@ QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _LARGEST = {"fp8": 448.0, "int8": 127.0}  # -128 is not used: the numbers are symmetric
 _BLOCK = 1 << 20  # elements quantised at once: 4 MiB in float32
 _PADDED = 32  # tokens; cuBLAS's int8 product takes no fewer than 17
-_CAPABILITY = {"scaled_mm": (8, 9), "int_mm": (7, 5)}  # of an NVIDIA GPU that has it
-_MULTIPLE = {"scaled_mm": 16, "int_mm": 8}  # of which it needs a weight's dimensions to be
+# The compute capability of an NVIDIA GPU that has it, and what it needs a weight's dimensions to be
+# multiples of.
+_NEEDS = {"scaled_mm": ((8, 9), 16), "int_mm": ((7, 5), 8)}
 
 
 def quantized_dtype(kind: str) -> torch.dtype:
@@ -53,27 +54,35 @@ def quantize_rows(
     the whole rows, where weight_OI holds only some of their columns.
     """
     dtype = quantized_dtype(kind)
-    q, scale = q_out, scale_out
+    q = q_out
     if q is None:
-        q = torch.empty(weight_OI.shape, dtype=dtype, device=weight_OI.device)
+        q = torch.empty_like(weight_OI, dtype=dtype, memory_format=torch.contiguous_format)
+    scale = scale_out
     if scale is None:
         scale = torch.empty(len(weight_OI), device=weight_OI.device)
-    assert (q.shape, q.dtype) == (weight_OI.shape, dtype), f"q_out is {q.dtype} {list(q.shape)}"
-    assert (scale.shape, scale.dtype) == (weight_OI.shape[:1], torch.float32), (
-        f"scale_out is {scale.dtype} {list(scale.shape)}"
-    )
+    outs, ins = weight_OI.shape
+    assert q.shape == weight_OI.shape, f"q_out is {list(q.shape)}"
+    assert q.dtype == dtype, f"q_out is {q.dtype}"
+    assert scale.shape == (outs,), f"scale_out is {list(scale.shape)}"
+    assert scale.dtype == torch.float32, f"scale_out is {scale.dtype}"
     smallest = torch.finfo(torch.float32).tiny
-    each = max(1, _BLOCK // max(1, weight_OI.shape[1]))
-    for first in range(0, len(weight_OI), each):
+    each = max(1, _BLOCK // max(1, ins))
+    for first in range(0, outs, each):
         rows = slice(first, first + each)
         block = weight_OI[rows]
-        largest = block.abs().amax(1).float() if largest_O is None else largest_O[rows]
+        if largest_O is None:
+            largest = block.abs().amax(1).float()
+        else:
+            largest = largest_O[rows]
         # A subnormal scale has too few bits: the row would overflow. With the smallest normal one
         # it loses bits instead.
-        s = (largest / _LARGEST[kind]).clamp_min_(smallest).masked_fill_(largest == 0, 1.0)
+        s = (largest / _LARGEST[kind]).clamp_min_(smallest)
+        s.masked_fill_(largest == 0, 1.0)
+        scale[rows] = s
         block = block / s[:, None]
-        q[rows].copy_(block.round_() if kind == "int8" else block)
-        scale[rows].copy_(s)
+        if kind == "int8":
+            block.round_()
+        q[rows] = block
     return q, scale
 
 
@@ -115,18 +124,20 @@ class QuantizedLinear(nn.Module):
         if self.arithmetic is None:
             self.arithmetic, obstacle = arithmetic_of(self.kind, self.weight.shape, x_TI.device)
             if obstacle:
-                what = f"{self.kind} weights {list(self.weight.shape)} on {x_TI.device.type}"
                 warnings.warn(
-                    f"{what}: multiplied as {self.arithmetic}, which is slower, because {obstacle}",
+                    f"{self.kind} weights {list(self.weight.shape)} on {x_TI.device.type}: "
+                    f"multiplied as {self.arithmetic}, which is slower, because {obstacle}",
                     stacklevel=2,
                 )
         if self.arithmetic == "weight_only":
             # In float16 the unscaled sums would overflow.
             x = x_TI.float() if x_TI.dtype == torch.float16 else x_TI
-            y = F.linear(x, _widen(self.weight, x.dtype)) * self.weight_scale
+            weight = _widen(self.weight, x.dtype)
+            y = F.linear(x, weight) * self.weight_scale
         else:
             q, scale = quantize_rows(x_TI, self.kind)
-            y = _MULTIPLY[self.arithmetic](q, scale[:, None], self.weight.t(), self.weight_scale)
+            multiply = _scaled_mm if self.arithmetic == "scaled_mm" else _int_mm
+            y = multiply(q, scale[:, None], self.weight.t(), self.weight_scale)
         y = y.to(x_TI.dtype)
         return y if self.bias is None else y + self.bias
 
@@ -135,8 +146,9 @@ class QuantizedLinear(nn.Module):
         # change their device.
         def same_dtype(t: Tensor) -> Tensor:
             new = fn(t)
-            may_change = t is self.bias
-            return new if may_change or new.dtype == t.dtype else t.to(new.device)
+            if t is self.bias or new.dtype == t.dtype:
+                return new
+            return t.to(new.device)
 
         self.arithmetic = None
         return super()._apply(same_dtype, recurse)
@@ -159,14 +171,14 @@ def arithmetic_of(kind: str, shape: tuple[int, ...], device: torch.device) -> tu
 def _obstacle(arithmetic: str, shape: tuple[int, ...], device: torch.device) -> str:
     """What keeps a device from scaled_mm or int_mm for a weight of `shape`; "" if nothing does."""
     if device.type == "cpu":
-        saturates = "this CPU's int8 products saturate (it has no VNNI)"
-        return "" if _int_mm_is_exact() else saturates
+        if _int_mm_is_exact():
+            return ""
+        return "this CPU's int8 products saturate (it has no VNNI)"
     if device.type != "cuda" or torch.version.hip:
         return f"{arithmetic} is known on NVIDIA GPUs alone"
-    major, minor = _CAPABILITY[arithmetic]
+    (major, minor), multiple = _NEEDS[arithmetic]
     if torch.cuda.get_device_capability(device) < (major, minor):
         return f"{arithmetic} needs compute capability {major}.{minor}"
-    multiple = _MULTIPLE[arithmetic]
     if any(n % multiple for n in shape):
         return f"{arithmetic} needs both dimensions in multiples of {multiple}"
     return ""
@@ -176,7 +188,8 @@ def _obstacle(arithmetic: str, shape: tuple[int, ...], device: torch.device) -> 
 def _int_mm_is_exact() -> bool:
     """Without VNNI a CPU sums pairs of products in 16 bits, which overflow without a word."""
     a = torch.full((16, 64), 127, dtype=torch.int8)
-    return bool((torch._int_mm(a, a.t()) == 64 * 127 * 127).all())
+    sums = torch._int_mm(a, a.t())
+    return bool((sums == 64 * 127 * 127).all())
 
 
 def _scaled_mm(q_TI: Tensor, scale_T1: Tensor, weight_IO: Tensor, weight_scale_O: Tensor) -> Tensor:
@@ -189,10 +202,8 @@ def _int_mm(q_TI: Tensor, scale_T1: Tensor, weight_IO: Tensor, weight_scale_O: T
     tokens = len(q_TI)
     if q_TI.is_cuda and tokens < _PADDED:
         q_TI = F.pad(q_TI, (0, 0, 0, _PADDED - tokens))
-    return torch._int_mm(q_TI, weight_IO)[:tokens] * scale_T1 * weight_scale_O
-
-
-_MULTIPLY = {"scaled_mm": _scaled_mm, "int_mm": _int_mm}
+    sums_TO = torch._int_mm(q_TI, weight_IO)[:tokens]
+    return sums_TO * scale_T1 * weight_scale_O
 
 
 def _widen(q: Tensor, dtype: torch.dtype) -> Tensor:
@@ -204,11 +215,15 @@ def _widen(q: Tensor, dtype: torch.dtype) -> Tensor:
     # A CPU converts e4m3 at 4 ns a number; this takes a tenth. Its exponent and mantissa, put where
     # the wider format's exponent ends and mantissa begins, read as the number times 2^-120: the
     # biases are 7 and 127.
+    codes = q.view(torch.int8)
     if dtype == torch.bfloat16:
-        shifted = q.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-0x7810)
+        shifted = codes.to(torch.int16)
+        shifted <<= 4
+        shifted &= -0x7810
     else:
-        shifted = q.view(torch.int8).to(torch.int32).bitwise_left_shift_(20)
-        shifted.bitwise_and_(-0x78100000)
+        shifted = codes.to(torch.int32)
+        shifted <<= 20
+        shifted &= -0x78100000
     return shifted.view(dtype).mul_(2.0**120)
 
 
@@ -219,25 +234,31 @@ def quantize_decoder(decoder: nn.Module, kind: str, exclude: tuple[str, ...] = (
     On the meta device there are none: shapes alone. ValueError for an unknown kind, or a fragment
     that is in no name.
     """
-    quantized_dtype(kind)
-    linears = {n: m for n, m in decoder.named_modules() if isinstance(m, nn.Linear)}
-    names = {path: hf_name(f"{path}.weight") for path in linears}
-    known = [f"{HEAD}.weight", *names.values()]  # which a tied model has not
-    unknown = [fragment for fragment in exclude if not any(fragment in name for name in known)]
+    paths: dict[str, str] = {}  # by Hugging Face name
+    for path, module in decoder.named_modules():
+        if isinstance(module, nn.Linear):
+            paths[hf_name(f"{path}.weight")] = path
+    known = [f"{HEAD}.weight", *paths]  # which a tied model has not
+    unknown = []
+    for fragment in exclude:
+        if not any(fragment in name for name in known):
+            unknown.append(fragment)
     if unknown:
         raise ValueError(
             f"quantise all but {unknown}: no weight is named so; they are "
-            f"{', '.join(names.values())[:200]}..."
+            f"{', '.join(paths)[:200]}..."
         )
-    for path, name in names.items():
-        old = linears.pop(path)  # so that each is freed before the next is quantised
-        if is_quantized(name, old.weight.shape, exclude):
-            new = QuantizedLinear(
-                old.in_features, old.out_features, kind, bias=old.bias, device=old.weight.device
-            )
-            if not old.weight.is_meta:
-                quantize_rows(old.weight, kind, new.weight, new.weight_scale)
-            decoder.set_submodule(path, new)
+    for name, path in paths.items():
+        old = decoder.get_submodule(path)
+        weight = old.weight
+        if not is_quantized(name, weight.shape, exclude):
+            continue
+        new = QuantizedLinear(
+            old.in_features, old.out_features, kind, bias=old.bias, device=weight.device
+        )
+        if not weight.is_meta:
+            quantize_rows(weight, kind, new.weight, new.weight_scale)
+        decoder.set_submodule(path, new)
 
 
 def kl_from_top(ids_LK: Tensor, logprobs_LK: Tensor, other_logprobs_LV: Tensor) -> Tensor:
@@ -251,9 +272,12 @@ def kl_from_top(ids_LK: Tensor, logprobs_LK: Tensor, other_logprobs_LV: Tensor) 
     # 1 - sum is known to a few roundings of the logprobs, which would be most of a tiny rest: a
     # larger one lowers the bound.
     roundings = 4 * torch.finfo(logprobs_LK.dtype).eps
-    rest_q = ((1 - q_LK.exp().sum(1)).clamp_min(0) + roundings).log()
-    rest_p = other_LV.scatter(1, ids_LK, -torch.inf).logsumexp(1)
-    p_LB = torch.cat([other_LV.gather(1, ids_LK), rest_p[:, None]], dim=1)
-    q_LB = torch.cat([q_LK, rest_q[:, None]], dim=1)
-    of_bins_LB = (p_LB.exp() * (p_LB - q_LB)).masked_fill(p_LB == -torch.inf, 0.0)
+    rest_q_L = (1 - q_LK.exp().sum(1)).clamp_min(0)
+    rest_q_L = (rest_q_L + roundings).log()
+    rest_p_L = other_LV.scatter(1, ids_LK, -torch.inf).logsumexp(1)
+    p_LK = other_LV.gather(1, ids_LK)
+    p_LB = torch.cat([p_LK, rest_p_L[:, None]], dim=1)
+    q_LB = torch.cat([q_LK, rest_q_L[:, None]], dim=1)
+    of_bins_LB = p_LB.exp() * (p_LB - q_LB)
+    of_bins_LB.masked_fill_(p_LB == -torch.inf, 0.0)
     return of_bins_LB.sum(1).clamp_min(0.0)

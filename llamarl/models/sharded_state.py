@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +28,9 @@ from llamarl.models.sharding import Box, overlap
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@runtime_checkable
-class ReadsBoxes(Protocol):
-    """A saved part that can read some of a tensor without the rest of it."""
-
-    def box(self, name: str, index: tuple[slice, ...]) -> Tensor: ...
-
-
 def box_of(part: Mapping, name: str, index: tuple[slice, ...]) -> Tensor:
-    """part[name][index]."""
-    return part.box(name, index) if isinstance(part, ReadsBoxes) else part[name][index]
+    """part[name][index]; where the part has a method `box`, without reading the rest."""
+    return part.box(name, index) if hasattr(part, "box") else part[name][index]
 
 
 def moment(value: Tensor) -> Tensor:
@@ -74,8 +65,9 @@ class Shard:
         for key in MOMENTS:
             if key not in kept:
                 continue
-            tensors[f"{moments}{key}/{self.name}"] = moment(kept[key])
-            scale = moment_scale(kept[key])
+            value = kept[key]
+            tensors[f"{moments}{key}/{self.name}"] = moment(value)
+            scale = moment_scale(value)
             if scale is not None:
                 tensors[f"{moments}{key}_scale/{self.name}"] = scale
         return tensors
@@ -141,5 +133,7 @@ def set_steps(
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """All tensors of the optimizer's state."""
-    states = chain.from_iterable(state.values() for state in optimizer.state.values())
-    return [value for value in states if isinstance(value, Tensor)]
+    tensors = []
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return tensors

@@ -17,10 +17,6 @@ from llamarl.models.config import ModelConfig
 SCALE = "_scale"  # behind the name of a quantised weight: its per-row scales
 HEAD = "lm_head"  # quantised only where asked: every logit passes through it
 ALIGN_BYTES = 64  # everything starts on a cache line
-# What the names of parameters hold, by how they are split.
-_KEY_VALUE = ("k_proj.", "v_proj.")
-_MLP_IN = ("gate_proj.", "up_proj.")
-_VOCABULARY = ("embed_tokens.", "lm_head.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +44,17 @@ class Box:
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Index of this box in a tensor that holds `outer`."""
-        starts = [mine - its for mine, its in zip(self.offsets, outer.offsets)]
-        return tuple(slice(start, start + n) for start, n in zip(starts, self.lengths))
+        index = []
+        for mine, its, count in zip(self.offsets, outer.offsets, self.lengths):
+            start = mine - its
+            index.append(slice(start, start + count))
+        return tuple(index)
 
 
 def overlap(a: Box, b: Box) -> Box:
     """The box of what is in both; some lengths are 0 if nothing is."""
-    offsets, lengths = [], []
+    offsets = []
+    lengths = []
     for start_a, count_a, start_b, count_b in zip(a.offsets, a.lengths, b.offsets, b.lengths):
         first = max(start_a, start_b)
         end = min(start_a + count_a, start_b + count_b)
@@ -66,7 +66,7 @@ def overlap(a: Box, b: Box) -> Box:
 @dataclass(frozen=True, slots=True)
 class Heads:
     """The attention heads of one tensor-parallel rank. kv_of_query: for each query head, which of
-    the rank's K/V heads it reads.
+    the rank's K/V heads it reads, in their order.
     """
 
     first_query: int
@@ -76,16 +76,21 @@ class Heads:
     kv_of_query: tuple[int, ...]
 
     @property
+    def readers(self) -> list[int]:
+        """How many query heads read each K/V head."""
+        return [self.kv_of_query.count(j) for j in range(self.num_kv)]
+
+    @property
     def uniform(self) -> bool:
-        """Whether every K/V head serves equally many query heads, one after another."""
-        each, rest = divmod(self.num_query, self.num_kv)
-        return rest == 0 and self.kv_of_query == tuple(i // each for i in range(self.num_query))
+        """Whether every K/V head serves equally many query heads."""
+        return len(set(self.readers)) == 1
 
 
 def span(total: int, rank: int, size: int) -> tuple[int, int]:
     """(first, count) of the rank's share of `total`, as even as it goes."""
     first = total * rank // size
-    return first, total * (rank + 1) // size - first
+    end = total * (rank + 1) // size
+    return first, end - first
 
 
 def heads_of(config: ModelConfig, rank: int, size: int) -> Heads:
@@ -98,13 +103,13 @@ def heads_of(config: ModelConfig, rank: int, size: int) -> Heads:
     first, count = span(config.num_attention_heads, rank, size)
     per_kv = config.num_attention_heads // config.num_key_value_heads
     first_kv = first // per_kv
-    kv_of_query = tuple((first + i) // per_kv - first_kv for i in range(count))
+    kv_of_query = [query // per_kv - first_kv for query in range(first, first + count)]
     return Heads(
         first_query=first,
         num_query=count,
         first_kv=first_kv,
         num_kv=kv_of_query[-1] + 1,
-        kv_of_query=kv_of_query,
+        kv_of_query=tuple(kv_of_query),
     )
 
 
@@ -127,47 +132,56 @@ def tensor_parallel_box(
     heads = heads_of(config, rank, size)
     query = (heads.first_query * head_dim, heads.num_query * head_dim)
     key_value = (heads.first_kv * head_dim, heads.num_kv * head_dim)
-    rows_alone = len(shape) == 1  # a bias, or the per-row scales of a quantised weight
-    if "q_proj." in name:
+    is_matrix = len(shape) == 2  # no bias, and no per-row scales of a quantised weight
+    module = name.split(".")[-2]
+    if module == "q_proj":
         return whole.cut(0, *query)
-    if any(part in name for part in _KEY_VALUE):
+    if module in ("k_proj", "v_proj"):
         return whole.cut(0, *key_value)
-    if any(part in name for part in _MLP_IN):
+    if module in ("gate_proj", "up_proj"):
         return whole.cut(0, *span(shape[0], rank, size))
-    if "o_proj." in name and not rows_alone:
+    if module == "o_proj" and is_matrix:
         return whole.cut(1, *query)
-    if "down_proj." in name and not rows_alone:
+    if module == "down_proj" and is_matrix:
         return whole.cut(1, *span(shape[1], rank, size))
-    if split_vocabulary and any(part in name for part in _VOCABULARY):
+    if module in ("embed_tokens", "lm_head") and split_vocabulary:
         return whole.cut(0, *span(shape[0], rank, size))
     return whole
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every parameter, in the decoder's order."""
-    c = config
-    d = c.hidden_size
-    f = c.intermediate_size
-    q = c.num_attention_heads * c.head_dim
-    kv = c.num_key_value_heads * c.head_dim
-    shapes: dict[str, tuple[int, ...]] = {}
-    shapes["model.embed_tokens.weight"] = (c.vocab_size, d)
-    for i in range(c.num_hidden_layers):
-        layer = f"model.layers.{i}"
-        for part, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
-            shapes[f"{layer}.self_attn.{part}.weight"] = (rows, d)
-            if c.attention_bias:
-                shapes[f"{layer}.self_attn.{part}.bias"] = (rows,)
-        shapes[f"{layer}.self_attn.o_proj.weight"] = (d, q)
-        shapes[f"{layer}.mlp.gate_proj.weight"] = (f, d)
-        shapes[f"{layer}.mlp.down_proj.weight"] = (d, f)
-        shapes[f"{layer}.mlp.up_proj.weight"] = (f, d)
-        shapes[f"{layer}.input_layernorm.weight"] = (d,)
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (d,)
+    d = config.hidden_size
+    f = config.intermediate_size
+    q = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    vocabulary = (config.vocab_size, d)
+    of_layer: dict[str, tuple[int, ...]] = {}
+    for projection, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+        of_layer[f"self_attn.{projection}.weight"] = (rows, d)
+        if config.attention_bias:
+            of_layer[f"self_attn.{projection}.bias"] = (rows,)
+    of_layer |= {
+        "self_attn.o_proj.weight": (d, q),
+        "mlp.gate_proj.weight": (f, d),
+        "mlp.down_proj.weight": (d, f),
+        "mlp.up_proj.weight": (f, d),
+        "input_layernorm.weight": (d,),
+        "post_attention_layernorm.weight": (d,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocabulary}
+    for i in range(config.num_hidden_layers):
+        for name, shape in of_layer.items():
+            shapes[f"model.layers.{i}.{name}"] = shape
     shapes["model.norm.weight"] = (d,)
-    if not c.tie_word_embeddings:
-        shapes["lm_head.weight"] = (c.vocab_size, d)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = vocabulary
     return shapes
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Elements of all parameters."""
+    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
 
 
 def is_quantized(name: str, shape: tuple[int, ...], exclude: tuple[str, ...] = (HEAD,)) -> bool:
@@ -177,8 +191,10 @@ def is_quantized(name: str, shape: tuple[int, ...], exclude: tuple[str, ...] = (
     The projections of the layers and an untied head are, but for those whose Hugging Face name
     holds a fragment of `exclude` ("lm_head", "down_proj", "layers.0.").
     """
-    matrix = len(shape) == 2 and (name.endswith("_proj.weight") or name == f"{HEAD}.weight")
-    return matrix and not any(fragment in name for fragment in exclude)
+    is_projection = name.endswith("_proj.weight") or name == f"{HEAD}.weight"
+    if not is_projection or len(shape) != 2:
+        return False
+    return not any(fragment in name for fragment in exclude)
 
 
 def aligned(num_bytes: int) -> int:

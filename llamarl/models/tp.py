@@ -38,101 +38,68 @@ class TensorParallel:
     split_vocabulary: bool = True
 
 
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
-
-
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _sum(x.clone(memory_format=torch.contiguous_format), group)
+        return _sum(x, group)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, counts: list[int], rank: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.own = (sum(counts[:rank]), counts[rank])
-        return _gather(x, counts, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad.narrow(-1, *ctx.own), None, None, None
-
-
-class _Shared(torch.autograd.Function):
-    """A part of a global weight of which other ranks hold some rows too: their gradients are
-    summed.
-    """
-
-    @staticmethod
-    def forward(ctx, weight: Tensor, first: int, total: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.place = (first, total, group)
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        first, total, group = ctx.place
-        every = grad.new_zeros(total, *grad.shape[1:])
-        own = every[first : first + grad.shape[0]]
-        own.copy_(grad)
-        _sum(every, group)
-        return own.clone(), None, None, None
-
-
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    dist.all_reduce(x, group=group)
-    return x
-
-
-def _gather(x: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
-    # Padded to the widest part: backends gather equal shapes.
-    padded = F.pad(x, (0, max(counts) - x.shape[-1])).contiguous()
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat([part.narrow(-1, 0, count) for part, count in zip(parts, counts)], dim=-1)
+    """Collective: a tensor of its own with the sum of the ranks' x."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def copied(x: Tensor, tp: TensorParallel) -> Tensor:
     """x, which every rank holds. Collective over the ranks in backward, which sums what they make
     of it.
     """
-    if not torch.is_grad_enabled():
-        return x
-    return _Copied.apply(x, tp.group)
+    view = x.view_as(x)
+    if view.requires_grad:
+        view.register_hook(lambda grad: _sum(grad, tp.group))
+    return view
 
 
 def summed(x: Tensor, tp: TensorParallel) -> Tensor:
     """Collective over the ranks: the sum of their x, the same bits on each. Without gradients x
     itself is overwritten.
     """
-    if not torch.is_grad_enabled():
-        return _sum(x.contiguous(), tp.group)
-    return _Summed.apply(x, tp.group)
+    if torch.is_grad_enabled():
+        return _Summed.apply(x, tp.group)
+    x = x.contiguous()
+    dist.all_reduce(x, group=tp.group)
+    return x
 
 
 def gathered(x: Tensor, total: int, tp: TensorParallel) -> Tensor:
     """Collective over the ranks: [..., total] from the rank's span of the last dim, the same bits
     on each.
     """
-    counts = [span(total, rank, tp.size)[1] for rank in range(tp.size)]
+    counts = []
+    for rank in range(tp.size):
+        _, count = span(total, rank, tp.size)
+        counts.append(count)
     if x.shape[-1] != counts[tp.rank]:
         raise ValueError(
             f"a head that returned {tuple(x.shape)} instead of logits [..., {counts[tp.rank]}] "
             "under a split vocabulary; build the decoder with split_vocabulary=False "
             "for one that needs the whole weight"
         )
-    return _Gathered.apply(x, counts, tp.rank, tp.group)
+    # Padded to the widest part: backends gather equal shapes.
+    missing = max(counts) - counts[tp.rank]
+    padded = F.pad(x.detach(), (0, missing)).contiguous()
+    every = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(every, padded, group=tp.group)
+    parts = []
+    for part, count in zip(every, counts):
+        parts.append(part[..., :count])
+    parts[tp.rank] = x  # whose gradient is its own part of the whole's
+    return torch.cat(parts, dim=-1)
 
 
 class KeyValueSharing:
@@ -159,7 +126,18 @@ class KeyValueSharing:
         return F.linear(x_TD, weight, bias)
 
     def _shared(self, parameter: Tensor) -> Tensor:
-        return _Shared.apply(parameter, self._first, self._total, self.tp.group)
+        """The parameter, of which other ranks hold some rows too: their gradients are summed."""
+
+        def sum_of_rows(grad: Tensor) -> Tensor:
+            every = grad.new_zeros(self._total, *grad.shape[1:])
+            own = slice(self._first, self._first + len(grad))
+            every[own] = grad
+            return _sum(every, self.tp.group)[own].clone()
+
+        view = parameter.view_as(parameter)
+        if view.requires_grad:
+            view.register_hook(sum_of_rows)
+        return view
 
 
 class SplitEmbedding(nn.Embedding):
@@ -173,5 +151,5 @@ class SplitEmbedding(nn.Embedding):
     def forward(self, tokens_T: Tensor) -> Tensor:
         local_T = tokens_T - self.first
         own_T = (local_T >= 0) & (local_T < self.num_embeddings)
-        embedded_TD = super().forward(local_T.where(own_T, 0)) * own_T[..., None]
-        return summed(embedded_TD, self.tp)
+        embedded_TD = super().forward(local_T.where(own_T, 0))
+        return summed(embedded_TD * own_T[..., None], self.tp)

@@ -60,29 +60,28 @@ def library(name: str, *flags: str, structs: Structs = ()) -> ctypes.CDLL | None
     """
     if os.environ.get("LLAMARL_NATIVE", "1") == "0":
         return None
-    source = _HERE / f"{name}.c"
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        return _without(name, "there is no C compiler (set CC, or install gcc or clang)")
     try:
-        kernels = _loaded(compiler, source, flags)
+        kernels = _loaded(_HERE / f"{name}.c", flags)
+        _check_sizes(kernels, structs)
+        return kernels
     except subprocess.CalledProcessError as error:
-        return _without(name, f"{compiler} failed: {error.stderr.strip()[-300:]}")
-    except subprocess.TimeoutExpired:
-        return _without(name, f"{compiler} took more than {_LIMIT_S} s")
-    except OSError as error:
-        return _without(name, str(error))
-    difference = _difference(kernels, structs)
-    if difference is not None:
-        return _without(name, difference)
-    return kernels
+        reason = f"{error.cmd[0]} failed: {error.stderr.strip()[-300:]}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    warnings.warn(
+        f"{name}: going on with PyTorch's operations, which are slower; {reason}", stacklevel=2
+    )
+    return None
 
 
-def _loaded(compiler: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
+def _loaded(source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     """The library of `source` for LLAMARL_NATIVE_ARCH.
 
     Where the compiler refuses "native": for its own default, with a warning.
     """
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        raise OSError("there is no C compiler (set CC, or install gcc or clang)")
     arch = os.environ.get("LLAMARL_NATIVE_ARCH") or "native"
     on_arm = platform.machine() in _ARM
     wanted = "-mcpu=native" if arch == "native" and on_arm else f"-march={arch}"
@@ -91,7 +90,7 @@ def _loaded(compiler: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     except subprocess.CalledProcessError:
         if arch != "native":
             raise
-        kernels = _kept(compiler, source, (*_FLAGS, *flags))
+    kernels = _kept(compiler, source, (*_FLAGS, *flags))
     # Only now is it known that the instruction set was what the compiler refused.
     warnings.warn(
         f"{source.name}: {compiler} refuses {wanted}; compiled for its default, which may be "
@@ -136,7 +135,8 @@ def _compile(compiler: str, source: Path, flags: tuple[str, ...], target: Path) 
 
 def cache_folder() -> Path:
     """Where compiled kernels and measured choices are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamarl"
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches, "llamarl")
 
 
 def _file_name(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
@@ -144,7 +144,8 @@ def _file_name(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
     command = [compiler, "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
     key = "\n".join([source.read_text(), *flags, compiler, done.stdout, cpu_description()])
-    return f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return f"{source.stem}-{digest[:16]}.so"
 
 
 def _not_ours(target: Path) -> Path | None:
@@ -157,41 +158,34 @@ def _not_ours(target: Path) -> Path | None:
     for path in paths:
         # The link too, where it is one: who owns it says where it points.
         for found in (path.lstat(), path.stat()):
-            is_theirs = found.st_uid != os.geteuid()
-            is_link = stat.S_ISLNK(found.st_mode)
-            is_open = not is_link and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if is_theirs or is_open:
+            if found.st_uid != os.geteuid():
+                return path
+            is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if is_open and not stat.S_ISLNK(found.st_mode):
                 return path
     return None
 
 
-def _difference(kernels: ctypes.CDLL, structs: Structs) -> str | None:
-    """What says that a struct has another size in C; None where all agree."""
+def _check_sizes(kernels: ctypes.CDLL, structs: Structs) -> None:
+    """OSError if a struct has another size in C."""
     for struct in structs:
         name = struct.__name__.lstrip("_")
-        try:
-            size_of = getattr(kernels, f"size_of_{name}")
-        except AttributeError:
-            return f"it does not say how large its struct {name} is"
+        size_of = getattr(kernels, f"size_of_{name}", None)
+        if size_of is None:
+            raise OSError(f"it does not say how large its struct {name} is")
         size_of.restype = ctypes.c_size_t
-        size = size_of()
-        if size != ctypes.sizeof(struct):
-            return f"its struct {name} has {size} bytes in C and {ctypes.sizeof(struct)} in Python"
-    return None
+        in_c = size_of()
+        in_python = ctypes.sizeof(struct)
+        if in_c != in_python:
+            raise OSError(f"its struct {name} has {in_c} bytes in C and {in_python} in Python")
 
 
 def cpu_description() -> str:
     """What "native" looks at."""
+    features = set()
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
-    features = set()
     for line in lines:
         if line.startswith(("flags", "Features", "model name")):
             features.add(line.partition(":")[2].strip())
     return "\n".join([platform.machine(), platform.processor(), *sorted(features)])
-
-
-def _without(name: str, reason: str) -> None:
-    warnings.warn(
-        f"{name}: going on with PyTorch's operations, which are slower; {reason}", stacklevel=3
-    )

@@ -26,17 +26,20 @@ _TURNS = 3  # each way is tried so often, in turn, and its shortest time counts
 log = logging.getLogger(__name__)
 
 
+Ways = Mapping[str, Callable[[], object]]  # name -> does the work once
+
+
 def fastest(
     what: str,
-    ways: Mapping[str, Callable[[], object]],
+    ways: Ways,
     *,
     key: str,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
     """The name of the way to take: the first, unless another one is clearly faster.
 
-    what: for people. ways: name -> does the work once; the expected best comes first. key: what
-    the times depend on beside the CPU, such as shapes and threads.
+    what: for people. ways: the expected best comes first. key: what the times depend on beside the
+    CPU, such as shapes and threads.
     """
     names = list(ways)
     if len(names) == 1:
@@ -50,15 +53,13 @@ def fastest(
     for name in names[1:]:
         if times[name] * CLEARLY_FASTER < times[chosen]:
             chosen = name
-    measured = ", ".join(f"{name} {times[name] * 1e3:.1f} ms" for name in names)
-    log.info("%s: %s, by measurement (%s)", what, chosen, measured)
+    measured = [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in times.items()]
+    log.info("%s: %s, by measurement (%s)", what, chosen, ", ".join(measured))
     _keep(file, {"way": chosen, "what": what, "key": key, "times_s": times})
     return chosen
 
 
-def _measure(
-    ways: Mapping[str, Callable[[], object]], clock: Callable[[], float]
-) -> dict[str, float]:
+def _measure(ways: Ways, clock: Callable[[], float]) -> dict[str, float]:
     """Name -> its shortest time in seconds; a first call of each, which may compile or lay out,
     does not count.
     """
@@ -75,7 +76,8 @@ def _measure(
 
 def _file(what: str, names: list[str], key: str) -> Path:
     known = "\n".join([what, *names, key, cpu_description()])
-    return cache_folder() / f"choice-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+    digest = hashlib.sha256(known.encode()).hexdigest()
+    return cache_folder() / f"choice-{digest[:16]}.json"
 
 
 def _read(file: Path) -> str | None:

@@ -14,8 +14,10 @@ log = logging.getLogger(__name__)
 
 def free_bytes(path: Path) -> int:
     """On the disk that holds a path, or would once it is made."""
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    return shutil.disk_usage(existing).free
+    folder = path.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def check_room(folder: Path, num_bytes: int) -> None:

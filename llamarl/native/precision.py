@@ -100,27 +100,25 @@ def measure(setting: str) -> Measured:
         for rows, inputs, outputs in _SHAPES:
             x = _values(rows, inputs)
             weight = _values(outputs, inputs)
-            errors.append(_error(F.linear(x, weight), x, weight))
-        fastest_s = min(_seconds(x, weight) for _ in range(_REPEATS))
+            product = F.linear(x, weight)
+            true = x.double() @ weight.double().T
+            error = (product - true).norm() / true.norm()
+            errors.append(float(error))
+        times = []
+        for _ in range(_REPEATS):
+            began = time.perf_counter()
+            F.linear(x, weight)
+            times.append(time.perf_counter() - began)
     finally:
         torch.set_float32_matmul_precision(before)
     operations = 2 * rows * inputs * outputs
-    return Measured(setting=setting, error=max(errors), gflops=operations / fastest_s / 1e9)
+    gflops = operations / min(times) / 1e9
+    return Measured(setting=setting, error=max(errors), gflops=gflops)
 
 
 def _values(rows: int, columns: int) -> Tensor:
     """Values in [-1, 1) that are all there in float32 and in no shorter format."""
     numbers = torch.arange(rows * columns, dtype=torch.int64)
     scrambled = (numbers * 2654435761 + 12345) % (1 << 23)
-    return (scrambled.double() / (1 << 22) - 1).float().view(rows, columns)
-
-
-def _error(product: Tensor, x: Tensor, weight: Tensor) -> float:
-    true = x.double() @ weight.double().T
-    return float((product - true).norm() / true.norm())
-
-
-def _seconds(x: Tensor, weight: Tensor) -> float:
-    began = time.perf_counter()
-    F.linear(x, weight)
-    return time.perf_counter() - began
+    values = scrambled.double() / (1 << 22) - 1
+    return values.float().view(rows, columns)

@@ -31,7 +31,7 @@ from llamarl.ddma.transports import choose_transports
 from llamarl.errors import LinkTimeout, TimedOut, WeightsError
 from llamarl.models.config import ModelConfig
 from llamarl.models.quantize import QUANTIZED, quantize_rows
-from llamarl.models.sharding import Box, parameter_shapes
+from llamarl.models.sharding import Box, num_parameters, parameter_shapes
 from llamarl.native.copying import copy_kernels_version
 
 CONFIG = ModelConfig("LlamaForCausalLM", 23, 10, 14, 2, 6, 2, 4, 1e-5, 1e4, None, 64, False, True)
@@ -1043,7 +1043,7 @@ def synced(sender, receiver, control, version):
 def test_parameters_arrive_in_the_generators_dtype_and_follow_the_trainer():
     trainer, generator = parameters_of(), parameters_of(99, torch.bfloat16)
     sender, receiver, control = bound(trainer, generator, dtype=torch.bfloat16)
-    assert sender.bytes_per_sync == 2 * CONFIG.num_parameters
+    assert sender.bytes_per_sync == 2 * num_parameters(CONFIG)
     for version in range(1, 5):
         for name, new in weights_of(version).items():
             if version == 3:

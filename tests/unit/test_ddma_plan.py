@@ -18,7 +18,14 @@ from llamarl.ddma.layout import Destination, Parameter, Source, buffer_of, param
 from llamarl.ddma.payload import Target, buckets_of, buckets_of_buffer, size_of
 from llamarl.ddma.plan import SMALL_BYTES, make_plan
 from llamarl.models.config import ModelConfig
-from llamarl.models.sharding import SCALE, Box, heads_of, parameter_shapes, tensor_parallel_box
+from llamarl.models.sharding import (
+    SCALE,
+    Box,
+    heads_of,
+    num_parameters,
+    parameter_shapes,
+    tensor_parallel_box,
+)
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 LLAMA_405B = ModelConfig(
@@ -550,7 +557,7 @@ def test_llama_405b_on_512_ranks_reaches_64_replicas_of_8():
     attention = 2 * 16384 * 16384 + 2 * 1024 * 16384  # q and o; k and v with 8 heads of 128
     split = 126 * (attention + 3 * 16384 * 53248) + 2 * 128256 * 16384
     norms = (126 * 2 + 1) * 16384
-    assert split + norms == c.num_parameters == 405_853_388_800
+    assert split + norms == num_parameters(c) == 405_853_388_800
     replica = 2 * (split + 8 * norms)  # bfloat16; every tensor-parallel rank holds the norms
     assert plan.num_bytes == replica * 64 and plan.shard_bytes.tolist() == [replica // 8] * 8
     assert plan.roots == 64

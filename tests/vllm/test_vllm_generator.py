@@ -48,7 +48,7 @@ TEXTS = (
 def parameters_of(path, dtype=torch.bfloat16):
     source = SafetensorsDir(path)
     return [
-        (name, nn.Parameter(source.get(name).to(dtype), requires_grad=False))
+        (name, nn.Parameter(source.get_slice(name)[...].to(dtype), requires_grad=False))
         for name in parameter_shapes(read_config(path))
     ]
 
