@@ -23,23 +23,11 @@ from functools import cached_property
 
 import numpy as np
 
-from llamarl.ddma.layout import Destination, Parameter, Source
+from llamarl.ddma.layout import Destination, Parameter, Piece, Source
 from llamarl.models.config import ModelConfig
-from llamarl.models.sharding import Box
+from llamarl.models.sharding import Box, aligned
 
 SMALL_BYTES = 1 << 16  # a box that is not worth cutting
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box (global indices) of a parameter that crosses from one rank to another as one copy."""
-
-    parameter: Parameter
-    box: Box
-
-    @property
-    def num_bytes(self) -> int:
-        return self.box.numel * self.parameter.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -55,16 +43,19 @@ class Plan:
     roots: int
     _cache: dict = field(default_factory=dict, repr=False, compare=False)
 
-    def pieces(self, source: int, t: int) -> list[Piece]:
+    def pieces(self, source: int, t: int, start: int = 0) -> list[Piece]:
         """What trainer rank `source` sends to tensor-parallel rank t of each replica that it feeds,
-        in parameter order.
+        in parameter order. In its slot they lie from byte `start` on, each on a cache line.
         """
         out = []
         for index, p in enumerate(self.parameters):
             low, high = self._parts(index, p)
-            offsets, lengths = low[source, t], high[source, t] - low[source, t]
+            offsets = low[source, t]
+            lengths = high[source, t] - offsets
             if (lengths > 0).all():
-                out.append(Piece(p, Box(tuple(offsets.tolist()), tuple(lengths.tolist()))))
+                piece = Piece(p, Box(tuple(offsets.tolist()), tuple(lengths.tolist())), start)
+                start = aligned(piece.end)
+                out.append(piece)
         return out
 
     def feeds(self, source: int) -> list[int]:
@@ -101,8 +92,8 @@ class Plan:
         """[tp]: bytes of a generator rank's shard."""
         total = np.zeros(self.destination.tp, np.int64)
         for t in range(self.destination.tp):
-            boxes = [self.destination.box(self.config, p, t) for p in self.parameters]
-            total[t] = sum(Piece(p, box).num_bytes for p, box in zip(self.parameters, boxes))
+            for p in self.parameters:
+                total[t] += self.destination.box(self.config, p, t).numel * p.dtype.itemsize
         return total
 
     @property
@@ -121,55 +112,47 @@ class Plan:
         """(low, high) [sources, tp, dims]: the box that goes from each trainer rank to each
         tensor-parallel rank; empty if high <= low.
         """
-        holders = self._holders(p)
+        bounds, num_copies, place = self._holders(p)
         boxes = [self.destination.box(self.config, p, t) for t in range(self.destination.tp)]
         wanted = _bounds(boxes)
-        low = np.maximum(holders.bounds[:, None, 0], wanted[None, :, 0])
-        high = np.minimum(holders.bounds[:, None, 1], wanted[None, :, 1])
-        copies = holders.copies
-        if copies == 1:
-            return low, high
+        low = np.maximum(bounds[:, None, 0], wanted[None, :, 0])
+        high = np.minimum(bounds[:, None, 1], wanted[None, :, 1])
         # Holders of the same bytes cut them by rows; what is too small for that, one of them sends.
         lengths = (high - low).clip(min=0)
         first = low[..., 0].copy()
         count = lengths[..., 0]
         num_bytes = lengths.prod(-1) * p.dtype.itemsize
-        is_small = (num_bytes < SMALL_BYTES) | (count < copies)
-        mine = holders.place[:, None]
-        end_if_small = np.where(index % copies == mine, first + count, first)
-        low[..., 0] = np.where(is_small, first, first + count * mine // copies)
-        high[..., 0] = np.where(is_small, end_if_small, first + count * (mine + 1) // copies)
+        is_small = (num_bytes < SMALL_BYTES) | (count < num_copies)
+        end_if_small = np.where(index % num_copies == place, first + count, first)
+        low[..., 0] = np.where(is_small, first, first + count * place // num_copies)
+        high_if_cut = first + count * (place + 1) // num_copies
+        high[..., 0] = np.where(is_small, end_if_small, high_if_cut)
         return low, high
 
-    def _holders(self, p: Parameter) -> _Holders:
+    def _holders(self, p: Parameter) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What each trainer rank holds of a parameter, and who shares it with whom.
+
+        bounds [sources, 2, dims]: first index of the rank's box, and behind its last; num_copies
+        [sources, 1]: ranks that hold this box and share the work; place [sources, 1]: which of
+        these the rank is.
+        """
         part = p.name.split("layers.")[-1].partition(".")[2]  # layers are alike
         key = (p.shape, part or p.name)
         if key not in self._cache:
-            trainer = self.source
-            ranks = np.arange(trainer.num_ranks)
-            shards = trainer.fsdp * trainer.tp
-            unique = [trainer.box(self.config, p, rank) for rank in range(shards)]
-            # Tensor-parallel ranks either hold different boxes or all the same one.
-            is_same = trainer.tp > 1 and unique[0] == unique[1]
-            tp_copies = trainer.tp if is_same else 1
-            replicas = 1 if self._dealt else trainer.replicate
-            of_replica = ranks // shards % replicas
-            of_tp = ranks % trainer.tp % tp_copies
-            self._cache[key] = _Holders(
-                bounds=_bounds(unique)[ranks % shards],
-                copies=tp_copies * replicas,
-                place=of_replica * tp_copies + of_tp,
-            )
+            num_ranks = self.source.num_ranks
+            num_shards = self.source.fsdp * self.source.tp
+            boxes = [self.source.box(self.config, p, rank) for rank in range(num_ranks)]
+            sharing: dict[tuple[int, Box], list[int]] = {}
+            for rank, box in enumerate(boxes):
+                replica = rank // num_shards if self._dealt else 0
+                sharing.setdefault((replica, box), []).append(rank)
+            num_copies = np.ones((num_ranks, 1), np.int64)
+            place = np.zeros((num_ranks, 1), np.int64)
+            for ranks in sharing.values():
+                num_copies[ranks, 0] = len(ranks)
+                place[ranks, 0] = range(len(ranks))
+            self._cache[key] = (_bounds(boxes), num_copies, place)
         return self._cache[key]
-
-
-@dataclass(frozen=True, slots=True)
-class _Holders:
-    """What each trainer rank holds of a parameter, and who shares it with whom."""
-
-    bounds: np.ndarray  # [sources, 2, dims]: first index of the rank's box, and behind its last
-    copies: int  # ranks that hold the same box and share the work
-    place: np.ndarray  # [sources]: which of these a rank is
 
 
 def _bounds(boxes: list[Box]) -> np.ndarray:
