@@ -144,10 +144,12 @@ def _device_digest(flat: Tensor) -> Tensor:
     """[] int64, wrapping."""
     if flat.storage_offset() % 8:
         flat = flat.clone()  # words must lie on words
-    rows = flat.numel() // 4096
-    words = flat[: rows * 4096].view(torch.int64).view(-1, 512)
-    weights = torch.arange(512, device=flat.device) * 2 + 1
-    of_rows = (words.sum(0) * weights).sum()
-    tail = flat[rows * 4096 :].long()
-    of_tail = (tail * (torch.arange(tail.numel(), device=flat.device) * 2 + 257)).sum()
-    return of_rows * 1000003 + of_tail + flat.numel()
+    size = flat.numel()
+    in_rows = size // 4096 * 4096
+    columns = torch.arange(512, device=flat.device)
+    words = flat[:in_rows].view(torch.int64).view(-1, 512)
+    of_rows = (words.sum(0) * (columns * 2 + 1)).sum()
+    tail = flat[in_rows:].long()
+    places = torch.arange(size - in_rows, device=flat.device)
+    of_tail = (tail * (places * 2 + 257)).sum()
+    return of_rows * 1000003 + of_tail + size

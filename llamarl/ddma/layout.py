@@ -93,9 +93,10 @@ class Source:
         shard, t = divmod(rank % (self.fsdp * self.tp), self.tp)
         name = p.name.removesuffix(SCALE)
         part = tensor_parallel_box(config, name, p.shape, t, self.tp, split_vocabulary=False)
-        rows = -(-part.lengths[0] // self.fsdp)
-        first = min(shard * rows, part.lengths[0])
-        return part.cut(0, first, min(rows, part.lengths[0] - first))
+        rows = part.lengths[0]
+        chunk = -(-rows // self.fsdp)
+        first = min(shard * chunk, rows)
+        return part.cut(0, first, min(chunk, rows - first))
 
 
 @dataclass(frozen=True, slots=True)

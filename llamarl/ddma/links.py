@@ -117,8 +117,12 @@ def _shared_slots(num_bytes: int) -> Slots:
 
 def _with_counters(whole: list[Tensor], files: tuple[int, ...] = ()) -> Slots:
     """Slots in memory that has room for a counter at its end."""
-    tensors = [memory[:-_COUNTER_BYTES] for memory in whole]
-    counters = [memory[-_COUNTER_BYTES:].view(torch.int64)[:1] for memory in whole]
+    tensors = []
+    counters = []
+    for memory in whole:
+        flat, end = memory.split([len(memory) - _COUNTER_BYTES, _COUNTER_BYTES])
+        tensors.append(flat)
+        counters.append(end.view(torch.int64)[:1])
     return Slots(tensors, counters, files)
 
 
@@ -247,24 +251,20 @@ class RankLink(LocalLink):
 
     def send(self, header: Header, to_receiver: bool = True) -> None:
         tag = _Tag.TO_RECEIVER if to_receiver else _Tag.TO_SENDER
-        more = b"" if header.more is None else json.dumps(header.more).encode()
-        fixed = torch.tensor([header.kind, header.version, len(more)])
+        message = json.dumps([header.kind, header.version, header.more]).encode()
+        raw = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         with self._with_peer():
-            dist.send(fixed, self.peer, group=self._group, tag=tag)
-            if more:
-                raw = torch.frombuffer(bytearray(more), dtype=torch.uint8)
-                dist.send(raw, self.peer, group=self._group, tag=tag)
+            dist.send(torch.tensor([len(raw)]), self.peer, group=self._group, tag=tag)
+            dist.send(raw, self.peer, group=self._group, tag=tag)
 
     def recv(self, at_receiver: bool = True, timeout_s: float | None = None) -> Header:
         tag = _Tag.TO_RECEIVER if at_receiver else _Tag.TO_SENDER
-        fixed = torch.zeros(3, dtype=torch.int64)
-        self._begin_recv(fixed, self._group, tag)(timeout_s)
-        kind, version, size = fixed.tolist()
-        if not size:
-            return Header(Kind(kind), version)
-        raw = torch.empty(size, dtype=torch.uint8)
+        size = torch.zeros(1, dtype=torch.int64)
+        self._begin_recv(size, self._group, tag)(timeout_s)
+        raw = torch.empty(int(size), dtype=torch.uint8)
         self._begin_recv(raw, self._group, tag)(timeout_s)
-        return Header(Kind(kind), version, json.loads(raw.numpy().tobytes()))
+        kind, version, more = json.loads(raw.numpy().tobytes())
+        return Header(Kind(kind), version, more)
 
     def fetch(
         self, slot: int, start: int, size: int, scratch: Tensor | None = None, staged: int = 0
