@@ -12,12 +12,11 @@ import dataclasses
 import json
 import sys
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from llamarl.ddma.layout import Destination, Parameter, Source, parameters_to_send
+from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.plan import Plan, make_plan
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.sharding import num_parameters
@@ -44,42 +43,50 @@ def topology(kind: type, text: str) -> Source | Destination:
     return kind(**values)
 
 
-@dataclasses.dataclass(frozen=True)
-class Account:
-    """Bytes of one sync: what each rank sends and receives, against the floor."""
+def report(plan: Plan) -> dict:
+    """A plan's bytes by rank and link, and the least that any plan could do with. JSON.
 
-    sent: np.ndarray  # [sources], by trainer ranks
-    forwarded: np.ndarray  # [destinations], by generator ranks to the replica after them
-    received: np.ndarray  # [destinations]
-    source_floor: int  # each root's bytes once, spread evenly over the trainer's ranks
-    receive_floor: int  # the largest shard, once
-
-    @property
-    def busiest(self) -> int:
-        return int(max(self.sent.max(), self.received.max(), self.forwarded.max()))
-
-    @property
-    def floor(self) -> int:
-        return max(self.source_floor, self.receive_floor)
-
-    @property
-    def ratio(self) -> float:
-        return self.busiest / self.floor
-
-
-def account(plan: Plan) -> Account:
-    """Count a plan's bytes rank by rank."""
-    fed = np.array([len(plan.feeds(s)) for s in range(plan.source.num_ranks)])
-    received = np.tile(plan.shard_bytes, plan.destination.replicas)
-    forwards = [plan.follower(d) is not None for d in range(plan.destination.num_ranks)]
-    total = int(plan.shard_bytes.sum()) * plan.roots
-    return Account(
-        sent=plan.bytes_to.sum(1) * fed,
-        forwarded=np.where(forwards, received, 0),
-        received=received,
-        source_floor=-(-total // plan.source.num_ranks),
-        receive_floor=int(plan.shard_bytes.max()),
-    )
+    source_floor: each root's bytes once, spread evenly over the trainer's ranks. receive_floor: the
+    largest shard, once. links: those that carry something, {"from", "to", "bytes"}.
+    """
+    num_sources = plan.source.num_ranks
+    tp = plan.destination.tp
+    shards = plan.shard_bytes.tolist()
+    sent = [0] * num_sources
+    forwarded = [0] * plan.destination.num_ranks
+    links = []
+    for s in range(num_sources):
+        for replica in plan.feeds(s):
+            for t, num_bytes in enumerate(plan.bytes_to[s].tolist()):
+                sent[s] += num_bytes
+                if num_bytes:
+                    links.append(_link(f"trainer {s}", replica * tp + t, num_bytes))
+    for d in range(plan.destination.num_ranks):
+        after = plan.follower(d)
+        if after is not None:
+            forwarded[d] = shards[d % tp]
+            links.append(_link(f"generator {d}", after, forwarded[d]))
+    received = shards * plan.destination.replicas
+    source_floor = -(-sum(shards) * plan.roots // num_sources)
+    receive_floor = max(shards)
+    floor = max(source_floor, receive_floor)
+    busiest = max(sent + received + forwarded)
+    return {
+        "source": dataclasses.asdict(plan.source),
+        "destination": dataclasses.asdict(plan.destination),
+        "bytes_per_sync": plan.num_bytes,
+        "roots": plan.roots,
+        "feed": why(plan),
+        "floor": floor,
+        "source_floor": source_floor,
+        "receive_floor": receive_floor,
+        "busiest": busiest,
+        "ratio": busiest / floor,
+        "sent": sent,
+        "forwarded": forwarded,
+        "received": received,
+        "links": links,
+    }
 
 
 def why(plan: Plan) -> str:
@@ -102,89 +109,56 @@ def why(plan: Plan) -> str:
     return f"direct: all {replicas} replicas pull from the trainer, as asked"
 
 
-def links(plan: Plan) -> list[dict[str, object]]:
-    """Every link that carries something: {"from": "trainer 0", "to": "generator 3", "bytes": n}."""
-    out = []
-    tp = plan.destination.tp
-    for s in range(plan.source.num_ranks):
-        for replica in plan.feeds(s):
-            for t, num_bytes in enumerate(plan.bytes_to[s].tolist()):
-                if num_bytes:
-                    out.append(_link(f"trainer {s}", replica * tp + t, num_bytes))
-    for d in range(plan.destination.num_ranks):
-        after = plan.follower(d)
-        if after is not None:
-            out.append(_link(f"generator {d}", after, int(plan.shard_bytes[d % tp])))
-    return out
-
-
 def _link(sender: str, generator: int, num_bytes: int) -> dict[str, object]:
     return {"from": sender, "to": f"generator {generator}", "bytes": num_bytes}
 
 
-def show(plan: Plan, config: ModelConfig) -> None:
-    """Print a plan for people."""
-    counted = account(plan)
+def show(found: dict, config: ModelConfig) -> None:
+    """Print a report for people."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = 160
+    num_bytes = found["bytes_per_sync"]
+    source = [f"{key} {value}" for key, value in found["source"].items()]
+    destination = [f"{key} {value}" for key, value in found["destination"].items()]
+    ranks = Table("ranks", "bytes each", "all", "floor", "ratio", box=None, pad_edge=False)
+    forwarding = [n for n in found["forwarded"] if n]
+    _add_ranks(ranks, "trainer, sends", found["sent"], found["source_floor"])
+    _add_ranks(ranks, "generator, receives", found["received"], found["receive_floor"])
+    _add_ranks(ranks, "generator, forwards", forwarding, found["receive_floor"])
+    links = Table("link", "bytes", box=None, pad_edge=False)
+    if len(found["links"]) > MOST_ROWS:
+        spread = _spread([link["bytes"] for link in found["links"]])
+        links.add_row(f"{len(found['links'])} links (--json lists them)", spread)
+    else:
+        for link in found["links"]:
+            links.add_row(f"{link['from']} -> {link['to']}", f"{link['bytes']:,}")
     console.print(
         f"{num_parameters(config):,} parameters, "
-        f"{plan.num_bytes // plan.destination.replicas:,} bytes a replica, "
-        f"{plan.num_bytes:,} bytes a sync"
+        f"{num_bytes // found['destination']['replicas']:,} bytes a replica, "
+        f"{num_bytes:,} bytes a sync"
     )
-    console.print(f"{_words(plan.source)} -> {_words(plan.destination)}")
-    console.print(why(plan))
-    console.print(_table_of_ranks(counted))
-    console.print(_table_of_links(links(plan)))
+    console.print(f"trainer {' x '.join(source)} -> generator {' x '.join(destination)}")
+    console.print(found["feed"])
+    console.print(ranks)
+    console.print(links)
     console.print(
-        f"busiest rank {counted.busiest:,} bytes, floor {counted.floor:,}, "
-        f"ratio {counted.ratio:.3f}"
+        f"busiest rank {found['busiest']:,} bytes, floor {found['floor']:,}, "
+        f"ratio {found['ratio']:.3f}"
     )
 
 
-def _table_of_ranks(counted: Account) -> Table:
-    forwarding = counted.forwarded[counted.forwarded > 0]
-    rows = [
-        ("trainer, sends", counted.sent, counted.source_floor),
-        ("generator, receives", counted.received, counted.receive_floor),
-        ("generator, forwards", forwarding, counted.receive_floor),
-    ]
-    table = Table("ranks", "bytes each", "all", "floor", "ratio", box=None, pad_edge=False)
-    for does, values, floor in rows:
-        if len(values):
-            ratio = f"{values.max() / floor:.3f}"
-            name = f"{does} ({len(values)})"
-            table.add_row(name, _spread(values), f"{values.sum():,}", f"{floor:,}", ratio)
-    return table
+def _add_ranks(table: Table, do: str, num_bytes: list[int], floor: int) -> None:
+    if num_bytes:
+        ratio = max(num_bytes) / floor
+        name = f"{do} ({len(num_bytes)})"
+        table.add_row(name, _spread(num_bytes), f"{sum(num_bytes):,}", f"{floor:,}", f"{ratio:.3f}")
 
 
-def _table_of_links(all_links: list[dict[str, object]]) -> Table:
-    table = Table("link", "bytes", box=None, pad_edge=False)
-    if len(all_links) > MOST_ROWS:
-        spread = _spread(np.array([link["bytes"] for link in all_links]))
-        table.add_row(f"{len(all_links)} links (--json lists them)", spread)
-        return table
-    for link in all_links:
-        table.add_row(f"{link['from']} -> {link['to']}", f"{link['bytes']:,}")
-    return table
-
-
-def _words(topology: Source | Destination) -> str:
-    side = "trainer" if isinstance(topology, Source) else "generator"
-    parts = [f"{key} {value}" for key, value in dataclasses.asdict(topology).items()]
-    return f"{side} {' x '.join(parts)}"
-
-
-def _spread(values: np.ndarray) -> str:
-    low, high = int(values.min()), int(values.max())
+def _spread(values: list[int]) -> str:
+    low = min(values)
+    high = max(values)
     return f"{high:,}" if low == high else f"{low:,} .. {high:,}"
-
-
-def _parameters(config: ModelConfig, dtype: str) -> list[Parameter]:
-    if DTYPES[dtype].itemsize == 1:
-        return parameters_to_send(config, torch.bfloat16, DTYPES[dtype])
-    return parameters_to_send(config, DTYPES[dtype])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -209,36 +183,25 @@ def main(arguments: list[str] | None = None) -> int:
     )
     p.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
+    dtype = DTYPES[given.dtype]
+    quantized = None
+    if dtype.itemsize == 1:
+        quantized = dtype
+        dtype = torch.bfloat16
     try:
         config = read_config(given.model)
         source = topology(Source, given.source)
         destination = topology(Destination, given.destination)
-        plan = make_plan(
-            config, _parameters(config, given.dtype), source, destination, feed=given.feed
-        )
+        parameters = parameters_to_send(config, dtype, quantized)
+        plan = make_plan(config, parameters, source, destination, feed=given.feed)
     except (FileNotFoundError, ValueError) as error:
         print(f"llamarl.ddma: {error}", file=sys.stderr)
         return 2
-    if not given.json:
-        show(plan, config)
-        return 0
-    counted = account(plan)
-    report = {
-        "source": dataclasses.asdict(source),
-        "destination": dataclasses.asdict(destination),
-        "dtype": given.dtype,
-        "bytes_per_sync": plan.num_bytes,
-        "roots": plan.roots,
-        "feed": why(plan),
-        "floor": counted.floor,
-        "busiest": counted.busiest,
-        "ratio": counted.ratio,
-        "sent": counted.sent.tolist(),
-        "forwarded": counted.forwarded.tolist(),
-        "received": counted.received.tolist(),
-        "links": links(plan),
-    }
-    print(json.dumps(report))
+    found = report(plan)
+    if given.json:
+        print(json.dumps({"dtype": given.dtype} | found))
+    else:
+        show(found, config)
     return 0
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import queue
+import threading
+from collections import deque
 from collections.abc import Callable
 
 from torch import Tensor
 
 from llamarl.ddma.links import Header, Kind, Slots
-from llamarl.ddma.payload import Assembly, Bucket, Progress
+from llamarl.ddma.payload import Bucket, Progress
 from llamarl.ddma.protocol import (
     LinkContext,
     Outgoing,
@@ -17,14 +19,15 @@ from llamarl.ddma.protocol import (
     work_behind_the_model,
 )
 from llamarl.errors import PeerDied, WeightsError
+from llamarl.models.sharding import Box, overlap
 
 
 class Forwarder:
     """Sends each version out of the receiver's own buffers, in a thread of its own.
 
-    A bucket goes as soon as it is known to be right, and so before the version is whole. arriving:
-    what each of the receiver's links carries; on_sent() is called when the other replica has a
-    version, and its buffer may be written again.
+    A bucket goes as soon as it and those before it are there, and so before the version is whole.
+    arriving: what each of the receiver's links carries; on_sent() is called when the other replica
+    has a version, and its buffer may be written again.
     """
 
     def __init__(
@@ -40,8 +43,11 @@ class Forwarder:
         self._out = out
         self._buffers = buffers
         self._on_sent = on_sent
-        self._progress = Progress(len(out.buckets))
-        self._assembly = Assembly(arriving, out.buckets)
+        self._progress = Progress()
+        self._origins = _origins(arriving, out.buckets)
+        self._lock = threading.Lock()
+        self._arrived: set[tuple[int, int]] = set()
+        self._awaited: deque[set[tuple[int, int]]] = deque()
         self._versions: queue.Queue[QueuedVersion | None] = queue.Queue()
         self._current: QueuedVersion | None = None
         self._closing = False
@@ -50,7 +56,8 @@ class Forwarder:
     def begin(self, version: int, buffer: int, *, must_load: bool, evaluate: bool) -> None:
         """A version begins to come into the buffer with this number. The last one has been sent."""
         self._progress.reset()
-        self._assembly.reset()
+        self._arrived = set()
+        self._awaited = deque(self._origins)
         self._current = QueuedVersion(
             version=version,
             must_load=must_load,
@@ -62,11 +69,19 @@ class Forwarder:
         self._versions.put(self._current)
 
     def arrived(self, link: int, bucket: int) -> None:
-        """A bucket of this link of the receiver's is in its place, and right."""
-        self._assembly.arrived(link, bucket, self._progress)
+        """A bucket of this link of the receiver's is in its place."""
+        with self._lock:
+            self._arrived.add((link, bucket))
+            while self._awaited and self._awaited[0] <= self._arrived:
+                self._awaited.popleft()
+                self._progress.mark()
+
+    def repairs(self) -> None:
+        """Some of what has arrived was damaged, and comes again."""
+        self._current.was_repaired = True
 
     def seal(self, canary: dict) -> None:
-        """The version is whole, and ends with this canary."""
+        """The version is whole and right, and ends with this canary."""
         self._current.seal(canary)
 
     def end(self) -> None:
@@ -79,7 +94,7 @@ class Forwarder:
         self._versions.put(None)
         self._progress.close()
         if self._current is not None:
-            self._current.seal({})
+            self._current.seal(None)
 
     def _run(self) -> None:
         control = self._context.control
@@ -95,7 +110,26 @@ class Forwarder:
                 self._on_sent()
             self._out.link.send(Header(Kind.CLOSE))
         except WeightsError as error:
-            raise WeightsError(f"{where}: {error}") from error
+            if not self._closing:
+                raise WeightsError(f"{where}: {error}") from error
         except PeerDied as error:
             if not self._closing:
                 raise PeerDied(f"{where}: {control.gone(error)}", error.ranks) from error
+
+
+def _origins(
+    arriving: list[tuple[Bucket, ...]], forwarded: tuple[Bucket, ...]
+) -> list[set[tuple[int, int]]]:
+    """Which (link, bucket) of what arrives bring some of each forwarded bucket."""
+    boxes: dict[str, list[tuple[int, Box]]] = {}  # name -> (forwarded bucket, its box of it)
+    for number, bucket in enumerate(forwarded):
+        for piece in bucket.pieces:
+            boxes.setdefault(piece.name, []).append((number, piece.box))
+    origins: list[set[tuple[int, int]]] = [set() for _ in forwarded]
+    for link, carried in enumerate(arriving):
+        for index, bucket in enumerate(carried):
+            for piece in bucket.pieces:
+                for number, box in boxes[piece.name]:
+                    if overlap(box, piece.box).numel:
+                        origins[number].add((link, index))
+    return origins

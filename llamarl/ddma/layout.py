@@ -12,7 +12,7 @@ weight travels as one byte an element and a float32 scale a row, which is a para
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,6 +45,34 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A box (global indices) of a parameter, and where it lies in a slot or a buffer."""
+
+    parameter: Parameter
+    box: Box
+    start: int  # bytes
+
+    @property
+    def name(self) -> str:
+        """The parameter's."""
+        return self.parameter.name
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.numel * self.parameter.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """The byte behind its last."""
+        return self.start + self.num_bytes
+
+    def view_in(self, flat: Tensor) -> Tensor:
+        """The box, in its own shape and dtype, as a view of the memory flat [bytes] uint8."""
+        run = flat[self.start : self.end]
+        return run.view(self.parameter.dtype).view(self.box.lengths)
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """How the trainer holds the model."""
 
@@ -63,21 +91,12 @@ class Source:
         less, or nothing.
         """
         shard, t = divmod(rank % (self.fsdp * self.tp), self.tp)
-        part = self._tensor_parallel_box(config, p.name.removesuffix(SCALE), p.shape, t)
-        rows = -(-part.lengths[0] // self.fsdp)
-        first = min(shard * rows, part.lengths[0])
-        return part.cut(0, first, min(rows, part.lengths[0] - first))
-
-    def splits_columns(self, config: ModelConfig, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether tensor-parallel ranks hold parts of this parameter's rows."""
-        if len(shape) == 1:
-            return False
-        return self._tensor_parallel_box(config, name, shape, 0).lengths[1] < shape[1]
-
-    def _tensor_parallel_box(
-        self, config: ModelConfig, name: str, shape: tuple[int, ...], t: int
-    ) -> Box:
-        return tensor_parallel_box(config, name, shape, t, self.tp, split_vocabulary=False)
+        name = p.name.removesuffix(SCALE)
+        part = tensor_parallel_box(config, name, p.shape, t, self.tp, split_vocabulary=False)
+        rows = part.lengths[0]
+        chunk = -(-rows // self.fsdp)
+        first = min(shard * chunk, rows)
+        return part.cut(0, first, min(chunk, rows - first))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,32 +137,14 @@ def parameters_to_send(
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Where one rank keeps its box of a parameter in its flat buffer."""
-
-    parameter: Parameter
-    box: Box
-    start: int  # bytes
-
-    @property
-    def num_bytes(self) -> int:
-        return self.box.numel * self.parameter.dtype.itemsize
-
-    def view_in(self, flat: Tensor) -> Tensor:
-        """The box, in its own shape and dtype, as a view of the buffer flat [bytes] uint8."""
-        run = flat[self.start : self.start + self.num_bytes]
-        return run.view(self.parameter.dtype).view(self.box.lengths)
-
-
-@dataclass(frozen=True, slots=True)
 class Buffer:
-    """One destination rank's buffer: its boxes by name, and tensors that are several of them end to
-    end.
+    """One destination rank's buffer: its pieces by name, in the order in which they lie, and
+    tensors that are several of them end to end.
     """
 
-    held: dict[str, Held]
+    held: dict[str, Piece]
     fused: dict[str, tuple[str, ...]]
-    num_bytes: int = field(default=0)
+    num_bytes: int
 
 
 def buffer_of(
@@ -159,37 +160,32 @@ def buffer_of(
     fuse: the members of FUSED lie end to end, so that each group is one tensor too.
     """
     by_name = {p.name: p for p in parameters}
-    held: dict[str, Held] = {}
-    fused: dict[str, tuple[str, ...]] = {}
+    fused = _fused(by_name) if fuse else {}
+    runs = {name: (name,) for name in by_name}  # what lies end to end, by its first name
+    for members in fused.values():
+        for name in members:
+            del runs[name]
+        runs[members[0]] = members
+    held: dict[str, Piece] = {}
     start = 0
     for p in parameters:
-        if p.name in held:
-            continue
-        group = _fused_name(p.name) if fuse else None
-        members = _members(p.name, by_name) if group else ()
-        if members:
-            fused[group] = members
-        for name in members or (p.name,):
-            box = destination.box(config, by_name[name], t)
-            held[name] = Held(by_name[name], box, start)
-            start += held[name].num_bytes
+        for name in runs.get(p.name, ()):
+            member = by_name[name]
+            held[name] = Piece(member, destination.box(config, member, t), start)
+            start = held[name].end
         start = aligned(start)
     return Buffer(held, fused, start)
 
 
-def _fused_name(name: str) -> str | None:
-    """The name of the tensor whose first part has this name; None if it is the first of none."""
-    for group, (first, *_) in FUSED.items():
-        if first in name:
-            return name.replace(first, group)
-    return None
-
-
-def _members(name: str, by_name: dict[str, Parameter]) -> tuple[str, ...]:
-    """The names that are fused with this one, which is the first; none if their dtypes differ."""
-    for first, *others in FUSED.values():
-        if first in name:
-            names = (name, *(name.replace(first, other) for other in others))
-            dtypes = {by_name[n].dtype if n in by_name else None for n in names}
-            return names if len(dtypes) == 1 else ()
-    return ()
+def _fused(by_name: dict[str, Parameter]) -> dict[str, tuple[str, ...]]:
+    """The name of each fused tensor, and those of its members, which have one dtype."""
+    fused = {}
+    for name in by_name:
+        for group, parts in FUSED.items():
+            if parts[0] not in name:
+                continue
+            members = tuple(name.replace(parts[0], part) for part in parts)
+            dtypes = {by_name[n].dtype if n in by_name else None for n in members}
+            if len(dtypes) == 1:
+                fused[name.replace(parts[0], group)] = members
+    return fused

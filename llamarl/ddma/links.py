@@ -41,7 +41,6 @@ class _Tag(IntEnum):
     TO_RECEIVER = 0
     TO_SENDER = 1
     PAYLOAD = 2
-    DIGEST = 3
 
 
 class Kind(IntEnum):
@@ -68,7 +67,8 @@ class Slots:
     """Memory that a sender stages into, and what lets a receiver elsewhere reach it."""
 
     tensors: list[Tensor]  # [bytes] uint8 each
-    # [1] int64 each: how many buckets are staged. None on a GPU, whose copies nobody sees end.
+    # [1] int64 each: how many buckets are staged. None where receivers begin when all are, and on a
+    # GPU, whose copies nobody sees end.
     counters: list[Tensor] = field(default_factory=list)
     files: tuple[int, ...] = ()  # descriptors of shared ones, until all receivers have mapped them
 
@@ -117,8 +117,12 @@ def _shared_slots(num_bytes: int) -> Slots:
 
 def _with_counters(whole: list[Tensor], files: tuple[int, ...] = ()) -> Slots:
     """Slots in memory that has room for a counter at its end."""
-    tensors = [memory[:-_COUNTER_BYTES] for memory in whole]
-    counters = [memory[-_COUNTER_BYTES:].view(torch.int64)[:1] for memory in whole]
+    tensors = []
+    counters = []
+    for memory in whole:
+        flat, end = memory.split([len(memory) - _COUNTER_BYTES, _COUNTER_BYTES])
+        tensors.append(flat)
+        counters.append(end.view(torch.int64)[:1])
     return Slots(tensors, counters, files)
 
 
@@ -141,8 +145,8 @@ class LocalLink:
 
     transport = "local"
     peer: int | None = None  # the other rank, where there is one
-    # Whether bytes and digests are sent, and received into memory of the receiver's. Where they are
-    # not, it reads the sender's, and send_bytes, send_digest and fetch_digest must not be called.
+    # Whether bytes are sent, and received into memory of the receiver's. Where they are not, it
+    # reads the sender's, and there is no send_bytes.
     streams = False
 
     def __init__(self):
@@ -200,17 +204,7 @@ class LocalLink:
 
     def send_bytes(self, flat: Tensor) -> Callable[[], None]:
         """Sender: begin to send a bucket's bytes. Call the result to wait until they may change."""
-        raise NotImplementedError(
-            f"a {self.transport} link sends no bytes: its receiver reads them"
-        )
-
-    def send_digest(self, digest: int) -> Callable[[], None]:
-        """Sender, after send_bytes: say that bucket's digest, for a receiver that forwards it."""
-        raise NotImplementedError(f"a {self.transport} link's digests come with END")
-
-    def fetch_digest(self) -> Callable[[float], int]:
-        """Receiver, after fetch: what the sender says is the bucket's digest; as for fetch."""
-        raise NotImplementedError(f"a {self.transport} link's digests come with END")
+        raise NotImplementedError(f"a {self.transport} link's receiver reads them")
 
 
 class RankLink(LocalLink):
@@ -257,24 +251,20 @@ class RankLink(LocalLink):
 
     def send(self, header: Header, to_receiver: bool = True) -> None:
         tag = _Tag.TO_RECEIVER if to_receiver else _Tag.TO_SENDER
-        more = b"" if header.more is None else json.dumps(header.more).encode()
-        fixed = torch.tensor([header.kind, header.version, len(more)])
+        message = json.dumps([header.kind, header.version, header.more]).encode()
+        raw = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         with self._with_peer():
-            dist.send(fixed, self.peer, group=self._group, tag=tag)
-            if more:
-                raw = torch.frombuffer(bytearray(more), dtype=torch.uint8)
-                dist.send(raw, self.peer, group=self._group, tag=tag)
+            dist.send(torch.tensor([len(raw)]), self.peer, group=self._group, tag=tag)
+            dist.send(raw, self.peer, group=self._group, tag=tag)
 
     def recv(self, at_receiver: bool = True, timeout_s: float | None = None) -> Header:
         tag = _Tag.TO_RECEIVER if at_receiver else _Tag.TO_SENDER
-        fixed = torch.zeros(3, dtype=torch.int64)
-        self._begin_recv(fixed, self._group, tag)(timeout_s)
-        kind, version, size = fixed.tolist()
-        if not size:
-            return Header(Kind(kind), version)
-        raw = torch.empty(size, dtype=torch.uint8)
+        size = torch.zeros(1, dtype=torch.int64)
+        self._begin_recv(size, self._group, tag)(timeout_s)
+        raw = torch.empty(int(size), dtype=torch.uint8)
         self._begin_recv(raw, self._group, tag)(timeout_s)
-        return Header(Kind(kind), version, json.loads(raw.numpy().tobytes()))
+        kind, version, more = json.loads(raw.numpy().tobytes())
+        return Header(Kind(kind), version, more)
 
     def fetch(
         self, slot: int, start: int, size: int, scratch: Tensor | None = None, staged: int = 0
@@ -284,51 +274,40 @@ class RankLink(LocalLink):
         return self._begin_recv(scratch, self._payload_group, _Tag.PAYLOAD)
 
     def send_bytes(self, flat: Tensor) -> Callable[[], None]:
-        return self._begin_send(flat, self._payload_group, _Tag.PAYLOAD)
-
-    def send_digest(self, digest: int) -> Callable[[], None]:
-        return self._begin_send(torch.tensor([digest]), self._group, _Tag.DIGEST)
-
-    def fetch_digest(self) -> Callable[[float], int]:
-        word = torch.zeros(1, dtype=torch.int64)
-        arrived = self._begin_recv(word, self._group, _Tag.DIGEST)
-        return lambda timeout_s: int(arrived(timeout_s))
-
-    def _begin_send(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> Callable[[], None]:
-        """Begin to send. Call the result, which keeps the tensor alive, to wait for its end."""
         with self._with_peer():
-            work = dist.isend(tensor, self.peer, group=group, tag=tag)
+            work = dist.isend(flat, self.peer, group=self._payload_group, tag=_Tag.PAYLOAD)
 
-        def wait_until_gone(_kept: Tensor = tensor) -> None:
-            self._finish(work, timeout_s=None)
+        def wait_until_gone(_kept: Tensor = flat) -> None:
+            with self._with_peer():
+                work.wait()
 
         return wait_until_gone
 
     def _begin_recv(
         self, tensor: Tensor, group: dist.ProcessGroup, tag: int
     ) -> Callable[[float | None], Tensor]:
-        """Begin to receive into a tensor. Call the result, with seconds, to have it."""
+        """Begin to receive into a tensor. Call the result, with seconds, to have it.
+
+        LinkTimeout after these seconds; without them it waits without end.
+        """
         with self._with_peer():
             work = dist.irecv(tensor, self.peer, group=group, tag=tag)
 
         def arrived(timeout_s: float | None) -> Tensor:
-            self._finish(work, timeout_s)
-            return tensor
+            with self._with_peer():
+                if timeout_s is None:
+                    work.wait()
+                    return tensor
+                try:
+                    work.wait(timedelta(seconds=timeout_s))
+                except RuntimeError as error:
+                    text = str(error).lower()
+                    if "timed out" in text or "timeout" in text:
+                        raise LinkTimeout(f"nothing came for {timeout_s:.0f} s") from error
+                    raise
+                return tensor
 
         return arrived
-
-    def _finish(self, work: dist.Work, timeout_s: float | None) -> None:
-        """Wait for work. LinkTimeout after timeout_s."""
-        with self._with_peer():
-            if timeout_s is None:
-                work.wait()
-                return
-            try:
-                work.wait(timedelta(seconds=timeout_s))
-            except RuntimeError as error:
-                if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-                    raise LinkTimeout(f"nothing came for {timeout_s:.0f} s") from error
-                raise
 
     @contextmanager
     def _with_peer(self) -> Iterator[None]:

@@ -23,23 +23,13 @@ from functools import cached_property
 
 import numpy as np
 
-from llamarl.ddma.layout import Destination, Parameter, Source
+from llamarl.ddma.layout import Destination, Parameter, Piece, Source
 from llamarl.models.config import ModelConfig
-from llamarl.models.sharding import Box
+from llamarl.models.sharding import Box, aligned, overlap, span
 
 SMALL_BYTES = 1 << 16  # a box that is not worth cutting
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box (global indices) of a parameter that crosses from one rank to another as one copy."""
-
-    parameter: Parameter
-    box: Box
-
-    @property
-    def num_bytes(self) -> int:
-        return self.box.numel * self.parameter.dtype.itemsize
+_Boxes = dict[tuple[int, int], Box]  # by (trainer rank, tensor-parallel rank)
 
 
 @dataclass(frozen=True)
@@ -55,16 +45,17 @@ class Plan:
     roots: int
     _cache: dict = field(default_factory=dict, repr=False, compare=False)
 
-    def pieces(self, source: int, t: int) -> list[Piece]:
+    def pieces(self, source: int, t: int, start: int = 0) -> list[Piece]:
         """What trainer rank `source` sends to tensor-parallel rank t of each replica that it feeds,
-        in parameter order.
+        in parameter order. In its slot they lie from byte `start` on, each on a cache line.
         """
         out = []
         for index, p in enumerate(self.parameters):
-            low, high = self._parts(index, p)
-            offsets, lengths = low[source, t], high[source, t] - low[source, t]
-            if (lengths > 0).all():
-                out.append(Piece(p, Box(tuple(offsets.tolist()), tuple(lengths.tolist()))))
+            boxes, num_bytes = self._crossing(index, p)
+            if num_bytes[source, t]:
+                piece = Piece(p, boxes[source, t], start)
+                start = aligned(piece.end)
+                out.append(piece)
         return out
 
     def feeds(self, source: int) -> list[int]:
@@ -79,8 +70,11 @@ class Plan:
         replica, t = divmod(d, self.destination.tp)
         if replica >= self.roots:
             return [], d - self.roots * self.destination.tp
-        sending = np.flatnonzero(self.bytes_to[:, t]).tolist()
-        return [source for source in sending if replica in self.feeds(source)], None
+        feeders = []
+        for source in range(self.source.num_ranks):
+            if self.bytes_to[source, t] and replica in self.feeds(source):
+                feeders.append(source)
+        return feeders, None
 
     def follower(self, d: int) -> int | None:
         """The generator rank that d forwards its weights to."""
@@ -92,8 +86,8 @@ class Plan:
         """[sources, tp] int64: bytes that a trainer rank sends to each replica that it feeds."""
         total = np.zeros((self.source.num_ranks, self.destination.tp), np.int64)
         for index, p in enumerate(self.parameters):
-            low, high = self._parts(index, p)
-            total += (high - low).clip(min=0).prod(-1) * p.dtype.itemsize
+            _, num_bytes = self._crossing(index, p)
+            total += num_bytes
         return total
 
     @cached_property
@@ -101,8 +95,8 @@ class Plan:
         """[tp]: bytes of a generator rank's shard."""
         total = np.zeros(self.destination.tp, np.int64)
         for t in range(self.destination.tp):
-            boxes = [self.destination.box(self.config, p, t) for p in self.parameters]
-            total[t] = sum(Piece(p, box).num_bytes for p, box in zip(self.parameters, boxes))
+            for p in self.parameters:
+                total[t] += self.destination.box(self.config, p, t).numel * p.dtype.itemsize
         return total
 
     @property
@@ -117,65 +111,52 @@ class Plan:
         """
         return self.roots % self.source.replicate == 0
 
-    def _parts(self, index: int, p: Parameter) -> tuple[np.ndarray, np.ndarray]:
-        """(low, high) [sources, tp, dims]: the box that goes from each trainer rank to each
-        tensor-parallel rank; empty if high <= low.
+    def _crossing(self, index: int, p: Parameter) -> tuple[_Boxes, np.ndarray]:
+        """What crosses of the index-th parameter: the box from each trainer rank to each
+        tensor-parallel rank, and [sources, tp] its bytes, 0 where nothing is sent.
         """
-        holders = self._holders(p)
-        boxes = [self.destination.box(self.config, p, t) for t in range(self.destination.tp)]
-        wanted = _bounds(boxes)
-        low = np.maximum(holders.bounds[:, None, 0], wanted[None, :, 0])
-        high = np.minimum(holders.bounds[:, None, 1], wanted[None, :, 1])
-        copies = holders.copies
-        if copies == 1:
-            return low, high
-        # Holders of the same bytes cut them by rows; what is too small for that, one of them sends.
-        lengths = (high - low).clip(min=0)
-        first = low[..., 0].copy()
-        count = lengths[..., 0]
-        num_bytes = lengths.prod(-1) * p.dtype.itemsize
-        is_small = (num_bytes < SMALL_BYTES) | (count < copies)
-        mine = holders.place[:, None]
-        end_if_small = np.where(index % copies == mine, first + count, first)
-        low[..., 0] = np.where(is_small, first, first + count * mine // copies)
-        high[..., 0] = np.where(is_small, end_if_small, first + count * (mine + 1) // copies)
-        return low, high
-
-    def _holders(self, p: Parameter) -> _Holders:
         part = p.name.split("layers.")[-1].partition(".")[2]  # layers are alike
-        key = (p.shape, part or p.name)
+        key = (p.shape, p.dtype, part or p.name)
         if key not in self._cache:
-            trainer = self.source
-            ranks = np.arange(trainer.num_ranks)
-            shards = trainer.fsdp * trainer.tp
-            unique = [trainer.box(self.config, p, rank) for rank in range(shards)]
-            # Tensor-parallel ranks either hold different boxes or all the same one.
-            is_same = trainer.tp > 1 and unique[0] == unique[1]
-            tp_copies = trainer.tp if is_same else 1
-            replicas = 1 if self._dealt else trainer.replicate
-            of_replica = ranks // shards % replicas
-            of_tp = ranks % trainer.tp % tp_copies
-            self._cache[key] = _Holders(
-                bounds=_bounds(unique)[ranks % shards],
-                copies=tp_copies * replicas,
-                place=of_replica * tp_copies + of_tp,
-            )
-        return self._cache[key]
+            self._cache[key] = self._shared(p)
+        boxes, num_bytes, turn, num_turns = self._cache[key]
+        return boxes, np.where(index % num_turns == turn, num_bytes, 0)
 
+    def _shared(self, p: Parameter) -> tuple[_Boxes, np.ndarray, np.ndarray, np.ndarray]:
+        """(boxes, num_bytes, turn, num_turns) of what crosses of a parameter, and of its like.
 
-@dataclass(frozen=True, slots=True)
-class _Holders:
-    """What each trainer rank holds of a parameter, and who shares it with whom."""
+        Holders of the same bytes cut them by rows. What is too small for that, one of them sends:
+        each of every num_turns-th parameter, from the turn-th on. The last three are [sources, tp].
+        """
+        boxes: _Boxes = {}
+        num_bytes = np.zeros((self.source.num_ranks, self.destination.tp), np.int64)
+        turn = np.zeros_like(num_bytes)
+        num_turns = np.ones_like(num_bytes)
+        for held, ranks in self._holders(p):
+            for t in range(self.destination.tp):
+                common = overlap(held, self.destination.box(self.config, p, t))
+                rows = common.lengths[0]
+                is_small = common.numel * p.dtype.itemsize < SMALL_BYTES or rows < len(ranks)
+                for place, rank in enumerate(ranks):
+                    box = common
+                    if is_small:
+                        turn[rank, t] = place
+                        num_turns[rank, t] = len(ranks)
+                    else:
+                        box = common.cut(0, *span(rows, place, len(ranks)))
+                    boxes[rank, t] = box
+                    num_bytes[rank, t] = box.numel * p.dtype.itemsize
+        return boxes, num_bytes, turn, num_turns
 
-    bounds: np.ndarray  # [sources, 2, dims]: first index of the rank's box, and behind its last
-    copies: int  # ranks that hold the same box and share the work
-    place: np.ndarray  # [sources]: which of these a rank is
-
-
-def _bounds(boxes: list[Box]) -> np.ndarray:
-    """[boxes, 2, dims]: first index of each box, and the one behind its last."""
-    low = np.array([box.offsets for box in boxes])
-    return np.stack([low, low + np.array([box.lengths for box in boxes])], axis=1)
+    def _holders(self, p: Parameter) -> list[tuple[Box, list[int]]]:
+        """Each box that trainer ranks hold of a parameter, with those that share its sending."""
+        num_shards = self.source.fsdp * self.source.tp
+        sharing: dict[tuple[Box, int], list[int]] = {}
+        for rank in range(self.source.num_ranks):
+            box = self.source.box(self.config, p, rank)
+            replica = rank // num_shards if self._dealt else 0
+            sharing.setdefault((box, replica), []).append(rank)
+        return [(box, ranks) for (box, _), ranks in sharing.items()]
 
 
 def make_plan(

@@ -16,13 +16,17 @@
     publisher    queued versions    each link's verdict             the link reader; its death
     link reader  headers            the last staged version's swap  swap(); skip(), where it must
                                                                     not be overtaken
-    forwarder    a claimed version  the next whole bucket           the link readers
+    forwarder    a claimed version  the next bucket, the last END   the link readers
 
 Two slots at the source. At the destination one idle buffer beside the live weights: on a CPU they
 change places at a swap, on a GPU the idle one is copied over the live one. A reader never sees a
 half-written version.
 
-A replica that others depend on forwards each bucket as soon as it is whole (Plan's chain).
+A replica that others depend on forwards each bucket as soon as it is there (Plan's chain), and says
+END when it knows that all are right. What was damaged on its way to it is so found out by the next
+one too, and sent again.
+
+Headers come in order, and none is lost, as gloo and queues see to. Bytes are compared.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from torch import Tensor
 from llamarl.comm.control import Control
 from llamarl.ddma.copies import Copier
 from llamarl.ddma.links import Header, Kind, LocalLink
-from llamarl.ddma.payload import Bucket, Progress, size_of
+from llamarl.ddma.payload import Bucket, Progress
 from llamarl.errors import WeightsError
 
 MAX_RETRIES = 3
@@ -60,24 +64,21 @@ class LinkContext:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A link as its sender sees it, and which of the sender's bytes it carries.
+    """A link as its sender sees it, and which of the sender's buckets it carries.
 
-    Links with an equal base carry the same bytes, to several replicas.
+    Links to several replicas may carry the same ones.
     """
 
     link: LocalLink
-    base: int  # where this link's bytes begin in the sender's slots
     first_bucket: int  # the number of this link's first bucket among the sender's
     buckets: tuple[Bucket, ...]
-    # The receiver forwards each bucket as soon as it is right: it is told digests one by one.
-    is_forwarded: bool = False
 
 
 @dataclass(slots=True)
 class QueuedVersion:
     """A version that is to be sent: what it is, and where it lies.
 
-    It may be queued before its bytes are there. `progress` says which of its buckets are whole,
+    It may be queued before its bytes are there. `progress` says how many of its buckets are,
     `staged` that all are, and `seal` gives the canary, which is sent last.
     """
 
@@ -88,25 +89,31 @@ class QueuedVersion:
     data: Tensor  # [bytes] uint8: the slot's content
     progress: Progress
     must_differ: bool = False  # from the version before: else the optimizer's step was lost
+    was_repaired: bool = False  # buckets changed after they were there, and before it was sealed
     staged: threading.Event = field(default_factory=threading.Event)
     _sealed: threading.Event = field(default_factory=threading.Event)
-    _canary: dict = field(default_factory=dict)
+    _canary: dict | None = None
 
-    def seal(self, canary: dict) -> None:
-        """Let the version end with this canary. Only the first call counts."""
+    def seal(self, canary: dict | None) -> None:
+        """Let the version end with this canary; None gives it up. Only the first call counts."""
         if not self._sealed.is_set():
             self._canary = canary
             self._sealed.set()
 
     def wait_for_canary(self) -> dict:
-        """The canary, once there is one."""
+        """The canary, once there is one. WeightsError if there never will be."""
         self._sealed.wait()
+        if self._canary is None:
+            raise self._given_up()
         return self._canary
 
     def wait_for_bucket(self, number: int) -> None:
-        """Returns once the bucket is whole. WeightsError if it never will be."""
+        """Returns once the bucket is there. WeightsError if it never will be."""
         if not self.progress.wait(number):
-            raise WeightsError(f"version {self.version} was given up: its sender is closing")
+            raise self._given_up()
+
+    def _given_up(self) -> WeightsError:
+        return WeightsError(f"version {self.version} was given up: its sender is closing")
 
 
 # A link, and those of its buckets that its receiver still needs.
@@ -127,15 +134,32 @@ def send_version(
     is_read_here = not all(out.link.streams for out in links)
     if is_read_here and not while_staging:
         for out in links:
-            for index in range(len(out.buckets)):
-                queued.wait_for_bucket(out.first_bucket + index)
+            queued.wait_for_bucket(out.first_bucket + len(out.buckets) - 1)
     for attempt in range(MAX_RETRIES):
-        _begin(wanted, queued, attempt, is_staging=while_staging and attempt == 0)
+        for out, indices in wanted:
+            more = {
+                "slot": queued.slot,
+                "must_load": queued.must_load,
+                "evaluate": queued.evaluate,
+                "staging": while_staging and attempt == 0,
+                "buckets": indices,
+                "first": out.first_bucket,
+            }
+            out.link.send(Header(Kind.BEGIN, queued.version, more))
         if is_read_here and while_staging:
             queued.staged.wait()  # the digests would share the core with the staging
         _send_buckets(wanted, queued, digests, copier)
-        _end(wanted, queued, digests, attempt)
-        verdicts = [(out, _verdict(out.link, queued.version, attempt)) for out, _ in wanted]
+        canary = queued.wait_for_canary()
+        for out, indices in wanted:
+            of_link = []
+            for index in indices:
+                number = out.first_bucket + index
+                if queued.was_repaired:
+                    digests[number] = out.buckets[index].digest(queued.data, copier)
+                of_link.append(digests[number])
+            more = {"digests": of_link, "canary": canary}
+            out.link.send(Header(Kind.END, queued.version, more))
+        verdicts = [(out, out.link.recv(at_receiver=False).more["wrong"]) for out, _ in wanted]
         wanted = [(out, wrong) for out, wrong in verdicts if wrong]
         if not wanted:
             return digests
@@ -145,73 +169,29 @@ def send_version(
     )
 
 
-def _begin(wanted: _Wanted, queued: QueuedVersion, attempt: int, *, is_staging: bool) -> None:
-    """Tell each receiver which buckets come, where they lie, and what the version is for."""
-    for out, indices in wanted:
-        more = {
-            "slot": queued.slot,
-            "must_load": queued.must_load,
-            "evaluate": queued.evaluate,
-            "staging": is_staging,
-            "attempt": attempt,
-            "buckets": indices,
-            "first": out.first_bucket,
-        }
-        out.link.send(Header(Kind.BEGIN, queued.version, more))
-
-
-def _end(wanted: _Wanted, queued: QueuedVersion, digests: dict[int, int], attempt: int) -> None:
-    """Tell each receiver the digests of what came, and the canary."""
-    canary = queued.wait_for_canary()
-    for out, indices in wanted:
-        of_link = [digests[out.first_bucket + index] for index in indices]
-        more = {"digests": of_link, "canary": canary, "attempt": attempt}
-        out.link.send(Header(Kind.END, queued.version, more))
-
-
-def _verdict(link: LocalLink, version: int, attempt: int) -> list[int]:
-    """The buckets that the receiver says are wrong."""
-    while True:
-        header = link.recv(at_receiver=False)
-        is_answer = header.kind == Kind.VERDICT and header.version == version
-        if is_answer and header.more["attempt"] == attempt:
-            return header.more["wrong"]
-
-
 def _send_buckets(
     wanted: _Wanted, queued: QueuedVersion, digests: dict[int, int], copier: Copier
 ) -> None:
-    """Send buckets in turns over all links, so that none waits for another's last one."""
+    """Send buckets in turns over all links, so that none waits for another's last one.
+
+    Each goes once it is there and, while it travels, is digested unless its copying did that.
+    """
     sent: list[Callable[[], None]] = []
     longest = max((len(indices) for _, indices in wanted), default=0)
     for place in range(longest):
         for out, indices in wanted:
-            if place < len(indices):
-                sent += _send_bucket(out, indices[place], queued, digests, copier)
+            if place >= len(indices):
+                continue
+            number = out.first_bucket + indices[place]
+            bucket = out.buckets[indices[place]]
+            queued.wait_for_bucket(number)
+            if out.link.streams:
+                sent.append(out.link.send_bytes(queued.data[bucket.start : bucket.end]))
+            if number not in digests:
+                known = queued.progress.digest(number)
+                digests[number] = bucket.digest(queued.data, copier) if known is None else known
     for wait_until_gone in sent:
         wait_until_gone()
-
-
-def _send_bucket(
-    out: Outgoing, index: int, queued: QueuedVersion, digests: dict[int, int], copier: Copier
-) -> list[Callable[[], None]]:
-    """Send a bucket once it is whole and, while it travels, digest it unless its copying did.
-
-    Returns what waits until it has gone.
-    """
-    number = out.first_bucket + index
-    bucket = out.buckets[index]
-    queued.wait_for_bucket(number)
-    flat = queued.data[out.base : out.base + size_of(out.buckets)]
-    sent = []
-    if out.link.streams:
-        sent.append(out.link.send_bytes(flat[bucket.start : bucket.end]))
-    if number not in digests:
-        known = queued.progress.digest(number)
-        digests[number] = bucket.digest(flat, copier) if known is None else known
-    if out.link.streams and out.is_forwarded:
-        sent.append(out.link.send_digest(digests[number]))
-    return sent
 
 
 def lower_priority() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from llamarl.ddma.forwarder import Forwarder
 from llamarl.ddma.layout import FUSED, Buffer, buffer_of
 from llamarl.ddma.links import Header, Kind, LocalLink
-from llamarl.ddma.payload import Bucket, Target, buckets_of, buckets_of_buffer
+from llamarl.ddma.payload import Bucket, Target, buckets_of
 from llamarl.ddma.plan import Plan
 from llamarl.ddma.protocol import MAX_RETRIES, LinkContext, Outgoing, work_behind_the_model
 from llamarl.ddma.route import WeightsRoute
@@ -73,13 +73,18 @@ class WeightsReceiver:
         buffers = self._make_buffers(of.num_bytes, parameters[0][1].device)
         self._parameters = [parameter for _, parameter in parameters]
         self._views = {flat.data_ptr(): _views_of(flat, of, parameters) for flat in buffers}
-        whole = tuple(buckets_of_buffer(of, route.bucket_bytes))
+        whole = buckets_of(of.held.values(), route.bucket_bytes)
+        after = plan.follower(me)
+        follower = None
+        if after is not None:
+            link = route.link_to(route.destinations[after])
+            follower = Outgoing(link, first_bucket=0, buckets=whole)
         self._subscriber = Subscriber(
             route.context,
             of,
             buffers,
             self._incoming(plan, me, whole),
-            follower=self._follower(plan, me, whole),
+            follower=follower,
             in_order=route.destination.tp > 1,
         )
 
@@ -106,22 +111,9 @@ class WeightsReceiver:
         for source in feeders:
             peer = route.sources[source]
             pieces = plan.pieces(source, me % route.destination.tp)
-            buckets = tuple(buckets_of(pieces, route.bucket_bytes))
+            buckets = buckets_of(pieces, route.bucket_bytes)
             links.append(Incoming(route.link_from(peer), buckets, f"trainer rank {peer}"))
         return links
-
-    def _follower(self, plan: Plan, me: int, whole: tuple[Bucket, ...]) -> Outgoing | None:
-        """The link to the replica that this one forwards its weights to."""
-        after = plan.follower(me)
-        if after is None:
-            return None
-        return Outgoing(
-            link=self._route.link_to(self._route.destinations[after]),
-            base=0,
-            first_bucket=0,
-            buckets=whole,
-            is_forwarded=plan.follower(after) is not None,
-        )
 
     @property
     def staged(self) -> Staged | None:
@@ -144,18 +136,16 @@ class WeightsReceiver:
         On a CPU that is an exchange of pointers, on a GPU one copy.
         """
         with self._subscriber.handover() as (staged, buffer):
-            if staged is not None:
-                self._put_in_place(buffer)
-        return staged
-
-    def _put_in_place(self, buffer: Tensor) -> None:
-        views = self._views[buffer.data_ptr()]
-        if self._exchange:
-            for parameter, view in zip(self._parameters, views):
-                parameter.data = view
-        else:
-            torch._foreach_copy_(self._parameters, views, non_blocking=True)
-            torch.cuda.current_stream().synchronize()  # then the buffer may be written again
+            if staged is None:
+                return None
+            views = self._views[buffer.data_ptr()]
+            if self._exchange:
+                for parameter, view in zip(self._parameters, views):
+                    parameter.data = view
+            else:
+                torch._foreach_copy_(self._parameters, views, non_blocking=True)
+                torch.cuda.current_stream().synchronize()  # then the buffer may be written again
+            return staged
 
     def close(self) -> None:
         """Close once: its executor does so at its end, and the controller whatever happens."""
@@ -183,13 +173,8 @@ def _views_of(flat: Tensor, of: Buffer, parameters: list[tuple[str, nn.Parameter
                 f"{name}: the generator holds {tuple(parameter.shape)} {parameter.dtype}, "
                 f"{shape} {dtype} would come"
             )
-        size = sum(held.num_bytes for held in members)
-        views.append(flat[first.start : first.start + size].view(dtype).view(shape))
+        views.append(flat[first.start : members[-1].end].view(dtype).view(shape))
     return views
-
-
-def _targets(buckets: tuple[Bucket, ...], of: Buffer, flat: Tensor) -> list[Target]:
-    return [Target(bucket, of, flat) for bucket in buckets]
 
 
 class Subscriber:
@@ -231,7 +216,9 @@ class Subscriber:
             )
         self._threads = []
         for index, incoming in enumerate(links):
-            targets = [_targets(incoming.buckets, of, flat) for flat in buffers]
+            targets = []
+            for flat in buffers:
+                targets.append([Target(bucket, of, flat) for bucket in incoming.buckets])
             reader = _LinkReader(context, self, index, incoming=incoming, targets=targets)
             thread = context.control.thread(f"subscribe-{context.name}-{index}", reader.run)
             self._threads.append(thread)
@@ -275,9 +262,7 @@ class Subscriber:
         """
         with self._state:
             self._newest = max(self._newest, version)
-            self._state.wait_for(
-                lambda: self.is_closing or self._receiving == version or self._is_free()
-            )
+            self._state.wait_for(lambda: self.is_closing or self._is_open_to(version))
             if self.is_closing:
                 return False
             if self._receiving is None:
@@ -289,10 +274,10 @@ class Subscriber:
                     self.forwarder.begin(version, self.idle, must_load=must_load, evaluate=evaluate)
             return True
 
-    def _is_free(self) -> bool:
-        """Whether the idle buffer may be written, by a version that nobody has claimed it for."""
+    def _is_open_to(self, version: int) -> bool:
+        """Whether this version may be written into the idle buffer."""
         if self._receiving is not None or self._is_forwarding:
-            return False
+            return self._receiving == version
         return self._staged is None or not (self._staged.must_load or self._in_order)
 
     def complete(self, link: int, whole: Staged) -> None:
@@ -322,17 +307,6 @@ class Subscriber:
             thread.join(timeout=2)
 
 
-@dataclass(slots=True)
-class _Part:
-    """What has come of one link's part of a version."""
-
-    wanted: set[int]  # buckets that are not known to be right
-    version: int | None = None  # once it has begun to come
-    begin: dict = field(default_factory=lambda: {"attempt": -1})  # what its last BEGIN said
-    found: dict[int, int] = field(default_factory=dict)  # bucket -> its digest as it lies here
-    answered: int = -1  # the last attempt that was given a verdict
-
-
 class _LinkReader:
     """Receives one link's part of every version, in a thread of its own.
 
@@ -355,8 +329,13 @@ class _LinkReader:
         self._targets = targets
         self._link = incoming.link
         self._buckets = incoming.buckets
-        self._completed = -1  # the last version that this link has brought its part of
-        self._scratches: dict[int, Tensor] = {}
+        # Places for buckets that are scattered from there. They are kept: fresh memory is slow.
+        self._scratches: list[Tensor] = []
+        in_place = [target.in_place is not None for target in targets[0]]
+        if self._link.streams and not all(in_place):
+            largest = max(bucket.end - bucket.start for bucket in self._buckets)
+            where = {"dtype": torch.uint8, "device": subscriber.device}
+            self._scratches = [torch.empty(largest, **where) for _ in range(AHEAD)]
 
     def run(self) -> None:
         """Receive until the sender closes."""
@@ -367,6 +346,8 @@ class _LinkReader:
             self._link.accept()
             while self._receive_version():
                 control.wake()
+            if self._subscriber.forwarder is not None and self._index == 0:
+                self._subscriber.forwarder.end()
         except WeightsError as error:
             raise WeightsError(f"{where}: {error}; the version in use is unchanged") from error
         except PeerDied as error:
@@ -374,156 +355,86 @@ class _LinkReader:
                 raise PeerDied(f"{where}: {control.gone(error)}", error.ranks) from error
 
     def _receive_version(self) -> bool:
-        """Receive this link's part of one version. False when the sender closes.
+        """Receive this link's part of one version. False when the sender closes, or this end."""
+        begin = self._link.recv()
+        if begin.kind == Kind.CLOSE:
+            return False
+        must_load = begin.more["must_load"]
+        evaluate = begin.more["evaluate"]
+        version = begin.version
+        if not self._subscriber.claim(version, must_load=must_load, evaluate=evaluate):
+            return False
+        wrong: list[int] = []
+        for attempt in range(MAX_RETRIES):
+            if attempt > 0:
+                begin = self._next(Kind.BEGIN, version, wrong)
+            found = self._receive_buckets(begin)
+            end = self._next(Kind.END, version, sorted(found))
+            sent = zip(begin.more["buckets"], end.more["digests"])
+            wrong = [i for i, digest in sent if found[i] != digest]
+            if wrong and self._subscriber.forwarder is not None:
+                self._subscriber.forwarder.repairs()
+            self._link.send(Header(Kind.VERDICT, version, {"wrong": wrong}), to_receiver=False)
+            if not wrong:
+                canary = end.more["canary"]
+                self._subscriber.complete(self._index, Staged(version, must_load, evaluate, canary))
+                return True
+        raise WeightsError(
+            f"buckets {wrong} of version {version} were absent or damaged {MAX_RETRIES} times"
+        )
 
-        Headers of versions that are done with, and those that come twice, are passed over.
-        """
-        part = _Part(wanted=set(range(len(self._buckets))))
-        while True:
-            header = self._next_header(part)
-            if header.kind == Kind.CLOSE:
-                return self._end()
-            if header.version <= self._completed or part.version not in (None, header.version):
-                continue
-            attempt = header.more["attempt"]
-            if header.kind == Kind.BEGIN and attempt > part.begin["attempt"]:
-                if part.version is None and not self._claim(header):
-                    return self._end()
-                part.version = header.version
-                part.begin = header.more
-                part.found = self._receive_buckets(part)
-            elif header.kind == Kind.END and attempt > part.answered:
-                self._give_verdict(part, header)
-                if not part.wanted:
-                    self._complete(part, header)
-                    return True
-
-    def _next_header(self, part: _Part) -> Header:
-        """Waits without end for a new version, and up to timeout_s within one."""
-        timeout_s = None if part.version is None else self._context.timeout_s
+    def _next(self, kind: Kind, version: int, missing: list[int]) -> Header:
+        """The next header of this version, which is of this kind, or WeightsError."""
         try:
-            return self._link.recv(timeout_s=timeout_s)
+            header = self._link.recv(timeout_s=self._context.timeout_s)
         except LinkTimeout as error:
-            raise self._stopped(part, sorted(part.wanted), error) from error
+            raise self._stopped(version, missing, error) from error
+        assert (header.kind, header.version) == (kind, version), (
+            f"{kind.name} should come: {header}"
+        )
+        return header
 
-    def _stopped(self, part: _Part, missing: list[int], error: LinkTimeout) -> WeightsError:
+    def _stopped(self, version: int, missing: list[int], error: LinkTimeout) -> WeightsError:
         return WeightsError(
-            f"version {part.version} stopped on its way with buckets {missing} of "
+            f"version {version} stopped on its way with buckets {missing} of "
             f"{len(self._buckets)} to come: {error}"
         )
 
-    def _claim(self, header: Header) -> bool:
-        """Wait for the idle buffer. False when closing."""
-        return self._subscriber.claim(
-            header.version,
-            must_load=header.more["must_load"],
-            evaluate=header.more["evaluate"],
-        )
-
-    def _end(self) -> bool:
-        """No more versions come."""
-        if self._subscriber.forwarder is not None and self._index == 0:
-            self._subscriber.forwarder.end()
-        return False
-
-    def _give_verdict(self, part: _Part, header: Header) -> None:
-        """Compare with the digests that END says, and tell the sender which buckets are wrong.
-
-        WeightsError if some still are at the last attempt.
-        """
-        attempt = header.more["attempt"]
-        part.answered = attempt
-        right = set()
-        if attempt == part.begin["attempt"]:  # else this delivery's BEGIN was lost
-            for i, digest in zip(part.begin["buckets"], header.more["digests"]):
-                if part.found.get(i) == digest:
-                    right.add(i)
-        right &= part.wanted
-        part.wanted -= right
-        if self._subscriber.forwarder is not None and not self._link.streams:
-            for i in right:
-                self._subscriber.forwarder.arrived(self._index, i)
-        verdict = {"wrong": sorted(part.wanted), "attempt": attempt}
-        self._link.send(Header(Kind.VERDICT, header.version, verdict), to_receiver=False)
-        if part.wanted and attempt == MAX_RETRIES - 1:
-            raise WeightsError(
-                f"buckets {sorted(part.wanted)} of version {header.version} were absent or damaged "
-                f"{MAX_RETRIES} times"
-            )
-
-    def _complete(self, part: _Part, header: Header) -> None:
-        self._completed = part.version
-        whole = Staged(
-            version=part.version,
-            must_load=part.begin["must_load"],
-            evaluate=part.begin["evaluate"],
-            canary=header.more["canary"],
-        )
-        self._subscriber.complete(self._index, whole)
-
-    def _receive_buckets(self, part: _Part) -> dict[int, int]:
+    def _receive_buckets(self, begin: Header) -> dict[int, int]:
         """Copy or receive a delivery's buckets into the idle buffer.
 
         Returns the digest of each as it lies there.
         """
-        order = part.begin["buckets"]
+        order = begin.more["buckets"]
         targets = self._targets[self._subscriber.idle]
         found: dict[int, int] = {}
-        coming: list[_Coming] = []
+        coming: list[Callable[[float], Tensor]] = []
         for n, i in enumerate(order):
             while len(coming) < min(n + AHEAD, len(order)):
-                coming.append(self._begin_bucket(part, len(coming), targets))
+                coming.append(self._begin_bucket(begin, len(coming), targets))
             try:
-                data = coming[n].bytes(self._context.timeout_s)
+                data = coming[n](self._context.timeout_s)
             except LinkTimeout as error:
-                raise self._stopped(part, order[n:], error) from error
-            found[i] = targets[i].write(data, self._context.copier)
-            if n > 0:  # a digest comes behind the bucket after its own
-                self._forward_if_right(order[n - 1], coming[n - 1], found)
-        if order:
-            self._forward_if_right(order[-1], coming[-1], found)
+                raise self._stopped(begin.version, order[n:], error) from error
+            found[i] = self._context.copier.copy_parts(data, targets[i].parts)
+            if self._subscriber.forwarder is not None:
+                self._subscriber.forwarder.arrived(self._index, i)
         return found
 
-    def _begin_bucket(self, part: _Part, n: int, targets: list[Target]) -> _Coming:
+    def _begin_bucket(
+        self, begin: Header, n: int, targets: list[Target]
+    ) -> Callable[[float], Tensor]:
         """Begin to get the n-th bucket of a delivery."""
-        i = part.begin["buckets"][n]
+        i = begin.more["buckets"][n]
         bucket = self._buckets[i]
-        place = None
-        if self._link.streams:
-            place = targets[i].in_place
-            if place is None:
-                place = self._scratch(n % AHEAD, bucket.num_bytes)
-        data = self._link.fetch(
-            part.begin["slot"],
+        num_bytes = bucket.end - bucket.start
+        place = targets[i].in_place
+        if place is None and self._link.streams:
+            place = self._scratches[n % AHEAD][:num_bytes]
+        return self._link.fetch(
+            begin.more["slot"],
             bucket.start,
-            bucket.num_bytes,
+            num_bytes,
             scratch=place,
-            staged=part.begin["first"] + i + 1 if part.begin["staging"] else 0,
+            staged=begin.more["first"] + i + 1 if begin.more["staging"] else 0,
         )
-        is_told_digest = self._subscriber.forwarder is not None and self._link.streams
-        return _Coming(data, self._link.fetch_digest() if is_told_digest else None)
-
-    def _forward_if_right(self, i: int, coming: _Coming, found: dict[int, int]) -> None:
-        """Forward a bucket whose digest came with it; else it is when END has said that."""
-        if coming.digest is not None and coming.digest(self._context.timeout_s) == found[i]:
-            self._subscriber.forwarder.arrived(self._index, i)
-
-    def _scratch(self, which: int, num_bytes: int) -> Tensor:
-        """One of the places for buckets that are scattered from there.
-
-        It is kept, for fresh memory is slow.
-        """
-        if which not in self._scratches:
-            largest = max(bucket.num_bytes for bucket in self._buckets)
-            self._scratches[which] = torch.empty(
-                largest, dtype=torch.uint8, device=self._subscriber.device
-            )
-        return self._scratches[which][:num_bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class _Coming:
-    """What waits, up to so many seconds, for a bucket's bytes and for the digest sent with it."""
-
-    bytes: Callable[[float], Tensor]
-    digest: Callable[[float], int] | None

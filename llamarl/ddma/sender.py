@@ -11,13 +11,14 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from llamarl.ddma.links import NUM_SLOTS, Header, Kind, Slots, make_slots
-from llamarl.ddma.payload import Bucket, Progress, buckets_of, size_of
+from llamarl.ddma.payload import Bucket, Progress, buckets_of
 from llamarl.ddma.plan import Plan
 from llamarl.ddma.protocol import (
     LinkContext,
@@ -31,6 +32,7 @@ from llamarl.ddma.staging import Staging
 from llamarl.errors import PeerDied, TimedOut, WeightsError
 from llamarl.models.config import ModelConfig
 from llamarl.models.fsdp import local
+from llamarl.models.sharding import aligned
 
 LOOK_S = 0.2  # between two looks at whether a free slot can still be hoped for
 
@@ -55,50 +57,39 @@ class WeightsSender:
         """
         route = self._route
         self._plan = route.plan(config)
-        links = self._make_links(self._plan)
-        buckets = _numbered(links)
+        links, buckets = self._make_links(self._plan)
         self._staging = Staging(route, self._plan, dict(parameters), buckets, tensor_group)
         device = local(parameters[0][1]).device
-        num_bytes = max((out.base + size_of(out.buckets) for out in links), default=0)
         slots = make_slots(
-            num_bytes,
+            aligned(buckets[-1].end) if buckets else 0,
             device if route.on_device else torch.device("cpu"),
             shared=any(out.link.transport == "shm" for out in links),
         )
-        self._publisher = Publisher(
-            route.context,
-            slots,
-            links,
-            num_buckets=len(buckets),
-            # A device's copies are not counted as they end.
-            while_staging=device.type == "cpu" and not route.ranks_outnumber_cores,
-        )
+        # A device's copies are not counted as they end.
+        if device.type != "cpu" or route.ranks_outnumber_cores:
+            slots = replace(slots, counters=[])
+        self._publisher = Publisher(route.context, slots, links)
         return self._plan
 
-    def _make_links(self, plan: Plan) -> list[Outgoing]:
-        """The links to all receivers. Replicas that get the same bytes get them from one place."""
+    def _make_links(self, plan: Plan) -> tuple[list[Outgoing], list[Bucket]]:
+        """The links to all receivers, and the buckets of all links in the order of their numbers.
+
+        Replicas that get the same bytes get them from one place.
+        """
         route = self._route
         rank = route.sources.index(route.rank)
-        links = []
-        base = 0
-        first_bucket = 0
+        links: list[Outgoing] = []
+        buckets: list[Bucket] = []
         for t in range(route.destination.tp):
-            buckets = tuple(buckets_of(plan.pieces(rank, t), route.bucket_bytes))
-            if not buckets:
+            start = aligned(buckets[-1].end) if buckets else 0
+            carried = buckets_of(plan.pieces(rank, t, start), route.bucket_bytes)
+            if not carried:
                 continue
             for replica in plan.feeds(rank):
-                place = replica * route.destination.tp + t
-                out = Outgoing(
-                    link=route.link_to(route.destinations[place]),
-                    base=base,
-                    first_bucket=first_bucket,
-                    buckets=buckets,
-                    is_forwarded=plan.follower(place) is not None,
-                )
-                links.append(out)
-            base += size_of(buckets)
-            first_bucket += len(buckets)
-        return links
+                peer = route.destinations[replica * route.destination.tp + t]
+                links.append(Outgoing(route.link_to(peer), len(buckets), carried))
+            buckets += carried
+        return links, buckets
 
     def publish(
         self,
@@ -163,39 +154,22 @@ class WeightsSender:
             publisher.close()
 
 
-def _numbered(links: list[Outgoing]) -> list[tuple[int, Bucket]]:
-    """(base of its links, bucket) of every bucket, at the place of its number."""
-    buckets: list[tuple[int, Bucket]] = []
-    for out in links:
-        if out.first_bucket == len(buckets):  # else another replica's link carries the same ones
-            buckets += [(out.base, bucket) for bucket in out.buckets]
-    return buckets
-
-
 class Publisher:
     """Sends queued versions, one after another, in a thread of its own.
 
-    links share `slots`, which hold `num_buckets` buckets. while_staging: a version is on its way
-    while it is staged; else it waits for that, where both would share a core.
+    links share `slots`. Where these have counters, a version is on its way while it is staged; else
+    it waits for that, where both would share a core.
     """
 
-    def __init__(
-        self,
-        context: LinkContext,
-        slots: Slots,
-        links: list[Outgoing],
-        *,
-        num_buckets: int,
-        while_staging: bool = True,
-    ):
+    def __init__(self, context: LinkContext, slots: Slots, links: list[Outgoing]):
         self.committed_version = -1
         self._context = context
         self._control = context.control
         self._slots = slots
         self._links = links
-        self._while_staging = while_staging and bool(slots.counters)
+        self._while_staging = bool(slots.counters)
         counters = slots.counters or [None] * NUM_SLOTS
-        self._progress = [Progress(num_buckets, counter) for counter in counters]
+        self._progress = [Progress(counter) for counter in counters]
         self._free: queue.Queue[int] = queue.Queue()
         for slot in range(NUM_SLOTS):
             self._free.put(slot)
@@ -286,7 +260,7 @@ class Publisher:
     def _offer_slots(self) -> None:
         try:
             for out in self._links:
-                out.link.offer(self._slots, out.base)
+                out.link.offer(self._slots, out.buckets[0].start)
         finally:
             self._slots.close_files()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from llamarl.comm.groups import RankInfo
 from llamarl.errors import WeightsError
 from llamarl.words.choices import TRANSPORTS
@@ -19,21 +21,23 @@ def choose_transports(asked: str, pairs: Pairs) -> dict[tuple[int, int], str]:
     between two. WeightsError with the reason and what can be done instead, if the one asked for
     cannot join a pair.
     """
-    everyone: dict[int, RankInfo] = {}
-    for a, b in pairs:
-        everyone[a.rank] = a
-        everyone[b.rank] = b
-    nccl_joins_all = _nccl_joins(list(everyone.values()))
-    on_one_host = len({info.host for info in everyone.values()}) == 1
-    have_gpus = all(info.gpu is not None for info in everyone.values())
-    nearest_first = _ON_DEVICE if have_gpus and (nccl_joins_all or on_one_host) else _ON_HOST
+    everyone = set(chain.from_iterable(pairs))
+    gpus = {info.gpu for info in everyone}
+    # NCCL's group spans all ranks: two on one GPU keep the others from it too.
+    nccl_joins_all = len(gpus) == len(everyone) and all(info.nccl for info in everyone)
+    on_one_host = len({info.host for info in everyone}) == 1
+    on_device = None not in gpus and (nccl_joins_all or on_one_host)
     between = [(a, b) for a, b in pairs if a.rank != b.rank]
     if asked != "auto":
         _check(asked, between, nccl_joins_all)
     chosen = {(a.rank, b.rank): "local" for a, b in pairs}
     for a, b in between:
-        can = [t for t in nearest_first if _refusal(t, a, b, nccl_joins_all) is None]
-        chosen[a.rank, b.rank] = can[0] if asked == "auto" else asked
+        transport = asked
+        if asked == "auto":
+            nearest, other = _ON_DEVICE if on_device else _ON_HOST
+            can_be_nearest = _refusal(nearest, a, b, nccl_joins_all) is None
+            transport = nearest if can_be_nearest else other
+        chosen[a.rank, b.rank] = transport
     return chosen
 
 
@@ -43,21 +47,14 @@ def _check(asked: str, between: Pairs, nccl_joins_all: bool) -> None:
         reason = _refusal(asked, a, b, nccl_joins_all)
         if reason is None:
             continue
-        others = [t for t in TRANSPORTS[1:] if _can_join_all(t, between, nccl_joins_all)]
+        others = []
+        for other in TRANSPORTS[1:]:
+            if all(_refusal(other, *pair, nccl_joins_all) is None for pair in between):
+                others.append(other)
         raise WeightsError(
             f"weights.transport={asked}: ranks {a.rank} and {b.rank} {reason}; "
             f"use {' or '.join(others)}, or auto"
         )
-
-
-def _can_join_all(transport: str, between: Pairs, nccl_joins_all: bool) -> bool:
-    return all(_refusal(transport, a, b, nccl_joins_all) is None for a, b in between)
-
-
-def _nccl_joins(everyone: list[RankInfo]) -> bool:
-    """Whether NCCL can. Its group spans all ranks: two on one GPU keep the others from it too."""
-    gpus = {info.gpu for info in everyone}
-    return len(gpus) == len(everyone) and all(info.nccl for info in everyone)
 
 
 def _refusal(transport: str, a: RankInfo, b: RankInfo, nccl_joins_all: bool) -> str | None:

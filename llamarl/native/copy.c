@@ -106,7 +106,7 @@ static void copy_on(digest *d, char *restrict target, const char *restrict sourc
     }
 }
 
-uint64_t copy_run(char *restrict target, const char *restrict source, uint64_t size) {
+static uint64_t copy_run(char *restrict target, const char *restrict source, uint64_t size) {
     digest d;
     begin(&d);
     copy_on(&d, target, source, size);
@@ -115,7 +115,8 @@ uint64_t copy_run(char *restrict target, const char *restrict source, uint64_t s
 }
 
 /* Rows of `width` bytes; the target's, or the source's, lie end to end and are what is digested. */
-uint64_t copy_rows(char *target, uint64_t target_stride, const char *source, uint64_t source_stride, uint64_t width, uint64_t rows) {
+static uint64_t copy_rows(char *target, uint64_t target_stride, const char *source, uint64_t source_stride, uint64_t width,
+                          uint64_t rows) {
     if (target_stride == width && source_stride == width) return copy_run(target, source, width * rows);
     digest d;
     begin(&d);
@@ -205,25 +206,16 @@ static void pack_cast(packer *p, const uint32_t *restrict from, uint64_t count) 
     }
 }
 
-/* Pieces of the same rows, each of which becomes contiguous: row i of each is read before row i + 1 of any, so that what lies side by
-   side is read in one run. widths: in bytes of the source. casts: float32 to bfloat16, of which the digests are. */
-void pack_rows(uint64_t count, char *const *targets, const char *const *sources, const uint64_t *widths, uint64_t source_stride,
-               uint64_t rows, int casts, uint64_t *digests) {
-    packer packers[count];
-    for (uint64_t i = 0; i < count; i++) {
-        begin(&packers[i].d);
-        packers[i].target = targets[i];
-        packers[i].waiting = packers[i].total = 0;
+/* Rows to a contiguous target. width: in bytes of the source. casts: float32 to bfloat16, of which the digest is. */
+uint64_t pack_rows(char *target, const char *source, uint64_t width, uint64_t source_stride, uint64_t rows, int casts) {
+    packer p = {.target = target};
+    begin(&p.d);
+    for (uint64_t row = 0; row < rows; row++) {
+        const char *from = source + row * source_stride;
+        if (casts) pack_cast(&p, (const uint32_t *)from, width / 4);
+        else pack_copy(&p, from, width);
     }
-    for (uint64_t row = 0; row < rows; row++)
-        for (uint64_t i = 0; i < count; i++) {
-            const char *from = sources[i] + row * source_stride;
-            if (casts) pack_cast(&packers[i], (const uint32_t *)from, widths[i] / 4);
-            else pack_copy(&packers[i], from, widths[i]);
-        }
-    for (uint64_t i = 0; i < count; i++) {
-        flush(&packers[i]);
-        digests[i] = end(&packers[i].d, packers[i].total);
-    }
+    flush(&p);
     fence();
+    return end(&p.d, p.total);
 }

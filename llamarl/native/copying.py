@@ -26,16 +26,12 @@ def copy_kernels() -> ctypes.CDLL | None:
     if kernels is None:
         return None
     address, count = ctypes.c_void_p, ctypes.c_uint64
-    arrays = (address, address, address)  # of targets, of sources, of widths
     kernels.digest_of.argtypes = [address, count]
-    kernels.copy_run.argtypes = [address, address, count]
-    kernels.copy_rows.argtypes = [address, count, address, count, count, count]
-    kernels.pack_rows.argtypes = [count, *arrays, count, count, ctypes.c_int, address]
+    kernels.digest_of.restype = count
+    kernels.pack_rows.argtypes = [address, address, count, count, count, ctypes.c_int]
+    kernels.pack_rows.restype = count
     kernels.copy_moves.argtypes = [count, address, address, address]
-    for kernel in (kernels.digest_of, kernels.copy_run, kernels.copy_rows):
-        kernel.restype = count
-    for kernel in (kernels.pack_rows, kernels.copy_moves):
-        kernel.restype = None
+    kernels.copy_moves.restype = None
     return kernels
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from llamarl.ddma.copies import Copier
 from llamarl.ddma.layout import Destination, Parameter, Source, buffer_of, parameters_to_send
-from llamarl.ddma.payload import Target, buckets_of, buckets_of_buffer, size_of
+from llamarl.ddma.payload import Target, buckets_of
 from llamarl.ddma.plan import SMALL_BYTES, make_plan
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import (
@@ -237,25 +237,25 @@ def carry(buckets, payload: torch.Tensor, of, buffer: torch.Tensor, writes: torc
     """By index arithmetic of this test's own: the bytes of every move to where its box lies in the
     receiver's buffer.
     """
-    for move in (move for bucket in buckets for move in bucket.moves):
-        p, held = move.piece.parameter, of.held[move.piece.parameter.name]
+    for piece in (piece for bucket in buckets for piece in bucket.pieces):
+        p, held = piece.parameter, of.held[piece.name]
         index = (
             np.arange(held.box.numel)
-            .reshape(held.box.lengths)[move.piece.box.within(held.box)]
+            .reshape(held.box.lengths)[piece.box.within(held.box)]
             .reshape(-1, 1)
         )
         where = torch.from_numpy(
             (held.start + index * p.dtype.itemsize + np.arange(p.dtype.itemsize)).reshape(-1)
         )
-        buffer[where] = payload[move.start : move.end]
+        buffer[where] = payload[piece.start : piece.end]
         writes[where] += 1
 
 
 def payload_of(buckets, full) -> torch.Tensor:
     """What a sender lays into its slot: boxes of the whole tensors."""
-    flat = torch.full((size_of(buckets),), 0xEE, dtype=torch.uint8)
-    for move in (move for bucket in buckets for move in bucket.moves):
-        flat[move.start : move.end] = box_of(full[move.piece.parameter.name], move.piece.box)
+    flat = torch.full((buckets[-1].end,), 0xEE, dtype=torch.uint8)
+    for piece in (piece for bucket in buckets for piece in bucket.pieces):
+        flat[piece.start : piece.end] = box_of(full[piece.name], piece.box)
     return flat
 
 
@@ -288,7 +288,7 @@ def assert_delivers(plan, fuse=False, limit=1 << 20) -> None:
             carry(buckets, payload_of(buckets, full), of, buffer, writes)
         if upstream is not None:
             assert plan.follower(upstream) == d and upstream < d and upstream % destination.tp == t
-            carry(buckets_of_buffer(of, limit), buffers[upstream], of, buffer, writes)
+            carry(buckets_of(of.held.values(), limit), buffers[upstream], of, buffer, writes)
         inside = torch.zeros(of.num_bytes, dtype=torch.int32)
         for name, held in of.held.items():
             whole = tensor_parallel_box(
@@ -372,8 +372,8 @@ def test_every_generator_has_one_feed_and_each_forwards_at_most_once(topology):
 @settings(max_examples=60, deadline=None)
 @given(topologies())
 def test_the_copies_of_a_receiver_are_those_of_the_index_arithmetic(topology):
-    """_Target merges neighbours and writes strided boxes; the bytes must be where `carry` puts
-    them, digest included.
+    """Target writes strided boxes, or lets a bucket be received in its place; the bytes must be
+    where `carry` puts them, digest included.
     """
     config, parameters, source, destination, feed, fuse, limit = topology
     plan, full = (
@@ -391,7 +391,11 @@ def test_the_copies_of_a_receiver_are_those_of_the_index_arithmetic(topology):
             payload = payload_of(buckets, full)
             carry(buckets, payload, of, want, torch.zeros(of.num_bytes, dtype=torch.int32))
             for bucket in buckets:
-                Target(bucket, of, got).write(payload[bucket.start : bucket.end], Copier("xxh3"))
+                target, source = Target(bucket, of, got), payload[bucket.start : bucket.end]
+                if target.in_place is not None and s % 2:
+                    source = target.in_place.copy_(source)
+                digest = Copier("xxh3").copy_parts(source, target.parts)
+                assert digest == bucket.digest(payload, Copier("xxh3"))
         assert torch.equal(got, want)
 
 

@@ -110,7 +110,6 @@ def bad_calls() -> dict:
         "sample, greedy": lambda: sample(logits, half, torch.tensor([True])),
         "sample, vocabulary": lambda: sample(logits[:, :0], half),
         "copy": lambda: Copier("lanes").copy(wide, narrow),
-        "copy_rows": lambda: Copier("lanes").copy_rows([wide, wide], [narrow, narrow]),
         "copy_parts": lambda: Copier("lanes").copy_parts(run, runs),
         "copy_parts, dtype": lambda: Copier("lanes").copy_parts(run.float(), runs),
         "parts": lambda: Parts([(0, wide.t())]),
