@@ -21,8 +21,8 @@ _BLOCK = 16
 
 
 class SlotCache:
-    """K/V of at most `max_slots` rows of at most `max_len` tokens: [S, J, L, K] a layer, S L about
-    `budget` at most.
+    """K/V of at most `max_slots` rows of at most `max_len` tokens: keys and values of each layer as
+    one [2, S, J, L, K], S L about `budget` at most.
 
     On a GPU S and L are fixed from the start. On a CPU they grow with what is asked of them,
     because rows that lie close together are read twice as fast.
@@ -42,12 +42,7 @@ class SlotCache:
             # The last two rows are for `score` and for the prompt that is prefilled in pieces.
             self.rows = min(max_slots, self.rows_of(max_len)) + 2
             self.capacity = self.max_len
-        self.keys = [self._empty() for _ in decoder.layers]
-        self.values = [self._empty() for _ in decoder.layers]
-
-    def tensors(self) -> list[Tensor]:
-        """What the cache holds now, layer by layer: keys, then values."""
-        return [*self.keys, *self.values]
+        self.layers = [self._empty() for _ in decoder.layers]
 
     def rows_of(self, length: int) -> int:
         """How many rows of `length` tokens the budget holds, and one in any case."""
@@ -64,9 +59,8 @@ class SlotCache:
         if self._fixed or length > self.max_len:
             most = f"rows of {self.max_len}"
             if self._fixed:
-                most = f"{self.rows} rows of {self.capacity}"
+                most = f"{self.rows} {most}"
             raise IndexError(f"{rows} rows of {length} tokens in a cache of {most}")
-        old_rows, old_capacity = self.rows, self.capacity
         # Doubling, so that growing costs little; within the budget, where longer rows may mean
         # fewer.
         if length > self.capacity:
@@ -74,36 +68,35 @@ class SlotCache:
         if rows * self.capacity > self.budget:
             self.capacity = _whole_blocks(length)
         self.rows = max(rows, min(self.rows, self.budget // self.capacity))
-        rows_kept = slice(min(old_rows, self.rows))
-        places_kept = slice(min(old_capacity, self.capacity))
-        for layers in (self.keys, self.values):
-            for i, old in enumerate(layers):
-                layers[i] = self._empty()
-                layers[i][rows_kept, :, places_kept] = old[rows_kept, :, places_kept]
+        for i, old in enumerate(self.layers):
+            kept = old[:, : self.rows, :, : self.capacity]
+            new = self._empty()
+            new[:, : kept.shape[1], :, : kept.shape[3]] = kept
+            self.layers[i] = new
 
     def _empty(self) -> Tensor:
-        """[S, J, L, K] of zeros: places beyond a row's end are read too, and masked, which a NaN
+        """[2, S, J, L, K] of zeros: places beyond a row's end are read too, and masked, which a NaN
         would survive.
         """
-        shape = (self.rows, self.num_kv_heads, self.capacity, self.head_dim)
+        shape = (2, self.rows, self.num_kv_heads, self.capacity, self.head_dim)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def write(
         self, layer: int, slots_T: Tensor, positions_T: Tensor, k_TJK: Tensor, v_TJK: Tensor
-    ) -> None:
-        """Keep the K/V of tokens at their slots and positions."""
-        self.keys[layer][slots_T, :, positions_T] = k_TJK
-        self.values[layer][slots_T, :, positions_T] = v_TJK
+    ) -> tuple[Tensor, Tensor]:
+        """Keep the K/V of tokens at their slots and positions. Returns all keys and all values of
+        the layer, [S, J, L, K] each.
+        """
+        keys, values = self.layers[layer]
+        keys[slots_T, :, positions_T] = k_TJK
+        values[slots_T, :, positions_T] = v_TJK
+        return keys, values
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first `length` places of slots `source` to slots `target`."""
-        is_one = source.numel() == 1 and source.device.type == "cpu"
-        for cached in self.tensors():
-            places = cached[:, :, : _whole_blocks(length)]
-            if is_one:
-                places[int(target)] = places[int(source)]
-            else:
-                places.index_copy_(0, target, places.index_select(0, source))
+        for layer in self.layers:
+            places = layer[:, :, :, : _whole_blocks(length)]
+            places.index_copy_(1, target, places.index_select(1, source))
 
 
 class Prefill:
@@ -112,12 +105,12 @@ class Prefill:
     def __init__(self, cache: SlotCache, cu_seqlens: Tensor, slots_T: Tensor, positions_T: Tensor):
         self._cache = cache
         self._slots = slots_T
-        self._positions = positions_T
+        self.positions = positions_T
         self._packed = PackedAttention(cu_seqlens)
         self.longest = self._packed.longest
 
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
-        self._cache.write(layer, self._slots, self._positions, k_TJK, v_TJK)
+        self._cache.write(layer, self._slots, self.positions, k_TJK, v_TJK)
         return self._packed.attend(layer, q_THK, k_TJK, v_TJK)
 
 
@@ -131,16 +124,17 @@ class Extend:
         self._slot = slot
         self.longest = start + count
         self._slots = torch.full((count,), slot, device=cache.device)
-        self.positions = torch.arange(start, self.longest, device=cache.device)
-        self._seen = torch.arange(self.longest, device=cache.device) <= self.positions[:, None]
+        places = torch.arange(self.longest, device=cache.device)
+        self.positions = places[start:]
+        self._seen = places <= self.positions[:, None]
 
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
-        cache = self._cache
-        cache.write(layer, self._slots, self.positions, k_TJK, v_TJK)
-        k = cache.keys[layer][self._slot, :, : self.longest].contiguous()
-        v = cache.values[layer][self._slot, :, : self.longest].contiguous()
-        q = q_THK.transpose(0, 1)
-        return fused(q[None], k[None], v[None], self._seen)[0].transpose(0, 1)
+        keys, values = self._cache.write(layer, self._slots, self.positions, k_TJK, v_TJK)
+        one = slice(self._slot, self._slot + 1)
+        k_1JLK = keys[one, :, : self.longest].contiguous()
+        v_1JLK = values[one, :, : self.longest].contiguous()
+        q_1HTK = q_THK.transpose(0, 1)[None]
+        return fused(q_1HTK, k_1JLK, v_1JLK, self._seen)[0].transpose(0, 1)
 
 
 class Decode:
@@ -172,11 +166,10 @@ class Decode:
         self._bias_N11L = bias_NL[:, None, None, :]
 
     def attend(self, layer: int, q_NHK: Tensor, k_NJK: Tensor, v_NJK: Tensor) -> Tensor:
-        cache = self._cache
-        cache.write(layer, self._slots, self._positions, k_NJK, v_NJK)
-        k_NJLK = cache.keys[layer][self._rows, :, : self._length]
-        v_NJLK = cache.values[layer][self._rows, :, : self._length]
-        q_NJRK = q_NHK.reshape(q_NHK.shape[0], cache.num_kv_heads, -1, cache.head_dim)
+        keys, values = self._cache.write(layer, self._slots, self._positions, k_NJK, v_NJK)
+        k_NJLK = keys[self._rows, :, : self._length]
+        v_NJLK = values[self._rows, :, : self._length]
+        q_NJRK = q_NHK.unflatten(1, (self._cache.num_kv_heads, -1))
         if self._by_products:
             seen = _attend_by_products(q_NJRK, k_NJLK, v_NJLK, self._bias_N11L)
         else:
@@ -194,7 +187,7 @@ def _attend_by_products(
     k = k_NJLK.flatten(0, 1)
     v = v_NJLK.flatten(0, 1)
     # The keys from the left: row by row they are read twice as fast there.
-    scores = torch.bmm(k, q.transpose(1, 2)).transpose(1, 2).view(*q_NJRK.shape[:3], -1)
+    scores = torch.bmm(k, q.mT).mT.unflatten(0, q_NJRK.shape[:2])
     weights = (bias_N11L + scores * q.shape[-1] ** -0.5).softmax(-1)
     return torch.bmm(weights.to(v.dtype).flatten(0, 1), v)
 

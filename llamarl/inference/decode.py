@@ -31,30 +31,28 @@ from llamarl.native import library
 
 _FLAGS = {torch.float32: ("-fopenmp",), torch.bfloat16: ("-fopenmp", "-DBF16")}
 _PLAIN = (nn.Linear, nn.Embedding, nn.Identity, RMSNorm, nn.SiLU)
-_PANELS = ("qkv", "output", "gate", "up", "down")
-_GIVEN = ("tokens", "positions", "slots", "last")
-_LAYER = (*_PANELS, "qkv_bias", "attention_norm", "mlp_norm", "keys", "values")
+
+
+def _of_type(kind: type, names: str) -> list[tuple[str, type]]:
+    """Fields of a structure, named as in C."""
+    return [(name, kind) for name in names.split()]
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in _LAYER]
+    _fields_ = _of_type(ctypes.c_void_p, "qkv output gate up down qkv_bias attention_norm mlp_norm")
+    _fields_ += _of_type(ctypes.c_void_p, "keys values")
 
 
 class _Model(ctypes.Structure):
-    _fields_ = [
-        (n, ctypes.c_int64)
-        for n in ("layers", "hidden", "heads", "groups", "head_dim", "units", "vocab", "tiles")
-    ]
-    _fields_ += [("eps", ctypes.c_double)] + [
-        (n, ctypes.c_void_p) for n in ("layer", "embedding", "norm", "head")
-    ]
+    _fields_ = _of_type(ctypes.c_int64, "layers hidden heads groups head_dim units vocab tiles")
+    _fields_ += _of_type(ctypes.c_double, "eps")
+    _fields_ += _of_type(ctypes.c_void_p, "layer embedding norm head")
 
 
 class _Step(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_int64) for n in ("rows", "outputs", "capacity", "threads")]
-    _fields_ += [
-        (n, ctypes.c_void_p) for n in (*_GIVEN, "cos", "sin", "h", "qkv", "x", "gated", "logits")
-    ]
+    _fields_ = _of_type(ctypes.c_int64, "rows outputs capacity threads")
+    _fields_ += _of_type(ctypes.c_void_p, "tokens positions slots last cos sin")
+    _fields_ += _of_type(ctypes.c_void_p, "h qkv x gated logits")
 
 
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
@@ -67,13 +65,11 @@ class NativeDecode:
     """
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype):
-        """RuntimeError where `fits` is false."""
+        """Only where it `fits`."""
         self.stale = True  # the weights were exchanged: lay them out again
         self._decoder = decoder
         self._dtype = dtype
         self._kernels = _library(dtype)
-        if self._kernels is None:
-            raise RuntimeError("the kernels of llamarl/native/decode.c are not there")
         self.has_tiles = bool(self._kernels.tiles_allowed())
         self.use_tiles = self.has_tiles
         # Another one where the source, the compiler or the CPU is.
@@ -106,6 +102,7 @@ class NativeDecode:
                 return False
         return _library(dtype) is not None
 
+    @torch.no_grad()
     def refresh(self) -> None:
         """Lay out the weights again if `stale`, or if one is another tensor than the last time or
         was written to since.
@@ -126,8 +123,8 @@ class NativeDecode:
             layer.down = self._panels(its.mlp.w2.weight)
             if its.attn.q_proj.bias is not None:
                 layer.qkv_bias = self._keep(_by_groups(its.attn, "bias").float())
-            layer.attention_norm = self._keep(its.sa_norm.scale.detach().float())
-            layer.mlp_norm = self._keep(its.mlp_norm.scale.detach().float())
+            layer.attention_norm = self._keep(its.sa_norm.scale.float())
+            layer.mlp_norm = self._keep(its.mlp_norm.scale.float())
         self._model = _Model(
             layers=len(decoder.layers),
             hidden=config.hidden_size,
@@ -138,8 +135,8 @@ class NativeDecode:
             vocab=config.vocab_size,
             eps=decoder.norm.eps,
             layer=ctypes.addressof(self._layers),
-            embedding=self._keep(decoder.tok_embeddings.weight.detach()),
-            norm=self._keep(decoder.norm.scale.detach().float()),
+            embedding=self._keep(decoder.tok_embeddings.weight),
+            norm=self._keep(decoder.norm.scale.float()),
             head=self._panels(decoder.output_weight),
         )
 
@@ -153,8 +150,9 @@ class NativeDecode:
         bytes, zeros behind the last O.
         """
         width = self._kernels.panel_width()
-        units = F.pad(weight_OI.detach(), (0, 0, 0, -len(weight_OI) % width)).view(torch.float32)
-        return self._keep(units.view(-1, width, units.shape[1]).transpose(1, 2))
+        padded_OI = F.pad(weight_OI, (0, 0, 0, -len(weight_OI) % width))
+        units = padded_OI.view(torch.float32).unflatten(0, (-1, width))
+        return self._keep(units.mT)
 
     def __call__(
         self,
@@ -175,17 +173,19 @@ class NativeDecode:
         _check_indices("token ids", tokens_N, self._decoder.config.vocab_size)
         _check_indices("places", positions_N, longest, like=tokens_N)
         _check_indices("slots", slots_N, cache.rows, like=tokens_N)
-        if last_M is not None:
-            _check_indices("rows", last_M, tokens_N.numel())
         model = self._model
         dtype = self._dtype
-        rows = tokens_N.numel()
-        outputs = rows if last_M is None else last_M.numel()
-        for layer, keys, values in zip(self._layers, cache.keys, cache.values):
-            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+        rows = outputs = tokens_N.numel()
+        tensors = {"tokens": tokens_N, "positions": positions_N, "slots": slots_N}
+        if last_M is not None:
+            _check_indices("rows", last_M, rows)
+            tensors["last"] = last_M
+            outputs = last_M.numel()
+        for layer, held in zip(self._layers, cache.layers):
+            layer.keys = held.data_ptr()
+            layer.values = layer.keys + held.nbytes // 2
         seen = model.heads * model.head_dim
         padded_rows = rows + -rows % self._kernels.row_multiple()
-        tensors = dict(zip(_GIVEN, (tokens_N, positions_N, slots_N, last_M)))
         tensors["cos"], tensors["sin"] = self._decoder.rotary(positions_N, longest)
         tensors |= {
             "h": torch.empty(rows, model.hidden),
@@ -198,10 +198,9 @@ class NativeDecode:
             rows=rows, outputs=outputs, capacity=cache.capacity, threads=torch.get_num_threads()
         )
         for name, tensor in tensors.items():
-            if tensor is not None:
-                if not tensor.is_contiguous():
-                    raise ValueError(f"{name} of shape {list(tensor.shape)} is not contiguous")
-                setattr(step, name, tensor.data_ptr())
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name} of shape {list(tensor.shape)} is not contiguous")
+            setattr(step, name, tensor.data_ptr())
         model.tiles = self.use_tiles
         self._kernels.decode(ctypes.byref(model), ctypes.byref(step))
         return tensors["logits"]
@@ -231,6 +230,8 @@ def _by_groups(attn: Attention, name: str) -> Tensor:
     """q, k and v as one matrix (or bias) whose rows lie by key/value head: its R query heads, its
     key, its value.
     """
-    parts = (getattr(m, name).detach() for m in (attn.q_proj, attn.k_proj, attn.v_proj))
-    parts = [p.view(attn.num_cached_kv_heads, -1, attn.head_dim, *p.shape[1:]) for p in parts]
-    return torch.cat(parts, dim=1).flatten(0, 2)
+    parts = []
+    for projection in (attn.q_proj, attn.k_proj, attn.v_proj):
+        rows = getattr(projection, name)
+        parts.append(rows.unflatten(0, (attn.num_cached_kv_heads, -1)))
+    return torch.cat(parts, dim=1).flatten(0, 1)

@@ -26,7 +26,7 @@ a sample.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,22 +35,16 @@ from torch import Tensor
 
 from llamarl.inference.cache import SlotCache
 from llamarl.inference.graph import DecodeGraphs
-from llamarl.inference.requests import (
-    Admission,
-    Partial,
-    Recorded,
-    Request,
-    Sample,
-    check_vocabulary,
-)
+from llamarl.inference.requests import Partial, Recorded, Request, Sample, check_vocabulary
 from llamarl.inference.rows import Rows
 from llamarl.inference.runner import ModelRunner, batches
 from llamarl.inference.sampler import SamplingParams, process
+from llamarl.inference.slots import SlotEngine
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import load_weights
 from llamarl.models.sharding import num_parameters
 from llamarl.native.allocator import keep_freed_memory
-from llamarl.types import Completion, FinishReason
+from llamarl.types import FinishReason
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # On a CPU ended rows are taken out, and new ones admitted, in the middle of a step once so many
@@ -58,7 +52,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _WORTH_FLOPS = 2e8
 
 
-class Engine:
+class Engine(SlotEngine):
     """Samples completions from a decoder whose parameters others may exchange between steps.
 
     decoder: on `device` (moved there if it is not), in `dtype` (None: as it is).
@@ -95,10 +89,8 @@ class Engine:
         self.device = torch.device(device)
         if self.device.type == "cpu":
             keep_freed_memory()
+        super().__init__(decoder.config.vocab_size, max_slots, max_len)
         self.decoder = decoder.to(device=self.device, dtype=dtype)
-        self.max_slots = max_slots
-        self.max_len = max_len
-        self.policy_version = 0
         self.dtype = decoder.tok_embeddings.weight.dtype
         budget = max_slots * max_len if cache_tokens is None else cache_tokens
         if budget < max_len or prefill_chunk < 1:
@@ -108,10 +100,8 @@ class Engine:
             )
         self._cache = SlotCache(decoder, max_slots, max_len, budget)
         self._prefill_chunk = prefill_chunk
-        self._rows = Rows.empty(max_slots, max_len, self.device)
+        self._rows = Rows(max_slots, max_len, self.device)
         self._running: list[Sample] = []  # row -> its sample
-        self._waiting: deque[Request] = deque()
-        self._finished: list[tuple[int, Completion]] = []
         self._retired_tokens = 0
         self._staging: int | None = None  # the slot of the prompt that is prefilled in pieces
         self._recompute_due = False
@@ -158,43 +148,25 @@ class Engine:
         decoder = load_weights(build_decoder(read_config(path), dtype=dtype), path, device=device)
         return cls(decoder, max_slots=max_slots, max_len=max_len, device=device, **options)
 
-    @property
-    def num_live(self) -> int:
-        """How many samples hold a slot."""
-        return len(self._running)
-
-    @property
-    def free_slots(self) -> int:
-        """How many more samples could be live."""
-        return self.max_slots - len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        """How many samples were submitted and hold no slot yet."""
-        return sum(request.num_waiting for request in self._waiting)
-
-    def submit(
-        self,
-        ticket: int,
-        prompt_ids: Tensor | Sequence[int],
-        params: SamplingParams,
-        *,
-        stream: int = 0,
-    ) -> None:
-        """Queue params.n samples of a prompt. stream tells kinds of work (training, evaluation)
-        with equal tickets apart.
-
-        ValueError for an empty prompt, one that does not fit max_len with max_new_tokens, or ids
-        outside the vocabulary.
-        """
-        self._waiting.append(self._checked(Request.of_prompt(stream, ticket, prompt_ids, params)))
-
     def submit_partial(self, partial: Partial) -> None:
         """Queue what remains of a sample: under the same weights it goes on token for token.
 
         ValueError as in submit, and for tokens without a logprob and a version each.
         """
-        self._waiting.append(self._checked(Request.of_partial(partial)))
+        request = Request(
+            stream=partial.stream,
+            ticket=partial.ticket,
+            prompt_ids=partial.prompt_ids.cpu(),
+            params=partial.params,
+            end=partial.sample_index + 1,
+            num_started=partial.sample_index,
+            recorded=Recorded(
+                token_ids=partial.token_ids,
+                generator_logprobs=partial.generator_logprobs,
+                policy_versions=partial.policy_versions,
+            ),
+        )
+        self._queue(request)
 
     # Not in inference mode: what it hands out takes part in training.
     @torch.inference_mode(False)
@@ -203,14 +175,21 @@ class Engine:
         """Every sample that has not ended, as it is between two steps. The engine keeps them:
         abort() lets go.
         """
-        partials = []
-        if self._running:
-            recorded = self._rows.recorded(list(range(self.num_live)))
-            for sample, had in zip(self._running, recorded):
-                partials.append(sample.partial(had))
+        unfinished = list(zip(self._running, self._rows.recorded(list(range(self.num_live)))))
         for request in self._waiting:
             for index in range(request.num_started, request.end):
-                partials.append(Sample(request, index).partial(request.recorded))
+                unfinished.append((Sample(request, index), request.recorded))
+        partials = []
+        for (request, index), recorded in unfinished:
+            partial = Partial(
+                stream=request.stream,
+                ticket=request.ticket,
+                sample_index=index,
+                prompt_ids=request.prompt_ids,
+                params=request.params,
+                **recorded._asdict(),
+            )
+            partials.append(partial)
         return partials
 
     @torch.inference_mode()
@@ -242,13 +221,6 @@ class Engine:
         self._retire()
         return self._num_sampled() - before
 
-    def pop_finished(self) -> list[tuple[int, Completion]]:
-        """(stream, completion) of every sample that ended since the last call, in the order in
-        which they were found ended.
-        """
-        finished, self._finished = self._finished, []
-        return finished
-
     def weights_changed(self, version: int, *, recompute_kv: bool = False) -> None:
         """Take it that the decoder's parameters are now those of `version`: tokens sampled from
         here on carry it.
@@ -261,7 +233,7 @@ class Engine:
         self._version.fill_(version)
         self._runner.weights_changed()
         self._recompute_due |= recompute_kv
-        self._restage_due = self._staging is not None
+        self._restage_due = True
 
     def abort(self, ticket: int | None = None, *, stream: int | None = None) -> int:
         """End every unfinished sample of a ticket and a stream (None: of all), with the tokens it
@@ -270,21 +242,17 @@ class Engine:
         Each still yields a completion, with finish_reason "aborted", so that its group becomes
         whole.
         """
-
-        rows = [
-            row for row, sample in enumerate(self._running) if sample.request.is_of(ticket, stream)
-        ]
+        rows = []
+        for row, sample in enumerate(self._running):
+            if sample.request.is_of(ticket, stream):
+                rows.append(row)
         if rows:
-            self._rows.live[torch.tensor(rows, device=self.device)] = False
+            self._rows.live[rows] = False
             self._retire(aborted=True)
-        stopped = [request for request in self._waiting if request.is_of(ticket, stream)]
-        self._waiting = deque(r for r in self._waiting if not r.is_of(ticket, stream))
-        for request in stopped:
-            if request.num_cached:
-                self._staging = None
-            for index in range(request.num_started, request.end):
-                self._finish(Sample(request, index), request.recorded, "aborted")
-        return len(rows) + sum(request.num_waiting for request in stopped)
+        num_ended = len(rows) + self._abort_waiting(ticket, stream)
+        if not any(request.num_cached for request in self._waiting):
+            self._staging = None
+        return num_ended
 
     def score(
         self,
@@ -304,11 +272,8 @@ class Engine:
         """What may leave the device between two steps, and must be back before the next."""
         if self.device.type != "cuda":
             # The parameters are views of the weights' buffers there, which other threads write.
-            return self._cache.tensors()
-        return [*self.decoder.parameters(), *self._cache.tensors()]
-
-    def close(self) -> None:
-        """Nothing is held that does not go with the engine."""
+            return self._cache.layers
+        return [*self.decoder.parameters(), *self._cache.layers]
 
     @torch.inference_mode()
     def score_all(
@@ -322,34 +287,29 @@ class Engine:
         ValueError for what does not fit max_len, or ids outside the vocabulary.
         """
         tokens = torch.as_tensor(token_ids, dtype=torch.int64)
-        check_vocabulary("token ids to score", tokens, self.decoder.config.vocab_size)
+        check_vocabulary("token ids to score", tokens, self._vocab_size)
         tokens = tokens.to(self.device)
         count = tokens.numel()
         params = SamplingParams(max_new_tokens=max(1, count), temperature=temperature)
-        request = self._checked(Request.of_prompt(0, 0, prompt_ids, params))
+        prompt = torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu")
+        request = Request(0, 0, prompt, params, end=1)
+        request.check(self._vocab_size, self.max_len)
         self._runner.refresh()
-        slot = self._spare_slot()
+        slot = self._num_held if self.device.type == "cpu" else self._cache.rows - 2
         self._reserve(slot + 1, request.max_tokens)
-        logits = [self._runner.prefill(slot, [Admission(request, 0, 1)])]
-        places = torch.arange(count, device=self.device) + request.prompt_ids.numel()
+        logits = [self._runner.prefill(slot, [prompt], [1])]
         for i in range(count - 1):
-            longest = request.prompt_ids.numel() + i + 1
-            one = slice(i, i + 1)
-            logits.append(self._runner.decode(slot, tokens[one], places[one], longest))
+            place = prompt.numel() + i
+            places = torch.full((1,), place, device=self.device)
+            logits.append(self._runner.decode(slot, tokens[i : i + 1], places, place + 1))
         temperature_N = torch.tensor([temperature], device=self.device)
         return process(torch.cat(logits), temperature_N=temperature_N).log_softmax(1)[:count]
 
-    def _spare_slot(self) -> int:
-        """A slot that neither a row nor the prompt in pieces has."""
-        if self.device.type != "cpu":
-            return self._cache.rows - 2
-        if self._staging is None:
-            return self.num_live
-        return max(self.num_live, self._staging) + 1
-
-    def _checked(self, request: Request) -> Request:
-        request.check(self.decoder.config.vocab_size, self.max_len)
-        return request
+    @property
+    def _num_held(self) -> int:
+        """Slots, from the first on, that rows and the prompt in pieces have."""
+        staged = 0 if self._staging is None else self._staging + 1
+        return max(self.num_live, staged)
 
     def _take_in_weights(self) -> None:
         """What the cache holds and how the passes compute follow weights that have changed."""
@@ -357,7 +317,12 @@ class Engine:
         if self._recompute_due:
             self._recompute()
         if self._restage_due:
-            self._restage()
+            # The pieces of a long prompt all at once: it is not set back.
+            for request in self._waiting:
+                for begin in range(0, request.num_cached, self._prefill_chunk):
+                    self._extend(request, begin)
+        self._recompute_due = False
+        self._restage_due = False
 
     def _is_retiring_worth_it(self) -> bool:
         """Whether enough was computed in vain, with this turn, for rows that have ended.
@@ -371,16 +336,14 @@ class Engine:
         self._wasted_flops += num_ended * self._flops_per_token
         return num_ended == self.num_live or self._wasted_flops >= _WORTH_FLOPS
 
-    def _schedule(self, *, pieces: bool = True) -> list[Admission]:
+    def _schedule(self, *, pieces: bool = True) -> list[Sample]:
         """Give free slots to waiting samples, in order: they become the last rows.
 
         pieces: also go on with a prompt that is prefilled in pieces.
         """
         self._wasted_flops = 0.0
         self._reach = 0
-        admitted: list[Admission] = []
-        if not self._waiting:
-            return admitted
+        first = self.num_live
         longest = max((sample.request.max_tokens for sample in self._running), default=0)
         while self._waiting:
             request = self._waiting[0]
@@ -388,19 +351,16 @@ class Engine:
             room = min(self.max_slots, self._cache.rows_of(longest)) - self.num_live
             if room < 1 or not self._one_piece_left(request, pieces):
                 break
+            # Tokens that partial completions bring were not sampled here.
+            self._retired_tokens -= request.recorded.token_ids.numel()
             begin = request.num_started
-            end = min(request.end, begin + room)
-            request.num_started = end
-            admitted.append(Admission(request, begin, end))
-            self._running.extend(Sample(request, index) for index in range(begin, end))
+            request.num_started = min(request.end, begin + room)
+            for index in range(begin, request.num_started):
+                self._running.append(Sample(request, index))
             if not request.num_waiting:
                 self._waiting.popleft()
-        if admitted:
-            # Tokens that partial completions bring were not sampled here.
-            for admission in admitted:
-                self._retired_tokens -= admission.request.recorded.token_ids.numel()
-            self._reserve(self.num_live, 0)
-        return admitted
+        self._reserve(self.num_live, 0)
+        return self._running[first:]
 
     def _one_piece_left(self, request: Request, pieces: bool) -> bool:
         """Whether a prompt's turn for its last (or only) piece has come; if not, prefill a piece,
@@ -410,73 +370,31 @@ class Engine:
             is_another_staged = self._staging is not None and not request.num_cached
             if is_another_staged or not pieces:
                 return False
-            self._stage_piece(request)
+            if self._staging is None:
+                self._staging = self.num_live if self.device.type == "cpu" else self._cache.rows - 1
+            self._reserve(self._staging + 1, request.max_tokens)
+            self._extend(request, request.num_cached)
+            request.num_cached += self._prefill_chunk
             if self._running:
                 return False
         return pieces or not request.num_cached
 
-    def _stage_piece(self, request: Request) -> None:
-        """Prefill the next piece of a long prompt, in a slot behind the rows."""
-        if self._staging is None:
-            self._staging = self.num_live if self.device.type == "cpu" else self._cache.rows - 1
-        self._reserve(self._staging + 1, request.max_tokens)
-        begin = request.num_cached
-        end = begin + self._prefill_chunk
-        self._runner.extend(self._staging, begin, request.ids[begin:end])
-        request.num_cached = end
-
-    def _prefill_last(self, first: int, admission: Admission) -> Tensor:
-        """The last piece of a long prompt, whose K/V go from the staging slot to rows first.. of
-        its samples. Logits [R, V].
+    def _extend(self, request: Request, begin: int) -> Tensor:
+        """Prefill the piece of a long prompt that begins there, in the staging slot. Logits [1, V]
+        of its last token.
         """
-        request = admission.request
-        slot = self._staging
-        logits_1V = self._runner.extend(slot, request.num_cached, request.ids[request.num_cached :])
-        targets = torch.arange(first, first + admission.num_samples, device=self.device)
-        self._cache.copy(torch.full_like(targets, slot), targets, request.ids.numel())
-        request.num_cached = 0
-        self._staging = None
-        return logits_1V.expand(admission.num_samples, -1)
+        piece = request.ids[begin : begin + self._prefill_chunk]
+        return self._runner.extend(self._staging, begin, piece)
 
-    def _reserve(self, rows: int, length: int) -> None:
-        """Room in the cache for as many rows, none of which loses anything."""
-        held = [sample.request for sample in self._running]
-        held += [request for request in self._waiting if request.num_cached]
-        longest = max([length, *(request.max_tokens for request in held)])
-        staged = 0 if self._staging is None else self._staging + 1
-        self._cache.reserve(max(rows, self.num_live, staged), longest)
-
-    def _recompute(self) -> None:
-        """The cache under the new weights: what the rows have read, and a long prompt's pieces from
-        the first on.
-        """
-        tokens = self._rows.tokens.cpu()
-        counts = self._rows.count[: self.num_live].tolist()
-        read = []
-        for row, sample in enumerate(self._running):
-            read.append(torch.cat([sample.request.prompt_ids, tokens[row, : counts[row] - 1]]))
-        self._runner.recompute(read)
-        for request in self._waiting:
-            request.num_cached = 0
-        self._staging = None
-        self._recompute_due = False
-        self._restage_due = False
-
-    def _restage(self) -> None:
-        """The cached pieces of a long prompt under the new weights, at once: it is not set back."""
-        for request in self._waiting:
-            for begin in range(0, request.num_cached, self._prefill_chunk):
-                end = min(begin + self._prefill_chunk, request.num_cached)
-                self._runner.extend(self._staging, begin, request.ids[begin:end])
-        self._restage_due = False
-
-    def _start(self, admitted: list[Admission]) -> None:
+    def _start(self, admitted: list[Sample]) -> None:
         """A token for every row: those that ran decode, the new ones, which are the last, are
         prefilled; natively both in one pass.
         """
-        first = self.num_live - sum(admission.num_samples for admission in admitted)
+        first = self.num_live - len(admitted)
+        num_samples = Counter(sample.request for sample in admitted)
+        requests = list(num_samples)
         # Of those that start together only the first can have been prefilled in pieces.
-        is_staged = admitted[0].request.num_cached > 0
+        is_staged = requests[0].num_cached > 0
         done = 0  # rows that have their token
         if first and (is_staged or not self._runner.native):
             self._advance(first)
@@ -485,17 +403,54 @@ class Engine:
         self._demands = self._rows.demands(self.num_live)
         self._check_graphs()
         if is_staged:
-            done = self._append(done, self._prefill_last(first, admitted[0]))
-            admitted = admitted[1:]
-        for size in batches([admission.request.ids.numel() for admission in admitted]):
-            batch, admitted = admitted[:size], admitted[size:]
-            if done < first:
-                token, position = self._rows.token[:first], self._rows.position[:first]
-                logits_RV = self._runner.prefill(first, batch, token, position)
-            else:
-                logits_RV = self._runner.prefill(done, batch)
+            staged = requests.pop(0)
+            done = self._append(done, self._prefill_last(first, staged, num_samples[staged]))
+        prompts = [request.ids for request in requests]
+        copies = [num_samples[request] for request in requests]
+        for batch in batches(prompts):
+            decoding = slice(done, first)  # none after the first batch
+            logits_RV = self._runner.prefill(
+                max(done, first),
+                prompts[batch],
+                copies[batch],
+                self._rows.token[decoding],
+                self._rows.position[decoding],
+            )
             done = self._append(done, logits_RV)
         self._reach = 0
+
+    def _prefill_last(self, first: int, request: Request, num_samples: int) -> Tensor:
+        """The last piece of a long prompt, whose K/V go from the staging slot to rows first.. of
+        its samples. Logits [R, V].
+        """
+        logits_1V = self._extend(request, request.num_cached)
+        targets = torch.arange(first, first + num_samples, device=self.device)
+        source = torch.full_like(targets, self._staging)
+        self._cache.copy(source, targets, request.ids.numel())
+        request.num_cached = 0
+        self._staging = None
+        return logits_1V.expand(num_samples, -1)
+
+    def _reserve(self, rows: int, length: int) -> None:
+        """Room in the cache for as many rows, none of which loses anything."""
+        held = [sample.request for sample in self._running]
+        held += [request for request in self._waiting if request.num_cached]
+        longest = max([length, *(request.max_tokens for request in held)])
+        self._cache.reserve(max(rows, self._num_held), longest)
+
+    def _recompute(self) -> None:
+        """The cache under the new weights: what the rows have read, and a long prompt's pieces from
+        the first on.
+        """
+        read = []
+        recorded = self._rows.recorded(list(range(self.num_live)))
+        for sample, had in zip(self._running, recorded):
+            read.append(torch.cat([sample.request.prompt_ids, had.token_ids[:-1]]))
+        for batch in batches(read):
+            self._runner.prefill(batch.start, read[batch], [1] * len(read[batch]))
+        for request in self._waiting:
+            request.num_cached = 0
+        self._staging = None
 
     def _append(self, first: int, logits_RV: Tensor) -> int:
         """Sample a token for each of the rows from `first` on, and return the row behind them."""
@@ -506,7 +461,7 @@ class Engine:
     def _check_graphs(self) -> None:
         if self._graphs:
             self._graphs.check(
-                [*self.decoder.parameters(), *self._cache.tensors(), *self._rows.tables()]
+                [*self.decoder.parameters(), *self._cache.layers, *self._rows.tables()]
             )
 
     def _advance(self, num_rows: int) -> None:
@@ -565,15 +520,12 @@ class Engine:
                 reason = "aborted"
             elif int(had.token_ids[-1]) in sample.request.params.stop_token_ids:
                 reason = "stop"
-            self._finish(sample, had, reason)
+            self._finish(*sample, had, reason)
             self._retired_tokens += had.token_ids.numel()
-
-    def _finish(self, sample: Sample, had: Recorded, reason: FinishReason) -> None:
-        self._finished.append((sample.request.stream, sample.completion(had, reason)))
 
     def _longest(self, num_rows: int) -> int:
         """Places that the next token of any of the first rows attends to."""
-        return int(self._rows.position[:num_rows].max()) + 1 if num_rows else 0
+        return int(self._rows.position[:num_rows].max()) + 1
 
     def _num_sampled(self) -> int:
         """Tokens sampled so far, ever."""

@@ -5,22 +5,14 @@ Shapes: R rows, L places, S stop tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.inference.requests import Admission, Recorded
-from llamarl.inference.sampler import (
-    SamplingParams,
-    process,
-    sample,
-    sample_keys,
-    stream_key,
-    uniforms,
-)
+from llamarl.inference.requests import Recorded, Sample
+from llamarl.inference.sampler import process, sample, sample_keys, uniforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,91 +26,59 @@ class Demands:
     min_new_tokens: bool
 
 
-@dataclass(slots=True)
 class Rows:
     """One entry (or row) a slot. Rows that have ended but are not yet taken out go on computing and
     record nothing.
     """
 
-    token: Tensor  # [R] int64, the newest token; the decoder reads it next
-    position: Tensor  # [R] int64, its place
-    count: Tensor  # [R] int64, tokens sampled
-    live: Tensor  # [R] bool
-    key: Tensor  # [R] int64, of the row's uniforms
-    max_new_tokens: Tensor  # [R] int64
-    min_new_tokens: Tensor  # [R] int64
-    temperature: Tensor  # [R] float32
-    top_k: Tensor  # [R] int64
-    top_p: Tensor  # [R] float64
-    stops: Tensor  # [R, S] int64, -1 for none
-    tokens: Tensor  # [R, L] int64, what was sampled, and its
-    logprobs: Tensor  # [R, L] float32
-    versions: Tensor  # [R, L] int64
+    def __init__(self, max_slots: int, max_len: int, device: torch.device):
+        def zeros(*width: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(max_slots, *width, dtype=dtype, device=device)
 
-    @classmethod
-    def empty(cls, max_slots: int, max_len: int, device: torch.device) -> Rows:
-        """Rows of zeros, none of them live."""
-        dtypes = {
-            "live": torch.bool,
-            "temperature": torch.float32,
-            "top_p": torch.float64,
-            "logprobs": torch.float32,
-        }
-        widths = {"stops": [1], "tokens": [max_len], "logprobs": [max_len], "versions": [max_len]}
+        self.token = zeros()  # [R], the newest token; the decoder reads it next
+        self.position = zeros()  # [R], its place
+        self.count = zeros()  # [R], tokens sampled
+        self.live = zeros(dtype=torch.bool)  # [R]; at first none is
+        self.key = zeros()  # [R], of the row's uniforms
+        self.max_new_tokens = zeros()  # [R]
+        self.min_new_tokens = zeros()  # [R]
+        self.temperature = zeros(dtype=torch.float32)  # [R]
+        self.top_k = zeros()  # [R]
+        self.top_p = zeros(dtype=torch.float64)  # [R]
+        self.stops = zeros(1)  # [R, S], -1 for none
+        self.tokens = zeros(max_len)  # [R, L], what was sampled, and its
+        self.logprobs = zeros(max_len, dtype=torch.float32)  # [R, L]
+        self.versions = zeros(max_len)  # [R, L]
 
-        def zeros(name: str) -> Tensor:
-            return torch.zeros(
-                max_slots, *widths.get(name, []), dtype=dtypes.get(name, torch.int64), device=device
-            )
-
-        return cls(**{field.name: zeros(field.name) for field in fields(cls)})
-
-    def start(self, first: int, admissions: list[Admission]) -> None:
-        """Rows from `first` on become the samples of these admissions."""
-        requests = [admission.request for admission in admissions]
-        params = [request.params for request in requests]
-        sizes = torch.tensor([admission.num_samples for admission in admissions])
-        rows = slice(first, first + int(sizes.sum()))
-        device = self.token.device
-
-        def spread(values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
-            """A value an admission, once for each of its samples."""
-            return torch.tensor(values, dtype=dtype).repeat_interleave(sizes, dim=0).to(device)
-
-        indices = torch.cat([torch.arange(a.begin, a.end) for a in admissions])
-        keys = [stream_key(r.params.seed, r.stream, r.ticket) for r in requests]
-        self.key[rows] = sample_keys(spread(keys), indices.to(device))
-        self.position[rows] = spread([request.ids.numel() for request in requests]) - 1
-        self.count[rows] = 0
-        self.live[rows] = True
+    def start(self, first: int, samples: list[Sample]) -> None:
+        """Rows from `first` on become these samples."""
+        rows = slice(first, first + len(samples))
+        params = [request.params for request, _ in samples]
         for name in ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p"):
             table = getattr(self, name)
-            table[rows] = spread([getattr(p, name) for p in params], table.dtype)
-        self._widen_stops(max(len(p.stop_token_ids) for p in params))
-        self.stops[rows] = spread([self._padded_stops(p) for p in params])
-        row = first
-        for admission in admissions:
-            if admission.request.recorded.token_ids.numel():
-                self._go_on(row, admission.request.recorded)
-            row += admission.num_samples
-
-    def _widen_stops(self, width: int) -> None:
-        missing = width - self.stops.shape[1]
+            values = [getattr(wanted, name) for wanted in params]
+            table[rows] = torch.tensor(values, dtype=table.dtype)
+        missing = max(len(wanted.stop_token_ids) for wanted in params) - self.stops.shape[1]
         if missing > 0:
             self.stops = F.pad(self.stops, (0, missing), value=-1)
-
-    def _padded_stops(self, params: SamplingParams) -> list[int]:
-        """[S], -1 for none."""
-        stops = list(params.stop_token_ids)
-        return stops + [-1] * (self.stops.shape[1] - len(stops))
-
-    def _go_on(self, row: int, had: Recorded) -> None:
-        """A row begins with tokens that were sampled before."""
-        count = had.token_ids.numel()
-        self.count[row] = count
-        self.tokens[row, :count] = had.token_ids
-        self.logprobs[row, :count] = had.generator_logprobs
-        self.versions[row, :count] = had.policy_versions
+        stops, places, lengths, counts = [], [], [], []
+        for request, index in samples:
+            ids = list(request.params.stop_token_ids)
+            stops.append(ids + [-1] * (self.stops.shape[1] - len(ids)))
+            places.append((request.params.seed, request.stream, request.ticket, index))
+            lengths.append(request.ids.numel())
+            counts.append(request.recorded.token_ids.numel())
+        self.stops[rows] = torch.tensor(stops)
+        self.key[rows] = sample_keys(torch.tensor(places))
+        self.position[rows] = torch.tensor(lengths) - 1
+        self.count[rows] = torch.tensor(counts)
+        self.live[rows] = True
+        for row, (request, _) in enumerate(samples, first):
+            had, count = request.recorded, counts[row - first]
+            if count:  # tokens that were sampled before
+                self.tokens[row, :count] = had.token_ids
+                self.logprobs[row, :count] = had.generator_logprobs
+                self.versions[row, :count] = had.policy_versions
 
     def demands(self, num_rows: int) -> Demands:
         """What any of the first rows asks of the sampler. Waits once for the device."""
@@ -169,21 +129,18 @@ class Rows:
 
     def recorded(self, rows: list[int]) -> list[Recorded]:
         """What each of some rows has sampled so far, on the CPU."""
-        index = torch.tensor(rows, device=self.token.device)
-        lengths_N = self.count[index]
-        longest = int(lengths_N.max())
-        lengths = lengths_N.tolist()
-        is_sampled_NL = torch.arange(longest, device=index.device) < lengths_N[:, None]
-
-        def split(table: Tensor) -> Sequence[Tensor]:
-            return table[index, :longest][is_sampled_NL].cpu().split(lengths)
-
-        parts = zip(split(self.tokens), split(self.logprobs), split(self.versions))
-        return [Recorded(*part) for part in parts]
+        lengths = self.count[rows].tolist()
+        longest = max(lengths, default=0)
+        tables = (self.tokens, self.logprobs, self.versions)
+        columns = [table[rows, :longest].cpu() for table in tables]
+        recorded = []
+        for i, length in enumerate(lengths):
+            recorded.append(Recorded(*[column[i, :length] for column in columns]))
+        return recorded
 
     def tables(self) -> list[Tensor]:
         """Every tensor of the rows, none copied."""
-        return [getattr(self, field.name) for field in fields(self)]
+        return list(vars(self).values())
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy rows `source` to rows `target`."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from llamarl.inference.cache import Decode, Extend, Prefill, SlotCache
 from llamarl.inference.decode import NativeDecode
-from llamarl.inference.requests import Admission
 from llamarl.models.build import Decoder
 from llamarl.native.choice import fastest
 
@@ -107,30 +106,18 @@ class ModelRunner:
     def prefill(
         self,
         first_slot: int,
-        admissions: list[Admission],
-        tokens_M: Tensor = _NONE,
-        positions_M: Tensor = _NONE,
-    ) -> Tensor:
-        """Run each prompt once and keep its K/V in a slot for each sample, from first_slot on. Next
-        logits [M + R, V].
-
-        tokens_M, positions_M: of running rows in the slots before first_slot, which decode in the
-        same pass. Natively alone: the weights are read once for both then, so that new rows hardly
-        hold up the others.
-        """
-        prompts = [admission.request.ids for admission in admissions]
-        copies = [admission.num_samples for admission in admissions]
-        return self._prefill(first_slot, prompts, copies, tokens_M, positions_M)
-
-    def _prefill(
-        self,
-        first_slot: int,
         prompts: list[Tensor],
         copies: list[int],
         tokens_M: Tensor = _NONE,
         positions_M: Tensor = _NONE,
     ) -> Tensor:
-        """`prefill` of token ids on the CPU: prompt i goes to the next copies[i] slots."""
+        """Run each prompt once and keep its K/V in the next copies[i] slots, from first_slot on.
+        Next logits [M + R, V], those of a prompt once a slot. prompts: token ids on the CPU.
+
+        tokens_M, positions_M: of running rows in the slots before first_slot, which decode in the
+        same pass. Natively alone: the weights are read once for both then, so that new rows hardly
+        hold up the others.
+        """
         num_decoding = tokens_M.numel()
         first_slot -= num_decoding
         ones = [1] * num_decoding
@@ -138,17 +125,22 @@ class ModelRunner:
         copies_N = torch.tensor(ones + copies)
         ends_N = lengths_N.cumsum(0)
         slots_N = first_slot + copies_N.cumsum(0) - copies_N
-        starts_N = F.pad(positions_M, (0, len(prompts)))  # a prompt begins at place 0
-        tokens_T = torch.cat([tokens_M, *prompts])
+        starts_N = F.pad(positions_M.cpu(), (0, len(prompts)))  # a prompt begins at place 0
+        tokens_T = torch.cat([tokens_M.cpu(), *prompts])
         offsets_T = (ends_N - lengths_N - starts_N).repeat_interleave(lengths_N)
         positions_T = torch.arange(tokens_T.numel()) - offsets_T
         slots_T = slots_N.repeat_interleave(lengths_N)
         logits_NV = self._pass(tokens_T, positions_T, slots_T, ends_N)
         if int(copies_N.max()) == 1:
             return logits_NV
+        device = self._cache.device
         inputs_R = torch.arange(len(lengths_N)).repeat_interleave(copies_N)
-        self._spread(slots_N[inputs_R], first_slot, int(lengths_N.max()))
-        return logits_NV[inputs_R.to(self._cache.device)]
+        computed = slots_N[inputs_R]
+        targets = torch.arange(len(computed)) + first_slot
+        is_elsewhere = computed != targets
+        source = computed[is_elsewhere].to(device)
+        self._cache.copy(source, targets[is_elsewhere].to(device), int(lengths_N.max()))
+        return logits_NV[inputs_R.to(device)]
 
     def _pass(
         self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, ends_N: Tensor
@@ -158,58 +150,43 @@ class ModelRunner:
             longest = int(positions_T.max()) + 1
             return self.native(tokens_T, positions_T, self._cache, slots_T, longest, ends_N - 1)
         device = self._cache.device
-        ends_N = ends_N.to(device)
-        positions_T = positions_T.to(device)
-        cu_seqlens = F.pad(ends_N, (1, 0))
-        context = Prefill(self._cache, cu_seqlens, slots_T.to(device), positions_T)
-        return self._project_last(tokens_T.to(device), positions_T, context, ends_N - 1)
-
-    def _spread(self, computed: Tensor, first_slot: int, length: int) -> None:
-        """Copy K/V from the slots where they were computed to the rows from first_slot on."""
-        targets = torch.arange(len(computed)) + first_slot
-        is_elsewhere = computed != targets
-        source = computed[is_elsewhere].to(self._cache.device)
-        self._cache.copy(source, targets[is_elsewhere].to(self._cache.device), length)
+        cu_seqlens = F.pad(ends_N, (1, 0)).to(device)
+        context = Prefill(self._cache, cu_seqlens, slots_T.to(device), positions_T.to(device))
+        return self._project_last(tokens_T, context, ends_N)
 
     def extend(self, slot: int, start: int, ids: Tensor) -> Tensor:
         """Keep the K/V of the next tokens of one slot, whose places before `start` are kept. Logits
         [1, V] of the last.
         """
-        count, cache = ids.numel(), self._cache
+        count = ids.numel()
+        ends = torch.tensor([count])
         if self.native:
             positions = torch.arange(start, start + count)
             slots = torch.full((count,), slot)
-            last = torch.tensor([count - 1])
-            return self.native(ids.contiguous(), positions, cache, slots, start + count, last)
-        context = Extend(cache, slot, start, count)
-        return self._project_last(ids.to(cache.device), context.positions, context, slice(-1, None))
+            return self._pass(ids, positions, slots, ends)
+        context = Extend(self._cache, slot, start, count)
+        return self._project_last(ids, context, ends)
 
-    def recompute(self, sequences: list[Tensor]) -> None:
-        """Compute the K/V of rows 0.. anew: row i has read sequences[i]."""
-        first = 0
-        for batch in batches([s.numel() for s in sequences]):
-            self._prefill(first, sequences[first : first + batch], [1] * batch)
-            first += batch
+    def _project_last(self, tokens_T: Tensor, context: Prefill | Extend, ends_N: Tensor) -> Tensor:
+        """`_pass` by the module: only the last token of each sequence is projected."""
+        device = self._cache.device
+        last_N = (ends_N - 1).to(device)
 
-    def _project_last(
-        self, tokens_T: Tensor, positions_T: Tensor, context: Prefill | Extend, last: Tensor | slice
-    ) -> Tensor:
-        project = self._decoder.project
-        return self._decoder(
-            tokens_T, positions_T, context, lambda h_TD, w_VD: project(h_TD[last], w_VD)
-        )
+        def project(h_TD: Tensor, w_VD: Tensor) -> Tensor:
+            return self._decoder.project(h_TD[last_N], w_VD)
+
+        return self._decoder(tokens_T.to(device), context.positions, context, project)
 
 
-def batches(lengths: list[int]) -> Iterator[int]:
-    """How many prompts to prefill together, again and again, until all are: so many that they have
-    _PREFILL_TOKENS tokens at most, padded to the longest (or one longer).
+def batches(sequences: list[Tensor]) -> Iterator[slice]:
+    """Which prompts to prefill together: so many that they have _PREFILL_TOKENS tokens at most,
+    padded to the longest (or one longer).
     """
-    size, longest = 0, 0
-    for length in lengths:
-        longest = max(longest, length)
-        if size and longest * (size + 1) > _PREFILL_TOKENS:
-            yield size
-            size, longest = 0, length
-        size += 1
-    if size:
-        yield size
+    begin = longest = 0
+    for end, sequence in enumerate(sequences):
+        longest = max(longest, sequence.numel())
+        if end > begin and longest * (end + 1 - begin) > _PREFILL_TOKENS:
+            yield slice(begin, end)
+            begin, longest = end, sequence.numel()
+    if sequences:
+        yield slice(begin, len(sequences))

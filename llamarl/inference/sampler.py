@@ -17,11 +17,12 @@ from llamarl.native import library
 
 _BLOCK = 256  # of the vocabulary; the CDF is summed by blocks, then inside one
 _LIKELIEST = 256  # where top-k and top-p look first
-# Of splitmix64 (Steele, Lea, Flood 2014).
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX1 = 0xBF58476D1CE4E5B9
-_MIX2 = 0x94D049BB133111EB
-_MASK = (1 << 64) - 1
+# Of splitmix64 (Steele, Lea, Flood 2014), as int64, which wraps.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX2 = 0x94D049BB133111EB - 2**64
+# Of the C function: logits, uniforms, greedy, tokens, logprobs; rows, vocabulary, threads.
+_ARGUMENTS = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +62,31 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
 
-def stream_key(seed: int, stream: int, ticket: int) -> int:
-    """The 64-bit key (as a signed int64) that the samples of one ticket derive theirs from."""
-    key = 0
-    for word in (seed, stream, ticket):
-        key = _splitmix64((key ^ word) & _MASK)
-    return _signed(key)
+def sample_keys(places_N4: Tensor) -> Tensor:
+    """[N] int64: the key of each sample. places_N4: its seed, stream, ticket and sample_index."""
+    seeds, streams, tickets, indices = places_N4.unbind(1)
+    keys = _splitmix64(seeds, 0)
+    keys = _splitmix64(keys ^ streams, 0)
+    keys = _splitmix64(keys ^ tickets, 0)
+    return _splitmix64(keys, indices)
 
 
 def uniforms(keys_N: Tensor, counters_N: Tensor) -> Tensor:
-    """[N] float64 in [0, 1): output `counter` (from 0) of the splitmix64 generator that starts at
-    `key`. Both int64.
-    """
-    words = _scramble(keys_N + (counters_N + 1) * _signed(_GOLDEN))
+    """[N] float64 in [0, 1): one number of each key's generator. Both int64."""
+    words = _splitmix64(keys_N, counters_N)
     return _logical_shift(words, 11).double().mul_(2.0**-53)
 
 
-def sample_keys(stream_keys_N: Tensor, sample_indices_N: Tensor) -> Tensor:
-    """[N] int64: the key of each sample of a ticket."""
-    return _scramble(stream_keys_N + (sample_indices_N + 1) * _signed(_GOLDEN))
+def _splitmix64(keys_N: Tensor, counters: Tensor | int) -> Tensor:
+    """[N] int64: output `counter` (from 0) of the generator that starts at `key`."""
+    z = keys_N + (counters + 1) * _GOLDEN
+    z = (z ^ _logical_shift(z, 30)) * _MIX1
+    z = (z ^ _logical_shift(z, 27)) * _MIX2
+    return z ^ _logical_shift(z, 31)
+
+
+def _logical_shift(z: Tensor, shift: int) -> Tensor:
+    return (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)
 
 
 def process(
@@ -205,18 +212,19 @@ def _sample_natively(
     greedy = None
     if greedy_N is not None:
         greedy_N = greedy_N.contiguous()
-        greedy = ctypes.c_void_p(greedy_N.data_ptr())
+        greedy = greedy_N.data_ptr()
     tokens = torch.empty(num_rows, dtype=torch.int64)
     logprobs = torch.empty(num_rows)
+    kernels.sample.argtypes = _ARGUMENTS
     kernels.sample(
-        ctypes.c_void_p(logits_NV.data_ptr()),
-        ctypes.c_void_p(uniforms_N.data_ptr()),
+        logits_NV.data_ptr(),
+        uniforms_N.data_ptr(),
         greedy,
-        ctypes.c_void_p(tokens.data_ptr()),
-        ctypes.c_void_p(logprobs.data_ptr()),
-        ctypes.c_int64(num_rows),
-        ctypes.c_int64(vocab),
-        ctypes.c_int64(torch.get_num_threads()),
+        tokens.data_ptr(),
+        logprobs.data_ptr(),
+        num_rows,
+        vocab,
+        torch.get_num_threads(),
     )
     return tokens, logprobs
 
@@ -249,25 +257,3 @@ def _first_above(cdf_NV: Tensor, target_N1: Tensor) -> Tensor:
     # weights follow.
     target = torch.minimum(target_N1, cdf_NV[:, -1:] * (1 - 2.0**-52))
     return torch.searchsorted(cdf_NV, target, right=True).clamp_(max=cdf_NV.shape[1] - 1)
-
-
-def _scramble(z: Tensor) -> Tensor:
-    """Splitmix64's output function on int64 (wrapping) tensors, in place."""
-    for shift, factor in ((30, _MIX1), (27, _MIX2)):
-        z = (z ^ _logical_shift(z, shift)).mul_(_signed(factor))
-    return z ^ _logical_shift(z, 31)
-
-
-def _logical_shift(z: Tensor, shift: int) -> Tensor:
-    return (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)
-
-
-def _splitmix64(state: int) -> int:
-    z = (state + _GOLDEN) & _MASK
-    z = ((z ^ (z >> 30)) * _MIX1) & _MASK
-    z = ((z ^ (z >> 27)) * _MIX2) & _MASK
-    return z ^ (z >> 31)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word

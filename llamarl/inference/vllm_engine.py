@@ -15,7 +15,7 @@ checkpoint its ticket starts again. K/V are not computed anew under new weights.
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import importlib.metadata
 import itertools
 import json
@@ -25,7 +25,6 @@ import re
 import select
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,12 +32,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from llamarl.inference.requests import Recorded, Request, Sample
-from llamarl.inference.sampler import SamplingParams, sample_keys, stream_key
+from llamarl.inference.requests import Recorded, Request
+from llamarl.inference.sampler import SamplingParams, sample_keys
+from llamarl.inference.slots import SlotEngine
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import aligned
 from llamarl.native.shared_memory import map_shared, path_of, shared_file
-from llamarl.types import Completion, FinishReason
+from llamarl.types import FinishReason
 
 AT_LEAST, BELOW = (0, 32), (0, 33)  # versions of vLLM that were driven like this
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -77,8 +77,7 @@ def vllm_problem() -> str | None:
 
 def vllm_seed(seed: int, stream: int, ticket: int, sample_index: int) -> int:
     """A sample's seed, from 0 to 2**63 - 1."""
-    keys = torch.tensor([stream_key(seed, stream, ticket)])
-    key = sample_keys(keys, torch.tensor([sample_index]))
+    key = sample_keys(torch.tensor([[seed, stream, ticket, sample_index]]))
     return int(key) & ((1 << 63) - 1)
 
 
@@ -143,13 +142,14 @@ def worker_environment(device: torch.device) -> dict[str, str]:
 class _Growing:
     """A sample, and what vLLM has made of it."""
 
-    sample: Sample
+    request: Request
+    index: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
 
-class VLLMEngine:
+class VLLMEngine(SlotEngine):
     """Samples completions by vLLM from weights that others may exchange between steps.
 
     parameters: by Hugging Face name, all of the model; read at each weights_changed, which must
@@ -178,20 +178,13 @@ class VLLMEngine:
         problem = vllm_problem()
         if problem is not None:
             raise ImportError(problem)
-        self.config = config
-        self.max_slots = max_slots
-        self.max_len = max_len
-        self.policy_version = 0
+        super().__init__(config.vocab_size, max_slots, max_len)
         self._parameters = [parameter for _, parameter in parameters]
-        self._waiting: deque[_Growing] = deque()
         self._running: dict[str, _Growing] = {}  # by the name that vLLM knows it under
         self._names = map(str, itertools.count())
         self._dropped: list[str] = []  # vLLM still runs these
-        self._finished: list[tuple[int, Completion]] = []
-        starts = [0]
-        for parameter in self._parameters:
-            starts.append(starts[-1] + aligned(parameter.nbytes))
-        num_bytes = starts[-1]
+        sizes = [aligned(parameter.nbytes) for parameter in self._parameters]
+        num_bytes = sum(sizes)
         dtype = self._parameters[0].dtype
         most = int(gpu_memory_utilization * _memory_bytes(device)) - num_bytes
         options = {
@@ -218,41 +211,14 @@ class VLLMEngine:
             flat = map_shared(memory, num_bytes)
             self._shared = []
             tensors = []  # as the worker is told of them
-            for (name, parameter), start in zip(parameters, starts):
-                held = flat[start : start + parameter.nbytes]
+            for (name, parameter), part in zip(parameters, flat.split(sizes)):
+                held = part[: parameter.nbytes]
                 self._shared.append(held.view(parameter.dtype).view(parameter.shape))
+                start = held.storage_offset()
                 tensors.append((name, _name_of(parameter.dtype), list(parameter.shape), start))
             self._ask("begin", engine=options, memory=path_of(memory), tensors=tensors)
         finally:
             os.close(memory)
-
-    @property
-    def num_live(self) -> int:
-        """How many samples hold a slot."""
-        return len(self._running)
-
-    @property
-    def free_slots(self) -> int:
-        """How many more samples could be live."""
-        return self.max_slots - len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        """How many samples were submitted and hold no slot yet."""
-        return len(self._waiting)
-
-    def submit(
-        self,
-        ticket: int,
-        prompt_ids: Tensor | Sequence[int],
-        params: SamplingParams,
-        *,
-        stream: int = 0,
-    ) -> None:
-        """Queue params.n samples of a prompt. Streams and ValueErrors are Engine.submit's."""
-        request = Request.of_prompt(stream, ticket, prompt_ids, params)
-        request.check(self.config.vocab_size, self.max_len)
-        self._waiting.extend(_Growing(Sample(request, index)) for index in range(params.n))
 
     def step(self, chunk: int) -> int:
         """Start what fits, then sample up to `chunk` tokens for every slot. Returns the number of
@@ -272,9 +238,22 @@ class VLLMEngine:
         """Give free slots to waiting samples, in order; returns them as vLLM is told of them."""
         start = []
         while self._waiting and self.free_slots:
+            request = self._waiting[0]
+            growing = _Growing(request, request.num_started)
+            request.num_started += 1
+            if not request.num_waiting:
+                self._waiting.popleft()
             name = next(self._names)
-            self._running[name] = self._waiting.popleft()
-            start.append(self._described(name, self._running[name].sample))
+            self._running[name] = growing
+            params = request.params
+            seed = vllm_seed(params.seed, request.stream, request.ticket, growing.index)
+            described = {
+                "name": name,
+                "prompt_ids": request.prompt_ids.tolist(),
+                "salt": str(self.policy_version),  # prompts share cached K/V under equal ones alone
+                "sampling": vllm_sampling(params, seed),
+            }
+            start.append(described)
         return start
 
     def _take_dropped(self) -> list[str]:
@@ -300,17 +279,10 @@ class VLLMEngine:
         growing.versions += [self.policy_version] * len(token_ids)
         if reason is not None:
             if reason not in _REASONS:
-                ticket = growing.sample.request.ticket
+                ticket = growing.request.ticket
                 raise RuntimeError(f"vLLM ended a completion of ticket {ticket} with {reason!r}")
-            self._finish(self._running.pop(name), _REASONS[reason])
+            self._end(name, _REASONS[reason])
         return len(token_ids)
-
-    def pop_finished(self) -> list[tuple[int, Completion]]:
-        """(stream, completion) of every sample that ended since the last call, in the order in
-        which they were found ended.
-        """
-        finished, self._finished = self._finished, []
-        return finished
 
     @torch.no_grad()
     def weights_changed(self, version: int, *, recompute_kv: bool = False) -> None:
@@ -324,8 +296,13 @@ class VLLMEngine:
         # A prompt without a token yet may have shared K/V of the old weights: it starts again,
         # where it was in line.
         unread = [name for name, growing in self._running.items() if not growing.token_ids]
-        self._waiting.extendleft(self._running.pop(name) for name in reversed(unread))
-        self._ask("load", abort=self._take_dropped() + unread)
+        for name in reversed(unread):
+            index = self._running[name].index
+            request = self._running.pop(name).request
+            alone = dataclasses.replace(request, num_started=index, end=index + 1)
+            self._waiting.appendleft(alone)
+        self._dropped += unread
+        self._ask("load", abort=self._take_dropped())
         self.policy_version = version
 
     def abort(self, ticket: int | None = None, *, stream: int | None = None) -> int:
@@ -335,18 +312,14 @@ class VLLMEngine:
         Each still yields a completion, with finish_reason "aborted", so that its group becomes
         whole.
         """
-
-        def is_meant(growing: _Growing) -> bool:
-            return growing.sample.request.is_of(ticket, stream)
-
-        names = [name for name, growing in self._running.items() if is_meant(growing)]
-        stopped = [self._running.pop(name) for name in names]
-        stopped += [growing for growing in self._waiting if is_meant(growing)]
-        self._waiting = deque(growing for growing in self._waiting if not is_meant(growing))
+        names = []
+        for name, growing in self._running.items():
+            if growing.request.is_of(ticket, stream):
+                names.append(name)
+        for name in names:
+            self._end(name, "aborted")
         self._dropped += names
-        for growing in stopped:
-            self._finish(growing, "aborted")
-        return len(stopped)
+        return len(names) + self._abort_waiting(ticket, stream)
 
     def score(
         self,
@@ -366,40 +339,22 @@ class VLLMEngine:
         )
         return torch.tensor(answer["logprobs"], dtype=torch.float32)
 
-    def offloadable(self) -> list[Tensor]:
-        """Nothing: vLLM's memory is not ours to move."""
-        return []
-
     def close(self) -> None:
         """End vLLM. What runs is lost."""
         try:
-            with contextlib.suppress(BrokenPipeError):
-                self._worker.stdin.close()
-            self._worker.wait(END_S)
+            self._worker.communicate(timeout=END_S)
         except subprocess.TimeoutExpired:
             self._worker.kill()
-            self._worker.wait()
-        self._worker.stdout.close()
+            self._worker.communicate()
 
-    def _described(self, name: str, sample: Sample) -> dict[str, object]:
-        """A sample as vLLM is told of it. Prompts share cached K/V under equal salts alone."""
-        request = sample.request
-        seed = vllm_seed(request.params.seed, request.stream, request.ticket, sample.index)
-        return {
-            "name": name,
-            "prompt_ids": request.prompt_ids.tolist(),
-            "salt": str(self.policy_version),
-            "sampling": vllm_sampling(request.params, seed),
-        }
-
-    def _finish(self, growing: _Growing, reason: FinishReason) -> None:
-        had = Recorded(
+    def _end(self, name: str, reason: FinishReason) -> None:
+        growing = self._running.pop(name)
+        recorded = Recorded(
             token_ids=torch.tensor(growing.token_ids, dtype=torch.int64),
             generator_logprobs=torch.tensor(growing.logprobs, dtype=torch.float32),
             policy_versions=torch.tensor(growing.versions, dtype=torch.int64),
         )
-        completion = growing.sample.completion(had, reason)
-        self._finished.append((growing.sample.request.stream, completion))
+        self._finish(growing.request, growing.index, recorded, reason)
 
     def _ask(self, do: str, **what) -> dict:
         """The worker's answer. RuntimeError if it has failed, ended or hangs."""
@@ -410,21 +365,19 @@ class VLLMEngine:
         answered, _, _ = select.select([self._worker.stdout], [], [], ANSWER_S)
         line = self._worker.stdout.readline() if answered else ""
         if not line.endswith("\n"):
+            if answered:
+                how = f"ended with exit code {self._worker.wait()}"
+            else:
+                self._worker.kill()
+                self._worker.wait()
+                how = f"said nothing for {ANSWER_S:g} s"
             raise RuntimeError(
-                f"the process of vLLM {self._how_it_ended(bool(answered))} when it was to {do}; "
-                "what it printed is above"
+                f"the process of vLLM {how} when it was to {do}; what it printed is above"
             )
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(f"vLLM failed to {do}: {answer['error']}")
         return answer
-
-    def _how_it_ended(self, answered: bool) -> str:
-        if answered:
-            return f"ended with exit code {self._worker.wait()}"
-        self._worker.kill()
-        self._worker.wait()
-        return f"said nothing for {ANSWER_S:g} s"
 
 
 def _name_of(dtype: torch.dtype) -> str:

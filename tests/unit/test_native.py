@@ -19,7 +19,7 @@ from llamarl import native
 from llamarl.ddma.copies import Copier, Parts
 from llamarl.inference.decode import NativeDecode
 from llamarl.inference.engine import Engine
-from llamarl.inference.requests import Admission, Partial, Request
+from llamarl.inference.requests import Partial
 from llamarl.inference.sampler import SamplingParams, sample
 from llamarl.models.build import ModelConfig, build_decoder
 
@@ -70,11 +70,6 @@ def partial(token_ids, logprobs=1, prompt_ids=(1, 2)):
     )
 
 
-def request(*ids):
-    params = SamplingParams(max_new_tokens=1)
-    return Request(stream=0, ticket=0, prompt_ids=torch.tensor(ids), params=params, end=1)
-
-
 def bad_calls() -> dict:
     """Calls of everything that hands indices to native code, each with one that is not there."""
     engine = small_engine()
@@ -98,9 +93,9 @@ def bad_calls() -> dict:
         "decode, slot": lambda: runner.decode(rows, one, one, 2),
         "decode, negative slot": lambda: runner.decode(-1, one, one, 2),
         "decode, place": lambda: runner.decode(0, one, torch.tensor([end]), end + 1),
-        "prefill, slot": lambda: runner.prefill(rows, [Admission(request(1, 2), 0, 1)]),
-        "prefill, token": lambda: runner.prefill(0, [Admission(request(1, VOCABULARY), 0, 1)]),
-        "prefill, length": lambda: runner.prefill(0, [Admission(request(*[1] * (end + 1)), 0, 1)]),
+        "prefill, slot": lambda: runner.prefill(rows, [torch.tensor([1, 2])], [1]),
+        "prefill, token": lambda: runner.prefill(0, [torch.tensor([1, VOCABULARY])], [1]),
+        "prefill, length": lambda: runner.prefill(0, [torch.ones(end + 1).long()], [1]),
         "extend, slot": lambda: runner.extend(rows, 0, one),
         "extend, place": lambda: runner.extend(0, end, one),
         "extend, token": lambda: runner.extend(0, 0, torch.tensor([VOCABULARY])),

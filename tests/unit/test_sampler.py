@@ -11,7 +11,6 @@ from llamarl.inference.sampler import (
     process,
     sample,
     sample_keys,
-    stream_key,
     uniforms,
 )
 
@@ -33,7 +32,7 @@ def way(request, monkeypatch):
 
 
 def draws(count, seed=0, ticket=0):
-    keys = sample_keys(torch.full((count,), stream_key(seed, 0, ticket)), torch.arange(count))
+    keys = sample_keys(torch.tensor([(seed, 0, ticket, index) for index in range(count)]))
     return uniforms(keys, torch.zeros_like(keys))
 
 
@@ -70,7 +69,8 @@ def test_uniforms_are_uniform_and_unlike_between_keys_and_counters():
     assert ((counts - 400) ** 2 / 400).sum() < 49 + CHI2_STDEVS * math.sqrt(98)
     for other in (draws(20_000, seed=1), draws(20_000, ticket=1)):
         assert abs(torch.corrcoef(torch.stack([u, other]))[0, 1]) < CHI2_STDEVS / math.sqrt(20_000)
-    assert len({stream_key(a, b, c) for a in range(8) for b in range(8) for c in range(8)}) == 512
+    every = torch.cartesian_prod(*[torch.arange(4)] * 4)
+    assert len(sample_keys(every).unique()) == 256
 
 
 @pytest.mark.parametrize("vocab", [256, 512, 768, WHOLE])

@@ -1,0 +1,106 @@
+"""What engines have in common: slots, samples that wait for one, completions that are fetched."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from llamarl.inference.requests import Recorded, Request
+from llamarl.inference.sampler import SamplingParams
+from llamarl.types import Completion, FinishReason
+
+
+class SlotEngine:
+    """The part of a GenerationEngine (llamarl.inference.protocol, where the calls are described in
+    full) that does not depend on who computes. A subclass moves samples from `_waiting` to
+    `_running`, and hands each to `_finish` when it has ended.
+    """
+
+    _running: Collection  # the samples that hold a slot
+
+    def __init__(self, vocab_size: int, max_slots: int, max_len: int):
+        self.max_slots = max_slots
+        self.max_len = max_len
+        self.policy_version = 0
+        self._vocab_size = vocab_size
+        self._waiting: deque[Request] = deque()
+        self._finished: list[tuple[int, Completion]] = []
+
+    @property
+    def num_live(self) -> int:
+        """How many samples hold a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many samples were submitted and hold no slot yet."""
+        return sum(request.num_waiting for request in self._waiting)
+
+    @property
+    def free_slots(self) -> int:
+        """How many more samples could be live."""
+        return self.max_slots - self.num_live
+
+    def submit(
+        self,
+        ticket: int,
+        prompt_ids: Tensor | Sequence[int],
+        params: SamplingParams,
+        *,
+        stream: int = 0,
+    ) -> None:
+        """Queue params.n samples of a prompt. stream tells kinds of work (training, evaluation)
+        with equal tickets apart.
+
+        ValueError for an empty prompt, one that does not fit max_len with max_new_tokens, or ids
+        outside the vocabulary.
+        """
+        ids = torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu")
+        self._queue(Request(stream, ticket, ids, params, end=params.n))
+
+    def _queue(self, request: Request) -> None:
+        request.check(self._vocab_size, self.max_len)
+        self._waiting.append(request)
+
+    def pop_finished(self) -> list[tuple[int, Completion]]:
+        """(stream, completion) of every sample that ended since the last call, in the order in
+        which they were found ended.
+        """
+        finished, self._finished = self._finished, []
+        return finished
+
+    def offloadable(self) -> list[Tensor]:
+        """What may leave the device between two steps, and must be back before the next."""
+        return []
+
+    def close(self) -> None:
+        """Release what does not go with the engine."""
+
+    def _finish(
+        self, request: Request, index: int, recorded: Recorded, reason: FinishReason
+    ) -> None:
+        """Sample `index` of a request has ended."""
+        completion = Completion(
+            ticket=request.ticket,
+            sample_index=index,
+            prompt_ids=request.prompt_ids,
+            finish_reason=reason,
+            **recorded._asdict(),
+        )
+        self._finished.append((request.stream, completion))
+
+    def _abort_waiting(self, ticket: int | None, stream: int | None) -> int:
+        """The part of `abort` that concerns samples without a slot."""
+        before = self.num_waiting
+        kept: deque[Request] = deque()
+        for request in self._waiting:
+            if not request.is_of(ticket, stream):
+                kept.append(request)
+                continue
+            for index in range(request.num_started, request.end):
+                self._finish(request, index, request.recorded, "aborted")
+        self._waiting = kept
+        return before - self.num_waiting
