@@ -17,6 +17,7 @@ from llamarl.learning.losses.common import (
     needs_entropy_gradient,
     uses_entropy,
 )
+from llamarl.learning.losses.inputs import Completions
 from llamarl.learning.losses.regularisers import ESTIMATORS, kl_to_reference, regularised
 from tests.loss_problems import PUBLISHED, inputs_of, problem
 
@@ -123,6 +124,39 @@ def test_the_entropy_bonus_is_weighed_as_the_loss_is():
     fn = regularised(PUBLISHED["grpo"], entropy_coef=0.3)
     bonus = p.call(fn, entropy=entropy)[0].item() - p.call(PUBLISHED["grpo"])[0].item()
     assert bonus == pytest.approx(-0.3 * sum(means) / len(means), rel=1e-10)
+
+
+def test_around_proximal_rloo_kl_and_entropy_are_means_over_tokens_by_hand():
+    # y0 of two labels, y1 of one; pi is mu, so both ratios are 1. pi is ref too, but at y1's label,
+    # where ref is half of pi: KL log 2 - 1/2, its slope 1 - 1/2.
+    pi, entropy = f64(HALF, HALF, HALF, grad=True), f64(2.0, 3.0, 4.0, grad=True)
+    completions = Completions(
+        index=torch.tensor([0, 0, 1]),
+        groups=torch.tensor([0, 0]),
+        rewards=torch.zeros(2),
+        group_tokens=torch.tensor([3.0, 3.0]),
+        num_completions=2,
+        num_groups=1,
+        num_trained_groups=1,
+    )
+    inputs = inputs_of(
+        pi,
+        pi.detach(),
+        f64(HALF, HALF, 2 * HALF),
+        f64(1.0, 1.0, -3.0),
+        torch.ones(3, dtype=torch.bool),
+        num_loss_tokens=3,
+        entropy=entropy,
+        completions=completions,
+    )
+    fn = regularised(PUBLISHED["proximal_rloo"], kl_coef=0.1, entropy_coef=0.2)
+    loss, _ = fn(inputs)
+    loss.backward()
+    own = -(1 - 3) / 2
+    kl = (math.log(2) - 0.5) / 3
+    assert loss.item() == pytest.approx(own + 0.1 * kl - 0.2 * (2 + 3 + 4) / 3, rel=1e-12)
+    assert pi.grad.tolist() == pytest.approx([-1 / 2, -1 / 2, 3 / 2 + 0.1 * 0.5 / 3], rel=1e-12)
+    assert entropy.grad.tolist() == pytest.approx([-0.2 / 3] * 3, rel=1e-12)
 
 
 @uses_entropy

@@ -18,6 +18,7 @@ from llamarl.learning.losses.copg import copg
 from llamarl.learning.losses.kimi_k2 import kimi_k2
 from llamarl.learning.losses.online_dpo import online_dpo
 from llamarl.learning.losses.policy_gradient import policy_gradient
+from llamarl.learning.losses.proximal_rloo import proximal_rloo
 from llamarl.learning.losses.reinforce import reinforce
 from llamarl.learning.losses.rloo import rloo
 from llamarl.learning.losses.tb import tb
@@ -27,6 +28,7 @@ from llamarl.words.names import NoFunction, did_you_mean, import_function
 LOSSES: dict[str, Loss] = {
     "policy_gradient": policy_gradient,
     "clipped": clipped,
+    "proximal_rloo": proximal_rloo,
     "reinforce": reinforce,
     "rloo": rloo,
     "copg": copg,
