@@ -76,7 +76,7 @@ def chunked_logprobs(
 
 def make_head(
     labels_R: Tensor,
-    rows: Tensor | None = None,
+    rows: Tensor,
     *,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
@@ -85,16 +85,15 @@ def make_head(
     """A head for Decoder.forward that gives (logprobs, entropy) of labels [R], each predicted at
     its row of the hidden states.
 
-    rows [R] int64 into T; None: label r at row r. Prompt tokens need no logits, so they are in no
+    rows [R] int64 into T. Prompt tokens need no logits, so they are in no
     row; a row may predict several labels (the first tokens of a group's completions). Without any,
     the empty results still carry gradients (zeros), so that a rank with nothing to train takes part
     in FSDP's collectives.
     """
 
     def head(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-        hidden_RD = hidden_TD if rows is None else hidden_TD.index_select(0, rows)
         return chunked_logprobs(
-            hidden_RD,
+            hidden_TD.index_select(0, rows),
             weight_VD,
             labels_R,
             temperature=temperature,
@@ -189,26 +188,20 @@ def log_softmax(logits_CV: Tensor, labels_C: Tensor, temperature: float, *, out:
     In float32 or wider; the logits stay as they are.
     """
     lib = kernels(logits_CV)
-    if lib is None:
-        plain_log_softmax(logits_CV, labels_C, temperature, out=out)
+    if lib is not None:
+        labels_C = labels_C.contiguous()
+        addresses = (t.data_ptr() for t in (*out, logits_CV, labels_C))
+        lib.log_softmax(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
         return
-    labels_C = labels_C.contiguous()
-    addresses = (t.data_ptr() for t in (*out, logits_CV, labels_C))
-    lib.log_softmax(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
-
-
-def plain_log_softmax(
-    logits_CV: Tensor, labels_C: Tensor, temperature: float, *, out: Tensor
-) -> None:
     wide_CV = logits_CV.to(_wide(logits_CV))
-    top_C = wide_CV.amax(1, keepdim=True)
-    x_CV = (wide_CV - top_C).div_(temperature)
-    log_sum_C = x_CV.logsumexp(1, keepdim=True)
-    logp_CV = x_CV.sub_(log_sum_C)
-    entropy_C = (logp_CV.exp() * logp_CV).sum(1).neg_()
-    rows = (logp_CV.gather(1, labels_C[:, None])[:, 0], entropy_C, top_C[:, 0], log_sum_C[:, 0])
-    for into, row in zip(out, rows, strict=True):
-        into.copy_(row)
+    top_C1 = wide_CV.amax(1, keepdim=True)
+    x_CV = (wide_CV - top_C1).div_(temperature)
+    log_sum_C1 = x_CV.logsumexp(1, keepdim=True)
+    logp_CV = x_CV.sub_(log_sum_C1)
+    out[0] = logp_CV.gather(1, labels_C[:, None])[:, 0]
+    out[1] = (logp_CV.exp() * logp_CV).sum(1).neg_()
+    out[2] = top_C1[:, 0]
+    out[3] = log_sum_C1[:, 0]
 
 
 def log_softmax_backward(
@@ -230,25 +223,11 @@ def log_softmax_backward(
     logits and is returned.
     """
     lib = kernels(logits_CV)
-    known = (top_C, log_sum_C, entropy_C, a_C, b_C)
-    if lib is None:
-        return plain_log_softmax_backward(logits_CV, labels_C, *known, temperature)
-    labels_C = labels_C.contiguous()
-    addresses = (None if t is None else t.data_ptr() for t in (logits_CV, labels_C, *known))
-    lib.log_softmax_backward(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
-    return logits_CV
-
-
-def plain_log_softmax_backward(
-    logits_CV: Tensor,
-    labels_C: Tensor,
-    top_C: Tensor,
-    log_sum_C: Tensor,
-    entropy_C: Tensor,
-    a_C: Tensor,
-    b_C: Tensor | None,
-    temperature: float,
-) -> Tensor:
+    if lib is not None:
+        given = (logits_CV, labels_C.contiguous(), top_C, log_sum_C, entropy_C, a_C, b_C)
+        addresses = (None if t is None else t.data_ptr() for t in given)
+        lib.log_softmax_backward(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
+        return logits_CV
     wide_CV = logits_CV.to(_wide(logits_CV))
     logp_CV = (wide_CV - top_C[:, None]).div_(temperature).sub_(log_sum_C[:, None])
     factor = a_C[:, None]

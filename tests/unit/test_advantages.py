@@ -173,14 +173,9 @@ def test_gae_of_a_constant_return_and_a_perfect_value_head():
     )
 
 
-@pytest.mark.parametrize(
-    "change, what",
-    [({"gamma": 1.5}, "0..1"), ({"lam": -0.1}, "0..1"), ({"lengths": torch.tensor([2])}, "sum")],
-)
-def test_gae_refuses_what_cannot_be(change, what):
-    given_ = {"lengths": torch.tensor([3]), "gamma": 1.0, "lam": 0.9} | change
-    with pytest.raises(ValueError, match=what):
-        gae(torch.zeros(3), torch.zeros(3), **given_)
+def test_gae_refuses_lengths_of_other_tokens():
+    with pytest.raises(ValueError, match="sum"):
+        gae(torch.zeros(3), torch.zeros(3), torch.tensor([2]), gamma=1.0, lam=0.9)
 
 
 # -- among the completions of a group

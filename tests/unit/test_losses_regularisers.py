@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from llamarl.learning.losses.common import (
     MAX_LOG_RATIO,
     half_square,
+    has_mark,
     k3,
-    needs_entropy_gradient,
     uses_entropy,
 )
 from llamarl.learning.losses.inputs import Completions
@@ -166,14 +166,14 @@ def my_loss(inputs):
 
 def test_what_a_loss_is_given_goes_through():
     assert [
-        needs_entropy_gradient(fn)
+        has_mark(fn, "uses_entropy")
         for fn in (PUBLISHED["aipo"], regularised(PUBLISHED["aipo"]), my_loss)
     ] == [False, False, True]
-    assert needs_entropy_gradient(regularised(my_loss)) and needs_entropy_gradient(
-        regularised(PUBLISHED["tb"], entropy_coef=0.1)
+    assert has_mark(regularised(my_loss), "uses_entropy") and has_mark(
+        regularised(PUBLISHED["tb"], entropy_coef=0.1), "uses_entropy"
     )
     around = regularised(functools.partial(PUBLISHED["tb"], beta=0.5), kl_coef=0.1)
-    assert not needs_entropy_gradient(around)
+    assert not has_mark(around, "uses_entropy")
     entropy = f64(3.0, grad=True)
     one = f64(1.0)
     inputs = inputs_of(one, one, None, one, one.bool(), num_loss_tokens=1, entropy=entropy)
