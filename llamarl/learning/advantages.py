@@ -14,8 +14,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llamarl.learning.segments import mean_by
-
 STD_EPS = 1e-4  # TRL's; keeps a group of almost equal rewards from being blown up to unit variance
 
 
@@ -56,16 +54,9 @@ def gae(
 
     rewards, values [R], lengths [N] int64 with sum R; nothing comes after a completion's last
     token: V = 0 there. Float64 inside, the values' dtype outside (float32 at least), no gradient.
-    log2(longest) passes over [R], whatever N is. gamma and lam: 0..1. ValueError for shapes that do
-    not fit.
+    log2(longest) passes over [R], whatever N is. gamma and lam: 0..1.
     """
     size = rewards.numel()
-    if rewards.shape != values.shape or rewards.dim() != 1 or int(lengths.sum()) != size:
-        raise ValueError(
-            "need rewards and values [R] and lengths with sum R, got "
-            f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, "
-            f"lengths that sum to {int(lengths.sum())}"
-        )
     v = values.detach().double()
     # left: tokens of the same completion that come after
     ends = lengths.cumsum(0).repeat_interleave(lengths, output_size=size)
@@ -85,17 +76,6 @@ def _from_later(x: Tensor, step: int, left: Tensor) -> Tensor:
     later = torch.zeros_like(x)
     later[: max(0, x.numel() - step)] = x[step:]
     return torch.where(left >= step, later, 0)
-
-
-def tb_log_z(
-    log_pi_ref: Tensor, rewards: Tensor, groups: Tensor, trained: Tensor, *, beta: float
-) -> Tensor:
-    """[N]: for each completion the estimate of its prompt's log Z, without gradient; 0 of none.
-
-    log Z = mean over the group's trained completions of r/beta - log(pi/ref)(y)        (TBA, eq. 4)
-    log_pi_ref, rewards [N] (nats, reward), groups [N] int64 below N, trained [N] bool.
-    """
-    return mean_by(rewards / beta - log_pi_ref.detach(), groups, groups.numel(), trained)[groups]
 
 
 def best_and_worst(

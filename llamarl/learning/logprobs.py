@@ -51,11 +51,6 @@ def chunked_logprobs(
     IndexError for a label that is no row of the weight (on a CPU, where kernels trust it; elsewhere
     PyTorch's own operations look).
     """
-    if hidden_TD.dim() != 2 or weight_VD.dim() != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
-        raise ValueError(
-            f"need hidden [T, D] and weight [V, D], got {tuple(hidden_TD.shape)} and "
-            f"{tuple(weight_VD.shape)}"
-        )
     if labels_T.shape != hidden_TD.shape[:1]:
         raise ValueError(
             f"need one label a token, got labels {tuple(labels_T.shape)} for hidden "
@@ -134,17 +129,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy = entropy.clone()
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden_TD, weight_VD, labels_T, *known = ctx.saved_tensors
-        a = torch.zeros_like(known[0]) if grad_logprobs is None else grad_logprobs.contiguous()
-        b = grad_entropy.contiguous() if ctx.entropy_grad and grad_entropy is not None else None
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden_TD) if wants_hidden else None
+        a = grad_logprobs.contiguous()
+        b = grad_entropy.contiguous() if ctx.entropy_grad else None
+        grad_hidden = torch.empty_like(hidden_TD)
         grad_weight = None
         # Gradients take the place of kept logits. A second backward multiplies again.
         kept_TV = ctx.kept_TV
@@ -160,9 +153,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 logits_CV = kept_TV[part]
             of_part = [None if x is None else x[part] for x in (*known, a, b)]
             grad_CV = log_softmax_backward(logits_CV, labels_T[part], *of_part, ctx.temperature)
-            if wants_hidden:
-                torch.mm(grad_CV, weight_VD, out=grad_hidden[part])
-            if wants_weight:
+            torch.mm(grad_CV, weight_VD, out=grad_hidden[part])
+            if ctx.needs_input_grad[1]:
                 product = grad_CV.T @ hidden_TD[part]
                 if grad_weight is None:
                     # Chunks add up in float32: hundreds of bfloat16 additions would lose the small
@@ -172,7 +164,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     grad_weight += product
         if kept_TV is not None and kept_TV.device.type == "cpu":
             _spare[:] = [kept_TV]
-        if wants_weight:
+        if ctx.needs_input_grad[1]:
             if grad_weight is None:
                 grad_weight = torch.zeros_like(weight_VD)
             grad_weight = grad_weight.to(weight_VD.dtype)
@@ -241,15 +233,16 @@ def _room(tokens: int, weight_VD: Tensor) -> Tensor:
     """Memory for logits [T, V], not initialised: the spare where it fits, for fresh pages cost a
     CPU as much as the softmax does.
     """
-    shape = (tokens, weight_VD.shape[0])
+    vocab = weight_VD.shape[0]
+    needed = tokens * vocab
     try:
         spare = _spare.pop()
     except IndexError:
-        return weight_VD.new_empty(shape)
+        spare = weight_VD.new_empty(0)
     same_kind = (spare.dtype, spare.device) == (weight_VD.dtype, weight_VD.device)
-    if same_kind and tokens * shape[1] <= spare.numel():
-        return spare.flatten()[: tokens * shape[1]].view(shape)
-    return weight_VD.new_empty(shape)
+    if not same_kind or spare.numel() < needed:
+        spare = weight_VD.new_empty(needed)
+    return spare.flatten()[:needed].view(tokens, vocab)
 
 
 def _parts(tokens: int, size: int) -> list[slice]:

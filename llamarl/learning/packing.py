@@ -15,13 +15,14 @@ import math
 import warnings
 from bisect import insort
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llamarl.learning.reduction import Ranks
 from llamarl.learning.segments import sum_by
 from llamarl.learning.targets import Targets
 from llamarl.types import Group, PackedBatch
@@ -36,12 +37,34 @@ class Packing:
     """
 
     microbatches: list[PackedBatch]
-    num_loss_tokens: int  # trained completion tokens
-    num_completions: int  # trained completions
-    num_groups: int  # groups of at least two trained completions
-    num_trained_groups: int  # groups of at least one
+    num_loss_tokens: float  # trained completion tokens
+    num_completions: float  # trained completions
+    num_groups: float  # groups of at least two trained completions
+    num_trained_groups: float  # groups of at least one
+    room: float  # this rank's microbatches times their token budget
     unused_budget_fraction: float  # of the microbatches' token budgets: what no token takes, 0..1
     has_reference: bool  # ref_logprobs hold a reference's; else they are zeros without meaning
+
+    def over(self, ranks: Ranks) -> Packing:
+        """Collective: counted over all ranks, and with as many microbatches on each.
+
+        A rank with fewer takes part in its peers' collectives with empty ones.
+        """
+        own = self.microbatches
+        most = ranks.max(microbatches=float(len(own)), reference=float(self.has_reference))
+        counts = ranks.sum(
+            num_loss_tokens=self.num_loss_tokens,
+            num_completions=self.num_completions,
+            num_groups=self.num_groups,
+            num_trained_groups=self.num_trained_groups,
+        )
+        missing = int(most["microbatches"]) - len(own)
+        return replace(
+            self,
+            microbatches=own + [filler()] * missing,
+            has_reference=most["reference"] > 0,
+            **counts,
+        )
 
 
 def collate(lengths: list[int], budget: float) -> list[list[int]]:
@@ -88,10 +111,11 @@ def pack(
     if not groups:
         return Packing(
             microbatches=[],
-            num_loss_tokens=0,
-            num_completions=0,
-            num_groups=0,
-            num_trained_groups=0,
+            num_loss_tokens=0.0,
+            num_completions=0.0,
+            num_groups=0.0,
+            num_trained_groups=0.0,
+            room=0.0,
             unused_budget_fraction=0.0,
             has_reference=False,
         )
@@ -101,15 +125,16 @@ def pack(
     tokens = [b.size for b in bins]
     if max(tokens, default=0) > budget_tokens:
         _warn_too_long(budget_tokens, whole_groups)
-    room = sum(max(size, budget_tokens) for size in tokens)
+    taken = sum(max(size, budget_tokens) for size in tokens)
     trained_by_group = torch.bincount(flat.groups[flat.trained])
     return Packing(
         microbatches=[_build(flat, b.members) for b in bins],
-        num_loss_tokens=int(flat.lengths[flat.trained].sum()),
-        num_completions=int(flat.trained.sum()),
-        num_groups=int((trained_by_group > 1).sum()),
-        num_trained_groups=int((trained_by_group > 0).sum()),
-        unused_budget_fraction=1 - sum(tokens) / room if room else 0.0,
+        num_loss_tokens=float(flat.lengths[flat.trained].sum()),
+        num_completions=float(flat.trained.sum()),
+        num_groups=float((trained_by_group > 1).sum()),
+        num_trained_groups=float((trained_by_group > 0).sum()),
+        room=float(len(bins) * budget_tokens),
+        unused_budget_fraction=1 - sum(tokens) / taken if taken else 0.0,
         has_reference=any(g.ref_logprobs.numel() for g in groups),
     )
 

@@ -30,7 +30,7 @@ from llamarl.learning.logprobs import make_head
 from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.inputs import Completions, LossInputs
 from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr, share_gradients
-from llamarl.learning.packing import Packing, filler, pack, to_device
+from llamarl.learning.packing import Packing, pack, to_device
 from llamarl.learning.reduction import Ranks
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.step_metrics import (
@@ -101,21 +101,6 @@ class StepResult:
     mean_reward: float  # the task's own, of all groups that were taken
     num_trained_tokens: float  # of the batch, over all ranks
     metrics: dict[str, float | None]  # None: there was nothing to measure
-
-
-@dataclass(frozen=True, slots=True)
-class _Minibatch:
-    """This rank's microbatches of an update, and what counts the update over all ranks."""
-
-    packing: Packing
-    # As many as the rank with the most has: a rank with fewer takes part in its peers' collectives
-    # with empty ones.
-    microbatches: list[PackedBatch]
-    has_reference: bool
-    num_loss_tokens: float
-    num_completions: float
-    num_groups: float
-    num_trained_groups: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,20 +237,17 @@ class PolicyUpdate:
         """Collective: what the weights, as they are, say of these sequences. top: likeliest tokens
         to keep at each place.
         """
-        sizes = torch.tensor([len(s.token_ids) - 1 for s in sequences])
-        cu_seqlens = F.pad(sizes.cumsum(0), (1, 0))
-        places = []
-        for s, start in zip(sequences, cu_seqlens.tolist()):
-            places.append(torch.arange(start + s.given - 1, start + len(s.token_ids) - 1))
-        ids = torch.cat([torch.tensor(s.token_ids[:-1]) for s in sequences])
-        labels = torch.cat([torch.tensor(s.token_ids[s.given :]) for s in sequences])
-        positions = torch.cat([torch.arange(size) for size in sizes.tolist()])
-        places_S = torch.cat(places).to(self._device)
+        tokens = [torch.tensor(s.token_ids) for s in sequences]
+        positions = [torch.arange(len(ids) - 1) for ids in tokens]
+        sizes = torch.tensor([places.numel() for places in positions])
+        is_scored = [places >= s.given - 1 for places, s in zip(positions, sequences)]
+        labels = torch.cat([ids[s.given :] for ids, s in zip(tokens, sequences)])
+        scored_T = torch.cat(is_scored).to(self._device)
         logits_SV = self.decoder(
-            ids.to(self._device),
-            positions.to(self._device),
-            PackedAttention(cu_seqlens.to(self._device)),
-            lambda h_TD, w_VD: F.linear(h_TD[places_S], w_VD),
+            torch.cat([ids[:-1] for ids in tokens]).to(self._device),
+            torch.cat(positions).to(self._device),
+            PackedAttention(F.pad(sizes.cumsum(0), (1, 0)).to(self._device)),
+            lambda h_TD, w_VD: F.linear(h_TD[scored_T], w_VD),
         )
         logprobs_SV = (logits_SV.float() / (self.settings.temperature or 1.0)).log_softmax(1)
         scored_S1 = logprobs_SV.gather(1, labels.to(self._device)[:, None])
@@ -299,7 +281,7 @@ class PolicyUpdate:
             )
         return values_C
 
-    def _minibatch(self, groups: list[Group], targets: list[Targets]) -> _Minibatch:
+    def _minibatch(self, groups: list[Group], targets: list[Targets]) -> Packing:
         """Collective: these groups of this rank packed, and counted over all ranks."""
         s = self.settings
         packing = pack(
@@ -309,37 +291,18 @@ class PolicyUpdate:
             drop_zero_advantage=s.skip_zero_advantage,
             whole_groups=s.whole_groups,
         )
-        own = packing.microbatches
-        most = self.ranks.max(microbatches=float(len(own)), reference=float(packing.has_reference))
-        missing = int(most["microbatches"]) - len(own)
-        counts = self.ranks.sum(
-            num_loss_tokens=float(packing.num_loss_tokens),
-            num_completions=float(packing.num_completions),
-            num_groups=float(packing.num_groups),
-            num_trained_groups=float(packing.num_trained_groups),
-        )
-        return _Minibatch(
-            packing=packing,
-            microbatches=own + [filler()] * missing,
-            has_reference=most["reference"] > 0,
-            **counts,
-        )
+        return packing.over(self.ranks)
 
-    def _unused_budget(self, minibatches: list[_Minibatch]) -> float:
+    def _unused_budget(self, minibatches: list[Packing]) -> float:
         """Collective: the share of the microbatches' token budgets that no token takes."""
-        budget = 0.0
-        unused = 0.0
-        for minibatch in minibatches:
-            own = len(minibatch.packing.microbatches) * self.settings.microbatch_tokens
-            budget += own
-            unused += minibatch.packing.unused_budget_fraction * own
-        total = self.ranks.sum(budget=budget, unused=unused)
-        return total["unused"] / max(1.0, total["budget"])
+        unused = [m.unused_budget_fraction * m.room for m in minibatches]
+        total = self.ranks.sum(room=sum(m.room for m in minibatches), unused=sum(unused))
+        return total["unused"] / max(1.0, total["room"])
 
     # --- One update ---
 
     def _update(
-        self, minibatch: _Minibatch, update_id: _UpdateId, stop: Callable[[], bool]
+        self, minibatch: Packing, update_id: _UpdateId, stop: Callable[[], bool]
     ) -> tuple[Computed, Metrics]:
         """Collective: one optimizer update. StepAborted, NotFinite, ParityError."""
         self._zero_grad()
@@ -381,7 +344,7 @@ class PolicyUpdate:
         )
 
     def _forward_backward(
-        self, batch: PackedBatch, minibatch: _Minibatch, update_id: _UpdateId, tally: _Tally
+        self, batch: PackedBatch, minibatch: Packing, update_id: _UpdateId, tally: _Tally
     ) -> None:
         """Add a microbatch's share to the gradients and to the tally."""
         batch = to_device(batch, self._device)
@@ -427,7 +390,7 @@ class PolicyUpdate:
     def _policy_loss(
         self,
         batch: PackedBatch,
-        minibatch: _Minibatch,
+        minibatch: Packing,
         update_id: _UpdateId,
         logprobs: Tensor,
         entropy: Tensor,

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from llamarl.learning.losses import LOSSES
 from llamarl.learning.losses.inputs import Completions
 from llamarl.learning.values import value_loss
 from tests.loss_problems import PUBLISHED, Problem, inputs_of, problem
@@ -325,6 +326,30 @@ def test_past_the_largest_ratio_a_bad_token_is_still_pushed_down():
     assert pi.grad.item() == pytest.approx(math.exp(20)) and loss.item() == pytest.approx(
         math.exp(20)
     )
+
+
+def test_log_z_is_the_mean_over_the_trained_completions_of_a_group():
+    # beta 1/2. Group 0: mean of 1/0.5 - 3 and 0/0.5 - 1, its third completion is not trained; group
+    # 1: 2/0.5 - 0. The residuals: -1 + 3 - 2, -1 + 1 - 0; 4 + 0 - 4.
+    log_pi_ref = torch.tensor([3.0, 1.0, math.nan, 0.0], requires_grad=True)
+    completions = Completions(
+        index=torch.arange(4),
+        groups=torch.tensor([0, 0, 0, 1]),
+        rewards=torch.tensor([1.0, 0.0, 8.0, 2.0]),
+        group_tokens=torch.tensor([2.0, 2.0, 2.0, 1.0]),
+        num_completions=3,
+        num_groups=1,
+        num_trained_groups=2,
+    )
+    zeros = torch.zeros(4)
+    mask = torch.tensor([True, True, False, True])
+    inputs = inputs_of(
+        log_pi_ref, zeros, zeros, zeros, mask, num_loss_tokens=3, completions=completions
+    )
+    loss, metrics = LOSSES["tb"](inputs, beta=0.5)
+    loss.backward()
+    assert metrics["tb/log_z/completions"].item() == -1.0 - 1.0 + 4.0
+    assert loss.item() == 0.0 and log_pi_ref.grad.tolist() == [0.0] * 4
 
 
 # --- the value head ---
