@@ -18,7 +18,7 @@ from llamarl.inference.protocol import EngineSettings
 from llamarl.launch.job import Job
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses import check_options, options_of, resolve_loss
-from llamarl.learning.losses.common import needs_all_completions, needs_whole_groups
+from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.replay import Draw, ReplayBuffer
 from llamarl.learning.schedules import beta_at
@@ -217,7 +217,7 @@ def _update_of(config: Config, loss_fn: Callable) -> UpdateSettings:
     differs = filters or g.quantize != "none"
     # Exact where the loss is the policy gradient alone: such completions add nothing to it.
     by_token = t.advantages == "gae"
-    skips = t.skip_zero_advantage and not by_token and not needs_all_completions(loss_fn)
+    skips = t.skip_zero_advantage and not by_token and not has_mark(loss_fn, "uses_all_completions")
     return UpdateSettings(
         lr=config.lr,
         schedule=t.schedule,
@@ -230,7 +230,7 @@ def _update_of(config: Config, loss_fn: Callable) -> UpdateSettings:
         advantages=t.advantages,
         skip_zero_advantage=skips,
         parity_tolerance=None if differs else t.parity_tolerance,
-        whole_groups=needs_whole_groups(loss_fn),
+        whole_groups=has_mark(loss_fn, "whole_groups"),
         minibatches_per_step=t.minibatches_per_step,
         updates_per_batch=t.updates_per_batch,
         shaping=Shaping(

@@ -102,17 +102,13 @@ class FrozenReference(Executor):
         packing = pack(
             [alike], targets, budget_tokens=self.microbatch_tokens, drop_zero_advantage=False
         )
-        starts = (group.lengths.cumsum(0) - group.lengths).tolist()
         out = torch.empty(group.token_ids.numel())
-        for batch, completions in zip(packing.microbatches, packing.completions):
-            batch = to_device(batch, self.group.device)
+        for microbatch in packing.microbatches:
+            batch = to_device(microbatch, self.group.device)
             attention = PackedAttention(batch.cu_seqlens, batch.parents)
             head = make_head(batch.labels, batch.rows, temperature=self.temperature)
             logprobs, _ = self.decoder(batch.input_ids, batch.positions, attention, head)
-            lengths = [int(group.lengths[c]) for c in completions]
-            parts = logprobs.float().cpu().split(lengths)
-            for c, part in zip(completions, parts):
-                out[starts[c] : starts[c] + len(part)] = part
+            out[microbatch.places] = logprobs.float().cpu()
         return out
 
 

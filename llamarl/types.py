@@ -220,6 +220,7 @@ class PackedBatch:
     parents: Tensor  # [S] int64, a completion's prompt; -1 for prompts
     rows: Tensor  # [R] int64 into T
     labels: Tensor  # [R] int64
+    places: Tensor  # [R] int64, where a label is among all groups' completion tokens, end to end
     generator_logprobs: Tensor  # [R] float32
     ref_logprobs: Tensor  # [R] float32, 0 without a reference
     advantages: Tensor  # [R] float32

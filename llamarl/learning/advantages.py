@@ -14,8 +14,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llamarl.learning.segments import mean_by
-
 STD_EPS = 1e-4  # TRL's; keeps a group of almost equal rewards from being blown up to unit variance
 
 
@@ -56,18 +54,9 @@ def gae(
 
     rewards, values [R], lengths [N] int64 with sum R; nothing comes after a completion's last
     token: V = 0 there. Float64 inside, the values' dtype outside (float32 at least), no gradient.
-    log2(longest) passes over [R], whatever N is. ValueError for shapes that do not fit, or gamma or
-    lam outside 0..1.
+    log2(longest) passes over [R], whatever N is. gamma and lam: 0..1.
     """
     size = rewards.numel()
-    if rewards.shape != values.shape or rewards.dim() != 1 or int(lengths.sum()) != size:
-        raise ValueError(
-            "need rewards and values [R] and lengths with sum R, got "
-            f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, "
-            f"lengths that sum to {int(lengths.sum())}"
-        )
-    if not 0 <= gamma <= 1 or not 0 <= lam <= 1:
-        raise ValueError(f"gamma={gamma}, lam={lam}: need 0..1")
     v = values.detach().double()
     # left: tokens of the same completion that come after
     ends = lengths.cumsum(0).repeat_interleave(lengths, output_size=size)
@@ -89,17 +78,6 @@ def _from_later(x: Tensor, step: int, left: Tensor) -> Tensor:
     return torch.where(left >= step, later, 0)
 
 
-def tb_log_z(
-    log_pi_ref: Tensor, rewards: Tensor, groups: Tensor, trained: Tensor, *, beta: float
-) -> Tensor:
-    """[N]: for each completion the estimate of its prompt's log Z, without gradient; 0 of none.
-
-    log Z = mean over the group's trained completions of r/beta - log(pi/ref)(y)        (TBA, eq. 4)
-    log_pi_ref, rewards [N] (nats, reward), groups [N] int64 below N, trained [N] bool.
-    """
-    return mean_by(rewards / beta - log_pi_ref.detach(), groups, groups.numel(), trained)[groups]
-
-
 def best_and_worst(
     rewards: Tensor, groups: Tensor, trained: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,20 +89,24 @@ def best_and_worst(
     worst mean something only there (elsewhere they are valid places all the same, so that they can
     index).
     """
-    size = rewards.numel()
     valid = trained & ~rewards.isnan()
+    best, highest = _first_of_the_highest(rewards, groups, valid)
+    worst, lowest_below_0 = _first_of_the_highest(-rewards, groups, valid)
+    return best, worst, highest > -lowest_below_0
+
+
+def _first_of_the_highest(rewards: Tensor, groups: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """(first, highest) [N] each: for group g, at place g, its first valid completion of the highest
+    reward, and that; without one a place all the same, and -inf.
+    """
+    size = rewards.numel()
+    nothing = rewards.new_full((size,), -torch.inf)
+    known = torch.where(valid, rewards, nothing)
+    highest = nothing.scatter_reduce(0, groups, known, "amax")
     place = torch.arange(size, device=rewards.device)
-
-    def first_extreme(kind: str, nothing: float) -> tuple[Tensor, Tensor]:
-        r = torch.where(valid, rewards, nothing)
-        extreme = r.new_full((size,), nothing).scatter_reduce(0, groups, r, kind)
-        candidates = torch.where(valid & (r == extreme[groups]), place, size)
-        return extreme, place.new_full((size,), size).scatter_reduce(0, groups, candidates, "amin")
-
-    highest, best = first_extreme("amax", -torch.inf)
-    lowest, worst = first_extreme("amin", torch.inf)
-    limit = max(size - 1, 0)
-    return best.clamp(max=limit), worst.clamp(max=limit), highest > lowest
+    candidates = torch.where(valid & (known == highest[groups]), place, size)
+    first = torch.full_like(place, size).scatter_reduce(0, groups, candidates, "amin")
+    return first.clamp(max=size - 1), highest
 
 
 def _centred(rewards: Tensor) -> tuple[Tensor, Tensor]:

@@ -51,11 +51,6 @@ def chunked_logprobs(
     IndexError for a label that is no row of the weight (on a CPU, where kernels trust it; elsewhere
     PyTorch's own operations look).
     """
-    if hidden_TD.dim() != 2 or weight_VD.dim() != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
-        raise ValueError(
-            f"need hidden [T, D] and weight [V, D], got {tuple(hidden_TD.shape)} and "
-            f"{tuple(weight_VD.shape)}"
-        )
     if labels_T.shape != hidden_TD.shape[:1]:
         raise ValueError(
             f"need one label a token, got labels {tuple(labels_T.shape)} for hidden "
@@ -76,7 +71,7 @@ def chunked_logprobs(
 
 def make_head(
     labels_R: Tensor,
-    rows: Tensor | None = None,
+    rows: Tensor,
     *,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
@@ -85,16 +80,15 @@ def make_head(
     """A head for Decoder.forward that gives (logprobs, entropy) of labels [R], each predicted at
     its row of the hidden states.
 
-    rows [R] int64 into T; None: label r at row r. Prompt tokens need no logits, so they are in no
+    rows [R] int64 into T. Prompt tokens need no logits, so they are in no
     row; a row may predict several labels (the first tokens of a group's completions). Without any,
     the empty results still carry gradients (zeros), so that a rank with nothing to train takes part
     in FSDP's collectives.
     """
 
     def head(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-        hidden_RD = hidden_TD if rows is None else hidden_TD.index_select(0, rows)
         return chunked_logprobs(
-            hidden_RD,
+            hidden_TD.index_select(0, rows),
             weight_VD,
             labels_R,
             temperature=temperature,
@@ -135,17 +129,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy = entropy.clone()
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden_TD, weight_VD, labels_T, *known = ctx.saved_tensors
-        a = torch.zeros_like(known[0]) if grad_logprobs is None else grad_logprobs.contiguous()
-        b = grad_entropy.contiguous() if ctx.entropy_grad and grad_entropy is not None else None
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden_TD) if wants_hidden else None
+        a = grad_logprobs.contiguous()
+        b = grad_entropy.contiguous() if ctx.entropy_grad else None
+        grad_hidden = torch.empty_like(hidden_TD)
         grad_weight = None
         # Gradients take the place of kept logits. A second backward multiplies again.
         kept_TV = ctx.kept_TV
@@ -161,9 +153,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 logits_CV = kept_TV[part]
             of_part = [None if x is None else x[part] for x in (*known, a, b)]
             grad_CV = log_softmax_backward(logits_CV, labels_T[part], *of_part, ctx.temperature)
-            if wants_hidden:
-                torch.mm(grad_CV, weight_VD, out=grad_hidden[part])
-            if wants_weight:
+            torch.mm(grad_CV, weight_VD, out=grad_hidden[part])
+            if ctx.needs_input_grad[1]:
                 product = weight_gradient(grad_CV, hidden_TD[part])
                 if grad_weight is None:
                     # Chunks add up in float32: hundreds of bfloat16 additions would lose the small
@@ -173,7 +164,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     grad_weight += product
         if kept_TV is not None and kept_TV.device.type == "cpu":
             _spare[:] = [kept_TV]
-        if wants_weight:
+        if ctx.needs_input_grad[1]:
             if grad_weight is None:
                 grad_weight = torch.zeros_like(weight_VD)
             grad_weight = grad_weight.to(weight_VD.dtype)
@@ -189,26 +180,20 @@ def log_softmax(logits_CV: Tensor, labels_C: Tensor, temperature: float, *, out:
     In float32 or wider; the logits stay as they are.
     """
     lib = kernels(logits_CV)
-    if lib is None:
-        plain_log_softmax(logits_CV, labels_C, temperature, out=out)
+    if lib is not None:
+        labels_C = labels_C.contiguous()
+        addresses = (t.data_ptr() for t in (*out, logits_CV, labels_C))
+        lib.log_softmax(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
         return
-    labels_C = labels_C.contiguous()
-    addresses = (t.data_ptr() for t in (*out, logits_CV, labels_C))
-    lib.log_softmax(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
-
-
-def plain_log_softmax(
-    logits_CV: Tensor, labels_C: Tensor, temperature: float, *, out: Tensor
-) -> None:
     wide_CV = logits_CV.to(_wide(logits_CV))
-    top_C = wide_CV.amax(1, keepdim=True)
-    x_CV = (wide_CV - top_C).div_(temperature)
-    log_sum_C = x_CV.logsumexp(1, keepdim=True)
-    logp_CV = x_CV.sub_(log_sum_C)
-    entropy_C = (logp_CV.exp() * logp_CV).sum(1).neg_()
-    rows = (logp_CV.gather(1, labels_C[:, None])[:, 0], entropy_C, top_C[:, 0], log_sum_C[:, 0])
-    for into, row in zip(out, rows, strict=True):
-        into.copy_(row)
+    top_C1 = wide_CV.amax(1, keepdim=True)
+    x_CV = (wide_CV - top_C1).div_(temperature)
+    log_sum_C1 = x_CV.logsumexp(1, keepdim=True)
+    logp_CV = x_CV.sub_(log_sum_C1)
+    out[0] = logp_CV.gather(1, labels_C[:, None])[:, 0]
+    out[1] = (logp_CV.exp() * logp_CV).sum(1).neg_()
+    out[2] = top_C1[:, 0]
+    out[3] = log_sum_C1[:, 0]
 
 
 def log_softmax_backward(
@@ -230,25 +215,11 @@ def log_softmax_backward(
     logits and is returned.
     """
     lib = kernels(logits_CV)
-    known = (top_C, log_sum_C, entropy_C, a_C, b_C)
-    if lib is None:
-        return plain_log_softmax_backward(logits_CV, labels_C, *known, temperature)
-    labels_C = labels_C.contiguous()
-    addresses = (None if t is None else t.data_ptr() for t in (logits_CV, labels_C, *known))
-    lib.log_softmax_backward(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
-    return logits_CV
-
-
-def plain_log_softmax_backward(
-    logits_CV: Tensor,
-    labels_C: Tensor,
-    top_C: Tensor,
-    log_sum_C: Tensor,
-    entropy_C: Tensor,
-    a_C: Tensor,
-    b_C: Tensor | None,
-    temperature: float,
-) -> Tensor:
+    if lib is not None:
+        given = (logits_CV, labels_C.contiguous(), top_C, log_sum_C, entropy_C, a_C, b_C)
+        addresses = (None if t is None else t.data_ptr() for t in given)
+        lib.log_softmax_backward(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
+        return logits_CV
     wide_CV = logits_CV.to(_wide(logits_CV))
     logp_CV = (wide_CV - top_C[:, None]).div_(temperature).sub_(log_sum_C[:, None])
     factor = a_C[:, None]
@@ -262,15 +233,16 @@ def _room(tokens: int, weight_VD: Tensor) -> Tensor:
     """Memory for logits [T, V], not initialised: the spare where it fits, for fresh pages cost a
     CPU as much as the softmax does.
     """
-    shape = (tokens, weight_VD.shape[0])
+    vocab = weight_VD.shape[0]
+    needed = tokens * vocab
     try:
         spare = _spare.pop()
     except IndexError:
-        return weight_VD.new_empty(shape)
+        spare = weight_VD.new_empty(0)
     same_kind = (spare.dtype, spare.device) == (weight_VD.dtype, weight_VD.device)
-    if same_kind and tokens * shape[1] <= spare.numel():
-        return spare.flatten()[: tokens * shape[1]].view(shape)
-    return weight_VD.new_empty(shape)
+    if not same_kind or spare.numel() < needed:
+        spare = weight_VD.new_empty(needed)
+    return spare.flatten()[:needed].view(tokens, vocab)
 
 
 def _parts(tokens: int, size: int) -> list[slice]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llamarl.learning.advantages import ADVANTAGES
+from llamarl.learning.advantages import ADVANTAGES, gae
 from llamarl.learning.reduction import Ranks
 from llamarl.learning.shaping import (
     Rewards,
@@ -24,7 +24,7 @@ from llamarl.learning.shaping import (
     whiten_advantages,
     whiten_rewards,
 )
-from llamarl.learning.values import Critic
+from llamarl.learning.values import Critic, CriticSettings
 from llamarl.types import Group
 
 
@@ -77,17 +77,22 @@ def make_targets(
         rewards = whiten_rewards(groups, rewards, by_token=critic is not None, total=ranks.sum)
     if shaping.any:
         valid = [r.completions[~r.completions.isnan()] for r in rewards]
-        metrics["reward/shaped_mean"] = moments(_joined(valid), ranks.sum)[0]
+        metrics["reward/shaped_mean"] = moments(valid, ranks.sum)[0]
     if critic is None:
         by_completion = [ADVANTAGES[advantages](r.completions) for r in rewards]
         if shaping.whitens("completions"):
-            by_completion = _whitened_by_minibatch(groups, by_completion, minibatches, ranks)
+            # (A - mean A) / std A        (Magistral, 2.1)
+            whitened = []
+            for minibatch in minibatches:
+                trained = [g.trained for g in groups[minibatch]]
+                whitened += whiten_advantages(by_completion[minibatch], trained, total=ranks.sum)
+            by_completion = whitened
         targets = [
             Targets.of(group, own_advantages, own_rewards.completions)
             for group, own_advantages, own_rewards in zip(groups, by_completion, rewards)
         ]
     else:
-        targets = _targets_by_token(groups, rewards, critic, old_values)
+        targets = _targets_by_token(groups, rewards, critic.settings, old_values)
         metrics["value/explained_variance"] = _explained_variance(groups, targets, ranks)
     if shaping.whitens("advantages"):
         trained = [g.trained_tokens for g in groups]
@@ -102,29 +107,16 @@ def with_signal(groups: list[Group], shaping: Shaping) -> list[Group]:
     The others have no advantage to learn from: Magistral (2.1) leaves them out of its batches, and
     so out of every mean and deviation.
     """
-    return [group for group in groups if _has_signal(group, shaping)]
-
-
-def _has_signal(group: Group, shaping: Shaping) -> bool:
-    rewards = shape(group, shaping).completions[group.trained]
-    return rewards.unique().numel() > 1
-
-
-def _whitened_by_minibatch(
-    groups: list[Group], advantages: list[Tensor], minibatches: list[slice], ranks: Ranks
-) -> list[Tensor]:
-    """Collective: (A - mean A) / std A over a minibatch's trained completions        (Magistral,
-    2.1)
-    """
-    whitened = []
-    for minibatch in minibatches:
-        trained = [group.trained for group in groups[minibatch]]
-        whitened += whiten_advantages(advantages[minibatch], trained, total=ranks.sum)
-    return whitened
+    kept = []
+    for group in groups:
+        rewards = shape(group, shaping).completions[group.trained]
+        if rewards.unique().numel() > 1:
+            kept.append(group)
+    return kept
 
 
 def _targets_by_token(
-    groups: list[Group], rewards: list[Rewards], critic: Critic, old_values: Tensor
+    groups: list[Group], rewards: list[Rewards], settings: CriticSettings, old_values: Tensor
 ) -> list[Targets]:
     """Targets by GAE, all 0 for the tokens that are not trained on; old_values [C], 0 for these."""
     if not groups:
@@ -133,33 +125,28 @@ def _targets_by_token(
     tokens = torch.cat([r.tokens for r in rewards])
     trained = torch.cat([g.trained_tokens for g in groups])
     sizes = [g.token_ids.numel() for g in groups]
-    advantages, returns = critic.advantages(tokens, old_values, lengths)
-    by_group = zip(
-        rewards,
-        torch.where(trained, advantages, 0).split(sizes),
-        torch.where(trained, returns, 0).split(sizes),
-        torch.where(trained, old_values, 0).split(sizes),
-        strict=True,
+    advantages, returns = gae(
+        tokens, old_values, lengths, gamma=settings.gamma, lam=settings.gae_lambda
     )
+    all_3C = torch.where(trained, torch.stack([advantages, returns, old_values]), 0)
     return [
         Targets(
             rewards=own_rewards.completions,
-            advantages=own_advantages,
-            returns=own_returns,
-            old_values=own_values,
+            advantages=own_3T[0],
+            returns=own_3T[1],
+            old_values=own_3T[2],
         )
-        for own_rewards, own_advantages, own_returns, own_values in by_group
+        for own_rewards, own_3T in zip(rewards, all_3C.split(sizes, dim=1), strict=True)
     ]
 
 
 def _explained_variance(groups: list[Group], targets: list[Targets], ranks: Ranks) -> float | None:
     """Collective: see make_targets."""
-    returns = _joined([t.returns[g.trained_tokens] for t, g in zip(targets, groups)])
-    values = _joined([t.old_values[g.trained_tokens] for t, g in zip(targets, groups)])
+    returns = []
+    errors = []
+    for t, g in zip(targets, groups):
+        returns.append(t.returns[g.trained_tokens])
+        errors.append((t.returns - t.old_values)[g.trained_tokens])
     _, spread = moments(returns, ranks.sum)
-    _, error = moments(returns - values, ranks.sum)
+    _, error = moments(errors, ranks.sum)
     return 1 - (error / spread) ** 2 if spread > 0 else None
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return torch.cat([*parts, torch.zeros(0)])

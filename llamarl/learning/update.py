@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -26,10 +27,10 @@ from torch import Tensor
 
 from llamarl.errors import NotFinite, ParityError
 from llamarl.learning.logprobs import make_head
-from llamarl.learning.losses.common import needs_entropy_gradient
+from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.inputs import Completions, LossInputs
 from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr, share_gradients
-from llamarl.learning.packing import Packing, filler, pack, to_device
+from llamarl.learning.packing import Packing, pack, to_device
 from llamarl.learning.reduction import Ranks
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.step_metrics import (
@@ -53,7 +54,6 @@ from llamarl.models.fsdp import drop_gradients, is_split, next_backward
 from llamarl.models.heads import only_values, with_values
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.parity import Canary, Sequence
-from llamarl.models.sharding import span
 from llamarl.types import Group, PackedBatch
 
 
@@ -88,6 +88,10 @@ class UpdateSettings:
     # under older ones goes on with theirs, and its logprobs are not the trainer's.
     recomputes_kv: bool = False
 
+    @property
+    def updates_per_step(self) -> int:
+        return self.minibatches_per_step * self.updates_per_batch
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -100,50 +104,26 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Minibatch:
-    """This rank's microbatches of an update, and what counts the update over all ranks."""
-
-    packing: Packing
-    num_microbatches: int  # the most that a rank has
-    has_reference: bool
-    num_loss_tokens: float
-    num_completions: float
-    num_groups: float
-    num_trained_groups: float
-
-    def microbatch(self, i: int) -> PackedBatch:
-        """Number i of this rank's. A rank with fewer than its peers takes part in their collectives
-        with an empty one.
-        """
-        own = self.packing.microbatches
-        return own[i] if i < len(own) else filler()
-
-
-@dataclass(frozen=True, slots=True)
 class _UpdateId:
     """Which update of which step."""
 
+    settings: UpdateSettings
     version: int
     index: int  # of the update within the step
-    minibatches: int
-    passes: int
     tickets: list[int]  # of the step, on this rank
 
     @property
     def is_first(self) -> bool:
         return self.index == 0
 
-    @property
-    def per_step(self) -> int:
-        return self.minibatches * self.passes
-
     def __str__(self) -> str:
-        if self.per_step == 1:
+        s = self.settings
+        if s.updates_per_step == 1:
             return f"step {self.version}"
-        passed, minibatch = divmod(self.index, self.minibatches)
+        passed, minibatch = divmod(self.index, s.minibatches_per_step)
         return (
-            f"step {self.version}, minibatch {minibatch + 1} of {self.minibatches}, "
-            f"pass {passed + 1} of {self.passes}"
+            f"step {self.version}, minibatch {minibatch + 1} of {s.minibatches_per_step}, "
+            f"pass {passed + 1} of {s.updates_per_batch}"
         )
 
 
@@ -160,17 +140,6 @@ class _Tally:
     tokens: int = 0
     places: int = 0
     metrics: Metrics = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """What an update did, over all ranks."""
-
-    grad_norm: float  # before clipping
-    # The most that a fresh token's logprobs differ, nats; None: no such token, or not asked.
-    difference: float | None
-    computed: Computed
-    metrics: Metrics
 
 
 class PolicyUpdate:
@@ -207,12 +176,9 @@ class PolicyUpdate:
         self._copied: list[torch.nn.Parameter] = []  # those that tensor-parallel ranks all hold
         named = named_parameters_hf(decoder)
         for (name, _), parameter in zip(named, decoder.parameters(), strict=True):
-            if tp is None:
-                self._tensor_groups.append(None)
-            elif is_split(decoder, name):
-                self._tensor_groups.append(tp.group)
-            else:
-                self._tensor_groups.append(None)
+            is_part = tp is not None and is_split(decoder, name)
+            self._tensor_groups.append(tp.group if is_part else None)
+            if tp is not None and not is_part:
                 self._copied.append(parameter)
         if tp is not None and critic is not None:
             self._copied += critic.parameters
@@ -225,7 +191,9 @@ class PolicyUpdate:
         """
         s = self.settings
         trained = with_signal(groups, s.shaping) if s.filter_groups else groups
-        cuts = _cuts(len(trained), s.minibatches_per_step)
+        parts = s.minibatches_per_step
+        bounds = [len(trained) * i // parts for i in range(parts + 1)]
+        cuts = [slice(first, end) for first, end in pairwise(bounds)]
         targets, of_targets = make_targets(
             trained,
             s.shaping,
@@ -249,29 +217,19 @@ class PolicyUpdate:
             left_out = float(len(groups) - len(trained))
             row["groups/filtered"] = self.ranks.sum(groups=left_out)["groups"]
 
-        updates = []
-        for index in range(s.minibatches_per_step * s.updates_per_batch):
-            update_id = _UpdateId(
-                version=version,
-                index=index,
-                minibatches=s.minibatches_per_step,
-                passes=s.updates_per_batch,
-                tickets=[g.ticket for g in groups],
-            )
-            minibatch = minibatches[index % s.minibatches_per_step]
-            updates.append(self._update(minibatch, update_id, stop))
         computed = Computed()
         metrics: Metrics = {}
-        for update in updates:
-            computed = computed.plus(update.computed)
-            join(metrics, update.metrics)
-        row["parity/logprob_diff_max"] = updates[0].difference
-        row["grad_norm"] = sum(update.grad_norm for update in updates) / len(updates)
+        for index in range(s.updates_per_step):
+            update_id = _UpdateId(s, version, index, tickets=[g.ticket for g in groups])
+            of_update, parts_of_metrics = self._update(minibatches[index % parts], update_id, stop)
+            computed = computed.plus(of_update)
+            join(metrics, parts_of_metrics)
+        row = {"parity/logprob_diff_max": None, **computed.row(metrics), **row}
         return StepResult(
             grad_norm=row["grad_norm"],
             mean_reward=batch.mean_reward,
             num_trained_tokens=num_trained_tokens,
-            metrics=computed.row(metrics) | row,
+            metrics=row,
         )
 
     @torch.no_grad()
@@ -279,20 +237,17 @@ class PolicyUpdate:
         """Collective: what the weights, as they are, say of these sequences. top: likeliest tokens
         to keep at each place.
         """
-        sizes = torch.tensor([len(s.token_ids) - 1 for s in sequences])
-        cu_seqlens = F.pad(sizes.cumsum(0), (1, 0))
-        places = []
-        for s, start in zip(sequences, cu_seqlens.tolist()):
-            places.append(torch.arange(start + s.given - 1, start + len(s.token_ids) - 1))
-        ids = torch.cat([torch.tensor(s.token_ids[:-1]) for s in sequences])
-        labels = torch.cat([torch.tensor(s.token_ids[s.given :]) for s in sequences])
-        positions = torch.cat([torch.arange(size) for size in sizes.tolist()])
-        places_S = torch.cat(places).to(self._device)
+        tokens = [torch.tensor(s.token_ids) for s in sequences]
+        positions = [torch.arange(len(ids) - 1) for ids in tokens]
+        sizes = torch.tensor([places.numel() for places in positions])
+        is_scored = [places >= s.given - 1 for places, s in zip(positions, sequences)]
+        labels = torch.cat([ids[s.given :] for ids, s in zip(tokens, sequences)])
+        scored_T = torch.cat(is_scored).to(self._device)
         logits_SV = self.decoder(
-            ids.to(self._device),
-            positions.to(self._device),
-            PackedAttention(cu_seqlens.to(self._device)),
-            lambda h_TD, w_VD: F.linear(h_TD[places_S], w_VD),
+            torch.cat([ids[:-1] for ids in tokens]).to(self._device),
+            torch.cat(positions).to(self._device),
+            PackedAttention(F.pad(sizes.cumsum(0), (1, 0)).to(self._device)),
+            lambda h_TD, w_VD: F.linear(h_TD[scored_T], w_VD),
         )
         logprobs_SV = (logits_SV.float() / (self.settings.temperature or 1.0)).log_softmax(1)
         scored_S1 = logprobs_SV.gather(1, labels.to(self._device)[:, None])
@@ -309,23 +264,15 @@ class PolicyUpdate:
         """Collective: [C] values of all groups' completion tokens, end to end; 0 of those that are
         not trained on. NotFinite.
         """
-        packing = pack(
-            groups,
-            [Targets.of(g, torch.zeros(g.lengths.numel())) for g in groups],
-            budget_tokens=self.settings.microbatch_tokens,
-            drop_zero_advantage=False,
-        )
-        own = packing.microbatches
-        most = self.ranks.max(microbatches=float(len(own)))["microbatches"]
         values_C = torch.zeros(sum(g.token_ids.numel() for g in groups))
-        for i in range(int(most)):
+        everything = [Targets.of(g, torch.ones_like(g.rewards)) for g in groups]
+        for microbatch in self._minibatch(groups, everything).microbatches:
             self._agree_to_go_on(stop)
-            batch = to_device(own[i] if i < len(own) else filler(), self._device)
+            batch = to_device(microbatch, self._device)
             attention = PackedAttention(batch.cu_seqlens, batch.parents)
             head = only_values(self.critic.head, batch.rows)
             values_R = self.decoder(batch.input_ids, batch.positions, attention, head)
-            if i < len(own):
-                values_C[packing.places[i]] = values_R.cpu()
+            values_C[microbatch.places] = values_R.cpu()
         total = self.ranks.sum(values=float(values_C.sum()))["values"]
         if not math.isfinite(total):
             raise NotFinite(
@@ -334,7 +281,7 @@ class PolicyUpdate:
             )
         return values_C
 
-    def _minibatch(self, groups: list[Group], targets: list[Targets]) -> _Minibatch:
+    def _minibatch(self, groups: list[Group], targets: list[Targets]) -> Packing:
         """Collective: these groups of this rank packed, and counted over all ranks."""
         s = self.settings
         packing = pack(
@@ -344,75 +291,49 @@ class PolicyUpdate:
             drop_zero_advantage=s.skip_zero_advantage,
             whole_groups=s.whole_groups,
         )
-        most = self.ranks.max(
-            microbatches=float(len(packing.microbatches)),
-            reference=float(packing.has_reference),
-        )
-        counts = self.ranks.sum(
-            num_loss_tokens=float(packing.num_loss_tokens),
-            num_completions=float(packing.num_completions),
-            num_groups=float(packing.num_groups),
-            num_trained_groups=float(packing.num_trained_groups),
-        )
-        return _Minibatch(
-            packing=packing,
-            num_microbatches=int(most["microbatches"]),
-            has_reference=most["reference"] > 0,
-            **counts,
-        )
+        return packing.over(self.ranks)
 
-    def _unused_budget(self, minibatches: list[_Minibatch]) -> float:
+    def _unused_budget(self, minibatches: list[Packing]) -> float:
         """Collective: the share of the microbatches' token budgets that no token takes."""
-        budget = 0.0
-        unused = 0.0
-        for minibatch in minibatches:
-            own = len(minibatch.packing.microbatches) * self.settings.microbatch_tokens
-            budget += own
-            unused += minibatch.packing.unused_budget_fraction * own
-        total = self.ranks.sum(budget=budget, unused=unused)
-        return total["unused"] / max(1.0, total["budget"])
+        unused = [m.unused_budget_fraction * m.room for m in minibatches]
+        total = self.ranks.sum(room=sum(m.room for m in minibatches), unused=sum(unused))
+        return total["unused"] / max(1.0, total["room"])
 
     # --- One update ---
 
     def _update(
-        self, minibatch: _Minibatch, update_id: _UpdateId, stop: Callable[[], bool]
-    ) -> _Done:
+        self, minibatch: Packing, update_id: _UpdateId, stop: Callable[[], bool]
+    ) -> tuple[Computed, Metrics]:
         """Collective: one optimizer update. StepAborted, NotFinite, ParityError."""
         self._zero_grad()
         tally = _Tally()
-        for i in range(minibatch.num_microbatches):
+        for i, microbatch in enumerate(minibatch.microbatches, start=1):
             if update_id.is_first:
                 self._agree_to_go_on(stop)
-            next_backward(self.decoder, last=i + 1 == minibatch.num_microbatches)
-            self._forward_backward(minibatch.microbatch(i), minibatch, update_id, tally)
+            next_backward(self.decoder, last=i == len(minibatch.microbatches))
+            self._forward_backward(microbatch, minibatch, update_id, tally)
         if update_id.is_first:
             self._agree_to_go_on(stop)
         if self._copied:
             share_gradients(self._copied, self.decoder.tensor_parallel.group)
-        loss, norm, value_norm = self._checked(tally, update_id)
-        difference = self._checked_parity(tally, update_id) if update_id.is_first else None
-        metrics = over_ranks(tally.metrics, self.ranks)
+        metrics = self._checked(tally, update_id)
+        if update_id.is_first:
+            metrics |= self._checked_parity(tally, update_id)
+        metrics |= over_ranks(tally.metrics, self.ranks)
         factor = self._lr_factor(update_id)
         set_lr(self.optimizer, self.settings.lr * factor)
         self.optimizer.step()
-        metrics["loss/value"] = Metric(loss, Reduction.UPDATE_MEAN)
         if self.critic:
             self.critic.step(factor)
-            metrics["value/grad_norm"] = Metric(value_norm, Reduction.UPDATE_MEAN)
         sizes = self.ranks.sum(
             labels=float(tally.labels), tokens=float(tally.tokens), places=float(tally.places)
         )
-        return _Done(
-            grad_norm=norm,
-            difference=difference,
-            computed=Computed(updates=1, completions=minibatch.num_completions, **sizes),
-            metrics=metrics,
-        )
+        return Computed(updates=1, completions=minibatch.num_completions, **sizes), metrics
 
     def _lr_factor(self, update_id: _UpdateId) -> float:
         """What the learning rates are multiplied by in this update, 0..1."""
         s = self.settings
-        updates = update_id.per_step
+        updates = s.updates_per_step
         return lr_at(
             update_id.version * updates + update_id.index,
             lr=1.0,
@@ -423,7 +344,7 @@ class PolicyUpdate:
         )
 
     def _forward_backward(
-        self, batch: PackedBatch, minibatch: _Minibatch, update_id: _UpdateId, tally: _Tally
+        self, batch: PackedBatch, minibatch: Packing, update_id: _UpdateId, tally: _Tally
     ) -> None:
         """Add a microbatch's share to the gradients and to the tally."""
         batch = to_device(batch, self._device)
@@ -431,7 +352,7 @@ class PolicyUpdate:
             batch.labels,
             batch.rows,
             temperature=self.settings.temperature,
-            entropy_grad=needs_entropy_gradient(self.loss_fn),
+            entropy_grad=has_mark(self.loss_fn, "uses_entropy"),
         )
         if self.critic:
             head = with_values(head, self.critic.head, batch.rows)
@@ -442,7 +363,13 @@ class PolicyUpdate:
         sums["entropy"] = entropy.detach().sum()
         metrics = metrics_of_loss(of_loss) | token_means(sums)
         if self.critic:
-            of_values, of_value_loss = self._value_loss(batch, minibatch, values[0])
+            of_values, of_value_loss = value_loss(
+                values[0],
+                batch.old_values,
+                batch.returns,
+                value_clip=self.critic.settings.clip,
+                num_loss_tokens=minibatch.num_loss_tokens,
+            )
             loss = loss + self.critic.settings.coef * of_values
             metrics |= metrics_of_loss(of_value_loss)
             metrics["value/loss"] = Metric(of_values.detach(), Reduction.UPDATE_MEAN)
@@ -463,7 +390,7 @@ class PolicyUpdate:
     def _policy_loss(
         self,
         batch: PackedBatch,
-        minibatch: _Minibatch,
+        minibatch: Packing,
         update_id: _UpdateId,
         logprobs: Tensor,
         entropy: Tensor,
@@ -490,19 +417,6 @@ class PolicyUpdate:
         )
         return self.loss_fn(inputs, **self.step_options(update_id.version))
 
-    def _value_loss(
-        self, batch: PackedBatch, minibatch: _Minibatch, values: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The microbatch's share of the value head's loss, and its metrics. values [R]."""
-        return value_loss(
-            values,
-            batch.old_values,
-            batch.returns,
-            torch.ones_like(batch.labels, dtype=torch.bool),
-            value_clip=self.critic.settings.clip,
-            num_loss_tokens=minibatch.num_loss_tokens,
-        )
-
     def _is_fresh(self, batch: PackedBatch, version: int) -> Tensor:
         """[R] bool: sampled by these weights from what these weights made of all before it."""
         if self.settings.recomputes_kv:
@@ -527,7 +441,7 @@ class PolicyUpdate:
             drop_gradients(self.decoder)
             raise StepAborted
 
-    def _checked(self, tally: _Tally, update_id: _UpdateId) -> tuple[float, float, float]:
+    def _checked(self, tally: _Tally, update_id: _UpdateId) -> Metrics:
         """Collective: the loss, and the norms of the policy's and the value head's gradients before
         each is clipped. NotFinite.
         """
@@ -535,12 +449,12 @@ class PolicyUpdate:
         norm = float(
             clip_grad_norm(self.decoder.parameters(), most, tensor_groups=self._tensor_groups)
         )
-        value_norm = 0.0
-        if self.critic:
-            value_norm = float(clip_grad_norm(self.critic.parameters, most))
         total = self.ranks.sum(loss=float(tally.loss), log_ratio=float(tally.log_ratio))
-        if all(map(math.isfinite, (norm, value_norm, *total.values()))):
-            return total["loss"], norm, value_norm
+        found = {"loss/value": total["loss"], "grad_norm": norm}
+        if self.critic:
+            found["value/grad_norm"] = float(clip_grad_norm(self.critic.parameters, most))
+        if all(map(math.isfinite, (*found.values(), total["log_ratio"]))):
+            return {name: Metric(value, Reduction.UPDATE_MEAN) for name, value in found.items()}
         self._zero_grad()
         state = f"the weights are those of version {update_id.version}"
         if not update_id.is_first:
@@ -548,7 +462,7 @@ class PolicyUpdate:
                 f"{update_id.index} updates of this step are in the weights already; go on from "
                 "the last checkpoint (resume=auto)"
             )
-        of_values = f" (value head: {value_norm})" if self.critic else ""
+        of_values = f" (value head: {found['value/grad_norm']})" if self.critic else ""
         raise NotFinite(
             f"trainer, {update_id}: loss {total['loss']}, gradient norm {norm}{of_values}, sum of "
             f"log ratios {total['log_ratio']}; {state}. Tickets on this rank: "
@@ -556,8 +470,8 @@ class PolicyUpdate:
             "logprobs"
         )
 
-    def _checked_parity(self, tally: _Tally, update_id: _UpdateId) -> float | None:
-        """Collective: the most that trainer and generator logprobs differ on fresh tokens, None
+    def _checked_parity(self, tally: _Tally, update_id: _UpdateId) -> Metrics:
+        """Collective: the most that trainer and generator logprobs differ on fresh tokens, nothing
         without one. ParityError if that is too much.
         """
         own = float(torch.stack(tally.differences).amax()) if tally.differences else -1.0
@@ -571,13 +485,4 @@ class PolicyUpdate:
                 "generator's weights or its sampling (temperature, top-k, top-p) are not the "
                 "trainer's; raise trainer.parity_tolerance only if the dtype explains it"
             )
-        return worst if worst >= 0 else None
-
-
-def _cuts(total: int, parts: int) -> list[slice]:
-    """What cuts a list of `total` elements into parts, as evenly as they go."""
-    cuts = []
-    for i in range(parts):
-        first, count = span(total, i, parts)
-        cuts.append(slice(first, first + count))
-    return cuts
+        return {"parity/logprob_diff_max": Metric(worst, Reduction.MAX)} if worst >= 0 else {}

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from llamarl.learning.advantages import gae
-from llamarl.learning.losses.common import Metrics, half_square, masked, per_token
+from llamarl.learning.losses.common import Metrics, half_square, per_token
 from llamarl.learning.optim import build_optimizer, set_lr
 from llamarl.models.fsdp import local, local_rows
 from llamarl.models.heads import value_head
@@ -78,16 +77,6 @@ class Critic:
         set_lr(self.optimizer, self.settings.lr * factor)
         self.optimizer.step()
 
-    def advantages(
-        self, rewards: Tensor, old_values: Tensor, lengths: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The advantages and returns [C] of tokens, from their shaped rewards and old values [C].
-
-        lengths [N] int64: of the completions, end to end, whose tokens they are.
-        """
-        s = self.settings
-        return gae(rewards, old_values, lengths, gamma=s.gamma, lam=s.gae_lambda)
-
     # --- Checkpoints ---
 
     def state_dict(self) -> dict:
@@ -129,7 +118,6 @@ def value_loss(
     values: Tensor,
     old_values: Tensor,
     returns: Tensor,
-    loss_mask: Tensor,
     *,
     value_clip: float | None,
     num_loss_tokens: float,
@@ -137,26 +125,23 @@ def value_loss(
     """sum_t max[ (V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2 ] / 2 / num_loss_tokens
 
     (PPO's value loss; TRL.) V = values, with gradient; V_old = old_values, before the batch's first
-    update; R = returns (`gae`); eps = value_clip, None: no clip. Tensors [T], in units of the
-    reward. A masked label adds nothing. ValueError for value_clip <= 0.
+    update; R = returns (`gae`); eps = value_clip, None: no clip. Tensors [R], a trained label each,
+    in units of the reward. ValueError for value_clip <= 0.
 
     metrics: value/sum, value/error (sum of |V - R|), value/clipped (labels whose gradient the clip
     cuts).
     """
     if value_clip is not None and not value_clip > 0:
         raise ValueError(f"value_clip={value_clip}: need more than 0, or null for no clip")
-    v = masked(values, loss_mask)
-    old = masked(old_values.detach(), loss_mask)
-    target = masked(returns.detach(), loss_mask)
-    loss = half_square(v - target)
+    loss = half_square(values - returns)
     clipped = loss
     if value_clip is not None:
-        clipped_value = old + (v - old).clamp(-value_clip, value_clip)
-        clipped = half_square(clipped_value - target)
+        clipped_value = old_values + (values - old_values).clamp(-value_clip, value_clip)
+        clipped = half_square(clipped_value - returns)
     total = torch.maximum(loss, clipped).sum()
     metrics = {
-        "value/sum": v.detach().sum(),
-        "value/error": (v - target).detach().abs().sum(),
-        "value/clipped": (clipped > loss).sum().to(v.dtype),
+        "value/sum": values.detach().sum(),
+        "value/error": (values - returns).detach().abs().sum(),
+        "value/clipped": (clipped > loss).sum().to(values.dtype),
     }
     return per_token(total, num_loss_tokens), metrics

@@ -23,7 +23,6 @@ Priority = Literal["softmax", "uniform"]
 PRIORITIES: tuple[str, ...] = get_args(Priority)
 
 Whiten = Literal["none", "rewards", "advantages", "both", "completions"]
-WHITEN: tuple[str, ...] = get_args(Whiten)
 
 Estimator = Literal["k1", "k2", "k3"]
 ESTIMATORS: tuple[str, ...] = get_args(Estimator)

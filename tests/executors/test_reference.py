@@ -159,7 +159,8 @@ def test_scores_are_those_of_each_sequence_alone(model, packings, budget, length
 def test_the_order_is_the_groups_though_microbatches_hold_another(model, packings):
     g = group(lengths=(1, 2, 7), prompt=2)
     got = executor(model, microbatch_tokens=8).score(g)
-    assert [p.completions for p in packings] == [[[0, 2], [1]]]
+    places = [b.places.tolist() for p in packings for b in p.microbatches]
+    assert places == [[0, 3, 4, 5, 6, 7, 8, 9], [1, 2]]
     torch.testing.assert_close(got, one_by_one(model, g), atol=LOGPROBS, rtol=0)
 
 

@@ -44,7 +44,7 @@ def test_table_4_of_async_rlhf(settings):
     assert (ppo.group_size, rloo.group_size, dpo.group_size) == (1, 2, 2)
     assert (ppo.trainer.advantages, rloo.loss.fn, dpo.loss.options["beta"]) == (
         "gae",
-        "clipped",
+        "proximal_rloo",
         0.1,
     )
     assert [c.task.chat for c in (ppo, rloo, dpo)] == [False] * 3

@@ -14,7 +14,6 @@ from llamarl.learning.advantages import (
     group_mean,
     group_mean_std,
     leave_one_out,
-    tb_log_z,
 )
 
 NAN = float("nan")
@@ -173,16 +172,6 @@ def test_gae_of_a_constant_return_and_a_perfect_value_head():
     )
 
 
-@pytest.mark.parametrize(
-    "change, what",
-    [({"gamma": 1.5}, "0..1"), ({"lam": -0.1}, "0..1"), ({"lengths": torch.tensor([2])}, "sum")],
-)
-def test_gae_refuses_what_cannot_be(change, what):
-    given_ = {"lengths": torch.tensor([3]), "gamma": 1.0, "lam": 0.9} | change
-    with pytest.raises(ValueError, match=what):
-        gae(torch.zeros(3), torch.zeros(3), **given_)
-
-
 # -- among the completions of a group
 # ----------------------------------------------------------------------------------------
 
@@ -221,18 +210,3 @@ def test_best_and_worst_equal_a_search(pairs):
                 high,
                 low,
             )  # min and max take the first of equals
-
-
-def test_log_z_by_hand():
-    # group 0: mean of 1/0.5 - 3 and 0/0.5 - 1, its third completion is not trained; group 1: 2/0.5
-    # - 0
-    log_ratios = torch.tensor([3.0, 1.0, NAN, 0.0], requires_grad=True)
-    trained = torch.tensor([True, True, False, True])
-    got = tb_log_z(
-        log_ratios,
-        torch.tensor([1.0, 0.0, 8.0, 2.0]),
-        torch.tensor([0, 0, 0, 1]),
-        trained,
-        beta=0.5,
-    )
-    assert got.tolist() == [-1.0, -1.0, -1.0, 4.0] and not got.requires_grad

@@ -467,10 +467,7 @@ def test_a_loss_is_chosen_with_its_published_options_advantages_and_reference(fi
         ),
         (
             ["loss.fn=clipped"],
-            {
-                "loss.fn=clipped": "has options of its own; choose it with them: "
-                "loss=grpo or ppo or proximal_rloo"
-            },
+            {"loss.fn=clipped": "has options of its own; choose it with them: loss=grpo or ppo"},
         ),
         (
             ["loss=dr_grpo", "loss.max_tokens=5", "loss.normalize=groups"],

@@ -207,13 +207,6 @@ def test_head_gives_the_labels_of_chosen_rows_and_their_gradients():
     torch.testing.assert_close(ours, exact, atol=1e-14, rtol=1e-12)
 
 
-def test_head_without_rows_predicts_label_by_label():
-    hidden, weight, labels = problem(6, 4, 7)
-    assert torch.equal(
-        make_head(labels)(hidden, weight)[0], chunked_logprobs(hidden, weight, labels)[0]
-    )
-
-
 def test_no_labels_give_zero_gradients_not_none(path):
     hidden, weight, _ = problem(3, 4, 7)
     nothing = torch.empty(0, dtype=torch.int64)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llamarl.config.loss_options import LOSS_OPTIONS, declarations, declares
 from llamarl.learning.losses import LOSSES, options_of
-from llamarl.learning.losses.common import needs_all_completions, needs_whole_groups
+from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.regularisers import regularised
 from tests.loss_problems import PUBLISHED, SECTIONS, problem
 
@@ -55,17 +55,17 @@ def test_what_a_config_reads_of_a_loss_is_what_the_loss_declares():
 def test_a_loss_says_what_it_couples_and_what_it_uses(name):
     published = PUBLISHED[name]
     for form in (published.func, published, regularised(published)):
-        assert needs_whole_groups(form) is (name in COUPLED)
-        assert needs_all_completions(form) is (name in COUPLED | {"kimi_k2"})
+        assert has_mark(form, "whole_groups") is (name in COUPLED)
+        assert has_mark(form, "uses_all_completions") is (name in COUPLED | {"kimi_k2"})
     for around in ({"kl_coef": 0.1}, {"entropy_coef": 0.1}):
-        assert needs_all_completions(regularised(published, **around))
+        assert has_mark(regularised(published, **around), "uses_all_completions")
 
 
 @every_loss
 def test_without_advantage_there_is_a_gradient_exactly_where_the_loss_says_so(fn):
     p = problem()
     p = replace(p, advantages=torch.zeros_like(p.advantages))
-    assert bool((p.gradient(fn) != 0).any()) is needs_all_completions(fn)
+    assert bool((p.gradient(fn) != 0).any()) is has_mark(fn, "uses_all_completions")
 
 
 @every_loss
@@ -94,7 +94,7 @@ def test_masked_labels_add_nothing_and_get_zero_gradient_whatever_they_hold(fn, 
 @given(places=st.lists(st.integers(0, 2), min_size=9, max_size=9), seed=st.integers(0, 5))
 def test_microbatches_add_up_to_the_batch(fn, places, seed):
     whole = problem(seed=seed)
-    if needs_whole_groups(fn):
+    if has_mark(fn, "whole_groups"):
         places = [places[g] for g in whole.completions.groups.tolist()]
     fn = regularised(fn, kl_coef=0.1)
     parts = [whole.part([j for j, place in enumerate(places) if place == k]) for k in range(3)]

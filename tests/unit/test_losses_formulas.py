@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from llamarl.learning.losses import LOSSES
 from llamarl.learning.losses.inputs import Completions
 from llamarl.learning.values import value_loss
 from tests.loss_problems import PUBLISHED, Problem, inputs_of, problem
@@ -327,27 +328,47 @@ def test_past_the_largest_ratio_a_bad_token_is_still_pushed_down():
     )
 
 
+def test_log_z_is_the_mean_over_the_trained_completions_of_a_group():
+    # beta 1/2. Group 0: mean of 1/0.5 - 3 and 0/0.5 - 1, its third completion is not trained; group
+    # 1: 2/0.5 - 0. The residuals: -1 + 3 - 2, -1 + 1 - 0; 4 + 0 - 4.
+    log_pi_ref = torch.tensor([3.0, 1.0, math.nan, 0.0], requires_grad=True)
+    completions = Completions(
+        index=torch.arange(4),
+        groups=torch.tensor([0, 0, 0, 1]),
+        rewards=torch.tensor([1.0, 0.0, 8.0, 2.0]),
+        group_tokens=torch.tensor([2.0, 2.0, 2.0, 1.0]),
+        num_completions=3,
+        num_groups=1,
+        num_trained_groups=2,
+    )
+    zeros = torch.zeros(4)
+    mask = torch.tensor([True, True, False, True])
+    inputs = inputs_of(
+        log_pi_ref, zeros, zeros, zeros, mask, num_loss_tokens=3, completions=completions
+    )
+    loss, metrics = LOSSES["tb"](inputs, beta=0.5)
+    loss.backward()
+    assert metrics["tb/log_z/completions"].item() == -1.0 - 1.0 + 4.0
+    assert loss.item() == 0.0 and log_pi_ref.grad.tolist() == [0.0] * 4
+
+
 # --- the value head ---
 
 
 def test_value_loss_by_hand():
-    # V 2, 0.5, 1, 9; V_old 1; R 0, 1, 1, -; eps 0.4: clip(V) 1.4, 0.6, 1. max(4, 1.96), max(0.25,
-    # 0.16), 0; the last is masked
-    values = torch.tensor([2.0, 0.5, 1.0, math.nan], requires_grad=True)
-    old, returns, mask = (
-        torch.ones(4),
-        torch.tensor([0.0, 1.0, 1.0, 7.0]),
-        torch.tensor([True, True, True, False]),
-    )
-    loss, metrics = value_loss(values, old, returns, mask, value_clip=0.4, num_loss_tokens=3)
+    # V 2, 0.5, 1, 9; V_old 1; R 0, 1, 1; eps 0.4: clip(V) 1.4, 0.6, 1. max(4, 1.96), max(0.25,
+    # 0.16), 0
+    values = torch.tensor([2.0, 0.5, 1.0], requires_grad=True)
+    old, returns = torch.ones(3), torch.tensor([0.0, 1.0, 1.0])
+    loss, metrics = value_loss(values, old, returns, value_clip=0.4, num_loss_tokens=3)
     loss.backward()
     assert loss.item() == pytest.approx(4.25 / 2 / 3) and values.grad.tolist() == pytest.approx(
-        [2 / 3, -0.5 / 3, 0, 0]
+        [2 / 3, -0.5 / 3, 0]
     )
     assert {k: v.item() for k, v in metrics.items()} == pytest.approx(
         {"value/sum": 3.5, "value/error": 2.5, "value/clipped": 0}
     )
-    free = value_loss(values.detach(), old, returns, mask, value_clip=None, num_loss_tokens=3)[0]
+    free = value_loss(values.detach(), old, returns, value_clip=None, num_loss_tokens=3)[0]
     assert free.item() == pytest.approx(4.25 / 2 / 3)
 
 
@@ -355,7 +376,7 @@ def test_value_loss_clips_a_step_towards_the_return():
     # V 2 from V_old 1 towards R 3: the clipped 1.4 is farther, (3 - 1.4)^2, and has no gradient
     value = torch.tensor([2.0], requires_grad=True)
     one = torch.ones(1)
-    loss, metrics = value_loss(value, one, 3 * one, one.bool(), value_clip=0.4, num_loss_tokens=1)
+    loss, metrics = value_loss(value, one, 3 * one, value_clip=0.4, num_loss_tokens=1)
     loss.backward()
     assert (
         loss.item() == pytest.approx(1.6**2 / 2)
@@ -363,4 +384,4 @@ def test_value_loss_clips_a_step_towards_the_return():
         and metrics["value/clipped"] == 1
     )
     with pytest.raises(ValueError, match="value_clip=0"):
-        value_loss(value, one, one, one.bool(), value_clip=0, num_loss_tokens=1)
+        value_loss(value, one, one, value_clip=0, num_loss_tokens=1)

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from llamarl.learning.losses.common import (
     MAX_LOG_RATIO,
     half_square,
+    has_mark,
     k3,
-    needs_entropy_gradient,
     uses_entropy,
 )
+from llamarl.learning.losses.inputs import Completions
 from llamarl.learning.losses.regularisers import ESTIMATORS, kl_to_reference, regularised
 from tests.loss_problems import PUBLISHED, inputs_of, problem
 
@@ -125,6 +126,39 @@ def test_the_entropy_bonus_is_weighed_as_the_loss_is():
     assert bonus == pytest.approx(-0.3 * sum(means) / len(means), rel=1e-10)
 
 
+def test_around_proximal_rloo_kl_and_entropy_are_means_over_tokens_by_hand():
+    # y0 of two labels, y1 of one; pi is mu, so both ratios are 1. pi is ref too, but at y1's label,
+    # where ref is half of pi: KL log 2 - 1/2, its slope 1 - 1/2.
+    pi, entropy = f64(HALF, HALF, HALF, grad=True), f64(2.0, 3.0, 4.0, grad=True)
+    completions = Completions(
+        index=torch.tensor([0, 0, 1]),
+        groups=torch.tensor([0, 0]),
+        rewards=torch.zeros(2),
+        group_tokens=torch.tensor([3.0, 3.0]),
+        num_completions=2,
+        num_groups=1,
+        num_trained_groups=1,
+    )
+    inputs = inputs_of(
+        pi,
+        pi.detach(),
+        f64(HALF, HALF, 2 * HALF),
+        f64(1.0, 1.0, -3.0),
+        torch.ones(3, dtype=torch.bool),
+        num_loss_tokens=3,
+        entropy=entropy,
+        completions=completions,
+    )
+    fn = regularised(PUBLISHED["proximal_rloo"], kl_coef=0.1, entropy_coef=0.2)
+    loss, _ = fn(inputs)
+    loss.backward()
+    own = -(1 - 3) / 2
+    kl = (math.log(2) - 0.5) / 3
+    assert loss.item() == pytest.approx(own + 0.1 * kl - 0.2 * (2 + 3 + 4) / 3, rel=1e-12)
+    assert pi.grad.tolist() == pytest.approx([-1 / 2, -1 / 2, 3 / 2 + 0.1 * 0.5 / 3], rel=1e-12)
+    assert entropy.grad.tolist() == pytest.approx([-0.2 / 3] * 3, rel=1e-12)
+
+
 @uses_entropy
 def my_loss(inputs):
     return -(inputs.trainer_logprobs + inputs.entropy).sum() / inputs.num_loss_tokens, {}
@@ -132,14 +166,14 @@ def my_loss(inputs):
 
 def test_what_a_loss_is_given_goes_through():
     assert [
-        needs_entropy_gradient(fn)
+        has_mark(fn, "uses_entropy")
         for fn in (PUBLISHED["aipo"], regularised(PUBLISHED["aipo"]), my_loss)
     ] == [False, False, True]
-    assert needs_entropy_gradient(regularised(my_loss)) and needs_entropy_gradient(
-        regularised(PUBLISHED["tb"], entropy_coef=0.1)
+    assert has_mark(regularised(my_loss), "uses_entropy") and has_mark(
+        regularised(PUBLISHED["tb"], entropy_coef=0.1), "uses_entropy"
     )
     around = regularised(functools.partial(PUBLISHED["tb"], beta=0.5), kl_coef=0.1)
-    assert not needs_entropy_gradient(around)
+    assert not has_mark(around, "uses_entropy")
     entropy = f64(3.0, grad=True)
     one = f64(1.0)
     inputs = inputs_of(one, one, None, one, one.bool(), num_loss_tokens=1, entropy=entropy)

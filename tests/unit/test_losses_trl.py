@@ -122,7 +122,6 @@ def test_ppo_value_loss_and_gae_equal_torchtunes():
     ours = PUBLISHED["ppo"](inputs)[0]
     ours_value, _ = value_loss(
         *(x.flatten() for x in (values, old_values, want_returns)),
-        every,
         value_clip=0.3,
         num_loss_tokens=28,
     )

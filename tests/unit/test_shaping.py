@@ -61,20 +61,6 @@ def test_a_kl_needs_a_reference():
         shape(group(1, [2], [1.0]), Shaping(reward_kl_coef=0.1))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        dict(whiten="all"),
-        dict(reward_kl_coef=-1.0),
-        dict(reward_kl_coef=NAN),
-        dict(reward_kl_estimator="k4"),
-    ],
-)
-def test_impossible_shaping_is_refused(wrong):
-    with pytest.raises(ValueError, match="whiten="):
-        Shaping(**wrong)
-
-
 @st.composite
 def random_group(draw):
     size = draw(st.integers(1, 4))
@@ -122,12 +108,13 @@ def test_rewards_are_those_of_a_loop_over_tokens(g, penalty, beta):
 
 
 def test_moments_by_hand():
-    assert moments(torch.tensor([1.0, 2.0, 6.0]), one_rank) == pytest.approx(
+    assert moments([torch.tensor([1.0]), torch.tensor([2.0, 6.0])], one_rank) == pytest.approx(
         (3.0, math.sqrt(14 / 2))
     )
-    assert moments(torch.tensor([5.0]), one_rank) == (5.0, 0.0) and moments(
-        torch.zeros(0), one_rank
-    ) == (0.0, 0.0)
+    assert moments([torch.tensor([5.0])], one_rank) == (5.0, 0.0) and moments([], one_rank) == (
+        0.0,
+        0.0,
+    )
 
 
 GROUPS = [

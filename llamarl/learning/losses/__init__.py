@@ -18,6 +18,7 @@ from llamarl.learning.losses.copg import copg
 from llamarl.learning.losses.kimi_k2 import kimi_k2
 from llamarl.learning.losses.online_dpo import online_dpo
 from llamarl.learning.losses.policy_gradient import policy_gradient
+from llamarl.learning.losses.proximal_rloo import proximal_rloo
 from llamarl.learning.losses.reinforce import reinforce
 from llamarl.learning.losses.rloo import rloo
 from llamarl.learning.losses.tb import tb
@@ -27,6 +28,7 @@ from llamarl.words.names import NoFunction, did_you_mean, import_function
 LOSSES: dict[str, Loss] = {
     "policy_gradient": policy_gradient,
     "clipped": clipped,
+    "proximal_rloo": proximal_rloo,
     "reinforce": reinforce,
     "rloo": rloo,
     "copg": copg,
@@ -46,9 +48,8 @@ def resolve_loss(name: str) -> Loss:
     a user's module raises while it is imported comes through.
     """
     fn = LOSSES[name] if name in LOSSES else _imported(name)
-    required = dict.fromkeys(_required_options(fn))
     try:
-        inspect.signature(fn).bind(None, **required)
+        inspect.signature(fn).bind(None, **dict.fromkeys(options_of(fn)))
     except TypeError as error:
         raise ValueError(f"loss {name} must take (inputs, *, **options): {error}") from error
     return fn
@@ -57,16 +58,16 @@ def resolve_loss(name: str) -> Loss:
 def check_options(fn: Loss, options: dict[str, object]) -> None:
     """ValueError for every option that `fn` does not take, with the nearest it does, or lacks."""
     known = options_of(fn)
-    parameters = inspect.signature(fn).parameters.values()
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    parameters = inspect.signature(fn).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     problems = []
     for name in options:
         if name not in known and not takes_any:
             taken = ", ".join(known) or "none"
             nearest = did_you_mean(name, known)
             problems.append(f"{name}: unknown option{nearest}; {fn.__name__} takes {taken}")
-    for name in _required_options(fn):
-        if name not in options:
+    for name in known:
+        if name not in options and parameters[name].default is inspect.Parameter.empty:
             problems.append(f"{name}: {fn.__name__} needs it")
     for name in known:
         if name in REGULARISERS:
@@ -80,12 +81,6 @@ def options_of(fn: Loss) -> list[str]:
     """The names of the options that `fn` takes: its keyword-only parameters."""
     parameters = inspect.signature(fn).parameters.values()
     return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-
-
-def _required_options(fn: Loss) -> list[str]:
-    """The options without a default."""
-    parameters = inspect.signature(fn).parameters
-    return [name for name in options_of(fn) if parameters[name].default is inspect.Parameter.empty]
 
 
 def _imported(name: str) -> Loss:

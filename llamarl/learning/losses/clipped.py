@@ -1,6 +1,6 @@
 """The clipped surrogate of PPO.
 
-Published as PPO, GRPO and Proximal RLOO: conf/loss has the values of each.
+Published as PPO and GRPO: conf/loss has the values of each.
 """
 
 from __future__ import annotations
@@ -51,12 +51,10 @@ def clipped(
     GSPO           GSPO, eq. 7                      sequence_mean  completions  group_mean_std
     DAPO           TRL "dapo"                       token          tokens       group_mean_std
     Magistral      Magistral, 2.1                   token          groups       group_mean, whitened
-    Proximal RLOO  Async RLHF, app. B, eq. 1        sequence       completions  leave_one_out
 
-    PPO's eps is 0.2; Magistral raises clip_high to 0.26 - 0.28, DAPO to 0.28. Async RLHF does not
-    print one; 0.2 is TRL's for its RLOO, which is this loss. DeepSeekMath's KL term is loss.kl_coef
-    (k3), inside the same mean. Of Proximal RLOO the mean over a completion's labels is of what is
-    the same for all of them. Other knobs: see ratios.py. The defaults are PPO's.
+    PPO's eps is 0.2; Magistral raises clip_high to 0.26 - 0.28, DAPO to 0.28. DeepSeekMath's KL
+    term is loss.kl_coef (k3), inside the same mean. Other knobs: see ratios.py. The defaults are
+    PPO's.
 
     metrics: ratio/sum, ratio/max, clip/low, clip/high (labels whose gradient the clip cuts),
     ratio/capped (labels of A < 0 above the cap), ratio/masked (labels outside the mask, where there

@@ -36,8 +36,6 @@ MAX_LOG_RATIO = 20.0
 # A square goes on along its tangent past this, for the same reason.
 MAX_SQUARED = 1e8
 
-# What a mean over the batch weighs alike; see `normalized`.
-
 
 # --- What a loss declares of itself, as decorators ---
 #
@@ -75,22 +73,11 @@ def token_advantages(fn: Marked) -> Marked:
     return fn
 
 
-def needs_whole_groups(fn: Loss) -> bool:
-    return _declares(fn, "whole_groups")
+def has_mark(fn: Loss | None, mark: str) -> bool:
+    """Whether fn has the mark of this name, also through functools.partial and functools.wraps.
 
-
-def needs_all_completions(fn: Loss) -> bool:
-    """Whether completions of advantage 0 add to the loss, by itself or by a KL or entropy term."""
-    return _declares(fn, "uses_all_completions")
-
-
-def needs_entropy_gradient(fn: Loss) -> bool:
-    """Whether the entropy that the loss is given must carry a gradient."""
-    return _declares(fn, "uses_entropy")
-
-
-def _declares(fn: Loss | None, mark: str) -> bool:
-    """Whether fn has the mark, also through functools.partial and functools.wraps."""
+    The terms around a loss add marks of their own (regularisers.py).
+    """
     while fn is not None:
         if getattr(fn, mark, False):
             return True
@@ -158,12 +145,8 @@ def maximum(values: Tensor) -> Tensor:
 def per_token(total: Tensor, num_loss_tokens: float) -> Tensor:
     """total / num_loss_tokens, the trained tokens of the whole batch over all ranks.
 
-    A batch without any has loss 0. ValueError for a negative count.
+    A batch without any has loss 0.
     """
-    if num_loss_tokens < 0:
-        raise ValueError(
-            f"num_loss_tokens={num_loss_tokens}: count the trained tokens of the whole batch"
-        )
     return total / max(num_loss_tokens, 1)
 
 
@@ -175,11 +158,6 @@ def per_completion(total: Tensor, completions: Completions) -> Tensor:
 def per_group(total: Tensor, completions: Completions) -> Tensor:
     """total / the groups of the whole batch with at least two trained completions."""
     return total / max(completions.num_groups, 1)
-
-
-def per_trained_group(total: Tensor, completions: Completions) -> Tensor:
-    """total / the groups of the whole batch with a trained completion."""
-    return total / max(completions.num_trained_groups, 1)
 
 
 def normalized(objective: Tensor, inputs: LossInputs, normalize: str) -> Tensor:
@@ -201,5 +179,5 @@ def normalized(objective: Tensor, inputs: LossInputs, normalize: str) -> Tensor:
     if normalize == "groups":
         tokens = completions.group_tokens.clamp(min=1)
         means = objective / tokens[completions.index]
-        return per_trained_group(means.sum(), completions)
+        return means.sum() / max(completions.num_trained_groups, 1)
     raise ValueError(f"normalize={normalize}: need {' or '.join(NORMALIZE)}")

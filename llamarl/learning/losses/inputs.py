@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from llamarl.learning.segments import mean_by, sum_by
+from llamarl.learning.segments import sum_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +45,12 @@ class Completions:
         return sum_by(values, self.index, self.groups.numel())
 
     def group_mean(self, values: Tensor, valid: Tensor) -> Tensor:
-        """[N]: for each completion the mean of its group's valid values [N], 0 of none."""
-        return mean_by(values, self.groups, self.groups.numel(), valid)[self.groups]
+        """[N]: for each completion the mean of its group's valid values [N], 0 of none. What is
+        not valid may hold anything.
+        """
+        size = self.groups.numel()
+        count = sum_by(valid.to(values.dtype), self.groups, size).clamp(min=1)
+        return (sum_by(torch.where(valid, values, 0), self.groups, size) / count)[self.groups]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

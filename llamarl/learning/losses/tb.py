@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from llamarl.learning.advantages import tb_log_z
 from llamarl.learning.losses.common import (
     Metrics,
     half_square,
@@ -25,7 +24,7 @@ from llamarl.learning.losses.ratios import token_metrics
 def tb(inputs: LossInputs, *, beta: float = 0.012) -> tuple[Tensor, Metrics]:
     """(beta/2) (1/N) sum_j ( sg log Z(x) + log(pi/ref)(y_j) - r_j/beta )^2        (TBA, eq. 5)
 
-    log Z(x) = mean over the group of r/beta - log(pi/ref)(y)        (TBA, eq. 4: `tb_log_z`)
+    log Z(x) = mean over the group of r/beta - log(pi/ref)(y)        (TBA, eq. 4; no gradient)
     pi = trainer_logprobs, ref = ref_logprobs, nats, summed over a completion; r =
     completions.rewards; N = num_completions. The factor beta/2 is that of TBA's eq. 12, with which
     the gradient is eq. 7's: -(1/N) sum_j A_j grad log pi(y_j) with A_j = (r_j - mean r) - beta
@@ -45,7 +44,7 @@ def tb(inputs: LossInputs, *, beta: float = 0.012) -> tuple[Tensor, Metrics]:
     trained = completions.lengths(inputs.loss_mask) > 0
     token_log_ratio = log_ratio(inputs.trainer_logprobs, ref_logprobs, inputs.loss_mask)
     log_pi_ref = completions.sums(token_log_ratio)
-    log_z = tb_log_z(log_pi_ref, rewards, completions.groups, trained, beta=beta)
+    log_z = completions.group_mean(rewards / beta - log_pi_ref.detach(), trained)
     residual = (log_z + log_pi_ref - rewards / beta) * trained
     metrics = {
         "tb/square/completions": 2 * half_square(residual.detach()).sum(),
