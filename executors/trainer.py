@@ -302,11 +302,8 @@ class FSDPTrainer(Executor):
         ranks = self._update.ranks
         if self.reference_weights is not None:
             newest = max((g.ref_version for g in groups), default=0)
-            out["reference/version"] = ranks.max(version=float(newest))["version"]
-        sums, maxima = self.buffer.sums(self.version)
-        if sums:
-            out |= self.buffer.report(ranks.sum(**sums), ranks.max(**maxima))
-        return out
+            out["reference/version"] = ranks.max(version=newest)["version"]
+        return out | self.buffer.metrics(self.version, ranks)
 
     def _reset_reference(self) -> None:
         """Send these weights to the reference if it is to take them. Mail tells of it, in order
