@@ -33,17 +33,17 @@ from llamarl.learning.packing import Packing, filler, pack, to_device
 from llamarl.learning.reduction import Ranks
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.step_metrics import (
-    BatchSums,
-    Computed,
     Metric,
     Metrics,
     Reduction,
+    Update,
+    batch_row,
     join,
     lag_histogram,
-    max_lag,
     metrics_of_loss,
     over_ranks,
     token_means,
+    updates_row,
 )
 from llamarl.learning.targets import Targets, make_targets, with_signal
 from llamarl.learning.values import Critic, value_loss
@@ -162,17 +162,6 @@ class _Tally:
     metrics: Metrics = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """What an update did, over all ranks."""
-
-    grad_norm: float  # before clipping
-    # The most that a fresh token's logprobs differ, nats; None: no such token, or not asked.
-    difference: float | None
-    computed: Computed
-    metrics: Metrics
-
-
 class PolicyUpdate:
     """Runs steps. Collective over `group` (the trainer's ranks), None for a single rank.
 
@@ -236,12 +225,10 @@ class PolicyUpdate:
             ranks=self.ranks,
         )
         minibatches = [self._minibatch(trained[cut], targets[cut]) for cut in cuts]
-        batch = BatchSums.of(groups, version).over(self.ranks)
         num_trained_tokens = sum(m.num_loss_tokens for m in minibatches)
         row = {
-            **batch.row(),
+            **batch_row(groups, version, self.ranks),
             **of_targets,
-            "lag/max": self.ranks.max(lag=max_lag(groups, version))["lag"],
             "tokens/trained": num_trained_tokens,
             "packing/unused_budget_fraction": self._unused_budget(minibatches),
         }
@@ -260,18 +247,12 @@ class PolicyUpdate:
             )
             minibatch = minibatches[index % s.minibatches_per_step]
             updates.append(self._update(minibatch, update_id, stop))
-        computed = Computed()
-        metrics: Metrics = {}
-        for update in updates:
-            computed = computed.plus(update.computed)
-            join(metrics, update.metrics)
-        row["parity/logprob_diff_max"] = updates[0].difference
-        row["grad_norm"] = sum(update.grad_norm for update in updates) / len(updates)
+        row = updates_row(updates) | row
         return StepResult(
             grad_norm=row["grad_norm"],
-            mean_reward=batch.mean_reward,
+            mean_reward=row["reward/mean"],
             num_trained_tokens=num_trained_tokens,
-            metrics=computed.row(metrics) | row,
+            metrics=row,
         )
 
     @torch.no_grad()
@@ -376,7 +357,7 @@ class PolicyUpdate:
 
     def _update(
         self, minibatch: _Minibatch, update_id: _UpdateId, stop: Callable[[], bool]
-    ) -> _Done:
+    ) -> Update:
         """Collective: one optimizer update. StepAborted, NotFinite, ParityError."""
         self._zero_grad()
         tally = _Tally()
@@ -399,14 +380,13 @@ class PolicyUpdate:
         if self.critic:
             self.critic.step(factor)
             metrics["value/grad_norm"] = Metric(value_norm, Reduction.UPDATE_MEAN)
-        sizes = self.ranks.sum(
-            labels=float(tally.labels), tokens=float(tally.tokens), places=float(tally.places)
-        )
-        return _Done(
+        sizes = self.ranks.sum(labels=tally.labels, tokens=tally.tokens, places=tally.places)
+        return Update(
             grad_norm=norm,
             difference=difference,
-            computed=Computed(updates=1, completions=minibatch.num_completions, **sizes),
+            completions=minibatch.num_completions,
             metrics=metrics,
+            **sizes,
         )
 
     def _lr_factor(self, update_id: _UpdateId) -> float:
