@@ -70,7 +70,7 @@ def build_generator(config: Config, job: Job) -> Generator:
     """The generator, with the engine of its kind."""
     g = config.generator
     return Generator(
-        engine=engine_settings(config, job),
+        engine_settings=engine_settings(config, job),
         prompts=job.prompts,
         eval_prompts=job.eval_prompts,
         eval_samples=config.eval.num_samples,
@@ -177,7 +177,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         activation_checkpointing=t.activation_checkpointing,
         cpu_offload=t.cpu_offload,
         loss_fn=loss_fn,
-        update=_update_of(config, loss_fn),
+        settings=_update_of(config, loss_fn),
         buffer=build_buffer(config, job),
         adam=AdamSettings(
             beta1=t.beta1, beta2=t.beta2, eps=t.eps, weight_decay=t.weight_decay, kind=t.optimizer
@@ -186,7 +186,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         canary_top=0 if config.generator.quantize == "none" else TOP,
         evaluate_at=job.eval_due,
         checkpoint_at=job.checkpoint_due,
-        critic=_critic_of(config),
+        critic_settings=_critic_of(config),
         lora=_lora_of(config),
         ema_decay=t.ema_decay,
         step_options=step_options(config),

@@ -64,6 +64,7 @@ class AdamSettings:
     kind: str = "adamw"
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class FSDPTrainer(Executor):
     """Policy version v is the number of steps, of batches taken, in the weights; step v makes v +
     1, in one update or several.
@@ -81,52 +82,30 @@ class FSDPTrainer(Executor):
     name = "trainer"
     leads = True
 
-    def __init__(
-        self,
-        *,
-        model_path: str,
-        model_dtype: str,
-        compute_dtype: str,
-        replicate: int = 1,
-        tensor_parallel: int = 1,
-        activation_checkpointing: bool,
-        cpu_offload: bool = False,
-        loss_fn: Callable,
-        update: UpdateSettings,
-        buffer: GroupBuffer,
-        adam: AdamSettings,
-        canary_prompts: Prompts,
-        canary_top: int,
-        evaluate_at: Callable[[int], bool],
-        checkpoint_at: Callable[[int], bool],
-        critic: CriticSettings | None = None,
-        lora: Lora | None = None,
-        ema_decay: float | None = None,
-        step_options: Callable[[int], dict[str, float]] = lambda step: {},
-        resets_reference: Callable[[int], bool] = lambda version: False,
-    ):
-        self.model_path = model_path
-        self.model_dtype = model_dtype
-        self.compute_dtype = compute_dtype
-        self.replicate = replicate
-        self.tensor_parallel = tensor_parallel
-        self.activation_checkpointing = activation_checkpointing
-        self.cpu_offload = cpu_offload
-        self.loss_fn = loss_fn
-        self.settings = update
-        self.adam = adam
-        self.canary_prompts = canary_prompts
-        self.canary_top = canary_top
-        self.evaluate_at = evaluate_at
-        self.checkpoint_at = checkpoint_at
-        self.critic_settings = critic
-        self.lora = lora
-        self.ema_decay = ema_decay
-        self.step_options = step_options
-        self.resets_reference = resets_reference
-        self.stages_on_host = cpu_offload
+    model_path: str
+    model_dtype: str
+    compute_dtype: str
+    replicate: int = 1
+    tensor_parallel: int = 1
+    activation_checkpointing: bool
+    cpu_offload: bool = False
+    loss_fn: Callable
+    settings: UpdateSettings
+    buffer: GroupBuffer
+    adam: AdamSettings
+    canary_prompts: Prompts
+    canary_top: int
+    evaluate_at: Callable[[int], bool]
+    checkpoint_at: Callable[[int], bool]
+    critic_settings: CriticSettings | None = None
+    lora: Lora | None = None
+    ema_decay: float | None = None
+    step_options: Callable[[int], dict[str, float]] = lambda step: {}
+    resets_reference: Callable[[int], bool] = lambda version: False
+
+    def __post_init__(self):
+        self.stages_on_host = self.cpu_offload
         self.version = 0
-        self.buffer = buffer
         self.done = False
         self._published = -1
         self._wait_since = time.monotonic()

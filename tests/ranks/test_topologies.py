@@ -171,14 +171,14 @@ def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Recorder
         replicate=group.replicate,
         tensor_parallel=group.tensor_parallel,
         loss_fn=partial(policy_gradient),
-        update=update,
+        settings=update,
         buffer=GroupBuffer(),
         adam=ADAM,
         canary_prompts=CanaryPrompts(),
         canary_top=0,
         evaluate_at=lambda version: False,
         checkpoint_at=lambda version: False,
-        critic=CRITIC if model.name == "untied" else None,
+        critic_settings=CRITIC if model.name == "untied" else None,
     )
     recorder = Recorder()
     trainer.attach(group, {}, {"policy": recorder}, recorder, recorder, recorder, recorder)
