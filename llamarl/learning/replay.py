@@ -83,6 +83,11 @@ class _Held:
     joined: int  # sync step at which it becomes visible
     rows: list[_Row]
 
+    @property
+    def versions(self) -> list[int]:
+        """Policy versions of their oldest tokens."""
+        return [row.oldest for row in self.rows]
+
 
 def lag_bound(
     *, max_lag: int, completions_per_step: int, group_size: int, sync_period: int, max_size: int
@@ -179,7 +184,7 @@ class ReplayBuffer(GroupBuffer):
         if self.most_lag is None:
             return held
         first = step - self.most_lag  # version
-        kept = [h for h in held if all(row.oldest >= first for row in h.rows)]
+        kept = [h for h in held if min(h.versions, default=first) >= first]
         if len(kept) < len(held):
             log.warning(
                 "step %d: %d of %d groups left the replay buffer for tokens of more than %d steps "

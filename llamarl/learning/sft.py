@@ -8,10 +8,8 @@ model, V vocab.
 from __future__ import annotations
 
 import random
-import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,7 +22,6 @@ from llamarl.learning.packing import collate
 from llamarl.learning.segments import sum_by
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
-from llamarl.models.hf import export, named_parameters_hf
 from llamarl.types import Prompt
 
 
@@ -113,7 +110,7 @@ def split_pairs(pairs: list[Pair], budget_tokens: int) -> list[list[Pair]]:
     longer pair goes alone.
     """
     parts = collate([p.token_ids.numel() for p in pairs], budget_tokens)
-    return [[pairs[i] for i in part] for part in parts]
+    return [list(map(pairs.__getitem__, part)) for part in parts]
 
 
 def pair_loss(decoder: Decoder, batch: PairBatch, *, num_loss_tokens: int) -> Tensor:
@@ -217,44 +214,6 @@ def rounded(decoder: Decoder, dtype: torch.dtype):
     finally:
         for parameter, value in zip(decoder.parameters(), exact):
             parameter.copy_(value)
-
-
-def save_directory(decoder: Decoder, like: Path, out: Path, dtype: torch.dtype) -> None:
-    """Write the model directory `out` (the rest of it from `like`), replacing an older one only
-    once the new one is whole.
-    """
-    check_replaceable(out)
-    fresh = out.with_name(f".{out.name}.new")
-    old = out.with_name(f".{out.name}.old")
-    for left_over in (fresh, old):
-        if left_over.is_dir():
-            shutil.rmtree(left_over)
-    export(named_parameters_hf(decoder), like, fresh, dtype=dtype)
-    if not out.exists():
-        fresh.rename(out)
-        return
-    out.rename(old)
-    fresh.rename(out)
-    shutil.rmtree(old)
-
-
-def check_replaceable(out: Path) -> None:
-    """FileExistsError if `out` is something else than a model directory, of files alone, or an
-    empty one.
-    """
-    if not out.exists():
-        return
-    is_model = (out / "config.json").is_file()
-    if not out.is_dir() or not (is_model or not any(out.iterdir())):
-        raise FileExistsError(
-            f"{out}: exists and is no model directory; choose another --out or remove it"
-        )
-    folders = sorted(p.name for p in out.iterdir() if p.is_dir())
-    if folders:
-        raise FileExistsError(
-            f"{out}: holds directories ({', '.join(folders[:3])}), which replacing it would "
-            "delete; choose another --out"
-        )
 
 
 def sample_batch(num_examples: int, size: int, *, seed: int, step: int) -> list[int]:

@@ -55,14 +55,9 @@ def join(metrics: Metrics, more: Metrics) -> None:
         metrics[name] = metrics[name].joined(part) if name in metrics else part
 
 
-def token_means(sums: Mapping[str, Tensor]) -> Metrics:
-    """Metrics that are means over tokens, from a microbatch's sums."""
-    return {name: Metric(value, Reduction.TOKEN_MEAN) for name, value in sums.items()}
-
-
 def metrics_of_loss(given: Mapping[str, Tensor]) -> Metrics:
-    """The metrics that a loss returns, whose names say how they are reduced
-    (llamarl.learning.losses.common).
+    """The metrics of what a loss gives, or of sums over a microbatch's tokens, whose names say how
+    they are reduced (llamarl.learning.losses.common).
 
     "/max" ends the name of a maximum and "/completions", which is dropped, that of a mean over
     completions; all others are means over tokens. "/sum" becomes "/mean".
@@ -88,31 +83,30 @@ def over_ranks(metrics: Metrics, ranks: Ranks) -> Metrics:
 
     Ranks may know different ones: a loss may say nothing of a microbatch without labels.
     """
-    reductions = {}
+    known = {}
     for entry in ranks.union([f"{m.reduction.name} {name}" for name, m in metrics.items()]):
         reduction, _, name = entry.partition(" ")
-        reductions[name] = Reduction[reduction]
-    sums = {}
-    maxima = {}
-    for name, reduction in reductions.items():
-        if reduction is Reduction.MAX:
-            maxima[name] = metrics[name].value if name in metrics else -math.inf
-        else:
-            sums[name] = metrics[name].value if name in metrics else 0.0
+        nothing = -math.inf if reduction == "MAX" else 0.0
+        known[name] = metrics.get(name, Metric(nothing, Reduction[reduction]))
+    maxima = {name: m.value for name, m in known.items() if m.reduction is Reduction.MAX}
+    sums = {name: m.value for name, m in known.items() if m.reduction is not Reduction.MAX}
     joined = ranks.sum(**sums) | ranks.max(**maxima)
-    return {name: Metric(value, reductions[name]) for name, value in joined.items()}
+    return {name: Metric(value, known[name].reduction) for name, value in joined.items()}
 
 
 # --- How old the tokens are ---
 
-# Steps, the first and the last of each bucket; None: without end.
-LAG_BUCKETS = ((0, 0), (1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 63), (64, None))
-
-
-def bucket_name(first: int, last: int | None) -> str:
-    if last is None:
-        return f"lag/tokens/{first}+"
-    return f"lag/tokens/{first}" if first == last else f"lag/tokens/{first}-{last}"
+# Steps, the first and the last of each bucket.
+LAG_BUCKETS = {
+    "lag/tokens/0": (0, 0),
+    "lag/tokens/1": (1, 1),
+    "lag/tokens/2-3": (2, 3),
+    "lag/tokens/4-7": (4, 7),
+    "lag/tokens/8-15": (8, 15),
+    "lag/tokens/16-31": (16, 31),
+    "lag/tokens/32-63": (32, 63),
+    "lag/tokens/64+": (64, math.inf),
+}
 
 
 def lag_histogram(lags: Tensor) -> dict[str, Tensor]:
@@ -121,11 +115,8 @@ def lag_histogram(lags: Tensor) -> dict[str, Tensor]:
     Divided by the number of tokens they are shares, which add up to 1.
     """
     counts = {}
-    for first, last in LAG_BUCKETS:
-        is_inside = lags >= first
-        if last is not None:
-            is_inside &= lags <= last
-        counts[bucket_name(first, last)] = is_inside.sum().float()
+    for name, (first, last) in LAG_BUCKETS.items():
+        counts[name] = ((lags >= first) & (lags <= last)).sum().float()
     return counts
 
 

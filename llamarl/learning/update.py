@@ -42,7 +42,6 @@ from llamarl.learning.step_metrics import (
     lag_histogram,
     metrics_of_loss,
     over_ranks,
-    token_means,
     updates_row,
 )
 from llamarl.learning.targets import Targets, make_targets, with_signal
@@ -420,7 +419,7 @@ class PolicyUpdate:
         loss, of_loss = self._policy_loss(batch, minibatch, update_id, logprobs, entropy)
         sums = lag_histogram(update_id.version - batch.policy_versions)
         sums["entropy"] = entropy.detach().sum()
-        metrics = metrics_of_loss(of_loss) | token_means(sums)
+        metrics = metrics_of_loss({**of_loss, **sums})
         if self.critic:
             of_values, of_value_loss = self._value_loss(batch, minibatch, values[0])
             loss = loss + self.critic.settings.coef * of_values

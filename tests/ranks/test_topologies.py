@@ -68,7 +68,7 @@ BASE = {
 }
 STEPS, GROUPS = 2, 4  # groups a step: one for each data-parallel rank at most
 MAX_NORM = 0.01  # well below the norm, so that clipping shows
-ADAM = AdamSettings(beta1=0.9, beta2=0.99, eps=1e-4, weight_decay=0.1)
+ADAM = AdamSettings(betas=(0.9, 0.99), eps=1e-4, weight_decay=0.1)
 CRITIC = CriticSettings(
     lr=0.05, coef=0.5, clip=0.2, gamma=0.9, gae_lambda=0.8
 )  # of the untied model

@@ -201,21 +201,21 @@ def test_rounding_is_undone():
     assert all(torch.equal(p, e) for p, e in zip(decoder.parameters(), exact))
 
 
-def test_saving_replaces_a_model_directory_and_nothing_else(tmp_path):
+def test_saving_replaces_a_model_directory_and_nothing_else(recipe, tmp_path):
     decoder, out = tiny_decoder(), tmp_path / "out"
     for _ in range(2):
-        sft.save_directory(decoder, tiny_directory(), out, torch.bfloat16)
+        recipe.save_directory(decoder, tiny_directory(), out, torch.bfloat16)
         (out / "left_behind").touch()
-    sft.save_directory(decoder, tiny_directory(), out, torch.bfloat16)
+    recipe.save_directory(decoder, tiny_directory(), out, torch.bfloat16)
     assert {f.name for f in out.iterdir()} == {f.name for f in tiny_directory().iterdir()}
     assert list(tmp_path.iterdir()) == [out]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     with pytest.raises(FileExistsError, match="mine: exists and is no model directory"):
-        sft.save_directory(decoder, tiny_directory(), tmp_path / "mine", torch.bfloat16)
+        recipe.save_directory(decoder, tiny_directory(), tmp_path / "mine", torch.bfloat16)
     (out / "original").mkdir()
     with pytest.raises(FileExistsError, match="out: holds directories .original."):
-        sft.save_directory(decoder, tiny_directory(), out, torch.bfloat16)
+        recipe.save_directory(decoder, tiny_directory(), out, torch.bfloat16)
     assert (out / "original").is_dir() and (out / "config.json").is_file()
 
 
