@@ -37,6 +37,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from llamarl.errors import RewardError
@@ -63,7 +64,6 @@ class _Item:
 
     key: int
     line: bytes
-    end: int = 0  # where its line ends in what its worker is sent
     sent_at: float = math.inf  # when the last byte of it was in the worker's pipe
 
 
@@ -72,13 +72,13 @@ class _Worker:
     ending or killed.
     """
 
-    def __init__(self, fn: str, setup: bytes, inherited: Sequence[int] = ()):
+    def __init__(self, fn: str, setup: str, inherited: Sequence[int], timeout_s: float):
         # Threads reserve address space, which is limited.
         few_threads = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
         self._process = subprocess.Popen(
             # -P keeps the script's own directory off sys.path; the worker takes over this process's
             # path.
-            [sys.executable, "-P", worker_script.__file__, fn],
+            [sys.executable, "-P", worker_script.__file__, fn, setup],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -90,48 +90,34 @@ class _Worker:
         self.stdin = self._process.stdin.fileno()
         os.set_blocking(self.stdout, False)
         os.set_blocking(self.stdin, False)
-        self._unsent = bytearray(setup)
-        self._sent_bytes = 0
-        self._end = len(setup)  # of what it is sent, in bytes from the first
+        self._timeout_s = timeout_s
         self._received = b""
-        self._entering: deque[_Item] = deque()  # those whose bytes are not all in the pipe
         self.in_flight: deque[_Item] = deque()  # oldest first; the first is the one being scored
+        self.unsent: deque[_Item] = deque()  # the last of these, which the pipe was too full for
+        self._num_written = 0  # bytes of the first unsent one that are in the pipe
         self.ready = False  # it has imported the function
         self.ended = False  # its output has
-        self._killed = False
         self.astray = False  # it said what it was not asked; nothing more of it counts
         self.free_at = time.monotonic()  # when it started, was ready, or finished its last item
-        self.flush()
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether its pipe was too full for all that it is to be sent."""
-        return bool(self._unsent)
 
     def send(self, items: Sequence[_Item]) -> None:
         """Give it items to score, behind those that it has; `flush` writes them."""
         for item in items:
-            self._unsent += item.line
-            self._end += len(item.line)
-            item.end = self._end
             item.sent_at = math.inf
         self.in_flight.extend(items)
-        self._entering.extend(items)
+        self.unsent.extend(items)
 
     def flush(self) -> None:
         """Write as much as the pipe takes now."""
         try:
-            while self._unsent:
-                written = os.write(self.stdin, self._unsent)
-                del self._unsent[:written]
-                self._sent_bytes += written
-        except BlockingIOError:
-            pass  # the pipe is full
-        except BrokenPipeError:
-            return  # it died; its closed output says so to the reader
-        now = time.monotonic()
-        while self._entering and self._entering[0].end <= self._sent_bytes:
-            self._entering.popleft().sent_at = now
+            while self.unsent:
+                item = self.unsent[0]
+                self._num_written += os.write(self.stdin, item.line[self._num_written :])
+                if self._num_written == len(item.line):
+                    self.unsent.popleft().sent_at = time.monotonic()
+                    self._num_written = 0
+        except (BlockingIOError, BrokenPipeError):
+            pass  # the pipe is full; or it died, which its closed output says to the reader
 
     def read(self) -> Iterator[object]:
         """The messages that have come, with None for a line that is no JSON. Sets `ended` at the
@@ -158,24 +144,29 @@ class _Worker:
         first = self.in_flight[0]
         return first if first.sent_at < math.inf else None
 
-    def deadline(self, timeout_s: float) -> float:
+    @property
+    def deadline(self) -> float:
         """When it must have said something, by time.monotonic(); infinite while it owes nothing."""
         if not self.ready:
             return self.free_at + START_S
         item = self.current()
         if item is None:
             return math.inf
-        return max(item.sent_at, self.free_at) + timeout_s
+        return max(item.sent_at, self.free_at) + self._timeout_s
 
     def kill(self) -> str:
         """End it and all that it started, within 2 KILL_S. Returns how the worker itself ended, in
         words.
         """
-        exited = not self.ended or self._exits()
-        self._killed = True
+        lingers = False
         code = None
         if worker_script.GUARDED:
-            code = self._ended_by_guard()
+            lingers = self.ended and self._wait(EXIT_S) is None
+            # Its guard kills what is below it.
+            self._process.terminate()
+            code = self._wait(KILL_S)
+        elif self.ended:
+            time.sleep(EXIT_S)
         if code is None:
             # Before it is reaped: until then its id, and so its group's, cannot be anybody else's.
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -185,20 +176,13 @@ class _Worker:
             pid = self._process.pid
             log.warning("reward worker %d was killed and has not ended in %g s", pid, KILL_S)
             return f"was killed and has not ended in {KILL_S:g} s"
-        if not exited:
+        if lingers:
             return "closed its output and was killed"
         if code >= 0:
             return f"exited with code {code}"
         if code == -signal.SIGXCPU:
             return "was ended for its CPU time"
         return f"died of signal {-code} ({signal.strsignal(-code)})"
-
-    def _ended_by_guard(self) -> int | None:
-        """The worker's exit code, once its guard has killed what is below it; None if the guard
-        does not answer.
-        """
-        self._process.terminate()
-        return self._wait(KILL_S)
 
     def _wait(self, timeout_s: float) -> int | None:
         """The process's exit code; None if it is still there after so long."""
@@ -207,23 +191,9 @@ class _Worker:
         except subprocess.TimeoutExpired:
             return None
 
-    def _exits(self) -> bool:
-        """Wait for the process's exit, EXIT_S at most, without reaping it. False if that is too
-        short.
-        """
-        peek = getattr(os, "waitid", None)  # macOS has it since Python 3.13
-        if peek is None:
-            return True
-        until = time.monotonic() + EXIT_S
-        while not peek(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.002)
-        return True
-
     def close(self) -> None:
         """Kill it if that was not done, and close its output."""
-        if not self._killed:
+        if not self._process.stdin.closed:
             self.kill()
         self._process.stdout.close()
 
@@ -298,14 +268,11 @@ class RewardPool:
             "parent": os.getpid(),
             "bell": None if self._bell is None else self._bell.rings,
         }
-        self._setup = json.dumps(setup).encode() + b"\n"
+        inherited = [] if self._bell is None else [self._bell.rings]
+        self._new_worker = partial(_Worker, fn, json.dumps(setup), inherited, timeout_s)
         self._queue: deque[_Item] = deque()
         self._failed_starts = 0
         self._workers = [self._new_worker() for _ in range(num_workers)]
-
-    def _new_worker(self) -> _Worker:
-        inherited = [] if self._bell is None else [self._bell.rings]
-        return _Worker(self.name, self._setup, inherited)
 
     def __enter__(self) -> RewardPool:
         return self
@@ -335,7 +302,7 @@ class RewardPool:
         outcomes: list[tuple[int, Outcome]] = []
         for place, worker in enumerate(self._workers):
             self._collect(worker, outcomes)
-            if worker.ended or worker.astray or time.monotonic() > worker.deadline(self._timeout_s):
+            if worker.ended or worker.astray or time.monotonic() > worker.deadline:
                 self._workers[place] = self._replace(worker, outcomes)
         self._hand_out()
         return outcomes
@@ -344,12 +311,11 @@ class RewardPool:
         """Block until `poll` has something to do, at most timeout_s; False if it has not."""
         now = time.monotonic()
         until = now + timeout_s
-        deadlines = (worker.deadline(self._timeout_s) for worker in self._workers)
-        first_deadline = min(deadlines, default=math.inf)
+        first_deadline = min((worker.deadline for worker in self._workers), default=math.inf)
         with selectors.DefaultSelector() as pipes:
             for worker in self._workers:
                 pipes.register(worker.stdout, selectors.EVENT_READ)
-                if worker.has_unsent:
+                if worker.unsent:
                     pipes.register(worker.stdin, selectors.EVENT_WRITE)
             events = pipes.select(max(0.0, min(until, first_deadline) - now))
         return bool(events) or time.monotonic() < until
@@ -408,7 +374,8 @@ class RewardPool:
 
     def _replace(self, worker: _Worker, outcomes: list[tuple[int, Outcome]]) -> _Worker:
         """A worker in the place of one that died, overran or is astray. Its first item is an error,
-        and its others go back into the queue.
+        and its others go back into the queue. RewardError at the MAX_FAILED_STARTS-th in a row that
+        ended before its first item.
         """
         suspect = worker.current()
         has_died = worker.ended
@@ -423,7 +390,14 @@ class RewardPool:
                 "(does the function fork, or write to its pipe?)"
             )
         if suspect is None:
-            self._count_failed_start(what or f"importing it took longer than {START_S:.0f} s")
+            self._failed_starts += 1
+            if self._failed_starts >= MAX_FAILED_STARTS:
+                what = what or f"importing it took longer than {START_S:.0f} s"
+                raise RewardError(
+                    f"reward.fn={self.name}: {what} before it scored anything, "
+                    f"{MAX_FAILED_STARTS} times in a row; "
+                    "call it by hand, or raise reward.memory_mb if it imports much"
+                )
         elif worker.in_flight and worker.in_flight[0] is suspect:
             worker.in_flight.popleft()
             reason = what or f"took longer than reward.timeout_s={self._timeout_s:g}"
@@ -432,16 +406,6 @@ class RewardPool:
         worker.in_flight.clear()
         worker.close()
         return self._new_worker()
-
-    def _count_failed_start(self, what: str) -> None:
-        """RewardError at the MAX_FAILED_STARTS-th in a row."""
-        self._failed_starts += 1
-        if self._failed_starts >= MAX_FAILED_STARTS:
-            raise RewardError(
-                f"reward.fn={self.name}: {what} before it scored anything, "
-                f"{MAX_FAILED_STARTS} times in a row; "
-                "call it by hand, or raise reward.memory_mb if it imports much"
-            )
 
     def _hand_out(self) -> None:
         share = min(BATCH, math.ceil(self.pending / len(self._workers)))

@@ -3,8 +3,8 @@ it as a script.
 
     rank -- guard, which the pool starts -- worker, its fork, in a session of its own -- children
 
-    stdin   {"path", "memory_mb", "timeout_s", "parent", "bell"}, once
-            [key, prompt, completion, meta], an item each
+    argv    the function's import path, {"path", "memory_mb", "timeout_s", "parent", "bell"}
+    stdin   [key, prompt, completion, meta], an item each
     stdout  ["ready"] or ["failed", why], once
             [key, kind, value or null, reason, finished_at], in the order of the items
     bell    one byte after each line of stdout, if the pool gave a descriptor for it
@@ -33,9 +33,10 @@ import select
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 # Results of a full batch of items then fit into a pipe, so that none waits for its reader.
 MAX_REASON_BYTES = 400
@@ -45,26 +46,17 @@ GUARDED = sys.platform == "linux"
 # prctl's options, by Linux's numbers.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_HEARD = (signal.SIGCHLD, signal.SIGTERM)  # by the guard
 
-RewardFunction = Callable[[str, str, dict], "float | None"]
-
-
-class BadFunction(Exception):
-    """The import path does not lead to a function that can be called as a reward."""
-
-
-class Verdict(NamedTuple):
-    """What became of one item; pool.py makes an Outcome of it."""
-
-    kind: str  # "score", "abstain" or "error"
-    value: float | None  # None unless kind is "score"
-    reason: str  # why, for "abstain" and "error"
+RewardFunction = Callable[[str, str, dict], float | None]
+# What became of one item: the kind of its Outcome ("score", "abstain" or "error"); the score, None
+# unless there is one; and why there is none.
+Verdict = tuple[str, float | None, str]
 
 
-def main(path: str) -> None:
+def main(path: str, setup: dict) -> None:
     """Score the items of standard input with the function at `path` until there are no more."""
     commands, results = _private_pipes()
-    setup = json.loads(commands.readline())
     bell = setup["bell"]
     pipes = [commands.fileno(), results.fileno()]
     if bell is not None:
@@ -84,11 +76,15 @@ def main(path: str) -> None:
             os._exit(0)  # the user's code forked and came back twice; the original answers
         results.write(json.dumps(message, ensure_ascii=False).encode() + b"\n")
         results.flush()
-        _ring(bell)
+        if bell is not None:
+            try:
+                os.write(bell, b".")
+            except BlockingIOError:
+                pass  # it is full of rings that were not heard yet; one more says nothing new
 
     try:
         function = resolve(path)
-    except BadFunction as error:
+    except ValueError as error:
         send(["failed", str(error)])
         return
     kept = _children()
@@ -97,8 +93,7 @@ def main(path: str) -> None:
         key, prompt, completion, meta = json.loads(line)
         _limit_cpu(setup["timeout_s"])
         verdict = score(function, prompt, completion, meta)
-        if os.getpid() == own:
-            kill_children(but=kept)
+        kill_children(but=kept)
         send([key, *verdict, time.monotonic()])
 
 
@@ -109,30 +104,30 @@ def score(function: RewardFunction, prompt: str, completion: str, meta: dict) ->
     # The user's code may raise anything; whatever it is becomes a typed error of this item and ends
     # nothing else.
     except BaseException as error:
-        return Verdict("error", None, _short(_describe(error)))
+        return ("error", None, _short(_describe(error)))
 
 
 def _verdict(value: object) -> Verdict:
     if value is None:
-        return Verdict("abstain", None, "the reward returned None")
+        return ("abstain", None, "the reward returned None")
     if not isinstance(value, numbers.Real):
         what = f"{type(value).__name__} {value!r:.60}"
         reason = f"returned {what}; need a float, or None to abstain"
-        return Verdict("error", None, _short(reason))
+        return ("error", None, _short(reason))
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
         reason = f"returned {number}; need a finite number, or None to abstain"
-        return Verdict("error", None, reason)
-    return Verdict("score", number, "")
+        return ("error", None, reason)
+    return ("score", number, "")
 
 
 def resolve(path: str) -> RewardFunction:
     """The reward function at the import path "module:function".
 
-    BadFunction says what is wrong with the path, the module or the function's parameters.
+    ValueError says what is wrong with the path, the module or the function's parameters.
     """
     # Not at the top: this file runs as a script, which finds llamarl once `main` has set sys.path.
     from llamarl.words.names import NoFunction, import_function
@@ -140,19 +135,19 @@ def resolve(path: str) -> RewardFunction:
     module_name, _, name = path.partition(":")
     try:
         function = import_function(path)
-    except NoFunction as error:
-        raise BadFunction(str(error)) from error
+    except NoFunction:
+        raise
     except BaseException as error:  # a module may raise anything while it is imported
         is_missing = isinstance(error, ModuleNotFoundError)
         remedy = "; install it, or change the module" if is_missing else ""
-        raise BadFunction(f"importing {module_name} failed: {_describe(error)}{remedy}") from error
+        raise ValueError(f"importing {module_name} failed: {_describe(error)}{remedy}") from error
     _check_signature(function, name)
     return function
 
 
 def _check_signature(function: RewardFunction, name: str) -> None:
     if inspect.iscoroutinefunction(function):
-        raise BadFunction(
+        raise ValueError(
             f"{name} is async; a reward is a plain function (prompt, completion, meta) -> float"
         )
     try:
@@ -162,7 +157,7 @@ def _check_signature(function: RewardFunction, name: str) -> None:
     try:
         signature.bind("prompt", "completion", {})
     except TypeError as error:
-        raise BadFunction(
+        raise ValueError(
             f"{name}{signature} cannot be called as {name}(prompt, completion, meta): {error}"
         ) from error
 
@@ -183,13 +178,9 @@ def _describe(error: BaseException) -> str:
 
 
 def _place_of(error: BaseException) -> str:
-    """The file and line in which an exception was raised, as " (FILE:LINE)"; "" if not known."""
-    trace = error.__traceback__
-    if trace is None:
-        return ""
-    while trace.tb_next:
-        trace = trace.tb_next
-    return f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
+    """The file and line in which a caught exception was raised, as " (FILE:LINE)"."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    return f" ({Path(frame.f_code.co_filename).name}:{line})"
 
 
 def _short(reason: str) -> str:
@@ -207,15 +198,6 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.close(nothing)
     os.dup2(2, 1)
     return commands, results
-
-
-def _ring(bell: int | None) -> None:
-    if bell is None:
-        return
-    try:
-        os.write(bell, b".")
-    except BlockingIOError:
-        pass  # it is full of rings that were not heard yet; one more says nothing new
 
 
 def _limit_memory(memory_mb: int) -> None:
@@ -242,30 +224,6 @@ def _limit_cpu(timeout_s: float) -> None:
 # --- The guard, and the end of processes ---
 
 
-class _Signals:
-    """SIGCHLD and SIGTERM as something that select sees. A worker that ends early is not missed."""
-
-    def __init__(self):
-        self.told_to_end = False
-        self.hears, self._rings = os.pipe()
-        os.set_blocking(self.hears, False)
-        os.set_blocking(self._rings, False)
-        signal.set_wakeup_fd(self._rings, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, self._note)
-        signal.signal(signal.SIGTERM, self._note)
-
-    def _note(self, number: int, _frame: object) -> None:
-        self.told_to_end |= number == signal.SIGTERM
-
-    def forget(self) -> None:
-        """As if there had been none: for the fork that runs the user's code."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.close(self.hears)
-        os.close(self._rings)
-
-
 class _Prints:
     """What the worker and its children print, to stderr; after MAX_PRINTED_BYTES it is dropped."""
 
@@ -282,10 +240,6 @@ class _Prints:
             text = os.read(self.source, 1 << 16)
         except BlockingIOError:
             return True
-        self._show(text)
-        return bool(text)
-
-    def _show(self, text: bytes) -> None:
         shown = text[: self._left]
         if self._left and len(text) > self._left:
             note = f"a reward worker printed {MAX_PRINTED_BYTES} bytes; the rest is dropped"
@@ -296,6 +250,7 @@ class _Prints:
                 shown = shown[os.write(2, shown) :]
         except OSError:
             self._left = 0  # nobody reads stderr any more, which is no reason to end
+        return bool(text)
 
 
 def _guard(parent: int, pipes: list[int]) -> None:
@@ -305,14 +260,22 @@ def _guard(parent: int, pipes: list[int]) -> None:
     _set_for_process(_PR_SET_PDEATHSIG, signal.SIGTERM)
     _set_for_process(_PR_SET_CHILD_SUBREAPER, 1)
     printed, prints = os.pipe()
-    signals = _Signals()
+    # The numbers of signals, for select: a worker that ends early is not missed.
+    signals, rings = os.pipe()
+    os.set_blocking(signals, False)
+    os.set_blocking(rings, False)
+    signal.set_wakeup_fd(rings, warn_on_full_buffer=False)
+    for number in _HEARD:
+        signal.signal(number, lambda *_: None)
     guard = os.getpid()
     worker = os.fork()
     if worker:
         for descriptor in (*pipes, prints):
             os.close(descriptor)
         _watch(worker, parent, signals, _Prints(printed))
-    signals.forget()
+    signal.set_wakeup_fd(-1)
+    for number in _HEARD:
+        signal.signal(number, signal.SIG_DFL)
     os.setsid()
     _set_for_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _set_for_process(_PR_SET_CHILD_SUBREAPER, 1)
@@ -320,25 +283,29 @@ def _guard(parent: int, pipes: list[int]) -> None:
         os._exit(1)
     os.dup2(prints, 1)
     os.dup2(prints, 2)
-    os.close(printed)
-    os.close(prints)
+    for descriptor in (signals, rings, printed, prints):
+        os.close(descriptor)
 
 
-def _watch(worker: int, parent: int, signals: _Signals, prints: _Prints) -> None:
+def _watch(worker: int, parent: int, signals: int, prints: _Prints) -> None:
     """Wait until the worker ends, or must end; then end all that it leaves, and this process in the
     way in which the worker ended.
     """
-    sources = [signals.hears, prints.source]
+    sources = [signals, prints.source]
+    heard = b""
     status = None
-    while status is None and not signals.told_to_end and os.getppid() == parent:
+    while status is None and signal.SIGTERM not in heard and os.getppid() == parent:
         ready, _, _ = select.select(sources, [], [])
-        if signals.hears in ready:
-            os.read(signals.hears, 1 << 10)
+        if signals in ready:
+            heard = os.read(signals, 1 << 16)
         if prints.source in ready and not prints.pass_on():
             sources.remove(prints.source)
         status = _reap(worker)
     if status is None:
-        _kill_group(worker)
+        try:
+            os.killpg(worker, signal.SIGKILL)
+        except ProcessLookupError:  # it has not made its session yet
+            os.kill(worker, signal.SIGKILL)
     kill_children()
     prints.pass_on()
     _end_as(status)
@@ -363,42 +330,25 @@ def _end_as(status: int | None) -> None:
     code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
     if code >= 0:
         os._exit(code)
-    if -code not in (signal.SIGKILL, signal.SIGSTOP):
+    if -code != signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
     os._exit(1)
 
 
-def kill_children(but: frozenset[int] = frozenset()) -> bool:
-    """Kill all children but some, and who become children by their end. False if that takes longer
-    than SWEEP_S.
-    """
+def kill_children(but: frozenset[int] = frozenset()) -> None:
+    """Kill all children but some, and who become children by their end; for SWEEP_S at most."""
     until = time.monotonic() + SWEEP_S
     strays = _children() - but
-    while strays:
-        if time.monotonic() > until:
-            return False
+    while strays and time.monotonic() < until:
         for pid in strays:
-            _kill(pid)
+            try:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+            except (ProcessLookupError, ChildProcessError):
+                pass  # the user's code has reaped it meanwhile
         time.sleep(0.001)
         strays = _children() - but
-    return True
-
-
-def _kill(pid: int) -> None:
-    """Kill a child and reap it if it has ended. Meanwhile the user's code may have reaped it."""
-    try:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, os.WNOHANG)
-    except (ProcessLookupError, ChildProcessError):
-        pass
-
-
-def _kill_group(worker: int) -> None:
-    try:
-        os.killpg(worker, signal.SIGKILL)
-    except ProcessLookupError:  # it has not made its session yet
-        os.kill(worker, signal.SIGKILL)
 
 
 def _has_children() -> bool:
@@ -432,4 +382,4 @@ def _set_for_process(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -2,9 +2,9 @@
 
 import importlib.util
 import json
+import math
 import struct
 
-import numpy as np
 import pytest
 
 from llamarl.config.command_line import compose_config, save_config
@@ -18,7 +18,6 @@ from llamarl.observe.compare import (
     table,
     variants_of,
 )
-from llamarl.observe.compare_plots import looks
 from tests.launching import ROOT
 
 ACCURACY = "eval/reward"
@@ -88,26 +87,24 @@ def three(make):
 
 
 def test_seconds_and_steps_to_a_target_are_those_of_its_first_row(three):
-    (one, two), implied = variants_of(load_runs(three))
-    assert ([one.label, two.label], implied) == (["lr 1.0", "lr 2.0"], [])
-    result = measure(one, ACCURACY, 0.5)
-    assert (result.seconds.tolist(), result.steps.tolist()) == ([20, 20], [2, 1])
-    assert (result.final.tolist(), result.best.tolist(), result.kl.tolist()) == (
-        [0.6, 0.9],
-        [0.7, 0.9],
-        [0.4, 0.6],
-    )
-    assert np.isnan(measure(two, ACCURACY, 0.5).steps).all() and measure(
-        two, ACCURACY, 0.4
-    ).seconds.tolist() == [15]
+    variants, implied = variants_of(load_runs(three))
+    assert (list(variants), implied) == (["lr 1.0", "lr 2.0"], [])
+    one, two = variants.values()
+    found = [measure(run, ACCURACY, 0.5) for run in one]
+    assert [figures.seconds for figures in found] == [20, 20]
+    assert [figures.steps for figures in found] == [2, 1]
+    assert [figures.final for figures in found] == [0.6, 0.9]
+    assert [figures.best for figures in found] == [0.7, 0.9]
+    assert [figures.kl for figures in found] == [0.4, 0.6]
+    (run,) = two
+    assert math.isnan(measure(run, ACCURACY, 0.5).steps)
+    assert measure(run, ACCURACY, 0.4).seconds == 15
     assert reachable(load_runs(three), ACCURACY) == 0.4
 
 
 def test_the_table_has_means_and_who_did_not_get_there(three):
     variants, _ = variants_of(load_runs(three))
-    head, one, two = table(
-        [measure(variant, ACCURACY, 0.65) for variant in variants], ACCURACY, 0.65
-    )
+    head, one, two = table(variants, ACCURACY, 0.65)
     assert "s to 0.65" in head
     assert (
         "0.750 (0.600 to 0.900)" in one
@@ -116,27 +113,27 @@ def test_the_table_has_means_and_who_did_not_get_there(three):
         and "0.5000 (0.4000 to 0.6000)" in one
     )
     assert "- (0 of 1)" in two
-    _, one, _ = table([measure(variant, ACCURACY, 0.8) for variant in variants], ACCURACY, 0.8)
+    _, one, _ = table(variants, ACCURACY, 0.8)
     assert "60.0 (1 of 2)" in one
 
 
 def test_a_band_is_over_what_all_runs_have(three):
-    (one, _), _ = variants_of(load_runs(three))
-    found = band([path(run, "step", ACCURACY) for run in one.runs])
-    assert found.x.tolist() == [0, 1, 2, 3, 4]
-    assert found.mean == pytest.approx([0.1, 0.4, 0.5, 0.8, 0.75], abs=EXACT)
-    assert found.least.tolist() == [0.1, 0.3, 0.5, 0.7, 0.6]
-    assert found.greatest.tolist() == [0.1, 0.5, 0.5, 0.9, 0.9]
-    found = band([path(run, "time/wall_s", ACCURACY) for run in one.runs], points=5)
-    assert found.x.tolist() == [0, 10, 20, 30, 40]  # not to 80: one run ends at 40
+    variants, _ = variants_of(load_runs(three))
+    one = variants["lr 1.0"]
+    x, y = band([path(run, "step", ACCURACY) for run in one])
+    assert x.tolist() == [0, 1, 2, 3, 4]
+    assert y.tolist() == [[0.1, 0.3, 0.5, 0.7, 0.6], [0.1, 0.5, 0.5, 0.9, 0.9]]
+    x, y = band([path(run, "time/wall_s", ACCURACY) for run in one], points=5)
+    assert x.tolist() == [0, 10, 20, 30, 40]  # not to 80: one run ends at 40
     # On lines between rows: the slow one is at 0.3 after 10 s and at 0.5 from 20 to 40 s.
-    assert found.mean == pytest.approx([0.1, 0.3, 0.5, 0.6, 0.55], abs=EXACT)
-    assert found.greatest == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.6], abs=EXACT)
+    assert y[0].tolist() == [0.1, 0.3, 0.5, 0.7, 0.6]
+    assert y[1] == pytest.approx([0.1, 0.3, 0.5, 0.5, 0.5], abs=EXACT)
 
 
 def test_the_mean_path_is_over_equal_steps_though_kl_need_not_rise(three):
-    (one, _), _ = variants_of(load_runs(three))
-    xs, ys, steps = mean_path([path(run, "kl/ref", ACCURACY) for run in one.runs])
+    variants, _ = variants_of(load_runs(three))
+    paths = [path(run, "kl/ref", ACCURACY) for run in variants["lr 1.0"]]
+    xs, ys, steps = mean_path(paths)
     assert steps.tolist() == [1, 2, 3, 4]  # step 0 has no KL
     assert xs == pytest.approx([0.2, 0.2, 0.4, 0.5], abs=EXACT) and ys == pytest.approx(
         [0.4, 0.5, 0.8, 0.75], abs=EXACT
@@ -150,11 +147,10 @@ def test_many_noisy_rows_are_smoothed_in_plots_but_not_in_figures(make):
     assert values[10:-10] == pytest.approx(
         [0.4, 0.6] * 40, abs=EXACT
     )  # of five: two ones, or three
-    (variant,), _ = variants_of(runs)
-    assert measure(variant, "reward/mean", 1.0).steps.tolist() == [1]
+    assert measure(runs[0], "reward/mean", 1.0).steps == 1
 
 
-def test_labels_tell_the_losses_and_what_follows_from_them_is_left_out(make):
+def test_labels_tell_the_losses_and_what_follows_from_them_is_left_out(make, recipe):
     options = {"wall_s": [0, 1], "eval__reward": [0, 1]}
     for i, loss in enumerate(("ppo", "aipo")):
         for lag in (0, 4):
@@ -169,7 +165,7 @@ def test_labels_tell_the_losses_and_what_follows_from_them_is_left_out(make):
     make("sweep/same", "loss=aipo", "max_lag=0", "seed=3", "metrics.trace=false", **options)
     runs = load_runs([make("elsewhere", "loss=tba", **options).parent / "sweep"])
     variants, implied = variants_of(runs)
-    assert [(v.label, len(v.runs)) for v in variants] == [
+    assert [(label, len(runs)) for label, runs in variants.items()] == [
         ("clipped, max_lag 0", 1),
         ("clipped, max_lag 4", 1),
         ("policy_gradient, max_lag 0", 2),
@@ -180,21 +176,23 @@ def test_labels_tell_the_losses_and_what_follows_from_them_is_left_out(make):
         "threads",
         "max_lag",
     } & set(implied)
-    colours, styles = zip(*looks(variants))
-    assert colours[0] == colours[1] != colours[2] and styles == ("-", "--", "-", "--")
+    looks = recipe.looks(list(variants))
+    colours = [look["color"] for look in looks]
+    assert colours[0] == colours[1] != colours[2]
+    assert [look["linestyle"] for look in looks] == ["-", "--", "-", "--"]
 
 
-def test_numbers_are_sorted_as_numbers_and_shaded(make):
+def test_numbers_are_sorted_as_numbers_and_shaded(make, recipe):
     folders = [
         make(str(n), f"groups_per_step={n}", wall_s=[0], eval__reward=[1]) for n in (16, 2, 128)
     ]
     variants, _ = variants_of(load_runs(folders))
-    assert [variant.label for variant in variants] == [
+    assert list(variants) == [
         "groups_per_step 2",
         "groups_per_step 16",
         "groups_per_step 128",
     ]
-    assert len({colour for colour, _ in looks(variants)}) == 3
+    assert len({look["color"] for look in recipe.looks(list(variants))}) == 3
     assert [run.path.name for run in load_runs([folders[0].parent])] == [
         "2",
         "16",

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from llamarl.observe import Console, Metrics, RowWriter, Trace, build_sinks, is_timing
 from llamarl.observe.rates import RateMeter, idle_shares
-from llamarl.observe.report import facts, moving_mean, write_report
+from llamarl.observe.report import columns_of, facts, moving_mean, write_report
 from llamarl.observe.report import main as report_main
 from llamarl.observe.rows import COLUMNS
 from llamarl.observe.sinks import Jsonl, TensorBoard, WandB, read_rows
@@ -540,13 +540,13 @@ def test_the_mean_of_graded_scores_is_not_called_an_accuracy(tmp_path):
     writer.ingest(1, {"loss/value": 1.0, "eval/reward": 2.25})
     writer.flush()
     assert "held out   reward 0 -> 2.25" in str(writer.summary())
-    known = dict(facts(read_rows(tmp_path / "metrics.jsonl")))
+    known = dict(facts(columns_of(read_rows(tmp_path / "metrics.jsonl"))))
     assert known["reward, held-out prompts"] == "0 → 2.25" and "accuracy" not in known
 
 
 def test_padding_is_told_apart_from_budget_that_no_token_takes():
     row = {"step": 1, "packing/padding_fraction": 0.02, "packing/unused_budget_fraction": 0.86}
-    known = dict(facts([row]))
+    known = dict(facts(columns_of([row])))
     assert (known["padding computed"], known["microbatch budget unused"]) == ("2.0%", "86.0%")
 
 
