@@ -68,6 +68,12 @@ __all__ = [
 # swept.
 OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
 OmegaConf.register_new_resolver("over", lambda a, b: -(-a // b), replace=True)  # rounded up
+# For conf/loss: the name of a file there, while loss.fn is still the function that it sets.
+OmegaConf.register_new_resolver(
+    "preset",
+    lambda name, fn, *, _parent_: name if _parent_.fn == fn else str(_parent_.fn),
+    replace=True,
+)
 
 
 def check_command_line(
@@ -193,7 +199,7 @@ def _may_be_absent(key: str) -> bool:
     """
     section, _, name = key.partition(".")
     if section == "loss":
-        return name not in ("", "fn", "kl_coef", "kl_estimator", "entropy_coef")
+        return name not in ("", "fn", "name", "kl_coef", "kl_estimator", "entropy_coef")
     return section in sections_of_kinds()
 
 

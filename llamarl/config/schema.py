@@ -256,7 +256,8 @@ class TrainerSettings:
 
 @dataclass(frozen=True, slots=True)
 class LossSettings:
-    fn: str  # the name of a file in conf/loss, or module:function
+    fn: str  # a loss of the package, or module:function
+    name: str  # of the chosen file in conf/loss; fn where another function has taken its place
     kl_coef: NonNegative
     kl_estimator: Estimator
     entropy_coef: NonNegative

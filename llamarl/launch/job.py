@@ -247,7 +247,7 @@ class Job:
             if self.replay_lag is not None:
                 overcommit += f", at most {self.replay_lag:,} steps old"
         completions = f"{c.groups_per_step} x {c.group_size} completions a step"
-        print(f"llamarl  {self.model_path.name} on {c.task.kind}, {completions}, {c.loss.fn}")
+        print(f"llamarl  {self.model_path.name} on {c.task.kind}, {completions}, {c.loss.name}")
         threads = f"{torch.get_num_threads()} thread(s) each"
         print(f"ranks    {self.hosts}  ({self.world.device.type}, {threads})")
         print(f"float32  {self.world.products}")

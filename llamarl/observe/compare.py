@@ -36,7 +36,7 @@ from llamarl.observe.sinks import read_rows
 REWARD, KL, SECONDS, STEP = "reward/mean", "kl/ref", "time/wall_s", "step"
 # What names a variant best, where several keys tell the variants apart equally well.
 TELLING = (
-    "loss.fn",
+    "loss.name",
     "max_lag",
     "buffer.kind",
     "trainer.minibatches_per_step",
@@ -197,11 +197,11 @@ def _differing_values(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def _label(keys: list[str], values: tuple[str, ...]) -> str:
-    """ "clipped, max_lag 1": the last part of each key where that is unmistakable."""
+    """ "ppo, max_lag 1": the last part of each key where that is unmistakable."""
     last = [key.rpartition(".")[2] for key in keys]
     short = [key if last.count(name) > 1 else name for key, name in zip(keys, last)]
     return ", ".join(
-        value if key == "loss.fn" else f"{name} {value}"
+        value if key == "loss.name" else f"{name} {value}"
         for key, name, value in zip(keys, short, values)
     )
 

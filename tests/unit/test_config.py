@@ -406,10 +406,9 @@ LOSS_FILES = sorted((CONF_DIR / "loss").glob("*.yaml"))
 def test_a_loss_is_chosen_with_its_published_options_advantages_and_reference(file):
     written = OmegaConf.load(file)
     config = config_of(f"loss={file.stem}")
-    assert (
-        config.loss.fn == written.loss.fn
-        and config.loss.options.keys() == written.loss.keys() - {"fn"} <= LOSS_OPTIONS.keys()
-    )
+    assert (config.loss.fn, config.loss.name) == (written.loss.fn, file.stem)
+    options = written.loss.keys() - {"fn", "name"}
+    assert config.loss.options.keys() == options <= LOSS_OPTIONS.keys()
     assert config.trainer.advantages == written.trainer.advantages
     assert config.reference.enabled is declares(written.loss.fn, "needs_reference")
     assert (config.loss.kl_coef, config.loss.kl_estimator, config.loss.entropy_coef) == (
@@ -426,6 +425,37 @@ def test_a_loss_is_chosen_with_its_published_options_advantages_and_reference(fi
         )
         == {}
     )
+
+
+@pytest.mark.parametrize(
+    "overrides, name",
+    [
+        ([], "aipo"),
+        (["loss.ratio_cap=8"], "aipo"),
+        (["loss=cispo", "loss.fn=policy_gradient"], "cispo"),
+        (["loss.fn=my_module:my_loss"], "my_module:my_loss"),
+        (["loss=ppo", "loss.fn=policy_gradient"], "policy_gradient"),
+        (["loss.fn=my_module:my_loss", "loss.name=mine"], "mine"),
+    ],
+)
+def test_a_run_is_called_by_its_preset_or_by_the_function_that_took_its_place(
+    overrides, name, tmp_path
+):
+    config = config_of(*overrides)
+    assert config.loss.name == name
+    save_config(config, tmp_path / "config.yaml")
+    assert OmegaConf.load(tmp_path / "config.yaml").loss.name == name
+
+
+def test_a_preset_of_the_users_own_is_called_by_its_function_unless_it_has_a_name(tmp_path):
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss" / "plain.yaml").write_text("fn: rloo")
+    search = f"hydra.searchpath=[file://{tmp_path}]"
+    assert config_of(search, "loss=plain").loss.name == "rloo"
+
+
+def test_a_function_that_is_no_text_is_told_once():
+    assert complaints("loss.fn=null") == {"loss.fn=null": "need a text"}
 
 
 @pytest.mark.parametrize(
