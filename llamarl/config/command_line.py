@@ -117,13 +117,12 @@ def check_command_line(
     return accepted
 
 
-def _groups_in(dirs: list[Path]) -> dict[str, list[str]]:
+def _groups_in(dirs: list[Path]) -> dict[str, set[str]]:
     """What each Hydra group has to choose from, over these directories."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, set[str]] = {}
     for path in dirs:
-        for folder in filter(Path.is_dir, path.iterdir()):
-            names = {file.stem for file in folder.glob("*.yaml")}
-            groups[folder.name] = sorted(names.union(groups.get(folder.name, ())))
+        for file in path.glob("*/*.yaml"):
+            groups.setdefault(file.parent.name, set()).add(file.stem)
     return groups
 
 
@@ -147,7 +146,7 @@ class _Override:
     points: list[str]  # the same for each point of a sweep; one if it is none
 
 
-def _read_override(text: str, groups: dict[str, list[str]], multirun: bool) -> _Override | Problem:
+def _read_override(text: str, groups: dict[str, set[str]], multirun: bool) -> _Override | Problem:
     """A word of the command line, or what is wrong with it by itself."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -182,7 +181,7 @@ def _read_override(text: str, groups: dict[str, list[str]], multirun: bool) -> _
             return Problem(key, what, (key,))
         points = [f"{key}={point}" for point in override.sweep_string_iterator()]
     if key in groups and not is_section:
-        known = groups[key]
+        known = sorted(groups[key])
         for point in points:
             name = point.partition("=")[2]
             if name not in known:
@@ -277,7 +276,7 @@ def main(recipe: Callable[[Config], None]) -> Callable[[], None]:
             refuse(error)
         idle = idle_ranks(config, world_size)
         if leader and idle:
-            warning = f"ranks {show(list(idle))} host nothing; see placement, or start fewer"
+            warning = f"ranks {show(idle)} host nothing; see placement, or start fewer"
             print(f"warning: {warning}", file=sys.stderr)
         recipe(config)
 

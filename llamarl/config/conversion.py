@@ -7,9 +7,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
@@ -62,11 +64,14 @@ class Findings:
 
     def __init__(self, config: Config):
         self.problems: list[Problem] = []
-        self._values = flat(to_values(config))
+        self._values = to_values(config)
 
     def add(self, what: str, *keys: str) -> None:
-        where = " ".join(f"{key}={show(self._values[key])}" for key in keys)
-        self.problems.append(Problem(where, what, keys))
+        shown = []
+        for key in keys:
+            value = functools.reduce(operator.getitem, key.split("."), self._values)
+            shown.append(f"{key}={show(value)}")
+        self.problems.append(Problem(" ".join(shown), what, keys))
 
 
 @functools.cache
@@ -86,19 +91,24 @@ def schemas_of(hint: object) -> tuple[type, ...]:
     return arms if all(map(is_dataclass, arms)) else ()
 
 
-def _fields_below(
-    schema: type = Config, prefix: str = ""
-) -> Iterator[tuple[str, dataclasses.Field]]:
-    """Every key of the schema and its field, sections before what is in them; a key that several
-    kinds of a section have comes once for each. The options of losses are not among them.
-    """
+def _marks_below(schema: type, prefix: str) -> dict[str, frozenset[Mark]]:
+    """The marks of every key of a dataclass, sections before what is in them."""
+    marks = {}
     for field in fields(schema):
-        if schema is LossSettings and field.name == "options":
-            continue
         key = prefix + field.name
-        yield key, field
+        marks[key] = field.metadata.get("marks", frozenset())
         for inner in schemas_of(_hints(schema)[field.name]):
-            yield from _fields_below(inner, f"{key}.")
+            marks.update(_marks_below(inner, f"{key}."))
+    return marks
+
+
+@functools.cache
+def _marks() -> dict[str, frozenset[Mark]]:
+    """The marks of every key; the options of all losses stand for what a loss may have."""
+    marks = _marks_below(Config, "")
+    del marks["loss.options"]
+    options = [f"loss.{name}" for name in LOSS_OPTIONS]
+    return marks | dict.fromkeys(options, frozenset())
 
 
 @functools.cache
@@ -106,9 +116,7 @@ def known_keys() -> tuple[str, ...]:
     """Every key of the schema, sections and the options of all losses included: ("max_steps", ...,
     "loss", "loss.fn", ...).
     """
-    keys = [key for key, _ in _fields_below()]
-    options = [f"loss.{name}" for name in LOSS_OPTIONS]
-    return tuple(dict.fromkeys(keys + options))
+    return tuple(_marks())
 
 
 @functools.cache
@@ -117,12 +125,10 @@ def sections_of_kinds() -> tuple[str, ...]:
     return tuple(name for name, hint in _hints(Config).items() if len(schemas_of(hint)) > 1)
 
 
-@functools.cache
 def is_marked(key: str, mark: Mark) -> bool:
     """Whether a key bears a mark of the schema: by itself, or by the section that it is in."""
     section = key.partition(".")[0]
-    marked = [name for name, field in _fields_below() if mark in field.metadata.get("marks", ())]
-    return key in marked or section in marked
+    return any(mark in _marks().get(name, ()) for name in (key, section))
 
 
 def did_you_mean(key: str, names: Sequence[str]) -> str:
@@ -147,34 +153,38 @@ def need(value: object, hint: object) -> str:
     return f"need {describe(hint)}{near}"
 
 
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    type(None): "null",
+    list[int]: "a list of ranks such as [0,1]",
+    list[str]: "a list of texts such as [a,b]",
+}
+
+
 def describe(hint: object) -> str:
     """What a value must be, in words."""
-    if get_origin(hint) is Annotated:
-        base, bounds = get_args(hint)
+    if hint in _WORDS:
+        return _WORDS[hint]
+    origin, arms = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        base, bounds = arms
         return f"{describe(base)} {bounds}"
-    if get_origin(hint) is Literal:
-        return " or ".join(get_args(hint))
-    if _is_union(hint):
-        return " or ".join(describe(arm) for arm in get_args(hint))
-    if get_origin(hint) is list and get_origin(get_args(hint)[0]) is Literal:
-        return f"a list of some of {', '.join(get_args(get_args(hint)[0]))}"
-    words = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "a text",
-        type(None): "null",
-        list[int]: "a list of ranks such as [0,1]",
-        list[str]: "a list of texts such as [a,b]",
-    }
-    return words[hint]
+    if origin is Literal:
+        return " or ".join(arms)
+    if origin is list:
+        return f"a list of some of {', '.join(names_of(hint))}"
+    return " or ".join(map(describe, arms))
 
 
-def names_of(hint: object) -> list[str]:
+def names_of(hint: object) -> tuple[str, ...]:
     """The words among what a value may be."""
+    arms = get_args(hint)
     if get_origin(hint) is Literal:
-        return list(get_args(hint))
-    return [name for arm in get_args(hint) for name in names_of(arm)]
+        return arms
+    return tuple(itertools.chain.from_iterable(map(names_of, arms)))
 
 
 def convert(value: object, hint: object) -> object:
@@ -354,15 +364,13 @@ def load_config(path: str | Path) -> Config:
     version's schema.
     """
     try:
-        loaded = OmegaConf.load(path)
+        return to_config(OmegaConf.load(path))
     except YAMLError as error:
         cause = " ".join(str(error).split())
         raise ValueError(
             f"{path}: damaged, not YAML ({cause}); "
             "the config is also in each checkpoint's controller part"
         ) from error
-    try:
-        return to_config(loaded)
     except ConfigError as error:
         first, *more = error.problems
         others = f", and {len(more)} more" if more else ""

@@ -71,22 +71,22 @@ def _trainer_ranks(
 
 
 def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:
-    """Executor name -> its ranks in this run."""
-    return resolve_placement(
+    """Executor name -> its ranks in this run; no reference if there is none."""
+    placed = resolve_placement(
         config.placement,
         world_size,
         groups_per_step=config.groups_per_step,
         tensor_parallel=config.generator.tensor_parallel,
     )
-
-
-def idle_ranks(config: Config, world_size: int) -> Ranks:
-    """The ranks that would host nothing."""
-    placed = placement_of(config, world_size)
     if not config.reference.enabled:
         del placed["reference"]
-    hosts = set().union(*placed.values())
-    return tuple(rank for rank in range(world_size) if rank not in hosts)
+    return placed
+
+
+def idle_ranks(config: Config, world_size: int) -> list[int]:
+    """The ranks that would host nothing."""
+    hosts = set().union(*placement_of(config, world_size).values())
+    return [rank for rank in range(world_size) if rank not in hosts]
 
 
 def find_placement(c: Config, world_size: int, found: Findings) -> None:

@@ -41,8 +41,6 @@ class Job:
         self.world = world
         self.directory = directory
         self.placement = placement_of(config, world.size)
-        if not config.reference.enabled:
-            self.placement.pop("reference", None)
         self.model_path = Path(config.model.path) if config.model.path else TINY_MODEL
         self._writer: RowWriter | None = None
 

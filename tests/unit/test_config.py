@@ -146,6 +146,7 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
         ("task.chat=[a]", "need true or false"),
         ("reference.kind=frosen", "need none or frozen or reset; did you mean frozen?"),
         ("buffer.kind=null", "need fifo or replay"),
+        ("buffer.kind=[fifo]", "need fifo or replay"),
         ("seed=9223372036854775808", "need a whole number between 0 and 9223372036854775807"),
         ("eval=3", "a section; set its keys, such as eval.every"),
     ],
@@ -331,6 +332,14 @@ def test_a_kind_without_its_keys_is_refused_with_the_choice_that_has_them():
     assert complaints("buffer.kind=replay", "buffer.max_size=9") == {
         "buffer.kind=replay": "needs sync_period, most_on_policy, priority, temperature, "
         "completions_per_prompt, initial_completions too; choose it with its keys: buffer=replay"
+    }
+
+
+def test_an_option_of_a_loss_that_is_a_section_is_told_like_another_value(tmp_path):
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss" / "mine.yaml").write_text("fn: best_of_n\nlength_normalize: {a: 1}\n")
+    assert complaints("loss=mine", config_dir=str(tmp_path)) == {
+        "loss.length_normalize={'a': 1}": "need true or false"
     }
 
 
@@ -708,7 +717,7 @@ def test_replicas_that_cannot_be_are_refused_with_what_to_set():
 
 def test_a_rank_that_hosts_nothing_is_known():
     config = config_of("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1]")
-    assert idle_ranks(config, 4) == (2, 3)
+    assert idle_ranks(config, 4) == [2, 3]
 
 
 # --- files ---
