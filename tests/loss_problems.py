@@ -25,6 +25,7 @@ def published(name: str) -> Loss:
     """The loss that `loss=NAME` chooses, with its options."""
     options = dict(SECTIONS[name])
     fn = LOSSES[options.pop("fn")]
+    del options["name"]
     return functools.partial(fn, **options)
 
 

@@ -33,6 +33,7 @@ from llamarl.config.conversion import (
     Problem,
     config_differences,
     did_you_mean,
+    keys_of,
     known_keys,
     load_config,
     save_config,
@@ -68,6 +69,12 @@ __all__ = [
 # swept.
 OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
 OmegaConf.register_new_resolver("over", lambda a, b: -(-a // b), replace=True)  # rounded up
+# For conf/loss: the name of a file there, while loss.fn is still the function that it sets.
+OmegaConf.register_new_resolver(
+    "preset",
+    lambda name, fn, *, _parent_: name if _parent_.fn == fn else str(_parent_.fn),
+    replace=True,
+)
 
 
 def check_command_line(
@@ -91,32 +98,31 @@ def check_command_line(
         dirs.append(own)
         search.append(f"hydra.searchpath=[file://{own}]")
     groups = _groups_in(dirs)
-    problems, accepted, choices = [], [], []
+    problems: list[Problem] = []
+    accepted = []
+    choices = []
     for text in overrides:
         override = _read_override(text, groups, multirun)
         if isinstance(override, Problem):
             problems.append(override)
         else:
-            accepted.append(override.prefix + override.text)
-            points = [(override.key, override.prefix + point) for point in override.points]
-            choices.append(points)
+            accepted.append(override.text)
+            choices.append([(override.key, point) for point in override.points])
+    judge = functools.partial(check, world_size=world_size, local_world_size=local_world_size)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         for combination in itertools.product(*choices):
-            problems += _problems_of(
-                config_name, dict(combination), search, world_size, local_world_size
-            )
+            problems += _problems_of(config_name, search, dict(combination), judge)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return accepted
 
 
-def _groups_in(dirs: list[Path]) -> dict[str, list[str]]:
+def _groups_in(dirs: list[Path]) -> dict[str, set[str]]:
     """What each Hydra group has to choose from, over these directories."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, set[str]] = {}
     for path in dirs:
-        for folder in filter(Path.is_dir, path.iterdir()):
-            names = {file.stem for file in folder.glob("*.yaml")}
-            groups[folder.name] = sorted(names.union(groups.get(folder.name, ())))
+        for file in path.glob("*/*.yaml"):
+            groups.setdefault(file.parent.name, set()).add(file.stem)
     return groups
 
 
@@ -133,15 +139,14 @@ def compose_config(overrides: list[str]) -> Config:
 
 @dataclass(frozen=True, slots=True)
 class _Override:
-    """One word of a command line, without the + that it was written with."""
+    """One word of a command line, as Hydra wants it."""
 
     key: str
-    text: str  # key=value
-    points: list[str]  # the key=value of each point of a sweep; one if it is none
-    prefix: str  # "++" where Hydra must be told to add the key
+    text: str  # key=value, with "++" where Hydra must be told to add the key
+    points: list[str]  # the same for each point of a sweep; one if it is none
 
 
-def _read_override(text: str, groups: dict[str, list[str]], multirun: bool) -> _Override | Problem:
+def _read_override(text: str, groups: dict[str, set[str]], multirun: bool) -> _Override | Problem:
     """A word of the command line, or what is wrong with it by itself."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -151,18 +156,21 @@ def _read_override(text: str, groups: dict[str, list[str]], multirun: bool) -> _
     except HydraException:
         what = "cannot be read; write key=value, and quote text with signs in it: 'key=\"a, b\"'"
         return Problem(text, what, (text,))
+    text = text.lstrip("+")
     key = override.get_key_element().lstrip("+")
     if override.is_hydra_override():
-        return _Override(key, text.lstrip("+"), points=[text.lstrip("+")], prefix="")
+        return _Override(key, text, [text])
     if override.is_delete():
         what = "nothing can be removed; null switches off what is optional"
         return Problem(key, what, (key,))
     value = override.value()
     is_section = isinstance(value, dict)
+    section, _, option = key.partition(".")
     for name in [f"{key}.{inner}" for inner in value] if is_section else [key]:
-        if not _may_be(name, groups):
+        # An option of a user's own loss may have any name.
+        is_option = name.startswith("loss.") and name.count(".") == 1
+        if not (is_option or name in known_keys() or name in groups):
             return Problem(name, "unknown key" + did_you_mean(name, known_keys()), (name,))
-    text = text.lstrip("+")
     points = [text]
     if override.is_sweep_override():
         if not multirun:
@@ -173,97 +181,74 @@ def _read_override(text: str, groups: dict[str, list[str]], multirun: bool) -> _
             return Problem(key, what, (key,))
         points = [f"{key}={point}" for point in override.sweep_string_iterator()]
     if key in groups and not is_section:
-        chosen = [point.partition("=")[2] for point in points]
-        wrong = next((name for name in chosen if name not in groups[key]), None)
-        if wrong is not None:
-            return Problem(text, _need_one_of(groups[key], wrong), (key,))
-        return _Override(key, text, points, prefix="")
-    return _Override(key, text, points, prefix="++" if _may_be_absent(key) else "")
-
-
-def _may_be(key: str, groups: dict[str, list[str]]) -> bool:
-    """Whether there may be such a key: an option of a user's own loss may have any name."""
-    is_option = key.startswith("loss.") and key.count(".") == 1
-    return key in known_keys() or key in groups or is_option
-
-
-def _may_be_absent(key: str) -> bool:
-    """Whether conf/ may lack the key until it is given: an option of a loss, or what only some
-    kinds of a section have.
-    """
-    section, _, name = key.partition(".")
+        known = sorted(groups[key])
+        for point in points:
+            name = point.partition("=")[2]
+            if name not in known:
+                near = did_you_mean(name, known) if len(known) > 1 else ""
+                return Problem(text, f"need {' or '.join(known)}{near}", (key,))
+        return _Override(key, text, points)
+    # conf/ lacks, until it is given, an option of a loss or what only some kinds of a section have.
+    may_be_absent = section in sections_of_kinds()
     if section == "loss":
-        return name not in ("", "fn", "kl_coef", "kl_estimator", "entropy_coef")
-    return section in sections_of_kinds()
-
-
-def _need_one_of(options: list[str], given: str) -> str:
-    nearest = did_you_mean(given, options) if len(options) > 1 else ""
-    return f"need {' or '.join(options)}{nearest}"
+        may_be_absent = option not in ("", "fn", "name", "kl_coef", "kl_estimator", "entropy_coef")
+    prefix = "++" if may_be_absent else ""
+    return _Override(key, prefix + text, [prefix + point for point in points])
 
 
 def _problems_of(
     config_name: str,
-    chosen: dict[str, str],
     search: list[str],
-    world_size: int,
-    local_world_size: int | None,
+    chosen: dict[str, str],
+    judge: Callable[[Config], list[Problem]],
 ) -> list[Problem]:
     """Everything wrong with the config that `chosen` (key -> override) makes; needs Hydra to be
-    initialised.
+    initialised. judge: what is wrong with values that fit the schema.
     """
     from hydra import compose
     from hydra.errors import HydraException
 
-    def composed(texts: list[str]) -> DictConfig:
-        return compose(config_name, [*search, *texts])
+    refusals = (HydraException, OmegaConfBaseException)
+
+    def refusal(text: str) -> str:
+        """Why Hydra does not take an override by itself; "" if it does."""
+        try:
+            compose(config_name, [*search, text])
+        except refusals as error:
+            return " ".join(str(error).split())
+        return ""
 
     problems: list[Problem] = []
     required: list[str] = []
     # Up to three times: what is wrong by itself is left out of the next, since combinations of the
     # rest are worth telling too.
     for _ in range(3):
-        wrong = {key for problem in problems for key in problem.keys}
+        wrong = keys_of(problems)
         kept = {key: text for key, text in chosen.items() if key not in wrong}
         stand_ins = [f"{key}=1" for key in required]  # a number, and a text
         try:
-            config = to_config(composed([*kept.values(), *stand_ins]))
+            config = to_config(compose(config_name, [*search, *kept.values(), *stand_ins]))
         except ConfigError as error:
             found = error.problems
             required += [problem.where for problem in found if problem.what.startswith("required")]
-            problems += [problem for problem in found if not wrong & set(problem.keys)]
-        except (HydraException, OmegaConfBaseException) as error:
-            why = {key: _refusal(composed, text) for key, text in kept.items()}
-            refused = [key for key in kept if why[key]]
-            if not refused:
+        except refusals as error:
+            why = {key: refusal(text) for key, text in kept.items()}
+            found = [Problem(kept[key], why[key], (key,)) for key in kept if why[key]]
+            if not found:
                 return [*problems, Problem(config_name, " ".join(str(error).split()))]
-            problems += [Problem(kept[key], why[key], (key,)) for key in refused]
         else:
-            impossible = check(config, world_size, local_world_size)
-            return problems + [problem for problem in impossible if not wrong & set(problem.keys)]
+            return problems + [p for p in judge(config) if wrong.isdisjoint(p.keys)]
+        problems += [problem for problem in found if wrong.isdisjoint(problem.keys)]
     return problems
 
 
-def _refusal(composed: Callable[[list[str]], DictConfig], text: str) -> str:
-    """Why Hydra does not take an override by itself; "" if it does."""
-    from hydra.errors import HydraException
-
-    try:
-        composed([text])
-    except (HydraException, OmegaConfBaseException) as error:
-        return " ".join(str(error).split())
-    return ""
-
-
-def main(recipe: Callable[[Config], None] | None = None, *, config_name: str = "config"):
+def main(recipe: Callable[[Config], None]) -> Callable[[], None]:
     """Decorator: run a recipe with the checked Config of its command line, under Hydra (--help,
     --cfg job, --multirun).
 
     A bad command line ends the process with exit code 2, on every rank, with one message, before
     anything is started.
     """
-    if recipe is None:
-        return functools.partial(main, config_name=config_name)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     leader = os.environ.get("RANK", "0") == "0"
@@ -291,7 +276,7 @@ def main(recipe: Callable[[Config], None] | None = None, *, config_name: str = "
             refuse(error)
         idle = idle_ranks(config, world_size)
         if leader and idle:
-            warning = f"ranks {show(list(idle))} host nothing; see placement, or start fewer"
+            warning = f"ranks {show(idle)} host nothing; see placement, or start fewer"
             print(f"warning: {warning}", file=sys.stderr)
         recipe(config)
 
@@ -305,7 +290,7 @@ def main(recipe: Callable[[Config], None] | None = None, *, config_name: str = "
             try:
                 accepted = check_command_line(
                     args.overrides,
-                    config_name=args.config_name or config_name,
+                    config_name=args.config_name or "config",
                     config_dir=args.config_dir,
                     multirun=args.multirun,
                     world_size=world_size,
@@ -315,6 +300,6 @@ def main(recipe: Callable[[Config], None] | None = None, *, config_name: str = "
                 refuse(error)
             rewritten = dict(zip(args.overrides, accepted))
             sys.argv = [rewritten.get(argument, argument) for argument in sys.argv]
-        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)(job)()
+        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(job)()
 
     return run

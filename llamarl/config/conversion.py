@@ -4,11 +4,14 @@ not fit told at once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
@@ -39,6 +42,11 @@ class Problem:
     keys: tuple[str, ...] = ()  # the keys that it is about
 
 
+def keys_of(problems: Iterable[Problem]) -> set[str]:
+    """The keys that any of these problems is about."""
+    return set().union(*(problem.keys for problem in problems))
+
+
 class ConfigError(ValueError):
     """All problems of a config, one aligned line each."""
 
@@ -47,6 +55,23 @@ class ConfigError(ValueError):
         width = min(max(len(p.where) for p in problems), 50)
         lines = [f"  {p.where:<{width}}   {p.what}" for p in problems]
         super().__init__("\n".join(["bad config, nothing started:", *lines]))
+
+
+class Findings:
+    """What is wrong with a config that fits the schema: problems, told with the values that they
+    are about.
+    """
+
+    def __init__(self, config: Config):
+        self.problems: list[Problem] = []
+        self._values = to_values(config)
+
+    def add(self, what: str, *keys: str) -> None:
+        shown = []
+        for key in keys:
+            value = functools.reduce(operator.getitem, key.split("."), self._values)
+            shown.append(f"{key}={show(value)}")
+        self.problems.append(Problem(" ".join(shown), what, keys))
 
 
 @functools.cache
@@ -66,24 +91,24 @@ def schemas_of(hint: object) -> tuple[type, ...]:
     return arms if all(map(is_dataclass, arms)) else ()
 
 
-def _kinds_of(schema: type) -> tuple[str, ...]:
-    """The kinds that a dataclass of a section of several kinds stands for."""
-    return get_args(_hints(schema)["kind"])
-
-
-def _fields_below(
-    schema: type = Config, prefix: str = ""
-) -> Iterator[tuple[str, dataclasses.Field]]:
-    """Every key of the schema and its field, sections before what is in them; a key that several
-    kinds of a section have comes once for each. The options of losses are not among them.
-    """
+def _marks_below(schema: type, prefix: str) -> dict[str, frozenset[Mark]]:
+    """The marks of every key of a dataclass, sections before what is in them."""
+    marks = {}
     for field in fields(schema):
-        if schema is LossSettings and field.name == "options":
-            continue
         key = prefix + field.name
-        yield key, field
+        marks[key] = field.metadata.get("marks", frozenset())
         for inner in schemas_of(_hints(schema)[field.name]):
-            yield from _fields_below(inner, f"{key}.")
+            marks.update(_marks_below(inner, f"{key}."))
+    return marks
+
+
+@functools.cache
+def _marks() -> dict[str, frozenset[Mark]]:
+    """The marks of every key; the options of all losses stand for what a loss may have."""
+    marks = _marks_below(Config, "")
+    del marks["loss.options"]
+    options = [f"loss.{name}" for name in LOSS_OPTIONS]
+    return marks | dict.fromkeys(options, frozenset())
 
 
 @functools.cache
@@ -91,9 +116,7 @@ def known_keys() -> tuple[str, ...]:
     """Every key of the schema, sections and the options of all losses included: ("max_steps", ...,
     "loss", "loss.fn", ...).
     """
-    keys = [key for key, _ in _fields_below()]
-    options = [f"loss.{name}" for name in LOSS_OPTIONS]
-    return tuple(dict.fromkeys(keys + options))
+    return tuple(_marks())
 
 
 @functools.cache
@@ -102,17 +125,10 @@ def sections_of_kinds() -> tuple[str, ...]:
     return tuple(name for name, hint in _hints(Config).items() if len(schemas_of(hint)) > 1)
 
 
-@functools.cache
-def _marked_keys(mark: Mark) -> frozenset[str]:
-    return frozenset(
-        key for key, field in _fields_below() if mark in field.metadata.get("marks", ())
-    )
-
-
 def is_marked(key: str, mark: Mark) -> bool:
     """Whether a key bears a mark of the schema: by itself, or by the section that it is in."""
     section = key.partition(".")[0]
-    return not _marked_keys(mark).isdisjoint((key, section))
+    return any(mark in _marks().get(name, ()) for name in (key, section))
 
 
 def did_you_mean(key: str, names: Sequence[str]) -> str:
@@ -137,40 +153,47 @@ def need(value: object, hint: object) -> str:
     return f"need {describe(hint)}{near}"
 
 
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    type(None): "null",
+    list[int]: "a list of ranks such as [0,1]",
+    list[str]: "a list of texts such as [a,b]",
+}
+
+
 def describe(hint: object) -> str:
     """What a value must be, in words."""
-    if get_origin(hint) is Annotated:
-        base, bounds = get_args(hint)
+    if hint in _WORDS:
+        return _WORDS[hint]
+    origin, arms = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        base, bounds = arms
         return f"{describe(base)} {bounds}"
-    if get_origin(hint) is Literal:
-        return " or ".join(get_args(hint))
-    if _is_union(hint):
-        return " or ".join(describe(arm) for arm in get_args(hint))
-    if get_origin(hint) is list and get_origin(get_args(hint)[0]) is Literal:
-        return f"a list of some of {', '.join(get_args(get_args(hint)[0]))}"
-    words = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "a text",
-        type(None): "null",
-        list[int]: "a list of ranks such as [0,1]",
-        list[str]: "a list of texts such as [a,b]",
-    }
-    return words[hint]
+    if origin is Literal:
+        return " or ".join(arms)
+    if origin is list:
+        return f"a list of some of {', '.join(names_of(hint))}"
+    return " or ".join(map(describe, arms))
 
 
-def names_of(hint: object) -> list[str]:
+def names_of(hint: object) -> tuple[str, ...]:
     """The words among what a value may be."""
+    arms = get_args(hint)
     if get_origin(hint) is Literal:
-        return list(get_args(hint))
-    return [name for arm in get_args(hint) for name in names_of(arm)]
+        return arms
+    return tuple(itertools.chain.from_iterable(map(names_of, arms)))
 
 
 def convert(value: object, hint: object) -> object:
     """The value in the hint's type. ValueError, without words, if it does not fit."""
     if _is_union(hint):
-        return _first_fit(value, get_args(hint))
+        for arm in get_args(hint):
+            with contextlib.suppress(ValueError):
+                return convert(value, arm)
+        raise ValueError
     origin = get_origin(hint)
     if origin is Annotated:
         base, bounds = get_args(hint)
@@ -184,33 +207,13 @@ def convert(value: object, hint: object) -> object:
         (item_hint,) = get_args(hint)
         if isinstance(value, list):
             return [convert(item, item_hint) for item in value]
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        return _number(value, hint)
+    elif type(value) in (int, float):
+        # A number may be meant as a text; as a whole number only if it is one.
+        fits = hint in (float, str) or (hint is int and value % 1 == 0)
+        if fits and math.isfinite(value):
+            return hint(value)
     elif type(value) is hint:
         return value
-    raise ValueError
-
-
-def _first_fit(value: object, hints: Sequence[object]) -> object:
-    """The value in the first of these types that it fits. ValueError if it fits none."""
-    for hint in hints:
-        try:
-            return convert(value, hint)
-        except ValueError:
-            continue
-    raise ValueError
-
-
-def _number(value: float, hint: object) -> object:
-    """A number as a type that can be written as one. ValueError if it does not fit."""
-    if not math.isfinite(value):
-        raise ValueError
-    if hint is int and value == int(value):
-        return int(value)
-    if hint is float:
-        return float(value)
-    if hint is str:
-        return str(value)
     raise ValueError
 
 
@@ -220,97 +223,92 @@ class _Reader:
     def __init__(self):
         self.problems: list[Problem] = []
 
+    def _refuse(self, key: str, what: str, *given: object) -> None:
+        """given: the value that does not fit, where that is what is wrong."""
+        shown = [f"={show(value)}" for value in given]
+        self.problems.append(Problem("".join([key, *shown]), what, (key,)))
+
     def section(self, values: object, schemas: Sequence[type], prefix: str) -> object | None:
         """A section whose keys begin with prefix, as one of these dataclasses; None if it cannot
         be.
         """
         if not isinstance(values, Mapping):
-            section = prefix.removesuffix(".")
             example = prefix + fields(schemas[0])[0].name
             what = f"a section; set its keys, such as {example}"
-            self.problems.append(Problem(f"{section}={show(values)}", what, (section,)))
+            self._refuse(prefix.removesuffix("."), what, values)
             return None
         if len(schemas) == 1:
             return self._fill(values, schemas[0], prefix)
-        schema = self._chosen(values, schemas, prefix)
-        return self._fill_kind(values, schema, schemas, prefix) if schema is not None else None
-
-    def _chosen(
-        self, values: Mapping[str, object], schemas: Sequence[type], prefix: str
-    ) -> type | None:
-        """The dataclass of the kind that is asked for."""
-        key = f"{prefix}kind"
-        by_kind = {kind: schema for schema in schemas for kind in _kinds_of(schema)}
-        if "kind" not in values:
-            self.problems.append(Problem(key, f"missing; need {' or '.join(by_kind)}", (key,)))
-            return None
-        kind = values["kind"]
-        if kind not in by_kind:
-            what = need(kind, Literal[tuple(by_kind)])
-            self.problems.append(Problem(f"{key}={show(kind)}", what, (key,)))
-            return None
-        return by_kind[kind]
+        return self._fill_kind(values, schemas, prefix)
 
     def _fill_kind(
-        self, values: Mapping[str, object], schema: type, schemas: Sequence[type], prefix: str
+        self, values: Mapping[str, object], schemas: Sequence[type], prefix: str
     ) -> object | None:
-        """A section of several kinds, as the chosen one. A null for another kind's key says no more
-        than that it is not this kind's.
+        """A section of several kinds, as the one that is asked for. A null for another kind's key
+        says no more than that it is not this kind's.
         """
-        section, kind, own = prefix.removesuffix("."), values["kind"], _hints(schema)
-        kinds_with: dict[str, list[str]] = {}
-        for other in schemas:
-            for name in _hints(other):
-                kinds_with.setdefault(name, []).extend(_kinds_of(other))
-        missing = [name for name in own if name not in values]
-        if missing:
-            what = f"needs {', '.join(missing)} too; choose it with its keys: {section}={kind}"
-            given = tuple(prefix + str(name) for name in values)
-            self.problems.append(Problem(f"{prefix}kind={kind}", what, given))
-            self._refuse_unknown([name for name in values if name not in kinds_with], prefix)
+        key = f"{prefix}kind"
+        by_kind: dict[str, type] = {}
+        for schema in schemas:
+            by_kind.update(dict.fromkeys(get_args(_hints(schema)["kind"]), schema))
+        kinds = tuple(by_kind)
+        if "kind" not in values:
+            self._refuse(key, f"missing; need {' or '.join(kinds)}")
             return None
-        foreign = [name for name in values if name in kinds_with and name not in own]
-        for name in foreign:
-            if values[name] is not None:
-                what = f"only {section}={' or '.join(kinds_with[name])} has it"
-                self.problems.append(Problem(prefix + name, what, (prefix + name,)))
-        kept = {name: value for name, value in values.items() if name not in foreign}
-        return self._fill(kept, schema, prefix)
+        kind = values["kind"]
+        if kind not in kinds:
+            self._refuse(key, need(kind, Literal[kinds]), kind)
+            return None
+        own = _hints(by_kind[kind])
+        missing = [name for name in own if name not in values]
+        kept = {}
+        for name, value in values.items():
+            having = [other for other in kinds if name in _hints(by_kind[other])]
+            if kind in having or not having:
+                kept[name] = value
+            elif value is not None and not missing:
+                section = prefix.removesuffix(".")
+                self._refuse(prefix + name, f"only {section}={' or '.join(having)} has it")
+        if not missing:
+            return self._fill(kept, by_kind[kind], prefix)
+        choice = f"{prefix.removesuffix('.')}={kind}"
+        what = f"needs {', '.join(missing)} too; choose it with its keys: {choice}"
+        given = tuple(f"{prefix}{name}" for name in values)
+        self.problems.append(Problem(f"{key}={kind}", what, given))
+        self._refuse_unknown([name for name in kept if name not in own], prefix)
+        return None
 
     def _fill(self, values: Mapping[str, object], schema: type, prefix: str) -> object | None:
         """The dataclass of these values; None if a key is missing or does not fit."""
-        unknown = dict(values)
+        left = dict(values)
         read = {}
         for name, hint in _hints(schema).items():
             key = prefix + name
+            schemas = schemas_of(hint)
             if schema is LossSettings and name == "options":
-                read[name] = unknown
-                unknown = {}
-            elif name not in values:
-                needed = "a section" if schemas_of(hint) else describe(hint)
-                self.problems.append(Problem(key, f"missing; need {needed}", (key,)))
-            elif schemas := schemas_of(hint):
-                read[name] = self.section(unknown.pop(name), schemas, f"{key}.")
+                read[name] = left
+                left = {}
+            elif name not in left:
+                needed = "a section" if schemas else describe(hint)
+                self._refuse(key, f"missing; need {needed}")
+            elif schemas:
+                read[name] = self.section(left.pop(name), schemas, f"{key}.")
+            elif left[name] == "???":
+                del left[name]
+                self._refuse(key, f"required: set {key}={name.upper()}")
             else:
-                self._value(unknown.pop(name), hint, key, read)
-        self._refuse_unknown(unknown, prefix)
+                value = left.pop(name)
+                try:
+                    read[name] = convert(value, hint)
+                except ValueError:
+                    self._refuse(key, need(value, hint), value)
+        self._refuse_unknown(left, prefix)
         return schema(**read) if len(read) == len(fields(schema)) else None
 
     def _refuse_unknown(self, names: Iterable[object], prefix: str) -> None:
         for name in names:
             key = f"{prefix}{name}"
-            self.problems.append(Problem(key, "unknown key" + did_you_mean(key, known_keys())))
-
-    def _value(self, value: object, hint: object, key: str, read: dict[str, object]) -> None:
-        """Put one value into `read` under the last part of its key."""
-        name = key.rpartition(".")[2]
-        if value == "???":
-            self.problems.append(Problem(key, f"required: set {key}={name.upper()}", (key,)))
-            return
-        try:
-            read[name] = convert(value, hint)
-        except ValueError:
-            self.problems.append(Problem(f"{key}={show(value)}", need(value, hint), (key,)))
+            self._refuse(key, "unknown key" + did_you_mean(key, known_keys()))
 
 
 def show(value: object) -> str:
@@ -327,40 +325,26 @@ def to_config(composed: DictConfig | Mapping[str, object]) -> Config:
     once.
     """
     reader = _Reader()
-    values = composed
+    values = written = composed
     if isinstance(composed, DictConfig):
+        written = OmegaConf.to_container(composed)
         try:
             values = OmegaConf.to_container(composed, resolve=True)
         except OmegaConfBaseException as error:
-            problem = Problem(str(error.full_key), str(error).splitlines()[0])
-            reader.problems.append(problem)
-            values = OmegaConf.to_container(composed, resolve=False)
+            values = written
+            reader.problems.append(Problem(str(error.full_key), str(error).splitlines()[0]))
     config = reader.section(values, (Config,), "")
     if reader.problems:
-        raise ConfigError(_without_echoes(reader.problems, composed))
+        raise ConfigError(_without_echoes(reader.problems, flat(written)))
     return config
 
 
-def _without_echoes(
-    problems: list[Problem], composed: DictConfig | Mapping[str, object]
-) -> list[Problem]:
-    """The problems but for those of a value that is another's by reference, and wrong with it."""
-    wrong = {key for problem in problems for key in problem.keys}
-    return [p for p in problems if not (p.keys and _source(composed, p.keys[0]) in wrong)]
-
-
-def _source(composed: DictConfig | Mapping[str, object], key: str) -> str | None:
-    """The key that a value refers to ("${model.dtype}"), None for a plain one."""
-    if not isinstance(composed, DictConfig):
-        return None
-    section, _, name = key.rpartition(".")
-    node = OmegaConf.select(composed, section) if section else composed
-    if not isinstance(node, DictConfig) or name not in node:
-        return None
-    if not OmegaConf.is_interpolation(node, name):
-        return None
-    reference = OmegaConf.to_container(node, resolve=False)[name]
-    return reference.removeprefix("${").removesuffix("}")
+def _without_echoes(problems: list[Problem], written: Mapping[str, object]) -> list[Problem]:
+    """The problems but for those of a value that is written as another's ("${model.dtype}"), and
+    wrong with it. written: by whole keys.
+    """
+    wrong = {"${" + key + "}" for key in keys_of(problems)}
+    return [p for p in problems if not (p.keys and str(written.get(p.keys[0])) in wrong)]
 
 
 def to_values(config: Config) -> dict[str, object]:
@@ -380,15 +364,13 @@ def load_config(path: str | Path) -> Config:
     version's schema.
     """
     try:
-        loaded = OmegaConf.load(path)
+        return to_config(OmegaConf.load(path))
     except YAMLError as error:
         cause = " ".join(str(error).split())
         raise ValueError(
             f"{path}: damaged, not YAML ({cause}); "
             "the config is also in each checkpoint's controller part"
         ) from error
-    try:
-        return to_config(loaded)
     except ConfigError as error:
         first, *more = error.problems
         others = f", and {len(more)} more" if more else ""
@@ -406,19 +388,15 @@ def value_differences(
 ) -> dict[str, tuple[object, object]]:
     """The same of what to_values gave, also in another version. None for what one of them lacks."""
     before, after = flat(old), flat(new)
-    changed = {}
-    for key in {**before, **after}:
-        pair = (before.get(key), after.get(key))
-        if pair[0] != pair[1]:
-            changed[key] = pair
-    return changed
+    pairs = {key: (before.get(key), after.get(key)) for key in before | after}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Nested values by their whole keys: {"loss": {"fn": "tb"}} is {"loss.fn": "tb"}."""
     pairs = {}
     for name, value in values.items():
-        key = prefix + name
+        key = f"{prefix}{name}"
         if isinstance(value, dict):
             pairs.update(flat(value, f"{key}."))
         else:

@@ -57,31 +57,3 @@ def declarations() -> dict[str, Declaration]:
 def declares(loss: str, mark: str) -> bool:
     """Whether the package's loss of this name has the mark; a loss of the user's own has none."""
     return loss in declarations() and mark in declarations()[loss].marks
-
-
-def contradiction(options: dict[str, object]) -> tuple[str, str] | None:
-    """What is wrong with options that are each in range and cannot work together.
-
-    Returns the keys, as one text, and the remedy; None if they can.
-    """
-    low = options.get("ratio_mask_low")
-    high = options.get("ratio_mask_high")
-    if low is not None and high is not None and low >= high:
-        return (
-            "ratio_mask_low ratio_mask_high",
-            "masks every ratio; the low bound must be below the high one",
-        )
-    cap = options.get("ratio_cap")
-    clip = options.get("clip_high")
-    if cap is not None and clip is not None and cap <= 1 + clip:
-        return (
-            "ratio_cap clip_high",
-            f"a cap at or below 1 + clip_high = {1 + clip:g} leaves nothing to clip; "
-            "raise it, or null",
-        )
-    if options.get("max_tokens") is not None and options.get("normalize") != "tokens":
-        return (
-            "max_tokens normalize",
-            "a constant takes the place of the mean; normalize=tokens, or max_tokens=null",
-        )
-    return None

@@ -4,15 +4,17 @@ each with the remedy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from llamarl.config.conversion import Problem, convert, did_you_mean, flat, need, show, to_values
-from llamarl.config.loss_options import LOSS_OPTIONS, contradiction, declarations, declares
-from llamarl.config.placement import placement_problems
-from llamarl.config.schema import Config, LossSettings
+from llamarl.config.conversion import Findings, Problem, convert, did_you_mean, need
+from llamarl.config.loss_options import LOSS_OPTIONS, declarations, declares
+from llamarl.config.placement import find_placement
+from llamarl.config.schema import Config, LossSettings, RowsSettings
 
 
 def _conf_dir() -> Path:
@@ -30,51 +32,44 @@ Rule = tuple[str, bool, str]  # the keys, whether they are wrong, the remedy
 
 def check(config: Config, world_size: int, local_world_size: int | None = None) -> list[Problem]:
     """What cannot work together, or with this many ranks and these files."""
-    values = flat(to_values(config))
-
-    def problem(what: str, *keys: str) -> Problem:
-        where = " ".join(f"{key}={show(values[key])}" for key in keys)
-        return Problem(where, what, keys)
-
     num_hosts = -(-world_size // (local_world_size or world_size))
     rules = [
         *_generator_rules(config),
-        *_lag_rules(config),
-        *_governor_rules(config),
+        *_ahead_rules(config),
         *_run_rules(config),
         *_device_rules(config, num_hosts),
-        *_task_rules(config),
-        *_advantage_rules(config),
+        *_learning_rules(config),
         *_reference_rules(config),
-        *_trainer_rules(config),
         *_replay_rules(config),
-        *_beta_rules(config),
     ]
-    problems = placement_problems(config, world_size, problem)
-    problems += [problem(remedy, *keys.split()) for keys, wrong, remedy in rules if wrong]
+    found = Findings(config)
+    find_placement(config, world_size, found)
+    _find_broken(rules, found)
     if config.generator.kind == "vllm":
         from llamarl.inference.vllm_engine import vllm_problem  # imports torch, so only for vLLM
 
         if what := vllm_problem():
-            problems.append(problem(what, "generator.kind"))
-    return problems + _file_problems(config, values, problem) + _loss_problems(config.loss)
+            found.add(what, "generator.kind")
+    _find_files(config, found)
+    _find_loss(config.loss, found)
+    return found.problems
 
 
-def _file_problems(
-    config: Config, values: Mapping[str, object], problem: Callable[..., Problem]
-) -> list[Problem]:
+def _find_broken(rules: list[Rule], found: Findings) -> None:
+    for keys, is_broken, remedy in rules:
+        if is_broken:
+            found.add(remedy, *keys.split())
+
+
+def _find_files(c: Config, found: Findings) -> None:
     """Data, a model or a checkpoint that is not there."""
-    needed = {key: values.get(key) for key in ("task.path", "task.eval_path", "model.path")}
-    files = {key: Path(path) for key, path in needed.items() if path}
-    if "model.path" in files:
-        files["model.path"] /= "config.json"
-    problems = [
-        problem(f"no such file: {file}", key) for key, file in files.items() if not file.exists()
-    ]
-    if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
-        what = "no such directory; need auto, never or a checkpoint's directory"
-        problems.append(problem(what, "resume"))
-    return problems
+    files = {f"task.{name}": getattr(c.task, name, None) for name in ("path", "eval_path")}
+    files["model.path"] = c.model.path and f"{c.model.path}/config.json"
+    for key, file in files.items():
+        if file and not Path(file).exists():
+            found.add(f"no such file: {Path(file)}", key)
+    if c.resume not in ("auto", "never") and not Path(c.resume).is_dir():
+        found.add("no such directory; need auto, never or a checkpoint's directory", "resume")
 
 
 def _generator_rules(c: Config) -> list[Rule]:
@@ -123,8 +118,9 @@ def _generator_rules(c: Config) -> list[Rule]:
     ]
 
 
-def _lag_rules(c: Config) -> list[Rule]:
-    """Of the bound of the lag, and what may start ahead."""
+def _ahead_rules(c: Config) -> list[Rule]:
+    """Of the bound of the lag, what may start ahead, and the bounds of that."""
+    g = c.governor
     synchronous, unbounded = c.max_lag == 0, c.max_lag is None
     truncates = c.on_deadline == "truncate"
     return [
@@ -160,13 +156,6 @@ def _lag_rules(c: Config) -> list[Rule]:
             unbounded and c.buffer.kind != "replay",
             "no bound is for a buffer that has one of its own: buffer=replay, or max_lag=1",
         ),
-    ]
-
-
-def _governor_rules(c: Config) -> list[Rule]:
-    """Of the bounds of overcommit."""
-    g = c.governor
-    return [
         (
             "governor.least governor.most",
             g.most is not None and g.least > g.most,
@@ -210,6 +199,12 @@ def _run_rules(c: Config) -> list[Rule]:
             aims and c.eval.num_prompts == 0,
             "nothing is evaluated, so no target is reached; "
             "eval.num_prompts=500, or eval.target=null",
+        ),
+        (
+            "task.answer_key reward.fn",
+            isinstance(c.task, RowsSettings) and c.task.answer_key is None and c.reward.fn is None,
+            "the task's own reward compares with an answer; "
+            "reward.fn=module:function, or task.answer_key=answer",
         ),
     ]
 
@@ -260,24 +255,14 @@ def _device_rules(c: Config, num_hosts: int) -> list[Rule]:
     ]
 
 
-def _task_rules(c: Config) -> list[Rule]:
-    """Of the task and its reward."""
-    if c.task.kind not in ("jsonl", "hf_dataset"):
-        return []
-    return [
-        (
-            "task.answer_key reward.fn",
-            c.task.answer_key is None and c.reward.fn is None,
-            "the task's own reward compares with an answer; "
-            "reward.fn=module:function, or task.answer_key=answer",
-        ),
-    ]
-
-
-def _advantage_rules(c: Config) -> list[Rule]:
-    """Of the advantages, of completions or of tokens."""
+def _learning_rules(c: Config) -> list[Rule]:
+    """Of advantages, of completions or of tokens; of adapters; of schedules."""
     t, fn = c.trainer, c.loss.fn
+    adapts, decays = t.lora.rank > 0, t.decay_steps is not None
+    has_beta = isinstance(c.loss.options.get("beta"), int | float)
     by_token = t.advantages == "gae"
+    published = _published_losses().items()
+    by_token_too = [name for name, sets in published if declares(sets["fn"], "token_advantages")]
     # A name that is no loss is told elsewhere, and a loss of the user's own may take anything.
     refuses_tokens = fn in declarations() and not declares(fn, "token_advantages")
     return [
@@ -291,7 +276,7 @@ def _advantage_rules(c: Config) -> list[Rule]:
             "trainer.advantages loss.fn",
             by_token and refuses_tokens,
             "gives each token its own advantage, which this loss does not use; "
-            f"group_mean, or loss={' or '.join(_token_losses())}",
+            f"group_mean, or loss={' or '.join(by_token_too)}",
         ),
         (
             "trainer.filter_groups trainer.advantages",
@@ -303,6 +288,37 @@ def _advantage_rules(c: Config) -> list[Rule]:
             by_token and t.whiten == "completions",
             "gae gives each token its own advantage, none of a completion; "
             "trainer.whiten=advantages",
+        ),
+        (
+            "trainer.lora.rank trainer.tensor_parallel",
+            adapts and t.tensor_parallel > 1,
+            "adapters of split projections are not supported; "
+            "trainer.tensor_parallel=1 (FSDP2 shards), or trainer.lora.rank=0",
+        ),
+        (
+            "trainer.lora.targets trainer.lora.rank",
+            adapts and not t.lora.targets,
+            "nothing to adapt: name projections, such as trainer.lora.targets=[q_proj,v_proj]",
+        ),
+        (
+            "trainer.warmup_steps max_steps",
+            t.warmup_steps > c.max_steps > 0,
+            "the warm-up would not end",
+        ),
+        (
+            "trainer.decay_steps trainer.schedule",
+            decays and t.schedule != "wsd",
+            "only wsd ends with a decay; trainer.schedule=wsd, or null",
+        ),
+        (
+            "trainer.decay_steps trainer.warmup_steps max_steps",
+            decays and t.decay_steps + t.warmup_steps > c.max_steps > 0,
+            "warm-up and decay are longer than the run",
+        ),
+        (
+            "beta_schedule.kind loss.fn",
+            c.beta_schedule.kind != "constant" and not has_beta,
+            "needs a loss with an option beta, and its first value: loss.beta=0.01",
         ),
     ]
 
@@ -338,40 +354,6 @@ def _reference_rules(c: Config) -> list[Rule]:
             resets and c.offload,
             "the policy's weights travel to the reference while others have the device; "
             "offload=false, or reference=frozen",
-        ),
-    ]
-
-
-def _trainer_rules(c: Config) -> list[Rule]:
-    """Of adapters and of the learning rate's schedule."""
-    t = c.trainer
-    adapts, decays = t.lora.rank > 0, t.decay_steps is not None
-    return [
-        (
-            "trainer.lora.rank trainer.tensor_parallel",
-            adapts and t.tensor_parallel > 1,
-            "adapters of split projections are not supported; "
-            "trainer.tensor_parallel=1 (FSDP2 shards), or trainer.lora.rank=0",
-        ),
-        (
-            "trainer.lora.targets trainer.lora.rank",
-            adapts and not t.lora.targets,
-            "nothing to adapt: name projections, such as trainer.lora.targets=[q_proj,v_proj]",
-        ),
-        (
-            "trainer.warmup_steps max_steps",
-            t.warmup_steps > c.max_steps > 0,
-            "the warm-up would not end",
-        ),
-        (
-            "trainer.decay_steps trainer.schedule",
-            decays and t.schedule != "wsd",
-            "only wsd ends with a decay; trainer.schedule=wsd, or null",
-        ),
-        (
-            "trainer.decay_steps trainer.warmup_steps max_steps",
-            decays and t.decay_steps + t.warmup_steps > c.max_steps > 0,
-            "warm-up and decay are longer than the run",
         ),
     ]
 
@@ -416,77 +398,79 @@ def _replay_rules(c: Config) -> list[Rule]:
     ]
 
 
-def _beta_rules(c: Config) -> list[Rule]:
-    """Of a schedule of a loss's option beta."""
-    has_beta = isinstance(c.loss.options.get("beta"), int | float)
-    return [
-        (
-            "beta_schedule.kind loss.fn",
-            c.beta_schedule.kind != "constant" and not has_beta,
-            "needs a loss with an option beta, and its first value: loss.beta=0.01",
-        ),
-    ]
-
-
+@functools.cache
 def _published_losses() -> dict[str, Mapping[str, object]]:
     """What `loss=NAME` sets in the section `loss`, by name: the files of conf/loss."""
     files = sorted((CONF_DIR / "loss").glob("*.yaml"))
     return {file.stem: OmegaConf.load(file)["loss"] for file in files}
 
 
-def _token_losses() -> list[str]:
-    """The published losses whose advantages may differ from token to token."""
-    published = _published_losses()
-    return [name for name in published if declares(published[name]["fn"], "token_advantages")]
+def _option_rules(options: Mapping[str, object]) -> list[Rule]:
+    """Of options of a loss that are each in range."""
+    low = options.get("ratio_mask_low") or 0
+    high = options.get("ratio_mask_high") or math.inf
+    cap = options.get("ratio_cap") or math.inf
+    clip = options.get("clip_high", -math.inf)
+    return [
+        (
+            "loss.ratio_mask_low loss.ratio_mask_high",
+            low >= high,
+            "masks every ratio; the low bound must be below the high one",
+        ),
+        (
+            "loss.ratio_cap loss.clip_high",
+            cap <= 1 + clip,
+            f"a cap at or below 1 + clip_high = {1 + clip:g} leaves nothing to clip; "
+            "raise it, or null",
+        ),
+        (
+            "loss.max_tokens loss.normalize",
+            options.get("max_tokens") is not None and options.get("normalize") != "tokens",
+            "a constant takes the place of the mean; normalize=tokens, or max_tokens=null",
+        ),
+    ]
 
 
-def _loss_problems(loss: LossSettings) -> list[Problem]:
+def _find_loss(loss: LossSettings, found: Findings) -> None:
     """A loss that does not exist, or options that it does not take or that cannot be."""
-    published = _published_losses()
+    losses, published = declarations(), _published_losses()
     if ":" in loss.fn:
-        return _own_loss_problems(loss, list(published.values()))
-    where, keys = f"loss.fn={loss.fn}", ("loss.fn",)
-    losses = declarations()
-    if loss.fn not in losses and loss.fn not in published:
+        _find_own_loss(loss, found)
+    elif loss.fn not in losses and loss.fn not in published:
         near = did_you_mean(loss.fn, [*published, *losses])
-        what = f"need {' or '.join(losses)} or module:function{near}"
-        return [Problem(where, what, keys)]
-    if loss.fn not in losses or not set(losses[loss.fn].options) <= set(loss.options):
+        found.add(f"need {' or '.join(losses)} or module:function{near}", "loss.fn")
+    elif loss.fn not in losses or not loss.options.keys() >= set(losses[loss.fn].options):
         choices = [name for name in published if loss.fn in (name, published[name]["fn"])]
-        what = f"has options of its own; choose it with them: loss={' or '.join(choices)}"
-        return [Problem(where, what, keys)]
-    problems = _option_problems(loss, losses[loss.fn].options)
-    wrong = None if problems else contradiction(loss.options)
-    if wrong is not None:
-        together, what = wrong
-        names = together.split()
-        shown = [f"loss.{name}={show(loss.options[name])}" for name in names]
-        problems.append(Problem(" ".join(shown), what, tuple(f"loss.{name}" for name in names)))
-    return problems
+        choice = f"loss={' or '.join(choices)}"
+        found.add(f"has options of its own; choose it with them: {choice}", "loss.fn")
+    else:
+        _find_options(loss, losses[loss.fn].options, found)
 
 
-def _option_problems(loss: LossSettings, names: Sequence[str]) -> list[Problem]:
-    """Options that the package's loss does not take, or that are out of range. names: of its own
-    options.
+def _find_options(loss: LossSettings, taken: Sequence[str], found: Findings) -> None:
+    """Options that the package's loss does not take, or that are out of range or contradict each
+    other. taken: the names of its own.
     """
-    problems = []
-    known = [f"loss.{name}" for name in names]
+    all_fit = True
     for name, value in loss.options.items():
         key = f"loss.{name}"
-        if name in names:
-            hint = LOSS_OPTIONS[name]
+        hint = LOSS_OPTIONS.get(name)
+        if name in taken:
             try:
                 convert(value, hint)
             except ValueError:
-                problems.append(Problem(f"{key}={show(value)}", need(value, hint), (key,)))
-        elif name in LOSS_OPTIONS:
-            problems.append(Problem(key, f"unknown key; {loss.fn} does not take it", (key,)))
-        else:
-            problems.append(Problem(key, "unknown key" + did_you_mean(key, known), (key,)))
-    return problems
+                found.add(need(value, hint), key)
+                all_fit = False
+            continue
+        why = f"; {loss.fn} does not take it"
+        if hint is None:
+            why = did_you_mean(key, [f"loss.{name}" for name in taken])
+        found.problems.append(Problem(key, f"unknown key{why}", (key,)))
+    if all_fit:
+        _find_broken(_option_rules(loss.options), found)
 
 
-def _own_loss_problems(loss: LossSettings, published: list[Mapping[str, object]]) -> list[Problem]:
+def _find_own_loss(loss: LossSettings, found: Findings) -> None:
     """The same for a function of the user's own, beside which the options of the chosen file in
     conf/loss are still there.
     """
@@ -496,18 +480,15 @@ def _own_loss_problems(loss: LossSettings, published: list[Mapping[str, object]]
         resolve_loss,
     )
 
-    where, keys = f"loss.fn={loss.fn}", ("loss.fn",)
     try:
         fn = resolve_loss(loss.fn)
         taken = loss.options_for(set(options_of(fn)))
         check_options(fn, taken)
     except ValueError as error:
-        return [Problem(where, line, keys) for line in str(error).splitlines()]
-    problems = []
-    for name in sorted(set(loss.options) - set(taken)):
-        value = loss.options[name]
-        is_published = any(value == options.get(name) for options in published)
-        if value is not None and not is_published:
-            key = f"loss.{name}"
-            problems.append(Problem(f"{key}={show(value)}", f"{loss.fn} does not take it", (key,)))
-    return problems
+        for line in str(error).splitlines():
+            found.add(line, "loss.fn")
+        return
+    for name, value in loss.options.items():
+        published = [options.get(name) for options in _published_losses().values()]
+        if name not in taken and value is not None and value not in published:
+            found.add(f"{loss.fn} does not take it", f"loss.{name}")

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, dataclass_transform
 
 from llamarl.config.loss_options import LOSS_OPTIONS
 from llamarl.config.ranges import Beta, Count, Natural, NonNegative, Positive, Range, Text
@@ -53,14 +53,20 @@ def _marked(*marks: Mark):
     return field(metadata={"marks": frozenset(marks)})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(_marked,))
+def settings_dataclass(section: type) -> type:
+    """A section of the configuration, or one kind of it: a record that stays as it was read."""
+    return dataclass(frozen=True, slots=True)(section)
+
+
+@settings_dataclass
 class ModelSettings:
     # None: the tiny model that comes with the package.
     path: str | None = _marked(Mark.IDENTITY, Mark.DATA)
     dtype: Literal["float32", "bfloat16"] = _marked(Mark.ANSWERS)
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class TaskSettings:
     """What every kind of task has."""
 
@@ -70,12 +76,12 @@ class TaskSettings:
     max_prompt_tokens: Count
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class AdditionSettings(TaskSettings):
     kind: Literal["addition"]
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class RowsSettings(TaskSettings):
     """Rows of prompts and answers under keys that the user names."""
 
@@ -86,20 +92,20 @@ class RowsSettings(TaskSettings):
     answer_key: str | None  # None: no reference answer
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class GSM8KSettings(TaskSettings):
     kind: Literal["gsm8k"]
     path: Text
     eval_path: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class ReasoningGymSettings(TaskSettings):
     kind: Literal["reasoning_gym"]
     name: Text
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class GeneratorSettings:
     """What every kind of generator has."""
 
@@ -113,7 +119,7 @@ class GeneratorSettings:
     max_seconds: Positive | None
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class NativeGeneratorSettings(GeneratorSettings):
     kind: Literal["native"]
     tensor_parallel: Count
@@ -126,7 +132,7 @@ class NativeGeneratorSettings(GeneratorSettings):
     max_quantization_kl: Positive
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class VLLMGeneratorSettings(GeneratorSettings):
     kind: Literal["vllm"]
     gpu_memory_utilization: Annotated[float, Range(0, 1, open=True)]
@@ -139,7 +145,7 @@ class VLLMGeneratorSettings(GeneratorSettings):
     quantize_exclude: ClassVar[tuple[str, ...]] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class RewardSettings:
     fn: str | None
     num_workers: Count
@@ -148,7 +154,7 @@ class RewardSettings:
     max_error_rate: Annotated[float, Range(0, 1)]
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class NoReferenceSettings:
     kind: Literal["none"]
 
@@ -156,7 +162,7 @@ class NoReferenceSettings:
     reset_every: ClassVar[None] = None
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class FrozenReferenceSettings:
     kind: Literal["frozen"]
 
@@ -164,7 +170,7 @@ class FrozenReferenceSettings:
     reset_every: ClassVar[None] = None
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class ResettingReferenceSettings:
     kind: Literal["reset"]
     reset_every: Count
@@ -172,12 +178,12 @@ class ResettingReferenceSettings:
     enabled: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class FifoBufferSettings:
     kind: Literal["fifo"] = _marked(Mark.IDENTITY)
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class ReplayBufferSettings:
     kind: Literal["replay"] = _marked(Mark.IDENTITY)
     sync_period: Count
@@ -189,19 +195,19 @@ class ReplayBufferSettings:
     initial_completions: Natural | None
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class ConstantBetaSettings:
     kind: Literal["constant"]
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class LinearBetaSettings:
     kind: Literal["linear"]
     final: NonNegative
     end_step: Count
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class CutBetaSettings:
     kind: Literal["cut"]
     final: NonNegative
@@ -209,7 +215,7 @@ class CutBetaSettings:
     cut_step: Natural
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class LoraSettings:
     rank: Natural
     alpha: Positive
@@ -218,7 +224,7 @@ class LoraSettings:
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class TrainerSettings:
     replicate: Count
     tensor_parallel: Count
@@ -254,9 +260,10 @@ class TrainerSettings:
     value_clip: Positive | None
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class LossSettings:
-    fn: str  # the name of a file in conf/loss, or module:function
+    fn: str  # a loss of the package, or module:function
+    name: str  # of the chosen file in conf/loss; fn where another function has taken its place
     kl_coef: NonNegative
     kl_estimator: Estimator
     entropy_coef: NonNegative
@@ -273,7 +280,7 @@ class LossSettings:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class GovernorSettings:
     start: Natural | None
     least: Natural
@@ -283,7 +290,7 @@ class GovernorSettings:
     decrease: Natural
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class EvalSettings:
     every: Natural
     num_prompts: Natural = _marked(Mark.DATA)
@@ -291,13 +298,13 @@ class EvalSettings:
     target: float | None = _marked(Mark.OUTWARD)
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class CheckpointSettings:
     every: Natural
     keep: Count
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class PlacementSettings:
     trainer: list[int] | None
     generator: list[int] | None
@@ -306,19 +313,19 @@ class PlacementSettings:
     colocate: list[str] | None
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class WeightsSettings:
     transport: Transport
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class MetricsSettings:
     tensorboard: bool
     wandb: bool
     trace: bool
 
 
-@dataclass(frozen=True, slots=True)
+@settings_dataclass
 class Config:
     max_steps: Natural
     run_dir: str | None = _marked(Mark.OUTWARD)

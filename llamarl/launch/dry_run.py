@@ -16,11 +16,7 @@ from llamarl.models.config import read_config
 from llamarl.models.sharding import num_parameters
 from llamarl.tasks.pool import check_reward
 
-# Bytes a parameter that the trainer holds.
-_FP32 = 4
-_MOMENTS = 8
-_GRADIENT = 4
-
+_HELD_BYTES = 4 + 8 + 4  # of each parameter in the trainer: float32, Adam's moments, gradient
 _GIB = 1 << 30
 
 
@@ -29,22 +25,25 @@ def dry_run(job: Job) -> None:
 
     Rank 0 prints; errors are the run's own.
     """
-    settings = job.config.reward
-    fn = settings.fn or job.task.default_reward
+    reward = job.config.reward
+    fn = reward.fn or job.task.default_reward
     samples = [job.task.train_prompt(i) for i in range(min(3, job.task.num_train))]
     answers = [(p.text, str(p.meta.get("answer", "")), p.meta) for p in samples]
-    outcomes = check_reward(fn, answers, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb)
+    outcomes = check_reward(fn, answers, timeout_s=reward.timeout_s, memory_mb=reward.memory_mb)
     if job.world.rank > 0:
         return
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(job.config))))
-    _print_ranks(job)
+    print(f"ranks    {job.hosts}")
+    print(f"float32  {job.world.products}")
+    for rank in range(job.world.size):
+        hosted = [name for name, ranks in job.placement.items() if rank in ranks]
+        print(f"rank {rank:<4}{', '.join(hosted) or '(nothing)'}")
     _print_sizes(job)
     print(f"reward   {fn}, here given the reference answers")
     for prompt, outcome in zip(samples, outcomes):
+        score = f"{outcome.kind}: {outcome.reason}"
         if outcome.kind == "score":
             score = f"{outcome.value:g}"
-        else:
-            score = f"{outcome.kind}: {outcome.reason}"
         print(
             f"sample   {prompt.prompt_ids.numel()} tokens  {prompt.text[:60]!r}  "
             f"answer {prompt.meta.get('answer')!r}  reward {score}"
@@ -52,39 +51,31 @@ def dry_run(job: Job) -> None:
     print("dry run: nothing was started and nothing written")
 
 
-def _print_ranks(job: Job) -> None:
-    print(f"ranks    {job.hosts}")
-    print(f"float32  {job.world.products}")
-    for rank in range(job.world.size):
-        hosted = [name for name, ranks in job.placement.items() if rank in ranks]
-        print(f"rank {rank:<4}{', '.join(hosted) or '(nothing)'}")
-
-
 def _print_sizes(job: Job) -> None:
+    c = job.config
+    generator = c.generator
     model = read_config(job.model_path)
-    dtype = getattr(torch, job.config.model.dtype)
-    trainer = job.config.trainer
-    generator = job.config.generator
-    num_trainers = len(job.placement["trainer"])
-    num_generators = len(job.placement["generator"])
+    dtype = getattr(torch, c.model.dtype)
 
-    copies = trainer.replicate * trainer.tensor_parallel
-    source = Source(num_trainers // copies, trainer.replicate, trainer.tensor_parallel)
+    replicate = c.trainer.replicate
+    trainer_tp = c.trainer.tensor_parallel
+    shards = len(job.placement["trainer"]) // (replicate * trainer_tp)
+    source = Source(shards, replicate, trainer_tp)
     tp = generator.tensor_parallel
+    destination = Destination(tp, len(job.placement["generator"]) // tp)
     parameters = parameters_to_send(model, dtype)
-    plan = make_plan(model, parameters, source, Destination(tp, num_generators // tp))
+    plan = make_plan(model, parameters, source, destination)
 
     num_held = sum(source.box(model, parameter, 0).numel for parameter in parameters)
-    trainer_bytes = num_held * (_FP32 + _MOMENTS + _GRADIENT + 2 * dtype.itemsize)
-    longest = job.config.task.max_prompt_tokens + job.config.max_new_tokens
+    trainer_bytes = num_held * (_HELD_BYTES + 2 * dtype.itemsize)
+    longest = c.task.max_prompt_tokens + c.max_new_tokens
     cache_tokens = generator.cache_tokens or generator.max_slots * longest
     token_elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
     num_elements = num_parameters(model)
-    staging_bytes = 2 * num_elements * dtype.itemsize
-    cache_bytes = cache_tokens * token_elements * dtype.itemsize
-    generator_bytes = (staging_bytes + cache_bytes) / tp
+    held_elements = 2 * num_elements + cache_tokens * token_elements
+    generator_bytes = held_elements * dtype.itemsize / tp
     print(
-        f"model    {num_elements:,} parameters ({job.config.model.dtype} in the generator, "
+        f"model    {num_elements:,} parameters ({c.model.dtype} in the generator, "
         "float32 in the trainer)"
     )
     print(

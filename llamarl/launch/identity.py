@@ -13,7 +13,6 @@ the config's keys only explain what differs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llamarl.config.conversion import is_marked, show, value_differences
@@ -36,10 +35,10 @@ class Identity:
 
 def identity_of(state: object) -> Identity | None:
     """What `to_json` gave; None for anything else, such as what an earlier version wrote."""
-    names = {field.name for field in dataclasses.fields(Identity)}
-    if not isinstance(state, Mapping) or not names <= state.keys():
+    try:
+        return Identity(**state)
+    except TypeError:  # no mapping, or one of other names
         return None
-    return Identity(config=state["config"], prompts=state["prompts"], reward=state["reward"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,6 @@ class Job:
         self.world = world
         self.directory = directory
         self.placement = placement_of(config, world.size)
-        if not config.reference.enabled:
-            self.placement.pop("reference", None)
         self.model_path = Path(config.model.path) if config.model.path else TINY_MODEL
         self._writer: RowWriter | None = None
 
@@ -118,10 +116,9 @@ class Job:
 
     def eval_due(self, version: int) -> bool:
         """Whether this version is evaluated."""
-        every = self.config.eval.every
-        if not every or not self.eval_prompts:
+        if not self.eval_prompts:
             return False
-        return version % every == 0 or version == self.config.max_steps
+        return version % self.config.eval.every == 0 or version == self.config.max_steps
 
     def checkpoint_due(self, version: int) -> bool:
         """Whether a checkpoint is made of this version."""
@@ -174,24 +171,24 @@ class Job:
 
     def ledger(self) -> TicketLedger:
         c = self.config
+        initial_groups = c.groups_per_step
+        if c.buffer.kind == "replay" and c.buffer.initial_completions is not None:
+            initial_groups = math.ceil(c.buffer.initial_completions / c.group_size)
         return TicketLedger(
             groups_per_step=c.groups_per_step,
             max_lag=c.max_lag,
             overcommit=c.overcommit,
             constants=Constants(**dataclasses.asdict(c.governor)),
-            num_dp_ranks=len(self.placement["trainer"]) // c.trainer.tensor_parallel,
+            num_dp_ranks=self.num_dp_ranks,
             num_generators=len(self.placement["generator"]) // c.generator.tensor_parallel,
             resume_in_work=c.resumes_partials,
-            initial_groups=self.initial_groups,
+            initial_groups=initial_groups,
         )
 
     @property
-    def initial_groups(self) -> int:
-        """Groups that a replay buffer holds before the first step."""
-        buffer = self.config.buffer
-        if buffer.kind == "fifo" or buffer.initial_completions is None:
-            return self.config.groups_per_step
-        return math.ceil(buffer.initial_completions / self.config.group_size)
+    def num_dp_ranks(self) -> int:
+        """Of the trainer."""
+        return len(self.placement["trainer"]) // self.config.trainer.tensor_parallel
 
     @property
     def replay_lag(self) -> int | None:
@@ -202,13 +199,12 @@ class Job:
         c = self.config
         if c.max_lag is None:
             return None
-        dp_ranks = len(self.placement["trainer"]) // c.trainer.tensor_parallel
         return lag_bound(
             max_lag=c.max_lag,
-            completions_per_step=c.groups_per_step // dp_ranks * c.group_size,
+            completions_per_step=c.groups_per_step // self.num_dp_ranks * c.group_size,
             group_size=c.group_size,
             sync_period=c.buffer.sync_period,
-            max_size=c.buffer.max_size // dp_ranks,
+            max_size=c.buffer.max_size // self.num_dp_ranks,
         )
 
     def reference_due(self, version: int) -> bool:
@@ -247,7 +243,7 @@ class Job:
             if self.replay_lag is not None:
                 overcommit += f", at most {self.replay_lag:,} steps old"
         completions = f"{c.groups_per_step} x {c.group_size} completions a step"
-        print(f"llamarl  {self.model_path.name} on {c.task.kind}, {completions}, {c.loss.fn}")
+        print(f"llamarl  {self.model_path.name} on {c.task.kind}, {completions}, {c.loss.name}")
         threads = f"{torch.get_num_threads()} thread(s) each"
         print(f"ranks    {self.hosts}  ({self.world.device.type}, {threads})")
         print(f"float32  {self.world.products}")

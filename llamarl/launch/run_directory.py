@@ -24,7 +24,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -77,7 +78,10 @@ def open_run(
         exchange.tell(f"prompts/{world.rank}", identity.prompts)
         if world.rank > 0:
             return _follow(exchange, world)
-        return _Opening(config, world, identity, prompts, exchange).decide()
+        opening = _Opening(
+            config=config, world=world, identity=identity, prompts=prompts, exchange=exchange
+        )
+        return opening.decide()
 
 
 def _follow(exchange: Exchange, world: World) -> RunDirectory:
@@ -106,28 +110,17 @@ def _share_of(checkpoint: Path, exchange: Exchange, world: World) -> list[str]:
         return [str(error)]
 
 
+@dataclass
 class _Opening:
     """Rank 0's side of open_run."""
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        identity: Identity,
-        prompts: PromptStream,
-        exchange: Exchange,
-    ):
-        self._config = config
-        self._world = world
-        self._identity = identity
-        self._prompts = prompts
-        self._exchange = exchange
-        self._orders = itertools.count()
-        self._launcher: dist.Store | None = None
-        if world.launcher is not None:
-            self._launcher = dist.PrefixStore("llamarl", world.launcher)
-        self._key = f"run/{next(_jobs)}"
-        self._lock: DirectoryLock | None = None
+    config: Config
+    world: World
+    identity: Identity
+    prompts: PromptStream
+    exchange: Exchange
+    orders: Iterator[int] = field(default_factory=itertools.count)  # their numbers
+    lock: DirectoryLock | None = None
 
     def decide(self) -> RunDirectory:
         try:
@@ -135,8 +128,8 @@ class _Opening:
             run = self._open()
         except (ValueError, OSError) as error:
             # A damaged checkpoint, a directory in use or that cannot be made.
-            if self._lock is not None:
-                self._lock.release()
+            if self.lock is not None:
+                self.lock.release()
             self._order({"error": str(error)})
             if isinstance(error, TimedOut):
                 raise
@@ -150,17 +143,17 @@ class _Opening:
         return run
 
     def _order(self, order: dict) -> int:
-        number = next(self._orders)
-        self._exchange.tell(f"order/{number}", order)
+        number = next(self.orders)
+        self.exchange.tell(f"order/{number}", order)
         return number
 
     def _check_prompts_of_all_ranks(self) -> None:
         """RunDirectoryError if a rank reads other data than this one."""
-        for rank in range(1, self._world.size):
-            theirs = self._exchange.hear(
+        for rank in range(1, self.world.size):
+            theirs = self.exchange.hear(
                 f"prompts/{rank}", source=rank, what="which prompts it reads"
             )
-            ours = self._identity.prompts
+            ours = self.identity.prompts
             others = [name for name in ours if theirs.get(name) != ours[name]]
             if others:
                 raise RunDirectoryError(
@@ -170,14 +163,14 @@ class _Opening:
 
     def _open(self) -> RunDirectory:
         """ValueError or OSError if nothing may start here."""
-        config = self._config
-        own = self._opened_before()
-        if config.run_dir:
-            path = Path(config.run_dir).absolute()
-        elif own is not None:
-            path = own.absolute()
-        else:
-            path = _unused(RUNS / time.strftime("%Y%m%d-%H%M%S")).absolute()
+        config = self.config
+        launcher = self.world.launcher
+        key = f"llamarl/run/{next(_jobs)}"
+        own: Path | None = None  # opened by this job before its workers were restarted
+        if launcher is not None and launcher.check([key]):
+            own = Path(launcher.get(key).decode())
+        path = Path(config.run_dir) if config.run_dir else own or _unused()
+        path = path.absolute()
         # A restarted rank 0 goes on in the directory that it had opened itself.
         resume = "auto" if config.resume == "never" and path == own else config.resume
         if resume == "never":
@@ -192,35 +185,29 @@ class _Opening:
         if resume_from is not None:
             resume_from = resume_from.absolute()
             stale = self._check_same_run(resume_from)
-        if self._lock is None:
+        if self.lock is None:
             path.mkdir(parents=True)
             self._lock_directory(path)
         if resume == "never":
             _refuse_used(path)  # again: another job may have had it until just now
-        if self._launcher is not None:
-            self._launcher.set(self._key, str(path))
+        if launcher is not None:
+            launcher.set(key, str(path))
         save_config(config, path / "config.yaml")
-        return RunDirectory(path, resume_from, stale_tickets=stale, lock=self._lock)
-
-    def _opened_before(self) -> Path | None:
-        """The directory that this job had opened before its workers were restarted."""
-        if self._launcher is None or not self._launcher.check([self._key]):
-            return None
-        return Path(self._launcher.get(self._key).decode())
+        return RunDirectory(path, resume_from, stale_tickets=stale, lock=self.lock)
 
     def _lock_directory(self, path: Path) -> None:
         # A job that was told to stop has stop_s to end.
-        self._lock = DirectoryLock(
-            path, patience_s=self._config.stop_s, waiting=self._exchange.progress
+        self.lock = DirectoryLock(
+            path, patience_s=self.config.stop_s, waiting=self.exchange.progress
         )
 
     def _verify_together(self, checkpoint: Path) -> list[str]:
         """What is wrong with a checkpoint, each rank having looked at its share."""
         number = self._order({"verify": str(checkpoint.absolute())})
-        problems = _share_of(checkpoint, self._exchange, self._world)
-        for rank in range(1, self._world.size):
+        problems = _share_of(checkpoint, self.exchange, self.world)
+        for rank in range(1, self.world.size):
             what = f"whether its share of {checkpoint} is whole"
-            told = self._exchange.hear(f"found/{number}/{rank}", source=rank, what=what)
+            told = self.exchange.hear(f"found/{number}/{rank}", source=rank, what=what)
             problems += [problem for problem in told["problems"] if problem not in problems]
         return problems
 
@@ -240,8 +227,8 @@ class _Opening:
                 f"{checkpoint} does not say of which run it is: another version of llamarl wrote "
                 f"it. Resume it with that one, or {instead}"
             )
-        found = differences(old, self._identity)
-        permitted = self._config.resume_with_other
+        found = differences(old, self.identity)
+        permitted = self.config.resume_with_other
         refused = [difference for difference in found if difference.permit not in permitted]
         if refused:
             lines = "\n".join(f"  {difference.what}" for difference in refused)
@@ -261,7 +248,7 @@ class _Opening:
         stale: set[int] = set()
         for rank in ranks_of(checkpoint, "generator"):
             part = load_part(checkpoint, "generator", rank)
-            stale.update(of_other_prompts(part, self._prompts))
+            stale.update(of_other_prompts(part, self.prompts))
         if stale:
             log.warning(
                 "unfinished completions of %d tickets were sampled for other prompts: they are "
@@ -278,9 +265,9 @@ def _refuse_used(path: Path) -> None:
         )
 
 
-def _unused(path: Path) -> Path:
-    """`path`, or path-2, path-3, ...: one that does not exist."""
-    unused = path
+def _unused() -> Path:
+    """runs/TIME, or runs/TIME-2, runs/TIME-3, ...: one that does not exist."""
+    path = unused = RUNS / time.strftime("%Y%m%d-%H%M%S")
     numbers = itertools.count(2)
     while unused.exists():
         unused = path.with_name(f"{path.name}-{next(numbers)}")

@@ -43,7 +43,7 @@ REMEDIES = {  # what records a column that is missing
 }
 # What names a variant best, where several keys tell the variants apart equally well.
 TELLING = (
-    "loss.fn",
+    "loss.name",
     "max_lag",
     "buffer.kind",
     "trainer.minibatches_per_step",
@@ -160,12 +160,12 @@ def _differing_values(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def _label(keys: list[str], values: tuple[str, ...]) -> str:
-    """ "clipped, max_lag 1": the last part of each key where that is unmistakable."""
+    """ "ppo, max_lag 1": the last part of each key where that is unmistakable."""
     last = [key.rpartition(".")[2] for key in keys]
     words = []
     for key, name, value in zip(keys, last, values):
         short = key if last.count(name) > 1 else name
-        words.append(value if key == "loss.fn" else f"{short} {value}")
+        words.append(value if key == "loss.name" else f"{short} {value}")
     return ", ".join(words)
 
 

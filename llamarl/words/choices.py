@@ -17,18 +17,18 @@ Governor = Literal["auto", "oppo", "window"]
 Quantized = Literal["none", "fp8", "int8"]
 
 Transport = Literal["auto", "shm", "gloo", "nccl", "cuda_ipc"]
-TRANSPORTS: tuple[str, ...] = get_args(Transport)
+TRANSPORTS = get_args(Transport)
 
 Priority = Literal["softmax", "uniform"]
-PRIORITIES: tuple[str, ...] = get_args(Priority)
+PRIORITIES = get_args(Priority)
 
 Whiten = Literal["none", "rewards", "advantages", "both", "completions"]
 
 Estimator = Literal["k1", "k2", "k3"]
-ESTIMATORS: tuple[str, ...] = get_args(Estimator)
+ESTIMATORS = get_args(Estimator)
 
 RatioLevel = Literal["token", "sequence", "sequence_mean"]
-LEVELS: tuple[str, ...] = get_args(RatioLevel)
+LEVELS = get_args(RatioLevel)
 
 Normalize = Literal["tokens", "completions", "groups"]
-NORMALIZE: tuple[str, ...] = get_args(Normalize)
+NORMALIZE = get_args(Normalize)

@@ -166,10 +166,10 @@ def test_labels_tell_the_losses_and_what_follows_from_them_is_left_out(make, rec
     runs = load_runs([make("elsewhere", "loss=tba", **options).parent / "sweep"])
     variants, implied = variants_of(runs)
     assert [(label, len(runs)) for label, runs in variants.items()] == [
-        ("clipped, max_lag 0", 1),
-        ("clipped, max_lag 4", 1),
-        ("policy_gradient, max_lag 0", 2),
-        ("policy_gradient, max_lag 4", 1),
+        ("aipo, max_lag 0", 2),
+        ("aipo, max_lag 4", 1),
+        ("ppo, max_lag 0", 1),
+        ("ppo, max_lag 4", 1),
     ]
     assert {"loss.ratio_cap", "loss.clip_low"} <= set(implied) and not {
         "seed",
@@ -180,6 +180,14 @@ def test_labels_tell_the_losses_and_what_follows_from_them_is_left_out(make, rec
     colours = [look["color"] for look in looks]
     assert colours[0] == colours[1] != colours[2]
     assert [look["linestyle"] for look in looks] == ["-", "--", "-", "--"]
+
+
+def test_presets_of_one_function_are_told_by_their_names(make):
+    own = "tests.launching:with_beta"
+    given = {"a": ["loss=cispo"], "b": ["loss=aipo"], "c": [f"loss.fn={own}", "loss.beta=1"]}
+    runs = [make(name, *loss, wall_s=[0], eval__reward=[1]) for name, loss in given.items()]
+    variants, _ = variants_of(load_runs(runs))
+    assert list(variants) == ["aipo", "cispo", own]
 
 
 def test_numbers_are_sorted_as_numbers_and_shaded(make, recipe):

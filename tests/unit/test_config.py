@@ -146,6 +146,7 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
         ("task.chat=[a]", "need true or false"),
         ("reference.kind=frosen", "need none or frozen or reset; did you mean frozen?"),
         ("buffer.kind=null", "need fifo or replay"),
+        ("buffer.kind=[fifo]", "need fifo or replay"),
         ("seed=9223372036854775808", "need a whole number between 0 and 9223372036854775807"),
         ("eval=3", "a section; set its keys, such as eval.every"),
     ],
@@ -334,6 +335,14 @@ def test_a_kind_without_its_keys_is_refused_with_the_choice_that_has_them():
     }
 
 
+def test_an_option_of_a_loss_that_is_a_section_is_told_like_another_value(tmp_path):
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss" / "mine.yaml").write_text("fn: best_of_n\nlength_normalize: {a: 1}\n")
+    assert complaints("loss=mine", config_dir=str(tmp_path)) == {
+        "loss.length_normalize={'a': 1}": "need true or false"
+    }
+
+
 def test_every_point_of_a_sweep_over_kinds_is_checked():
     swept = ["buffer=fifo,replay", "buffer.max_size=600,700"]
     assert complaints(*swept, multirun=True) == {"buffer.max_size": "only buffer=replay has it"}
@@ -406,10 +415,9 @@ LOSS_FILES = sorted((CONF_DIR / "loss").glob("*.yaml"))
 def test_a_loss_is_chosen_with_its_published_options_advantages_and_reference(file):
     written = OmegaConf.load(file)
     config = config_of(f"loss={file.stem}")
-    assert (
-        config.loss.fn == written.loss.fn
-        and config.loss.options.keys() == written.loss.keys() - {"fn"} <= LOSS_OPTIONS.keys()
-    )
+    assert (config.loss.fn, config.loss.name) == (written.loss.fn, file.stem)
+    options = written.loss.keys() - {"fn", "name"}
+    assert config.loss.options.keys() == options <= LOSS_OPTIONS.keys()
     assert config.trainer.advantages == written.trainer.advantages
     assert config.reference.enabled is declares(written.loss.fn, "needs_reference")
     assert (config.loss.kl_coef, config.loss.kl_estimator, config.loss.entropy_coef) == (
@@ -426,6 +434,37 @@ def test_a_loss_is_chosen_with_its_published_options_advantages_and_reference(fi
         )
         == {}
     )
+
+
+@pytest.mark.parametrize(
+    "overrides, name",
+    [
+        ([], "aipo"),
+        (["loss.ratio_cap=8"], "aipo"),
+        (["loss=cispo", "loss.fn=policy_gradient"], "cispo"),
+        (["loss.fn=my_module:my_loss"], "my_module:my_loss"),
+        (["loss=ppo", "loss.fn=policy_gradient"], "policy_gradient"),
+        (["loss.fn=my_module:my_loss", "loss.name=mine"], "mine"),
+    ],
+)
+def test_a_run_is_called_by_its_preset_or_by_the_function_that_took_its_place(
+    overrides, name, tmp_path
+):
+    config = config_of(*overrides)
+    assert config.loss.name == name
+    save_config(config, tmp_path / "config.yaml")
+    assert OmegaConf.load(tmp_path / "config.yaml").loss.name == name
+
+
+def test_a_preset_of_the_users_own_is_called_by_its_function_unless_it_has_a_name(tmp_path):
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss" / "plain.yaml").write_text("fn: rloo")
+    search = f"hydra.searchpath=[file://{tmp_path}]"
+    assert config_of(search, "loss=plain").loss.name == "rloo"
+
+
+def test_a_function_that_is_no_text_is_told_once():
+    assert complaints("loss.fn=null") == {"loss.fn=null": "need a text"}
 
 
 @pytest.mark.parametrize(
@@ -675,7 +714,7 @@ def test_replicas_that_cannot_be_are_refused_with_what_to_set():
 
 def test_a_rank_that_hosts_nothing_is_known():
     config = config_of("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1]")
-    assert idle_ranks(config, 4) == (2, 3)
+    assert idle_ranks(config, 4) == [2, 3]
 
 
 # --- files ---

@@ -31,7 +31,7 @@ def test_every_loss_is_published():
 @every_name
 def test_a_published_loss_gives_every_option_of_its_function(name):
     fn = LOSSES[SECTIONS[name]["fn"]]
-    assert SECTIONS[name].keys() - {"fn"} == set(options_of(fn))
+    assert SECTIONS[name].keys() - {"fn", "name"} == set(options_of(fn))
 
 
 def test_what_a_config_reads_of_a_loss_is_what_the_loss_declares():

@@ -107,6 +107,22 @@ def a_checkpoint(job, step=3):
     return checkpointer.folder / f"step_{step}"
 
 
+# --- what is said of it ---
+
+
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        (["loss=cispo"], "cispo"),
+        (["loss.fn=tests.launching:with_beta", "loss.beta=1"], "tests.launching:with_beta"),
+    ],
+)
+def test_the_first_line_of_a_run_names_the_loss_as_it_was_chosen(job, capsys, given, name):
+    job(*given).announce()
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == f"llamarl  tiny on jsonl, 8 x 8 completions a step, {name}"
+
+
 # --- the same run, and no other ---
 
 
