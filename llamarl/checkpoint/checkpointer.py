@@ -78,8 +78,18 @@ def find(
     """
     check = check or verify
     if resume != "auto":
-        return _asked_for(Path(resume), check)
-    candidates = sorted(_steps(Path(run_dir) / "checkpoints").items(), reverse=True)
+        path = Path(resume)
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"{path}: no such checkpoint; give a step_N directory, or resume=auto with the "
+                "run's run_dir"
+            )
+        problems = check(path)
+        if problems:
+            remedy = "Use another step_N, or resume=auto for the newest valid one"
+            raise CheckpointError(f"{_damage(path, problems)}\n{remedy}")
+        return path
+    candidates = _newest_first(Path(run_dir) / "checkpoints")
     for _, path in candidates:
         problems = check(path)
         if not problems:
@@ -92,21 +102,8 @@ def find(
     return None
 
 
-def _asked_for(path: Path, check: Callable[[Path], list[str]]) -> Path:
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"{path}: no such checkpoint; give a step_N directory, or resume=auto with the run's "
-            "run_dir"
-        )
-    problems = check(path)
-    if problems:
-        remedy = "Use another step_N, or resume=auto for the newest valid one"
-        raise CheckpointError(f"{_damage(path, problems)}\n{remedy}")
-    return path
-
-
 def verify(
-    path: str | Path,
+    path: Path,
     *,
     hashes: bool = True,
     share: tuple[int, int] = (0, 1),
@@ -118,18 +115,23 @@ def verify(
     that verify it together, each some of the files and about as many bytes. progress is called
     while a file is read.
     """
-    path = Path(path)
     try:
         manifest = _read_manifest(path)
     except CheckpointError as error:
         return [str(error)]
+    files = manifest["files"]
+    # The largest first, dealt in turn: no share has more than one file's bytes over another.
+    by_size = sorted(files, key=lambda name: (-files[name][0], name))
+    index, count = share
+    mine = set(by_size[index::count])
     problems = []
     named = _SEALED.fullmatch(path.name)
     if named and int(named[1]) != manifest["step"]:
         problems.append(f"{MANIFEST}: is of step {manifest['step']}")
-    for name in _share(manifest["files"], *share):
-        size, digest = manifest["files"][name]
+    for name, (size, digest) in files.items():
         file = path / name
+        if name not in mine:
+            continue
         if not file.is_file():
             problems.append(f"{name}: absent")
         elif file.stat().st_size != size:
@@ -139,13 +141,13 @@ def verify(
     return problems
 
 
-def ranks_of(path: str | Path, name: str) -> list[int]:
+def ranks_of(path: Path, name: str) -> list[int]:
     """The ranks (places within the executor) that saved a part of `name`.
 
     [] if its state was lost, and can be done without. CheckpointError if the checkpoint knows no
     such executor.
     """
-    parts = _read_manifest(Path(path))["parts"]
+    parts = _read_manifest(path)["parts"]
     if name not in parts:
         raise CheckpointError(
             f"{path}: holds no state of {name}, only of {', '.join(parts)}; it was made by another "
@@ -154,38 +156,27 @@ def ranks_of(path: str | Path, name: str) -> list[int]:
     return parts[name]
 
 
-def load_part(path: str | Path, name: str, rank: int) -> Part:
+def load_part(path: Path, name: str, rank: int) -> Part:
     """What `save_part` was given, on the CPU.
 
     CheckpointError names the file if it is absent or cannot be read.
     """
-    folder = Path(path)
     stem = _stem(name, rank)
-    values = _load_values(folder, stem)
-    tensors_name = f"{stem}.safetensors"
-    has_tensors = tensors_name in _read_manifest(folder)["files"]
+    tensors = f"{stem}.safetensors"
+    has_tensors = tensors in _read_manifest(path)["files"]
     try:
-        return Part(values, folder / tensors_name if has_tensors else None)
+        values = json.loads((path / f"{stem}.json").read_text())
+        return Part(values, path / tensors if has_tensors else None)
     except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / stem}: cannot be read: {error}") from error
+        raise CheckpointError(f"{path / stem}: cannot be read: {error}") from error
 
 
-def _load_values(folder: Path, stem: str) -> dict:
-    """What `save_part` was given but tensors."""
-    try:
-        return json.loads((folder / f"{stem}.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / stem}: cannot be read: {error}") from error
-
-
-def in_work(path: str | Path) -> set[int]:
+def in_work(path: Path) -> set[int]:
     """The tickets whose unfinished completions some executor saved, as `in_work` in its part."""
-    folder = Path(path)
     tickets: set[int] = set()
-    for name, ranks in _read_manifest(folder)["parts"].items():
+    for name, ranks in _read_manifest(path)["parts"].items():
         for rank in ranks:
-            values = _load_values(folder, _stem(name, rank))
-            tickets.update(values.get("in_work", []))
+            tickets.update(load_part(path, name, rank).get("in_work", []))
     return tickets
 
 
@@ -197,7 +188,7 @@ class Checkpointer:
 
     expected: the parts of a whole checkpoint, (executor, place of a rank within it); extra_parts:
     those of `register_files`. optional: executors whose parts a checkpoint can do without, once
-    `waive` says so. keep: how many of the newest valid ones stay.
+    `waive` says so. keep: how many of the newest valid ones stay, at least one.
     """
 
     def __init__(
@@ -210,8 +201,6 @@ class Checkpointer:
         extra_parts: Iterable[str] = (),
         optional: Iterable[str] = (),
     ):
-        if keep < 1:
-            raise ValueError(f"keep={keep}: at least the newest checkpoint must stay")
         self.folder = Path(run_dir) / "checkpoints"
         self._keep = keep
         self._control = control
@@ -219,12 +208,11 @@ class Checkpointer:
         self._extra_parts = tuple(extra_parts)
         self._optional = frozenset(optional)
         self._waived: frozenset[str] = frozenset()
-        # Step -> part -> file -> [bytes, sha256].
+        # Step -> part -> file -> [bytes, sha256]; and of parts that could not be written, why.
         self._arrived: dict[int, dict[str, Files]] = {}
-        self._errors: dict[int, list[str]] = {}  # step -> of parts that could not be written
+        self._errors: dict[int, list[str]] = {}
         self._failed: dict[int, str] = {}  # step -> why it was given up
-        self._own: set[int] = set()  # steps sealed by this process
-        if self._leads:
+        if control.is_leader:
             for path in _matching(self.folder, _LEFTOVER):
                 discard(path)
 
@@ -233,12 +221,9 @@ class Checkpointer:
 
         Any rank may call it, any number of times.
         """
-        if self._leads:
+        if self._control.is_leader:
             self._arrived.setdefault(step, {})
             self._failed.pop(step, None)
-        return self._writing(step)
-
-    def _writing(self, step: int) -> Path:
         path = self.folder / f"step_{step}.tmp"
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -256,16 +241,14 @@ class Checkpointer:
         with self.writing(step, part, num_bytes):
             folder = self.begin(step)
             check_room(folder, num_bytes)
-            values_file = folder / f"{part}.json"
-            values_file.write_text(text)
-            files = [values_file]
+            files = [folder / f"{part}.json"]
+            files[0].write_text(text)
             if tensors:
                 from safetensors.torch import save_file
 
-                tensors_file = folder / f"{part}.safetensors"
-                save_file(tensors, tensors_file)
-                files.append(tensors_file)
-            self._report(step, part, files)
+                files.append(folder / f"{part}.safetensors")
+                save_file(tensors, files[1])
+            self.register_files(step, part, files)
 
     @contextmanager
     def writing(self, step: int, part: str, num_bytes: int) -> Iterator[None]:
@@ -294,16 +277,23 @@ class Checkpointer:
             return folder
         return None
 
-    def register_files(self, step: int, part: str, files: Iterable[Path]) -> None:
-        """Make files that the caller wrote below `begin(step)` the extra part `part`."""
-        if part not in self._extra_parts:
-            raise ValueError(f"{part} is not among extra_parts {self._extra_parts}")
-        self._report(step, part, list(files))
+    def register_files(self, step: int, part: str, files: list[Path]) -> None:
+        """Have files that were written below `begin(step)` be a part, on disk for good."""
+        folder = self.begin(step)
+        written: Files = {}
+        for file in files:
+            _sync(file)
+            name = file.relative_to(folder).as_posix()
+            written[name] = [file.stat().st_size, _sha256(file)]
+        for directory in {file.parent for file in files}:
+            _sync(directory)
+        self._tell_leader({"step": step, "part": part, "files": written})
 
     def pump(self) -> None:
-        """On the leader: take in what was reported, and seal each step that is whole."""
-        if not self._leads:
-            return
+        """On the leader: take in what was reported, and seal each step that is whole.
+
+        Elsewhere nothing is reported.
+        """
         for _, message in self._control.take(TOPIC):
             step = message["step"]
             self._arrived.setdefault(step, {})[message["part"]] = message.get("files", {})
@@ -334,21 +324,6 @@ class Checkpointer:
     def sealed(self, step: int) -> bool:
         """Whether the checkpoint of `step` is whole and in place (and not being written again)."""
         return step not in self._arrived and (self.folder / f"step_{step}" / MANIFEST).is_file()
-
-    @property
-    def _leads(self) -> bool:
-        return self._control.rank == self._control.leader
-
-    def _report(self, step: int, part: str, files: list[Path]) -> None:
-        folder = self._writing(step)
-        written: Files = {}
-        for file in files:
-            _sync(file)
-            name = file.relative_to(folder).as_posix()
-            written[name] = [file.stat().st_size, _sha256(file)]
-        for directory in {file.parent for file in files}:
-            _sync(directory)
-        self._tell_leader({"step": step, "part": part, "files": written})
 
     def _settle(self, step: int) -> None:
         """Seal it; give it up if a part of it could not be written."""
@@ -391,12 +366,13 @@ class Checkpointer:
             if _stem(name, rank) in arrived:
                 parts[name].append(rank)
         body = {"format": FORMAT, "step": step, "parts": parts, "files": files}
-        _write(writing / MANIFEST, _manifest_text(body))
+        # The manifest vouches for the files; its own digest vouches for it.
+        text = json.dumps({**body, "sha256": _digest(body)}, indent=1)
+        _write(writing / MANIFEST, text)
         if final.exists():  # of a run that was resumed before it, or damaged
             final.rename(aside(final))
         writing.rename(final)
         del self._arrived[step]
-        self._own.add(step)
         self._point_to(final)
         self._prune(step)
 
@@ -412,20 +388,19 @@ class Checkpointer:
             log.warning("%s: not written (%s); the newest checkpoint is %s", latest, error, final)
 
     def _prune(self, newest: int) -> None:
-        """Keep the newest valid ones.
+        """Keep the newest valid ones, after step `newest` was sealed.
 
-        Later steps of an earlier process are a future that a resume has abandoned. What could not
-        be deleted before is tried again; a later step may be begun by another rank already.
+        Steps are sealed in their order. So a later one is of an earlier process, a future that a
+        resume has abandoned; but it may be in writing, begun by another rank already. What could
+        not be deleted before is tried again.
         """
         for path in _matching(self.folder, _LEFTOVER):
             step = int(_LEFTOVER.fullmatch(path.name)[1])
-            is_over = step <= newest and step not in self._arrived
-            if is_over or path.suffix != ".tmp":
+            if step <= newest or path.suffix != ".tmp":
                 discard(path)
         kept = 0
-        for step, path in sorted(_steps(self.folder).items(), reverse=True):
-            abandoned = step > newest and step not in self._own
-            if kept < self._keep and not abandoned and not verify(path, hashes=False):
+        for step, path in _newest_first(self.folder):
+            if kept < self._keep and step <= newest and not verify(path, hashes=False):
                 kept += 1
             else:
                 discard(path)
@@ -439,13 +414,13 @@ def _stem(name: str, rank: int) -> str:
 
 
 def _matching(folder: Path, pattern: re.Pattern) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return [path for path in folder.iterdir() if path.is_dir() and pattern.fullmatch(path.name)]
+    paths = folder.glob("step_*")
+    return [path for path in paths if path.is_dir() and pattern.fullmatch(path.name)]
 
 
-def _steps(folder: Path) -> dict[int, Path]:
-    return {int(path.name.removeprefix("step_")): path for path in _matching(folder, _SEALED)}
+def _newest_first(folder: Path) -> list[tuple[int, Path]]:
+    steps = [(int(path.name.removeprefix("step_")), path) for path in _matching(folder, _SEALED)]
+    return sorted(steps, reverse=True)
 
 
 def _damage(path: Path, problems: list[str]) -> str:
@@ -453,11 +428,6 @@ def _damage(path: Path, problems: list[str]) -> str:
     if len(problems) > _SHOWN:
         lines.append(f"and {len(problems) - _SHOWN} more")
     return "\n  ".join(lines)
-
-
-def _manifest_text(body: dict) -> str:
-    # The manifest vouches for the files; its own digest vouches for it.
-    return json.dumps({**body, "sha256": _digest(body)}, indent=1)
 
 
 def _digest(body: dict) -> str:
@@ -520,22 +490,6 @@ def _check_json(where: str, value: object) -> None:
             f"state of {where}: {type(value).__name__} is neither a tensor (at the top) nor a JSON "
             "value"
         )
-
-
-def _share(files: Mapping[str, list], index: int, count: int) -> list[str]:
-    """The names of the index-th of `count` shares.
-
-    The largest files first, each goes to the share that has the fewest bytes so far.
-    """
-    sizes = {name: size for name, (size, _) in files.items()}
-    num_bytes = [0] * count
-    mine = set()
-    for name in sorted(files, key=lambda name: (-sizes[name], name)):
-        least = num_bytes.index(min(num_bytes))
-        num_bytes[least] += sizes[name]
-        if least == index:
-            mine.add(name)
-    return [name for name in files if name in mine]
 
 
 def _sha256(file: Path, progress: Callable[[], None] = lambda: None) -> str:
