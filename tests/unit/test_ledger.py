@@ -365,7 +365,7 @@ def test_room_is_told_to_the_generators_that_were_refused_and_whoever_asks_then_
     eventually(lambda: ones.extend(one.ask(0, 4, version=0)) or len(ones) == 4)
     assert asks == [(1, 4, 0)]
     twos += two.ask(1, 4, version=0)
-    eventually(lambda: twos.extend(two.granted()) or not two._is_asking)
+    eventually(lambda: twos.extend(two.granted()) or not two._num_asked)
     assert two.ask(1, 4, version=0) == twos == [] and len(asks) == 2, "refused"
     leader.finish([0, 1, 2, 3])
     assert leader.take(0) == [0, 1, 2, 3]
