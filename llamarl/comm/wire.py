@@ -90,28 +90,18 @@ def _frozen(value):
     return tuple(value) if isinstance(value, list) else value
 
 
-_CLOSED = -1
-
-
-def send_message(payload: bytes | bytearray, rank: int, group: dist.ProcessGroup) -> None:
-    """Returns once the peer has begun to take the payload."""
+def send_message(payload: bytes, rank: int, group: dist.ProcessGroup) -> None:
+    """Returns once the peer has begun to take the payload. An empty one: no more comes."""
     dist.send(torch.tensor([len(payload)]), rank, group=group)
     if payload:
         dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), rank, group=group)
 
 
-def recv_message(rank: int, group: dist.ProcessGroup) -> bytes | None:
-    """The next message from `rank`, or None when it has closed its side."""
+def recv_message(rank: int, group: dist.ProcessGroup) -> bytes:
+    """The next message from `rank`; an empty one when it has closed its side."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, rank, group=group)
-    if int(size) == _CLOSED:
-        return None
     payload = torch.empty(int(size), dtype=torch.uint8)
     if size:
         dist.recv(payload, rank, group=group)
     return payload.numpy().tobytes()
-
-
-def send_closed(rank: int, group: dist.ProcessGroup) -> None:
-    """Tell `rank` that no more comes."""
-    dist.send(torch.tensor([_CLOSED]), rank, group=group)
