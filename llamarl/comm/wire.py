@@ -25,8 +25,6 @@ def register(record: type) -> type:
 
     ValueError if the name is taken.
     """
-    if not dataclasses.is_dataclass(record):
-        raise ValueError(f"{record.__name__} is no dataclass; records on the wire are")
     if _TYPES.setdefault(record.__name__, record) is not record:
         raise ValueError(f"a record named {record.__name__} is registered already")
     return record
@@ -56,7 +54,7 @@ def encode(records: list) -> bytes:
             shapes[field.name] = [list(t.shape) for t in column]
         else:
             values[field.name] = column
-    header = {"type": kind.__name__, "count": len(records), "shapes": shapes, "values": values}
+    header = {"type": kind.__name__, "shapes": shapes, "values": values}
     return save(tensors, metadata={"records": json.dumps(header)})
 
 
@@ -67,7 +65,6 @@ def decode(message: bytes) -> list:
         metadata = json.loads(message[8 : 8 + size])["__metadata__"]
         header = json.loads(metadata["records"])
         kind = _TYPES[header["type"]]
-        count = header["count"]
         shapes = header["shapes"]
         columns: dict[str, list] = dict(header["values"])
     except (KeyError, TypeError, ValueError) as error:
@@ -78,12 +75,8 @@ def decode(message: bytes) -> list:
         sizes = [math.prod(shape) for shape in shapes[name]]
         parts = flat.split(sizes)
         columns[name] = [part.view(shape) for part, shape in zip(parts, shapes[name])]
-    names = [field.name for field in dataclasses.fields(kind)]
-    records = []
-    for index in range(count):
-        fields = {name: columns[name][index] for name in names}
-        records.append(kind(**fields))
-    return records
+    rows = zip(*columns.values())
+    return [kind(**dict(zip(columns, row))) for row in rows]
 
 
 def _frozen(value):
