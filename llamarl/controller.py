@@ -235,7 +235,12 @@ class ExecutorController:
                     self.tickets,
                     self.checkpoints,
                 )
-        self._set_up()
+        turns = DeviceSharing(self.settings.offload)
+        for executor in self.local:
+            executor.setup()
+            if executor.name in turns.names:
+                executor.turns = turns
+                turns.join(executor.name, executor.offloadable)
         if self.settings.resume_from:
             self.checkpoints.restore(self.settings.resume_from)
 
@@ -251,14 +256,6 @@ class ExecutorController:
                 replicate=executor.replicate,
                 tensor_parallel=executor.tensor_parallel,
             )
-
-    def _set_up(self) -> None:
-        turns = DeviceSharing(self.settings.offload)
-        for executor in self.local:
-            executor.setup()
-            if executor.name in turns.names:
-                executor.turns = turns
-                turns.join(executor.name, executor.offloadable)
 
     def _meet(self, place: str) -> None:
         """Wait for all ranks: what they make together next waits without end.
@@ -360,7 +357,10 @@ class ExecutorController:
         if self.control.loss is not None:
             self._hear_of_loss()
         if self._signal is not None and not self.control.stopping:
-            self._ask_to_stop()
+            # The leader decides after which step the run ends: the same on all trainer ranks.
+            reason = f"{signal.Signals(self._signal).name} on rank {self.world.rank}"
+            self.control.post(self.leader, "stop?", {"reason": reason})
+            self._signal = None
         for _, message in self.control.take("stop?"):
             self.control.request_stop(message["reason"])
 
@@ -509,12 +509,6 @@ class ExecutorController:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
         self.control.signalled = True  # a long step looks at it between two microbatches
-
-    def _ask_to_stop(self) -> None:
-        """Have the leader decide after which step the run ends: the same on all trainer ranks."""
-        name = signal.Signals(self._signal).name
-        self._signal = None
-        self.control.post(self.leader, "stop?", {"reason": f"{name} on rank {self.world.rank}"})
 
     @property
     def _doing(self) -> str:

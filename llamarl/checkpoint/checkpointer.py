@@ -89,7 +89,7 @@ def find(
             remedy = "Use another step_N, or resume=auto for the newest valid one"
             raise CheckpointError(f"{_damage(path, problems)}\n{remedy}")
         return path
-    candidates = _newest_first(Path(run_dir) / "checkpoints")
+    candidates = _newest_first(Path(run_dir) / "checkpoints", _SEALED)
     for _, path in candidates:
         problems = check(path)
         if not problems:
@@ -173,7 +173,7 @@ def load_part(path: Path, name: str, rank: int) -> Part:
 
 def in_work(path: Path) -> set[int]:
     """The tickets whose unfinished completions some executor saved, as `in_work` in its part."""
-    tickets: set[int] = set()
+    tickets = set()
     for name, ranks in _read_manifest(path)["parts"].items():
         for rank in ranks:
             tickets.update(load_part(path, name, rank).get("in_work", []))
@@ -208,12 +208,11 @@ class Checkpointer:
         self._extra_parts = tuple(extra_parts)
         self._optional = frozenset(optional)
         self._waived: frozenset[str] = frozenset()
-        # Step -> part -> file -> [bytes, sha256]; and of parts that could not be written, why.
-        self._arrived: dict[int, dict[str, Files]] = {}
-        self._errors: dict[int, list[str]] = {}
+        # Step -> part -> its "files", file -> [bytes, sha256]; or the "error", why it has none.
+        self._arrived: dict[int, dict[str, dict]] = {}
         self._failed: dict[int, str] = {}  # step -> why it was given up
         if control.is_leader:
-            for path in _matching(self.folder, _LEFTOVER):
+            for _, path in _newest_first(self.folder, _LEFTOVER):
                 discard(path)
 
     def begin(self, step: int) -> Path:
@@ -295,10 +294,8 @@ class Checkpointer:
         Elsewhere nothing is reported.
         """
         for _, message in self._control.take(TOPIC):
-            step = message["step"]
-            self._arrived.setdefault(step, {})[message["part"]] = message.get("files", {})
-            if "error" in message:
-                self._errors.setdefault(step, []).append(message["error"])
+            parts = self._arrived.setdefault(message["step"], {})
+            parts[message["part"]] = message
         for step in list(self._arrived):
             if not self.missing(step):
                 self._settle(step)
@@ -327,7 +324,8 @@ class Checkpointer:
 
     def _settle(self, step: int) -> None:
         """Seal it; give it up if a part of it could not be written."""
-        errors = self._errors.pop(step, [])
+        parts = self._arrived[step].values()
+        errors = [part["error"] for part in parts if "error" in part]
         if not errors:
             try:
                 self._seal(step)
@@ -353,8 +351,8 @@ class Checkpointer:
         final = self.folder / f"step_{step}"
         arrived = self._arrived[step]
         files: Files = {}
-        for part_files in arrived.values():
-            files |= part_files
+        for part in arrived.values():
+            files |= part["files"]
         absent = [name for name in files if not (writing / name).is_file()]
         if absent:
             raise CheckpointError(
@@ -394,12 +392,11 @@ class Checkpointer:
         resume has abandoned; but it may be in writing, begun by another rank already. What could
         not be deleted before is tried again.
         """
-        for path in _matching(self.folder, _LEFTOVER):
-            step = int(_LEFTOVER.fullmatch(path.name)[1])
+        for step, path in _newest_first(self.folder, _LEFTOVER):
             if step <= newest or path.suffix != ".tmp":
                 discard(path)
         kept = 0
-        for step, path in _newest_first(self.folder):
+        for step, path in _newest_first(self.folder, _SEALED):
             if kept < self._keep and step <= newest and not verify(path, hashes=False):
                 kept += 1
             else:
@@ -413,14 +410,14 @@ def _stem(name: str, rank: int) -> str:
     return f"{name}.rank{rank}"
 
 
-def _matching(folder: Path, pattern: re.Pattern) -> list[Path]:
-    paths = folder.glob("step_*")
-    return [path for path in paths if path.is_dir() and pattern.fullmatch(path.name)]
-
-
-def _newest_first(folder: Path) -> list[tuple[int, Path]]:
-    steps = [(int(path.name.removeprefix("step_")), path) for path in _matching(folder, _SEALED)]
-    return sorted(steps, reverse=True)
+def _newest_first(folder: Path, pattern: re.Pattern) -> list[tuple[int, Path]]:
+    """(step, directory) of those whose name has this pattern."""
+    found = []
+    for path in folder.glob("step_*"):
+        name = pattern.fullmatch(path.name)
+        if name and path.is_dir():
+            found.append((int(name[1]), path))
+    return sorted(found, reverse=True)
 
 
 def _damage(path: Path, problems: list[str]) -> str:

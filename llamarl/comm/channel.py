@@ -22,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch.distributed as dist
@@ -83,17 +83,14 @@ class Channel:
                     receiver.listen(rank, group)
         if control.rank not in sources:
             return None, receiver
-
-        def indices_of(record) -> list[int]:
-            return self.route(record, len(destinations))
-
         consumers: list[_Queue] = []  # in executor order
         for rank in destinations:
             if rank == control.rank:
                 consumers.append(receiver)
             else:
                 consumers.append(_Link(self.name, self.capacity, control, rank, group))
-        return Sender(self.name, consumers, indices_of), receiver
+        route = partial(self.route, num_destinations=len(destinations))
+        return Sender(self.name, consumers, route), receiver
 
     def link_group(
         self, context: ConnectContext, *, behind: Callable[[], None] | None = None

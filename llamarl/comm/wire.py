@@ -70,17 +70,13 @@ def decode(message: bytes) -> list:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not a message of known records ({error!r})") from error
     for name, column in columns.items():
-        columns[name] = [_frozen(value) for value in column]
+        columns[name] = [tuple(v) if isinstance(v, list) else v for v in column]
     for name, flat in load(message).items():
         sizes = [math.prod(shape) for shape in shapes[name]]
         parts = flat.split(sizes)
         columns[name] = [part.view(shape) for part, shape in zip(parts, shapes[name])]
     rows = zip(*columns.values())
     return [kind(**dict(zip(columns, row))) for row in rows]
-
-
-def _frozen(value):
-    return tuple(value) if isinstance(value, list) else value
 
 
 def send_message(payload: bytes, rank: int, group: dist.ProcessGroup) -> None:

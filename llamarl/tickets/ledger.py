@@ -171,7 +171,7 @@ class RankTickets:
 
     def untouched(self, end: int) -> list[int]:
         """Tickets below `end` that no share has come to."""
-        tickets: list[int] = []
+        tickets = []
         for cursor in self._cursors:
             tickets += range(cursor, end, self._turn)
         return tickets
@@ -245,7 +245,7 @@ class TicketLedger:
 
     def _unfinished(self) -> dict[int, int]:
         """Ticket -> deadline of all in work."""
-        found: dict[int, int] = {}
+        found = {}
         for dp_rank in self._dp_ranks:
             found |= dp_rank.unfinished()
         return found
@@ -255,7 +255,7 @@ class TicketLedger:
 
         Fewer, or none, if the rules forbid more.
         """
-        granted: list[Ticket] = []
+        granted = []
         share = generator % self._num_shares
         deadline = NEVER if self.max_lag is None else version + self.max_lag
         with self._lock:
@@ -355,7 +355,7 @@ class TicketLedger:
 
         None, until every data-parallel rank that waits could do without them.
         """
-        tickets: list[int] = []
+        tickets = []
         with self._lock:
             for dp_rank in self._dp_ranks:
                 overdue = dp_rank.overdue(self.step)
@@ -369,7 +369,7 @@ class TicketLedger:
 
         Returns the finished ones that were.
         """
-        saved: set[int] = set()
+        saved = set()
         with self._lock:
             for dp_rank in self._dp_ranks:
                 dp_rank.restart(dp_rank.finished - set(buffered))

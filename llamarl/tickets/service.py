@@ -112,13 +112,24 @@ class TicketService:
             self._asked_version = version
             payload = {"generator": generator, "count": room, "version": version}
             self._control.post(self._control.leader, "ask", payload)
-        if self.synchronous:
-            return tickets + self._await_grant(generator)
-        return tickets + self.granted()
+        tickets += self.granted()
+        until = time.monotonic() + self._timeout_s
+        while self.synchronous and self._num_asked:
+            if time.monotonic() > until:
+                leader = self._control.leader
+                raise TimedOut(
+                    f"generator {generator} on rank {self._control.rank} waited "
+                    f"{self._timeout_s:.0f} s for the ledger on rank {leader}; is that rank "
+                    "stopped? Raise timeout_s if the machine is overloaded"
+                )
+            self._control.check()
+            self._control.wait(0.05)
+            tickets += self.granted()
+        return tickets
 
     def granted(self) -> list[Ticket]:
         """Tickets granted since the last call."""
-        tickets: list[Ticket] = []
+        tickets = []
         for _, payload in self._control.take("grant"):
             granted = payload["tickets"]
             if granted is None:  # there is room again
@@ -141,25 +152,10 @@ class TicketService:
 
         Their grants have come before.
         """
-        tickets: list[int] = []
+        tickets = []
         for _, payload in self._control.take("truncate"):
             tickets += payload["tickets"]
         return tickets
-
-    def _await_grant(self, generator: int) -> list[Ticket]:
-        until = time.monotonic() + self._timeout_s
-        tickets = self.granted()
-        while self._num_asked and time.monotonic() < until:
-            self._control.check()
-            self._control.wait(0.05)
-            tickets += self.granted()
-        if not self._num_asked:
-            return tickets
-        raise TimedOut(
-            f"generator {generator} on rank {self._control.rank} waited {self._timeout_s:.0f} s "
-            f"for the ledger on rank {self._control.leader}; is that rank stopped? Raise timeout_s "
-            "if the machine is overloaded"
-        )
 
     # --- Trainers ---
 
