@@ -32,21 +32,19 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import safetensors.torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from llamarl.checkpoint.parts import Part
+from llamarl.comm.control import Control
 from llamarl.errors import CheckpointError
+from llamarl.executor import State
 from llamarl.native.disk import aside, check_room, discard, free_bytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from llamarl.comm.control import Control
 
 FORMAT = 4
 MANIFEST = "manifest.json"
@@ -60,7 +58,6 @@ _LEFTOVER = re.compile(r"step_(\d+)\.(tmp|old)(\.\d+)?")
 log = logging.getLogger(__name__)
 
 Files = dict[str, list]
-State = Mapping[str, "Tensor | int | float | str | list | dict | None"]
 
 
 # --- Reading ---
@@ -87,14 +84,14 @@ def find(
         problems = check(path)
         if problems:
             remedy = "Use another step_N, or resume=auto for the newest valid one"
-            raise CheckpointError(f"{_damage(path, problems)}\n{remedy}")
+            raise CheckpointError(f"{damage(path, problems)}\n{remedy}")
         return path
     candidates = _newest_first(Path(run_dir) / "checkpoints", _SEALED)
     for _, path in candidates:
         problems = check(path)
         if not problems:
             return path
-        log.warning("%s\nIt is passed over", _damage(path, problems))
+        log.warning("%s\nIt is passed over", damage(path, problems))
     if candidates:
         raise CheckpointError(
             f"{run_dir}: no checkpoint is whole (see above). To start over, choose another run_dir"
@@ -243,10 +240,8 @@ class Checkpointer:
             files = [folder / f"{part}.json"]
             files[0].write_text(text)
             if tensors:
-                from safetensors.torch import save_file
-
                 files.append(folder / f"{part}.safetensors")
-                save_file(tensors, files[1])
+                safetensors.torch.save_file(tensors, files[1])
             self.register_files(step, part, files)
 
     @contextmanager
@@ -420,7 +415,8 @@ def _newest_first(folder: Path, pattern: re.Pattern) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def _damage(path: Path, problems: list[str]) -> str:
+def damage(path: Path, problems: list[str]) -> str:
+    """What `verify` found, for people."""
     lines = [f"checkpoint {path} is damaged:", *problems[:_SHOWN]]
     if len(problems) > _SHOWN:
         lines.append(f"and {len(problems) - _SHOWN} more")
@@ -452,8 +448,6 @@ def _read_manifest(path: Path) -> dict:
 
 def _split(name: str, state: State) -> tuple[dict[str, Tensor], dict[str, object]]:
     """(tensors, ready for safetensors; JSON values)."""
-    from torch import Tensor
-
     tensors = {}
     values = {}
     storages = set()
@@ -512,32 +506,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def find_model(given: str | Path) -> tuple[Path, Path | None]:
-    """(the Hugging Face directory to evaluate, the run_dir that it comes from or None).
-
-    given: such a directory; RUN_DIR/checkpoints/step_N; RUN_DIR/checkpoints/latest; or RUN_DIR, for
-    its latest. FileNotFoundError or CheckpointError, saying what to give instead.
-    """
-    path = Path(given)
-    if (path / "checkpoints").is_dir():
-        path = path / "checkpoints" / LATEST
-    if path.name == LATEST:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file; a run has it once it has a checkpoint")
-        path = path.with_name(path.read_text().strip())
-    if path.name == "hf" and (path.parent / MANIFEST).is_file():
-        path = path.parent
-    if (path / MANIFEST).is_file():
-        problems = verify(path)
-        if problems:
-            raise CheckpointError(_damage(path, problems))
-        return path / "hf", path.absolute().parents[1]
-    if not (path / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{path}: neither a Hugging Face directory (it has no config.json) nor a checkpoint "
-            f"(no {MANIFEST}); give one of these, such as RUN_DIR/checkpoints/step_N or "
-            "RUN_DIR/checkpoints/latest"
-        )
-    return path, None
