@@ -354,10 +354,11 @@ class Checkpointer:
                 f"{writing}: the leader does not see {', '.join(absent)}; put run_dir where all "
                 "hosts see the same files"
             )
-        parts: dict[str, list[int]] = {name: [] for name, _ in self._expected}
+        parts: dict[str, list[int]] = {}
         for name, rank in self._expected:
+            ranks = parts.setdefault(name, [])
             if _stem(name, rank) in arrived:
-                parts[name].append(rank)
+                ranks.append(rank)
         body = {"format": FORMAT, "step": step, "parts": parts, "files": files}
         # The manifest vouches for the files; its own digest vouches for it.
         text = json.dumps({**body, "sha256": _digest(body)}, indent=1)

@@ -78,15 +78,16 @@ class Control:
         self.stop_reason: str | None = None
         self.signalled = False  # this process has a stop signal that its loop has not passed on yet
         self._mail: dict[str, deque] = defaultdict(deque)
-        self._handlers: dict[str, Callable[[int, dict], None]] = {}
+        self._handlers: dict[str, Callable[[int, dict], None]] = {
+            "failed": self._on_failed,
+            "lost": self._on_lost,
+            "stop": self._on_stop,
+        }
         self._changed = threading.Condition()
         self._news = False  # something has come since the last wait
         self._closing = threading.Event()
         self._store = store
         self._threads: list[threading.Thread] = []
-        self.on("failed", self._on_failed)
-        self.on("lost", self._on_lost)
-        self.on("stop", self._on_stop)
 
     @property
     def is_leader(self) -> bool:

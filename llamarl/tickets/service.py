@@ -171,8 +171,14 @@ class TicketService:
         # After a stop request no step is begun: ranks that heard of it first are at their last
         # checkpoint already.
         if self._control.is_leader and step not in self._offer and not self._control.stopping:
-            if not self._take_for_all(step, waited):
+            taken = self._ledger.take(step, waited)
+            self._name_stragglers()
+            if taken is None:
+                self._end_overdue()
                 return None
+            for rank in self._trainer_ranks:
+                self._control.post(rank, "taken", {"step": step, "tickets": taken})
+            self._tell_of_room()
         for _, payload in self._control.take("taken"):
             self._offer[payload["step"]] = payload["tickets"]
         tickets = self._offer.pop(step, None)
@@ -181,18 +187,6 @@ class TicketService:
         num_dp_ranks = len(self._trainer_ranks) // self._tensor_parallel
         dp_rank = self._trainer_ranks.index(self._control.rank) // self._tensor_parallel
         return [ticket for ticket in tickets if dp_rank_of(ticket, num_dp_ranks) == dp_rank]
-
-    def _take_for_all(self, step: int, waited: bool) -> bool:
-        """On the leader: take a step and tell every trainer rank. False if it must still wait."""
-        tickets = self._ledger.take(step, waited)
-        self._name_stragglers()
-        if tickets is None:
-            self._end_overdue()
-            return False
-        for rank in self._trainer_ranks:
-            self._control.post(rank, "taken", {"step": step, "tickets": tickets})
-        self._tell_of_room()
-        return True
 
     def untake(self, step: int) -> None:
         """Give up the step just taken (leader only; others need do nothing)."""
