@@ -75,7 +75,7 @@ class Control:
         self._beaten_at = math.inf  # the last time that the Store took this rank's beat
         self._last_words_until = math.inf
         self._last_words_s = 0.0
-        self.stop_reason: str | None = None
+        self.stopping = False  # every rank has been asked to end
         self.signalled = False  # this process has a stop signal that its loop has not passed on yet
         self._mail: dict[str, deque] = defaultdict(deque)
         self._handlers: dict[str, Callable[[int, dict], None]] = {
@@ -163,20 +163,16 @@ class Control:
     # --- Stop and failure ---
 
     @property
-    def stopping(self) -> bool:
-        return self.stop_reason is not None
-
-    @property
     def ending(self) -> bool:
         """Whether a step that is under way had better be given up: it would be the last."""
         return self.stopping or self.signalled or self.loss is not None
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self) -> None:
         """Ask every rank to checkpoint at the next boundary and end.
 
         Not from a signal handler: it takes locks.
         """
-        self.post_all("stop", {"reason": reason})
+        self.post_all("stop", {})
 
     def report_failure(self, error: BaseException) -> None:
         """Tell every other rank why this one ends, so that nobody waits for it."""
@@ -285,8 +281,7 @@ class Control:
         self.lose(PeerDied(payload["why"]))
 
     def _on_stop(self, sender: int, payload: dict) -> None:
-        self.stop_reason = self.stop_reason or payload["reason"]
-        self.wake()
+        self.stopping = True
 
     # --- Threads ---
 

@@ -131,9 +131,9 @@ def test_a_step_given_up_can_be_taken_again_with_the_same_groups(alone):
 def test_after_a_stop_request_no_step_is_begun(alone):
     desk = alone()
     desk.finish(indices(desk.ask(0, 4, version=0)))
-    desk._control.request_stop("a test")
+    desk._control.request_stop()
     assert desk.take(0) is None
-    desk._control.stop_reason = None
+    desk._control.stopping = False
     assert desk.take(0) is not None
 
 
