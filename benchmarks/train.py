@@ -144,7 +144,7 @@ def our_step(model: Path, dtype: str, budget: int, groups: list) -> Callable[[],
     nothing = SimpleNamespace(bind=lambda *_: None)
     config = compose_config(overrides)
     trainer = build_trainer(
-        config, Job(config, World(0, 1, 1, torch.device("cpu")), RunDirectory(Path(), None))
+        config, Job(config, World(0, 1, torch.device("cpu")), RunDirectory(Path(), None))
     )
     world = torch.distributed.group.WORLD
     trainer.attach(

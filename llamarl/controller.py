@@ -172,7 +172,7 @@ class ExecutorController:
         )
         self._told_of_loss = False
         self._current: Executor | None = None  # that makes a step
-        self._signal: int | None = None
+        self._has_signal = False  # to stop, which the leader has not been told yet
         self._done_at: float | None = None  # when the leader's trainer had made its last step
         self._stop_until: float | None = None  # when this rank must have ended after a stop request
         self._endpoints: list[ChannelEnd] = []  # this rank's
@@ -235,7 +235,12 @@ class ExecutorController:
                     self.tickets,
                     self.checkpoints,
                 )
-        self._set_up()
+        turns = DeviceSharing(self.settings.offload)
+        for executor in self.local:
+            executor.setup()
+            if executor.name in turns.names:
+                executor.turns = turns
+                turns.join(executor.name, executor.offloadable)
         if self.settings.resume_from:
             self.checkpoints.restore(self.settings.resume_from)
 
@@ -251,14 +256,6 @@ class ExecutorController:
                 replicate=executor.replicate,
                 tensor_parallel=executor.tensor_parallel,
             )
-
-    def _set_up(self) -> None:
-        turns = DeviceSharing(self.settings.offload)
-        for executor in self.local:
-            executor.setup()
-            if executor.name in turns.names:
-                executor.turns = turns
-                turns.join(executor.name, executor.offloadable)
 
     def _meet(self, place: str) -> None:
         """Wait for all ranks: what they make together next waits without end.
@@ -359,10 +356,12 @@ class ExecutorController:
         """Pass on what this rank has heard of a loss and of requests to stop."""
         if self.control.loss is not None:
             self._hear_of_loss()
-        if self._signal is not None and not self.control.stopping:
-            self._ask_to_stop()
-        for _, message in self.control.take("stop?"):
-            self.control.request_stop(message["reason"])
+        if self._has_signal and not self.control.stopping:
+            # The leader decides after which step the run ends: the same on all trainer ranks.
+            self.control.post(self.leader, "stop?", {})
+            self._has_signal = False
+        if self.control.take("stop?"):
+            self.control.request_stop()
 
     def _check_stop(self) -> None:
         """After a stop request: TimedOut, or the loss, if the end takes too long."""
@@ -412,7 +411,7 @@ class ExecutorController:
             return
         log.error("%s\nThe trainer is whole: it saves a checkpoint before this run ends", loss)
         if self._trainer.version > 0:
-            self.control.request_stop(f"a loss: {loss}")
+            self.control.request_stop()
         else:
             self.control.fail_now(loss)
 
@@ -483,7 +482,7 @@ class ExecutorController:
             return
         reward = self.metrics.writer.evaluated
         if reward is not None and reward >= target:
-            self.control.request_stop(f"eval/reward {reward:.4g} reached eval.target")
+            self.control.request_stop()
 
     def _is_over(self) -> bool:
         """On the leader: whether the last checkpoint is made and no row can still come."""
@@ -507,14 +506,8 @@ class ExecutorController:
     # --- Ending ---
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
+        self._has_signal = True
         self.control.signalled = True  # a long step looks at it between two microbatches
-
-    def _ask_to_stop(self) -> None:
-        """Have the leader decide after which step the run ends: the same on all trainer ranks."""
-        name = signal.Signals(self._signal).name
-        self._signal = None
-        self.control.post(self.leader, "stop?", {"reason": f"{name} on rank {self.world.rank}"})
 
     @property
     def _doing(self) -> str:

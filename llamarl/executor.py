@@ -53,12 +53,10 @@ class Mail(Protocol):
     """What an executor sees of the control: messages between ranks, and whether the run ends."""
 
     failure: Exception | None  # why this rank ends now
+    stopping: bool  # every rank has been asked to end
 
     @property
     def is_leader(self) -> bool: ...
-
-    @property
-    def stopping(self) -> bool: ...
 
     @property
     def ending(self) -> bool:

@@ -27,7 +27,7 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 import torch.distributed as dist
 
 from executors.build import sampling_of
-from llamarl.checkpoint.checkpointer import find_model
+from llamarl.checkpoint.checkpointer import LATEST, MANIFEST, damage, verify
 from llamarl.comm.groups import init_world, threads_per_rank
 from llamarl.config.command_line import (
     Config,
@@ -42,6 +42,7 @@ from llamarl.config.command_line import (
 )
 from llamarl.config.conversion import flat, is_marked
 from llamarl.config.schema import Mark
+from llamarl.errors import CheckpointError
 from llamarl.inference import Engine
 from llamarl.inference.evaluation import eval_completion, submit
 from llamarl.launch.inputs import check_inputs
@@ -224,6 +225,35 @@ def report(
             f"errors   {metrics['eval/errors']} completions could not be scored and count as wrong"
         )
     return lines
+
+
+def find_model(given: str | Path) -> tuple[Path, Path | None]:
+    """(the Hugging Face directory to evaluate, the run_dir that it comes from or None).
+
+    given: such a directory; RUN_DIR/checkpoints/step_N; RUN_DIR/checkpoints/latest; or RUN_DIR, for
+    its latest. FileNotFoundError or CheckpointError, saying what to give instead.
+    """
+    path = Path(given)
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints" / LATEST
+    if path.name == LATEST:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file; a run has it once it has a checkpoint")
+        path = path.with_name(path.read_text().strip())
+    if path.name == "hf" and (path.parent / MANIFEST).is_file():
+        path = path.parent
+    if (path / MANIFEST).is_file():
+        problems = verify(path)
+        if problems:
+            raise CheckpointError(damage(path, problems))
+        return path / "hf", path.absolute().parents[1]
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{path}: neither a Hugging Face directory (it has no config.json) nor a checkpoint "
+            f"(no {MANIFEST}); give one of these, such as RUN_DIR/checkpoints/step_N or "
+            "RUN_DIR/checkpoints/latest"
+        )
+    return path, None
 
 
 def run(args: argparse.Namespace) -> None:

@@ -32,21 +32,19 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import safetensors.torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from llamarl.checkpoint.parts import Part
+from llamarl.comm.control import Control
 from llamarl.errors import CheckpointError
+from llamarl.executor import State
 from llamarl.native.disk import aside, check_room, discard, free_bytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from llamarl.comm.control import Control
 
 FORMAT = 4
 MANIFEST = "manifest.json"
@@ -60,7 +58,6 @@ _LEFTOVER = re.compile(r"step_(\d+)\.(tmp|old)(\.\d+)?")
 log = logging.getLogger(__name__)
 
 Files = dict[str, list]
-State = Mapping[str, "Tensor | int | float | str | list | dict | None"]
 
 
 # --- Reading ---
@@ -78,13 +75,23 @@ def find(
     """
     check = check or verify
     if resume != "auto":
-        return _asked_for(Path(resume), check)
-    candidates = sorted(_steps(Path(run_dir) / "checkpoints").items(), reverse=True)
+        path = Path(resume)
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"{path}: no such checkpoint; give a step_N directory, or resume=auto with the "
+                "run's run_dir"
+            )
+        problems = check(path)
+        if problems:
+            remedy = "Use another step_N, or resume=auto for the newest valid one"
+            raise CheckpointError(f"{damage(path, problems)}\n{remedy}")
+        return path
+    candidates = _newest_first(Path(run_dir) / "checkpoints", _SEALED)
     for _, path in candidates:
         problems = check(path)
         if not problems:
             return path
-        log.warning("%s\nIt is passed over", _damage(path, problems))
+        log.warning("%s\nIt is passed over", damage(path, problems))
     if candidates:
         raise CheckpointError(
             f"{run_dir}: no checkpoint is whole (see above). To start over, choose another run_dir"
@@ -92,21 +99,8 @@ def find(
     return None
 
 
-def _asked_for(path: Path, check: Callable[[Path], list[str]]) -> Path:
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"{path}: no such checkpoint; give a step_N directory, or resume=auto with the run's "
-            "run_dir"
-        )
-    problems = check(path)
-    if problems:
-        remedy = "Use another step_N, or resume=auto for the newest valid one"
-        raise CheckpointError(f"{_damage(path, problems)}\n{remedy}")
-    return path
-
-
 def verify(
-    path: str | Path,
+    path: Path,
     *,
     hashes: bool = True,
     share: tuple[int, int] = (0, 1),
@@ -118,18 +112,23 @@ def verify(
     that verify it together, each some of the files and about as many bytes. progress is called
     while a file is read.
     """
-    path = Path(path)
     try:
         manifest = _read_manifest(path)
     except CheckpointError as error:
         return [str(error)]
+    files = manifest["files"]
+    # The largest first, dealt in turn: no share has more than one file's bytes over another.
+    by_size = sorted(files, key=lambda name: (-files[name][0], name))
+    index, count = share
+    mine = set(by_size[index::count])
     problems = []
     named = _SEALED.fullmatch(path.name)
     if named and int(named[1]) != manifest["step"]:
         problems.append(f"{MANIFEST}: is of step {manifest['step']}")
-    for name in _share(manifest["files"], *share):
-        size, digest = manifest["files"][name]
+    for name, (size, digest) in files.items():
         file = path / name
+        if name not in mine:
+            continue
         if not file.is_file():
             problems.append(f"{name}: absent")
         elif file.stat().st_size != size:
@@ -139,13 +138,13 @@ def verify(
     return problems
 
 
-def ranks_of(path: str | Path, name: str) -> list[int]:
+def ranks_of(path: Path, name: str) -> list[int]:
     """The ranks (places within the executor) that saved a part of `name`.
 
     [] if its state was lost, and can be done without. CheckpointError if the checkpoint knows no
     such executor.
     """
-    parts = _read_manifest(Path(path))["parts"]
+    parts = _read_manifest(path)["parts"]
     if name not in parts:
         raise CheckpointError(
             f"{path}: holds no state of {name}, only of {', '.join(parts)}; it was made by another "
@@ -154,38 +153,27 @@ def ranks_of(path: str | Path, name: str) -> list[int]:
     return parts[name]
 
 
-def load_part(path: str | Path, name: str, rank: int) -> Part:
+def load_part(path: Path, name: str, rank: int) -> Part:
     """What `save_part` was given, on the CPU.
 
     CheckpointError names the file if it is absent or cannot be read.
     """
-    folder = Path(path)
     stem = _stem(name, rank)
-    values = _load_values(folder, stem)
-    tensors_name = f"{stem}.safetensors"
-    has_tensors = tensors_name in _read_manifest(folder)["files"]
+    tensors = f"{stem}.safetensors"
+    has_tensors = tensors in _read_manifest(path)["files"]
     try:
-        return Part(values, folder / tensors_name if has_tensors else None)
+        values = json.loads((path / f"{stem}.json").read_text())
+        return Part(values, path / tensors if has_tensors else None)
     except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / stem}: cannot be read: {error}") from error
+        raise CheckpointError(f"{path / stem}: cannot be read: {error}") from error
 
 
-def _load_values(folder: Path, stem: str) -> dict:
-    """What `save_part` was given but tensors."""
-    try:
-        return json.loads((folder / f"{stem}.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / stem}: cannot be read: {error}") from error
-
-
-def in_work(path: str | Path) -> set[int]:
+def in_work(path: Path) -> set[int]:
     """The tickets whose unfinished completions some executor saved, as `in_work` in its part."""
-    folder = Path(path)
-    tickets: set[int] = set()
-    for name, ranks in _read_manifest(folder)["parts"].items():
+    tickets = set()
+    for name, ranks in _read_manifest(path)["parts"].items():
         for rank in ranks:
-            values = _load_values(folder, _stem(name, rank))
-            tickets.update(values.get("in_work", []))
+            tickets.update(load_part(path, name, rank).get("in_work", []))
     return tickets
 
 
@@ -197,7 +185,7 @@ class Checkpointer:
 
     expected: the parts of a whole checkpoint, (executor, place of a rank within it); extra_parts:
     those of `register_files`. optional: executors whose parts a checkpoint can do without, once
-    `waive` says so. keep: how many of the newest valid ones stay.
+    `waive` says so. keep: how many of the newest valid ones stay, at least one.
     """
 
     def __init__(
@@ -210,8 +198,6 @@ class Checkpointer:
         extra_parts: Iterable[str] = (),
         optional: Iterable[str] = (),
     ):
-        if keep < 1:
-            raise ValueError(f"keep={keep}: at least the newest checkpoint must stay")
         self.folder = Path(run_dir) / "checkpoints"
         self._keep = keep
         self._control = control
@@ -219,13 +205,11 @@ class Checkpointer:
         self._extra_parts = tuple(extra_parts)
         self._optional = frozenset(optional)
         self._waived: frozenset[str] = frozenset()
-        # Step -> part -> file -> [bytes, sha256].
-        self._arrived: dict[int, dict[str, Files]] = {}
-        self._errors: dict[int, list[str]] = {}  # step -> of parts that could not be written
+        # Step -> part -> its "files", file -> [bytes, sha256]; or the "error", why it has none.
+        self._arrived: dict[int, dict[str, dict]] = {}
         self._failed: dict[int, str] = {}  # step -> why it was given up
-        self._own: set[int] = set()  # steps sealed by this process
-        if self._leads:
-            for path in _matching(self.folder, _LEFTOVER):
+        if control.is_leader:
+            for _, path in _newest_first(self.folder, _LEFTOVER):
                 discard(path)
 
     def begin(self, step: int) -> Path:
@@ -233,12 +217,9 @@ class Checkpointer:
 
         Any rank may call it, any number of times.
         """
-        if self._leads:
+        if self._control.is_leader:
             self._arrived.setdefault(step, {})
             self._failed.pop(step, None)
-        return self._writing(step)
-
-    def _writing(self, step: int) -> Path:
         path = self.folder / f"step_{step}.tmp"
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -256,16 +237,12 @@ class Checkpointer:
         with self.writing(step, part, num_bytes):
             folder = self.begin(step)
             check_room(folder, num_bytes)
-            values_file = folder / f"{part}.json"
-            values_file.write_text(text)
-            files = [values_file]
+            files = [folder / f"{part}.json"]
+            files[0].write_text(text)
             if tensors:
-                from safetensors.torch import save_file
-
-                tensors_file = folder / f"{part}.safetensors"
-                save_file(tensors, tensors_file)
-                files.append(tensors_file)
-            self._report(step, part, files)
+                files.append(folder / f"{part}.safetensors")
+                safetensors.torch.save_file(tensors, files[1])
+            self.register_files(step, part, files)
 
     @contextmanager
     def writing(self, step: int, part: str, num_bytes: int) -> Iterator[None]:
@@ -294,21 +271,26 @@ class Checkpointer:
             return folder
         return None
 
-    def register_files(self, step: int, part: str, files: Iterable[Path]) -> None:
-        """Make files that the caller wrote below `begin(step)` the extra part `part`."""
-        if part not in self._extra_parts:
-            raise ValueError(f"{part} is not among extra_parts {self._extra_parts}")
-        self._report(step, part, list(files))
+    def register_files(self, step: int, part: str, files: list[Path]) -> None:
+        """Have files that were written below `begin(step)` be a part, on disk for good."""
+        folder = self.begin(step)
+        written: Files = {}
+        for file in files:
+            _sync(file)
+            name = file.relative_to(folder).as_posix()
+            written[name] = [file.stat().st_size, _sha256(file)]
+        for directory in {file.parent for file in files}:
+            _sync(directory)
+        self._tell_leader({"step": step, "part": part, "files": written})
 
     def pump(self) -> None:
-        """On the leader: take in what was reported, and seal each step that is whole."""
-        if not self._leads:
-            return
+        """On the leader: take in what was reported, and seal each step that is whole.
+
+        Elsewhere nothing is reported.
+        """
         for _, message in self._control.take(TOPIC):
-            step = message["step"]
-            self._arrived.setdefault(step, {})[message["part"]] = message.get("files", {})
-            if "error" in message:
-                self._errors.setdefault(step, []).append(message["error"])
+            parts = self._arrived.setdefault(message["step"], {})
+            parts[message["part"]] = message
         for step in list(self._arrived):
             if not self.missing(step):
                 self._settle(step)
@@ -335,24 +317,10 @@ class Checkpointer:
         """Whether the checkpoint of `step` is whole and in place (and not being written again)."""
         return step not in self._arrived and (self.folder / f"step_{step}" / MANIFEST).is_file()
 
-    @property
-    def _leads(self) -> bool:
-        return self._control.rank == self._control.leader
-
-    def _report(self, step: int, part: str, files: list[Path]) -> None:
-        folder = self._writing(step)
-        written: Files = {}
-        for file in files:
-            _sync(file)
-            name = file.relative_to(folder).as_posix()
-            written[name] = [file.stat().st_size, _sha256(file)]
-        for directory in {file.parent for file in files}:
-            _sync(directory)
-        self._tell_leader({"step": step, "part": part, "files": written})
-
     def _settle(self, step: int) -> None:
         """Seal it; give it up if a part of it could not be written."""
-        errors = self._errors.pop(step, [])
+        parts = self._arrived[step].values()
+        errors = [part["error"] for part in parts if "error" in part]
         if not errors:
             try:
                 self._seal(step)
@@ -378,25 +346,27 @@ class Checkpointer:
         final = self.folder / f"step_{step}"
         arrived = self._arrived[step]
         files: Files = {}
-        for part_files in arrived.values():
-            files |= part_files
+        for part in arrived.values():
+            files |= part["files"]
         absent = [name for name in files if not (writing / name).is_file()]
         if absent:
             raise CheckpointError(
                 f"{writing}: the leader does not see {', '.join(absent)}; put run_dir where all "
                 "hosts see the same files"
             )
-        parts: dict[str, list[int]] = {name: [] for name, _ in self._expected}
+        parts: dict[str, list[int]] = {}
         for name, rank in self._expected:
+            ranks = parts.setdefault(name, [])
             if _stem(name, rank) in arrived:
-                parts[name].append(rank)
+                ranks.append(rank)
         body = {"format": FORMAT, "step": step, "parts": parts, "files": files}
-        _write(writing / MANIFEST, _manifest_text(body))
+        # The manifest vouches for the files; its own digest vouches for it.
+        text = json.dumps({**body, "sha256": _digest(body)}, indent=1)
+        _write(writing / MANIFEST, text)
         if final.exists():  # of a run that was resumed before it, or damaged
             final.rename(aside(final))
         writing.rename(final)
         del self._arrived[step]
-        self._own.add(step)
         self._point_to(final)
         self._prune(step)
 
@@ -412,20 +382,18 @@ class Checkpointer:
             log.warning("%s: not written (%s); the newest checkpoint is %s", latest, error, final)
 
     def _prune(self, newest: int) -> None:
-        """Keep the newest valid ones.
+        """Keep the newest valid ones, after step `newest` was sealed.
 
-        Later steps of an earlier process are a future that a resume has abandoned. What could not
-        be deleted before is tried again; a later step may be begun by another rank already.
+        Steps are sealed in their order. So a later one is of an earlier process, a future that a
+        resume has abandoned; but it may be in writing, begun by another rank already. What could
+        not be deleted before is tried again.
         """
-        for path in _matching(self.folder, _LEFTOVER):
-            step = int(_LEFTOVER.fullmatch(path.name)[1])
-            is_over = step <= newest and step not in self._arrived
-            if is_over or path.suffix != ".tmp":
+        for step, path in _newest_first(self.folder, _LEFTOVER):
+            if step <= newest or path.suffix != ".tmp":
                 discard(path)
         kept = 0
-        for step, path in sorted(_steps(self.folder).items(), reverse=True):
-            abandoned = step > newest and step not in self._own
-            if kept < self._keep and not abandoned and not verify(path, hashes=False):
+        for step, path in _newest_first(self.folder, _SEALED):
+            if kept < self._keep and step <= newest and not verify(path, hashes=False):
                 kept += 1
             else:
                 discard(path)
@@ -438,26 +406,22 @@ def _stem(name: str, rank: int) -> str:
     return f"{name}.rank{rank}"
 
 
-def _matching(folder: Path, pattern: re.Pattern) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return [path for path in folder.iterdir() if path.is_dir() and pattern.fullmatch(path.name)]
+def _newest_first(folder: Path, pattern: re.Pattern) -> list[tuple[int, Path]]:
+    """(step, directory) of those whose name has this pattern."""
+    found = []
+    for path in folder.glob("step_*"):
+        name = pattern.fullmatch(path.name)
+        if name and path.is_dir():
+            found.append((int(name[1]), path))
+    return sorted(found, reverse=True)
 
 
-def _steps(folder: Path) -> dict[int, Path]:
-    return {int(path.name.removeprefix("step_")): path for path in _matching(folder, _SEALED)}
-
-
-def _damage(path: Path, problems: list[str]) -> str:
+def damage(path: Path, problems: list[str]) -> str:
+    """What `verify` found, for people."""
     lines = [f"checkpoint {path} is damaged:", *problems[:_SHOWN]]
     if len(problems) > _SHOWN:
         lines.append(f"and {len(problems) - _SHOWN} more")
     return "\n  ".join(lines)
-
-
-def _manifest_text(body: dict) -> str:
-    # The manifest vouches for the files; its own digest vouches for it.
-    return json.dumps({**body, "sha256": _digest(body)}, indent=1)
 
 
 def _digest(body: dict) -> str:
@@ -485,8 +449,6 @@ def _read_manifest(path: Path) -> dict:
 
 def _split(name: str, state: State) -> tuple[dict[str, Tensor], dict[str, object]]:
     """(tensors, ready for safetensors; JSON values)."""
-    from torch import Tensor
-
     tensors = {}
     values = {}
     storages = set()
@@ -522,22 +484,6 @@ def _check_json(where: str, value: object) -> None:
         )
 
 
-def _share(files: Mapping[str, list], index: int, count: int) -> list[str]:
-    """The names of the index-th of `count` shares.
-
-    The largest files first, each goes to the share that has the fewest bytes so far.
-    """
-    sizes = {name: size for name, (size, _) in files.items()}
-    num_bytes = [0] * count
-    mine = set()
-    for name in sorted(files, key=lambda name: (-sizes[name], name)):
-        least = num_bytes.index(min(num_bytes))
-        num_bytes[least] += sizes[name]
-        if least == index:
-            mine.add(name)
-    return [name for name in files if name in mine]
-
-
 def _sha256(file: Path, progress: Callable[[], None] = lambda: None) -> str:
     """progress is called after every _CHUNK_BYTES."""
     digest = hashlib.sha256()
@@ -561,32 +507,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def find_model(given: str | Path) -> tuple[Path, Path | None]:
-    """(the Hugging Face directory to evaluate, the run_dir that it comes from or None).
-
-    given: such a directory; RUN_DIR/checkpoints/step_N; RUN_DIR/checkpoints/latest; or RUN_DIR, for
-    its latest. FileNotFoundError or CheckpointError, saying what to give instead.
-    """
-    path = Path(given)
-    if (path / "checkpoints").is_dir():
-        path = path / "checkpoints" / LATEST
-    if path.name == LATEST:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file; a run has it once it has a checkpoint")
-        path = path.with_name(path.read_text().strip())
-    if path.name == "hf" and (path.parent / MANIFEST).is_file():
-        path = path.parent
-    if (path / MANIFEST).is_file():
-        problems = verify(path)
-        if problems:
-            raise CheckpointError(_damage(path, problems))
-        return path / "hf", path.absolute().parents[1]
-    if not (path / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{path}: neither a Hugging Face directory (it has no config.json) nor a checkpoint "
-            f"(no {MANIFEST}); give one of these, such as RUN_DIR/checkpoints/step_N or "
-            "RUN_DIR/checkpoints/latest"
-        )
-    return path, None

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from safetensors import safe_open
+from torch import Tensor
 
 
 class Part(Mapping):
@@ -22,8 +21,6 @@ class Part(Mapping):
     """
 
     def __init__(self, values: Mapping[str, object], tensors: Path | None):
-        from safetensors import safe_open
-
         self._values = values
         self._file = None
         self._names: frozenset[str] = frozenset()

@@ -105,20 +105,18 @@ class CheckpointService:
         Called by the loop, between two steps.
         """
         asked = self._control.take("save")
+        # The executor that leads has saved itself.
+        others = [e for e in self._executors if e.has_state() and not e.leads]
         for _, message in asked:
-            self._save_others(message["step"])
+            step = message["step"]
+            for executor in others:
+                executor.before_checkpoint(step)
+                state = executor.state_dict()
+                self._checkpointer.save_part(step, executor.name, executor.group.index, state)
         if self._control.loss is not None:
             self._checkpointer.waive()
         self._checkpointer.pump()
         return bool(asked)
-
-    def _save_others(self, step: int) -> None:
-        """Save this rank's executors but the one that leads, which has saved itself."""
-        for executor in self._executors:
-            if executor.has_state() and not executor.leads:
-                executor.before_checkpoint(step)
-                state = executor.state_dict()
-                self._checkpointer.save_part(step, executor.name, executor.group.index, state)
 
     def restore(self, path: Path) -> None:
         """Bring ledger, metrics and this rank's executors to a checkpoint.
@@ -132,14 +130,11 @@ class CheckpointService:
             self._metrics.load_state_dict(state["metrics"])
         for executor in self._executors:
             if executor.has_state():
-                self._restore(executor, path)
+                ranks = ranks_of(path, executor.name)
+                executor.load_state_dict(load_part(path, executor.name, rank) for rank in ranks)
             # A checkpoint of another run's directory is not in this one's.
             if executor.leads and self._checkpointer.sealed(executor.version):
                 self._saved = executor.version
-
-    def _restore(self, executor: Executor, path: Path) -> None:
-        ranks = ranks_of(path, executor.name)
-        executor.load_state_dict(load_part(path, executor.name, rank) for rank in ranks)
 
     def wait_sealed(self, limit: str, timeout_s: float) -> None:
         """On the leader: wait until the last checkpoint is valid on disk.

@@ -22,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from llamarl.comm import wire
 from llamarl.comm.control import Control
 from llamarl.comm.groups import RankInfo, link_group
 from llamarl.comm.meeting import reaching
-from llamarl.comm.wire import recv_message, send_closed, send_message
+from llamarl.comm.wire import recv_message, send_message
 from llamarl.errors import PeerDied
 from llamarl.executor import Executor
 
@@ -83,17 +83,14 @@ class Channel:
                     receiver.listen(rank, group)
         if control.rank not in sources:
             return None, receiver
-
-        def indices_of(record) -> list[int]:
-            return self.route(record, len(destinations))
-
-        sender = Sender(self.name, self.capacity, control, indices_of)
+        consumers: list[_Queue] = []  # in executor order
         for rank in destinations:
             if rank == control.rank:
-                sender.add(receiver)
+                consumers.append(receiver)
             else:
-                sender.add(_Link(self.name, rank, group, self.capacity, control))
-        return sender, receiver
+                consumers.append(_Link(self.name, self.capacity, control, rank, group))
+        route = partial(self.route, num_destinations=len(destinations))
+        return Sender(self.name, consumers, route), receiver
 
     def link_group(
         self, context: ConnectContext, *, behind: Callable[[], None] | None = None
@@ -130,37 +127,58 @@ class Scatter(Channel):
         return list(range(first, first + peers))
 
 
-class Receiver:
-    """The end that reads: one inbox, fed by local puts and by one thread a remote producer."""
+class _Queue:
+    """Records that wait on this rank, and the threads between them and other ranks."""
 
     def __init__(self, name: str, capacity: int, control: Control):
         self.name = name
         self.capacity = capacity
         self._control = control
-        self._inbox: deque = deque()
-        self._room = threading.Condition()
+        self._records: deque = deque()
+        self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._closing = False
 
-    def __len__(self) -> int:
-        return len(self._inbox)
+    def has_room(self) -> bool:
+        return len(self._records) < self.capacity
+
+    def deliver(self, records: list) -> None:
+        with self._changed:
+            self._records.extend(records)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+    def _broke(self, way: str, rank: int, error: RuntimeError) -> None:
+        """End this rank's loop with what gloo's error on a link with `rank` means."""
+        if self._closing:
+            return
+        cause = str(error).split(". ")[0].splitlines()[0]
+        why = self._control.gone(PeerDied(cause, [rank]))
+        text = f"channel {self.name!r} {way} rank {rank}: {why}"
+        self._control.fail(PeerDied(text, [rank]))
+
+
+class Receiver(_Queue):
+    """The end that reads: one inbox, fed by local puts and by one thread a remote producer."""
 
     def take(self, limit: int | None = None) -> list:
         """Up to `limit` records that have come, oldest first. Does not wait."""
-        with self._room:
-            count = len(self._inbox)
+        with self._changed:
+            count = len(self._records)
             if limit is not None:
                 count = min(limit, count)
-            records = [self._inbox.popleft() for _ in range(count)]
-            self._room.notify_all()
+            records = [self._records.popleft() for _ in range(count)]
+            self._changed.notify_all()
         return records
 
-    def has_room(self) -> bool:
-        return len(self._inbox) < self.capacity
-
     def deliver(self, records: list) -> None:
-        with self._room:
-            self._inbox.extend(records)
+        super().deliver(records)
         self._control.wake()
 
     def listen(self, rank: int, group: dist.ProcessGroup) -> None:
@@ -172,39 +190,50 @@ class Receiver:
             try:
                 message = recv_message(rank, group)
             except RuntimeError as error:
-                if not self._closing:
-                    link = f"channel {self.name!r} from rank {rank}"
-                    self._control.fail(_broken(link, rank, self._control, error))
+                self._broke("from", rank, error)
                 return
-            if message is None:
+            if not message:
                 return
-            with self._room:
-                self._room.wait_for(lambda: self._closing or self.has_room())
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self.has_room())
             self.deliver(wire.decode(message))
 
-    def close(self) -> None:
-        with self._room:
-            self._closing = True
-            self._room.notify_all()
-        for thread in self._threads:
-            thread.join(timeout=5)
+
+class _Link(_Queue):
+    """Records for one remote rank, sent by a thread: all that waits goes as one message."""
+
+    def __init__(
+        self, name: str, capacity: int, control: Control, rank: int, group: dist.ProcessGroup
+    ):
+        super().__init__(name, capacity, control)
+        self._threads.append(control.thread(f"send-{name}-{rank}", self._send, rank, group))
+
+    def _send(self, rank: int, group: dist.ProcessGroup) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._records or self._closing)
+                records = list(self._records)
+                self._records.clear()
+            try:
+                send_message(wire.encode(records) if records else b"", rank, group)
+            except RuntimeError as error:
+                self._broke("to", rank, error)
+                return
+            if not records:
+                return
+            self._control.wake()  # room again
 
 
 class Sender:
-    """The end that writes: to its consumer's inbox, or to the outbox of the link there."""
+    """The end that writes: to its consumer's inbox, or to the outbox of the link there.
 
-    def __init__(
-        self, name: str, capacity: int, control: Control, route: Callable[[object], list[int]]
-    ):
+    consumers: of each destination rank, in executor order. route: their indices, for a record.
+    """
+
+    def __init__(self, name: str, consumers: list[_Queue], route: Callable[[object], list[int]]):
         self.name = name
-        self.capacity = capacity
-        self._control = control
+        self._consumers = consumers
         self._route = route
-        self._consumers: list[Receiver | _Link] = []
-
-    def add(self, consumer: Receiver | _Link) -> None:
-        """Add the next destination rank, in executor order: the local inbox, or a link."""
-        self._consumers.append(consumer)
 
     def put(self, record) -> None:
         """Send one record; never blocks. Ask `has_room` before the work that makes it."""
@@ -221,69 +250,14 @@ class Sender:
                 consumer.close()
 
 
-class _Link:
-    """Records for one remote rank, sent by a thread: all that waits goes as one message."""
-
-    def __init__(
-        self, name: str, rank: int, group: dist.ProcessGroup, capacity: int, control: Control
-    ):
-        self.name = name
-        self.rank = rank
-        self.capacity = capacity
-        self._group = group
-        self._control = control
-        self._outbox: deque = deque()
-        self._changed = threading.Condition()
-        self._closing = False
-        self._thread = control.thread(f"send-{name}-{rank}", self._send)
-
-    def deliver(self, records: list) -> None:
-        with self._changed:
-            self._outbox.extend(records)
-            self._changed.notify_all()
-
-    def has_room(self) -> bool:
-        return len(self._outbox) < self.capacity
-
-    def _send(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._outbox or self._closing)
-                records = list(self._outbox)
-                self._outbox.clear()
-            try:
-                if not records:
-                    send_closed(self.rank, self._group)
-                    return
-                send_message(wire.encode(records), self.rank, self._group)
-            except RuntimeError as error:
-                if not self._closing:
-                    link = f"channel {self.name!r} to rank {self.rank}"
-                    self._control.fail(_broken(link, self.rank, self._control, error))
-                return
-            self._control.wake()  # room again
-
-    def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(timeout=5)
-
-
-def _broken(link: str, rank: int, control: Control, error: Exception) -> PeerDied:
-    """What gloo's error on a link with `rank` means."""
-    cause = str(error).split(". ")[0].splitlines()[0]
-    return PeerDied(f"{link}: {control.gone(PeerDied(cause, [rank]))}", [rank])
-
-
 DP_RANK_SEED = 20  # of the pre-set permutation
 
 
 @lru_cache(maxsize=64)
-def _permutation(num_dp_ranks: int) -> tuple[int, ...]:
+def _permutation(num_dp_ranks: int) -> list[int]:
     dp_ranks = list(range(num_dp_ranks))
     random.Random(DP_RANK_SEED).shuffle(dp_ranks)
-    return tuple(dp_ranks)
+    return dp_ranks
 
 
 def dp_rank_of(ticket: int, num_dp_ranks: int) -> int:

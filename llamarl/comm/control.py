@@ -75,18 +75,19 @@ class Control:
         self._beaten_at = math.inf  # the last time that the Store took this rank's beat
         self._last_words_until = math.inf
         self._last_words_s = 0.0
-        self.stop_reason: str | None = None
+        self.stopping = False  # every rank has been asked to end
         self.signalled = False  # this process has a stop signal that its loop has not passed on yet
         self._mail: dict[str, deque] = defaultdict(deque)
-        self._handlers: dict[str, Callable[[int, dict], None]] = {}
+        self._handlers: dict[str, Callable[[int, dict], None]] = {
+            "failed": self._on_failed,
+            "lost": self._on_lost,
+            "stop": self._on_stop,
+        }
         self._changed = threading.Condition()
         self._news = False  # something has come since the last wait
         self._closing = threading.Event()
         self._store = store
         self._threads: list[threading.Thread] = []
-        self.on("failed", self._on_failed)
-        self.on("lost", self._on_lost)
-        self.on("stop", self._on_stop)
 
     @property
     def is_leader(self) -> bool:
@@ -125,17 +126,15 @@ class Control:
         """A rank with what it hosts, for people."""
         return f"rank {rank} ({self.names[rank]})"
 
-    def post_all(self, topic: str, payload: dict) -> None:
+    def post_all(self, topic: str, payload: dict, but: Iterable[int] = ()) -> None:
         for rank in range(self.world_size):
-            self.post(rank, topic, payload)
+            if rank not in but:
+                self.post(rank, topic, payload)
 
     def take(self, topic: str) -> list[tuple[int, dict]]:
         """All messages of a topic that have come, as (sender, payload). Does not wait."""
         box = self._mail[topic]
-        out = []
-        while box:
-            out.append(box.popleft())
-        return out
+        return [box.popleft() for _ in range(len(box))]
 
     def has(self, topic: str) -> bool:
         """Whether a message of a topic waits to be taken."""
@@ -164,35 +163,26 @@ class Control:
     # --- Stop and failure ---
 
     @property
-    def stopping(self) -> bool:
-        return self.stop_reason is not None
-
-    @property
     def ending(self) -> bool:
         """Whether a step that is under way had better be given up: it would be the last."""
         return self.stopping or self.signalled or self.loss is not None
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self) -> None:
         """Ask every rank to checkpoint at the next boundary and end.
 
         Not from a signal handler: it takes locks.
         """
-        self.post_all("stop", {"reason": reason})
+        self.post_all("stop", {})
 
     def report_failure(self, error: BaseException) -> None:
         """Tell every other rank why this one ends, so that nobody waits for it."""
         why = f"{self._named(self.rank)} failed: {type(error).__name__}: {error}"
         gone = {self.rank, *getattr(error, "ranks", ())}
-        self._tell_others("failed", {"why": why, "ranks": sorted(gone)})
+        self.post_all("failed", {"why": why, "ranks": sorted(gone)}, but=[self.rank])
 
     def report_loss(self) -> None:
         """Tell every other rank of this one's loss: keepers seal a checkpoint, the others end."""
-        self._tell_others("lost", {"why": str(self.loss)})
-
-    def _tell_others(self, topic: str, payload: dict, but: Iterable[int] = ()) -> None:
-        for rank in range(self.world_size):
-            if rank != self.rank and rank not in but:
-                self.post(rank, topic, payload)
+        self.post_all("lost", {"why": str(self.loss)}, but=[self.rank])
 
     def keep(self, keepers: Iterable[int], last_words_s: float) -> None:
         """From now on there is state that a checkpoint of these ranks saves.
@@ -291,8 +281,7 @@ class Control:
         self.lose(PeerDied(payload["why"]))
 
     def _on_stop(self, sender: int, payload: dict) -> None:
-        self.stop_reason = self.stop_reason or payload["reason"]
-        self.wake()
+        self.stopping = True
 
     # --- Threads ---
 
@@ -330,7 +319,7 @@ class Control:
                 count += 1
                 store.set(f"beat/{self.rank}", str(count))
                 self._beaten_at = time.monotonic()
-                self._report_silent(self._silent(store, seen))
+                self._look_for_silent(store, seen)
             except PeerDied as error:  # the store, while others were told
                 self.fail(error)
             except dist.DistError as error:
@@ -356,10 +345,13 @@ class Control:
                 return
         self._end_if_stuck()
 
-    def _silent(self, store: dist.Store, seen: dict[int, tuple[bytes, float]]) -> dict[int, float]:
-        """Rank -> seconds, of those that have beaten and do so no more; each once."""
+    def _look_for_silent(self, store: dist.Store, seen: dict[int, tuple[bytes, float]]) -> None:
+        """Report the ranks that have beaten and do so no more; each once.
+
+        seen: rank -> its last beat and when it came, of those that this rank watches.
+        """
         now = time.monotonic()
-        dead: dict[int, float] = {}
+        said: dict[int, str] = {}
         for rank, (beat, since) in seen.items():
             key = f"beat/{rank}"
             new = store.get(key) if store.check([key]) else b""
@@ -367,22 +359,15 @@ class Control:
             if new != beat or new in (b"", b"done"):
                 seen[rank] = (new, now)
             elif now - since > self.heartbeat_timeout_s:
-                dead[rank] = now - since
-        for rank in dead:
-            del seen[rank]
-        return dead
-
-    def _report_silent(self, dead: dict[int, float]) -> None:
-        if not dead:
+                said[rank] = f"{self._named(rank)} has not been heard of for {now - since:.0f} s"
+        if not said:
             return
-        said = "; ".join(
-            f"{self._named(rank)} has not been heard of for {silent_s:.0f} s"
-            for rank, silent_s in dead.items()
-        )
-        text = f"{said}. Its own output says why; start again with resume=auto"
+        for rank in said:
+            del seen[rank]
+        why = f"{'; '.join(said.values())}. Its own output says why; start again with resume=auto"
         if self.is_leader:
-            self._tell_others("failed", {"why": text, "ranks": sorted(dead)}, but=dead)
-        self.fail(PeerDied(text, dead))
+            self.post_all("failed", {"why": why, "ranks": sorted(said)}, but=[self.rank, *said])
+        self.fail(PeerDied(why, said))
 
     def _end_if_stuck(self) -> None:
         if self._closing.wait(GRACE_S):

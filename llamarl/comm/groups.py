@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,7 +30,6 @@ class World:
 
     rank: int
     size: int
-    local_size: int
     device: torch.device
     # Of every rank, the uuid of its GPU, or "" without one; empty: nobody has one.
     gpus: tuple[str, ...] = ()
@@ -70,27 +68,20 @@ def init_world(*, threads: int | None, timeout_s: float, reproducible: bool) -> 
         gpu = str(torch.cuda.get_device_properties(device).uuid)
     timeout = timedelta(seconds=timeout_s)
     launcher = launcher_store(timeout_s)
-    if size == 1:
-        dist.init_process_group(
-            "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
-        gpus = (gpu,)
-    else:
-        if local_size == size:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        with reaching("the other ranks at the start", rank=rank):
+    store = dist.HashStore()
+    with reaching("the other ranks at the start", rank=rank):
+        if size > 1:
+            if local_size == size:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             # No start may read what an earlier one left in the launcher's store.
             name = meet(launcher, rank=rank, size=size, timeout_s=timeout_s)
             store = dist.PrefixStore(f"start-{name}", launcher)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=size, timeout=timeout
-            )
-            store.set(f"gpu/{rank}", gpu)
-            gpus = tuple(store.get(f"gpu/{r}").decode() for r in range(size))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        store.set(f"gpu/{rank}", gpu)
+        gpus = tuple(store.get(f"gpu/{other}").decode() for other in range(size))
     return World(
         rank=rank,
         size=size,
-        local_size=local_size,
         device=device,
         gpus=gpus,
         products=products,
@@ -123,21 +114,17 @@ def executor_group(
     """
     backend = backend_of(world, ranks)
     timeout = timedelta(seconds=timeout_s)
+    mesh = torch.tensor(ranks).view(replicate, -1, tensor_parallel)
 
-    def make(lines: list[list[int]]) -> dist.ProcessGroup | None:
-        """A group for each of these disjoint sets of ranks; returns this rank's."""
-        mine = None
-        for line in lines:
-            group = dist.new_group(line, backend=backend, timeout=timeout)
-            if world.rank in line:
-                mine = group
-        return mine
+    def along(axis: int) -> dist.ProcessGroup | None:
+        """A group for each line of ranks of the mesh along an axis; returns this rank's."""
+        lines = mesh.movedim(axis, -1).flatten(0, 1).tolist()
+        return dist.new_subgroups_by_enumeration(lines, timeout, backend)[0]
 
-    everyone = make([list(ranks)])
-    mesh = np.array(ranks).reshape(replicate, -1, tensor_parallel)
-    replicas = make(_lines(mesh, axis=0)) if replicate > 1 else None
-    shards = make(_lines(mesh, axis=1)) if replicate * tensor_parallel > 1 else everyone
-    tensor = make(_lines(mesh, axis=2)) if tensor_parallel > 1 else None
+    everyone = dist.new_group(list(ranks), timeout, backend)
+    replicas = along(0) if replicate > 1 else None
+    shards = along(1) if replicate * tensor_parallel > 1 else everyone
+    tensor = along(2) if tensor_parallel > 1 else None
     if world.rank not in ranks:
         return None
     return ExecutorGroup(
@@ -152,12 +139,6 @@ def executor_group(
         shard_group=shards,
         tensor_group=tensor,
     )
-
-
-def _lines(mesh: np.ndarray, axis: int) -> list[list[int]]:
-    """The ranks of a mesh that differ in their place on `axis` alone, line by line."""
-    lines = np.moveaxis(mesh, axis, -1).reshape(-1, mesh.shape[axis])
-    return lines.tolist()
 
 
 def link_group(

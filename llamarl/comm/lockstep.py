@@ -78,24 +78,21 @@ class Lockstep:
 
     def report(self, weights: StagedWeights) -> None:
         """Peer: tell the leader of a version that is staged here."""
-        version = _staged_version(weights)
-        if version is not None and version != self._reported:
-            self._reported = version
-            self._control.post(self.leader, "held", {"version": version})
+        staged = weights.staged
+        if staged is not None and staged.version != self._reported:
+            self._reported = staged.version
+            self._control.post(self.leader, "held", {"version": staged.version})
 
     def agreed(self, weights: StagedWeights) -> int | None:
         """Leader: the version that is staged on every rank of the replica, or None."""
         for peer, message in self._control.take("held"):
             self._held[peer] = message["version"]
-        version = _staged_version(weights)
-        if all(self._held.get(peer) == version for peer in self.peers):
-            return version
-        return None
+        staged = weights.staged
+        if staged is None:
+            return None
+        is_everywhere = all(self._held.get(peer) == staged.version for peer in self.peers)
+        return staged.version if is_everywhere else None
 
     def skippable(self, weights: StagedWeights) -> int | None:
         """Leader: the version that is staged on every rank and holds up a newer one, or None."""
         return self.agreed(weights) if weights.overtakable else None
-
-
-def _staged_version(weights: StagedWeights) -> int | None:
-    return None if weights.staged is None else weights.staged.version

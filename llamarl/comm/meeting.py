@@ -210,11 +210,12 @@ class Exchange:
 
         TimedOut names that rank and `what` it was to tell.
         """
+        progress = f"progress/{source}"
         last = b""
         pause = SOON_S
         until = time.monotonic() + self._timeout_s
         while not self._store.check([f"word/{key}"]):
-            seen = self._progress_of(source)
+            seen = self._store.get(progress) if self._store.check([progress]) else b""
             if seen != last:
                 last = seen
                 until = time.monotonic() + self._timeout_s
@@ -228,7 +229,3 @@ class Exchange:
             time.sleep(pause)
             pause = min(LATER_S, 1.5 * pause)
         return json.loads(self._store.get(f"word/{key}"))
-
-    def _progress_of(self, rank: int) -> bytes:
-        key = f"progress/{rank}"
-        return self._store.get(key) if self._store.check([key]) else b""

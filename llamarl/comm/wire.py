@@ -25,8 +25,6 @@ def register(record: type) -> type:
 
     ValueError if the name is taken.
     """
-    if not dataclasses.is_dataclass(record):
-        raise ValueError(f"{record.__name__} is no dataclass; records on the wire are")
     if _TYPES.setdefault(record.__name__, record) is not record:
         raise ValueError(f"a record named {record.__name__} is registered already")
     return record
@@ -56,7 +54,7 @@ def encode(records: list) -> bytes:
             shapes[field.name] = [list(t.shape) for t in column]
         else:
             values[field.name] = column
-    header = {"type": kind.__name__, "count": len(records), "shapes": shapes, "values": values}
+    header = {"type": kind.__name__, "shapes": shapes, "values": values}
     return save(tensors, metadata={"records": json.dumps(header)})
 
 
@@ -67,51 +65,32 @@ def decode(message: bytes) -> list:
         metadata = json.loads(message[8 : 8 + size])["__metadata__"]
         header = json.loads(metadata["records"])
         kind = _TYPES[header["type"]]
-        count = header["count"]
         shapes = header["shapes"]
         columns: dict[str, list] = dict(header["values"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not a message of known records ({error!r})") from error
     for name, column in columns.items():
-        columns[name] = [_frozen(value) for value in column]
+        columns[name] = [tuple(v) if isinstance(v, list) else v for v in column]
     for name, flat in load(message).items():
         sizes = [math.prod(shape) for shape in shapes[name]]
         parts = flat.split(sizes)
         columns[name] = [part.view(shape) for part, shape in zip(parts, shapes[name])]
-    names = [field.name for field in dataclasses.fields(kind)]
-    records = []
-    for index in range(count):
-        fields = {name: columns[name][index] for name in names}
-        records.append(kind(**fields))
-    return records
+    rows = zip(*columns.values())
+    return [kind(**dict(zip(columns, row))) for row in rows]
 
 
-def _frozen(value):
-    return tuple(value) if isinstance(value, list) else value
-
-
-_CLOSED = -1
-
-
-def send_message(payload: bytes | bytearray, rank: int, group: dist.ProcessGroup) -> None:
-    """Returns once the peer has begun to take the payload."""
+def send_message(payload: bytes, rank: int, group: dist.ProcessGroup) -> None:
+    """Returns once the peer has begun to take the payload. An empty one: no more comes."""
     dist.send(torch.tensor([len(payload)]), rank, group=group)
     if payload:
         dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), rank, group=group)
 
 
-def recv_message(rank: int, group: dist.ProcessGroup) -> bytes | None:
-    """The next message from `rank`, or None when it has closed its side."""
+def recv_message(rank: int, group: dist.ProcessGroup) -> bytes:
+    """The next message from `rank`; an empty one when it has closed its side."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, rank, group=group)
-    if int(size) == _CLOSED:
-        return None
     payload = torch.empty(int(size), dtype=torch.uint8)
     if size:
         dist.recv(payload, rank, group=group)
     return payload.numpy().tobytes()
-
-
-def send_closed(rank: int, group: dist.ProcessGroup) -> None:
-    """Tell `rank` that no more comes."""
-    dist.send(torch.tensor([_CLOSED]), rank, group=group)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +35,26 @@ class Constants:
     decrease: int = 1  # groups, oppo's delta_dec
 
 
-class Governor(Protocol):
-    """One rule. `value` and `rewards` are all its state, and any rule can go on from another's."""
+class Governor:
+    """A number of groups between least and most. Each rule is a subclass.
 
-    value: int  # groups
-    rewards: list[float]  # mean rewards of the newest steps, as far as the rule needs them
+    `value` and `rewards` are all its state, and any rule can go on from another's.
+    """
+
+    def __init__(self, groups_per_step: int, max_lag: int, constants: Constants = Constants()):
+        self.constants = constants
+        self.groups_per_step = groups_per_step
+        self.half_a_batch = max(1, groups_per_step // 2)
+        self.most = max_lag * groups_per_step  # more changes nothing (docs/staleness.md)
+        if constants.most is not None:
+            self.most = min(constants.most, self.most)
+        self.least = min(constants.least, self.most)
+        # Mean rewards of the newest steps, as far as the rule needs them.
+        self.rewards: list[float] = []
+        self._set(self.half_a_batch if constants.start is None else constants.start)
+
+    def _set(self, value: int) -> None:
+        self.value = max(self.least, min(self.most, value))  # groups
 
     def taken(self, *, waited: bool, num_finished: int) -> None:
         """A step was taken, at once or after a wait; so many groups stay behind, finished."""
@@ -50,53 +64,26 @@ class Governor(Protocol):
 
     def resume(self, value: int, rewards: list[float]) -> None:
         """Go on from a checkpoint."""
-
-
-class _Bounded:
-    """A number of groups between least and most."""
-
-    def __init__(self, groups_per_step: int, max_lag: int, c: Constants):
-        room = max_lag * groups_per_step  # more changes nothing (docs/staleness.md)
-        self.most = room if c.most is None else min(c.most, room)
-        self.least = min(c.least, self.most)
-        self.rewards: list[float] = []
-        half_a_batch = max(1, groups_per_step // 2)
-        self._set(half_a_batch if c.start is None else c.start)
-
-    def _set(self, value: int) -> None:
-        self.value = max(self.least, min(self.most, value))
-
-    def taken(self, *, waited: bool, num_finished: int) -> None:
-        pass
-
-    def trained(self, reward: float) -> None:
-        pass
-
-    def resume(self, value: int, rewards: list[float]) -> None:
         self._set(value)
         self.rewards = list(rewards)
 
 
-class AutoGovernor(_Bounded):
+class AutoGovernor(Governor):
     """Looks at each take.
 
     One that had to wait adds an eighth of a batch; one that leaves half a batch finished takes as
     much away.
     """
 
-    def __init__(self, groups_per_step: int, max_lag: int, constants: Constants = Constants()):
-        super().__init__(groups_per_step, max_lag, constants)
-        self.step = max(1, groups_per_step // 8)
-        self._queue_full = max(1, groups_per_step // 2)
-
     def taken(self, *, waited: bool, num_finished: int) -> None:
-        if num_finished >= self._queue_full:
-            self._set(self.value - self.step)
+        eighth = max(1, self.groups_per_step // 8)
+        if num_finished >= self.half_a_batch:
+            self._set(self.value - eighth)
         elif waited:
-            self._set(self.value + self.step)
+            self._set(self.value + eighth)
 
 
-class OppoGovernor(_Bounded):
+class OppoGovernor(Governor):
     """More groups while the reward rises, fewer while it does not   (OPPO eq. 4)
 
     s_t = 1/w sum_{i=t-w+1..t} (R_i - R_{i-1})
@@ -105,26 +92,21 @@ class OppoGovernor(_Bounded):
     R_t = the mean reward of step t. Held until w + 1 rewards are known.
     """
 
-    def __init__(self, groups_per_step: int, max_lag: int, constants: Constants = Constants()):
-        super().__init__(groups_per_step, max_lag, constants)
-        self._window = constants.window
-        self._increase = constants.increase
-        self._decrease = constants.decrease
-
     def trained(self, reward: float) -> None:
         if math.isnan(reward):
             return
-        self.rewards = [*self.rewards, reward][-self._window - 1 :]
-        if len(self.rewards) <= self._window:
+        w = self.constants.window
+        self.rewards = [*self.rewards, reward][-w - 1 :]
+        if len(self.rewards) <= w:
             return
         change = self.rewards[-1] - self.rewards[0]  # the sum telescopes
         if change > 0:
-            self._set(self.value + self._increase)
+            self._set(self.value + self.constants.increase)
         else:
-            self._set(self.value - self._decrease)
+            self._set(self.value - self.constants.decrease)
 
 
-class WindowGovernor(_Bounded):
+class WindowGovernor(Governor):
     """Fewer groups when the reward rose between windows, more when it fell   (OPPO alg. 1, 22-28)
 
     d = mean(R of the last W steps) - mean(R of the W before)
@@ -133,15 +115,11 @@ class WindowGovernor(_Bounded):
     At every W-th step, from step 2W on.
     """
 
-    def __init__(self, groups_per_step: int, max_lag: int, constants: Constants = Constants()):
-        super().__init__(groups_per_step, max_lag, constants)
-        self._window = constants.window
-
     def trained(self, reward: float) -> None:
         if math.isnan(reward):
             return
+        w = self.constants.window
         self.rewards = [*self.rewards, reward]
-        w = self._window
         if len(self.rewards) < 2 * w:
             return
         before = fmean(self.rewards[-2 * w : -w])

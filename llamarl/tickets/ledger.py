@@ -78,20 +78,17 @@ class RankTickets:
         self.again: list[int] = []  # to start once more, before new ones
         self._first = first
         self._stride = stride
-        self._cursors = list(range(num_shares))  # the next place to start, one a share
+        self._turn = stride * num_shares  # from a share's ticket to its next one
+        # The next ticket to start, one a share.
+        self._cursors = [first + stride * share for share in range(num_shares)]
 
     def next_ticket(self, share: int) -> int:
         """The ticket that this share starts next."""
+        cursor = self._cursors[share]
         for ticket in self.again:
-            if self._place(ticket) % len(self._cursors) == share:
+            if (cursor - ticket) % self._turn == 0:
                 return ticket
-        return self._ticket_at(self._cursors[share])
-
-    def _place(self, ticket: int) -> int:
-        return (ticket - self._first) // self._stride
-
-    def _ticket_at(self, place: int) -> int:
-        return self._first + self._stride * place
+        return cursor
 
     def unfinished(self) -> dict[int, int]:
         """Ticket -> deadline of those in work."""
@@ -103,8 +100,8 @@ class RankTickets:
             num_unfinished = len(self.deadlines) - len(self.finished)
             return overcommit is None or num_unfinished < self.groups_per_step + overcommit
         if len(self._cursors) > 1:
-            end_of_batch = (step + 1) * self.groups_per_step
-            if self._place(self.next_ticket(share)) >= end_of_batch:
+            end_of_batch = self._first + self._stride * self.groups_per_step * (step + 1)
+            if self.next_ticket(share) >= end_of_batch:
                 return False  # its share of this batch is started
         if deadline < step or len(self.deadlines) >= self.groups_per_step + overcommit:
             return False
@@ -119,7 +116,7 @@ class RankTickets:
         if ticket in self.again:
             self.again.remove(ticket)
         else:
-            self._cursors[share] += len(self._cursors)
+            self._cursors[share] += self._turn
         self.deadlines[ticket] = deadline
         return Ticket(ticket, deadline)
 
@@ -170,21 +167,18 @@ class RankTickets:
     @property
     def frontier(self) -> int:
         """Nothing is started from this ticket on."""
-        return self._ticket_at(max(self._cursors))
+        return max(self._cursors)
 
-    def holes(self) -> list[int]:
-        """Tickets below the frontier that no share has come to, ascending."""
-        top = max(self._cursors)
-        places: list[int] = []
+    def untouched(self, end: int) -> list[int]:
+        """Tickets below `end` that no share has come to."""
+        tickets = []
         for cursor in self._cursors:
-            places += range(cursor, top, len(self._cursors))
-        return [self._ticket_at(place) for place in sorted(places)]
+            tickets += range(cursor, end, self._turn)
+        return tickets
 
     def resume_at(self, frontier: int) -> None:
         """Have nothing started from ticket `frontier` on."""
-        place = max(0, math.ceil((frontier - self._first) / self._stride))
-        shares = len(self._cursors)
-        self._cursors = [place + (share - place) % shares for share in range(shares)]
+        self._cursors = [frontier + (at - frontier) % self._turn for at in self._cursors]
 
 
 class TicketLedger:
@@ -197,7 +191,7 @@ class TicketLedger:
     depend on who asks first; otherwise a ticket goes to whoever asks. resume_in_work: over a
     resume, tickets whose partial completions were saved stay started, with their deadlines. max_lag
     None: a replay buffer takes everything, and step 0 waits for initial_groups; overcommit is then
-    a number of groups, or auto: no limit.
+    a number of groups, or auto: no limit. Which of these go together, the config checks.
     """
 
     def __init__(
@@ -212,36 +206,20 @@ class TicketLedger:
         resume_in_work: bool = False,
         initial_groups: int = 1,
     ):
-        if groups_per_step % num_dp_ranks:
-            raise ValueError(
-                f"groups_per_step={groups_per_step} does not split over {num_dp_ranks} trainer "
-                "ranks"
-            )
-        bounded = max_lag is not None
-        synchronous = max_lag == 0
-        if bounded and (max_lag < 0 or (synchronous and overcommit not in (0, "auto"))):
-            raise ValueError(
-                f"max_lag={max_lag} with overcommit={overcommit}: synchronous training starts "
-                "nothing ahead; set overcommit=0"
-            )
         self.groups_per_step = groups_per_step
         self.max_lag = max_lag
         self.step = 0  # v, the next step to be taken
         self.governor: Governor | None = None
         self._overcommit: int | None = None
-        if isinstance(overcommit, str):
-            rules = list(GOVERNORS) if bounded else ["auto"]
-            if overcommit not in rules:
-                raise ValueError(
-                    f"overcommit={overcommit!r}: need a whole number, or one of {', '.join(rules)}"
-                )
-            if bounded:
-                self.governor = GOVERNORS[overcommit](groups_per_step, max_lag, constants)
-        else:
+        if not isinstance(overcommit, str):
             self._overcommit = overcommit
-        self._num_shares = num_generators if synchronous else 1
+        elif max_lag is not None:
+            self.governor = GOVERNORS[overcommit](groups_per_step, max_lag, constants)
+        self._num_shares = num_generators if max_lag == 0 else 1
         self._resume_in_work = resume_in_work
-        fill = None if bounded else max(1, math.ceil(initial_groups / num_dp_ranks))
+        fill = None
+        if max_lag is None:
+            fill = max(1, math.ceil(initial_groups / num_dp_ranks))
         self._dp_ranks = [
             RankTickets(
                 first=first,
@@ -267,7 +245,7 @@ class TicketLedger:
 
     def _unfinished(self) -> dict[int, int]:
         """Ticket -> deadline of all in work."""
-        found: dict[int, int] = {}
+        found = {}
         for dp_rank in self._dp_ranks:
             found |= dp_rank.unfinished()
         return found
@@ -277,7 +255,7 @@ class TicketLedger:
 
         Fewer, or none, if the rules forbid more.
         """
-        granted: list[Ticket] = []
+        granted = []
         share = generator % self._num_shares
         deadline = NEVER if self.max_lag is None else version + self.max_lag
         with self._lock:
@@ -377,7 +355,7 @@ class TicketLedger:
 
         None, until every data-parallel rank that waits could do without them.
         """
-        tickets: list[int] = []
+        tickets = []
         with self._lock:
             for dp_rank in self._dp_ranks:
                 overdue = dp_rank.overdue(self.step)
@@ -391,7 +369,7 @@ class TicketLedger:
 
         Returns the finished ones that were.
         """
-        saved: set[int] = set()
+        saved = set()
         with self._lock:
             for dp_rank in self._dp_ranks:
                 dp_rank.restart(dp_rank.finished - set(buffered))
@@ -412,12 +390,9 @@ class TicketLedger:
             # number of data-parallel ranks can go on.
             top = max(dp_rank.frontier for dp_rank in self._dp_ranks)
             for dp_rank in self._dp_ranks:
-                unfinished = sorted(dp_rank.unfinished().items())
-                again += dp_rank.holes()
-                again += dp_rank.again
-                again += [ticket for ticket, _ in unfinished]
-                again += range(dp_rank.frontier, top, len(self._dp_ranks))
-                in_work += [[ticket, deadline] for ticket, deadline in unfinished]
+                unfinished = dp_rank.unfinished()
+                again += [*dp_rank.untouched(top), *dp_rank.again, *unfinished]
+                in_work += [[t, unfinished[t]] for t in sorted(unfinished)]
                 finished += [[t, dp_rank.deadlines[t]] for t in sorted(dp_rank.finished)]
             return {
                 "step": self.step,

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import random
 from functools import lru_cache
-from typing import Protocol
 
-from llamarl.tasks.base import digest_of, sample_places
+from llamarl.tasks.base import Task, digest_of, sample_places
 from llamarl.types import Prompt
-
-
-class TrainPrompts(Protocol):
-    """The part of a task that a prompt stream needs."""
-
-    num_train: int
-    train_digest: str  # of all rows; see Task
-
-    def train_prompt(self, i: int) -> Prompt: ...
 
 
 class PromptStream:
@@ -25,10 +15,11 @@ class PromptStream:
     It is epochs of the training prompts, each in an order of its own.
     """
 
-    def __init__(self, task: TrainPrompts, seed: int):
+    def __init__(self, task: Task, seed: int):
         if task.num_train < 1:
             raise ValueError("the task has no training prompts")
-        self._task, self._seed = task, seed
+        self._task = task
+        self._seed = seed
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     def _epoch_order(self, epoch: int) -> list[int]:

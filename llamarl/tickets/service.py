@@ -79,7 +79,7 @@ class TicketService:
         self._lock = threading.Lock()
         self._offer: dict[int, list[int]] = {}  # step -> tickets, as mailed
         # Of a generator: its newest ask.
-        self._is_asking = False  # it is not answered
+        self._num_asked = 0  # groups that it asks for; 0: it is answered
         self._is_refused = False  # less was granted than asked for, and there is no news of room
         self._asked_version = -1
         # Of the leader: ranks of generators that were granted less than asked for; a dict, for its
@@ -107,24 +107,37 @@ class TicketService:
         tickets = self.granted()
         room = count - len(tickets)
         may_succeed = version > self._asked_version or not self._is_refused
-        if room > 0 and may_succeed and not self._is_asking:
-            self._is_asking = True
+        if room > 0 and may_succeed and not self._num_asked:
+            self._num_asked = room
             self._asked_version = version
             payload = {"generator": generator, "count": room, "version": version}
             self._control.post(self._control.leader, "ask", payload)
-        if self.synchronous:
-            return tickets + self._await_grant(generator)
-        return tickets + self.granted()
+        tickets += self.granted()
+        until = time.monotonic() + self._timeout_s
+        while self.synchronous and self._num_asked:
+            if time.monotonic() > until:
+                leader = self._control.leader
+                raise TimedOut(
+                    f"generator {generator} on rank {self._control.rank} waited "
+                    f"{self._timeout_s:.0f} s for the ledger on rank {leader}; is that rank "
+                    "stopped? Raise timeout_s if the machine is overloaded"
+                )
+            self._control.check()
+            self._control.wait(0.05)
+            tickets += self.granted()
+        return tickets
 
     def granted(self) -> list[Ticket]:
         """Tickets granted since the last call."""
-        tickets: list[Ticket] = []
+        tickets = []
         for _, payload in self._control.take("grant"):
-            for index, deadline in payload["tickets"]:
-                tickets.append(Ticket(index, deadline))
-            self._is_refused = payload["is_refusal"]
-            if payload["is_answer"]:
-                self._is_asking = False
+            granted = payload["tickets"]
+            if granted is None:  # there is room again
+                self._is_refused = False
+                continue
+            self._is_refused = len(granted) < self._num_asked
+            self._num_asked = 0
+            tickets += [Ticket(index, deadline) for index, deadline in granted]
         return tickets
 
     def go_on(self, tickets: list[int]) -> None:
@@ -139,25 +152,10 @@ class TicketService:
 
         Their grants have come before.
         """
-        tickets: list[int] = []
+        tickets = []
         for _, payload in self._control.take("truncate"):
             tickets += payload["tickets"]
         return tickets
-
-    def _await_grant(self, generator: int) -> list[Ticket]:
-        until = time.monotonic() + self._timeout_s
-        tickets = self.granted()
-        while self._is_asking and time.monotonic() < until:
-            self._control.check()
-            self._control.wait(0.05)
-            tickets += self.granted()
-        if not self._is_asking:
-            return tickets
-        raise TimedOut(
-            f"generator {generator} on rank {self._control.rank} waited {self._timeout_s:.0f} s "
-            f"for the ledger on rank {self._control.leader}; is that rank stopped? Raise timeout_s "
-            "if the machine is overloaded"
-        )
 
     # --- Trainers ---
 
@@ -173,8 +171,14 @@ class TicketService:
         # After a stop request no step is begun: ranks that heard of it first are at their last
         # checkpoint already.
         if self._control.is_leader and step not in self._offer and not self._control.stopping:
-            if not self._take_for_all(step, waited):
+            taken = self._ledger.take(step, waited)
+            self._name_stragglers()
+            if taken is None:
+                self._end_overdue()
                 return None
+            for rank in self._trainer_ranks:
+                self._control.post(rank, "taken", {"step": step, "tickets": taken})
+            self._tell_of_room()
         for _, payload in self._control.take("taken"):
             self._offer[payload["step"]] = payload["tickets"]
         tickets = self._offer.pop(step, None)
@@ -183,18 +187,6 @@ class TicketService:
         num_dp_ranks = len(self._trainer_ranks) // self._tensor_parallel
         dp_rank = self._trainer_ranks.index(self._control.rank) // self._tensor_parallel
         return [ticket for ticket in tickets if dp_rank_of(ticket, num_dp_ranks) == dp_rank]
-
-    def _take_for_all(self, step: int, waited: bool) -> bool:
-        """On the leader: take a step and tell every trainer rank. False if it must still wait."""
-        tickets = self._ledger.take(step, waited)
-        self._name_stragglers()
-        if tickets is None:
-            self._end_overdue()
-            return False
-        for rank in self._trainer_ranks:
-            self._control.post(rank, "taken", {"step": step, "tickets": tickets})
-        self._tell_of_room()
-        return True
 
     def untake(self, step: int) -> None:
         """Give up the step just taken (leader only; others need do nothing)."""
@@ -231,19 +223,11 @@ class TicketService:
         count = payload["count"]
         with self._lock:
             tickets = self._ledger.start(count, payload["version"], payload["generator"])
-            is_refusal = len(tickets) < count
-            self._post_grant(sender, tickets, is_answer=True, is_refusal=is_refusal)
+            pairs = [[ticket.index, ticket.deadline] for ticket in tickets]
+            self._control.post(sender, "grant", {"tickets": pairs})
             self._times.granted([t.index for t in tickets], sender, time.monotonic())
-            if is_refusal:
+            if len(tickets) < count:
                 self._refused[sender] = None
-
-    def _post_grant(
-        self, rank: int, tickets: list[Ticket], *, is_answer: bool, is_refusal: bool
-    ) -> None:
-        # News of room goes by the same topic: it must not overtake the refusal that it takes back.
-        pairs = [[t.index, t.deadline] for t in tickets]
-        payload = {"tickets": pairs, "is_answer": is_answer, "is_refusal": is_refusal}
-        self._control.post(rank, "grant", payload)
 
     def _tell_of_room(self) -> None:
         """Have generators ask again that were refused, in the order in which they were."""
@@ -251,12 +235,14 @@ class TicketService:
             return  # what a generator may start depends on its version alone
         with self._lock:
             for rank in self._refused:
-                self._post_grant(rank, [], is_answer=False, is_refusal=False)
+                # By the topic of the refusal that it takes back, which it must not overtake.
+                self._control.post(rank, "grant", {"tickets": None})
             self._refused.clear()
 
     def _on_going_on(self, sender: int, payload: dict) -> None:
         with self._lock:
-            self._times.went_on(payload["tickets"], sender, time.monotonic())
+            tickets = payload["tickets"]
+            self._times.granted(tickets, sender, time.monotonic(), is_resumed=True)
 
     def _on_finish(self, sender: int, payload: dict) -> None:
         tickets = payload["tickets"]

@@ -37,14 +37,11 @@ class TicketTimes:
         self._newest_s: deque[float] = deque(maxlen=_NEWEST)
         self.median_s: float | None = None
 
-    def granted(self, tickets: Iterable[int], rank: int, now_s: float) -> None:
+    def granted(
+        self, tickets: Iterable[int], rank: int, now_s: float, *, is_resumed: bool = False
+    ) -> None:
         for ticket in tickets:
-            self.work[ticket] = Work(rank, now_s)
-
-    def went_on(self, tickets: Iterable[int], rank: int, now_s: float) -> None:
-        """After a resume: a generator goes on with tickets of the run before."""
-        for ticket in tickets:
-            self.work[ticket] = Work(rank, now_s, is_resumed=True)
+            self.work[ticket] = Work(rank, now_s, is_resumed)
 
     def finished(self, tickets: Iterable[int], now_s: float) -> None:
         """Note tickets that have arrived.
@@ -60,7 +57,7 @@ class TicketTimes:
 
     def new_stragglers(self, now_s: float) -> dict[int, list[tuple[int, float]]]:
         """Generator's rank -> (ticket, seconds so far) of those new since the last call."""
-        found: dict[int, list[tuple[int, float]]] = {}
+        found = {}
         if self.median_s is None:
             return found
         limit_s = self.factor * self.median_s

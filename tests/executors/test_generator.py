@@ -287,9 +287,7 @@ class LateAnswers(Tickets):
         self.asked.append((payload["count"], payload["version"]))
         tickets = [[self.next + i, 1] for i in range(payload["count"])]
         self.next += len(tickets)
-        self.mail.append(
-            (self.now + self.turns, {"tickets": tickets, "is_answer": True, "is_refusal": False})
-        )
+        self.mail.append((self.now + self.turns, {"tickets": tickets}))
 
     def _answers(self, topic):
         due = [(0, payload) for at, payload in self.mail if at <= self.now]

@@ -245,7 +245,7 @@ def test_settings_reach_the_trainer():
     def trainer_of(*overrides):
         config = compose_config(overrides)
         return build_trainer(
-            config, Job(config, World(0, 1, 1, torch.device("cpu")), RunDirectory(Path(), None))
+            config, Job(config, World(0, 1, torch.device("cpu")), RunDirectory(Path(), None))
         )
 
     overrides = [

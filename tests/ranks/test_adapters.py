@@ -128,7 +128,7 @@ def trainer_of(model: Path, group: ExecutorGroup, case: str) -> tuple[FSDPTraine
     config = dataclasses.replace(
         config, trainer=dataclasses.replace(config.trainer, replicate=group.replicate)
     )
-    job = Job(config, World(0, WORLD, WORLD, group.device), RunDirectory(Path(), None))
+    job = Job(config, World(0, WORLD, group.device), RunDirectory(Path(), None))
     job.model_path, job.prompts = model, [group_of(i) for i in range(99)]
     trainer = build_trainer(config, job)
     peers = Peers()
@@ -203,7 +203,7 @@ def resume(root: Path, group: ExecutorGroup, case: str, name: str, ranks: int, r
 def train_and_resume(rank: int, root: str) -> None:
     """What one rank of the pool runs."""
     root = Path(root)
-    world, everyone = World(rank, WORLD, WORLD, torch.device("cpu")), tuple(range(WORLD))
+    world, everyone = World(rank, WORLD, torch.device("cpu")), tuple(range(WORLD))
     groups = {
         n: executor_group("trainer", everyone, world, DEADLINE_S, replicate=r)
         for n, r in TOPOLOGIES.items()

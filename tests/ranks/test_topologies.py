@@ -329,7 +329,7 @@ def of(model: str, quick: bool) -> tuple[tuple[str, ...], tuple[str, ...], tuple
 def train_and_go_on(rank: int, directory: str, quick: bool) -> None:
     """What one rank of the pool runs."""
     directory = Path(directory)
-    world = World(rank, WORLD, WORLD, torch.device("cpu"))
+    world = World(rank, WORLD, torch.device("cpu"))
     groups = {
         name: executor_group(
             "trainer",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from llamarl.config.conversion import load_config
+from llamarl.errors import CheckpointError
 from llamarl.models.config import tiny_directory
 from llamarl.tasks.evaluation import pass_at_k
 from tests.launching import EVAL_PROMPTS, JOB_S, ROOT, SMALL, STEPS, Job, environment, untimed
@@ -239,3 +240,30 @@ def test_a_damaged_checkpoint_is_named(recipe, synchronous_run, tmp_path, capsys
     weights.write_bytes(weights.read_bytes()[:-4] + b"spam")
     assert recipe.main([str(step)]) == BAD_INPUT
     assert "hf/model.safetensors: its contents have changed" in capsys.readouterr().err
+
+
+def test_a_directory_of_transformers_is_taken_as_it_is(recipe):
+    assert recipe.find_model(tiny_directory()) == (tiny_directory(), None)
+
+
+def test_what_is_neither_a_model_nor_a_checkpoint_is_refused(recipe, tmp_path):
+    with pytest.raises(
+        FileNotFoundError,
+        match="neither a Hugging Face directory .* nor a checkpoint .*; give one of these",
+    ):
+        recipe.find_model(tmp_path)
+    with pytest.raises(FileNotFoundError, match="neither"):
+        recipe.find_model(tmp_path / "absent")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(
+        FileNotFoundError, match="latest: no such file; a run has it once it has a checkpoint"
+    ):
+        recipe.find_model(tmp_path)
+    step = tmp_path / "checkpoints" / "step_3"
+    step.mkdir()
+    (step / "manifest.json").write_text("{}")
+    (tmp_path / "checkpoints" / "latest").write_text("step_3\n")
+    with pytest.raises(
+        CheckpointError, match="step_3 is damaged:\n  manifest.json: its contents have changed"
+    ):
+        recipe.find_model(tmp_path / "checkpoints" / "latest")

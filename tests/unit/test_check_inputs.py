@@ -23,7 +23,7 @@ from llamarl.models.hf import load_weights
 
 BAD_INPUT = 2
 FIRST = "model.layers.0.mlp.up_proj.weight"
-WORLD = World(0, 1, 1, torch.device("cpu"))
+WORLD = World(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture

@@ -425,7 +425,7 @@ def test_a_trainer_that_waits_for_a_generator_hears_a_stop_and_takes_part_in_wha
     ours.publish(0), ours.publish(1)
     waiting = ours.control.thread("trainer", ours.publish, 2)
     assert ours.staged == [0, 1]
-    ours.control.request_stop("a test")
+    ours.control.request_stop()
     waiting.join(PATIENCE_S / 2)
     assert not waiting.is_alive() and ours.control.failure is None
     assert ours.staged == [0, 1] and ours.canaries == [0, 1, 2]
@@ -434,7 +434,7 @@ def test_a_trainer_that_waits_for_a_generator_hears_a_stop_and_takes_part_in_wha
 def test_after_a_stop_a_version_that_has_a_slot_is_sent_as_ever():
     ours = Untaken(timeout_s=PATIENCE_S)
     ours.publish(0)
-    ours.control.request_stop("a test")
+    ours.control.request_stop()
     ours.publish(1)
     assert ours.staged == [0, 1]
 

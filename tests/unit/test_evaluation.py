@@ -1,4 +1,4 @@
-"""What evaluation completions come to, and which directory is meant."""
+"""What evaluation completions come to."""
 
 import itertools
 import math
@@ -8,9 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.checkpoint.checkpointer import find_model
-from llamarl.errors import CheckpointError
-from llamarl.models.config import tiny_directory
 from llamarl.tasks.evaluation import Evaluations, pass_at_k
 from llamarl.tasks.source import Outcome
 from llamarl.types import EvalCompletion
@@ -92,30 +89,3 @@ def test_the_mean_of_scores_other_than_0_and_1_is_no_accuracy_and_stays_none(sco
         ((_, values),) = book.finished()
         rows.append((values["eval/reward"], values.get("eval/accuracy")))
     assert rows == [(0.5, 0.5), ((score + 1) / 2, None), (0.0, None)]
-
-
-def test_a_directory_of_transformers_is_taken_as_it_is():
-    assert find_model(tiny_directory()) == (tiny_directory(), None)
-
-
-def test_what_is_neither_a_model_nor_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(
-        FileNotFoundError,
-        match="neither a Hugging Face directory .* nor a checkpoint .*; give one of these",
-    ):
-        find_model(tmp_path)
-    with pytest.raises(FileNotFoundError, match="neither"):
-        find_model(tmp_path / "absent")
-    (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(
-        FileNotFoundError, match="latest: no such file; a run has it once it has a checkpoint"
-    ):
-        find_model(tmp_path)
-    step = tmp_path / "checkpoints" / "step_3"
-    step.mkdir()
-    (step / "manifest.json").write_text("{}")
-    (tmp_path / "checkpoints" / "latest").write_text("step_3\n")
-    with pytest.raises(
-        CheckpointError, match="step_3 is damaged:\n  manifest.json: its contents have changed"
-    ):
-        find_model(tmp_path / "checkpoints" / "latest")

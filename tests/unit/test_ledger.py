@@ -131,9 +131,9 @@ def test_a_step_given_up_can_be_taken_again_with_the_same_groups(alone):
 def test_after_a_stop_request_no_step_is_begun(alone):
     desk = alone()
     desk.finish(indices(desk.ask(0, 4, version=0)))
-    desk._control.request_stop("a test")
+    desk._control.request_stop()
     assert desk.take(0) is None
-    desk._control.stop_reason = None
+    desk._control.stopping = False
     assert desk.take(0) is not None
 
 
@@ -365,7 +365,7 @@ def test_room_is_told_to_the_generators_that_were_refused_and_whoever_asks_then_
     eventually(lambda: ones.extend(one.ask(0, 4, version=0)) or len(ones) == 4)
     assert asks == [(1, 4, 0)]
     twos += two.ask(1, 4, version=0)
-    eventually(lambda: twos.extend(two.granted()) or not two._is_asking)
+    eventually(lambda: twos.extend(two.granted()) or not two._num_asked)
     assert two.ask(1, 4, version=0) == twos == [] and len(asks) == 2, "refused"
     leader.finish([0, 1, 2, 3])
     assert leader.take(0) == [0, 1, 2, 3]

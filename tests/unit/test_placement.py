@@ -21,4 +21,4 @@ NCCL = "cpu:gloo,cuda:nccl"
     ],
 )
 def test_nccl_joins_ranks_with_a_gpu_each_and_gloo_all_others(gpus, ranks, backend):
-    assert backend_of(World(0, len(gpus), len(gpus), torch.device("cpu"), gpus), ranks) == backend
+    assert backend_of(World(0, len(gpus), torch.device("cpu"), gpus), ranks) == backend

@@ -25,7 +25,7 @@ from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.native.files import DirectoryLock
 
-WORLD = World(0, 1, 1, torch.device("cpu"))
+WORLD = World(0, 1, torch.device("cpu"))
 IN_WORK = range(8)  # tickets
 
 
@@ -301,7 +301,7 @@ def test_what_is_in_the_lock_of_a_directory_is_for_people_alone(tmp_path):
 
 
 def alone_on(launcher):
-    return World(0, 1, 1, torch.device("cpu"), launcher=launcher)
+    return World(0, 1, torch.device("cpu"), launcher=launcher)
 
 
 @pytest.fixture

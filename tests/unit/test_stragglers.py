@@ -34,7 +34,7 @@ def test_what_has_finished_is_no_straggler_and_a_few_times_say_nothing():
 
 def test_what_a_resumed_run_goes_on_with_can_be_a_straggler_but_its_time_says_nothing_of_others():
     times = finished_in([2] * 8, factor=5)
-    times.went_on([0, *range(20, 60)], 1, 0.0)
+    times.granted([0, *range(20, 60)], 1, 0.0, is_resumed=True)
     times.finished(range(20, 60), 0.1)
     assert times.median_s == 2
     assert times.new_stragglers(10.5) == {1: [(0, 10.5)]}

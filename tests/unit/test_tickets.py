@@ -439,13 +439,6 @@ def test_a_resumed_governor_goes_on_as_if_nothing_had_been(kind):
         assert go_on(second, range(cut, 20)) == want[cut:]
 
 
-def test_an_unknown_governor_is_refused_with_the_known_ones():
-    with pytest.raises(
-        ValueError, match="overcommit='none': need a whole number, or one of auto, oppo, window"
-    ):
-        TicketLedger(groups_per_step=8, max_lag=4, overcommit="none")
-
-
 class Numbers:
     num_train = 7
 
