@@ -57,17 +57,19 @@ def report(plan: Plan) -> dict:
     links = []
     for s in range(num_sources):
         for replica in plan.feeds(s):
-            for t, num_bytes in enumerate(plan.bytes_to[s].tolist()):
+            first = replica * tp
+            for d, num_bytes in enumerate(plan.bytes_to[s].tolist(), first):
                 sent[s] += num_bytes
                 if num_bytes:
-                    links.append(_link(f"trainer {s}", replica * tp + t, num_bytes))
+                    links.append(_link(f"trainer {s}", d, num_bytes))
     for d in range(plan.destination.num_ranks):
         after = plan.follower(d)
         if after is not None:
             forwarded[d] = shards[d % tp]
             links.append(_link(f"generator {d}", after, forwarded[d]))
     received = shards * plan.destination.replicas
-    source_floor = -(-sum(shards) * plan.roots // num_sources)
+    of_roots = sum(shards) * plan.roots
+    source_floor = -(-of_roots // num_sources)
     receive_floor = max(shards)
     floor = max(source_floor, receive_floor)
     busiest = max(sent + received + forwarded)
@@ -118,27 +120,35 @@ def show(found: dict, config: ModelConfig) -> None:
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = 160
-    num_bytes = found["bytes_per_sync"]
-    source = [f"{key} {value}" for key, value in found["source"].items()]
-    destination = [f"{key} {value}" for key, value in found["destination"].items()]
+    of_sync = found["bytes_per_sync"]
     ranks = Table("ranks", "bytes each", "all", "floor", "ratio", box=None, pad_edge=False)
-    forwarding = [n for n in found["forwarded"] if n]
-    _add_ranks(ranks, "trainer, sends", found["sent"], found["source_floor"])
-    _add_ranks(ranks, "generator, receives", found["received"], found["receive_floor"])
-    _add_ranks(ranks, "generator, forwards", forwarding, found["receive_floor"])
+    sides = {
+        "trainer, sends": (found["sent"], found["source_floor"]),
+        "generator, receives": (found["received"], found["receive_floor"]),
+        "generator, forwards": ([n for n in found["forwarded"] if n], found["receive_floor"]),
+    }
+    for side, (num_bytes, floor) in sides.items():
+        if num_bytes:
+            name = f"{side} ({len(num_bytes)})"
+            total = f"{sum(num_bytes):,}"
+            ratio = f"{max(num_bytes) / floor:.3f}"
+            ranks.add_row(name, _spread(num_bytes), total, f"{floor:,}", ratio)
     links = Table("link", "bytes", box=None, pad_edge=False)
     if len(found["links"]) > MOST_ROWS:
         spread = _spread([link["bytes"] for link in found["links"]])
         links.add_row(f"{len(found['links'])} links (--json lists them)", spread)
     else:
         for link in found["links"]:
-            links.add_row(f"{link['from']} -> {link['to']}", f"{link['bytes']:,}")
+            ends = f"{link['from']} -> {link['to']}"
+            links.add_row(ends, f"{link['bytes']:,}")
     console.print(
         f"{num_parameters(config):,} parameters, "
-        f"{num_bytes // found['destination']['replicas']:,} bytes a replica, "
-        f"{num_bytes:,} bytes a sync"
+        f"{of_sync // found['destination']['replicas']:,} bytes a replica, "
+        f"{of_sync:,} bytes a sync"
     )
-    console.print(f"trainer {' x '.join(source)} -> generator {' x '.join(destination)}")
+    source = _words(found["source"])
+    destination = _words(found["destination"])
+    console.print(f"trainer {source} -> generator {destination}")
     console.print(found["feed"])
     console.print(ranks)
     console.print(links)
@@ -148,17 +158,16 @@ def show(found: dict, config: ModelConfig) -> None:
     )
 
 
-def _add_ranks(table: Table, do: str, num_bytes: list[int], floor: int) -> None:
-    if num_bytes:
-        ratio = max(num_bytes) / floor
-        name = f"{do} ({len(num_bytes)})"
-        table.add_row(name, _spread(num_bytes), f"{sum(num_bytes):,}", f"{floor:,}", f"{ratio:.3f}")
+def _words(topology: dict[str, int]) -> str:
+    return " x ".join(f"{key} {value}" for key, value in topology.items())
 
 
 def _spread(values: list[int]) -> str:
     low = min(values)
     high = max(values)
-    return f"{high:,}" if low == high else f"{low:,} .. {high:,}"
+    if low == high:
+        return f"{high:,}"
+    return f"{low:,} .. {high:,}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -42,12 +42,15 @@ class Weights(Channel):
         """See Channel.connect. WeightsError if the transport asked for cannot join two ranks."""
         sources = context.placement[self.source.name]
         destinations = context.placement[self.destination.name]
+        trainer = self.source
+        copies = trainer.replicate * trainer.tensor_parallel
+        tp = self.destination.tensor_parallel
         route = WeightsRoute(
             self.name,
             sources=sources,
             destinations=destinations,
-            source=self._source(len(sources)),
-            destination=self._destination(len(destinations)),
+            source=Source(len(sources) // copies, trainer.replicate, trainer.tensor_parallel),
+            destination=Destination(tp, len(destinations) // tp),
             on_host=context.on_host,
             dtype=getattr(torch, self.dtype),
             quantize=self.quantize,
@@ -63,14 +66,3 @@ class Weights(Channel):
         sender = WeightsSender(route) if rank in sources else None
         receiver = WeightsReceiver(route) if rank in destinations else None
         return sender, receiver
-
-    def _source(self, num_ranks: int) -> Source:
-        trainer = self.source
-        copies = trainer.replicate * trainer.tensor_parallel
-        return Source(
-            fsdp=num_ranks // copies, replicate=trainer.replicate, tp=trainer.tensor_parallel
-        )
-
-    def _destination(self, num_ranks: int) -> Destination:
-        tp = self.destination.tensor_parallel
-        return Destination(tp=tp, replicas=num_ranks // tp)

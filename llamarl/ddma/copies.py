@@ -33,25 +33,27 @@ class Parts:
 
     def __init__(self, parts: list[tuple[int, Tensor]]):
         self.targets = parts
-        self.on_device = any(target.is_cuda for _, target in parts)
-        # Bytes that a run must have.
-        self.end = max((start + target.nbytes for start, target in parts), default=0)
+        self.on_device = False
+        self.end = 0  # bytes that a run must have
         self.moves = (Move * len(parts))()
-        for index, (start, target) in enumerate(parts):
+        for move, (start, target) in zip(self.moves, parts):
             _check_target(start, target)
-            rows = 1 if target.is_contiguous() else len(target)
-            width = target.nbytes // rows
-            move = self.moves[index]
+            self.on_device |= target.is_cuda
+            self.end = max(self.end, start + target.nbytes)
+            is_run = target.is_contiguous()
             move.target = target.data_ptr()
             move.start = start
-            move.stride = width if rows == 1 else target.stride(0) * target.itemsize
-            move.width = width
-            move.rows = rows
+            move.rows = 1 if is_run else len(target)
+            move.width = target.nbytes // move.rows
+            row_stride = 0 if is_run else target.stride(0)
+            move.stride = row_stride * target.itemsize
 
 
 def _check_target(start: int, target: Tensor) -> None:
-    has_rows = target.dim() == 1 or (target.dim() == 2 and target.stride(1) == 1)
-    if start < 0 or not (has_rows or target.is_contiguous()):
+    has_rows = target.is_contiguous() or target.dim() == 1
+    if target.dim() == 2 and target.stride(1) == 1:
+        has_rows = True
+    if start < 0 or not has_rows:
         raise ValueError(
             f"byte {start} to shape {list(target.shape)} with strides {target.stride()}: "
             "need a byte from 0 on, and rows whose elements lie end to end"
@@ -91,21 +93,27 @@ class Copier:
         A part that lies where it goes already is only digested. ValueError for a source
         that is no run of bytes, or too short for a part.
         """
-        if source.dtype != torch.uint8 or source.dim() != 1 or not source.is_contiguous():
+        size = source.numel()
+        is_run = source.dim() == 1 and source.is_contiguous()
+        if source.dtype != torch.uint8 or not is_run:
             shape = list(source.shape)
             raise ValueError(f"a source {shape} {source.dtype}; need [bytes] uint8, contiguous")
-        if source.numel() < parts.end:
-            raise ValueError(f"a source of {source.numel()} bytes for parts up to byte {parts.end}")
-        if self.method == "lanes" and not (source.is_cuda or parts.on_device):
+        if size < parts.end:
+            raise ValueError(f"a source of {size} bytes for parts up to byte {parts.end}")
+        on_device = source.is_cuda or parts.on_device
+        if self.method == "lanes" and not on_device:
             count = len(parts.targets)
             digests = (ctypes.c_uint64 * count)()
             copy_kernels().copy_moves(count, parts.moves, source.data_ptr(), digests)
             return fold(digests)
         found = []
         for start, target in parts.targets:
-            part = source[start : start + target.nbytes].view(target.dtype).view(target.shape)
-            is_there = part.data_ptr() == target.data_ptr()
-            found.append(self.digest(part) if is_there else self.copy(target, part))
+            run = source[start : start + target.nbytes]
+            part = run.view(target.dtype).view(target.shape)
+            if part.data_ptr() == target.data_ptr():
+                found.append(self.digest(part))
+            else:
+                found.append(self.copy(target, part))
         return fold(found)
 
     def digest(self, of: Tensor) -> int | Tensor:
@@ -135,9 +143,10 @@ def _can_pack(target: Tensor, source: Tensor) -> bool:
     """Whether the kernel can: rows on the CPU to a contiguous target, in dtypes that it has."""
     if target.is_cuda or source.is_cuda or source.dim() > 2:
         return False
-    is_cast = source.dtype == torch.float32 and target.dtype == torch.bfloat16
-    has_dense_rows = source.stride(-1) == 1 and target.is_contiguous()
-    return has_dense_rows and (is_cast or source.dtype == target.dtype)
+    if source.stride(-1) != 1 or not target.is_contiguous():
+        return False
+    dtypes = (source.dtype, target.dtype)
+    return dtypes == (torch.float32, torch.bfloat16) or source.dtype == target.dtype
 
 
 def _device_digest(flat: Tensor) -> Tensor:
@@ -146,10 +155,11 @@ def _device_digest(flat: Tensor) -> Tensor:
         flat = flat.clone()  # words must lie on words
     size = flat.numel()
     in_rows = size // 4096 * 4096
-    columns = torch.arange(512, device=flat.device)
-    words = flat[:in_rows].view(torch.int64).view(-1, 512)
-    of_rows = (words.sum(0) * (columns * 2 + 1)).sum()
+    odd = torch.arange(4096, device=flat.device) * 2 + 1
+    words = flat[:in_rows].view(torch.int64)
+    columns = words.view(-1, 512).sum(0)
+    of_rows = (columns * odd[:512]).sum()
     tail = flat[in_rows:].long()
-    places = torch.arange(size - in_rows, device=flat.device)
-    of_tail = (tail * (places * 2 + 257)).sum()
+    weights = odd[: len(tail)] + 256
+    of_tail = (tail * weights).sum()
     return of_rows * 1000003 + of_tail + size

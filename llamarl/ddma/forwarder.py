@@ -21,6 +21,8 @@ from llamarl.ddma.protocol import (
 from llamarl.errors import PeerDied, WeightsError
 from llamarl.models.sharding import Box, overlap
 
+_Arrival = tuple[int, int]  # a link of the receiver's, and a bucket of what it carries
+
 
 class Forwarder:
     """Sends each version out of the receiver's own buffers, in a thread of its own.
@@ -46,8 +48,8 @@ class Forwarder:
         self._progress = Progress()
         self._origins = _origins(arriving, out.buckets)
         self._lock = threading.Lock()
-        self._arrived: set[tuple[int, int]] = set()
-        self._awaited: deque[set[tuple[int, int]]] = deque()
+        self._arrived: set[_Arrival] = set()
+        self._awaited: deque[set[_Arrival]] = deque()
         self._versions: queue.Queue[QueuedVersion | None] = queue.Queue()
         self._current: QueuedVersion | None = None
         self._closing = False
@@ -119,13 +121,13 @@ class Forwarder:
 
 def _origins(
     arriving: list[tuple[Bucket, ...]], forwarded: tuple[Bucket, ...]
-) -> list[set[tuple[int, int]]]:
-    """Which (link, bucket) of what arrives bring some of each forwarded bucket."""
+) -> list[set[_Arrival]]:
+    """Of each forwarded bucket, the arrivals that bring some of it."""
     boxes: dict[str, list[tuple[int, Box]]] = {}  # name -> (forwarded bucket, its box of it)
     for number, bucket in enumerate(forwarded):
         for piece in bucket.pieces:
             boxes.setdefault(piece.name, []).append((number, piece.box))
-    origins: list[set[tuple[int, int]]] = [set() for _ in forwarded]
+    origins: list[set[_Arrival]] = [set() for _ in forwarded]
     for link, carried in enumerate(arriving):
         for index, bucket in enumerate(carried):
             for piece in bucket.pieces:

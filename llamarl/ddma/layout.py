@@ -90,7 +90,8 @@ class Source:
         FSDP2 cuts dim 0 of a tensor-parallel part into ceil-sized chunks; the last ranks may hold
         less, or nothing.
         """
-        shard, t = divmod(rank % (self.fsdp * self.tp), self.tp)
+        num_shards = self.fsdp * self.tp
+        shard, t = divmod(rank % num_shards, self.tp)
         name = p.name.removesuffix(SCALE)
         part = tensor_parallel_box(config, name, p.shape, t, self.tp, split_vocabulary=False)
         rows = part.lengths[0]

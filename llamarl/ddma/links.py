@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -89,13 +90,14 @@ def make_slots(num_bytes: int, device: torch.device, *, shared: bool) -> Slots:
     WeightsError, with the alternative, if there is no room.
     """
     if device.type == "cuda":
-        where = {"dtype": torch.uint8, "device": device}
-        return Slots([torch.zeros(num_bytes, **where) for _ in range(NUM_SLOTS)])
-    with_counter = num_bytes + _COUNTER_BYTES
+        zeros = partial(torch.zeros, num_bytes, dtype=torch.uint8, device=device)
+        return Slots([zeros() for _ in range(NUM_SLOTS)])
+    num_bytes += _COUNTER_BYTES
     if shared:
-        return _shared_slots(with_counter)
-    where = {"dtype": torch.uint8, "pin_memory": torch.cuda.is_available()}
-    return _with_counters([torch.zeros(with_counter, **where) for _ in range(NUM_SLOTS)])
+        return _shared_slots(num_bytes)
+    is_pinned = torch.cuda.is_available()
+    zeros = partial(torch.zeros, num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+    return _with_counters([zeros() for _ in range(NUM_SLOTS)])
 
 
 def _shared_slots(num_bytes: int) -> Slots:
@@ -246,15 +248,17 @@ class RankLink(LocalLink):
             self.slots = mapped.tensors
             self.counters = mapped.counters
         elif self.transport == "cuda_ipc":
-            self.slots = [_open_device_memory(handle) for handle in where["handles"]]
+            handles = where["handles"]
+            self.slots = [_open_device_memory(handle, where["bytes"]) for handle in handles]
         self.send(Header(Kind.OFFER), to_receiver=False)
 
     def send(self, header: Header, to_receiver: bool = True) -> None:
         tag = _Tag.TO_RECEIVER if to_receiver else _Tag.TO_SENDER
         message = json.dumps([header.kind, header.version, header.more]).encode()
         raw = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        size = torch.tensor([len(raw)])
         with self._with_peer():
-            dist.send(torch.tensor([len(raw)]), self.peer, group=self._group, tag=tag)
+            dist.send(size, self.peer, group=self._group, tag=tag)
             dist.send(raw, self.peer, group=self._group, tag=tag)
 
     def recv(self, at_receiver: bool = True, timeout_s: float | None = None) -> Header:
@@ -320,34 +324,17 @@ class RankLink(LocalLink):
             raise PeerDied(first_sentence, [self.peer]) from error
 
 
-def _share_device_memory(tensor: Tensor) -> dict:
+def _share_device_memory(tensor: Tensor) -> list:
     """What another process on this host needs to open a CUDA tensor's memory. JSON."""
-    shared = tensor.untyped_storage()._share_cuda_()
-    device, handle, size, offset, ref_handle, ref_offset, event, sync = shared
-    coded = [base64.b64encode(part).decode() for part in (handle, ref_handle, event)]
-    return {
-        "device": device,
-        "size": size,
-        "offset": offset,
-        "ref_offset": ref_offset,
-        "sync": sync,
-        "coded": coded,
-        "bytes": tensor.numel(),
-    }
+    coded = []
+    for part in tensor.untyped_storage()._share_cuda_():
+        coded.append(base64.b64encode(part).decode() if isinstance(part, bytes) else part)
+    return coded
 
 
-def _open_device_memory(shared: dict) -> Tensor:
+def _open_device_memory(coded: list, num_bytes: int) -> Tensor:
     """The tensor [bytes] uint8 that another process shared."""
-    handle, ref_handle, event = (base64.b64decode(part) for part in shared["coded"])
-    storage = torch.UntypedStorage._new_shared_cuda(
-        shared["device"],
-        handle,
-        shared["size"],
-        shared["offset"],
-        ref_handle,
-        shared["ref_offset"],
-        event,
-        shared["sync"],
-    )
-    flat = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", shared["device"]))
-    return flat.set_(storage, 0, (shared["bytes"],))
+    shared = [base64.b64decode(part) if isinstance(part, str) else part for part in coded]
+    storage = torch.UntypedStorage._new_shared_cuda(*shared)
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return flat.set_(storage, 0, (num_bytes,))

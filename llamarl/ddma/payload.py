@@ -60,11 +60,13 @@ def buckets_of(pieces: Iterable[Piece], limit: int) -> tuple[Bucket, ...]:
 def _cut(piece: Piece, limit: int) -> list[Piece]:
     """A piece by rows, in parts of no more than `limit` bytes, or one row."""
     rows = piece.box.lengths[0]
-    each = max(1, rows * limit // max(piece.num_bytes, 1))
+    in_limit = rows * limit // max(piece.num_bytes, 1)
+    each = max(1, in_limit)
     start = piece.start
     parts = []
     for first in range(0, rows, each):
-        box = piece.box.cut(0, first, min(each, rows - first))
+        count = min(each, rows - first)
+        box = piece.box.cut(0, first, count)
         part = replace(piece, box=box, start=start)
         parts.append(part)
         start = part.end
@@ -109,9 +111,10 @@ class Progress:
     def wait(self, index: int) -> bool:
         """Wait until a bucket is whole. False if this was closed before."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._events) > index or self._closed)
-            if len(self._events) <= index:
-                return False
+            while len(self._events) <= index:
+                if self._closed:
+                    return False
+                self._changed.wait()
         event = self._events[index]
         if event is not None:
             event.synchronize()
@@ -132,20 +135,20 @@ class Target:
     """
 
     def __init__(self, bucket: Bucket, of: Buffer, flat: Tensor):
-        num_bytes = bucket.end - bucket.start
-        places = []
+        parts: list[tuple[int, Tensor]] = []
+        size = 0
+        lie_alike = True
         for piece in bucket.pieces:
             held = of.held[piece.name]
-            places.append(held.view_in(flat)[piece.box.within(held.box)])
-        starts = [piece.start - bucket.start for piece in bucket.pieces]
-        self.parts = Parts(list(zip(starts, places)))
-        first = places[0].data_ptr()
-        lie_alike = all(
-            place.is_contiguous() and place.data_ptr() - first == start
-            for start, place in zip(starts, places)
-        )
+            place = held.view_in(flat)[piece.box.within(held.box)]
+            start = piece.start - bucket.start
+            parts.append((start, place))
+            size += place.nbytes
+            distance = place.data_ptr() - parts[0][1].data_ptr()
+            lie_alike &= place.is_contiguous() and distance == start
+        self.parts = Parts(parts)
         self.in_place: Tensor | None = None
         # No gaps: in the buffer they may be another sender's.
-        if lie_alike and sum(place.nbytes for place in places) == num_bytes:
-            at = first - flat.data_ptr()
-            self.in_place = flat[at : at + num_bytes]
+        if lie_alike and size == bucket.end - bucket.start:
+            first = parts[0][1].data_ptr() - flat.data_ptr()
+            self.in_place = flat[first : first + size]

@@ -96,7 +96,8 @@ class Plan:
         total = np.zeros(self.destination.tp, np.int64)
         for t in range(self.destination.tp):
             for p in self.parameters:
-                total[t] += self.destination.box(self.config, p, t).numel * p.dtype.itemsize
+                box = self.destination.box(self.config, p, t)
+                total[t] += box.numel * p.dtype.itemsize
         return total
 
     @property
@@ -115,12 +116,14 @@ class Plan:
         """What crosses of the index-th parameter: the box from each trainer rank to each
         tensor-parallel rank, and [sources, tp] its bytes, 0 where nothing is sent.
         """
-        part = p.name.split("layers.")[-1].partition(".")[2]  # layers are alike
+        _, _, in_layers = p.name.partition("layers.")
+        _, _, part = in_layers.partition(".")  # layers are alike
         key = (p.shape, p.dtype, part or p.name)
         if key not in self._cache:
             self._cache[key] = self._shared(p)
         boxes, num_bytes, turn, num_turns = self._cache[key]
-        return boxes, np.where(index % num_turns == turn, num_bytes, 0)
+        has_turn = index % num_turns == turn
+        return boxes, np.where(has_turn, num_bytes, 0)
 
     def _shared(self, p: Parameter) -> tuple[_Boxes, np.ndarray, np.ndarray, np.ndarray]:
         """(boxes, num_bytes, turn, num_turns) of what crosses of a parameter, and of its like.
@@ -129,14 +132,16 @@ class Plan:
         each of every num_turns-th parameter, from the turn-th on. The last three are [sources, tp].
         """
         boxes: _Boxes = {}
-        num_bytes = np.zeros((self.source.num_ranks, self.destination.tp), np.int64)
+        tp = self.destination.tp
+        itemsize = p.dtype.itemsize
+        num_bytes = np.zeros((self.source.num_ranks, tp), np.int64)
         turn = np.zeros_like(num_bytes)
         num_turns = np.ones_like(num_bytes)
         for held, ranks in self._holders(p):
-            for t in range(self.destination.tp):
+            for t in range(tp):
                 common = overlap(held, self.destination.box(self.config, p, t))
                 rows = common.lengths[0]
-                is_small = common.numel * p.dtype.itemsize < SMALL_BYTES or rows < len(ranks)
+                is_small = common.numel * itemsize < SMALL_BYTES or rows < len(ranks)
                 for place, rank in enumerate(ranks):
                     box = common
                     if is_small:
@@ -145,7 +150,7 @@ class Plan:
                     else:
                         box = common.cut(0, *span(rows, place, len(ranks)))
                     boxes[rank, t] = box
-                    num_bytes[rank, t] = box.numel * p.dtype.itemsize
+                    num_bytes[rank, t] = box.numel * itemsize
         return boxes, num_bytes, turn, num_turns
 
     def _holders(self, p: Parameter) -> list[tuple[Box, list[int]]]:
@@ -175,7 +180,7 @@ def make_plan(
     enough = max(1, source.num_ranks // destination.tp)
     wanted_roots = {"direct": destination.replicas, "chain": 1, "auto": enough}
     roots = min(destination.replicas, wanted_roots[feed])
-    plan = Plan(config, parameters, source, destination, roots)
+    plan = Plan(config, parameters, source, destination, roots=roots)
     senders = [s for s in range(source.num_ranks) if 0 in plan.feeds(s)]
     missing = plan.shard_bytes - plan.bytes_to[senders].sum(0)
     if missing.any():

@@ -35,6 +35,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -130,7 +131,9 @@ def send_version(
     Returns bucket number -> digest. WeightsError after MAX_RETRIES damaged deliveries.
     """
     digests: dict[int, int] = {}
-    wanted: _Wanted = [(out, list(range(len(out.buckets)))) for out in links]
+    wanted: _Wanted = []
+    for out in links:
+        wanted.append((out, list(range(len(out.buckets)))))
     is_read_here = not all(out.link.streams for out in links)
     if is_read_here and not while_staging:
         for out in links:
@@ -159,8 +162,12 @@ def send_version(
                 of_link.append(digests[number])
             more = {"digests": of_link, "canary": canary}
             out.link.send(Header(Kind.END, queued.version, more))
-        verdicts = [(out, out.link.recv(at_receiver=False).more["wrong"]) for out, _ in wanted]
-        wanted = [(out, wrong) for out, wrong in verdicts if wrong]
+        again: _Wanted = []
+        for out, _ in wanted:
+            verdict = out.link.recv(at_receiver=False)
+            if verdict.more["wrong"]:
+                again.append((out, verdict.more["wrong"]))
+        wanted = again
         if not wanted:
             return digests
     damaged = " and ".join(str(indices) for _, indices in wanted)
@@ -177,19 +184,22 @@ def _send_buckets(
     Each goes once it is there and, while it travels, is digested unless its copying did that.
     """
     sent: list[Callable[[], None]] = []
-    longest = max((len(indices) for _, indices in wanted), default=0)
-    for place in range(longest):
-        for out, indices in wanted:
-            if place >= len(indices):
+    in_turns = zip_longest(*(indices for _, indices in wanted))
+    for turn in in_turns:
+        for (out, _), index in zip(wanted, turn):
+            if index is None:
                 continue
-            number = out.first_bucket + indices[place]
-            bucket = out.buckets[indices[place]]
+            number = out.first_bucket + index
+            bucket = out.buckets[index]
             queued.wait_for_bucket(number)
             if out.link.streams:
-                sent.append(out.link.send_bytes(queued.data[bucket.start : bucket.end]))
+                flat = queued.data[bucket.start : bucket.end]
+                sent.append(out.link.send_bytes(flat))
             if number not in digests:
-                known = queued.progress.digest(number)
-                digests[number] = bucket.digest(queued.data, copier) if known is None else known
+                digest = queued.progress.digest(number)
+                if digest is None:
+                    digest = bucket.digest(queued.data, copier)
+                digests[number] = digest
     for wait_until_gone in sent:
         wait_until_gone()
 

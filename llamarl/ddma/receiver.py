@@ -159,7 +159,8 @@ def _views_of(flat: Tensor, of: Buffer, parameters: list[tuple[str, nn.Parameter
     """The typed view of each parameter in a buffer [bytes] uint8. WeightsError (see bind)."""
     views = []
     for name, parameter in parameters:
-        members = [of.held[n] for n in of.fused.get(name, (name,)) if n in of.held]
+        names = of.fused.get(name, (name,))
+        members = [of.held[n] for n in names if n in of.held]
         if not members:
             raise WeightsError(
                 f"{name}: the generator's model has it, the trainer's weights do not"
@@ -173,7 +174,8 @@ def _views_of(flat: Tensor, of: Buffer, parameters: list[tuple[str, nn.Parameter
                 f"{name}: the generator holds {tuple(parameter.shape)} {parameter.dtype}, "
                 f"{shape} {dtype} would come"
             )
-        views.append(flat[first.start : members[-1].end].view(dtype).view(shape))
+        run = flat[first.start : members[-1].end]
+        views.append(run.view(dtype).view(shape))
     return views
 
 
@@ -232,7 +234,9 @@ class Subscriber:
     def overtakable(self) -> bool:
         """Whether a newer version waits for the place of the staged one, which may be skipped."""
         staged = self._staged
-        return staged is not None and not staged.must_load and self._newest > staged.version
+        if staged is None or staged.must_load:
+            return False
+        return self._newest > staged.version
 
     def skip(self, version: int) -> None:
         """Let go of the staged version, if it is this one, for a newer one to come."""
@@ -278,7 +282,8 @@ class Subscriber:
         """Whether this version may be written into the idle buffer."""
         if self._receiving is not None or self._is_forwarding:
             return self._receiving == version
-        return self._staged is None or not (self._staged.must_load or self._in_order)
+        staged = self._staged
+        return staged is None or not (staged.must_load or self._in_order)
 
     def complete(self, link: int, whole: Staged) -> None:
         """A link has brought its part of a version, which is staged when all links have."""
@@ -331,11 +336,12 @@ class _LinkReader:
         self._buckets = incoming.buckets
         # Places for buckets that are scattered from there. They are kept: fresh memory is slow.
         self._scratches: list[Tensor] = []
-        in_place = [target.in_place is not None for target in targets[0]]
-        if self._link.streams and not all(in_place):
+        scatters = any(target.in_place is None for target in targets[0])
+        if self._link.streams and scatters:
             largest = max(bucket.end - bucket.start for bucket in self._buckets)
             where = {"dtype": torch.uint8, "device": subscriber.device}
-            self._scratches = [torch.empty(largest, **where) for _ in range(AHEAD)]
+            for _ in range(AHEAD):
+                self._scratches.append(torch.empty(largest, **where))
 
     def run(self) -> None:
         """Receive until the sender closes."""
@@ -374,7 +380,8 @@ class _LinkReader:
             wrong = [i for i, digest in sent if found[i] != digest]
             if wrong and self._subscriber.forwarder is not None:
                 self._subscriber.forwarder.repairs()
-            self._link.send(Header(Kind.VERDICT, version, {"wrong": wrong}), to_receiver=False)
+            verdict = Header(Kind.VERDICT, version, {"wrong": wrong})
+            self._link.send(verdict, to_receiver=False)
             if not wrong:
                 canary = end.more["canary"]
                 self._subscriber.complete(self._index, Staged(version, must_load, evaluate, canary))
@@ -410,8 +417,9 @@ class _LinkReader:
         found: dict[int, int] = {}
         coming: list[Callable[[float], Tensor]] = []
         for n, i in enumerate(order):
-            while len(coming) < min(n + AHEAD, len(order)):
-                coming.append(self._begin_bucket(begin, len(coming), targets))
+            last = min(n + AHEAD, len(order))
+            for ahead in range(len(coming), last):
+                coming.append(self._begin_bucket(begin, ahead, targets))
             try:
                 data = coming[n](self._context.timeout_s)
             except LinkTimeout as error:

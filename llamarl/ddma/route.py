@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from llamarl.comm.control import Control
 from llamarl.comm.groups import RankInfo
-from llamarl.ddma.copies import Copier, Method
+from llamarl.ddma.copies import Copier
 from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.links import LocalLink, RankLink
 from llamarl.ddma.payload import BUCKET_BYTES
@@ -51,7 +51,11 @@ class WeightsRoute:
     def __post_init__(self):
         feeding = list(itertools.product(self.sources, self.destinations))
         forwarding = self._forwarding_pairs()
-        self._transports = self._choose_transports(feeding + forwarding)
+        ranks = self.ranks
+        if self.on_host:
+            ranks = [replace(info, gpu=None) for info in ranks]
+        pairs = [(ranks[a], ranks[b]) for a, b in feeding + forwarding]
+        self._transports = choose_transports(self.transport, pairs)
         self._local_link = LocalLink()
         self._involved = [self.ranks[rank] for rank in {*self.sources, *self.destinations}]
         # Sender and receiver of every link digest in the same memory.
@@ -59,11 +63,17 @@ class WeightsRoute:
         have_gpus = all(info.gpu for info in self._involved)
         self.on_device = have_gpus and not self.on_host and not on_cpu
         self.bucket_bytes = BUCKET_BYTES["cuda" if self.on_device else "cpu"]
-        self.copier = Copier(self._digest_method())
-        is_read_in_place = all(self._transports[pair] in _READ_IN_PLACE for pair in feeding)
-        self._feed = "direct" if is_read_in_place else "auto"
-        if not is_read_in_place:
-            self._keep_off_shared_memory(forwarding)
+        kernels = {info.kernel for info in self._involved}
+        have_one_kernel = len(kernels) == 1 and "" not in kernels
+        on_cpu_by = "lanes" if have_one_kernel else "xxh3"
+        self.copier = Copier("device" if self.on_device else on_cpu_by)
+        self._feed = "direct"
+        if any(self._transports[pair] not in _READ_IN_PLACE for pair in feeding):
+            self._feed = "auto"
+            # What is forwarded lies in a receiver's own memory, which no other process has mapped.
+            for pair in forwarding:
+                if self._transports[pair] == "shm":
+                    self._transports[pair] = "gloo"
 
     @property
     def rank(self) -> int:
@@ -110,23 +120,6 @@ class WeightsRoute:
         tp = self.destination.tp
         pairs = []
         for index, rank in enumerate(self.destinations):
-            pairs += [(rank, later) for later in self.destinations[index + tp :: tp]]
+            for later in self.destinations[index + tp :: tp]:
+                pairs.append((rank, later))
         return pairs
-
-    def _choose_transports(self, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], str]:
-        ranks = self.ranks
-        if self.on_host:
-            ranks = [replace(info, gpu=None) for info in ranks]
-        return choose_transports(self.transport, [(ranks[a], ranks[b]) for a, b in pairs])
-
-    def _keep_off_shared_memory(self, forwarding: list[tuple[int, int]]) -> None:
-        """What is forwarded lies in a receiver's own memory, which no other process has mapped."""
-        for pair in forwarding:
-            if self._transports[pair] == "shm":
-                self._transports[pair] = "gloo"
-
-    def _digest_method(self) -> Method:
-        if self.on_device:
-            return "device"
-        kernels = {info.kernel for info in self._involved}
-        return "lanes" if len(kernels) == 1 and "" not in kernels else "xxh3"

@@ -86,8 +86,9 @@ class WeightsSender:
             if not carried:
                 continue
             for replica in plan.feeds(rank):
-                peer = route.destinations[replica * route.destination.tp + t]
-                links.append(Outgoing(route.link_to(peer), len(buckets), carried))
+                d = replica * route.destination.tp + t
+                link = route.link_to(route.destinations[d])
+                links.append(Outgoing(link, len(buckets), carried))
             buckets += carried
         return links, buckets
 
@@ -174,7 +175,7 @@ class Publisher:
         for slot in range(NUM_SLOTS):
             self._free.put(slot)
         self._queued: queue.Queue[QueuedVersion | None] = queue.Queue()
-        self._peers = {out.link.peer for out in links if out.link.peer is not None}
+        self._peers = {out.link.peer for out in links}
         self._last_digests: dict[int, int] = {}
         self._closing = False
         self._thread = self._control.thread(f"publish-{context.name}", self._run)

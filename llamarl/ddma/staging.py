@@ -71,7 +71,8 @@ class Staging:
     @torch.no_grad()
     def fill(self, slot: Tensor, progress: Progress) -> None:
         """Copy the shard into a slot [bytes] uint8. Marks each bucket as it becomes whole."""
-        held = {name: local(p) for name, p in self._parameters.items()} | self._quantized
+        held = {name: local(p) for name, p in self._parameters.items()}
+        held |= self._quantized
         copier = self._route.copier
         # Then the digests are known when a bucket is whole.
         in_one_pass = copier.method == "lanes" and self._device.type == "cpu"
@@ -80,7 +81,8 @@ class Staging:
             sources = []
             for piece in bucket.pieces:
                 targets.append(piece.view_in(slot))
-                sources.append(held[piece.name][piece.box.within(self._boxes[piece.name])])
+                part = piece.box.within(self._boxes[piece.name])
+                sources.append(held[piece.name][part])
             if in_one_pass:
                 progress.mark(digest=fold(map(copier.copy, targets, sources)))
                 continue
@@ -105,14 +107,16 @@ class Staging:
         """
         if self._route.source.tp == 1:
             return {}
-        names = []
+        largest: dict[str, Tensor] = {}
         for p in self._plan.parameters:
-            is_weight = p.name in self._quantized and not p.name.endswith(SCALE)
-            if is_weight and self._boxes[p.name].lengths[1] < p.shape[1]:
-                names.append(p.name)
-        if not names:
+            if p.name not in self._quantized or p.name.endswith(SCALE):
+                continue
+            held = local(self._parameters[p.name])
+            if held.shape[1] < p.shape[1]:
+                largest[p.name] = held.abs().amax(1).float()
+        if not largest:
             return {}
-        rows = [local(self._parameters[name]).abs().amax(1).float() for name in names]
-        every = torch.cat(rows)
+        every = torch.cat(list(largest.values()))
         dist.all_reduce(every, dist.ReduceOp.MAX, group=self._tensor_group)
-        return dict(zip(names, every.split([len(r) for r in rows])))
+        parts = every.split([len(rows) for rows in largest.values()])
+        return dict(zip(largest, parts))

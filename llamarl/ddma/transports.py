@@ -24,19 +24,22 @@ def choose_transports(asked: str, pairs: Pairs) -> dict[tuple[int, int], str]:
     everyone = set(chain.from_iterable(pairs))
     gpus = {info.gpu for info in everyone}
     # NCCL's group spans all ranks: two on one GPU keep the others from it too.
-    nccl_joins_all = len(gpus) == len(everyone) and all(info.nccl for info in everyone)
+    all_have_nccl = all(info.nccl for info in everyone)
+    nccl_joins_all = all_have_nccl and len(gpus) == len(everyone)
     on_one_host = len({info.host for info in everyone}) == 1
     on_device = None not in gpus and (nccl_joins_all or on_one_host)
-    between = [(a, b) for a, b in pairs if a.rank != b.rank]
     if asked != "auto":
+        between = [(a, b) for a, b in pairs if a.rank != b.rank]
         _check(asked, between, nccl_joins_all)
-    chosen = {(a.rank, b.rank): "local" for a, b in pairs}
-    for a, b in between:
+    nearest, other = _ON_DEVICE if on_device else _ON_HOST
+    chosen = {}
+    for a, b in pairs:
         transport = asked
-        if asked == "auto":
-            nearest, other = _ON_DEVICE if on_device else _ON_HOST
-            can_be_nearest = _refusal(nearest, a, b, nccl_joins_all) is None
-            transport = nearest if can_be_nearest else other
+        if a.rank == b.rank:
+            transport = "local"
+        elif asked == "auto":
+            cannot = _refusal(nearest, a, b, nccl_joins_all)
+            transport = nearest if cannot is None else other
         chosen[a.rank, b.rank] = transport
     return chosen
 
