@@ -35,6 +35,9 @@ SHORT = {torch.bfloat16: 512, torch.float32: 256, torch.float64: 256}
 CALL = {"cpu": 1 << 13, "cuda": 1 << 20}
 
 
+Angles = tuple[Tensor, Tensor]  # cos and sin [T, 1, K] of every token's positions
+
+
 class AttentionContext(Protocol):
     """Says which keys each query sees."""
 
@@ -64,7 +67,7 @@ class PackedAttention:
         # A root's parent, -1, reads the last segment's place and length, which are not taken.
         prefix_starts = starts[parents]
         prefixes = torch.where(is_child, lengths[parents], 0)
-        self._parts: list[Part] = []
+        self._parts = []
         for of_kind in (~is_child, is_child):
             numbers = of_kind.nonzero().squeeze(1)
             for n in _of_like_length(numbers, lengths, prefixes):
@@ -218,7 +221,7 @@ class Rotary:
         self.inv_freq, self.factor = _scale_frequencies(inv_freq, theta, scaling or {})
         self._table = torch.empty(2, 0, 1, head_dim)  # cos and sin of every position so far
 
-    def __call__(self, positions_T: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, positions_T: Tensor, longest: int) -> Angles:
         """cos and sin, [T, 1, K] each, for positions below `longest`."""
         device = positions_T.device
         if self._table.device != device or self._table.shape[1] < longest:
@@ -329,7 +332,7 @@ class Attention(nn.Module):
         self.tp = tp
         self.sharing = KeyValueSharing(config, tp) if tp else None
         self.num_cached_kv_heads = heads.num_kv
-        self.repeats: list[int] = []
+        self.repeats = []
         if not heads.uniform:
             # A kernel takes equally many query heads for every K/V head; where they are not, each
             # query head gets its own.
@@ -344,9 +347,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, kv_width, bias)
         self.output_proj = nn.Linear(query_width, width, bias=False)
 
-    def forward(
-        self, x_TD: Tensor, *, mask: AttentionContext, input_pos: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: Angles) -> Tensor:
         num_tokens = x_TD.shape[0]
         if self.tp:
             x_TD = copied(x_TD, self.tp)
@@ -355,9 +356,10 @@ class Attention(nn.Module):
             v = self.sharing(self.v_proj, x_TD)
         else:
             q, k, v = projections(x_TD, self.q_proj, self.k_proj, self.v_proj)
-        q = rotate(q.view(num_tokens, -1, self.head_dim), *input_pos)
-        k = rotate(k.view(num_tokens, -1, self.head_dim), *input_pos)
-        v = v.view(num_tokens, -1, self.head_dim)
+        shape = (num_tokens, -1, self.head_dim)
+        q = rotate(q.view(shape), *input_pos)
+        k = rotate(k.view(shape), *input_pos)
+        v = v.view(shape)
         if self.repeats:
             k = repeated(k, self.repeats)
             v = repeated(v, self.repeats)

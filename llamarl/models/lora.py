@@ -118,7 +118,7 @@ class PolicyWeights:
     def __init__(self, decoder: nn.Module):
         # Captured now: while FSDP has a layer whole, its modules hold other tensors under these
         # names.
-        self._adapted: dict[str, _Adapted] = {}
+        self._adapted = {}
         for name, module in decoder.named_modules():
             if isinstance(module, LoraLinear):
                 self._adapted[hf_name(f"{name}.weight")] = _Adapted(

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llamarl.models.hf import hf_name
-from llamarl.models.sharding import HEAD, is_quantized
+from llamarl.models.sharding import HEAD, Shape, is_quantized
 
 QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _LARGEST = {"fp8": 448.0, "int8": 127.0}  # -128 is not used: the numbers are symmetric
@@ -154,7 +154,7 @@ class QuantizedLinear(nn.Module):
         return super()._apply(same_dtype, recurse)
 
 
-def arithmetic_of(kind: str, shape: tuple[int, ...], device: torch.device) -> tuple[str, str]:
+def arithmetic_of(kind: str, shape: Shape, device: torch.device) -> tuple[str, str]:
     """QuantizedLinear's arithmetic for a weight of `shape` on a device, and what rules the usual
     one out ("" if nothing).
     """
@@ -168,7 +168,7 @@ def arithmetic_of(kind: str, shape: tuple[int, ...], device: torch.device) -> tu
     return ("weight_only" if obstacle else usual), obstacle
 
 
-def _obstacle(arithmetic: str, shape: tuple[int, ...], device: torch.device) -> str:
+def _obstacle(arithmetic: str, shape: Shape, device: torch.device) -> str:
     """What keeps a device from scaled_mm or int_mm for a weight of `shape`; "" if nothing does."""
     if device.type == "cpu":
         if _int_mm_is_exact():
@@ -234,7 +234,7 @@ def quantize_decoder(decoder: nn.Module, kind: str, exclude: tuple[str, ...] = (
     On the meta device there are none: shapes alone. ValueError for an unknown kind, or a fragment
     that is in no name.
     """
-    paths: dict[str, str] = {}  # by Hugging Face name
+    paths = {}  # by Hugging Face name
     for path, module in decoder.named_modules():
         if isinstance(module, nn.Linear):
             paths[hf_name(f"{path}.weight")] = path

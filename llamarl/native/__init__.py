@@ -65,7 +65,8 @@ def library(name: str, *flags: str, structs: Structs = ()) -> ctypes.CDLL | None
         _check_sizes(kernels, structs)
         return kernels
     except subprocess.CalledProcessError as error:
-        reason = f"{error.cmd[0]} failed: {error.stderr.strip()[-300:]}"
+        said = error.stderr.strip()
+        reason = f"{error.cmd[0]} failed: {said[-300:]}"
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
     warnings.warn(
@@ -83,8 +84,9 @@ def _loaded(source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     if compiler is None:
         raise OSError("there is no C compiler (set CC, or install gcc or clang)")
     arch = os.environ.get("LLAMARL_NATIVE_ARCH") or "native"
-    on_arm = platform.machine() in _ARM
-    wanted = "-mcpu=native" if arch == "native" and on_arm else f"-march={arch}"
+    wanted = f"-march={arch}"
+    if arch == "native" and platform.machine() in _ARM:
+        wanted = "-mcpu=native"
     try:
         return _kept(compiler, source, (*_FLAGS, wanted, *flags))
     except subprocess.CalledProcessError:
