@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llamarl.models.fused import kernels
+from llamarl.models.fused import kernels, weight_gradient
 
 # Up to this many logits are one chunk, kept for backward: recomputing them would cost more than it
 # saves.
@@ -164,7 +164,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if wants_hidden:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden[part])
             if wants_weight:
-                product = grad_CV.T @ hidden_TD[part]
+                product = weight_gradient(grad_CV, hidden_TD[part])
                 if grad_weight is None:
                     # Chunks add up in float32: hundreds of bfloat16 additions would lose the small
                     # ones.

@@ -364,5 +364,5 @@ class Attention(nn.Module):
             k = repeated(k, self.repeats)
             v = repeated(v, self.repeats)
         attended_THK = mask.attend(self.layer, q, k, v)
-        out_TD = self.output_proj(attended_THK.reshape(num_tokens, -1))
+        (out_TD,) = projections(attended_THK.reshape(num_tokens, -1), self.output_proj)
         return summed(out_TD, self.tp) if self.tp else out_TD

@@ -68,7 +68,7 @@ class FeedForward(nn.Module):
         if self.tp:
             x = copied(x, self.tp)
         gate, up = projections(x, self.w1, self.w3)
-        y = self.w2(swiglu(gate, up))
+        (y,) = projections(swiglu(gate, up), self.w2)
         return summed(y, self.tp) if self.tp else y
 
 

@@ -27,6 +27,8 @@ from llamarl.native import library
 # Neither errno nor traps are looked at: a compiler makes vectors of the loops then.
 _MATH = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS = {torch.float32: _MATH, torch.bfloat16: (*_MATH, "-DBF16")}
+# Of a gradient, at a time: of some hundred tokens, they stay in the cache until the product.
+_TURNED_ROWS = 4096
 _KINDS = {
     "p": ctypes.c_void_p,
     "i": ctypes.c_int64,
@@ -36,6 +38,7 @@ _KINDS = {
 }
 _ARGUMENTS = {
     "add_up": "ppin",
+    "transpose": "ppiiin",
     "rms_norm": "ppppppiidn",
     "rms_norm_backward": "pppppppiin",
     "swiglu": "pppin",
@@ -92,6 +95,26 @@ def add_up(total: Tensor, part: Tensor) -> None:
         total.add_(part)
     else:
         call_kernel(lib.add_up, total, part, part.numel())
+
+
+def weight_gradient(grad_TN: Tensor, x_TD: Tensor) -> Tensor:
+    """g^T x [N, D]: with g the gradient of y = x W^T, that of W.
+
+    For tile instructions (AMX, bfloat16) oneDNN turns the left operand itself, which takes it as
+    long as half of the product; here a kernel does.
+    """
+    lib = kernels(grad_TN)
+    if lib is None or not lib.has_tiles() or not grad_TN.is_contiguous():
+        return grad_TN.T @ x_TD
+    num_tokens, num_outputs = grad_TN.shape
+    out_ND = grad_TN.new_empty(num_outputs, x_TD.shape[1])
+    turned = grad_TN.new_empty(min(num_outputs, _TURNED_ROWS), num_tokens)
+    for first in range(0, num_outputs, _TURNED_ROWS):
+        piece = grad_TN[:, first : first + _TURNED_ROWS]
+        rows = turned[: piece.shape[1]]
+        call_kernel(lib.transpose, rows, piece, *piece.shape, num_outputs)
+        torch.mm(rows, x_TD, out=out_ND[first : first + _TURNED_ROWS])
+    return out_ND
 
 
 # --- RMS norm ---
@@ -281,7 +304,10 @@ class _Projections(Function):
             grad_x = grads[0] @ weights[0]
             for grad, weight in zip(grads[1:], weights[1:]):
                 grad_x.addmm_(grad, weight)
-        of_weights = [grad.T @ x_TD if need else None for grad, need in zip(grads, needs_weight)]
+        of_weights = [
+            weight_gradient(grad.contiguous(), x_TD) if need else None
+            for grad, need in zip(grads, needs_weight)
+        ]
         of_biases = [grad.sum(0) if need else None for grad, need in zip(grads, needs_bias)]
         return grad_x, None, *of_weights, *of_biases
 

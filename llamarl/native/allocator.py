@@ -6,8 +6,7 @@ import ctypes
 import functools
 
 _M_TRIM_THRESHOLD = -1  # malloc.h
-_M_MMAP_THRESHOLD = -3
-_MMAP_BYTES = 32 << 20  # the most glibc takes; larger tensors still come from mmap
+_M_MMAP_MAX = -4
 _TRIM_BYTES = 1 << 30
 
 
@@ -18,9 +17,10 @@ def keep_freed_memory() -> bool:
 
     As it comes, glibc hands megabyte tensors back at every free, and the kernel zeroes their pages
     again at the next allocation: about 4,000 page faults and a quarter of the time of a decode step
-    of the tiny model with 512 rows.
+    of the tiny model with 512 rows. What is larger than 32 MiB, as the gradient of a large
+    vocabulary's head, would come from mmap and go back whatever its thresholds say; so none does.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES) and mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES))
+    return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES))

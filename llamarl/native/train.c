@@ -338,3 +338,68 @@ void log_softmax_backward(elem *restrict logits, const i64 *restrict labels, con
         z[labels[t]] = narrow(of_a * (1.0f - p_label) - of_entropy);
     }
 }
+
+/* Whether oneDNN multiplies by tile instructions here (AMX): it turns a transposed left operand for them by itself, and slowly. */
+int has_tiles(void) {
+#if defined BF16 && defined __AMX_BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+enum { SIDE = 32, LANES = 8 }; /* of a square that lies in the nearest cache, and of one in registers */
+
+#if defined BF16 && defined __has_builtin
+#if __has_builtin(__builtin_shufflevector)
+#define SHUFFLES
+typedef elem lanes __attribute__((vector_size(LANES * sizeof(elem)), aligned(sizeof(elem))));
+
+/* Rows i and i + 4 interleaved, three times: row i is column i then. */
+INLINE void turn_lanes(lanes row[LANES]) {
+    for (int round = 0; round < 3; round++) {
+        lanes next[LANES];
+        for (int i = 0; i < LANES / 2; i++) {
+            next[2 * i] = __builtin_shufflevector(row[i], row[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
+            next[2 * i + 1] = __builtin_shufflevector(row[i], row[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
+        }
+        memcpy(row, next, sizeof(next));
+    }
+}
+#endif
+#endif
+
+/* A whole square is copied to the nearest cache first: rows that lie a power of two apart would push each other out of it. */
+INLINE void turn_square(elem *restrict to, const elem *restrict from, i64 rows, i64 stride, i64 height, i64 width) {
+#ifdef SHUFFLES
+    if (width == SIDE && height == SIDE) {
+        elem square[SIDE][SIDE];
+        for (i64 r = 0; r < SIDE; r++) memcpy(square[r], from + r * stride, sizeof(square[r]));
+        for (i64 c = 0; c < SIDE; c += LANES) {
+            elem turned[LANES][SIDE];
+            for (i64 r = 0; r < SIDE; r += LANES) {
+                lanes row[LANES];
+                for (int i = 0; i < LANES; i++) memcpy(&row[i], &square[r + i][c], sizeof(row[i]));
+                turn_lanes(row);
+                for (int i = 0; i < LANES; i++) memcpy(&turned[i][r], &row[i], sizeof(row[i]));
+            }
+            for (int i = 0; i < LANES; i++) memcpy(to + (c + i) * rows, turned[i], sizeof(turned[i]));
+        }
+        return;
+    }
+#endif
+    for (i64 c = 0; c < width; c++)
+        for (i64 r = 0; r < height; r++) to[c * rows + r] = from[r * stride + c];
+}
+
+/* to[c, r] = from[r, c], by squares. A row of `from` is `stride` numbers long, of which the first `columns` are turned. */
+void transpose(elem *restrict to, const elem *restrict from, i64 rows, i64 columns, i64 stride, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 top = 0; top < rows; top += SIDE) {
+        const i64 height = rows - top < SIDE ? rows - top : SIDE;
+        for (i64 left = 0; left < columns; left += SIDE) {
+            const i64 width = columns - left < SIDE ? columns - left : SIDE;
+            turn_square(to + left * rows + top, from + top * stride + left, rows, stride, height, width);
+        }
+    }
+}

@@ -130,6 +130,29 @@ def test_projections_of_one_input(dtype, bias):
         ] * plain.double().abs().max()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens, outputs", [(64, 96), (33, 70), (7, 3), (1, 40)])
+def test_the_gradient_of_a_weight(monkeypatch, dtype, tokens, outputs):
+    monkeypatch.setattr(fused, "_TURNED_ROWS", 32)
+    grad_TN = random(tokens, outputs, dtype=dtype)
+    x_TD = random(tokens, 24, seed=1, dtype=dtype)
+    exact = grad_TN.double().T @ x_TD.double()
+    got = fused.weight_gradient(grad_TN, x_TD)
+    assert got.dtype == dtype
+    assert float((got.double() - exact).abs().max()) <= ROUNDING[dtype] * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("rows, columns", [(32, 32), (64, 96), (33, 70), (7, 3), (1, 40), (40, 1)])
+def test_transposition_moves_every_number(rows, columns):
+    whole = random(rows, columns + 5, dtype=torch.bfloat16)
+    lib = fused.kernels(whole)
+    if lib is None:
+        pytest.skip("no kernels here")
+    turned = torch.empty(columns, rows, dtype=torch.bfloat16)
+    fused.call_kernel(lib.transpose, turned, whole, rows, columns, columns + 5)
+    assert torch.equal(turned, whole[:, :columns].T)
+
+
 SEGMENTS = {  # lengths, parents
     "one": ([9], [-1]),
     "equal": ([6, 6], [-1, -1]),
