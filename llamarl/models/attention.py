@@ -73,7 +73,8 @@ class PackedAttention:
             for n in _of_like_length(numbers, lengths, prefixes):
                 part = _part(starts[n], lengths[n], prefix_starts[n], prefixes[n])
                 self._parts.append(part)
-        self.longest = int((lengths + prefixes).max())
+        seen = lengths + prefixes
+        self.longest = int(seen.max())
         queries = torch.cat([part.queries_NL.flatten() for part in self._parts])
         self.padded_tokens = queries.numel()  # places that the kernel computes
         self._num_tokens = int(cu_seqlens[-1])
@@ -90,19 +91,23 @@ class PackedAttention:
         if q_THK.shape[0] != self._num_tokens:
             raise ValueError(f"{q_THK.shape[0]} tokens for segments of {self._num_tokens} in all")
         limit = SHORT.get(q_THK.dtype, 256)
-        are_short = [part.keys_NM.shape[1] <= limit for part in self._parts]
-        if kernels(q_THK) is not None and all(are_short):
+        longest = max(part.keys_NM.shape[1] for part in self._parts)
+        if kernels(q_THK) is not None and longest <= limit:
             return packed_products(q_THK, k_TJK, v_TJK, self._parts)
         attended = []
-        for part, mask, is_short in zip(self._parts, self._masks, are_short):
+        for part, mask in zip(self._parts, self._masks):
             q_NHLK = _padded(q_THK, part.queries_NL)
             k_NJMK = _padded(k_TJK, part.keys_NM)
             v_NJMK = _padded(v_TJK, part.keys_NM)
-            by_products = is_short and q_THK.device.type == "cpu"
-            kernel = masked_products if by_products else fused
-            out_NHLK = kernel(q_NHLK, k_NJMK, v_NJMK, mask)
-            attended.append(out_NHLK.transpose(1, 2).flatten(0, 1))
-        return torch.cat(attended).index_select(0, self._places_T)
+            is_short = k_NJMK.shape[2] <= limit
+            if is_short and q_THK.device.type == "cpu":
+                out_NHLK = masked_products(q_NHLK, k_NJMK, v_NJMK, mask)
+            else:
+                out_NHLK = fused(q_NHLK, k_NJMK, v_NJMK, mask)
+            out_NLHK = out_NHLK.transpose(1, 2)
+            attended.append(out_NLHK.flatten(0, 1))
+        padded = torch.cat(attended)
+        return padded.index_select(0, self._places_T)
 
     @cached_property
     def _masks(self) -> list[Tensor | None]:
@@ -251,7 +256,8 @@ def _scale_frequencies(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[T
             low = scaling["low_freq_factor"]
             high = scaling["high_freq_factor"]
             turns = old * inv_freq / (2 * math.pi)
-            smooth = ((turns - low) / (high - low)).clamp(0, 1)
+            smooth = (turns - low) / (high - low)
+            smooth = smooth.clamp(0, 1)
             stretch = (1 - smooth) / scaling["factor"]
             return inv_freq * (smooth + stretch), 1.0
         if kind == "yarn":

@@ -148,5 +148,5 @@ def _joined(decoder: LanguageModel, name: str, part: Tensor) -> Tensor:
     dist.gather(part.contiguous(), parts, group=tp.group, group_dst=0)
     if parts is None:
         return part
-    split_dims = [d for d, n in enumerate(whole) if part.shape[d] != n]
-    return torch.cat(parts, split_dims[0])
+    is_by_rows = part.shape[0] != whole[0]
+    return torch.cat(parts, 0 if is_by_rows else 1)

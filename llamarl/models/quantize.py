@@ -122,7 +122,8 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         if self.arithmetic is None:
-            self.arithmetic, obstacle = arithmetic_of(self.kind, self.weight.shape, x_TI.device)
+            shape = self.weight.shape
+            self.arithmetic, obstacle = arithmetic_of(self.kind, shape, x_TI.device)
             if obstacle:
                 warnings.warn(
                     f"{self.kind} weights {list(self.weight.shape)} on {x_TI.device.type}: "
@@ -137,7 +138,8 @@ class QuantizedLinear(nn.Module):
         else:
             q, scale = quantize_rows(x_TI, self.kind)
             multiply = _scaled_mm if self.arithmetic == "scaled_mm" else _int_mm
-            y = multiply(q, scale[:, None], self.weight.t(), self.weight_scale)
+            weight_IO = self.weight.t()
+            y = multiply(q, scale[:, None], weight_IO, self.weight_scale)
         y = y.to(x_TI.dtype)
         return y if self.bias is None else y + self.bias
 
@@ -189,7 +191,8 @@ def _int_mm_is_exact() -> bool:
     """Without VNNI a CPU sums pairs of products in 16 bits, which overflow without a word."""
     a = torch.full((16, 64), 127, dtype=torch.int8)
     sums = torch._int_mm(a, a.t())
-    return bool((sums == 64 * 127 * 127).all())
+    is_exact = sums == 64 * 127 * 127
+    return bool(is_exact.all())
 
 
 def _scaled_mm(q_TI: Tensor, scale_T1: Tensor, weight_IO: Tensor, weight_scale_O: Tensor) -> Tensor:
@@ -272,9 +275,11 @@ def kl_from_top(ids_LK: Tensor, logprobs_LK: Tensor, other_logprobs_LV: Tensor) 
     # 1 - sum is known to a few roundings of the logprobs, which would be most of a tiny rest: a
     # larger one lowers the bound.
     roundings = 4 * torch.finfo(logprobs_LK.dtype).eps
-    rest_q_L = (1 - q_LK.exp().sum(1)).clamp_min(0)
-    rest_q_L = (rest_q_L + roundings).log()
-    rest_p_L = other_LV.scatter(1, ids_LK, -torch.inf).logsumexp(1)
+    rest_q_L = 1 - q_LK.exp().sum(1)
+    rest_q_L = rest_q_L.clamp_min(0) + roundings
+    rest_q_L = rest_q_L.log()
+    others_LV = other_LV.scatter(1, ids_LK, -torch.inf)
+    rest_p_L = others_LV.logsumexp(1)
     p_LK = other_LV.gather(1, ids_LK)
     p_LB = torch.cat([p_LK, rest_p_L[:, None]], dim=1)
     q_LB = torch.cat([q_LK, rest_q_L[:, None]], dim=1)

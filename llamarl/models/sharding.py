@@ -184,7 +184,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 def num_parameters(config: ModelConfig) -> int:
     """Elements of all parameters."""
-    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    shapes = parameter_shapes(config)
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def is_quantized(name: str, shape: Shape, exclude: tuple[str, ...] = (HEAD,)) -> bool:

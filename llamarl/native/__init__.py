@@ -145,7 +145,8 @@ def _file_name(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
     """Another one for another source, command, compiler or CPU."""
     command = [compiler, "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
-    key = "\n".join([source.read_text(), *flags, compiler, done.stdout, cpu_description()])
+    parts = [source.read_text(), *flags, compiler, done.stdout, cpu_description()]
+    key = "\n".join(parts)
     digest = hashlib.sha256(key.encode()).hexdigest()
     return f"{source.stem}-{digest[:16]}.so"
 
@@ -190,4 +191,5 @@ def cpu_description() -> str:
     for line in lines:
         if line.startswith(("flags", "Features", "model name")):
             features.add(line.partition(":")[2].strip())
-    return "\n".join([platform.machine(), platform.processor(), *sorted(features)])
+    parts = [platform.machine(), platform.processor(), *sorted(features)]
+    return "\n".join(parts)
