@@ -35,6 +35,9 @@ SHORT = {torch.bfloat16: 512, torch.float32: 256, torch.float64: 256}
 CALL = {"cpu": 1 << 13, "cuda": 1 << 20}
 
 
+Angles = tuple[Tensor, Tensor]  # cos and sin [T, 1, K] of every token's positions
+
+
 class AttentionContext(Protocol):
     """Says which keys each query sees."""
 
@@ -64,13 +67,14 @@ class PackedAttention:
         # A root's parent, -1, reads the last segment's place and length, which are not taken.
         prefix_starts = starts[parents]
         prefixes = torch.where(is_child, lengths[parents], 0)
-        self._parts: list[Part] = []
+        self._parts = []
         for of_kind in (~is_child, is_child):
             numbers = of_kind.nonzero().squeeze(1)
             for n in _of_like_length(numbers, lengths, prefixes):
                 part = _part(starts[n], lengths[n], prefix_starts[n], prefixes[n])
                 self._parts.append(part)
-        self.longest = int((lengths + prefixes).max())
+        seen = lengths + prefixes
+        self.longest = int(seen.max())
         queries = torch.cat([part.queries_NL.flatten() for part in self._parts])
         self.padded_tokens = queries.numel()  # places that the kernel computes
         self._num_tokens = int(cu_seqlens[-1])
@@ -87,19 +91,23 @@ class PackedAttention:
         if q_THK.shape[0] != self._num_tokens:
             raise ValueError(f"{q_THK.shape[0]} tokens for segments of {self._num_tokens} in all")
         limit = SHORT.get(q_THK.dtype, 256)
-        are_short = [part.keys_NM.shape[1] <= limit for part in self._parts]
-        if kernels(q_THK) is not None and all(are_short):
+        longest = max(part.keys_NM.shape[1] for part in self._parts)
+        if kernels(q_THK) is not None and longest <= limit:
             return packed_products(q_THK, k_TJK, v_TJK, self._parts)
         attended = []
-        for part, mask, is_short in zip(self._parts, self._masks, are_short):
+        for part, mask in zip(self._parts, self._masks):
             q_NHLK = _padded(q_THK, part.queries_NL)
             k_NJMK = _padded(k_TJK, part.keys_NM)
             v_NJMK = _padded(v_TJK, part.keys_NM)
-            by_products = is_short and q_THK.device.type == "cpu"
-            kernel = masked_products if by_products else fused
-            out_NHLK = kernel(q_NHLK, k_NJMK, v_NJMK, mask)
-            attended.append(out_NHLK.transpose(1, 2).flatten(0, 1))
-        return torch.cat(attended).index_select(0, self._places_T)
+            is_short = k_NJMK.shape[2] <= limit
+            if is_short and q_THK.device.type == "cpu":
+                out_NHLK = masked_products(q_NHLK, k_NJMK, v_NJMK, mask)
+            else:
+                out_NHLK = fused(q_NHLK, k_NJMK, v_NJMK, mask)
+            out_NLHK = out_NHLK.transpose(1, 2)
+            attended.append(out_NLHK.flatten(0, 1))
+        padded = torch.cat(attended)
+        return padded.index_select(0, self._places_T)
 
     @cached_property
     def _masks(self) -> list[Tensor | None]:
@@ -218,7 +226,7 @@ class Rotary:
         self.inv_freq, self.factor = _scale_frequencies(inv_freq, theta, scaling or {})
         self._table = torch.empty(2, 0, 1, head_dim)  # cos and sin of every position so far
 
-    def __call__(self, positions_T: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, positions_T: Tensor, longest: int) -> Angles:
         """cos and sin, [T, 1, K] each, for positions below `longest`."""
         device = positions_T.device
         if self._table.device != device or self._table.shape[1] < longest:
@@ -248,7 +256,8 @@ def _scale_frequencies(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[T
             low = scaling["low_freq_factor"]
             high = scaling["high_freq_factor"]
             turns = old * inv_freq / (2 * math.pi)
-            smooth = ((turns - low) / (high - low)).clamp(0, 1)
+            smooth = (turns - low) / (high - low)
+            smooth = smooth.clamp(0, 1)
             stretch = (1 - smooth) / scaling["factor"]
             return inv_freq * (smooth + stretch), 1.0
         if kind == "yarn":
@@ -329,7 +338,7 @@ class Attention(nn.Module):
         self.tp = tp
         self.sharing = KeyValueSharing(config, tp) if tp else None
         self.num_cached_kv_heads = heads.num_kv
-        self.repeats: list[int] = []
+        self.repeats = []
         if not heads.uniform:
             # A kernel takes equally many query heads for every K/V head; where they are not, each
             # query head gets its own.
@@ -344,9 +353,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, kv_width, bias)
         self.output_proj = nn.Linear(query_width, width, bias=False)
 
-    def forward(
-        self, x_TD: Tensor, *, mask: AttentionContext, input_pos: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: Angles) -> Tensor:
         num_tokens = x_TD.shape[0]
         if self.tp:
             x_TD = copied(x_TD, self.tp)
@@ -355,9 +362,10 @@ class Attention(nn.Module):
             v = self.sharing(self.v_proj, x_TD)
         else:
             q, k, v = projections(x_TD, self.q_proj, self.k_proj, self.v_proj)
-        q = rotate(q.view(num_tokens, -1, self.head_dim), *input_pos)
-        k = rotate(k.view(num_tokens, -1, self.head_dim), *input_pos)
-        v = v.view(num_tokens, -1, self.head_dim)
+        shape = (num_tokens, -1, self.head_dim)
+        q = rotate(q.view(shape), *input_pos)
+        k = rotate(k.view(shape), *input_pos)
+        v = v.view(shape)
         if self.repeats:
             k = repeated(k, self.repeats)
             v = repeated(v, self.repeats)

@@ -23,7 +23,7 @@ logging.getLogger("torchao").setLevel(logging.ERROR)
 # isort: split
 from torchtune.modules import TransformerDecoder
 
-from llamarl.models.attention import Attention, AttentionContext, Rotary
+from llamarl.models.attention import Angles, Attention, AttentionContext, Rotary
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.fused import add_rms_norm, projections, rms_norm, swiglu
 from llamarl.models.masters import Masters
@@ -85,9 +85,7 @@ class Layer(nn.Module):
         self.sa_norm = RMSNorm(dim, eps=config.rms_norm_eps)
         self.mlp_norm = RMSNorm(dim, eps=config.rms_norm_eps)
 
-    def forward(
-        self, x_TD: Tensor, *, mask: AttentionContext, input_pos: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: Angles) -> Tensor:
         x_TD, normed_TD = add_rms_norm(x_TD, None, self.sa_norm.scale, self.sa_norm.eps)
         attended_TD = self.attn(normed_TD, mask=mask, input_pos=input_pos)
         h_TD, normed_TD = add_rms_norm(x_TD, attended_TD, self.mlp_norm.scale, self.mlp_norm.eps)
@@ -131,7 +129,9 @@ class Decoder(TransformerDecoder):
     @property
     def output_weight(self) -> Tensor:
         """[V, D], or the rank's rows of a split vocabulary: the embedding itself when tied."""
-        return self.tok_embeddings.weight if self.config.tie_word_embeddings else self.output.weight
+        if self.config.tie_word_embeddings:
+            return self.tok_embeddings.weight
+        return self.output.weight
 
     def project(self, h_TD: Tensor, weight_VD: Tensor) -> Tensor:
         """Logits [T, V] of hidden states: by the output weight, or, where that is quantised, by its

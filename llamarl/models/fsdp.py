@@ -102,7 +102,9 @@ def held_box(decoder: LanguageModel, name: str, parameter: nn.Parameter) -> Box:
         box = Box.whole(tuple(parameter.shape))
     else:
         box = _tensor_box(decoder, name)
-    return box.cut(0, *local_rows(parameter)) if isinstance(parameter, DTensor) else box
+    if isinstance(parameter, DTensor):
+        box = box.cut(0, *local_rows(parameter))
+    return box
 
 
 def local_rows(parameter: DTensor) -> tuple[int, int]:
@@ -129,7 +131,9 @@ def whole_parameters(
         part = p.detach()
         if isinstance(part, DTensor):
             part = part.full_tensor()
-        yield name, _joined(decoder, name, part) if is_split(decoder, name) else part
+        if is_split(decoder, name):
+            part = _joined(decoder, name, part)
+        yield name, part
 
 
 def _joined(decoder: LanguageModel, name: str, part: Tensor) -> Tensor:
@@ -138,9 +142,11 @@ def _joined(decoder: LanguageModel, name: str, part: Tensor) -> Tensor:
     """
     tp = decoder.tensor_parallel
     whole = parameter_shapes(decoder.config)[name]
-    parts = [torch.empty_like(part) for _ in range(tp.size)] if tp.rank == 0 else None
+    parts = None
+    if tp.rank == 0:
+        parts = [torch.empty_like(part) for _ in range(tp.size)]
     dist.gather(part.contiguous(), parts, group=tp.group, group_dst=0)
     if parts is None:
         return part
-    dim = next(d for d, n in enumerate(whole) if part.shape[d] != n)
-    return torch.cat(parts, dim)
+    is_by_rows = part.shape[0] != whole[0]
+    return torch.cat(parts, 0 if is_by_rows else 1)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from llamarl.models.config import read_json
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.protocol import LanguageModel
-from llamarl.models.sharding import Box, parameter_shapes
+from llamarl.models.sharding import Box, Shape, parameter_shapes
 
 _NAMES = (  # decoder name -> Hugging Face name
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
@@ -106,9 +106,7 @@ class SafetensorsDir:
             self.file_of.update(dict.fromkeys(opened.keys(), opened))
 
     def get_slice(self, name: str):
-        """A lazily sliced tensor. KeyError naming the directory if it is absent."""
-        if name not in self.file_of:
-            raise KeyError(f"{self.path}: no tensor {name}")
+        """A lazily sliced tensor."""
         return self.file_of[name].get_slice(name)
 
 
@@ -121,7 +119,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     return named
 
 
-def check_weights(source: SafetensorsDir, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_weights(source: SafetensorsDir, shapes: Mapping[str, Shape]) -> None:
     """ValueError naming what is absent, unknown, or of another shape than `shapes` by Hugging Face
     names. Reads no numbers.
     """
@@ -181,7 +179,8 @@ def export(
         if (like / name).is_file():
             shutil.copyfile(like / name, out / name)
     config = json.loads((like / "config.json").read_text())
-    config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    config[key] = str(dtype).removeprefix("torch.")
     (out / "config.json").write_text(json.dumps(config, indent=2))
 
 
@@ -189,8 +188,8 @@ def _write_shards(
     named_tensors: Iterable[tuple[str, Tensor]], out: Path, dtype: torch.dtype
 ) -> None:
     """Write model.safetensors, or shards of it and their index."""
-    names_of_shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
+    names_of_shards = []
+    pending = {}
     pending_bytes = 0
     total_bytes = 0
 
@@ -214,9 +213,11 @@ def _write_shards(
         (out / "shard-0.safetensors").rename(out / "model.safetensors")
         return
     weight_map = {}
+    count = len(names_of_shards)
     for i, names in enumerate(names_of_shards):
-        file = f"model-{i + 1:05d}-of-{len(names_of_shards):05d}.safetensors"
-        (out / f"shard-{i}.safetensors").rename(out / file)
+        file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        made = out / f"shard-{i}.safetensors"
+        made.rename(out / file)
         weight_map.update(dict.fromkeys(names, file))
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (out / "model.safetensors.index.json").write_text(json.dumps(index))

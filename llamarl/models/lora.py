@@ -75,7 +75,8 @@ def add_lora(decoder: LanguageModel, lora: Lora) -> LanguageModel:
     for name, module in list(decoder.named_modules()):
         if not (isinstance(module, nn.Linear) and name.startswith("layers.")):
             continue
-        target = hf_name(f"{name}.weight").split(".")[-2]
+        parts = hf_name(f"{name}.weight").split(".")
+        target = parts[-2]
         if target in lora.targets:
             found.add(target)
             decoder.set_submodule(name, LoraLinear(module, lora.rank, lora.alpha))
@@ -118,7 +119,7 @@ class PolicyWeights:
     def __init__(self, decoder: nn.Module):
         # Captured now: while FSDP has a layer whole, its modules hold other tensors under these
         # names.
-        self._adapted: dict[str, _Adapted] = {}
+        self._adapted = {}
         for name, module in decoder.named_modules():
             if isinstance(module, LoraLinear):
                 self._adapted[hf_name(f"{name}.weight")] = _Adapted(
@@ -152,7 +153,8 @@ class PolicyWeights:
 
     def buffers(self) -> list[Tensor]:
         """What it holds beside the parameters, this rank's part."""
-        return [local(p) for name, p in self.parameters if name in self._adapted]
+        merged = dict(self.parameters)
+        return [local(merged[name]) for name in self._adapted]
 
 
 @dataclass(frozen=True, slots=True)

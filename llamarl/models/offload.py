@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+Tensors = Callable[[], Iterable[Tensor]]
+
 
 class DeviceSharing:
     """Who holds the device. Not thread-safe: one loop a rank steps all executors."""
@@ -23,10 +25,10 @@ class DeviceSharing:
     def __init__(self, names: Iterable[str]):
         self.names = tuple(names)
         self.holder: str | None = None
-        self._tensors: dict[str, Callable[[], Iterable[Tensor]]] = {}
-        self._away: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
+        self._tensors: dict[str, Tensors] = {}
+        self._away = {}  # executor -> its storages, emptied, each with its bytes in host memory
 
-    def join(self, name: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
+    def join(self, name: str, tensors: Tensors) -> None:
         """`tensors()` names what may leave the device; asked anew at each turn. What `name` holds
         now leaves at once.
         """

@@ -57,7 +57,8 @@ class Canary:
 
     @classmethod
     def from_json(cls, values: dict) -> Canary:
-        return cls(**{**values, "sequences": [Sequence(**s) for s in values["sequences"]]})
+        sequences = [Sequence(**sequence) for sequence in values["sequences"]]
+        return cls(**{**values, "sequences": sequences})
 
 
 def canary_sequences(prompts: Prompts, *, first: bool) -> list[Sequence]:
@@ -85,9 +86,12 @@ def check_canary(
 
     ParityError if it is above the tolerance, or not a number.
     """
-    differences = [abs(a - b) for a, b in zip(canary.logprobs, logprobs.tolist(), strict=True)]
-    # NaN is neither above nor below a number, so max() alone would lose it.
-    worst = max(differences, key=lambda d: math.inf if math.isnan(d) else d, default=0.0)
+    worst = 0.0
+    for wanted, got in zip(canary.logprobs, logprobs.tolist(), strict=True):
+        difference = abs(wanted - got)
+        # NaN is neither above nor below a number: it stays once it is there.
+        if difference > worst or math.isnan(difference):
+            worst = difference
     if not worst <= tolerance:
         raise ParityError(
             f"generator on rank {rank} and the trainer differ by {worst:.4g} in the logprobs of "

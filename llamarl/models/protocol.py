@@ -18,7 +18,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from llamarl.models.attention import AttentionContext
+from llamarl.models.attention import Angles, AttentionContext
 from llamarl.models.config import ModelConfig
 from llamarl.models.masters import Masters
 from llamarl.models.tp import TensorParallel
@@ -72,6 +72,6 @@ class LanguageModel(Protocol):
         """Logits [T, V] of hidden states: the head of generation."""
         ...
 
-    def rotary(self, positions_T: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    def rotary(self, positions_T: Tensor, longest: int) -> Angles:
         """cos and sin [T, 1, K] of positions below `longest`. The first call builds the tables."""
         ...

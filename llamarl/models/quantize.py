@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llamarl.models.hf import hf_name
-from llamarl.models.sharding import HEAD, is_quantized
+from llamarl.models.sharding import HEAD, Shape, is_quantized
 
 QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _LARGEST = {"fp8": 448.0, "int8": 127.0}  # -128 is not used: the numbers are symmetric
@@ -122,7 +122,8 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         if self.arithmetic is None:
-            self.arithmetic, obstacle = arithmetic_of(self.kind, self.weight.shape, x_TI.device)
+            shape = self.weight.shape
+            self.arithmetic, obstacle = arithmetic_of(self.kind, shape, x_TI.device)
             if obstacle:
                 warnings.warn(
                     f"{self.kind} weights {list(self.weight.shape)} on {x_TI.device.type}: "
@@ -137,7 +138,8 @@ class QuantizedLinear(nn.Module):
         else:
             q, scale = quantize_rows(x_TI, self.kind)
             multiply = _scaled_mm if self.arithmetic == "scaled_mm" else _int_mm
-            y = multiply(q, scale[:, None], self.weight.t(), self.weight_scale)
+            weight_IO = self.weight.t()
+            y = multiply(q, scale[:, None], weight_IO, self.weight_scale)
         y = y.to(x_TI.dtype)
         return y if self.bias is None else y + self.bias
 
@@ -154,7 +156,7 @@ class QuantizedLinear(nn.Module):
         return super()._apply(same_dtype, recurse)
 
 
-def arithmetic_of(kind: str, shape: tuple[int, ...], device: torch.device) -> tuple[str, str]:
+def arithmetic_of(kind: str, shape: Shape, device: torch.device) -> tuple[str, str]:
     """QuantizedLinear's arithmetic for a weight of `shape` on a device, and what rules the usual
     one out ("" if nothing).
     """
@@ -168,7 +170,7 @@ def arithmetic_of(kind: str, shape: tuple[int, ...], device: torch.device) -> tu
     return ("weight_only" if obstacle else usual), obstacle
 
 
-def _obstacle(arithmetic: str, shape: tuple[int, ...], device: torch.device) -> str:
+def _obstacle(arithmetic: str, shape: Shape, device: torch.device) -> str:
     """What keeps a device from scaled_mm or int_mm for a weight of `shape`; "" if nothing does."""
     if device.type == "cpu":
         if _int_mm_is_exact():
@@ -189,7 +191,8 @@ def _int_mm_is_exact() -> bool:
     """Without VNNI a CPU sums pairs of products in 16 bits, which overflow without a word."""
     a = torch.full((16, 64), 127, dtype=torch.int8)
     sums = torch._int_mm(a, a.t())
-    return bool((sums == 64 * 127 * 127).all())
+    is_exact = sums == 64 * 127 * 127
+    return bool(is_exact.all())
 
 
 def _scaled_mm(q_TI: Tensor, scale_T1: Tensor, weight_IO: Tensor, weight_scale_O: Tensor) -> Tensor:
@@ -234,7 +237,7 @@ def quantize_decoder(decoder: nn.Module, kind: str, exclude: tuple[str, ...] = (
     On the meta device there are none: shapes alone. ValueError for an unknown kind, or a fragment
     that is in no name.
     """
-    paths: dict[str, str] = {}  # by Hugging Face name
+    paths = {}  # by Hugging Face name
     for path, module in decoder.named_modules():
         if isinstance(module, nn.Linear):
             paths[hf_name(f"{path}.weight")] = path
@@ -272,9 +275,11 @@ def kl_from_top(ids_LK: Tensor, logprobs_LK: Tensor, other_logprobs_LV: Tensor) 
     # 1 - sum is known to a few roundings of the logprobs, which would be most of a tiny rest: a
     # larger one lowers the bound.
     roundings = 4 * torch.finfo(logprobs_LK.dtype).eps
-    rest_q_L = (1 - q_LK.exp().sum(1)).clamp_min(0)
-    rest_q_L = (rest_q_L + roundings).log()
-    rest_p_L = other_LV.scatter(1, ids_LK, -torch.inf).logsumexp(1)
+    rest_q_L = 1 - q_LK.exp().sum(1)
+    rest_q_L = rest_q_L.clamp_min(0) + roundings
+    rest_q_L = rest_q_L.log()
+    others_LV = other_LV.scatter(1, ids_LK, -torch.inf)
+    rest_p_L = others_LV.logsumexp(1)
     p_LK = other_LV.gather(1, ids_LK)
     p_LB = torch.cat([p_LK, rest_p_L[:, None]], dim=1)
     q_LB = torch.cat([q_LK, rest_q_L[:, None]], dim=1)

@@ -30,7 +30,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def box_of(part: Mapping, name: str, index: tuple[slice, ...]) -> Tensor:
     """part[name][index]; where the part has a method `box`, without reading the rest."""
-    return part.box(name, index) if hasattr(part, "box") else part[name][index]
+    if hasattr(part, "box"):
+        return part.box(name, index)
+    return part[name][index]
 
 
 def moment(value: Tensor) -> Tensor:
@@ -87,7 +89,8 @@ class Shard:
         for llamarl.learning.optim.settle_moments, their scales beside them where the boxes are the
         same.
         """
-        self.copy_overlap(self.parameter, part, f"{weights}{self.name}", theirs)
+        weight = f"{weights}{self.name}"
+        self.copy_overlap(self.parameter, part, weight, theirs)
         for key in MOMENTS:
             saved = f"{moments}{key}/{self.name}"
             if saved not in part:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from llamarl.models.config import ModelConfig
 
+Shape = tuple[int, ...]
+
 SCALE = "_scale"  # behind the name of a quantised weight: its per-row scales
 HEAD = "lm_head"  # quantised only where asked: every logit passes through it
 ALIGN_BYTES = 64  # everything starts on a cache line
@@ -23,11 +25,11 @@ ALIGN_BYTES = 64  # everything starts on a cache line
 class Box:
     """A box of a global tensor: first index and length of each dim."""
 
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    offsets: Shape
+    lengths: Shape
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Box:
+    def whole(cls, shape: Shape) -> Box:
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -103,7 +105,8 @@ def heads_of(config: ModelConfig, rank: int, size: int) -> Heads:
     first, count = span(config.num_attention_heads, rank, size)
     per_kv = config.num_attention_heads // config.num_key_value_heads
     first_kv = first // per_kv
-    kv_of_query = [query // per_kv - first_kv for query in range(first, first + count)]
+    queries = range(first, first + count)
+    kv_of_query = [query // per_kv - first_kv for query in queries]
     return Heads(
         first_query=first,
         num_query=count,
@@ -116,7 +119,7 @@ def heads_of(config: ModelConfig, rank: int, size: int) -> Heads:
 def tensor_parallel_box(
     config: ModelConfig,
     name: str,
-    shape: tuple[int, ...],
+    shape: Shape,
     rank: int,
     size: int,
     *,
@@ -149,14 +152,14 @@ def tensor_parallel_box(
     return whole
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Hugging Face name -> shape of every parameter, in the decoder's order."""
     d = config.hidden_size
     f = config.intermediate_size
     q = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
     vocabulary = (config.vocab_size, d)
-    of_layer: dict[str, tuple[int, ...]] = {}
+    of_layer = {}
     for projection, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
         of_layer[f"self_attn.{projection}.weight"] = (rows, d)
         if config.attention_bias:
@@ -169,7 +172,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "input_layernorm.weight": (d,),
         "post_attention_layernorm.weight": (d,),
     }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocabulary}
+    shapes = {"model.embed_tokens.weight": vocabulary}
     for i in range(config.num_hidden_layers):
         for name, shape in of_layer.items():
             shapes[f"model.layers.{i}.{name}"] = shape
@@ -181,10 +184,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def num_parameters(config: ModelConfig) -> int:
     """Elements of all parameters."""
-    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    shapes = parameter_shapes(config)
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
-def is_quantized(name: str, shape: tuple[int, ...], exclude: tuple[str, ...] = (HEAD,)) -> bool:
+def is_quantized(name: str, shape: Shape, exclude: tuple[str, ...] = (HEAD,)) -> bool:
     """Whether a quantised generator holds this parameter in one byte an element; its scales are
     another, named name + SCALE.
 

@@ -113,7 +113,8 @@ class KeyValueSharing:
         self._first = every[tp.rank].first_kv * config.head_dim
         self._total = config.num_key_value_heads * config.head_dim
         # The same answer on every rank.
-        self.any = sum(heads.num_kv for heads in every) > config.num_key_value_heads
+        num_held = sum(heads.num_kv for heads in every)
+        self.any = num_held > config.num_key_value_heads
 
     def __call__(self, projection: nn.Linear, x_TD: Tensor) -> Tensor:
         """projection(x). Collective over all ranks in backward, which sums the weights' gradients
@@ -122,7 +123,9 @@ class KeyValueSharing:
         if not self.any or not torch.is_grad_enabled():
             return projection(x_TD)
         weight = self._shared(projection.weight)
-        bias = None if projection.bias is None else self._shared(projection.bias)
+        bias = projection.bias
+        if bias is not None:
+            bias = self._shared(bias)
         return F.linear(x_TD, weight, bias)
 
     def _shared(self, parameter: Tensor) -> Tensor:

@@ -65,7 +65,8 @@ def library(name: str, *flags: str, structs: Structs = ()) -> ctypes.CDLL | None
         _check_sizes(kernels, structs)
         return kernels
     except subprocess.CalledProcessError as error:
-        reason = f"{error.cmd[0]} failed: {error.stderr.strip()[-300:]}"
+        said = error.stderr.strip()
+        reason = f"{error.cmd[0]} failed: {said[-300:]}"
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
     warnings.warn(
@@ -83,8 +84,9 @@ def _loaded(source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     if compiler is None:
         raise OSError("there is no C compiler (set CC, or install gcc or clang)")
     arch = os.environ.get("LLAMARL_NATIVE_ARCH") or "native"
-    on_arm = platform.machine() in _ARM
-    wanted = "-mcpu=native" if arch == "native" and on_arm else f"-march={arch}"
+    wanted = f"-march={arch}"
+    if arch == "native" and platform.machine() in _ARM:
+        wanted = "-mcpu=native"
     try:
         return _kept(compiler, source, (*_FLAGS, wanted, *flags))
     except subprocess.CalledProcessError:
@@ -143,7 +145,8 @@ def _file_name(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
     """Another one for another source, command, compiler or CPU."""
     command = [compiler, "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
-    key = "\n".join([source.read_text(), *flags, compiler, done.stdout, cpu_description()])
+    parts = [source.read_text(), *flags, compiler, done.stdout, cpu_description()]
+    key = "\n".join(parts)
     digest = hashlib.sha256(key.encode()).hexdigest()
     return f"{source.stem}-{digest[:16]}.so"
 
@@ -188,4 +191,5 @@ def cpu_description() -> str:
     for line in lines:
         if line.startswith(("flags", "Features", "model name")):
             features.add(line.partition(":")[2].strip())
-    return "\n".join([platform.machine(), platform.processor(), *sorted(features)])
+    parts = [platform.machine(), platform.processor(), *sorted(features)]
+    return "\n".join(parts)

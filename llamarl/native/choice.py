@@ -53,7 +53,9 @@ def fastest(
     for name in names[1:]:
         if times[name] * CLEARLY_FASTER < times[chosen]:
             chosen = name
-    measured = [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in times.items()]
+    measured = []
+    for name, seconds in times.items():
+        measured.append(f"{name} {seconds * 1e3:.1f} ms")
     log.info("%s: %s, by measurement (%s)", what, chosen, ", ".join(measured))
     _keep(file, {"way": chosen, "what": what, "key": key, "times_s": times})
     return chosen
@@ -70,7 +72,8 @@ def _measure(ways: Ways, clock: Callable[[], float]) -> dict[str, float]:
         for name, work in ways.items():
             began = clock()
             work()
-            times[name] = min(times[name], clock() - began)
+            seconds = clock() - began
+            times[name] = min(times[name], seconds)
     return times
 
 

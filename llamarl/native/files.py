@@ -51,7 +51,8 @@ class DirectoryLock:
     def __init__(
         self, directory: Path, *, patience_s: float, waiting: Callable[[], None] = lambda: None
     ):
-        self._file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._file = os.open(directory / LOCK, flags, 0o644)
         try:
             self._take(directory, patience_s, waiting)
             os.ftruncate(self._file, 0)

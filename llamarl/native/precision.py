@@ -79,8 +79,9 @@ def choose(tried: tuple[Measured, ...], *, reproducible: bool) -> str:
     """The setting to take of those in `tried`, which are in the order of preference and hold
     "highest".
     """
-    least_error = next(measured.error for measured in tried if measured.setting == "highest")
-    exact = [measured for measured in tried if measured.error <= EXACT * least_error]
+    error_of = {measured.setting: measured.error for measured in tried}
+    limit = EXACT * error_of["highest"]
+    exact = [measured for measured in tried if measured.error <= limit]
     best = exact[0]
     if not reproducible:
         for measured in exact[1:]:
