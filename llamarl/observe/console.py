@@ -7,14 +7,16 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, TextIO
 
+from llamarl.observe.rates import Row
+
 if TYPE_CHECKING:
     from rich.text import Text
 
 HEADER_EVERY = 25
 IDLE_HIGH = 0.25  # an idle share above this is worth a colour
 
-# By their header on a terminal, the cells of a line and their widths.
-CELLS = {
+# The cells of a line, by their header on a terminal.
+WIDTHS = {
     "step": 9,
     "reward": 7,
     "eval": 6,
@@ -40,16 +42,18 @@ class Console:
 
             self._rich = RichConsole(file=self.stream, highlight=False)
 
-    def write(self, row: dict[str, float | None]) -> None:
+    def write(self, row: Row) -> None:
         """Print one row."""
         cells = format_cells(row, self.max_steps)
         if self._rich is None:
-            named = zip(words_of(row), cells, strict=True)
-            words = [f"{word} {cell}" for word, cell in named if cell]
+            # Where all scores are 0 or 1 their mean is an accuracy.
+            is_accuracy = row.get("eval/accuracy") is not None
+            names = {"eval": "accuracy" if is_accuracy else "held-out"}
+            words = [f"{names.get(name, name)} {cell}" for name, cell in cells.items() if cell]
             print("  ".join(words), file=self.stream, flush=True)
             return
         if self._num_lines % HEADER_EVERY == 0:
-            headers = " ".join(f"{header:>{width}}" for header, width in CELLS.items())
+            headers = " ".join(f"{header:>{width}}" for header, width in WIDTHS.items())
             self._rich.print(headers, style="dim", no_wrap=True, crop=False)
         self._num_lines += 1
         self._rich.print(_styled(row, cells), no_wrap=True, crop=False)
@@ -58,8 +62,8 @@ class Console:
         self.stream.flush()
 
 
-def format_cells(row: dict[str, float | None], max_steps: int | None) -> list[str]:
-    """The cells of CELLS for one row, unpadded; an empty string where the row has no value."""
+def format_cells(row: Row, max_steps: int | None) -> dict[str, str]:
+    """The cells of a line by their header, unpadded; an empty one where the row has no value."""
 
     def cell(name: str, spec: str) -> str:
         value = row.get(name)
@@ -70,26 +74,19 @@ def format_cells(row: dict[str, float | None], max_steps: int | None) -> list[st
 
     step = str(row["step"])
     rate = row.get("generator/tokens_per_s")
-    return [
-        f"{step}/{max_steps}" if max_steps else step,
-        cell("reward/mean", ".3f"),
-        cell("eval/accuracy", ".1%") or cell("eval/reward", ".3f"),
-        pair(cell("lag/mean", ".1f"), cell("lag/max", ".0f")),
-        cell("loss/value", ".4f"),
-        cell("grad_norm", ".3g"),
-        "" if rate is None else short_count(rate),
-        pair(cell("generator/idle_fraction", ".0%"), cell("trainer/idle_fraction", ".0%")),
-        cell("time/step_s", ".3g"),
-    ]
-
-
-def words_of(row: dict[str, float | None]) -> list[str]:
-    """The cells' names in a plain line. They are the headers, but an evaluation is called held-out,
-    or an accuracy where all scores are 0 or 1.
-    """
-    is_accuracy = row.get("eval/accuracy") is not None
-    evaluation = "accuracy" if is_accuracy else "held-out"
-    return [evaluation if header == "eval" else header for header in CELLS]
+    return {
+        "step": f"{step}/{max_steps}" if max_steps else step,
+        "reward": cell("reward/mean", ".3f"),
+        "eval": cell("eval/accuracy", ".1%") or cell("eval/reward", ".3f"),
+        "lag": pair(cell("lag/mean", ".1f"), cell("lag/max", ".0f")),
+        "loss": cell("loss/value", ".4f"),
+        "grad": cell("grad_norm", ".3g"),
+        "tok/s": "" if rate is None else short_count(rate),
+        "idle g/t": pair(
+            cell("generator/idle_fraction", ".0%"), cell("trainer/idle_fraction", ".0%")
+        ),
+        "s/step": cell("time/step_s", ".3g"),
+    }
 
 
 def short_count(value: float) -> str:
@@ -100,7 +97,7 @@ def short_count(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _styled(row: dict[str, float | None], cells: list[str]) -> Text:
+def _styled(row: Row, cells: dict[str, str]) -> Text:
     from rich.text import Text
 
     idle = max(row.get("generator/idle_fraction") or 0, row.get("trainer/idle_fraction") or 0)
@@ -110,8 +107,8 @@ def _styled(row: dict[str, float | None], cells: list[str]) -> Text:
         "idle g/t": "yellow" if idle > IDLE_HIGH else "",
     }
     line = Text()
-    for (header, width), cell in zip(CELLS.items(), cells, strict=True):
-        line.append(f"{cell:>{width}}", style=styles.get(header, ""))
+    for header, width in WIDTHS.items():
+        line.append(f"{cells[header]:>{width}}", style=styles.get(header, ""))
         line.append(" ")
     line.rstrip()
     return line

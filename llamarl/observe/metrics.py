@@ -19,7 +19,7 @@ import time
 from numbers import Integral
 from typing import TYPE_CHECKING, SupportsFloat
 
-from llamarl.observe.rates import MEAN
+from llamarl.observe.rates import MEAN, Row
 from llamarl.observe.rows import RowWriter
 from llamarl.observe.trace import Trace
 
@@ -50,7 +50,7 @@ class Metrics:
         self.writer = writer
         self.trace = trace
         self.counters: dict[str, float] = {}
-        self._reports: list[tuple[int, dict[str, float | None]]] = []
+        self._reports: list[tuple[int, Row]] = []
         self._posted: dict[str, float] = {}
         self._posted_at = -math.inf
         self._warned: set[str] = set()
@@ -96,10 +96,8 @@ class Metrics:
             self.writer.ingest(step, values)
         self.writer.flush()
 
-    def state_dict(self, step: int | None = None) -> dict:
-        """JSON values for the checkpoint of `step` (default: the last step trained on); {} except
-        on the leader.
-        """
+    def state_dict(self, step: int) -> dict:
+        """JSON values for the checkpoint of `step`; {} except on the leader."""
         return {} if self.writer is None else self.writer.state_dict(step)
 
     def load_state_dict(self, state: dict) -> None:
@@ -127,7 +125,7 @@ class Metrics:
         message = {"reports": self._take_reports(), "counters": self._posted}
         self.control.post(self.leader, TOPIC, message)
 
-    def _take_reports(self) -> list[tuple[int, dict[str, float | None]]]:
+    def _take_reports(self) -> list[tuple[int, Row]]:
         """This rank's own reports, (step, values), that nobody has taken yet."""
         reports = self._reports
         self._reports = []

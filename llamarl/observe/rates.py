@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+Row = dict[str, float | None]  # of metrics.jsonl, by column
+
 WINDOW_S = 1.0
 MEAN = "mean/"  # counters mean/NAME/sum and mean/NAME/count become column NAME
 # Executors whose idle share every row has, null where nothing was counted.
@@ -90,13 +92,10 @@ def idle_shares(counters: dict[str, float]) -> list[Idle]:
             for name, value in counters.items()
             if name.startswith(prefix)
         }
-        shares.append(Idle(executor, idle_s / total_s, largest_first(causes)))
+        # The largest first, equal ones by name.
+        ordered = sorted(causes.items(), key=lambda cause: (-cause[1], cause[0]))
+        shares.append(Idle(executor, idle_s / total_s, tuple(ordered)))
     return shares
-
-
-def largest_first(causes: dict[str, float]) -> tuple[tuple[str, float], ...]:
-    """(cause, share) pairs by falling share, equal ones by name."""
-    return tuple(sorted(causes.items(), key=lambda cause: (-cause[1], cause[0])))
 
 
 class RateMeter:
@@ -110,7 +109,7 @@ class RateMeter:
     def __init__(self, *, wall_s: float, counters: dict[str, float]):
         self._readings: deque[tuple[float, dict[str, float]]] = deque([(wall_s, dict(counters))])
 
-    def read(self, wall_s: float, counters: dict[str, float]) -> dict[str, float | None]:
+    def read(self, wall_s: float, counters: dict[str, float]) -> Row:
         """The derived values of the row that ends now; null where no time or no work was
         counted.
         """

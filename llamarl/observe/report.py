@@ -21,8 +21,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from llamarl.observe.rates import Idle, idle_shares
-from llamarl.observe.rows import ACCURACY, EVALUATED, FILE_NAME, Row
+from llamarl.observe.rates import Idle, Row, idle_shares
+from llamarl.observe.rows import ACCURACY, EVALUATED, FILE_NAME
 from llamarl.observe.sinks import read_rows
 
 SMOOTH_FROM = 80  # values; shorter curves are shown as they are

@@ -20,10 +20,9 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from llamarl.observe.rates import Idle, RateMeter, idle_shares
+from llamarl.observe.rates import RateMeter, Row, idle_shares
 from llamarl.observe.sinks import Jsonl, Sink
 
 TRAINED = "loss/value"
@@ -46,19 +45,11 @@ COLUMNS = """
     generator/tokens_per_s generator/idle_fraction trainer/idle_fraction
     weights/publish_stall_s weights/swap_stall_s weights/bytes
 """.split()
-ORDER = {name: place for place, name in enumerate(COLUMNS)}
 TIMING = re.compile(
     r"^time/|_per_s$|/idle_fraction|_stall_s$|^parity/canary|^weights/quantization_kl"
 )
 
 log = logging.getLogger(__name__)
-
-Row = dict[str, float | None]
-
-
-def _place(name: str) -> tuple[int, str]:
-    """Where a column stands in a row."""
-    return ORDER.get(name, len(ORDER)), name
 
 
 def is_timing(name: str) -> bool:
@@ -66,35 +57,6 @@ def is_timing(name: str) -> bool:
     between two runs of one seed.
     """
     return TIMING.search(name) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """What a run came to; `str()` is what is printed at its end."""
-
-    run_dir: Path
-    num_steps: int
-    before: float | None  # of held-out prompts: the first evaluation's mean reward
-    after: float | None  # the last one's
-    is_accuracy: bool  # whether all scores were 0 or 1
-    tokens_per_s: float | None  # sampled, over the whole wall time
-    wall_s: float
-    idle: tuple[Idle, ...]
-
-    def __str__(self) -> str:
-        lines = [f"{self.num_steps} steps in {self.wall_s:.1f} s"]
-        if self.after is not None and self.is_accuracy:
-            lines.append(f"accuracy   {self.before:.1%} -> {self.after:.1%}")
-        elif self.after is not None:
-            lines.append(f"held out   reward {self.before:.4g} -> {self.after:.4g}")
-        if self.tokens_per_s is not None:
-            lines.append(f"generated  {self.tokens_per_s:,.0f} tokens/s")
-        for idle in self.idle:
-            causes = f" ({idle.shown_causes})" if idle.shown_causes else ""
-            lines.append(f"idle       {idle.executor} {idle.share:.0%}{causes}")
-        lines.append(f"written    {self.run_dir / FILE_NAME}")
-        lines.append(f"report     python -m llamarl.observe.report {self.run_dir}")
-        return "\n".join(lines)
 
 
 class RowWriter:
@@ -154,8 +116,13 @@ class RowWriter:
         """
         if step < self.next_row:
             names = ", ".join(sorted(values))
-            reason = "its row is written already"
-            self._warn_once(names, f"report of {names} for step {step} dropped: {reason}")
+            if names not in self._warned:
+                self._warned.add(names)
+                log.warning(
+                    "report of %s for step %d dropped: its row is written already (said once)",
+                    names,
+                    step,
+                )
             return
         row = self._pending.setdefault(step, {})
         for name, value in values.items():
@@ -204,9 +171,8 @@ class RowWriter:
             )
             self._abandoned.add(step)
 
-    def state_dict(self, step: int | None = None) -> dict:
+    def state_dict(self, step: int) -> dict:
         """What a checkpoint of `step` needs: JSON values. Reports for later steps are left out."""
-        step = self.last_trained if step is None else step
         pending = [[s, dict(row)] for s, row in sorted(self._pending.items()) if s <= step]
         return {
             "step": step,
@@ -247,26 +213,30 @@ class RowWriter:
         for sink in (self.file, *self.sinks):
             sink.close()
 
-    def summary(self) -> Summary:
-        """Before and after, speed and idleness of the whole run, resumed parts included."""
+    def summary(self) -> str:
+        """What is printed at a run's end: before and after, speed and idleness of the whole run,
+        resumed parts included.
+        """
         rows = self.file.read()
-        evaluated = [row for row in rows if row.get(EVALUATED) is not None]
-        scores = [row[EVALUATED] for row in evaluated] or [None]
         counters = self.counters()
         wall_s = self.wall_s
-        tokens_per_s = None
+        lines = [f"{rows[-1]['step'] if rows else 0} steps in {wall_s:.1f} s"]
+        evaluated = [row for row in rows if row.get(EVALUATED) is not None]
+        if evaluated:
+            before = evaluated[0][EVALUATED]
+            after = evaluated[-1][EVALUATED]
+            if all(row.get(ACCURACY) is not None for row in evaluated):
+                lines.append(f"accuracy   {before:.1%} -> {after:.1%}")
+            else:
+                lines.append(f"held out   reward {before:.4g} -> {after:.4g}")
         if "generator/tokens" in counters and wall_s > 0:
-            tokens_per_s = counters["generator/tokens"] / wall_s
-        return Summary(
-            run_dir=self.run_dir,
-            num_steps=rows[-1]["step"] if rows else 0,
-            before=scores[0],
-            after=scores[-1],
-            is_accuracy=all(row.get(ACCURACY) is not None for row in evaluated),
-            tokens_per_s=tokens_per_s,
-            wall_s=wall_s,
-            idle=tuple(idle_shares(counters)),
-        )
+            lines.append(f"generated  {counters['generator/tokens'] / wall_s:,.0f} tokens/s")
+        for idle in idle_shares(counters):
+            causes = f" ({idle.shown_causes})" if idle.shown_causes else ""
+            lines.append(f"idle       {idle.executor} {idle.share:.0%}{causes}")
+        lines.append(f"written    {self.run_dir / FILE_NAME}")
+        lines.append(f"report     python -m llamarl.observe.report {self.run_dir}")
+        return "\n".join(lines)
 
     def _whole(self, step: int) -> bool:
         row = self._pending.get(step, {})
@@ -283,11 +253,7 @@ class RowWriter:
         )
 
     def _write(self, row: Row) -> None:
-        ordered = {name: row[name] for name in sorted(row, key=_place)}
+        known = {name: row[name] for name in COLUMNS if name in row}
+        ordered = known | dict(sorted(row.items()))
         for sink in (self.file, *self.sinks):
             sink.write(ordered)
-
-    def _warn_once(self, key: str, message: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            log.warning("%s (said once)", message)

@@ -4,21 +4,22 @@ console.py.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from io import RawIOBase
 from pathlib import Path
 from typing import Protocol
 
 from llamarl.errors import MetricsError
 from llamarl.native.disk import free_bytes
 from llamarl.observe.console import Console
+from llamarl.observe.rates import Row
 
 
 class Sink(Protocol):
     """Anything that takes finished rows, in step order, each once."""
 
-    def write(self, row: dict[str, float | None]) -> None:
+    def write(self, row: Row) -> None:
         """Take one row: {"step": int, name: number or None}."""
 
     def close(self) -> None:
@@ -30,21 +31,20 @@ class Jsonl:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._file: RawIOBase | None = None
-        self._continues = False  # after truncate: append to what is there
+        self._continues = False  # after a write or truncate: append to what is there
 
-    def write(self, row: dict[str, float | None]) -> None:
+    def write(self, row: Row) -> None:
         """Append one row. MetricsError if the disk refuses it; what a resumed run finds of the row
         then, it cuts off.
         """
         line = json.dumps(row, allow_nan=False) + "\n"
         try:
-            if self._file is None:
+            if not self._continues:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                if not self._continues:
-                    self._set_aside()
-                self._file = open(self.path, "ab", buffering=0)
-            self._append(line.encode())
+                self._set_aside()
+                self._continues = True
+            with self.path.open("ab") as file:
+                file.write(line.encode())
         except OSError as error:
             what = f"the row of step {row['step']} ({len(line)} bytes)"
             raise MetricsError(
@@ -53,19 +53,15 @@ class Jsonl:
                 "Make room there, and start again with resume=auto"
             ) from error
 
-    def _append(self, line: bytes) -> None:
-        while line:
-            line = line[self._file.write(line) :]
-
-    def read(self) -> list[dict[str, float | None]]:
+    def read(self) -> list[Row]:
         """All rows of the file so far; see `read_rows`."""
         return read_rows(self.path) if self.path.exists() else []
 
-    def truncate(self, step: int) -> list[dict[str, float | None]]:
+    def truncate(self, step: int) -> list[Row]:
         """Cut off the rows from `step` on, and a line that a kill left unfinished. Returns the rows
         cut off.
         """
-        assert self._file is None, "truncate comes before the first write"
+        assert not self._continues, "truncate comes before the first write"
         self._continues = True
         rows = self.read()
         # Rows are in step order: the kept ones are a prefix.
@@ -78,22 +74,16 @@ class Jsonl:
         return rows[num_kept:]
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-            self._continues = True
+        """Nothing is held open between rows."""
 
     def _set_aside(self) -> None:
         """Keep an earlier run's file as NAME.1.jsonl, NAME.2.jsonl, ..."""
-        number = 1
-        while self.path.exists():
-            aside = self.path.with_suffix(f".{number}{self.path.suffix}")
-            if not aside.exists():
-                os.replace(self.path, aside)
-            number += 1
+        if self.path.exists():
+            names = (self.path.with_suffix(f".{n}{self.path.suffix}") for n in itertools.count(1))
+            os.replace(self.path, next(aside for aside in names if not aside.exists()))
 
 
-def read_rows(path: str | Path) -> list[dict[str, float | None]]:
+def read_rows(path: str | Path) -> list[Row]:
     """The rows of a metrics.jsonl. An unfinished last line is left out; any other bad line is a
     ValueError "FILE:LINE: what".
     """
@@ -130,7 +120,7 @@ class TensorBoard:
         self._log_dir = str(Path(run_dir) / "tensorboard")
         self._writer: SummaryWriter | None = None
 
-    def write(self, row: dict[str, float | None]) -> None:
+    def write(self, row: Row) -> None:
         if self._writer is None:
             self._writer = self._open(self._log_dir, purge_step=row["step"])
         for name, value in row.items():
@@ -166,7 +156,7 @@ class WandB:
         )
         id_file.write_text(self._run.id)
 
-    def write(self, row: dict[str, float | None]) -> None:
+    def write(self, row: Row) -> None:
         values = {name: value for name, value in row.items() if value is not None}
         step = values.pop("step")
         self._run.log(values, step=step)

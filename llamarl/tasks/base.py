@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import unicodedata
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -172,12 +173,14 @@ class ListTask:
         self.name = name
         self.default_reward = default_reward
         limit = maker.max_prompt_tokens
-        kept = _fitting(maker, train)
-        kept_eval = _fitting(maker, held_out)
-        self.num_train = len(kept.places)
-        self.num_eval = len(kept_eval.places)
-        self.train_digest = kept.digest
-        self.eval_digest = kept_eval.digest
+        fitting = _Fitting(maker, train)
+        fitting_eval = _Fitting(maker, held_out)
+        self.num_train = len(fitting.places)
+        self.num_eval = len(fitting_eval.places)
+        self.train_digest = fitting.digest
+        self.eval_digest = fitting_eval.digest
+        self.train_prompt = fitting.prompt
+        self.eval_prompt = fitting_eval.prompt
         num_dropped = len(train) - self.num_train
         num_dropped_eval = len(held_out) - self.num_eval
         if num_dropped or num_dropped_eval:
@@ -196,36 +199,21 @@ class ListTask:
                 f"task {name}: none of {len(train)} training prompts fits "
                 f"task.max_prompt_tokens={limit}; raise it"
             )
-        cached = lru_cache(CACHED_PROMPTS)  # a cache for each function that it decorates
-        self._train = cached(lambda i: maker.prompt(train[kept.places[i]]))
-        self._eval = cached(lambda j: maker.prompt(held_out[kept_eval.places[j]]))
-
-    def train_prompt(self, i: int) -> Prompt:
-        """See Task."""
-        return self._train(i)
-
-    def eval_prompt(self, j: int) -> Prompt:
-        """See Task."""
-        return self._eval(j)
 
 
-@dataclass(frozen=True, slots=True)
 class _Fitting:
-    """The examples whose prompts are short enough."""
+    """The examples whose prompts are short enough; `prompt(i)` is the i-th of them, tokenised."""
 
-    places: Sequence[int]
-    digest: str  # SHA-256 over them
-
-
-def _fitting(maker: PromptMaker, examples: Sequence[Example]) -> _Fitting:
-    places = []
-    digest = hashlib.sha256()
-    for i, example in enumerate(examples):
-        if maker.fits(example.text):
-            places.append(i)
-            digest.update(json_of(example.text, example.meta))
-    fits_all = len(places) == len(examples)
-    return _Fitting(range(len(examples)) if fits_all else places, digest.hexdigest())
+    def __init__(self, maker: PromptMaker, examples: Sequence[Example]):
+        self.places = array("q")  # among the examples
+        digest = hashlib.sha256()
+        for i, example in enumerate(examples):
+            if maker.fits(example.text):
+                self.places.append(i)
+                digest.update(json_of(example.text, example.meta))
+        self.digest = digest.hexdigest()  # SHA-256 over them
+        cached = lru_cache(CACHED_PROMPTS)
+        self.prompt = cached(lambda i: maker.prompt(examples[self.places[i]]))
 
 
 def json_of(text: str, meta: dict[str, object]) -> bytes:

@@ -49,7 +49,8 @@ class _Place:
 class _Answer:
     """What is kept of a scored completion."""
 
-    outcome: Outcome
+    score: float  # 0 for an error too
+    is_error: bool
     num_tokens: int
 
 
@@ -74,10 +75,12 @@ class Evaluations:
         if not num_tokens:
             # aborted before its first token: no version sampled it, and its evaluation was given up
             return
-        self._is_graded |= score_of(outcome) not in (0.0, 1.0)
+        score = score_of(outcome)
+        self._is_graded |= score not in (0.0, 1.0)
         version = int(completion.policy_versions[0])
         place = _Place(completion.prompt_index, completion.greedy, completion.sample_index)
-        self._answers.setdefault(version, {})[place] = _Answer(outcome, num_tokens)
+        answer = _Answer(score, outcome.kind == "error", num_tokens)
+        self._answers.setdefault(version, {})[place] = answer
 
     def finished(self) -> list[tuple[int, dict[str, float]]]:
         """(version, metrics) of each version that has all its completions, once."""
@@ -92,24 +95,25 @@ class Evaluations:
         # In the order of prompts and samples: the sums must not depend on who answered first.
         n = self._num_prompts
         greedy = [answers[_Place(j, greedy=True)] for j in range(n)]
-        reward = sum(score_of(answer.outcome) for answer in greedy) / n
+        reward = sum(answer.score for answer in greedy) / n
         metrics = {
             "eval/reward": reward,
-            "eval/errors": sum(answer.outcome.kind == "error" for answer in answers.values()),
+            "eval/errors": sum(answer.is_error for answer in answers.values()),
             "eval/length_mean": sum(answer.num_tokens for answer in greedy) / n,
         }
         if not self._is_graded:
             metrics["eval/accuracy"] = reward
-        if self._num_samples:
-            sampled = [self._sampled(answers, j) for j in range(n)]
-            metrics["eval/pass_at_1_sampled"] = _mean_pass_at(1, sampled)
-            metrics["eval/pass_at_k"] = _mean_pass_at(self._num_samples, sampled)
+        k = self._num_samples
+        if k:
+            at_1 = 0.0
+            at_k = 0.0
+            for j in range(n):
+                scores = [answers[_Place(j, False, i)].score for i in range(k)]
+                at_1 += pass_at_k(scores, 1)
+                at_k += pass_at_k(scores, k)
+            metrics["eval/pass_at_1_sampled"] = at_1 / n
+            metrics["eval/pass_at_k"] = at_k / n
         return metrics
-
-    def _sampled(self, answers: dict[_Place, _Answer], prompt_index: int) -> list[float]:
-        """The scores of a prompt's samples, in order."""
-        places = [_Place(prompt_index, False, i) for i in range(self._num_samples)]
-        return [score_of(answers[place].outcome) for place in places]
 
     def missing(self) -> str | None:
         """What the oldest version that was begun still waits for, in words; None if none was."""
@@ -119,8 +123,3 @@ class Evaluations:
         missing = self._num_completions - len(self._answers[version])
         what = f"{missing} evaluation completions of policy version {version}"
         return f"data: {what}, from the generator"
-
-
-def _mean_pass_at(k: int, sampled: Sequence[Sequence[float]]) -> float:
-    """The mean of pass@k over prompts, given the scores of each one's samples."""
-    return sum(pass_at_k(scores, k) for scores in sampled) / len(sampled)

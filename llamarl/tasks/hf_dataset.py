@@ -26,8 +26,11 @@ class HFExamples(Sequence):
             check_keys(dataset.column_names, prompt_key, answer_key)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        types = {field.name: field.type for field in dataset.features.arrow_schema}
-        odd = {name: str(kind) for name, kind in types.items() if not _fits_json(kind)}
+        odd = {
+            field.name: str(field.type)
+            for field in dataset.features.arrow_schema
+            if not _fits_json(field.type)
+        }
         for key in odd.keys() & {prompt_key, answer_key}:
             what = f'"{key}" is {odd[key]}, which JSON cannot hold'
             raise ValueError(f"{where}: {what}; cast it to text or a number")

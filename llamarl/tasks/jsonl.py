@@ -93,19 +93,13 @@ def row_to_example(row: dict, prompt_key: str, answer_key: str | None) -> Exampl
 
 def check_keys(keys: Collection[str], prompt_key: str, answer_key: str | None) -> None:
     """ValueError, with the nearest key, if the prompt's or the answer's is not among `keys`."""
-    wanted = [prompt_key, answer_key] if answer_key else [prompt_key]
-    for key in wanted:
+    for key in filter(None, (prompt_key, answer_key)):
         if key not in keys:
-            raise ValueError(missing_key(key, keys))
-
-
-def missing_key(key: str, keys: Collection[str]) -> str:
-    """What to say when `key` is not among `keys`: the nearest of them, or what there is."""
-    near = nearest(key, keys, cutoff=0.5)
-    if near is not None:
-        return f'no key "{key}"; did you mean "{near}"?'
-    there_is = ", ".join(f'"{name}"' for name in keys)
-    return f'no key "{key}"; there is {there_is or "none at all"}'
+            near = nearest(key, keys, cutoff=0.5)
+            hint = f'did you mean "{near}"?'
+            if near is None:
+                hint = "there is " + (", ".join(f'"{name}"' for name in keys) or "none at all")
+            raise ValueError(f'no key "{key}"; {hint}')
 
 
 def gsm8k_row(row: dict) -> Example:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from llamarl.tasks.base import CACHED_PROMPTS, Example, PromptMaker
 from llamarl.types import Prompt
@@ -24,15 +23,6 @@ _STRIDE = 7_919  # prime, so that the tries for neighbouring items differ
 # Those whose questions follow the order of a set of strings (found by making all 106 under two hash
 # seeds).
 _HASH_DEPENDENT = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """A dataset, and what the scorer makes it again from."""
-
-    questions: Sequence[dict]
-    seed: int
-    size: int
 
 
 class ReasoningGymTask:
@@ -54,46 +44,36 @@ class ReasoningGymTask:
         self._train_seed = SEED_WINDOW * (seed % 1000 + 1)
         self._train_questions = open_dataset(name, NUM_TRAIN, self._train_seed)
         self._eval_questions = open_dataset(name, max(1, num_eval), 0)
-        self._held_out: frozenset[str] | None = None
-        self._train = lru_cache(CACHED_PROMPTS)(self._make_train)
-        self._eval = lru_cache(CACHED_PROMPTS)(self._make_eval)
+        self.train_prompt = lru_cache(CACHED_PROMPTS)(self._train_prompt)
+        self.eval_prompt = lru_cache(CACHED_PROMPTS)(self._eval_prompt)
 
-    def train_prompt(self, i: int) -> Prompt:
-        """See Task."""
-        return self._train(i)
+    @cached_property
+    def _held_out(self) -> frozenset[str]:
+        return frozenset(self._eval_questions[j]["question"] for j in range(self.num_eval))
 
-    def eval_prompt(self, j: int) -> Prompt:
-        """See Task."""
-        return self._eval(j)
+    def _train_prompt(self, i: int) -> Prompt:
+        made_from = {"size": NUM_TRAIN, "seed": self._train_seed}
+        return self._draw(self._train_questions, made_from, i, forbidden=self._held_out)
 
-    def _make_eval(self, j: int) -> Prompt:
-        window = _Window(self._eval_questions, seed=0, size=self.num_eval)
-        return self._draw(window, j, forbidden=frozenset())
+    def _eval_prompt(self, j: int) -> Prompt:
+        made_from = {"size": self.num_eval, "seed": 0}
+        return self._draw(self._eval_questions, made_from, j, forbidden=frozenset())
 
-    def _make_train(self, i: int) -> Prompt:
-        if self._held_out is None:
-            self._held_out = frozenset(
-                self._eval_questions[j]["question"] for j in range(self.num_eval)
-            )
-        window = _Window(self._train_questions, seed=self._train_seed, size=NUM_TRAIN)
-        return self._draw(window, i, forbidden=self._held_out)
+    def _draw(
+        self, questions: Sequence[dict], made_from: dict, i: int, *, forbidden: frozenset[str]
+    ) -> Prompt:
+        """Question i, or the first after it in steps of _STRIDE that fits and is not forbidden.
 
-    def _draw(self, window: _Window, i: int, forbidden: frozenset[str]) -> Prompt:
-        """Question i, or the first after it in steps of _STRIDE that fits and is not forbidden."""
+        made_from: {"size", "seed"} of the dataset, from which the scorer makes it again.
+        """
         for attempt in range(_DRAWS):
-            index = (i + attempt * _STRIDE) % window.size
-            entry = window.questions[index]
+            index = (i + attempt * _STRIDE) % made_from["size"]
+            entry = questions[index]
             text = entry["question"]
             if text not in forbidden and self._maker.fits(text):
                 # The scorer makes the entry again from these: its metadata need not survive JSON.
-                meta = {
-                    "answer": str(entry["answer"]),
-                    "dataset": self.name,
-                    "size": window.size,
-                    "seed": window.seed,
-                    "index": index,
-                }
-                return self._maker.prompt(Example(text, meta))
+                meta = {"answer": str(entry["answer"]), "dataset": self.name}
+                return self._maker.prompt(Example(text, meta | made_from | {"index": index}))
         raise ValueError(
             f"task {self.name}: {_DRAWS} questions in a row were over "
             f"max_prompt_tokens={self._maker.max_prompt_tokens} "

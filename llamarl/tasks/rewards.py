@@ -8,8 +8,6 @@ error of the reward, not as a score.
 from __future__ import annotations
 
 import re
-from collections import deque
-from collections.abc import Iterator
 from decimal import Decimal
 from functools import lru_cache
 
@@ -62,17 +60,12 @@ def reasoning_gym_score(prompt: str, completion_text: str, meta: dict) -> float:
 def final_number(text: str) -> Decimal | None:
     """The number that a text ends in, or None. See numeric_match."""
     _, mark, tail = text.replace("\N{MINUS SIGN}", "-").rpartition("####")
-    numbers = _NUMBER.finditer(tail)
-    found = next(numbers, None) if mark else _last(numbers)
-    if found is None:
+    numbers = list(_NUMBER.finditer(tail))
+    if not numbers:
         return None
+    found = numbers[0] if mark else numbers[-1]
     magnitude = Decimal(found[1].replace(",", ""))
     return -magnitude if "-" in found[0] else magnitude
-
-
-def _last(matches: Iterator[re.Match]) -> re.Match | None:
-    newest = deque(matches, maxlen=1)
-    return newest[0] if newest else None
 
 
 def _answer(meta: dict) -> object:

@@ -2,6 +2,7 @@
 ranks make together.
 """
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ def test_a_row_that_cannot_be_written_says_what_it_needs_and_is_an_end_that_expl
     tmp_path, monkeypatch
 ):
     file = Jsonl(tmp_path / "metrics.jsonl")
-    monkeypatch.setattr(file, "_append", full)
+    monkeypatch.setattr(Path, "open", full)
     with pytest.raises(
         MetricsError,
         match=(

@@ -460,11 +460,11 @@ def test_wall_time_and_counters_go_on_over_a_resume(tmp_path):
     second.flush()
     row = read_rows(tmp_path / "metrics.jsonl")[-1]
     assert row["time/wall_s"] == 20.0 and row["generator/tokens_per_s"] == 3.0
-    assert second.summary().tokens_per_s == 100 / 20.0
+    assert "generated  5 tokens/s" in second.summary()
 
 
 def test_only_the_leader_has_state():
-    assert metrics_of(None, rank=1).state_dict() == {}
+    assert metrics_of(None, rank=1).state_dict(0) == {}
 
 
 def test_a_fresh_start_keeps_an_earlier_runs_file_under_another_name(tmp_path):
@@ -539,7 +539,7 @@ def test_the_mean_of_graded_scores_is_not_called_an_accuracy(tmp_path):
     writer.ingest(0, {"eval/reward": 0.0, "eval/accuracy": 0.0})
     writer.ingest(1, {"loss/value": 1.0, "eval/reward": 2.25})
     writer.flush()
-    assert "held out   reward 0 -> 2.25" in str(writer.summary())
+    assert "held out   reward 0 -> 2.25" in writer.summary()
     known = dict(facts(columns_of(read_rows(tmp_path / "metrics.jsonl"))))
     assert known["reward, held-out prompts"] == "0 → 2.25" and "accuracy" not in known
 
@@ -657,7 +657,7 @@ def small_run(tmp_path, num_steps=20):
 def test_the_summary_says_before_after_speed_idleness_and_where(tmp_path):
     metrics = small_run(tmp_path)
     metrics.close()
-    text = str(metrics.writer.summary())
+    text = metrics.writer.summary()
     assert "accuracy   40.0% -> 60.0%" in text
     assert "20 steps in 42.0 s" in text and "generated  50 tokens/s" in text
     assert "trainer 75% (data 75%)" in text and "generator 25% (room 25%)" in text
@@ -665,7 +665,7 @@ def test_the_summary_says_before_after_speed_idleness_and_where(tmp_path):
 
 
 def test_a_summary_of_nothing_is_still_a_summary(tmp_path):
-    assert str(writer_in(tmp_path).summary()).startswith("0 steps")
+    assert writer_in(tmp_path).summary().startswith("0 steps")
 
 
 def test_traces_hold_the_newest_spans_and_merge_with_a_lane_per_executor_and_rank(tmp_path):
