@@ -173,11 +173,12 @@ def _read_override(text: str, groups: dict[str, set[str]], multirun: bool) -> _O
             return Problem(name, "unknown key" + did_you_mean(name, known_keys()), (name,))
     points = [text]
     if override.is_sweep_override():
+        what = ""
         if not multirun:
             what = "several values need --multirun; quote a text that holds a comma: 'key=\"a, b\"'"
-            return Problem(key, what, (key,))
-        if not override.is_discrete_sweep() or "glob(" in text:
+        elif not override.is_discrete_sweep() or "glob(" in text:
             what = "cannot be swept like this; list the values: key=a,b,c"
+        if what:
             return Problem(key, what, (key,))
         points = [f"{key}={point}" for point in override.sweep_string_iterator()]
     if key in groups and not is_section:

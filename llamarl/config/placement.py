@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from llamarl.config.conversion import Findings, show
 from llamarl.config.schema import Config, PlacementSettings
@@ -30,44 +29,33 @@ def resolve_placement(
     else the generators' last. One rank hosts everything. Executors of placement.colocate share the
     ranks given for one of them, or all.
     """
-    everyone = tuple(range(world_size))
+    everyone = list(range(world_size))
     given = dataclasses.asdict(placement)
     together = [name for name in COLOCATED if name in (placement.colocate or ())]
-    if together:
-        shared = [given[name] for name in together if given[name]]
-        given.update(dict.fromkeys(together, shared[0] if shared else everyone))
-    if not given["trainer"]:
-        given["trainer"] = _trainer_ranks(
-            everyone,
-            given["generator"] or (),
-            groups_per_step=groups_per_step,
-            tensor_parallel=tensor_parallel,
-        )
-    rest = [rank for rank in everyone if rank not in given["trainer"]]
+    shared = [given[name] for name in together if given[name]]
+    given.update(dict.fromkeys(together, shared[0] if shared else everyone))
+    trainer = given["trainer"]
+    generator = given["generator"] or []
+    if not trainer:
+        free = [rank for rank in everyone if rank not in generator] or everyone
+        most = max(1, min(world_size // 2, len(free)))
+        sizes = [n for n in range(most, 0, -1) if groups_per_step % n == 0]
+        if not generator:
+            left_by = {n: world_size - n for n in sizes}  # ranks that are left to generators
+            whole = [n for n in sizes if left_by[n] > 0 and left_by[n] % tensor_parallel == 0]
+            enough = [n for n in sizes if left_by[n] >= tensor_parallel]
+            sizes = whole or enough or sizes
+        trainer = free[: sizes[0]]
+    rest = [rank for rank in everyone if rank not in trainer]
     in_replicas = len(rest) // tensor_parallel * tensor_parallel
-    generator = given["generator"] or rest[:in_replicas] or rest or everyone
+    generator = generator or rest[:in_replicas] or rest or everyone
     spare = [rank for rank in rest if rank not in generator] or generator
     return {
-        "trainer": tuple(given["trainer"]),
+        "trainer": tuple(trainer),
         "generator": tuple(generator),
         "reward": tuple(given["reward"] or spare[-1:]),
         "reference": tuple(given["reference"] or spare[-1:]),
     }
-
-
-def _trainer_ranks(
-    everyone: Ranks, generator: Sequence[int], *, groups_per_step: int, tensor_parallel: int
-) -> Ranks:
-    """The trainer's ranks where none are given; generator: the ranks that are given for it."""
-    free = tuple(rank for rank in everyone if rank not in generator) or everyone
-    most = max(1, min(len(everyone) // 2, len(free)))
-    sizes = [n for n in range(most, 0, -1) if groups_per_step % n == 0]
-    if not generator:
-        left_by = {n: len(everyone) - n for n in sizes}  # ranks that are left to generators
-        whole = [n for n in sizes if left_by[n] > 0 and left_by[n] % tensor_parallel == 0]
-        enough = [n for n in sizes if left_by[n] >= tensor_parallel]
-        sizes = whole or enough or sizes
-    return free[: sizes[0]]
 
 
 def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:
@@ -93,8 +81,14 @@ def find_placement(c: Config, world_size: int, found: Findings) -> None:
     """Ranks that cannot be, or cannot host what is placed on them."""
     given = dataclasses.asdict(c.placement)
     together = given.pop("colocate")
-    if together is not None:
-        _find_colocation(together, given, found)
+    if together is not None and (len(together) < 2 or not set(together) <= set(COLOCATED)):
+        what = f"need two or three of {', '.join(COLOCATED)}; or null"
+        found.add(what, "placement.colocate")
+    elif together is not None:
+        placed = [name for name in together if given[name]]
+        if len({tuple(given[name]) for name in placed}) > 1:
+            keys = [f"placement.{name}" for name in placed]
+            found.add("share their ranks, but are given different ones", *keys)
     for name, ranks in given.items():
         if ranks is None:
             continue
@@ -122,20 +116,6 @@ def find_placement(c: Config, world_size: int, found: Findings) -> None:
             heads = model.num_attention_heads
             what = f"the model has {heads} query heads, fewer than ranks to split them over"
             found.add(f"{what}; at most {heads}", "generator.tensor_parallel")
-
-
-def _find_colocation(
-    together: list[str], given: dict[str, list[int] | None], found: Findings
-) -> None:
-    """Executors that cannot share ranks, or are given different ones."""
-    if len(together) < 2 or not set(together) <= set(COLOCATED):
-        what = f"need two or three of {', '.join(COLOCATED)}; or null"
-        found.add(what, "placement.colocate")
-        return
-    placed = [name for name in together if given[name]]
-    if len({tuple(given[name]) for name in placed}) > 1:
-        keys = [f"placement.{name}" for name in placed]
-        found.add("share their ranks, but are given different ones", *keys)
 
 
 def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: Findings) -> None:

@@ -16,16 +16,9 @@ from llamarl.config.loss_options import LOSS_OPTIONS, declarations, declares
 from llamarl.config.placement import find_placement
 from llamarl.config.schema import Config, LossSettings, RowsSettings
 
-
-def _conf_dir() -> Path:
-    """conf/, which an installed package has inside, and a checkout beside it."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "conf"
-    return installed if installed.is_dir() else package.parent / "conf"
-
-
-CONF_DIR = _conf_dir()
-
+_PACKAGE = Path(__file__).resolve().parents[1]
+# An installed package has it inside, a checkout beside it.
+CONF_DIR = next(path for path in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if path.is_dir())
 
 Rule = tuple[str, bool, str]  # the keys, whether they are wrong, the remedy
 

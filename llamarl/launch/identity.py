@@ -49,16 +49,13 @@ class Difference:
 
 def differences(old: Identity, new: Identity) -> list[Difference]:
     """All that makes `new` another run than `old`."""
-    changed = value_differences(old.config, new.config)
-
-    def told(key: str) -> str:
-        was, now = changed[key]
-        return f"{key}: {show(was)} in the checkpoint, {show(now)} now"
-
-    found = [Difference(told(key), None) for key in changed if is_marked(key, Mark.IDENTITY)]
+    changed = {}
+    for key, (was, now) in value_differences(old.config, new.config).items():
+        changed[key] = f"{key}: {show(was)} in the checkpoint, {show(now)} now"
+    found = [Difference(changed[key], None) for key in changed if is_marked(key, Mark.IDENTITY)]
     others = [name for name in new.prompts if new.prompts[name] != old.prompts.get(name)]
     if others:
-        reasons = "; ".join(told(key) for key in changed if is_marked(key, Mark.DATA))
+        reasons = "; ".join(changed[key] for key in changed if is_marked(key, Mark.DATA))
         what = f"other {' and '.join(others)}: {reasons or THE_DATA}"
         found.append(Difference(what, permit="data"))
     if old.reward != new.reward:

@@ -244,8 +244,8 @@ class Job:
                 overcommit += f", at most {self.replay_lag:,} steps old"
         completions = f"{c.groups_per_step} x {c.group_size} completions a step"
         print(f"llamarl  {self.model_path.name} on {c.task.kind}, {completions}, {c.loss.name}")
-        threads = f"{torch.get_num_threads()} thread(s) each"
-        print(f"ranks    {self.hosts}  ({self.world.device.type}, {threads})")
+        device = f"{self.world.device.type}, {torch.get_num_threads()} thread(s) each"
+        print(f"ranks    {self.hosts}  ({device})")
         print(f"float32  {self.world.products}")
         ends = ", stragglers end at their deadline" if c.on_deadline == "truncate" else ""
         print(f"async    max_lag {'none' if c.max_lag is None else c.max_lag}, {overcommit}{ends}")

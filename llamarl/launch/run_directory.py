@@ -124,7 +124,8 @@ class _Opening:
 
     def decide(self) -> RunDirectory:
         try:
-            self._check_prompts_of_all_ranks()
+            for rank in range(1, self.world.size):
+                self._compare_prompts(rank)
             run = self._open()
         except (ValueError, OSError) as error:
             # A damaged checkpoint, a directory in use or that cannot be made.
@@ -147,19 +148,16 @@ class _Opening:
         self.exchange.tell(f"order/{number}", order)
         return number
 
-    def _check_prompts_of_all_ranks(self) -> None:
+    def _compare_prompts(self, rank: int) -> None:
         """RunDirectoryError if a rank reads other data than this one."""
-        for rank in range(1, self.world.size):
-            theirs = self.exchange.hear(
-                f"prompts/{rank}", source=rank, what="which prompts it reads"
+        theirs = self.exchange.hear(f"prompts/{rank}", source=rank, what="which prompts it reads")
+        ours = self.identity.prompts
+        others = [name for name in ours if theirs.get(name) != ours[name]]
+        if others:
+            raise RunDirectoryError(
+                f"rank {rank} reads other {' and '.join(others)} than rank 0; give all hosts "
+                "the same data and model files"
             )
-            ours = self.identity.prompts
-            others = [name for name in ours if theirs.get(name) != ours[name]]
-            if others:
-                raise RunDirectoryError(
-                    f"rank {rank} reads other {' and '.join(others)} than rank 0; give all hosts "
-                    "the same data and model files"
-                )
 
     def _open(self) -> RunDirectory:
         """ValueError or OSError if nothing may start here."""
@@ -242,9 +240,6 @@ class _Opening:
             )
         for difference in found:
             log.warning("%s goes on with %s", checkpoint.name, difference.what)
-        return self._stale_tickets(checkpoint)
-
-    def _stale_tickets(self, checkpoint: Path) -> frozenset[int]:
         stale: set[int] = set()
         for rank in ranks_of(checkpoint, "generator"):
             part = load_part(checkpoint, "generator", rank)

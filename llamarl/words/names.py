@@ -63,16 +63,10 @@ def import_function(path: str) -> Callable:
     what = "no function"
     if function is not None:
         what = f"{type(function).__name__}, not a function, under the name"
-    raise NoFunction(f"{module_name} has {what} {name}; {_function_hint(name, vars(module))}")
-
-
-def _function_hint(name: str, members: dict[str, object]) -> str:
-    functions = [
-        member
-        for member, value in members.items()
-        if callable(value) and not member.startswith("_")
-    ]
+    members = vars(module).items()
+    functions = [key for key, value in members if callable(value) and not key.startswith("_")]
     near = nearest(name, functions, cutoff=0.5)
-    if near is not None:
-        return f"did you mean {near}?"
-    return f"it has {', '.join(functions[:_SHOWN_NAMES]) or 'no functions'}"
+    hint = f"did you mean {near}?"
+    if near is None:
+        hint = f"it has {', '.join(functions[:_SHOWN_NAMES]) or 'no functions'}"
+    raise NoFunction(f"{module_name} has {what} {name}; {hint}")
