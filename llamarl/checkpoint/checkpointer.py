@@ -184,8 +184,8 @@ class Checkpointer:
     """A rank's part in writing checkpoints; the leader's also seals and prunes them.
 
     expected: the parts of a whole checkpoint, (executor, place of a rank within it); extra_parts:
-    those of `register_files`. optional: executors whose parts a checkpoint can do without, once
-    `waive` says so. keep: how many of the newest valid ones stay, at least one.
+    those of `register_files`. optional: executors whose parts a checkpoint can do without after a
+    loss (llamarl.comm.control). keep: how many of the newest valid ones stay, at least one.
     """
 
     def __init__(
@@ -204,7 +204,6 @@ class Checkpointer:
         self._expected = sorted(expected)
         self._extra_parts = tuple(extra_parts)
         self._optional = frozenset(optional)
-        self._waived: frozenset[str] = frozenset()
         # Step -> part -> its "files", file -> [bytes, sha256]; or the "error", why it has none.
         self._arrived: dict[int, dict[str, dict]] = {}
         self._failed: dict[int, str] = {}  # step -> why it was given up
@@ -295,17 +294,12 @@ class Checkpointer:
             if not self.missing(step):
                 self._settle(step)
 
-    def waive(self) -> None:
-        """On the leader: seal without the parts of `optional` executors that have not come.
-
-        Some of them will not.
-        """
-        self._waived = self._optional
-
     def missing(self, step: int) -> list[str]:
         """On the leader: the parts of `step` that have not come, and must."""
         arrived = self._arrived.get(step, {})
-        needed = [_stem(name, rank) for name, rank in self._expected if name not in self._waived]
+        # After a loss some of the optional ones will not come.
+        waived = frozenset() if self._control.loss is None else self._optional
+        needed = [_stem(name, rank) for name, rank in self._expected if name not in waived]
         needed += self._extra_parts
         return [part for part in needed if part not in arrived]
 

@@ -113,8 +113,6 @@ class CheckpointService:
                 executor.before_checkpoint(step)
                 state = executor.state_dict()
                 self._checkpointer.save_part(step, executor.name, executor.group.index, state)
-        if self._control.loss is not None:
-            self._checkpointer.waive()
         self._checkpointer.pump()
         return bool(asked)
 

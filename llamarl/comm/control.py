@@ -66,6 +66,7 @@ class Control:
         self.rank = rank
         self.world_size = world_size
         self.leader = leader
+        self.is_leader = rank == leader
         self.names = names
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.failure: Exception | None = None  # ends this rank now
@@ -88,10 +89,6 @@ class Control:
         self._closing = threading.Event()
         self._store = store
         self._threads: list[threading.Thread] = []
-
-    @property
-    def is_leader(self) -> bool:
-        return self.rank == self.leader
 
     def start(self) -> None:
         """Begin to listen and beat; after all handlers are in place."""

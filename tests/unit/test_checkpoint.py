@@ -29,6 +29,7 @@ class FakeControl:
     def __init__(self, mail, rank=0, leader=0):
         self.mail, self.rank, self.leader = mail, rank, leader
         self.is_leader = rank == leader
+        self.loss = None
 
     def post(self, rank, topic, payload):
         self.mail.boxes.setdefault((rank, topic), []).append(
@@ -550,7 +551,7 @@ def test_parts_that_are_waived_are_not_waited_for_and_their_loss_is_on_record(tm
     leader.save_part(5, "generator", 1, {"in_work": [7]})
     leader.pump()
     assert leader.missing(5) == ["generator.rank0"] and not leader.sealed(5)
-    leader.waive()
+    control.loss = RuntimeError("a generator is gone")
     leader.pump()
     path = leader.folder / "step_5"
     assert leader.sealed(5) and verify(path) == []
@@ -563,10 +564,11 @@ def test_parts_that_are_waived_are_not_waited_for_and_their_loss_is_on_record(tm
 
 def test_a_station_of_which_nothing_was_saved_is_known_all_the_same(tmp_path):
     expected = [("generator", 0), ("trainer", 0)]
+    control = FakeControl(Mail())
     leader = Checkpointer(
-        tmp_path, keep=1, control=FakeControl(Mail()), expected=expected, optional=["generator"]
+        tmp_path, keep=1, control=control, expected=expected, optional=["generator"]
     )
     leader.save_part(5, "trainer", 0, STATE)
-    leader.waive()
+    control.loss = RuntimeError("a generator is gone")
     leader.pump()
     assert ranks_of(leader.folder / "step_5", "generator") == []
