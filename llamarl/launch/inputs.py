@@ -46,6 +46,11 @@ def check_inputs(job: Job) -> None:
 
 def _check_model(job: Job, model: ModelConfig) -> None:
     """By config.json and the headers of the weights."""
+    if model.labels:
+        raise ValueError(
+            f"{job.model_path / 'config.json'}: {model.architecture} gives scores, no tokens; "
+            "model.path is the policy, a language model"
+        )
     try:
         Rotary(model.head_dim, model.rope_theta, model.rope_scaling)
     except (ValueError, TypeError, ArithmeticError) as error:

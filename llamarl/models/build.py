@@ -109,7 +109,7 @@ class Decoder(TransformerDecoder):
             embedding = SplitEmbedding(config.vocab_size, dim, tp)
         else:
             embedding = nn.Embedding(config.vocab_size, dim)
-        if config.tie_word_embeddings:
+        if config.labels or config.tie_word_embeddings:
             output = nn.Identity()
         else:
             output = nn.Linear(dim, embedding.num_embeddings, bias=False)
@@ -122,13 +122,19 @@ class Decoder(TransformerDecoder):
             norm=RMSNorm(dim, eps=config.rms_norm_eps),
             output=output,
         )
+        if config.labels:
+            self.score = nn.Linear(dim, len(config.labels), bias=False)
         self.config = config
         self.tensor_parallel = tp
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
 
     @property
     def output_weight(self) -> Tensor:
-        """[V, D], or the rank's rows of a split vocabulary: the embedding itself when tied."""
+        """[V, D], or the rank's rows of a split vocabulary: the embedding itself when tied. A
+        scorer's is [labels, D].
+        """
+        if self.config.labels:
+            return self.score.weight
         if self.config.tie_word_embeddings:
             return self.tok_embeddings.weight
         return self.output.weight
@@ -170,7 +176,7 @@ class Decoder(TransformerDecoder):
         h = self.norm(h)
         head = head or self.project
         tp = self.tensor_parallel
-        if tp is None or not tp.split_vocabulary:
+        if tp is None or not tp.split_vocabulary or self.config.labels:
             return head(h, self.output_weight)
         logits = head(copied(h, tp), self.output_weight)
         return gathered(logits, self.config.vocab_size, tp)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-FAMILIES = {  # architecture -> whether q, k and v carry a bias
-    "LlamaForCausalLM": False,
-    "MistralForCausalLM": False,
-    "Qwen2ForCausalLM": True,
+FAMILIES = {  # family -> whether q, k and v carry a bias
+    "Llama": False,
+    "Mistral": False,
+    "Qwen2": True,
 }
+CAUSAL = "ForCausalLM"  # behind a family's name: a language model
+SCORER = "ForSequenceClassification"  # its head gives num_labels scores in place of logits
 _COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -34,7 +37,7 @@ def tiny_directory() -> Path:
 class ModelConfig:
     """What the decoder's shape depends on. Names are Hugging Face's."""
 
-    architecture: str
+    architecture: str  # LlamaForCausalLM
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -46,8 +49,30 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: dict | None
     max_position_embeddings: int
-    tie_word_embeddings: bool
+    tie_word_embeddings: bool  # False in a scorer, which has no logits
     attention_bias: bool
+    labels: tuple[str, ...] = ()  # of a sequence-classification model's scores
+
+    @property
+    def family(self) -> str:
+        """Llama, of LlamaForCausalLM and LlamaForSequenceClassification."""
+        return family_of(self.architecture)
+
+    def as_scorer(self) -> ModelConfig:
+        """The model of one score on this model's trunk; of a scorer, itself."""
+        if self.labels:
+            return self
+        return dataclasses.replace(
+            self,
+            architecture=self.family + SCORER,
+            tie_word_embeddings=False,
+            labels=("LABEL_0",),  # as transformers calls it
+        )
+
+
+def family_of(architecture: str) -> str:
+    """What stands before the name of its head."""
+    return architecture.removesuffix(CAUSAL).removesuffix(SCORER)
 
 
 def read_json(file: Path) -> dict:
@@ -93,8 +118,13 @@ def _to_config(raw: dict, architecture: str) -> ModelConfig:
     rope = dict(raw.get("rope_parameters") or {})
     theta_of_rope = rope.pop("rope_theta", None)
     heads = raw["num_attention_heads"]
+    labels = ()
+    if architecture.endswith(SCORER):
+        named = raw.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # transformers' default
+        labels = tuple(named[str(i)] for i in range(len(named)))
     return ModelConfig(
         architecture=architecture,
+        labels=labels,
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],
         intermediate_size=raw["intermediate_size"],
@@ -106,19 +136,20 @@ def _to_config(raw: dict, architecture: str) -> ModelConfig:
         rope_theta=raw.get("rope_theta") or theta_of_rope or 10000.0,
         rope_scaling=raw.get("rope_scaling") or rope or None,
         max_position_embeddings=raw.get("max_position_embeddings", 2048),
-        tie_word_embeddings=raw.get("tie_word_embeddings", False),
-        attention_bias=FAMILIES[architecture],
+        tie_word_embeddings=raw.get("tie_word_embeddings", False) and not labels,
+        attention_bias=FAMILIES[family_of(architecture)],
     )
 
 
 def _unsupported(raw: dict, architecture: str) -> str | None:
     """What the config asks for and the decoder does not compute, with the remedy; None: nothing."""
-    if architecture not in FAMILIES:
+    family = family_of(architecture)
+    if family not in FAMILIES or not architecture.endswith((CAUSAL, SCORER)):
         return (
-            f"architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}. "
-            "docs/models.md says how to add one"
+            f"architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}, each "
+            f"{CAUSAL} or {SCORER}. docs/models.md says how to add one"
         )
-    is_mistral = architecture == "MistralForCausalLM"
+    is_mistral = family == "Mistral"
     window = raw.get("sliding_window", 4096 if is_mistral else None)  # transformers' own default
     uses_window = window and raw.get("use_sliding_window", is_mistral)
     if uses_window and window < raw.get("max_position_embeddings", 0):
@@ -129,7 +160,7 @@ def _unsupported(raw: dict, architecture: str) -> str | None:
     if raw.get("hidden_act", "silu") != "silu":
         return f"hidden_act {raw['hidden_act']} is not supported; supported: silu"
     for key in ("attention_bias", "mlp_bias"):  # transformers reads them for Llama alone
-        if architecture == "LlamaForCausalLM" and raw.get(key):
+        if family == "Llama" and raw.get(key):
             return (
                 f"{key} is not supported: it puts biases on projections that are computed without; "
                 "no Llama has it"

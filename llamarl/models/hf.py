@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ _NAMES = (  # decoder name -> Hugging Face name
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
     ("norm.scale", "model.norm.weight"),
     ("output.weight", "lm_head.weight"),
+    ("score.weight", "score.weight"),
     ("layers.{}.sa_norm.scale", "model.layers.{}.input_layernorm.weight"),
     ("layers.{}.mlp_norm.scale", "model.layers.{}.post_attention_layernorm.weight"),
     ("layers.{}.attn.q_proj.", "model.layers.{}.self_attn.q_proj."),
@@ -119,11 +120,14 @@ def _weight_map(index: Path) -> dict[str, str]:
     return named
 
 
-def check_weights(source: SafetensorsDir, shapes: Mapping[str, Shape]) -> None:
+def check_weights(
+    source: SafetensorsDir, shapes: Mapping[str, Shape], *, may_lack: Collection[str] = ()
+) -> None:
     """ValueError naming what is absent, unknown, or of another shape than `shapes` by Hugging Face
-    names. Reads no numbers.
+    names. Reads no numbers. may_lack: names that need not be there.
     """
-    problems = [f"{name}: absent" for name in shapes if name not in source.file_of]
+    missing = shapes.keys() - source.file_of.keys() - set(may_lack)
+    problems = [f"{name}: absent" for name in missing]
     for name in source.file_of:
         if name in shapes:
             shape = tuple(source.get_slice(name).get_shape())
@@ -139,22 +143,27 @@ def check_weights(source: SafetensorsDir, shapes: Mapping[str, Shape]) -> None:
 
 @torch.no_grad()
 def load_weights(
-    decoder: LanguageModel, path: str | Path, *, device: str | torch.device = "cpu"
+    decoder: LanguageModel,
+    path: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    may_lack: Collection[str] = (),
 ) -> LanguageModel:
     """Fill a decoder (on the meta device or not), one tensor at a time, from a model directory.
     Returns it.
 
     Sharded parameters (DTensor) read their own rows only, and a tensor-parallel decoder its own
-    part of each. Adapters are left as they are. ValueError naming tensors that are absent, unknown,
-    or of another shape; nothing is loaded by halves then.
+    part of each. Adapters are left as they are, and what the directory lacks of `may_lack`.
+    ValueError naming tensors that are absent, unknown, or of another shape; nothing is loaded by
+    halves then.
     """
     source = SafetensorsDir(path)
     shapes = parameter_shapes(decoder.config)
-    check_weights(source, shapes)
+    check_weights(source, shapes, may_lack=may_lack)
     if any(parameter.is_meta for parameter in decoder.parameters()):
         decoder.to_empty(device=device)
     for name, parameter in named_parameters_hf(decoder):
-        if name in shapes:  # and no adapter
+        if name in shapes and name in source.file_of:  # adapters are in neither
             held = held_box(decoder, name, parameter)
             part = held.within(Box.whole(shapes[name]))
             local(parameter).copy_(source.get_slice(name)[part])
@@ -167,9 +176,10 @@ def export(
     out: str | Path,
     *,
     dtype: torch.dtype,
+    fields: Mapping[str, object] | None = None,
 ) -> None:
     """Write a directory that `transformers` loads: tensors as they come (at most SHARD_BYTES held),
-    the rest from `like`.
+    the rest from `like`. fields: of config.json, in place of those in `like`'s.
     """
     out = Path(out)
     like = Path(like)
@@ -181,6 +191,7 @@ def export(
     config = json.loads((like / "config.json").read_text())
     key = "dtype" if "dtype" in config else "torch_dtype"
     config[key] = str(dtype).removeprefix("torch.")
+    config |= fields or {}
     (out / "config.json").write_text(json.dumps(config, indent=2))
 
 

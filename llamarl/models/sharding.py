@@ -177,7 +177,9 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
         for name, shape in of_layer.items():
             shapes[f"model.layers.{i}.{name}"] = shape
     shapes["model.norm.weight"] = (d,)
-    if not config.tie_word_embeddings:
+    if config.labels:
+        shapes["score.weight"] = (len(config.labels), d)
+    elif not config.tie_word_embeddings:
         shapes["lm_head.weight"] = vocabulary
     return shapes
 

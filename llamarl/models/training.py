@@ -12,6 +12,7 @@ from llamarl.models.fsdp import wrap
 from llamarl.models.hf import load_weights
 from llamarl.models.lora import Lora, add_lora, reset_lora
 from llamarl.models.masters import Masters
+from llamarl.models.scorer import SCORE, draw_score_head
 from llamarl.models.tp import TensorParallel
 
 
@@ -25,6 +26,7 @@ def training_decoder(
     tensor_parallel: TensorParallel | None = None,
     lora: Lora | None = None,
     cpu_offload: bool = False,
+    score_seed: int | None = None,
 ) -> Decoder:
     """A decoder with float32 master weights that computes in compute_dtype and reduces in float32.
 
@@ -33,13 +35,18 @@ def training_decoder(
     the first use on. One rank needs no mesh, and is wrapped by FSDP for cpu_offload alone. lora:
     the weights are frozen, and only adapters beside them require gradients. cpu_offload: masters,
     gradients and so the optimizer's moments are in host memory, a layer's weights on the device
-    while it computes. FileNotFoundError or ValueError naming the file when the directory is not
-    whole.
+    while it computes. score_seed: make a scorer of the directory's model, whose head is drawn from
+    this seed if there is none. FileNotFoundError or ValueError naming the file when the directory
+    is not whole.
     """
     assert tensor_parallel is None or not tensor_parallel.split_vocabulary, (
         "the loss needs the whole head"
     )
-    decoder = build_decoder(read_config(path), dtype=torch.float32, tensor_parallel=tensor_parallel)
+    config = read_config(path)
+    draws_head = score_seed is not None and not config.labels
+    if draws_head:
+        config = config.as_scorer()
+    decoder = build_decoder(config, dtype=torch.float32, tensor_parallel=tensor_parallel)
     decoder.activation_checkpointing = activation_checkpointing
     if lora:
         add_lora(decoder, lora)
@@ -48,7 +55,10 @@ def training_decoder(
         wrap(decoder, mesh, compute_dtype, cpu_offload=cpu_offload, pin_memory=pin_memory)
     elif compute_dtype != torch.float32:
         decoder.masters = Masters(decoder, compute_dtype)
-    load_weights(decoder, path, device=torch.device("cpu") if cpu_offload else device)
+    holder = torch.device("cpu") if cpu_offload else device
+    load_weights(decoder, path, device=holder, may_lack=(SCORE,) if draws_head else ())
+    if draws_head:
+        draw_score_head(decoder, seed=score_seed)
     if lora:
         reset_lora(decoder, lora)
     return decoder.train()

@@ -206,7 +206,7 @@ def test_a_family_of_llamas_blocks_is_one_line(tmp_path, monkeypatch):
     path = make_directory(theirs_config, tmp_path / "seed_oss")
     with pytest.raises(ValueError, match="SeedOssForCausalLM is not supported"):
         read_config(path)
-    monkeypatch.setitem(config.FAMILIES, "SeedOssForCausalLM", True)
+    monkeypatch.setitem(config.FAMILIES, "SeedOss", True)
     tokens = random_tokens()
     want = theirs(path)(tokens[None]).logits[0]
     assert (whole(ours(path), tokens) - want).abs().max() <= LOGITS

@@ -1,0 +1,95 @@
+"""Models that score sequences: a language model's trunk and one linear head, as transformers'
+...ForSequenceClassification.
+
+    decoder = load_scorer(DIR, device=device, dtype=torch.bfloat16)
+    scores_NC = decoder(tokens_T, positions_T, attention, scores_at(last_N))
+
+A scorer is a Decoder whose config has labels; `score.weight` [labels, D] stands in the place of the
+head over the vocabulary. So it is sharded, loaded, saved and travels like any other decoder.
+
+Shapes: T tokens, N sequences, C labels, D model.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llamarl.models.build import Decoder, build_decoder
+from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.fsdp import held_box, local
+from llamarl.models.hf import load_weights
+from llamarl.models.protocol import Head
+from llamarl.models.sharding import Box
+from llamarl.models.tp import TensorParallel
+
+SCORE = "score.weight"  # the head's Hugging Face name
+
+
+def scores_at(rows_N: Tensor) -> Head:
+    """A head for Decoder.forward: the scores [N, C] of the hidden states at these places of T, in
+    float32.
+    """
+
+    def head(hidden_TD: Tensor, weight_CD: Tensor) -> Tensor:
+        return F.linear(hidden_TD.index_select(0, rows_N).float(), weight_CD.float())
+
+    return head
+
+
+@torch.no_grad()
+def draw_score_head(decoder: Decoder, *, seed: int) -> None:
+    """Give the head its first values, of which each rank takes its own part: normal, with standard
+    deviation 1 / sqrt(D + 1)          (Stiennon et al. 2020, B.1)
+    """
+    shape = (len(decoder.config.labels), decoder.config.hidden_size)
+    generator = torch.Generator().manual_seed(seed)
+    whole_CD = torch.randn(shape, generator=generator) / (shape[1] + 1) ** 0.5
+    parameter = decoder.score.weight
+    part = held_box(decoder, SCORE, parameter).within(Box.whole(shape))
+    local(parameter).copy_(whole_CD[part])
+
+
+def load_scorer(
+    path: str | Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    tensor_parallel: TensorParallel | None = None,
+) -> Decoder:
+    """A scorer for inference, its weights frozen.
+
+    path: a ...ForSequenceClassification directory. ValueError naming it if it holds a language
+    model, or weights that do not fit.
+    """
+    config = read_config(path)
+    if not config.labels:
+        raise ValueError(
+            f"{path}: {config.architecture} has no score head; recipes/reward_model.py trains one"
+        )
+    decoder = build_decoder(config, dtype=dtype, tensor_parallel=tensor_parallel)
+    return load_weights(decoder, path, device=device).eval().requires_grad_(False)
+
+
+def scorer_fields(config: ModelConfig, like: str | Path) -> dict[str, object]:
+    """What config.json of an exported scorer says in place of that of the model it began as.
+
+    transformers finds the last token of a padded row by pad_token_id: where `like` has none, its
+    end token is taken.
+    """
+    raw = json.loads((Path(like) / "config.json").read_text())
+    pad = raw.get("pad_token_id")
+    if pad is None:
+        end = raw.get("eos_token_id")
+        pad = end[0] if isinstance(end, list) else end
+    return {
+        "architectures": [config.architecture],
+        "id2label": {str(i): label for i, label in enumerate(config.labels)},
+        "label2id": {label: i for i, label in enumerate(config.labels)},
+        "pad_token_id": pad,
+        "tie_word_embeddings": False,
+    }
