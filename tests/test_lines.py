@@ -28,7 +28,6 @@ NOT_YET = (
     "llamarl/ddma",
     "llamarl/inference",
     "llamarl/learning",
-    "llamarl/models",
     "llamarl/observe",
     "llamarl/tasks",
 )
