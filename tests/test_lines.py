@@ -25,7 +25,6 @@ MAX_TUPLE = 2  # names that one statement gives values
 NOT_YET = (
     "llamarl/inference",
     "llamarl/learning",
-    "llamarl/models",
     "llamarl/observe",
     "llamarl/tasks",
 )
