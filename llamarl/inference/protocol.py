@@ -16,13 +16,13 @@ they stamp on tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from llamarl.executor import ExecutorGroup
-from llamarl.inference.requests import Partial
+from llamarl.inference.requests import Partial, TokenIds
 from llamarl.inference.sampler import SamplingParams
 from llamarl.models.config import ModelConfig
 from llamarl.types import Completion
@@ -57,7 +57,7 @@ class GenerationEngine(Protocol):
     def submit(
         self,
         ticket: int,
-        prompt_ids: Tensor | Sequence[int],
+        prompt_ids: TokenIds,
         params: SamplingParams,
         *,
         stream: int = 0,
@@ -108,8 +108,8 @@ class GenerationEngine(Protocol):
 
     def score(
         self,
-        prompt_ids: Tensor | Sequence[int],
-        token_ids: Tensor | Sequence[int],
+        prompt_ids: TokenIds,
+        token_ids: TokenIds,
         temperature: float = 1.0,
     ) -> Tensor:
         """[L] float32 nats: the logprobs of L given tokens behind a prompt, under the weights in
@@ -149,8 +149,8 @@ class QuantizedEngine(GenerationEngine, Protocol):
 
     def score_all(
         self,
-        prompt_ids: Tensor | Sequence[int],
-        token_ids: Tensor | Sequence[int],
+        prompt_ids: TokenIds,
+        token_ids: TokenIds,
         temperature: float = 1.0,
     ) -> Tensor:
         """[L, V] float32 nats: as `score`, of the whole vocabulary at the place of each token."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from llamarl.inference.sampler import SamplingParams
+
+TokenIds = Tensor | Sequence[int]  # [L], as a caller has them
 
 
 class Recorded(NamedTuple):
@@ -45,12 +48,15 @@ class Request:
 
     stream: int
     ticket: int
-    prompt_ids: Tensor  # [P] int64, on the CPU
+    prompt_ids: TokenIds  # [P] int64, on the CPU once it is here
     params: SamplingParams
     end: int
     num_started: int = 0
     recorded: Recorded = NOTHING  # what its only sample has already
     num_cached: int = 0  # tokens of a long prompt that wait in the staging slot
+
+    def __post_init__(self):
+        self.prompt_ids = torch.as_tensor(self.prompt_ids, dtype=torch.int64, device="cpu")
 
     def check(self, vocab_size: int, max_len: int) -> None:
         """ValueError for an empty prompt, one that max_len has no room for, or unknown ids.
@@ -119,6 +125,6 @@ def check_vocabulary(what: str, ids: Tensor, vocab_size: int) -> None:
     low, high = torch.aminmax(ids)
     if low < 0 or high >= vocab_size:
         raise ValueError(
-            f"{what} {int(low)}..{int(high)} lie outside the model's vocabulary of {vocab_size}; "
+            f"{what} {low}..{high} lie outside the model's vocabulary of {vocab_size}; "
             "is the tokenizer another model's?"
         )

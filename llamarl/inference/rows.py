@@ -5,6 +5,7 @@ Shapes: R rows, L places, S stop tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -58,27 +59,28 @@ class Rows:
             table = getattr(self, name)
             values = [getattr(wanted, name) for wanted in params]
             table[rows] = torch.tensor(values, dtype=table.dtype)
-        missing = max(len(wanted.stop_token_ids) for wanted in params) - self.stops.shape[1]
+        width = max(len(wanted.stop_token_ids) for wanted in params)
+        missing = width - self.stops.shape[1]
         if missing > 0:
             self.stops = F.pad(self.stops, (0, missing), value=-1)
-        stops, places, lengths, counts = [], [], [], []
-        for request, index in samples:
-            ids = list(request.params.stop_token_ids)
-            stops.append(ids + [-1] * (self.stops.shape[1] - len(ids)))
-            places.append((request.params.seed, request.stream, request.ticket, index))
-            lengths.append(request.ids.numel())
-            counts.append(request.recorded.token_ids.numel())
-        self.stops[rows] = torch.tensor(stops)
-        self.key[rows] = sample_keys(torch.tensor(places))
-        self.position[rows] = torch.tensor(lengths) - 1
-        self.count[rows] = torch.tensor(counts)
+        self.stops[rows] = -1
+        self.count[rows] = 0
         self.live[rows] = True
-        for row, (request, _) in enumerate(samples, first):
-            had, count = request.recorded, counts[row - first]
-            if count:  # tokens that were sampled before
+        places = []
+        for row, (request, index) in enumerate(samples, first):
+            wanted = request.params
+            places.append((wanted.seed, request.stream, request.ticket, index))
+            stops = torch.tensor(wanted.stop_token_ids, dtype=torch.int64)
+            self.stops[row, : len(stops)] = stops
+            self.position[row] = request.ids.numel() - 1
+            had = request.recorded
+            count = had.token_ids.numel()
+            if count:  # they were sampled before
+                self.count[row] = count
                 self.tokens[row, :count] = had.token_ids
                 self.logprobs[row, :count] = had.generator_logprobs
                 self.versions[row, :count] = had.policy_versions
+        self.key[rows] = sample_keys(torch.tensor(places))
 
     def demands(self, num_rows: int) -> Demands:
         """What any of the first rows asks of the sampler. Waits once for the device."""
@@ -127,15 +129,17 @@ class Rows:
         # A row that just ended stays where it is: its next place may lie beyond its slot.
         self.position[rows] += live
 
-    def recorded(self, rows: list[int]) -> list[Recorded]:
+    def recorded(self, rows: Iterable[int]) -> list[Recorded]:
         """What each of some rows has sampled so far, on the CPU."""
-        lengths = self.count[rows].tolist()
+        index = list(rows)
+        lengths = self.count[index].tolist()
         longest = max(lengths, default=0)
         tables = (self.tokens, self.logprobs, self.versions)
-        columns = [table[rows, :longest].cpu() for table in tables]
+        columns = [table[index, :longest].cpu() for table in tables]
         recorded = []
         for i, length in enumerate(lengths):
-            recorded.append(Recorded(*[column[i, :length] for column in columns]))
+            parts = [column[i, :length] for column in columns]
+            recorded.append(Recorded(*parts))
         return recorded
 
     def tables(self) -> list[Tensor]:

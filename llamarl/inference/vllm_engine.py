@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from llamarl.inference.requests import Recorded, Request
+from llamarl.inference.requests import Recorded, Request, TokenIds
 from llamarl.inference.sampler import SamplingParams, sample_keys
 from llamarl.inference.slots import SlotEngine
 from llamarl.models.config import ModelConfig
@@ -40,14 +40,13 @@ from llamarl.models.sharding import aligned
 from llamarl.native.shared_memory import map_shared, path_of, shared_file
 from llamarl.types import FinishReason
 
-AT_LEAST, BELOW = (0, 32), (0, 33)  # versions of vLLM that were driven like this
+RELEASE, NEXT = "0.32", "0.33"  # of vLLM: that was driven like this, and the one after it
 WORKER = Path(__file__).with_name("vllm_worker.py")
 # K/V places that vLLM allots and shares together: few, so that the samples of a short prompt share
 # most of it
 BLOCK = 32
 ANSWER_S = 600.0  # vLLM says nothing for longer: it hangs
 END_S = 10.0
-_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 _TORCHRUN = re.compile(
     r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
 )
@@ -64,12 +63,10 @@ def vllm_problem() -> str | None:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-        release = tuple(map(int, re.findall(r"\d+", version)[:2]))
-        if AT_LEAST <= release < BELOW:
+        if version.split(".")[:2] == RELEASE.split("."):
             return None
-        low, high = (".".join(map(str, bound)) for bound in (AT_LEAST, BELOW))
         return (
-            f"{package} {version} is installed, and versions from {low} to below {high} work: "
+            f"{package} {version} is installed, and versions from {RELEASE} to below {NEXT} work: "
             f"{remedy}"
         )
     return f"vLLM is not installed: {remedy}"
@@ -231,7 +228,8 @@ class VLLMEngine(SlotEngine):
         start = self._schedule()
         if not self._running:
             return 0
-        answer = self._ask("step", chunk=chunk, start=start, abort=self._take_dropped())
+        answer = self._ask("step", chunk=chunk, start=start, abort=self._dropped)
+        self._dropped = []
         return sum(self._record(*made) for made in answer["samples"])
 
     def _schedule(self) -> list[dict[str, object]]:
@@ -256,10 +254,6 @@ class VLLMEngine(SlotEngine):
             start.append(described)
         return start
 
-    def _take_dropped(self) -> list[str]:
-        dropped, self._dropped = self._dropped, []
-        return dropped
-
     def _record(
         self, name: str, token_ids: list[int], logprobs: list[float], reason: str | None
     ) -> int:
@@ -278,10 +272,10 @@ class VLLMEngine(SlotEngine):
         growing.logprobs += logprobs
         growing.versions += [self.policy_version] * len(token_ids)
         if reason is not None:
-            if reason not in _REASONS:
+            if reason not in ("stop", "length"):
                 ticket = growing.request.ticket
                 raise RuntimeError(f"vLLM ended a completion of ticket {ticket} with {reason!r}")
-            self._end(name, _REASONS[reason])
+            self._end(name, reason)
         return len(token_ids)
 
     @torch.no_grad()
@@ -301,8 +295,8 @@ class VLLMEngine(SlotEngine):
             request = self._running.pop(name).request
             alone = dataclasses.replace(request, num_started=index, end=index + 1)
             self._waiting.appendleft(alone)
-        self._dropped += unread
-        self._ask("load", abort=self._take_dropped())
+        self._ask("load", abort=self._dropped + unread)
+        self._dropped = []
         self.policy_version = version
 
     def abort(self, ticket: int | None = None, *, stream: int | None = None) -> int:
@@ -323,8 +317,8 @@ class VLLMEngine(SlotEngine):
 
     def score(
         self,
-        prompt_ids: Tensor | Sequence[int],
-        token_ids: Tensor | Sequence[int],
+        prompt_ids: TokenIds,
+        token_ids: TokenIds,
         temperature: float = 1.0,
     ) -> Tensor:
         """[L] float32: logprobs of given tokens under the present weights. What runs goes on by a
