@@ -10,6 +10,7 @@ on resume.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
@@ -71,7 +72,7 @@ class RuleReward(Executor):
         self._source: RewardSource | None = None
         # What is in the source, by key.
         self._submitted: dict[int, Completion | EvalCompletion] = {}
-        self._next_key = 0
+        self._keys = itertools.count()
         # By ticket, those scored so far while the group is not whole.
         self._begun: dict[int, list[ScoredCompletion]] = {}
         self._whole: deque[Group] = deque()  # waiting for room
@@ -143,8 +144,7 @@ class RuleReward(Executor):
         if completion.finish_reason == "aborted":
             self._settle(completion, Outcome.abstain("the completion was aborted"))
             return
-        key = self._next_key
-        self._next_key += 1
+        key = next(self._keys)
         self._submitted[key] = completion
         text = self.decode(completion.token_ids.tolist())
         self._source.submit(key, prompt.text, text, prompt.meta)

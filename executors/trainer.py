@@ -285,7 +285,7 @@ class FSDPTrainer(Executor):
         if self.reference_weights is not None:
             newest = max((g.ref_version for g in groups), default=0)
             out["reference/version"] = ranks.max(version=newest)["version"]
-        return out | self.buffer.metrics(self.version, ranks)
+        return out | self.buffer.metrics(ranks)
 
     def _publish(self, *, must_differ: bool) -> float:
         self.claim_device()

@@ -71,7 +71,7 @@ class GroupBuffer:
         """Of the groups that wait to be handed over."""
         return sorted(self._groups)
 
-    def metrics(self, step: int, ranks: Ranks) -> dict[str, float]:
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Collective over ranks: what there is to tell after `take`, of all ranks' buffers."""
         return {}
 
