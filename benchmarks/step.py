@@ -27,8 +27,8 @@ def medium_model(out: Path) -> Path:
     import torch
     from make_tiny import TINY_CONFIG, write_directory
 
-    from llamarl.learning.sft import save_directory
     from llamarl.models.build import build_decoder, random_weights, read_config
+    from llamarl.models.hf import export, named_parameters_hf
 
     config = {
         **TINY_CONFIG,
@@ -42,7 +42,7 @@ def medium_model(out: Path) -> Path:
     like.mkdir()
     write_directory(like, config)
     decoder = random_weights(build_decoder(read_config(like)), seed=0)
-    save_directory(decoder, like, out / "medium", torch.float32)
+    export(named_parameters_hf(decoder), like, out / "medium", dtype=torch.float32)
     return out / "medium"
 
 

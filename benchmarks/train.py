@@ -378,8 +378,8 @@ def medium_model(peer: Path, out: Path) -> Path | None:
         return None
     from make_tiny import TINY_CONFIG, write_directory
 
-    from llamarl.learning.sft import save_directory
     from llamarl.models.build import build_decoder, random_weights, read_config
+    from llamarl.models.hf import export, named_parameters_hf
 
     spec = importlib.util.spec_from_file_location("peer_common", file)
     common = importlib.util.module_from_spec(spec)
@@ -395,12 +395,8 @@ def medium_model(peer: Path, out: Path) -> Path | None:
     }
     like = out / "like"
     write_directory(like, TINY_CONFIG | sizes)
-    save_directory(
-        random_weights(build_decoder(read_config(like)), seed=0),
-        like,
-        out / "medium",
-        torch.float32,
-    )
+    decoder = random_weights(build_decoder(read_config(like)), seed=0)
+    export(named_parameters_hf(decoder), like, out / "medium", dtype=torch.float32)
     return out / "medium"
 
 

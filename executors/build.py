@@ -70,7 +70,7 @@ def build_generator(config: Config, job: Job) -> Generator:
     """The generator, with the engine of its kind."""
     g = config.generator
     return Generator(
-        engine=engine_settings(config, job),
+        engine_settings=engine_settings(config, job),
         prompts=job.prompts,
         eval_prompts=job.eval_prompts,
         eval_samples=config.eval.num_samples,
@@ -167,7 +167,33 @@ def step_options(config: Config) -> Callable[[int], dict[str, float]]:
 def build_trainer(config: Config, job: Job) -> FSDPTrainer:
     """The trainer, with its loss, its buffer and what it does to a batch."""
     t = config.trainer
-    loss_fn = _loss_of(config)
+    c = config.loss
+    plain_loss = resolve_loss(c.fn)
+    options = c.options_for(set(options_of(plain_loss)))
+    check_options(plain_loss, options)
+    loss_fn = regularised(
+        partial(plain_loss, **options),
+        kl_coef=c.kl_coef,
+        kl_estimator=c.kl_estimator,
+        entropy_coef=c.entropy_coef,
+    )
+    critic = None
+    if t.advantages == "gae":
+        critic = CriticSettings(
+            lr=t.value_lr,
+            coef=t.value_coef,
+            clip=t.value_clip,
+            gamma=t.gamma,
+            gae_lambda=t.gae_lambda,
+        )
+    lora = None
+    if t.lora.rank:
+        lora = Lora(
+            rank=t.lora.rank,
+            alpha=t.lora.alpha,
+            targets=tuple(t.lora.targets),
+            seed=config.seed,
+        )
     return FSDPTrainer(
         model_path=str(job.model_path),
         model_dtype=config.model.dtype,
@@ -177,34 +203,20 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         activation_checkpointing=t.activation_checkpointing,
         cpu_offload=t.cpu_offload,
         loss_fn=loss_fn,
-        update=_update_of(config, loss_fn),
+        settings=_update_of(config, loss_fn),
         buffer=build_buffer(config, job),
         adam=AdamSettings(
-            beta1=t.beta1, beta2=t.beta2, eps=t.eps, weight_decay=t.weight_decay, kind=t.optimizer
+            betas=(t.beta1, t.beta2), eps=t.eps, weight_decay=t.weight_decay, kind=t.optimizer
         ),
         canary_prompts=job.prompts,
         canary_top=0 if config.generator.quantize == "none" else TOP,
         evaluate_at=job.eval_due,
         checkpoint_at=job.checkpoint_due,
-        critic=_critic_of(config),
-        lora=_lora_of(config),
+        critic_settings=critic,
+        lora=lora,
         ema_decay=t.ema_decay,
         step_options=step_options(config),
         resets_reference=job.reference_due,
-    )
-
-
-def _loss_of(config: Config) -> Callable:
-    """The loss with its options, and what is added around it."""
-    c = config.loss
-    loss_fn = resolve_loss(c.fn)
-    options = c.options_for(set(options_of(loss_fn)))
-    check_options(loss_fn, options)
-    return regularised(
-        partial(loss_fn, **options),
-        kl_coef=c.kl_coef,
-        kl_estimator=c.kl_estimator,
-        entropy_coef=c.entropy_coef,
     )
 
 
@@ -242,24 +254,6 @@ def _update_of(config: Config, loss_fn: Callable) -> UpdateSettings:
         filter_groups=t.filter_groups,
         recomputes_kv=g.recompute_kv,
     )
-
-
-def _critic_of(config: Config) -> CriticSettings | None:
-    """The value head's settings where advantages are of tokens, else None."""
-    t = config.trainer
-    if t.advantages != "gae":
-        return None
-    return CriticSettings(
-        lr=t.value_lr, coef=t.value_coef, clip=t.value_clip, gamma=t.gamma, gae_lambda=t.gae_lambda
-    )
-
-
-def _lora_of(config: Config) -> Lora | None:
-    """The adapters' settings; None where the weights themselves are trained."""
-    lora = config.trainer.lora
-    if lora.rank == 0:
-        return None
-    return Lora(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), seed=config.seed)
 
 
 def build_reference_weights(

@@ -21,10 +21,10 @@ this; the others do what it tells them, in its order, and send nothing (llamarl.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -44,19 +44,12 @@ END_S = 15.0  # a peer waits no longer for its leader's last command
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Begun:
-    """A ticket in the engine."""
-
-    since_s: float
-    unfinished: int  # completions
-
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class Generator(Executor):
     """One engine a replica. Sampling is a function of (seed, ticket, sample_index, position), not
     of the rank or the batch.
 
-    engine: settings that build the replica's engine, whichever it is, at set-up.
+    engine_settings: they build the replica's engine, whichever it is, at set-up.
     prompts: prompts[ticket] is the ticket's prompt.
     eval_prompts: the held-out ones, each answered greedily and eval_samples times by `sampling`.
     chunk_tokens: tokens a row between two looks at weights, tickets and stop requests.
@@ -72,47 +65,33 @@ class Generator(Executor):
     name = "generator"
     state_is_optional = True  # its tickets start again
 
-    def __init__(
-        self,
-        *,
-        engine: EngineSettings,
-        prompts: PromptStream,
-        eval_prompts: list[Prompt],
-        sampling: SamplingParams,
-        chunk_tokens: int,
-        in_flight_updates: bool,
-        parity_tolerance: float,
-        recompute_kv: bool = False,
-        eval_samples: int = 0,
-        tensor_parallel: int = 1,
-        max_quantization_kl: float | None = None,
-        max_seconds: float | None = None,
-    ):
-        self.engine_settings = engine
-        self.prompts = prompts
-        self.eval_prompts = eval_prompts
-        self.sampling = sampling
-        self.eval_samples = eval_samples
-        self.chunk_tokens = chunk_tokens
-        self.in_flight_updates = in_flight_updates
-        self.recompute_kv = recompute_kv
-        self.parity_tolerance = parity_tolerance
-        self.max_quantization_kl = max_quantization_kl
-        self.tensor_parallel = tensor_parallel
-        self.max_seconds = math.inf if max_seconds is None else max_seconds
+    engine_settings: EngineSettings
+    prompts: PromptStream
+    eval_prompts: list[Prompt]
+    sampling: SamplingParams
+    chunk_tokens: int
+    in_flight_updates: bool
+    parity_tolerance: float
+    recompute_kv: bool = False
+    eval_samples: int = 0
+    tensor_parallel: int = 1
+    max_quantization_kl: float | None = None
+    max_seconds: float | None = None
+
+    def __post_init__(self):
         self.version = -1
         self._sampled = 0  # tokens
         self._torn = False
-        self._commands = {"swap": self._swap, "skip": self._skip, "decode": self._decode}
         self._evaluating = 0  # completions of held-out prompts still to finish
-        # Ticket -> its completions that were sent, while its group is not whole.
-        self._open: dict[int, list[Completion]] = {}
+        # Of the tickets whose groups are not whole, kept by the first rank of a replica alone:
+        self._begun: dict[int, float] = {}  # when each began here, seconds
+        self._open: dict[int, list[Completion]] = {}  # those completions of it that were sent
         self._send_again: list[Completion] = []  # what a resumed run had sent
-        self._begun: dict[int, _Begun] = {}
 
     def setup(self) -> None:
         self.replica = Lockstep(self.group, self.control)
         self.weights = self.inputs["policy"]
+        self._commands = {"swap": self._swap, "skip": self.weights.skip, "decode": self._decode}
         self.engine: GenerationEngine = self.engine_settings.build(self.group, self.weights.bind)
 
     @property
@@ -138,6 +117,7 @@ class Generator(Executor):
         # Before the grants: an order comes after its ticket's grant, which is so taken by then.
         ended = self.tickets.to_truncate() + self._expired()
         tickets = self._choose_tickets()
+        self._begun |= dict.fromkeys(tickets, time.monotonic())
         if not (tickets or self.engine.num_live or self.engine.num_waiting):
             return swapped
         sampled = self._together("decode", tickets=tickets, ended=ended, chunk=self.chunk_tokens)
@@ -148,7 +128,7 @@ class Generator(Executor):
         apart from the others.
         """
         self.replica.tell(do, sampled=self._sampled, **what)
-        return self._commands[do](**what)
+        return bool(self._commands[do](**what))
 
     def _follow(self) -> bool:
         self.replica.report(self.weights)
@@ -211,17 +191,16 @@ class Generator(Executor):
         if taken.canary:
             self._check_canary(Canary.from_json(taken.canary))
         if taken.evaluate:
-            self._start_evaluation()
+            # This replica's share of the held-out prompts.
+            for j in range(self.group.data_index, len(self.eval_prompts), self.group.data_size):
+                self._evaluating += evaluation.submit(
+                    self.engine, j, self.eval_prompts[j], self.sampling, self.eval_samples
+                )
         return True
-
-    def _skip(self, version: int) -> bool:
-        self.weights.skip(version)
-        return False
 
     def _decode(self, tickets: list[int], ended: list[int], chunk: int) -> bool:
         """Start tickets, end others where they are, and sample a chunk."""
         for ticket in tickets:
-            self._begun[ticket] = _Begun(time.monotonic(), self.sampling.n)
             prompt_ids = self.prompts[ticket].prompt_ids
             self.engine.submit(ticket, prompt_ids, self.sampling, stream=TRAIN)
         self.claim_device()
@@ -232,30 +211,24 @@ class Generator(Executor):
         self._count("generator/tokens", sampled)
         finished = self.engine.pop_finished()
         for stream, completion in finished:
-            if stream == TRAIN:
-                self._ended_one(completion.ticket)
-            else:
+            if stream != TRAIN:
                 self._evaluating -= 1
-            if not self.follows:
-                self._send(stream, completion)
+            if self.follows:
+                continue
+            if stream == TRAIN:
+                self._note_sent(completion)
+                self.outputs["completions"].put(completion)
+            else:
+                answer = evaluation.eval_completion(stream, completion)
+                self.outputs["evaluations"].put(answer)
         return sampled > 0 or bool(finished)
-
-    def _send(self, stream: int, completion: Completion) -> None:
-        if stream == TRAIN:
-            self._note_sent(completion)
-            self.outputs["completions"].put(completion)
-        else:
-            self.outputs["evaluations"].put(evaluation.eval_completion(stream, completion))
-
-    def _ended_one(self, ticket: int) -> None:
-        self._begun[ticket].unfinished -= 1
-        if not self._begun[ticket].unfinished:
-            del self._begun[ticket]
 
     def _expired(self) -> list[int]:
         """Tickets that have been at it for longer than max_seconds."""
-        now, limit = time.monotonic(), self.max_seconds
-        return [ticket for ticket, begun in self._begun.items() if now - begun.since_s > limit]
+        if self.max_seconds is None:
+            return []
+        now = time.monotonic()
+        return [ticket for ticket, began in self._begun.items() if now - began > self.max_seconds]
 
     def _count(self, name: str, amount: float) -> None:
         """Add to a counter, on the first rank of a replica alone: its peers do the same work and
@@ -296,13 +269,6 @@ class Generator(Executor):
             scored.append(score(prompt_ids, token_ids, self.sampling.temperature))
         return torch.cat(scored).cpu()
 
-    def _start_evaluation(self) -> None:
-        """Queue this replica's share of the held-out prompts."""
-        for j in range(self.group.data_index, len(self.eval_prompts), self.group.data_size):
-            self._evaluating += evaluation.submit(
-                self.engine, j, self.eval_prompts[j], self.sampling, self.eval_samples
-            )
-
     # -- tickets
 
     def _choose_tickets(self) -> list[int]:
@@ -324,20 +290,22 @@ class Generator(Executor):
         group.append(completion)
         if len(group) == self.sampling.n:
             del self._open[completion.ticket]
+            del self._begun[completion.ticket]
 
     def state_dict(self) -> dict:
         """Completions of groups that are not whole; of each replica its first rank saves them."""
         if self.follows or not isinstance(self.engine, ResumableEngine):
             return pack([])
         partials = [partial for partial in self.engine.export_partials() if partial.stream == TRAIN]
-        sent = [completion for group in self._open.values() for completion in group]
-        return pack([*partials, *sent])
+        return pack([*partials, *chain.from_iterable(self._open.values())])
 
     def load_state_dict(self, parts: Iterable[dict]) -> None:
         """This replica's share of the tickets that are in work: any replica can go on with any."""
         if not isinstance(self.engine, ResumableEngine):
             return
         share = sorted(self.tickets.in_work())[self.group.data_index :: self.group.data_size]
+        if not self.follows:
+            self._begun |= dict.fromkeys(share, time.monotonic())
         num_tokens = 0
         for part in parts:
             for sample in unpack(part, self.tickets.resumed_step, TRAIN, self.sampling):
@@ -360,7 +328,6 @@ class Generator(Executor):
             f"ticket {sample.ticket}: a saved completion is of another prompt than the stream's"
         )
         if isinstance(sample, Partial):
-            self._begun.setdefault(sample.ticket, _Begun(time.monotonic(), 0)).unfinished += 1
             self.engine.submit_partial(sample)
             return sample.token_ids.numel()
         if not self.follows:
@@ -390,11 +357,10 @@ class Generator(Executor):
                 self.replica.tell(LAST)
                 return
             until = time.monotonic() + END_S
-            while self._may_be_told_more() and time.monotonic() < until:
+            while time.monotonic() < until:
+                if self.replica.ended or self._torn or self.control.failure:
+                    return
                 if not self._follow():
                     self.control.wait(POLL_S)
         except RuntimeError:
             pass  # the others have left already, and say why
-
-    def _may_be_told_more(self) -> bool:
-        return not (self.replica.ended or self._torn or self.control.failure)

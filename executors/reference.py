@@ -9,10 +9,10 @@ score        a batch of groups   groups                 the reward        them w
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +28,7 @@ from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.types import Group
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class FrozenReference(Executor):
     """Adds log pi_ref of every completion token, at the temperature that the policy is sampled and
     trained at.
@@ -39,20 +40,11 @@ class FrozenReference(Executor):
     name = "reference"
     version = 0  # policy version of the weights
 
-    def __init__(
-        self,
-        *,
-        model_path: str,
-        model_dtype: str,
-        temperature: float,
-        microbatch_tokens: int,
-        groups_per_batch: int = 8,
-    ):
-        self.model_path = model_path
-        self.model_dtype = model_dtype
-        self.temperature = temperature
-        self.microbatch_tokens = microbatch_tokens
-        self.groups_per_batch = groups_per_batch
+    model_path: str
+    model_dtype: str
+    temperature: float
+    microbatch_tokens: int
+    groups_per_batch: int = 8
 
     def setup(self) -> None:
         """Load the model."""
@@ -68,17 +60,18 @@ class FrozenReference(Executor):
         """Score a batch of groups if there is room for them. True if there was any."""
         if not self._sink.has_room():
             return False
-        groups = self._source.take(self.groups_per_batch)
-        self._send_scored(groups)
-        return bool(groups)
-
-    def _send_scored(self, groups: list[Group]) -> None:
+        groups = self._next_groups()
         if groups:
             self.claim_device()
         for group in groups:
             logprobs = self.score(group)
-            scored = dataclasses.replace(group, ref_logprobs=logprobs, ref_version=self.version)
+            scored = replace(group, ref_logprobs=logprobs, ref_version=self.version)
             self._sink.put(scored)
+        return bool(groups)
+
+    def _next_groups(self) -> list[Group]:
+        """The groups that have come and may be scored now."""
+        return self._source.take(self.groups_per_batch)
 
     def waiting_for(self) -> str | None:
         """What it waits for, in words; None for groups, which nobody owes it."""
@@ -95,9 +88,7 @@ class FrozenReference(Executor):
         """The logprobs [T] of a group's tokens, in their order: float32, nats."""
         # Packed as if every completion were trained on: none must be left out.
         size = group.lengths.numel()
-        alike = dataclasses.replace(
-            group, rewards=torch.ones(size), finish_reasons=("stop",) * size
-        )
+        alike = replace(group, rewards=torch.ones(size), finish_reasons=("stop",) * size)
         targets = [Targets.of(alike, alike.rewards)]
         packing = pack(
             [alike], targets, budget_tokens=self.microbatch_tokens, drop_zero_advantage=False
@@ -112,6 +103,7 @@ class FrozenReference(Executor):
         return out
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ResettingReference(FrozenReference):
     """TBA's reference, reset to the policy every rho steps (section 6, appendix D): at versions
     reset_every, 2 * reset_every, ...
@@ -119,13 +111,14 @@ class ResettingReference(FrozenReference):
     A group whose newest token is of policy version g is scored by the reference of version g - g %
     reset_every or later: until that one has come, it waits. So with max_lag=0 which version scores
     a group does not depend on timing.
+
+    reset_every: steps (TBA's rho). timeout_s: how long a checkpoint waits for a version.
     """
 
-    def __init__(self, *, reset_every: int, timeout_s: float, **settings):
-        """reset_every: steps (TBA's rho). timeout_s: how long a checkpoint waits for a version."""
-        super().__init__(**settings)
-        self.reset_every = reset_every
-        self.timeout_s = timeout_s
+    reset_every: int
+    timeout_s: float
+
+    def __post_init__(self):
         self._due: list[int] = []  # versions that the trainer says it has sent, oldest first
         self._early: list[Group] = []  # that need a later version
 
@@ -139,13 +132,13 @@ class ResettingReference(FrozenReference):
         """Take in a version that has come, then score the groups that need none that is newer."""
         # A checkpoint that was asked for before this version was made must not hold it.
         has_swapped = not self.control.has("save") and self._swap()
-        if not self._sink.has_room():
-            return has_swapped
-        groups = self._early or self._source.take(self.groups_per_batch)
-        ready = [group for group in groups if self.needs(group) <= self.version]
+        has_scored = super().step()
+        return has_swapped or has_scored
+
+    def _next_groups(self) -> list[Group]:
+        groups = self._early or super()._next_groups()
         self._early = [group for group in groups if self.needs(group) > self.version]
-        self._send_scored(ready)
-        return has_swapped or bool(ready)
+        return [group for group in groups if self.needs(group) <= self.version]
 
     def needs(self, group: Group) -> int:
         """The first version of the reference that may score a group."""

@@ -10,9 +10,11 @@ on resume.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from llamarl.errors import RewardError
@@ -36,6 +38,7 @@ class Prompts(Protocol):
     def __getitem__(self, ticket: int) -> Prompt: ...
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class RuleReward(Executor):
     """Scores completions and joins those of a ticket to a group.
 
@@ -55,29 +58,21 @@ class RuleReward(Executor):
 
     name = "reward"
 
-    def __init__(
-        self,
-        *,
-        prompts: Prompts,
-        eval_prompts: Callable[[int], Prompt],
-        decode: Callable[[list[int]], str],
-        make_source: MakeSource,
-        group_size: int,
-        num_eval_prompts: int,
-        num_eval_samples: int = 0,
-        max_error_rate: float = 0.5,
-    ):
-        self._prompts = prompts
-        self._eval_prompts = eval_prompts
-        self._decode = decode
-        self._make_source = make_source
-        self._group_size = group_size
-        self._max_error_rate = max_error_rate
-        self._evaluations = Evaluations(num_eval_prompts, num_eval_samples)
+    prompts: Prompts
+    eval_prompts: Callable[[int], Prompt]
+    decode: Callable[[list[int]], str]
+    make_source: MakeSource
+    group_size: int
+    num_eval_prompts: int
+    num_eval_samples: int = 0
+    max_error_rate: float = 0.5
+
+    def __post_init__(self):
+        self._evaluations = Evaluations(self.num_eval_prompts, self.num_eval_samples)
         self._source: RewardSource | None = None
         # What is in the source, by key.
         self._submitted: dict[int, Completion | EvalCompletion] = {}
-        self._next_key = 0
+        self._keys = itertools.count()
         # By ticket, those scored so far while the group is not whole.
         self._begun: dict[int, list[ScoredCompletion]] = {}
         self._whole: deque[Group] = deque()  # waiting for room
@@ -86,8 +81,8 @@ class RuleReward(Executor):
         """Start the source. ValueError if it cannot be used: of a function, if it cannot be
         imported or called.
         """
-        self._source = self._make_source(on_result=self.control.wake)
-        self._errors = ErrorRate(self._source.name, self._max_error_rate)
+        self._source = self.make_source(on_result=self.control.wake)
+        self._errors = ErrorRate(self._source.name, self.max_error_rate)
         self._source.start()
 
     def step(self) -> bool:
@@ -117,7 +112,7 @@ class RuleReward(Executor):
             return f"scores: {what}, from the reward workers"
         if self._begun:
             ticket = min(self._begun)
-            missing = self._group_size - len(self._begun[ticket])
+            missing = self.group_size - len(self._begun[ticket])
             what = f"ticket {ticket} lacks {missing} completions"
             return f"data: {len(self._begun)} groups are begun; {what} from the generator"
         return self._evaluations.missing()
@@ -133,12 +128,12 @@ class RuleReward(Executor):
         """
         evaluations = self.inputs["evaluations"].take(self._room())
         for answer in evaluations:
-            self._submit(answer, self._eval_prompts(answer.prompt_index))
+            self._submit(answer, self.eval_prompts(answer.prompt_index))
         # While groups wait for room no more are made; the completions stay in their channel.
         room = 0 if self._whole else self._room()
         completions = self.inputs["completions"].take(room)
         for completion in completions:
-            self._submit(completion, self._prompts[completion.ticket])
+            self._submit(completion, self.prompts[completion.ticket])
         return bool(evaluations or completions)
 
     def _room(self) -> int:
@@ -149,10 +144,9 @@ class RuleReward(Executor):
         if completion.finish_reason == "aborted":
             self._settle(completion, Outcome.abstain("the completion was aborted"))
             return
-        key = self._next_key
-        self._next_key += 1
+        key = next(self._keys)
         self._submitted[key] = completion
-        text = self._decode(completion.token_ids.tolist())
+        text = self.decode(completion.token_ids.tolist())
         self._source.submit(key, prompt.text, text, prompt.meta)
 
     def _settle(self, completion: Completion | EvalCompletion, outcome: Outcome) -> None:
@@ -168,7 +162,7 @@ class RuleReward(Executor):
         )
         group = self._begun.setdefault(completion.ticket, [])
         group.append(scored)
-        if len(group) == self._group_size:
+        if len(group) == self.group_size:
             del self._begun[completion.ticket]
             self._whole.append(Group.of(group))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import operator
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -57,13 +58,13 @@ log = logging.getLogger(__name__)
 class AdamSettings:
     """AdamW's own knobs; see build_optimizer."""
 
-    beta1: float
-    beta2: float
+    betas: tuple[float, float]
     eps: float
     weight_decay: float
     kind: str = "adamw"
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class FSDPTrainer(Executor):
     """Policy version v is the number of steps, of batches taken, in the weights; step v makes v +
     1, in one update or several.
@@ -81,52 +82,30 @@ class FSDPTrainer(Executor):
     name = "trainer"
     leads = True
 
-    def __init__(
-        self,
-        *,
-        model_path: str,
-        model_dtype: str,
-        compute_dtype: str,
-        replicate: int = 1,
-        tensor_parallel: int = 1,
-        activation_checkpointing: bool,
-        cpu_offload: bool = False,
-        loss_fn: Callable,
-        update: UpdateSettings,
-        buffer: GroupBuffer,
-        adam: AdamSettings,
-        canary_prompts: Prompts,
-        canary_top: int,
-        evaluate_at: Callable[[int], bool],
-        checkpoint_at: Callable[[int], bool],
-        critic: CriticSettings | None = None,
-        lora: Lora | None = None,
-        ema_decay: float | None = None,
-        step_options: Callable[[int], dict[str, float]] = lambda step: {},
-        resets_reference: Callable[[int], bool] = lambda version: False,
-    ):
-        self.model_path = model_path
-        self.model_dtype = model_dtype
-        self.compute_dtype = compute_dtype
-        self.replicate = replicate
-        self.tensor_parallel = tensor_parallel
-        self.activation_checkpointing = activation_checkpointing
-        self.cpu_offload = cpu_offload
-        self.loss_fn = loss_fn
-        self.settings = update
-        self.adam = adam
-        self.canary_prompts = canary_prompts
-        self.canary_top = canary_top
-        self.evaluate_at = evaluate_at
-        self.checkpoint_at = checkpoint_at
-        self.critic_settings = critic
-        self.lora = lora
-        self.ema_decay = ema_decay
-        self.step_options = step_options
-        self.resets_reference = resets_reference
-        self.stages_on_host = cpu_offload
+    model_path: str
+    model_dtype: str
+    compute_dtype: str
+    replicate: int = 1
+    tensor_parallel: int = 1
+    activation_checkpointing: bool
+    cpu_offload: bool = False
+    loss_fn: Callable
+    settings: UpdateSettings
+    buffer: GroupBuffer
+    adam: AdamSettings
+    canary_prompts: Prompts
+    canary_top: int
+    evaluate_at: Callable[[int], bool]
+    checkpoint_at: Callable[[int], bool]
+    critic_settings: CriticSettings | None = None
+    lora: Lora | None = None
+    ema_decay: float | None = None
+    step_options: Callable[[int], dict[str, float]] = lambda step: {}
+    resets_reference: Callable[[int], bool] = lambda version: False
+
+    def __post_init__(self):
+        self.stages_on_host = self.cpu_offload
         self.version = 0
-        self.buffer = buffer
         self.done = False
         self._published = -1
         self._wait_since = time.monotonic()
@@ -150,12 +129,21 @@ class FSDPTrainer(Executor):
         self.optimizer = build_optimizer(
             trained,
             lr=self.settings.lr,
-            betas=(self.adam.beta1, self.adam.beta2),
+            betas=self.adam.betas,
             eps=self.adam.eps,
             weight_decay=self.adam.weight_decay,
             kind=self.adam.kind,
         )
-        self.critic = self._build_critic() if self.critic_settings else None
+        self.critic = None
+        if self.critic_settings:
+            self.critic = Critic(
+                self.decoder.config.hidden_size,
+                self.critic_settings,
+                betas=self.adam.betas,
+                eps=self.adam.eps,
+                mesh=self.group.data_mesh(),
+                device=self.group.device,
+            )
         self._average = None
         if self.ema_decay is not None:
             self._average = WeightAverage(trained, self.optimizer, self.ema_decay)
@@ -171,9 +159,8 @@ class FSDPTrainer(Executor):
         )
         self.weights = self.outputs["policy"]
         self.reference_weights = self.outputs.get(REFERENCE_WEIGHTS)
-        for weights in (self.weights, self.reference_weights):
-            if weights is not None:
-                weights.bind(self.decoder.config, self._policy.parameters, self.group.tensor_group)
+        for weights in self.outputs.values():
+            weights.bind(self.decoder.config, self._policy.parameters, self.group.tensor_group)
 
     def _load_decoder(self) -> Decoder:
         g = self.group
@@ -196,16 +183,6 @@ class FSDPTrainer(Executor):
             tensor_parallel=tensor_parallel,
             lora=self.lora,
             cpu_offload=self.cpu_offload,
-        )
-
-    def _build_critic(self) -> Critic:
-        return Critic(
-            self.decoder.config.hidden_size,
-            self.critic_settings,
-            betas=(self.adam.beta1, self.adam.beta2),
-            eps=self.adam.eps,
-            mesh=self.group.data_mesh(),
-            device=self.group.device,
         )
 
     def step(self) -> bool:
@@ -236,7 +213,7 @@ class FSDPTrainer(Executor):
         A step that waited for that would keep this rank's own generator from taking earlier ones
         in.
         """
-        resets = self.reference_weights is not None and self.resets_reference(self.version + 1)
+        resets = self.resets_reference(self.version + 1)
         return self.weights.has_room() and (not resets or self.reference_weights.has_room())
 
     def waiting_for(self) -> str | None:
@@ -273,7 +250,12 @@ class FSDPTrainer(Executor):
         self.version += 1
         self.tickets.trained(result.mean_reward if result.num_trained_tokens else math.nan)
         stall_s = self._publish(must_differ=result.grad_norm > 0)
-        self._reset_reference()
+        if self.resets_reference(self.version):
+            # Mail tells of it, in order with that of checkpoints.
+            self.reference_weights.publish(self.version, must_load=True, must_differ=False)
+            if self.control.is_leader:
+                for rank in self.reference_weights.receivers:
+                    self.control.post(rank, RESET, {"version": self.version})
         if self.group.index == 0:
             self.metrics.report(
                 self.version,
@@ -302,22 +284,8 @@ class FSDPTrainer(Executor):
         ranks = self._update.ranks
         if self.reference_weights is not None:
             newest = max((g.ref_version for g in groups), default=0)
-            out["reference/version"] = ranks.max(version=float(newest))["version"]
-        sums, maxima = self.buffer.sums(self.version)
-        if sums:
-            out |= self.buffer.report(ranks.sum(**sums), ranks.max(**maxima))
-        return out
-
-    def _reset_reference(self) -> None:
-        """Send these weights to the reference if it is to take them. Mail tells of it, in order
-        with that of checkpoints.
-        """
-        if self.reference_weights is None or not self.resets_reference(self.version):
-            return
-        self.reference_weights.publish(self.version, must_load=True, must_differ=False)
-        if self.control.is_leader:
-            for rank in self.reference_weights.receivers:
-                self.control.post(rank, RESET, {"version": self.version})
+            out["reference/version"] = ranks.max(version=newest)["version"]
+        return out | self.buffer.metrics(ranks)
 
     def _publish(self, *, must_differ: bool) -> float:
         self.claim_device()
@@ -377,22 +345,14 @@ class FSDPTrainer(Executor):
         shapes.
         """
         self.claim_device()
-        stored = []
-        adam_step = 0.0
-        has_values = False
-        has_average = False
+        parts = list(parts)
         missing = {shard.name: shard.box.numel for shard in self._shards}  # elements
         for part in parts:
             self._check_fits(part)
             self.version = int(part["version"])
-            adam_step = float(part["adam_step"])
             for shard in self._shards:
                 if shard.name in part["boxes"]:
                     missing[shard.name] -= self._load_shard(shard, part)
-            has_average |= any(key.startswith("ema/") for key in part)
-            if self.critic:
-                has_values |= self.critic.load_state_dict(part)
-            stored.append(part)
         absent = [name for name, elements in missing.items() if elements]
         if absent:
             raise ValueError(
@@ -400,18 +360,23 @@ class FSDPTrainer(Executor):
                 f"model has{_OTHER_MODEL}"
             )
         settle_moments(self.optimizer)
-        set_steps(self.optimizer, [p for _, p in self._parameters], adam_step)
-        if self.critic and not has_values:
-            warnings.warn("the checkpoint has no value head: this run's starts at 0", stacklevel=2)
-        if self._average and not has_average:
+        parameters = [p for _, p in self._parameters]
+        set_steps(self.optimizer, parameters, float(parts[0]["adam_step"]))
+        if self.critic:
+            loaded = [self.critic.load_state_dict(part) for part in parts]
+            if not any(loaded):
+                message = "the checkpoint has no value head: this run's starts at 0"
+                warnings.warn(message, stacklevel=2)
+        names = chain.from_iterable(parts)
+        if self._average and not any(name.startswith("ema/") for name in names):
             log.warning(
                 "the checkpoint holds no average of the weights: it starts again from the weights "
                 "of version %d",
                 self.version,
             )
             self._average.restart()
-        buffered = list(chain.from_iterable(part["buffered"] for part in stored))
-        self.buffer.load(stored, self.tickets.reconcile(buffered), self._is_mine)
+        buffered = list(chain.from_iterable(part["buffered"] for part in parts))
+        self.buffer.load(parts, self.tickets.reconcile(buffered), self._is_mine)
         self._published = -1
 
     def _load_shard(self, shard: Shard, part: dict) -> int:
@@ -440,12 +405,9 @@ class FSDPTrainer(Executor):
         for name, saved in part["boxes"].items():
             shape = shapes.get(name)
             box = box_from(saved)
-            if shape is None or len(shape) != len(box.lengths):
-                fits = False
-            else:
-                sides = zip(box.offsets, box.lengths, shape)
-                fits = all(first + count <= size for first, count, size in sides)
-            if not fits:
+            ends = map(operator.add, box.offsets, box.lengths)
+            has_sides = shape is not None and len(shape) == len(box.lengths)
+            if not (has_sides and all(map(operator.le, ends, shape))):
                 raise ValueError(
                     f"the checkpoint's {name} does not fit this run's model, where its shape is "
                     f"{shape}{_OTHER_MODEL}"
@@ -504,6 +466,5 @@ class FSDPTrainer(Executor):
         return tensors
 
     def teardown(self) -> None:
-        for weights in (getattr(self, "weights", None), getattr(self, "reference_weights", None)):
-            if weights is not None:
-                weights.close()
+        for weights in getattr(self, "outputs", {}).values():
+            weights.close()

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -44,7 +45,7 @@ from llamarl.learning.optim import build_optimizer, lr_at, set_lr
 from llamarl.learning.sft_data import read_pairs
 from llamarl.models.build import build_decoder, random_weights, read_config
 from llamarl.models.config import tiny_directory
-from llamarl.models.hf import load_tokenizer, load_weights
+from llamarl.models.hf import export, load_tokenizer, load_weights, named_parameters_hf
 from llamarl.tasks.build import KINDS, build_task, hold_out
 
 FLAGS = {
@@ -230,9 +231,47 @@ def check_writable(out: Path) -> None:
         raise ValueError(f"--out {out}: cannot be written: {error}") from error
 
 
+def save_directory(decoder, like: Path, out: Path, dtype: torch.dtype) -> None:
+    """Write the model directory `out` (the rest of it from `like`), replacing an older one only
+    once the new one is whole.
+    """
+    check_replaceable(out)
+    fresh = out.with_name(f".{out.name}.new")
+    old = out.with_name(f".{out.name}.old")
+    for left_over in (fresh, old):
+        if left_over.is_dir():
+            shutil.rmtree(left_over)
+    export(named_parameters_hf(decoder), like, fresh, dtype=dtype)
+    if not out.exists():
+        fresh.rename(out)
+        return
+    out.rename(old)
+    fresh.rename(out)
+    shutil.rmtree(old)
+
+
+def check_replaceable(out: Path) -> None:
+    """FileExistsError if `out` is something else than a model directory, of files alone, or an
+    empty one.
+    """
+    if not out.exists():
+        return
+    is_model = (out / "config.json").is_file()
+    if not out.is_dir() or not (is_model or not any(out.iterdir())):
+        raise FileExistsError(
+            f"{out}: exists and is no model directory; choose another --out or remove it"
+        )
+    folders = sorted(p.name for p in out.iterdir() if p.is_dir())
+    if folders:
+        raise FileExistsError(
+            f"{out}: holds directories ({', '.join(folders[:3])}), which replacing it would "
+            "delete; choose another --out"
+        )
+
+
 def run(args: argparse.Namespace, stop: StopRequest) -> int:
     """Returns the exit status. ValueError or OSError for what cannot be used."""
-    sft.check_replaceable(args.out)
+    check_replaceable(args.out)
     check_writable(args.out)
     world = init_world(threads=args.threads, timeout_s=600, reproducible=True)
     console = Console(quiet=world.rank > 0, highlight=False, soft_wrap=True)
@@ -245,7 +284,7 @@ def run(args: argparse.Namespace, stop: StopRequest) -> int:
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         steps, last = train(decoder.to(world.device), data, world, args, stop, progress)
     if world.rank == 0:
-        sft.save_directory(decoder, args.model, args.out, getattr(torch, args.dtype))
+        save_directory(decoder, args.model, args.out, getattr(torch, args.dtype))
     missed = args.target_accuracy is not None and not last >= args.target_accuracy
     why = "done"
     if stop.signum:

@@ -11,20 +11,16 @@ step trains on:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from torch import Tensor
 
 from llamarl.comm import wire
 from llamarl.errors import LagExceeded
+from llamarl.learning.reduction import Ranks
 from llamarl.types import Group
 
 MESSAGE = "buffer/"
-PIECE_BYTES = 32 << 20
-
-Sums = dict[str, float]
 
 
 class GroupBuffer:
@@ -48,20 +44,11 @@ class GroupBuffer:
             self._groups[group.ticket] = group
 
     def take(self, tickets: list[int], step: int) -> list[Group]:
-        """The groups that step `step` trains on, given those that the ledger hands over.
+        """The groups that step `step` trains on, given those that the ledger hands over; here these
+        themselves, in ticket order.
 
         KeyError for one that has not come; LagExceeded for tokens of more than max_lag steps ago.
         """
-        return self._hand_over(tickets, step)
-
-    def untake(self, groups: list[Group]) -> None:
-        """The step just taken is given up: everything is as before it. groups: what `take`
-        returned.
-        """
-        self.put(groups)
-
-    def _hand_over(self, tickets: list[int], step: int) -> list[Group]:
-        """In ticket order."""
         missing = [t for t in tickets if t not in self._groups]
         if missing:
             raise KeyError(
@@ -70,22 +57,22 @@ class GroupBuffer:
         groups = [self._groups[t] for t in sorted(tickets)]
         if self.max_lag is not None:
             check_lag(groups, step, self.max_lag)
-        for group in groups:
-            del self._groups[group.ticket]
+        for ticket in tickets:
+            del self._groups[ticket]
         return groups
+
+    def untake(self, groups: list[Group]) -> None:
+        """The step just taken is given up: everything is as before it. groups: what `take`
+        returned.
+        """
+        self.put(groups)
 
     def tickets(self) -> list[int]:
         """Of the groups that wait to be handed over."""
         return sorted(self._groups)
 
-    def sums(self, step: int) -> tuple[Sums, Sums]:
-        """(sums, maxima) over this rank of what `report` needs; empty where there is nothing to
-        tell.
-        """
-        return {}, {}
-
-    def report(self, sums: Sums, maxima: Sums) -> dict[str, float | None]:
-        """Metrics from the sums and maxima of all ranks."""
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
+        """Collective over ranks: what there is to tell after `take`, of all ranks' buffers."""
         return {}
 
     # --- Checkpoints ---
@@ -99,8 +86,10 @@ class GroupBuffer:
         handed over.
         """
         state: dict = {"buffered": self.tickets()}
-        for i, groups in enumerate(_pieces(self.stored())):
-            message = bytearray(wire.encode(groups))
+        for i, group in enumerate(self.stored()):
+            # One a message: encoding one holds up all other threads, and must keep no rank from
+            # being heard of.
+            message = bytearray(wire.encode([group]))
             state[f"{MESSAGE}{i}"] = torch.frombuffer(message, dtype=torch.uint8)
         return state
 
@@ -139,22 +128,3 @@ def decoded(part: Mapping) -> list[Group]:
         if f"{MESSAGE}{i}" not in part:
             return groups
         groups += wire.decode(part[f"{MESSAGE}{i}"].numpy().tobytes())
-
-
-def _pieces(groups: list[Group]) -> Iterator[list[Group]]:
-    """Of so few bytes each that encoding one, which holds up all other threads, keeps no rank from
-    being heard of.
-    """
-    piece: list[Group] = []
-    num_bytes = 0
-    for group in groups:
-        values = [getattr(group, field.name) for field in fields(group)]
-        size = sum(value.nbytes for value in values if isinstance(value, Tensor))
-        if piece and num_bytes + size > PIECE_BYTES:
-            yield piece
-            piece = []
-            num_bytes = 0
-        piece.append(group)
-        num_bytes += size
-    if piece:
-        yield piece

@@ -23,19 +23,16 @@ class WeightAverage:
     def __init__(
         self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, decay: float
     ):
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay={decay}: need at least 0 and below 1")
         self.decay = decay
         trained = [p for p in parameters if p.requires_grad]
         self._averages = {p: p.detach().float().clone() for p in trained}
-        self._hook = optimizer.register_step_post_hook(lambda *_: self.update())
+        optimizer.register_step_post_hook(lambda *_: self.update())
 
     @torch.no_grad()
     def update(self) -> None:
         """One step of the average."""
-        averages = [local(e) for e in self._averages.values()]
         weights = [local(p).float() for p in self._averages]
-        torch._foreach_lerp_(averages, weights, 1 - self.decay)
+        torch._foreach_lerp_(self.tensors(), weights, 1 - self.decay)
 
     def of(self, parameter: Tensor) -> Tensor:
         """The average of a parameter: sharded like it, or itself if it is frozen."""

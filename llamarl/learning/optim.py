@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from llamarl.models.fsdp import local
 from llamarl.models.sharded_state import MOMENTS, moment
-from llamarl.words.names import did_you_mean
 
 SCHEDULES: dict[str, Callable[[float], float]] = {  # progress 0..1 after the warm-up -> factor 0..1
     "constant": lambda x: 1.0,
@@ -46,29 +45,17 @@ def build_optimizer(
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    groups = [g for g in groups if g["params"]]
     if kind == "adamw8bit":
         from torchao.optim import AdamW8bit
 
         optimizer = AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
         if trained[0].device.type == "cpu":
-            _never_compile(optimizer)
+            # torchao compiles the arithmetic for every shape, half a minute each on a CPU; the same
+            # operations run as they are.
+            optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
         return optimizer
     # A tensor learning rate would need its own device copy; fused takes the float that lr_at gives.
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-
-
-def _never_compile(optimizer: torch.optim.Optimizer) -> None:
-    """torchao compiles the arithmetic for every shape, half a minute each on a CPU; the same
-    operations run as they are.
-    """
-    step = optimizer.step
-
-    def eager(closure=None):
-        with torch.compiler.set_stance("force_eager"):
-            return step(closure)
-
-    optimizer.step = eager
 
 
 @torch.no_grad()
@@ -84,13 +71,11 @@ def settle_moments(optimizer: torch.optim.Optimizer) -> None:
 
     for p, state in optimizer.state.items():
         for key in MOMENTS:
-            if key not in state:
-                continue
             kept = optimizer._new_buffer(p, signed=key == "exp_avg")
             scale = state.pop(f"{key}_scale", None)
             own = local(kept)
             values = moment(state[key])
-            if scale is not None and hasattr(own, "codes"):
+            if scale is not None:
                 # In units of their blocks, where the largest code is 1 in every block: no scale is
                 # chosen anew.
                 unit = values.view(len(scale), -1) / scale.clamp(min=1e-12).view(-1, 1)
@@ -123,12 +108,8 @@ def lr_at(
     by `schedule` until max_steps.
 
     constant; linear and cosine, to 0; wsd: lr, then a line to 0 over the last decay_steps, or the
-    last fifth. No step below max_steps has rate 0. ValueError for an unknown schedule or a warm-up
-    that leaves no steps.
+    last fifth. No step below max_steps has rate 0. ValueError for a warm-up that leaves no steps.
     """
-    if schedule not in SCHEDULES:
-        hint = did_you_mean(schedule, SCHEDULES)
-        raise ValueError(f"no schedule {schedule!r}{hint}; there is {', '.join(SCHEDULES)}")
     if not 0 <= warmup_steps < max_steps:
         raise ValueError(
             f"warmup_steps={warmup_steps} must be at least 0 and below max_steps={max_steps}"
@@ -157,30 +138,30 @@ def clip_grad_norm(
     bfloat16 gradients. max_norm None measures only. A norm that is not finite makes the gradients
     so: check it before the step.
     """
-    parameters = list(parameters)
-    groups = tensor_groups or [None] * len(parameters)
-    pairs = zip((p.grad for p in parameters), groups, strict=True)
-    trained = [(gradient, group) for gradient, group in pairs if gradient is not None]
-    if not trained:
-        return torch.zeros(())
-    own = [local(gradient) for gradient, _ in trained]
-    dtype = torch.promote_types(torch.float32, own[0].dtype)
-    squares = torch.stack(torch._foreach_norm(own, 2, dtype=dtype)).square()
     # One reduction a kind of sharding, in parameter order, which is the same on all ranks.
-    kinds: dict[tuple, list[int]] = {}
-    for i, (gradient, group) in enumerate(trained):
+    kinds: dict[tuple, list[Tensor]] = {}
+    for p, group in zip(parameters, tensor_groups or itertools.repeat(None)):
+        if p.grad is None:
+            continue
         kind = (group, None, ())
-        if isinstance(gradient, DTensor):
-            kind = (group, gradient.device_mesh, gradient.placements)
-        kinds.setdefault(kind, []).append(i)
-    total = squares.new_zeros(())
-    for kind, places in kinds.items():
-        total = total + _sum_over_shards(squares[places].sum(), *kind)
+        if isinstance(p.grad, DTensor):
+            kind = (group, p.grad.device_mesh, p.grad.placements)
+        kinds.setdefault(kind, []).append(local(p.grad))
+    total = torch.zeros(())
+    for (group, mesh, placements), own in kinds.items():
+        dtype = torch.promote_types(torch.float32, own[0].dtype)
+        squares = torch.stack(torch._foreach_norm(own, 2, dtype=dtype)).square().sum()
+        if group is not None:
+            dist.all_reduce(squares, group=group)
+        for axis, placement in enumerate(placements):
+            assert not placement.is_partial(), "a gradient that is not reduced; clip after backward"
+            if placement.is_shard():
+                dist.all_reduce(squares, group=mesh.get_group(axis))
+        total = total + squares
     norm = total.sqrt()
     if max_norm is not None:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        # Asking a GPU for the number would cost more than multiplying by 1.
-        if factor.device.type != "cpu" or factor != 1:
+        for own in kinds.values():
             torch._foreach_mul_(own, factor)
     return norm
 
@@ -195,15 +176,3 @@ def share_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup
     for p in parameters:
         if p.grad is not None:
             dist.broadcast(local(p.grad), group=group, group_src=0)
-
-
-def _sum_over_shards(
-    value: Tensor, group: dist.ProcessGroup | None, mesh: DeviceMesh | None, placements: tuple
-) -> Tensor:
-    if group is not None:
-        dist.all_reduce(value, group=group)
-    for axis, placement in enumerate(placements):
-        assert not placement.is_partial(), "a gradient that is not reduced yet; clip after backward"
-        if placement.is_shard():
-            dist.all_reduce(value, group=mesh.get_group(axis))
-    return value

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from llamarl.models.tp import TensorParallel
+
+Number = Tensor | float  # a tensor of one element
 
 
 class Ranks:
@@ -26,15 +31,17 @@ class Ranks:
 
     def any(self, wanted: bool) -> bool:
         """Whether one of them wants it."""
-        return self.max(wanted=float(wanted))["wanted"] > 0
+        return self.max(wanted=wanted)["wanted"] > 0
 
-    def sum(self, **values: float) -> dict[str, float]:
-        """The sum of each value over the ranks, in float64; all ranks give the same names."""
+    def sum(self, **values: Number) -> dict[str, float]:
+        """The sum of each value over the ranks, in float64; all ranks give the
+        same names.
+        """
         if not self._is_counted:
             values = dict.fromkeys(values, 0.0)
         return self._reduced(values, dist.ReduceOp.SUM)
 
-    def max(self, **values: float) -> dict[str, float]:
+    def max(self, **values: Number) -> dict[str, float]:
         """The largest of each value over the ranks; all ranks give the same names."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
@@ -45,20 +52,18 @@ class Ranks:
         if self.size == 1:
             return names
         text = ",".join(names).encode()
-        longest = int(self.max(size=float(len(text)))["size"])
-        mine = torch.zeros(longest, dtype=torch.uint8, device=self._device)
-        if text:
-            mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        longest = int(self.max(size=len(text))["size"])
+        padded = text.ljust(longest + 1, b",")
+        mine = torch.tensor(list(padded), dtype=torch.uint8, device=self._device)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine, group=self._group)
-        known = set()
-        for part in parts:
-            known |= set(bytes(part.tolist()).rstrip(b"\0").decode().split(","))
-        return sorted(known - {""})
+        known = bytes(torch.cat(parts).tolist()).decode().split(",")
+        return sorted(set(known) - {""})
 
-    def _reduced(self, values: dict[str, float], operation: dist.ReduceOp) -> dict[str, float]:
-        if self.size == 1 or not values:
-            return dict(values)
-        packed = torch.tensor(list(values.values()), dtype=torch.float64, device=self._device)
-        dist.all_reduce(packed, operation, group=self._group)
-        return dict(zip(values, packed.tolist()))
+    def _reduced(self, values: Mapping[str, Number], operation: dist.ReduceOp) -> dict[str, float]:
+        numbers = [float(value) for value in values.values()]
+        if self.size > 1 and numbers:
+            packed = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+            dist.all_reduce(packed, operation, group=self._group)
+            numbers = packed.tolist()
+        return dict(zip(values, numbers))

@@ -35,14 +35,16 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain, compress
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from llamarl.learning.buffer import GroupBuffer, Sums, decoded
+from llamarl.learning.buffer import GroupBuffer, decoded
+from llamarl.learning.reduction import Ranks
 from llamarl.types import Group
-from llamarl.words.choices import PRIORITIES
 
 log = logging.getLogger(__name__)
 
@@ -59,54 +61,32 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class _Columns:
-    """Of the n completions of a group that may be drawn."""
+class _Row:
+    """A completion that may be drawn."""
 
-    prompt: bytes  # the same for equal prompts
-    place: Tensor  # [n] in the group
-    start: Tensor  # [n] of its tokens in the group
-    oldest: Tensor  # [n] policy version of its oldest token
-    rewards: Tensor  # [n]
-    tokens: tuple[bytes, ...]  # [n] the same for equal completions
-
-    @classmethod
-    def of(cls, group: Group) -> _Columns:
-        place = group.trained.nonzero()[:, 0]
-        start = (group.lengths.cumsum(0) - group.lengths)[place]
-        completions = group.token_ids.split(group.lengths.tolist())
-        return cls(
-            prompt=group.prompt_ids.numpy().tobytes(),
-            place=place,
-            start=start,
-            # Versions never fall within a completion, so its first token is its oldest.
-            oldest=group.policy_versions[start],
-            rewards=group.rewards[place],
-            tokens=tuple(completions[i].numpy().tobytes() for i in place.tolist()),
-        )
+    group: Group
+    place: int  # in the group
+    span: slice  # of its tokens in the group
+    joined: int  # sync step at which it becomes visible
+    oldest: int  # policy version of its oldest token
+    reward: float
+    prompt: bytes
+    completion: bytes  # the same for equal completions
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A group in the global buffer, or on its way there."""
+    """A group that the ledger handed over, and those of its completions that may be drawn."""
 
     group: Group
-    columns: _Columns
-    taken: int  # step at which the ledger handed it over
-    joined: int  # sync step at which it became visible; -1: not yet
+    taken: int  # step at which it was handed over
+    joined: int  # sync step at which it becomes visible
+    rows: list[_Row]
 
-    @classmethod
-    def of(cls, group: Group, *, taken: int, joined: int = -1) -> _Held:
-        return cls(group=group, columns=_Columns.of(group), taken=taken, joined=joined)
-
-
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """What a step that is given up goes back to."""
-
-    came: list[Group]
-    waiting: list[_Held]
-    held: list[_Held]
-    passed: frozenset[bytes]
+    @property
+    def versions(self) -> list[int]:
+        """Policy versions of their oldest tokens."""
+        return [row.oldest for row in self.rows]
 
 
 def lag_bound(
@@ -143,141 +123,128 @@ class ReplayBuffer(GroupBuffer):
         most_lag: int | None = None,
     ):
         super().__init__(max_lag)
-        self.most_lag = most_lag
-        if draw.priority not in PRIORITIES:
-            raise ValueError(f"priority={draw.priority!r}; there is {' and '.join(PRIORITIES)}")
         self.draw = draw
         self.sync_period = sync_period
         self.max_size = max_size
         self.seed = seed
         self.rank = rank
-        self._waiting: list[_Held] = []  # handed over, not joined
-        self._held: list[_Held] = []  # joined, oldest first
-        self._table: _Table | None = None  # of what is held; None: to be made
+        self.most_lag = most_lag
+        self._held: list[_Held] = []  # handed over, oldest first; the last ones may be hidden yet
         self._passed: frozenset[bytes] = frozenset()  # prompts drawn since their turn came
-        self._before: _Before | None = None
-        # [B, K] rows of the table, of the step just taken.
-        self._drawn = torch.empty(0, draw.completions, dtype=torch.int64)
+        # What came with the step just taken, and what was held and had passed before it.
+        self._before: tuple[list[Group], list[_Held], frozenset[bytes]] = ([], [], frozenset())
+        self._told: dict[str, int] = {}  # counts of the step just taken
 
     def take(self, tickets: list[int], step: int) -> list[Group]:
-        came = self._hand_over(tickets, step)
-        self._before = _Before(
-            came=came, waiting=self._waiting, held=self._held, passed=self._passed
-        )
-        self._waiting = [*self._waiting, *(_Held.of(group, taken=step) for group in came)]
-        if step % self.sync_period == 0 and self._waiting:
-            self._join(step)
-        if self.most_lag is not None:
-            self._let_go_of_older_than(step - self.most_lag, step)
-        return self._sample(step)
+        came = super().take(tickets, step)
+        self._before = (came, self._held, self._passed)
+        held = self._held + [self._hold(group, step) for group in came]
+        joined = [h for h in held if h.joined <= step]
+        hidden = held[len(joined) :]
+        kept = self._not_too_old(self._newest(joined), step)
+        self._held = kept + hidden
+        self._told = {"hidden": sum(h.group.lengths.numel() for h in hidden)}
+        return self._sample(kept, step)
 
     def untake(self, groups: list[Group]) -> None:
-        before = self._before
-        self._waiting = before.waiting
-        self._held = before.held
-        self._passed = before.passed
-        self._table = None
-        self.put(before.came)
+        came, self._held, self._passed = self._before
+        self.put(came)
 
-    def _join(self, step: int) -> None:
-        joining = [replace(held, joined=step) for held in self._waiting]
-        self._waiting = []
-        self._table = None
-        everything = sorted(self._held + joining, key=lambda held: (held.taken, held.group.ticket))
-        sizes = torch.tensor([held.group.lengths.numel() for held in everything])
-        newer = sizes.flip(0).cumsum(0).flip(0)  # completions of this group and of all newer ones
-        self._held = everything[int((newer > self.max_size).sum()) :]
+    def _hold(self, group: Group, step: int) -> _Held:
+        """A group that was handed over at a step, which the next sync step makes visible."""
+        joined = -(-step // self.sync_period) * self.sync_period
+        lengths = group.lengths.tolist()
+        ends = group.lengths.cumsum(0).tolist()
+        rows = []
+        for place in group.trained.nonzero()[:, 0].tolist():
+            span = slice(ends[place] - lengths[place], ends[place])
+            row = _Row(
+                group=group,
+                place=place,
+                span=span,
+                joined=joined,
+                # Versions never fall within a completion, so its first token is its oldest.
+                oldest=int(group.policy_versions[span.start]),
+                reward=float(group.rewards[place]),
+                prompt=_prompt_of(group),
+                completion=group.token_ids[span].numpy().tobytes(),
+            )
+            rows.append(row)
+        return _Held(group, step, joined, rows)
 
-    def _let_go_of_older_than(self, version: int, step: int) -> None:
-        kept = [held for held in self._held if not bool((held.columns.oldest < version).any())]
-        if len(kept) == len(self._held):
-            return
-        log.warning(
-            "step %d: %d of %d groups left the replay buffer for tokens of more than %d steps ago: "
-            "the rank that held them before had newer ones to put in their place",
-            step,
-            len(self._held) - len(kept),
-            len(self._held),
-            self.most_lag,
-        )
-        self._held = kept
-        self._table = None
+    def _newest(self, held: list[_Held]) -> list[_Held]:
+        """Those for which there is room."""
+        sizes = torch.tensor([h.group.lengths.numel() for h in held])
+        newer = sizes.flip(0).cumsum(0)  # completions of a group and of all newer ones
+        return held[int((newer > self.max_size).sum()) :]
+
+    def _not_too_old(self, held: list[_Held], step: int) -> list[_Held]:
+        if self.most_lag is None:
+            return held
+        first = step - self.most_lag  # version
+        kept = [h for h in held if min(h.versions, default=first) >= first]
+        if len(kept) < len(held):
+            log.warning(
+                "step %d: %d of %d groups left the replay buffer for tokens of more than %d steps "
+                "ago: the rank that held them before had newer ones to put in their place",
+                step,
+                len(held) - len(kept),
+                len(held),
+                self.most_lag,
+            )
+        return kept
 
     # --- Drawing ---
 
-    def _sample(self, step: int) -> list[Group]:
-        if self._table is None:
-            self._table = _Table(self._held)
-        table = self._table
-        random = rng_of(self.seed, step, self.rank)
-        passed = torch.tensor([p in self._passed for p in table.prompt_ids], dtype=torch.bool)
-        self._drawn = draw_completions(
-            table.rewards, table.prompts, table.is_newest, passed, self.draw, random
+    def _sample(self, held: list[_Held], step: int) -> list[Group]:
+        came = list(chain.from_iterable(h.rows for h in held))
+        numbers: dict[bytes, int] = {}  # of the prompts, in the order in which they came
+        # Of equal completions of a prompt the last to come is drawn, and has its own place.
+        last: dict[tuple[bytes, bytes], _Row] = {}
+        for row in came:
+            numbers.setdefault(row.prompt, len(numbers))
+            last.pop((row.prompt, row.completion), None)
+            last[row.prompt, row.completion] = row
+        rows = list(last.values())
+        newest = max((row.joined for row in rows), default=-1)
+        is_newest = torch.tensor([row.joined == newest for row in rows], dtype=torch.bool)
+        passed = torch.tensor([prompt in self._passed for prompt in numbers], dtype=torch.bool)
+        drawn = draw_completions(
+            torch.tensor([row.reward for row in rows]),
+            torch.tensor([numbers[row.prompt] for row in rows], dtype=torch.int64),
+            is_newest,
+            passed,
+            self.draw,
+            rng_of(self.seed, step, self.rank),
         )
-        self._passed = frozenset(p for p, done in zip(table.prompt_ids, passed.tolist()) if done)
-        return [self._group(row) for row in self._drawn]
-
-    def _group(self, row: Tensor) -> Group:
-        """One group of completions [K] from several of the same prompt; its ticket is the newest
-        one's.
-        """
-        table = self._table
-        groups = [table.groups[number] for number in table.group[row].tolist()]
-        places = table.place[row].tolist()
-        lengths = [int(group.lengths[place]) for group, place in zip(groups, places)]
-        spans = [
-            slice(start, start + length)
-            for start, length in zip(table.start[row].tolist(), lengths)
-        ]
-
-        def tokens(field: str) -> Tensor:
-            return torch.cat([getattr(group, field)[span] for group, span in zip(groups, spans)])
-
-        return Group(
-            ticket=max(group.ticket for group in groups),
-            prompt_ids=groups[0].prompt_ids,
-            lengths=torch.tensor(lengths),
-            token_ids=tokens("token_ids"),
-            generator_logprobs=tokens("generator_logprobs"),
-            policy_versions=tokens("policy_versions"),
-            ref_logprobs=tokens("ref_logprobs"),
-            rewards=table.rewards[row],
-            finish_reasons=tuple(group.finish_reasons[p] for group, p in zip(groups, places)),
-            outcomes=tuple(group.outcomes[p] for group, p in zip(groups, places)),
-            ref_version=min(group.ref_version for group in groups),
-        )
-
-    # --- Metrics ---
-
-    def sums(self, step: int) -> tuple[Sums, Sums]:
-        table = self._table
-        drawn = self._drawn
-        ages = step - table.oldest if table.oldest.numel() else torch.zeros(1)
-        sums = {
-            "size": float(table.oldest.numel()),
-            "prompts": float(table.num_prompts),
-            "age": float(ages.sum()),
-            "drawn": float(drawn.numel()),
-            "on_policy": float(table.is_newest[drawn].sum()),
-            "copies": float(table.num_copies),
-            "duplicates": float(drawn.numel() - drawn.unique().numel()),
-            "hidden": float(sum(held.group.lengths.numel() for held in self._waiting)),
+        self._passed = frozenset(compress(numbers, passed.tolist()))
+        ages = [step - row.oldest for row in rows]
+        self._told |= {
+            "size": len(rows),
+            "prompts": len(numbers),
+            "copies": len(came) - len(rows),
+            "age": sum(ages),
+            "age_max": max(ages, default=0),
+            "drawn": drawn.numel(),
+            "on_policy": int(is_newest[drawn].sum()),
+            "duplicates": drawn.numel() - drawn.unique().numel(),
         }
-        return sums, {"age_max": float(ages.max())}
+        return [_joined(list(map(rows.__getitem__, places))) for places in drawn.tolist()]
 
-    def report(self, sums: Sums, maxima: Sums) -> dict[str, float | None]:
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
         """buffer/*: completions that may be drawn, and their prompts; copies of them that are held
         too; those that wait for a sync step; ages in steps, of the oldest token of what may be
         drawn; of the completions drawn, how many are of the newest join (fraction), and how many
         repeat another, token for token (count).
         """
+        sums = ranks.sum(**self._told)
         return {
             "buffer/size": sums["size"],
             "buffer/prompts": sums["prompts"],
             "buffer/copies": sums["copies"],
             "buffer/hidden": sums["hidden"],
             "buffer/age_mean": sums["age"] / max(1.0, sums["size"]),
-            "buffer/age_max": maxima["age_max"],
+            "buffer/age_max": ranks.max(age=self._told["age_max"])["age"],
             "buffer/on_policy_fraction": sums["on_policy"] / max(1.0, sums["drawn"]),
             "buffer/duplicates": sums["duplicates"],
         }
@@ -285,14 +252,14 @@ class ReplayBuffer(GroupBuffer):
     # --- Checkpoints ---
 
     def stored(self) -> list[Group]:
-        return super().stored() + [held.group for held in self._waiting + self._held]
+        return super().stored() + [h.group for h in self._held]
 
     def state_dict(self) -> dict:
-        """Also `held`: [ticket, taken, joined] of what was handed over; `passed`: the newest ticket
-        of each prompt that was drawn since its turn came.
+        """Also `held`: [ticket, taken] of what was handed over; `passed`: the newest ticket of each
+        prompt that was drawn since its turn came.
         """
-        held = [[h.group.ticket, h.taken, h.joined] for h in self._waiting + self._held]
-        newest = {h.columns.prompt: h.group.ticket for h in self._held}
+        held = [[h.group.ticket, h.taken] for h in self._held]
+        newest = {_prompt_of(h.group): h.group.ticket for h in self._held}
         passed = sorted(newest[prompt] for prompt in self._passed)
         return {**super().state_dict(), "held": held, "passed": passed}
 
@@ -302,65 +269,42 @@ class ReplayBuffer(GroupBuffer):
         """With another number of ranks each takes what is of its own tickets now."""
         parts = list(parts)
         super().load(parts, finished, is_mine)
-        held: list[_Held] = []
         passed: set[int] = set()
         for part in parts:
             passed |= set(part.get("passed", []))
-            mine = [entry for entry in part.get("held", []) if is_mine(entry[0])]
-            if not mine:
-                continue
-            groups = {group.ticket: group for group in decoded(part)}
-            for ticket, taken, joined in mine:
-                held.append(_Held.of(groups[ticket], taken=taken, joined=joined))
-        held.sort(key=lambda h: (h.taken, h.group.ticket))
-        self._waiting = [h for h in held if h.joined < 0]
-        self._held = [h for h in held if h.joined >= 0]
-        self._table = None
-        self._passed = frozenset(h.columns.prompt for h in self._held if h.group.ticket in passed)
+            taken = {entry[0]: entry[1] for entry in part.get("held", []) if is_mine(entry[0])}
+            groups = decoded(part) if taken else []
+            self._held += [self._hold(g, taken[g.ticket]) for g in groups if g.ticket in taken]
+        self._held.sort(key=lambda h: (h.taken, h.group.ticket))
+        groups = [h.group for h in self._held]
+        self._passed = frozenset(_prompt_of(g) for g in groups if g.ticket in passed)
 
 
-class _Table:
-    """Columns over the N completions that may be drawn, oldest group first."""
-
-    def __init__(self, held: list[_Held]):
-        held = [h for h in held if h.columns.place.numel()]
-        columns = [h.columns for h in held]
-        kept = _last_of_equal(columns)
-        self.groups = [h.group for h in held]
-        joined = torch.tensor([h.joined for h in held], dtype=torch.int64)
-        ids: dict[bytes, int] = {}
-        prompts = torch.tensor(
-            [ids.setdefault(c.prompt, len(ids)) for c in columns], dtype=torch.int64
-        )
-        counts = torch.tensor([c.place.numel() for c in columns], dtype=torch.int64)
-        none = torch.empty(0, dtype=torch.int64)
-        newest = joined == (joined.max() if len(joined) else -1)
-        # [N] each: number of its group, place in it, start of its tokens in it, policy version of
-        # its oldest token.
-        self.group = torch.arange(len(columns)).repeat_interleave(counts)[kept]
-        self.place = torch.cat([none, *(c.place for c in columns)])[kept]
-        self.start = torch.cat([none, *(c.start for c in columns)])[kept]
-        self.oldest = torch.cat([none, *(c.oldest for c in columns)])[kept]
-        # [N] each: reward, number of its prompt, whether it is of the newest join.
-        self.rewards = torch.cat([torch.empty(0), *(c.rewards for c in columns)])[kept]
-        self.prompts = prompts.repeat_interleave(counts)[kept]
-        self.is_newest = newest.repeat_interleave(counts)[kept]
-        self.prompt_ids = list(ids)  # of each prompt, by number
-        self.num_prompts = len(ids)
-        self.num_copies = int((~kept).sum())
+def _prompt_of(group: Group) -> bytes:
+    """The same for equal prompts."""
+    return group.prompt_ids.numpy().tobytes()
 
 
-def _last_of_equal(columns: list[_Columns]) -> Tensor:
-    """[n of all] bool: false where the prompt has a completion of the same tokens later on."""
-    last: dict[tuple[bytes, bytes], int] = {}
-    size = 0
-    for c in columns:
-        for tokens in c.tokens:
-            last[c.prompt, tokens] = size
-            size += 1
-    kept = torch.zeros(size, dtype=torch.bool)
-    kept[list(last.values())] = True
-    return kept
+def _joined(rows: list[_Row]) -> Group:
+    """One group of completions [K] of the same prompt; its ticket is that of their newest group."""
+    groups = [row.group for row in rows]
+
+    def tokens(field: str) -> Tensor:
+        return torch.cat([getattr(row.group, field)[row.span] for row in rows])
+
+    return Group(
+        ticket=max(group.ticket for group in groups),
+        prompt_ids=groups[0].prompt_ids,
+        lengths=torch.tensor([row.span.stop - row.span.start for row in rows]),
+        token_ids=tokens("token_ids"),
+        generator_logprobs=tokens("generator_logprobs"),
+        policy_versions=tokens("policy_versions"),
+        ref_logprobs=tokens("ref_logprobs"),
+        rewards=torch.tensor([row.reward for row in rows]),
+        finish_reasons=tuple(row.group.finish_reasons[row.place] for row in rows),
+        outcomes=tuple(row.group.outcomes[row.place] for row in rows),
+        ref_version=min(group.ref_version for group in groups),
+    )
 
 
 def rng_of(seed: int, step: int, rank: int) -> torch.Generator:
@@ -387,16 +331,12 @@ def draw_completions(
         return torch.empty(0, draw.completions, dtype=torch.int64)
     recent = torch.rand(draw.prompts, generator=random) < draw.most_on_policy
     recent &= bool(is_newest.any())
-    by_prompt = prompts.argsort(stable=True)
-    counts = prompts.bincount(minlength=len(passed))
     has_newest = torch.zeros_like(passed)
     has_newest[prompts[is_newest]] = True
     row = choose_prompts(has_newest, passed, recent, random)
-    place = torch.arange(int(counts[row].max()))  # C, of the prompt with the most completions
-    inside = place < counts[row][:, None]  # [B, C]
-    first = (counts.cumsum(0) - counts)[row][:, None]
-    candidates = by_prompt[(first + place).clamp(max=len(prompts) - 1)]  # [B, C]
-    may = inside & (is_newest[candidates] | ~recent[:, None])
+    own = [(prompts == prompt).nonzero()[:, 0] for prompt in row]
+    candidates = pad_sequence(own, batch_first=True, padding_value=-1)  # [B, C]
+    may = (candidates >= 0) & (is_newest[candidates] | ~recent[:, None])
     prior = torch.zeros_like(rewards, dtype=torch.float64)
     if draw.priority == "softmax":
         prior = rewards.double() / draw.temperature
@@ -439,11 +379,8 @@ def _draw_rows(logits: Tensor, counts: Tensor, k: int, random: torch.Generator) 
     uniform = torch.rand(logits.shape, generator=random, dtype=torch.float64)
     uniform = uniform.clamp(min=torch.finfo(torch.float64).tiny)
     gumbel = -(-uniform.log()).log()
-    without = (logits + gumbel).topk(min(k, logits.shape[1]), dim=1).indices
-    has_enough = counts >= k
-    if bool(has_enough.all()):
-        return without
     again = torch.multinomial(logits.softmax(1), k, replacement=True, generator=random)
-    if without.shape[1] < k:
+    if logits.shape[1] < k:
         return again
-    return torch.where(has_enough[:, None], without, again)
+    without = (logits + gumbel).topk(k, dim=1).indices
+    return torch.where(counts[:, None] >= k, without, again)

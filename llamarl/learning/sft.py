@@ -10,20 +10,18 @@ from __future__ import annotations
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.learning.logprobs import chunked_logprobs
+from llamarl.learning.logprobs import make_head
 from llamarl.learning.optim import clip_grad_norm
 from llamarl.learning.packing import collate
 from llamarl.learning.segments import sum_by
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
-from llamarl.models.hf import export, named_parameters_hf
 from llamarl.types import Prompt
 
 
@@ -32,8 +30,7 @@ class Pair:
     """A prompt and the completion to learn, or a conversation."""
 
     token_ids: Tensor  # [P + L] int64; the completion ends with the end-of-text token
-    prompt_length: int  # P, at least 1: what comes before the first learned token
-    learned: Tensor | None = None  # [P + L] bool; None: all that follows the prompt
+    learned: Tensor  # [P + L] bool; the first token, which has nothing before it, is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,7 @@ class PairBatch:
     prompt 20 become
 
     input_ids 10 11 20    labels 11 12 21    positions 0 1 0
-    cu_seqlens 0 2 3      rows 1 2           rows_per_pair 1 1
+    cu_seqlens 0 2 3      rows 1 2           pairs 0 1
     """
 
     input_ids: Tensor  # [T] int64
@@ -50,7 +47,7 @@ class PairBatch:
     positions: Tensor  # [T] int64
     cu_seqlens: Tensor  # [N+1] int64
     rows: Tensor  # [R] int64, in order: the places whose label is learned
-    rows_per_pair: Tensor  # [N] int64
+    pairs: Tensor  # [R] int64: whose a row is
 
 
 def make_pair(prompt: Prompt, tokenizer, max_tokens: int) -> Pair:
@@ -65,45 +62,47 @@ def make_pair(prompt: Prompt, tokenizer, max_tokens: int) -> Pair:
         raise ValueError(
             "the task gives prompts without answers; choose one with answers, or name their key"
         )
-    if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer names no eos_token; set it in tokenizer_config.json")
-    completion = tokenizer(str(text), add_special_tokens=False)["input_ids"]
-    completion = [*completion, tokenizer.eos_token_id]
-    length = prompt.prompt_ids.numel() + len(completion)
+    pair = answered(prompt.prompt_ids, str(text), tokenizer)
+    length = pair.token_ids.numel()
     if length > max_tokens:
         raise ValueError(
             f"a pair has {length} tokens, the model takes {max_tokens}: drop the one beginning "
             f"{prompt.text[:50]!r}"
         )
-    return Pair(torch.cat([prompt.prompt_ids, torch.tensor(completion)]), prompt.prompt_ids.numel())
+    return pair
+
+
+def answered(prompt_ids: Tensor, text: str, tokenizer) -> Pair:
+    """A prompt and the text to learn behind it, which ends with the end token. ValueError if there
+    is none.
+    """
+    check_end_token(tokenizer)
+    completion = tokenizer(text, add_special_tokens=False)["input_ids"]
+    token_ids = torch.cat([prompt_ids, torch.tensor([*completion, tokenizer.eos_token_id])])
+    return Pair(token_ids, torch.arange(token_ids.numel()) >= prompt_ids.numel())
+
+
+def check_end_token(tokenizer) -> None:
+    """ValueError if a tokenizer has none."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer names no eos_token; set it in tokenizer_config.json")
 
 
 def pack_pairs(pairs: list[Pair], device: str | torch.device = "cpu") -> PairBatch:
     """One batch of at least one pair, each with a prompt of at least one token."""
-    lengths = torch.tensor([p.token_ids.numel() for p in pairs])
-    learned = torch.cat([_learned(p) for p in pairs])
-    tokens = torch.cat([p.token_ids for p in pairs])
-    keep = torch.ones(tokens.numel(), dtype=torch.bool)
-    keep[lengths.cumsum(0) - 1] = False  # the last token of a pair is only ever a label
-    inputs = lengths - 1
-    cu_seqlens = F.pad(inputs.cumsum(0), (1, 0))
-    positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].repeat_interleave(inputs)
-    rows = learned.roll(-1)[keep].nonzero().squeeze(1)
+    # The last token of a pair is only ever a label, the first one never.
+    sizes = torch.tensor([p.token_ids.numel() - 1 for p in pairs])
+    learned = torch.cat([p.learned[1:] for p in pairs])
+    rows = learned.nonzero().squeeze(1)
+    owners = torch.arange(len(pairs)).repeat_interleave(sizes)
     return PairBatch(
-        input_ids=tokens[keep].to(device),
-        labels=tokens.roll(-1)[keep].to(device),
-        positions=positions.to(device),
-        cu_seqlens=cu_seqlens.to(device),
+        input_ids=torch.cat([p.token_ids[:-1] for p in pairs]).to(device),
+        labels=torch.cat([p.token_ids[1:] for p in pairs]).to(device),
+        positions=torch.cat([torch.arange(size) for size in sizes]).to(device),
+        cu_seqlens=F.pad(sizes.cumsum(0), (1, 0)).to(device),
         rows=rows.to(device),
-        rows_per_pair=torch.stack([_learned(p).sum() for p in pairs]).to(device),
+        pairs=owners[rows].to(device),
     )
-
-
-def _learned(pair: Pair) -> Tensor:
-    """[P + L] bool."""
-    if pair.learned is not None:
-        return pair.learned
-    return torch.arange(pair.token_ids.numel()) >= pair.prompt_length
 
 
 def split_pairs(pairs: list[Pair], budget_tokens: int) -> list[list[Pair]]:
@@ -111,19 +110,16 @@ def split_pairs(pairs: list[Pair], budget_tokens: int) -> list[list[Pair]]:
     longer pair goes alone.
     """
     parts = collate([p.token_ids.numel() for p in pairs], budget_tokens)
-    return [[pairs[i] for i in part] for part in parts]
+    return [list(map(pairs.__getitem__, part)) for part in parts]
 
 
 def pair_loss(decoder: Decoder, batch: PairBatch, *, num_loss_tokens: int) -> Tensor:
     """-sum of log p(label) over the trained rows / num_loss_tokens, nats. num_loss_tokens: the R of
     the whole global batch.
     """
-
-    def head(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
-        return chunked_logprobs(hidden_TD[batch.rows], weight_VD, batch.labels[batch.rows])[0]
-
+    head = make_head(batch.labels[batch.rows], batch.rows)
     attention = PackedAttention(batch.cu_seqlens)
-    logprobs_R = decoder(batch.input_ids, batch.positions, attention, head)
+    logprobs_R, _ = decoder(batch.input_ids, batch.positions, attention, head)
     return -logprobs_R.sum() / num_loss_tokens
 
 
@@ -141,9 +137,7 @@ def greedy_matches(decoder: Decoder, batch: PairBatch) -> Tensor:
 
     best = decoder(batch.input_ids, batch.positions, PackedAttention(batch.cu_seqlens), head)
     wrong = (best != batch.labels[batch.rows]).long()
-    numbers = torch.arange(batch.rows_per_pair.numel(), device=best.device)
-    owner = numbers.repeat_interleave(batch.rows_per_pair)
-    return sum_by(wrong, owner, len(numbers)) == 0
+    return sum_by(wrong, batch.pairs, batch.cu_seqlens.numel() - 1) == 0
 
 
 def total(number: float) -> float:
@@ -220,48 +214,6 @@ def rounded(decoder: Decoder, dtype: torch.dtype):
     finally:
         for parameter, value in zip(decoder.parameters(), exact):
             parameter.copy_(value)
-
-
-def save_directory(decoder: Decoder, like: Path, out: Path, dtype: torch.dtype) -> None:
-    """Write the model directory `out` (the rest of it from `like`), replacing an older one only
-    once the new one is whole.
-    """
-    check_replaceable(out)
-    fresh = out.with_name(f".{out.name}.new")
-    old = out.with_name(f".{out.name}.old")
-    _remove(fresh)
-    _remove(old)
-    export(named_parameters_hf(decoder), like, fresh, dtype=dtype)
-    if out.exists():
-        out.rename(old)
-    fresh.rename(out)
-    _remove(old)
-
-
-def check_replaceable(out: Path) -> None:
-    """FileExistsError if `out` is something else than a model directory, of files alone, or an
-    empty one.
-    """
-    if not out.exists():
-        return
-    is_model = (out / "config.json").is_file()
-    if not out.is_dir() or not (is_model or not any(out.iterdir())):
-        raise FileExistsError(
-            f"{out}: exists and is no model directory; choose another --out or remove it"
-        )
-    folders = sorted(p.name for p in out.iterdir() if p.is_dir())
-    if folders:
-        raise FileExistsError(
-            f"{out}: holds directories ({', '.join(folders[:3])}), which replacing it would "
-            "delete; choose another --out"
-        )
-
-
-def _remove(directory: Path) -> None:
-    if directory.is_dir():
-        for file in directory.iterdir():
-            file.unlink()
-        directory.rmdir()
 
 
 def sample_batch(num_examples: int, size: int, *, seed: int, step: int) -> list[int]:

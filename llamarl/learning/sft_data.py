@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from llamarl.learning.sft import Pair
+from llamarl.learning.sft import Pair, answered, check_end_token
 from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.jsonl import check_keys, read_jsonl
 
@@ -41,8 +41,7 @@ def read_pairs(
     prompt is a user turn of the tokenizer's chat template, if it has one. FileNotFoundError, or
     ValueError naming FILE:LINE of each bad row (the first ten).
     """
-    if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer names no eos_token; set it in tokenizer_config.json")
+    check_end_token(tokenizer)
     maker = PromptMaker(tokenizer, chat=chat, system_prompt=None, max_prompt_tokens=max_tokens)
 
     def to_pair(row: dict) -> Pair:
@@ -108,16 +107,11 @@ def conversation_pair(messages: object, tokenizer) -> Pair:
         learned += [False] * len(context) + [True] * size + [False] * (len(reply) - size)
         at = len(done)
     last = len(learned) - learned[::-1].index(True)
-    prompt = learned.index(True)
-    if prompt == 0:
+    if learned[0]:
         raise ValueError(
             "the chat template begins with the reply: its first token has nothing before it"
         )
-    return Pair(
-        token_ids=torch.tensor(ids[:last]),
-        prompt_length=prompt,
-        learned=torch.tensor(learned[:last]),
-    )
+    return Pair(torch.tensor(ids[:last]), torch.tensor(learned[:last]))
 
 
 def _prompt_pair(
@@ -130,10 +124,7 @@ def _prompt_pair(
             raise ValueError(
                 f'"{needed}" must be text that is not empty, this is {type(row[needed]).__name__}'
             )
-    prompt = maker.ids(str(row[prompt_key]))
-    completion = tokenizer(str(row[key]), add_special_tokens=False)["input_ids"]
-    completion = [*completion, tokenizer.eos_token_id]
-    return Pair(torch.tensor(prompt + completion), len(prompt))
+    return answered(torch.tensor(maker.ids(str(row[prompt_key]))), str(row[key]), tokenizer)
 
 
 def _check_messages(messages: object) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 
@@ -55,14 +55,9 @@ def join(metrics: Metrics, more: Metrics) -> None:
         metrics[name] = metrics[name].joined(part) if name in metrics else part
 
 
-def token_means(sums: Mapping[str, Tensor]) -> Metrics:
-    """Metrics that are means over tokens, from a microbatch's sums."""
-    return {name: Metric(value, Reduction.TOKEN_MEAN) for name, value in sums.items()}
-
-
 def metrics_of_loss(given: Mapping[str, Tensor]) -> Metrics:
-    """The metrics that a loss returns, whose names say how they are reduced
-    (llamarl.learning.losses.common).
+    """The metrics of what a loss gives, or of sums over a microbatch's tokens, whose names say how
+    they are reduced (llamarl.learning.losses.common).
 
     "/max" ends the name of a maximum and "/completions", which is dropped, that of a mean over
     completions; all others are means over tokens. "/sum" becomes "/mean".
@@ -88,31 +83,30 @@ def over_ranks(metrics: Metrics, ranks: Ranks) -> Metrics:
 
     Ranks may know different ones: a loss may say nothing of a microbatch without labels.
     """
-    reductions = {}
+    known = {}
     for entry in ranks.union([f"{m.reduction.name} {name}" for name, m in metrics.items()]):
         reduction, _, name = entry.partition(" ")
-        reductions[name] = Reduction[reduction]
-    sums = {}
-    maxima = {}
-    for name, reduction in reductions.items():
-        if reduction is Reduction.MAX:
-            maxima[name] = float(metrics[name].value) if name in metrics else -math.inf
-        else:
-            sums[name] = float(metrics[name].value) if name in metrics else 0.0
+        nothing = -math.inf if reduction == "MAX" else 0.0
+        known[name] = metrics.get(name, Metric(nothing, Reduction[reduction]))
+    maxima = {name: m.value for name, m in known.items() if m.reduction is Reduction.MAX}
+    sums = {name: m.value for name, m in known.items() if m.reduction is not Reduction.MAX}
     joined = ranks.sum(**sums) | ranks.max(**maxima)
-    return {name: Metric(value, reductions[name]) for name, value in joined.items()}
+    return {name: Metric(value, known[name].reduction) for name, value in joined.items()}
 
 
 # --- How old the tokens are ---
 
-# Steps, the first and the last of each bucket; None: without end.
-LAG_BUCKETS = ((0, 0), (1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 63), (64, None))
-
-
-def bucket_name(first: int, last: int | None) -> str:
-    if last is None:
-        return f"lag/tokens/{first}+"
-    return f"lag/tokens/{first}" if first == last else f"lag/tokens/{first}-{last}"
+# Steps, the first and the last of each bucket.
+LAG_BUCKETS = {
+    "lag/tokens/0": (0, 0),
+    "lag/tokens/1": (1, 1),
+    "lag/tokens/2-3": (2, 3),
+    "lag/tokens/4-7": (4, 7),
+    "lag/tokens/8-15": (8, 15),
+    "lag/tokens/16-31": (16, 31),
+    "lag/tokens/32-63": (32, 63),
+    "lag/tokens/64+": (64, math.inf),
+}
 
 
 def lag_histogram(lags: Tensor) -> dict[str, Tensor]:
@@ -121,87 +115,56 @@ def lag_histogram(lags: Tensor) -> dict[str, Tensor]:
     Divided by the number of tokens they are shares, which add up to 1.
     """
     counts = {}
-    for first, last in LAG_BUCKETS:
-        is_inside = lags >= first
-        if last is not None:
-            is_inside &= lags <= last
-        counts[bucket_name(first, last)] = is_inside.sum().float()
+    for name, (first, last) in LAG_BUCKETS.items():
+        counts[name] = ((lags >= first) & (lags <= last)).sum().float()
     return counts
 
 
 # --- The row ---
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSums:
-    """What the groups that a step took add up to, also those that have no part in its updates."""
-
-    completions: float
-    rewarded: float  # completions with a reward
-    rewards: float  # of those
-    squared_rewards: float
-    errors: float
-    truncated: float  # completions that ended for their length
-    aborted: float  # completions that were cut off at their deadline
-    aborted_tokens: float
-    tokens: float
-    begun: float  # completions that have tokens
-    lags: float  # in steps, of the oldest token of each of those
-
-    @classmethod
-    def of(cls, groups: list[Group], version: int) -> BatchSums:
-        """The sums over this rank's groups. version: the policy version that is trained."""
-        rewards = torch.cat([torch.empty(0), *(g.rewards for g in groups)])
-        rewards = rewards[~rewards.isnan()].double()
-        lengths = torch.cat([torch.empty(0), *(g.lengths.double() for g in groups)])
-        outcomes = list(chain.from_iterable(g.outcomes for g in groups))
-        reasons = list(chain.from_iterable(g.finish_reasons for g in groups))
-        is_aborted = torch.tensor([reason == "aborted" for reason in reasons], dtype=torch.bool)
-        oldest = list(chain.from_iterable(_oldest_by_completion(g) for g in groups))
-        return cls(
-            completions=float(len(outcomes)),
-            rewarded=float(rewards.numel()),
-            rewards=float(rewards.sum()),
-            squared_rewards=float(rewards.square().sum()),
-            errors=float(outcomes.count("error")),
-            truncated=float(reasons.count("length")),
-            aborted=float(is_aborted.sum()),
-            aborted_tokens=float(lengths[is_aborted].sum()),
-            tokens=float(lengths.sum()),
-            begun=float(len(oldest)),
-            lags=float(sum(version - v for v in oldest)),
-        )
-
-    def over(self, ranks: Ranks) -> BatchSums:
-        """Collective: the sums over the groups of all ranks."""
-        return BatchSums(**ranks.sum(**asdict(self)))
-
-    @property
-    def mean_reward(self) -> float:
-        return self.rewards / max(1.0, self.rewarded)
-
-    def row(self) -> dict[str, float]:
-        """The metrics that are means over the batch."""
-        completions = max(1.0, self.completions)
-        mean = self.mean_reward
-        variance = self.squared_rewards / max(1.0, self.rewarded) - mean * mean
-        return {
-            "reward/mean": mean,
-            "reward/std": math.sqrt(max(0.0, variance)),
-            "reward/error_rate": self.errors / completions,
-            "lag/mean": self.lags / max(1.0, self.begun),
-            "tokens/generated": self.tokens,
-            "tokens/deadline_truncated": self.aborted_tokens,
-            "completion/length_mean": self.tokens / completions,
-            "completion/truncated_fraction": self.truncated / completions,
-            "completion/deadline_truncated_fraction": self.aborted / completions,
-        }
-
-
-def max_lag(groups: list[Group], version: int) -> float:
-    """In steps, of the oldest token of these groups; 0 of none."""
-    lags = [version - group.oldest_version for group in groups if group.token_ids.numel()]
-    return float(max(lags, default=0))
+def batch_row(groups: list[Group], version: int, ranks: Ranks) -> dict[str, float]:
+    """Collective: the metrics of the groups that a step took, also those that have no part in its
+    updates. version: the policy version that is trained.
+    """
+    outcomes = list(chain.from_iterable(g.outcomes for g in groups))
+    reasons = list(chain.from_iterable(g.finish_reasons for g in groups))
+    lengths = list(chain.from_iterable(g.lengths.tolist() for g in groups))
+    rewards = torch.tensor(
+        list(chain.from_iterable(g.rewards.tolist() for g in groups)), dtype=torch.float64
+    )
+    rewards = rewards[~rewards.isnan()]
+    oldest = list(chain.from_iterable(_oldest_by_completion(g) for g in groups))
+    lags = [version - v for v in oldest]
+    sums = ranks.sum(
+        completions=len(outcomes),
+        rewarded=len(rewards),
+        rewards=rewards.sum(),
+        squared_rewards=rewards.square().sum(),
+        errors=outcomes.count("error"),
+        truncated=reasons.count("length"),
+        aborted=reasons.count("aborted"),
+        aborted_tokens=sum(n for n, reason in zip(lengths, reasons) if reason == "aborted"),
+        tokens=sum(lengths),
+        begun=len(lags),
+        lags=sum(lags),
+    )
+    completions = max(1.0, sums["completions"])
+    rewarded = max(1.0, sums["rewarded"])
+    mean = sums["rewards"] / rewarded
+    variance = sums["squared_rewards"] / rewarded - mean * mean
+    return {
+        "reward/mean": mean,
+        "reward/std": math.sqrt(max(0.0, variance)),
+        "reward/error_rate": sums["errors"] / completions,
+        "lag/mean": sums["lags"] / max(1.0, sums["begun"]),
+        "lag/max": ranks.max(lag=max(lags, default=0))["lag"],
+        "tokens/generated": sums["tokens"],
+        "tokens/deadline_truncated": sums["aborted_tokens"],
+        "completion/length_mean": sums["tokens"] / completions,
+        "completion/truncated_fraction": sums["truncated"] / completions,
+        "completion/deadline_truncated_fraction": sums["aborted"] / completions,
+    }
 
 
 def _oldest_by_completion(group: Group) -> list[int]:
@@ -214,41 +177,42 @@ def _oldest_by_completion(group: Group) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
-    """What the updates of a step computed, over all ranks."""
+class Update:
+    """What an update did, over all ranks."""
 
-    updates: int = 0
-    completions: float = 0.0  # trained ones, also those left out because their advantage is 0
-    labels: float = 0.0
-    tokens: float = 0.0  # input tokens
-    places: float = 0.0  # of attention, with what it pads
+    completions: float  # trained ones, also those left out because their advantage is 0
+    labels: float
+    tokens: float  # input tokens
+    places: float  # of attention, with what it pads
+    metrics: Metrics
 
-    def plus(self, other: Computed) -> Computed:
-        return Computed(
-            updates=self.updates + other.updates,
-            completions=self.completions + other.completions,
-            labels=self.labels + other.labels,
-            tokens=self.tokens + other.tokens,
-            places=self.places + other.places,
-        )
 
-    def row(self, metrics: Metrics) -> dict[str, float | None]:
-        """The numbers that the updates' metrics become, and what stands for those that no
-        microbatch told of.
-        """
-        number_of = {
-            Reduction.MAX: 1,
-            Reduction.TOKEN_MEAN: max(1.0, self.labels),
-            Reduction.COMPLETION_MEAN: max(1.0, self.completions),
-            Reduction.UPDATE_MEAN: self.updates,
-        }
-        untold = {
-            "entropy": 0.0,
-            "kl/ref": None,  # no reference
-            "ratio/mean": 1.0,
-            "ratio/max": 1.0,
-            "ratio/capped_fraction": 0.0,
-        }
-        told = {name: m.value / number_of[m.reduction] for name, m in metrics.items()}
-        padding = 1 - self.tokens / self.places if self.places else 0.0
-        return {**untold, **told, "packing/padding_fraction": padding}
+def updates_row(updates: list[Update]) -> dict[str, float | None]:
+    """The numbers that the metrics of a step's updates become, and what stands for those that no
+    microbatch told of.
+    """
+    metrics: Metrics = {}
+    for update in updates:
+        join(metrics, update.metrics)
+    number_of = {
+        Reduction.MAX: 1,
+        Reduction.TOKEN_MEAN: max(1.0, sum(u.labels for u in updates)),
+        Reduction.COMPLETION_MEAN: max(1.0, sum(u.completions for u in updates)),
+        Reduction.UPDATE_MEAN: len(updates),
+    }
+    untold = {
+        "entropy": 0.0,
+        "kl/ref": None,  # no reference
+        "parity/logprob_diff_max": None,  # no fresh token
+        "ratio/mean": 1.0,
+        "ratio/max": 1.0,
+        "ratio/capped_fraction": 0.0,
+    }
+    told = {name: m.value / number_of[m.reduction] for name, m in metrics.items()}
+    places = sum(u.places for u in updates)
+    padding = 1 - sum(u.tokens for u in updates) / places if places else 0.0
+    return {
+        **untold,
+        **told,
+        "packing/padding_fraction": padding,
+    }

@@ -34,17 +34,16 @@ from llamarl.learning.packing import Packing, pack, to_device
 from llamarl.learning.reduction import Ranks
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.step_metrics import (
-    BatchSums,
-    Computed,
     Metric,
     Metrics,
     Reduction,
+    Update,
+    batch_row,
     join,
     lag_histogram,
-    max_lag,
     metrics_of_loss,
     over_ranks,
-    token_means,
+    updates_row,
 )
 from llamarl.learning.targets import Targets, make_targets, with_signal
 from llamarl.learning.values import Critic, value_loss
@@ -204,16 +203,14 @@ class PolicyUpdate:
             ranks=self.ranks,
         )
         minibatches = [self._minibatch(trained[cut], targets[cut]) for cut in cuts]
-        batch = BatchSums.of(groups, version).over(self.ranks)
         num_trained_tokens = sum(m.num_loss_tokens for m in minibatches)
         budget = self.ranks.sum(
             room=sum(m.room for m in minibatches),
             unused=sum(m.unused_budget_fraction * m.room for m in minibatches),
         )
         row = {
-            **batch.row(),
+            **batch_row(groups, version, self.ranks),
             **of_targets,
-            "lag/max": self.ranks.max(lag=max_lag(groups, version))["lag"],
             "tokens/trained": num_trained_tokens,
             "packing/unused_budget_fraction": budget["unused"] / max(1.0, budget["room"]),
         }
@@ -221,17 +218,14 @@ class PolicyUpdate:
             left_out = float(len(groups) - len(trained))
             row["groups/filtered"] = self.ranks.sum(groups=left_out)["groups"]
 
-        computed = Computed()
-        metrics: Metrics = {}
+        updates = []
         for index in range(s.updates_per_step):
             update_id = _UpdateId(s, version, index, tickets=[g.ticket for g in groups])
-            of_update, parts_of_metrics = self._update(minibatches[index % parts], update_id, stop)
-            computed = computed.plus(of_update)
-            join(metrics, parts_of_metrics)
-        row = {"parity/logprob_diff_max": None, **computed.row(metrics), **row}
+            updates.append(self._update(minibatches[index % parts], update_id, stop))
+        row = updates_row(updates) | row
         return StepResult(
             grad_norm=row["grad_norm"],
-            mean_reward=batch.mean_reward,
+            mean_reward=row["reward/mean"],
             num_trained_tokens=num_trained_tokens,
             metrics=row,
         )
@@ -299,9 +293,7 @@ class PolicyUpdate:
 
     # --- One update ---
 
-    def _update(
-        self, minibatch: Packing, update_id: _UpdateId, stop: Callable[[], bool]
-    ) -> tuple[Computed, Metrics]:
+    def _update(self, minibatch: Packing, update_id: _UpdateId, stop: Callable[[], bool]) -> Update:
         """Collective: one optimizer update. StepAborted, NotFinite, ParityError."""
         self._zero_grad()
         tally = _Tally()
@@ -323,10 +315,8 @@ class PolicyUpdate:
         self.optimizer.step()
         if self.critic:
             self.critic.step(factor)
-        sizes = self.ranks.sum(
-            labels=float(tally.labels), tokens=float(tally.tokens), places=float(tally.places)
-        )
-        return Computed(updates=1, completions=minibatch.num_completions, **sizes), metrics
+        sizes = self.ranks.sum(labels=tally.labels, tokens=tally.tokens, places=tally.places)
+        return Update(completions=minibatch.num_completions, metrics=metrics, **sizes)
 
     def _lr_factor(self, update_id: _UpdateId) -> float:
         """What the learning rates are multiplied by in this update, 0..1."""
@@ -359,7 +349,7 @@ class PolicyUpdate:
         loss, of_loss = self._policy_loss(batch, minibatch, update_id, logprobs, entropy)
         sums = lag_histogram(update_id.version - batch.policy_versions)
         sums["entropy"] = entropy.detach().sum()
-        metrics = metrics_of_loss(of_loss) | token_means(sums)
+        metrics = metrics_of_loss({**of_loss, **sums})
         if self.critic:
             of_values, of_value_loss = value_loss(
                 values[0],

@@ -209,11 +209,6 @@ def test_the_average_of_bfloat16_weights_is_kept_in_float32():
     assert average.of(w).item() == pytest.approx(1 + 1 / 512, abs=1e-7)
 
 
-def test_a_decay_that_forgets_nothing_is_refused():
-    with pytest.raises(ValueError, match="decay=1"):
-        WeightAverage([], torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), 1)
-
-
 # -- what is refused before anything starts
 # --------------------------------------------------------------------------------
 

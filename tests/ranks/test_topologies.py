@@ -68,7 +68,7 @@ BASE = {
 }
 STEPS, GROUPS = 2, 4  # groups a step: one for each data-parallel rank at most
 MAX_NORM = 0.01  # well below the norm, so that clipping shows
-ADAM = AdamSettings(beta1=0.9, beta2=0.99, eps=1e-4, weight_decay=0.1)
+ADAM = AdamSettings(betas=(0.9, 0.99), eps=1e-4, weight_decay=0.1)
 CRITIC = CriticSettings(
     lr=0.05, coef=0.5, clip=0.2, gamma=0.9, gae_lambda=0.8
 )  # of the untied model
@@ -171,14 +171,14 @@ def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Recorder
         replicate=group.replicate,
         tensor_parallel=group.tensor_parallel,
         loss_fn=partial(policy_gradient),
-        update=update,
+        settings=update,
         buffer=GroupBuffer(),
         adam=ADAM,
         canary_prompts=CanaryPrompts(),
         canary_top=0,
         evaluate_at=lambda version: False,
         checkpoint_at=lambda version: False,
-        critic=CRITIC if model.name == "untied" else None,
+        critic_settings=CRITIC if model.name == "untied" else None,
     )
     recorder = Recorder()
     trainer.attach(group, {}, {"policy": recorder}, recorder, recorder, recorder, recorder)

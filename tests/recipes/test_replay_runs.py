@@ -114,7 +114,7 @@ def test_without_a_bound_every_group_is_handed_over_once_and_beta_falls(tmp_path
     assert "max_lag none, overcommit 4, replay of the newest 100,000 completions" in job.output
     ledger = json.loads((job.checkpoint / "controller.rank0.json").read_text())["ledger"]
     trainer = json.loads((job.checkpoint / "trainer.rank0.json").read_text())
-    handed = [ticket for ticket, _, _ in trainer["held"]]
+    handed = [ticket for ticket, _ in trainer["held"]]
     assert len(handed) == len(set(handed)) and sorted(
         handed + ledger["again"] + trainer["buffered"]
     ) == list(range(ledger["frontier"]))
@@ -165,12 +165,12 @@ def test_two_trainer_ranks_have_a_share_each_and_one_goes_on_with_both(tmp_path)
             for i in (0, 1)
         ]
         size = held_in(job.rows[-1])
-    tickets = [{ticket for ticket, _, _ in part} for part in held]
+    tickets = [{ticket for ticket, _ in part} for part in held]
     assert [{t % 2 for t in part} for part in tickets] in ([{0}, {1}], [{1}, {0}]) and all(tickets)
     with Job(*SMALL, *FREE, *quiet, "max_steps=4", "resume=auto", run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
     again = json.loads((job.checkpoint / "trainer.rank0.json").read_text())["held"]
-    assert {t for t, _, _ in again} >= tickets[0] | tickets[1] and held_in(job.rows[-1]) >= size
+    assert {t for t, _ in again} >= tickets[0] | tickets[1] and held_in(job.rows[-1]) >= size
 
 
 REDUCED = (

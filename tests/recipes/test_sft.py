@@ -78,7 +78,8 @@ def some_pairs(task, tokenizer, numbers):
 
 
 def pair(prompt, completion):
-    return sft.Pair(torch.tensor(prompt + completion), len(prompt))
+    learned = [False] * len(prompt) + [True] * len(completion)
+    return sft.Pair(torch.tensor(prompt + completion), torch.tensor(learned))
 
 
 # The library
@@ -90,7 +91,7 @@ def test_packing_shifts_once_and_marks_completion_rows():
     assert batch.labels.tolist() == [11, 12, 21]
     assert batch.positions.tolist() == [0, 1, 0]
     assert batch.cu_seqlens.tolist() == [0, 2, 3]
-    assert batch.rows.tolist() == [1, 2] and batch.rows_per_pair.tolist() == [1, 1]
+    assert batch.rows.tolist() == [1, 2] and batch.pairs.tolist() == [0, 1]
 
 
 def test_a_pair_ends_with_the_end_token_which_is_trained(task, tokenizer):
@@ -98,7 +99,7 @@ def test_a_pair_ends_with_the_end_token_which_is_trained(task, tokenizer):
     prompt = task.train_prompt(0)
     assert tokenizer.decode(one.token_ids) == f"<bos>{prompt.text}{prompt.meta['answer']}<eos>"
     batch = sft.pack_pairs([one])
-    assert batch.labels[batch.rows].tolist() == one.token_ids[one.prompt_length :].tolist()
+    assert batch.labels[batch.rows].tolist() == one.token_ids[one.learned].tolist()
 
 
 def test_a_worked_solution_is_learned_rather_than_the_bare_answer(tokenizer):
@@ -134,9 +135,8 @@ def test_loss_is_the_mean_over_completion_tokens_alone():
     want = 0.0
     for one in pairs:
         logprobs = model(one.token_ids[None, :-1]).logits[0].log_softmax(-1)
-        want -= (
-            logprobs.gather(1, one.token_ids[1:, None])[one.prompt_length - 1 :].sum().item() / 7
-        )
+        of_labels = logprobs.gather(1, one.token_ids[1:, None])
+        want -= of_labels[one.learned[1:]].sum().item() / 7
     got = sft.pair_loss(tiny_decoder(), sft.pack_pairs(pairs), num_loss_tokens=7)
     assert got.item() == pytest.approx(want, abs=1e-5)
 
@@ -201,21 +201,21 @@ def test_rounding_is_undone():
     assert all(torch.equal(p, e) for p, e in zip(decoder.parameters(), exact))
 
 
-def test_saving_replaces_a_model_directory_and_nothing_else(tmp_path):
+def test_saving_replaces_a_model_directory_and_nothing_else(recipe, tmp_path):
     decoder, out = tiny_decoder(), tmp_path / "out"
     for _ in range(2):
-        sft.save_directory(decoder, tiny_directory(), out, torch.bfloat16)
+        recipe.save_directory(decoder, tiny_directory(), out, torch.bfloat16)
         (out / "left_behind").touch()
-    sft.save_directory(decoder, tiny_directory(), out, torch.bfloat16)
+    recipe.save_directory(decoder, tiny_directory(), out, torch.bfloat16)
     assert {f.name for f in out.iterdir()} == {f.name for f in tiny_directory().iterdir()}
     assert list(tmp_path.iterdir()) == [out]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     with pytest.raises(FileExistsError, match="mine: exists and is no model directory"):
-        sft.save_directory(decoder, tiny_directory(), tmp_path / "mine", torch.bfloat16)
+        recipe.save_directory(decoder, tiny_directory(), tmp_path / "mine", torch.bfloat16)
     (out / "original").mkdir()
     with pytest.raises(FileExistsError, match="out: holds directories .original."):
-        sft.save_directory(decoder, tiny_directory(), out, torch.bfloat16)
+        recipe.save_directory(decoder, tiny_directory(), out, torch.bfloat16)
     assert (out / "original").is_dir() and (out / "config.json").is_file()
 
 

@@ -103,16 +103,10 @@ def test_rates_are_positive_rise_then_fall_and_peak_at_lr(schedule, max_steps, d
     assert past == (2.0 if schedule == "constant" else 0.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"schedule": "cosin"}, "did you mean cosine"),
-        ({"warmup_steps": 10}, "warmup_steps=10 must be at least 0 and below max_steps=10"),
-    ],
-)
-def test_impossible_schedules_are_refused(options, message):
+def test_a_warm_up_without_an_end_is_refused():
+    message = "warmup_steps=10 must be at least 0 and below max_steps=10"
     with pytest.raises(ValueError, match=message):
-        lr_at(0, lr=1.0, max_steps=10, **options)
+        lr_at(0, lr=1.0, max_steps=10, warmup_steps=10)
 
 
 # --- clipping ---

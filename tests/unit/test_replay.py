@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 from llamarl.errors import LagExceeded
 from llamarl.learning.buffer import decoded
+from llamarl.learning.reduction import Ranks
 from llamarl.learning.replay import Draw, ReplayBuffer, draw_completions, lag_bound, rng_of
-from llamarl.learning.step_metrics import LAG_BUCKETS, bucket_name, lag_histogram
+from llamarl.learning.step_metrics import lag_histogram
 from llamarl.types import Group
 
 NAN = float("nan")
+ALONE = Ranks(None, torch.device("cpu"), None)
 # of the standard normal, one in ten thousand: seeds are fixed, so a right buffer passes always
 QUANTILE = 3.72
 
@@ -141,9 +143,10 @@ def test_what_is_drawn_is_what_a_naive_buffer_could_give(
         naive.take(groups, step)
         drawable = naive.drawable()
         assert len(got) == (prompts if drawable else 0)
-        sums, maxima = ours.sums(step)
-        assert sums["size"] == sum(map(len, drawable.values())) and sums["prompts"] == len(drawable)
-        assert sums["hidden"] == sum(len(g.rewards) for _, g in naive.hidden)
+        told = ours.metrics(ALONE)
+        assert told["buffer/size"] == sum(map(len, drawable.values()))
+        assert told["buffer/prompts"] == len(drawable)
+        assert told["buffer/hidden"] == sum(len(g.rewards) for _, g in naive.hidden)
         asked = Counter(int(g.prompt_ids[1]) for g in got)
         recent_prompts = {p for p, names in drawable.items() if any(names.values())}
         if m == 0 and got:
@@ -175,9 +178,10 @@ def test_what_is_drawn_is_what_a_naive_buffer_could_give(
             assert g.policy_versions.tolist() == versions and g.ticket == max(
                 c // 100 for c in chosen
             )
-        assert sums["drawn"] == len(drawn) and sums["duplicates"] == len(drawn) - len(set(drawn))
+        assert told["buffer/duplicates"] == len(drawn) - len(set(drawn))
         flat = {c: recent for names in drawable.values() for c, recent in names.items()}
-        assert sums["on_policy"] == sum(flat[c] for c in drawn)
+        on_policy = sum(flat[c] for c in drawn) / max(1, len(drawn))
+        assert told["buffer/on_policy_fraction"] == on_policy
 
 
 # --- probabilities ---
@@ -292,7 +296,7 @@ def test_equal_completions_of_a_prompt_are_one_sample():
     for step in range(100):
         (got,) = ours.take([0] if step == 0 else [], step)
         assert sorted(names_of(got)) == [7, 8]
-    told = ours.report(*ours.sums(100))
+    told = ours.metrics(ALONE)
     assert (told["buffer/size"], told["buffer/copies"], told["buffer/duplicates"]) == (2, 4, 0)
 
 
@@ -316,7 +320,7 @@ def test_of_equal_completions_the_newest_is_kept():
     for step in range(3, 40):
         (got,) = ours.take([5, 6] if step == 3 else [], step)
         assert got.oldest_version == 3 and 0.0 not in got.rewards.tolist()
-    assert ours.sums(40)[0]["size"] == 4, "another prompt's answer is another sample"
+    assert ours.metrics(ALONE)["buffer/size"] == 4, "another prompt's answer is another sample"
 
 
 def test_copies_take_their_place_so_the_bound_on_lag_is_the_same():
@@ -324,8 +328,8 @@ def test_copies_take_their_place_so_the_bound_on_lag_is_the_same():
     for step in range(6):
         ours.put([with_tokens(step, [[7], [7]], [0.0, 0.0], version=step)])
         ours.take([step], step)
-    sums, maxima = ours.sums(5)
-    assert (sums["size"], sums["copies"], maxima["age_max"]) == (1, 3, 0)
+    told = ours.metrics(ALONE)
+    assert (told["buffer/size"], told["buffer/copies"], told["buffer/age_max"]) == (1, 3, 0)
     assert len(ours.stored()) == 2
 
 
@@ -385,7 +389,7 @@ def test_what_must_not_be_trained_on_is_never_drawn_and_takes_its_place():
     } == {3}
     ours.put([group(1), group(2)])
     ours.take([1, 2], 20)
-    assert ours.sums(20)[0]["size"] == 4, (
+    assert ours.metrics(ALONE)["buffer/size"] == 4, (
         "four of the first group and four of the others are more than six"
     )
 
@@ -393,15 +397,16 @@ def test_what_must_not_be_trained_on_is_never_drawn_and_takes_its_place():
 def test_nothing_to_draw_gives_no_groups():
     ours = buffer_of()
     ours.put([group(0, rewards=(NAN, NAN))])
-    assert ours.take([0], 0) == [] and ours.report(*ours.sums(0))["buffer/on_policy_fraction"] == 0
+    assert ours.take([0], 0) == []
+    assert ours.metrics(ALONE)["buffer/on_policy_fraction"] == 0
 
 
 def test_metrics_by_hand():
     ours = buffer_of(sync_period=2, prompts=1, completions=3, most_on_policy=1.0)
     ours.put([group(0, version=0), group(1, version=1), group(2, version=3)])
     ours.take([0], 0), ours.take([1], 2)
-    ours.take([2], 3)
-    told = ours.report(*ours.sums(3))
+    drawn = ours.take([2], 3)
+    told = ours.metrics(ALONE)
     assert told == {
         "buffer/size": 4,
         "buffer/prompts": 2,
@@ -410,7 +415,7 @@ def test_metrics_by_hand():
         "buffer/age_max": 3,
         "buffer/copies": 0,
         "buffer/on_policy_fraction": 1,
-        "buffer/duplicates": 3 - len(set(ours._drawn.flatten().tolist())),
+        "buffer/duplicates": 3 - len(set(names_of(drawn[0]))),
     }
     assert told["buffer/duplicates"] >= 1
 
@@ -428,9 +433,7 @@ def test_lags_of_tokens_are_counted_once_each():
         "lag/tokens/32-63": 1,
         "lag/tokens/64+": 2,
     }
-    assert [bucket_name(*b) for b in LAG_BUCKETS] == list(counts) and not any(
-        n for n in lag_histogram(lags[:0]).values()
-    )
+    assert not any(lag_histogram(lags[:0]).values())
 
 
 @pytest.mark.parametrize(
@@ -455,7 +458,7 @@ def test_the_bound_on_lag_holds_and_is_reached(k, max_lag, max_size, batch, size
         tickets = list(range(step * batch, (step + 1) * batch))
         ours.put([group(t, rewards=(0.0,) * size, version=step - max_lag) for t in tickets])
         (got,) = ours.take(tickets, step)
-        worst = max(worst, int(ours.sums(step)[1]["age_max"]))
+        worst = max(worst, int(ours.metrics(ALONE)["buffer/age_max"]))
         assert step - got.oldest_version <= worst
     assert worst == bound and not caplog.records, "none leaves for its age"
 
@@ -483,11 +486,13 @@ def test_a_resumed_buffer_draws_what_the_other_would_have():
         "1001 starts again: the ledger does not count it as finished"
     )
     ours.take([1001], 8), resumed.take([], 8)
-    ours._waiting, resumed._waiting = [], []
+    for buffer in (ours, resumed):  # what came after the last sync step differs
+        buffer._held = [held for held in buffer._held if held.joined <= 8]
     for step in (9, 10, 12):
         handed = [1000, 1002] if step == 9 else []
         got = [[names_of(g) for g in b.take(handed, step)] for b in (ours, resumed)]
-        assert got[0] == got[1] and ours.sums(step) == resumed.sums(step)
+        assert got[0] == got[1]
+        assert ours.metrics(ALONE) == resumed.metrics(ALONE)
 
 
 def test_two_ranks_go_on_as_one_that_holds_what_both_held():
@@ -554,20 +559,11 @@ def test_wrong_use_is_refused():
         ours.put([group(3)])
     with pytest.raises(KeyError, match="groups \\[4\\] were taken"):
         ours.take([3, 4], 0)
-    with pytest.raises(ValueError, match="softmax and uniform"):
-        buffer_of(priority="best")
 
 
-def test_what_is_stored_is_encoded_in_pieces_that_hold_up_nobody_for_long(monkeypatch):
+def test_what_is_stored_is_encoded_in_pieces_that_hold_up_nobody_for_long():
     ours = fill(buffer_of(max_size=1000), 5)
-    whole = ours.state_dict()
-    assert [name for name in whole if name.startswith("buffer/")] == ["buffer/0"]
-    monkeypatch.setattr("llamarl.learning.buffer.PIECE_BYTES", 300)
     state = ours.state_dict()
     pieces = [value for name, value in state.items() if name.startswith("buffer/")]
-    assert len(pieces) > 2
-    assert (
-        [g.ticket for g in decoded(state)]
-        == [g.ticket for g in decoded(whole)]
-        == [g.ticket for g in ours.stored()]
-    )
+    assert len(pieces) == len(ours.stored()) > 2
+    assert [g.ticket for g in decoded(state)] == [g.ticket for g in ours.stored()]

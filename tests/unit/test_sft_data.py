@@ -67,17 +67,16 @@ def test_what_is_learned_is_what_transformers_marks_as_the_assistants(chatting, 
     assert not any(want["assistant_masks"][size:]) and pair.learned[-1], (
         "ends with the last learned token"
     )
-    assert pair.prompt_length == want["assistant_masks"].index(1)
 
 
 def test_a_packed_conversation_learns_every_reply_and_nothing_else(chatting):
     pairs = [
         conversation_pair([SYSTEM, ONE, SAID[0], TWO, SAID[1]], chatting),
-        sft.Pair(torch.tensor([1, 5, 6, 2]), 2),
+        sft.Pair(torch.tensor([1, 5, 6, 2]), torch.tensor([False, False, True, True])),
     ]
     batch = sft.pack_pairs(pairs)
     assert chatting.decode(batch.labels[batch.rows]) == "2<eos>12<eos>" + chatting.decode([6, 2])
-    assert batch.rows_per_pair.tolist() == [2 + 3, 2]
+    assert batch.pairs.tolist() == [0] * (2 + 3) + [1] * 2
     before = pairs[0].token_ids[:-1][pairs[0].learned[1:]]
     assert batch.input_ids[batch.rows][:5].tolist() == before.tolist()
 
@@ -90,7 +89,10 @@ def test_a_prompt_and_its_completion_end_with_the_end_token(tokenizer, tmp_path)
         {"prompt": "1+2=", "answer": 3},
     )
     first, second = read_pairs(file, tokenizer, max_tokens=99)
-    assert tokenizer.decode(first.token_ids) == "<bos>1+1=2<eos>" and first.prompt_length == 5
+    assert (
+        tokenizer.decode(first.token_ids) == "<bos>1+1=2<eos>"
+        and first.learned.tolist() == [False] * 5 + [True] * 2
+    )
     assert tokenizer.decode(second.token_ids) == "<bos>1+2=3<eos>"
     (named,) = read_pairs(
         rows(tmp_path / "b.jsonl", {"q": "1", "a": "2"}),

@@ -6,12 +6,13 @@ import torch
 
 from llamarl.learning.reduction import Ranks
 from llamarl.learning.step_metrics import (
-    Computed,
     Metric,
     Reduction,
+    Update,
     join,
     metrics_of_loss,
     over_ranks,
+    updates_row,
 )
 
 ALONE = Ranks(None, torch.device("cpu"), None)
@@ -75,25 +76,37 @@ def test_ranks_may_know_different_metrics():
     }
 
 
+def update(**values) -> Update:
+    nothing = {"completions": 0.0, "labels": 0.0, "tokens": 0.0, "places": 0.0, "metrics": {}}
+    return Update(**{**nothing, **values})
+
+
 def test_each_mean_has_its_own_denominator():
-    one = Computed(updates=1, completions=2.0, labels=5.0, tokens=6.0, places=8.0)
     metrics = {
-        "a": Metric(20.0, Reduction.TOKEN_MEAN),
-        "b": Metric(20.0, Reduction.COMPLETION_MEAN),
-        "c": Metric(20.0, Reduction.UPDATE_MEAN),
+        "a": Metric(10.0, Reduction.TOKEN_MEAN),
+        "b": Metric(10.0, Reduction.COMPLETION_MEAN),
+        "c": Metric(10.0, Reduction.UPDATE_MEAN),
         "d": Metric(20.0, Reduction.MAX),
     }
-    row = one.plus(one).row(metrics)
+    sizes = {"completions": 2.0, "labels": 5.0, "tokens": 6.0, "places": 8.0}
+    norms = [Metric(norm, Reduction.UPDATE_MEAN) for norm in (1.0, 2.0)]
+    parity = Metric(0.5, Reduction.MAX)  # of the first update alone
+    told = metrics | {"grad_norm": norms[0], "parity/logprob_diff_max": parity}
+    first = update(metrics=told, **sizes)
+    second = update(metrics=metrics | {"grad_norm": norms[1]}, **sizes)
+    row = updates_row([first, second])
     assert [row[name] for name in "abcd"] == [2.0, 5.0, 10.0, 20.0]
     assert row["packing/padding_fraction"] == 0.25
+    assert (row["grad_norm"], row["parity/logprob_diff_max"]) == (1.5, 0.5)
 
 
 def test_what_no_microbatch_told_of_stands_at_what_means_nothing_happened():
-    assert Computed(updates=1).row({}) == {
+    assert updates_row([update()]) == {
         "entropy": 0.0,
         "kl/ref": None,
         "ratio/mean": 1.0,
         "ratio/max": 1.0,
         "ratio/capped_fraction": 0.0,
         "packing/padding_fraction": 0.0,
+        "parity/logprob_diff_max": None,
     }
