@@ -293,9 +293,7 @@ class PolicyUpdate:
 
     # --- One update ---
 
-    def _update(
-        self, minibatch: Packing, update_id: _UpdateId, stop: Callable[[], bool]
-    ) -> Update:
+    def _update(self, minibatch: Packing, update_id: _UpdateId, stop: Callable[[], bool]) -> Update:
         """Collective: one optimizer update. StepAborted, NotFinite, ParityError."""
         self._zero_grad()
         tally = _Tally()

@@ -89,11 +89,11 @@ def test_each_mean_has_its_own_denominator():
         "d": Metric(20.0, Reduction.MAX),
     }
     sizes = {"completions": 2.0, "labels": 5.0, "tokens": 6.0, "places": 8.0}
-    norm = {"grad_norm": Metric(1.0, Reduction.UPDATE_MEAN)}
-    larger = {"grad_norm": Metric(2.0, Reduction.UPDATE_MEAN)}
-    parity = {"parity/logprob_diff_max": Metric(0.5, Reduction.MAX)}
-    first = update(metrics=metrics | norm | parity, **sizes)
-    second = update(metrics=metrics | larger, **sizes)
+    norms = [Metric(norm, Reduction.UPDATE_MEAN) for norm in (1.0, 2.0)]
+    parity = Metric(0.5, Reduction.MAX)  # of the first update alone
+    told = metrics | {"grad_norm": norms[0], "parity/logprob_diff_max": parity}
+    first = update(metrics=told, **sizes)
+    second = update(metrics=metrics | {"grad_norm": norms[1]}, **sizes)
     row = updates_row([first, second])
     assert [row[name] for name in "abcd"] == [2.0, 5.0, 10.0, 20.0]
     assert row["packing/padding_fraction"] == 0.25
