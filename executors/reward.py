@@ -15,12 +15,12 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from llamarl.errors import RewardError
 from llamarl.executor import Executor
 from llamarl.tasks.evaluation import Evaluations
 from llamarl.tasks.source import MakeSource, Outcome, RewardSource
+from llamarl.tickets.prompts import PromptStream
 from llamarl.types import Completion, EvalCompletion, Group, Prompt, ScoredCompletion
 
 # Completions in the source; more wait in the channel, where the generator feels them.
@@ -30,12 +30,6 @@ MIN_OUTCOMES = 64  # before a rate says anything
 _LOGGED_REASONS = 20  # distinct ones; the counters go on
 
 log = logging.getLogger(__name__)
-
-
-class Prompts(Protocol):
-    """A PromptStream, or anything else that maps a ticket to its prompt."""
-
-    def __getitem__(self, ticket: int) -> Prompt: ...
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -58,7 +52,7 @@ class RuleReward(Executor):
 
     name = "reward"
 
-    prompts: Prompts
+    prompts: PromptStream
     eval_prompts: Callable[[int], Prompt]
     decode: Callable[[list[int]], str]
     make_source: MakeSource

@@ -101,6 +101,7 @@ def lag_bound(
     return max_lag + (max_size - group_size) // completions_per_step + sync_period - 1
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ReplayBuffer(GroupBuffer):
     """sync_period k: what was handed over joins at steps 0, k, 2k, ... max_size: completions that
     this rank holds.
@@ -111,24 +112,15 @@ class ReplayBuffer(GroupBuffer):
     take their place, and are never drawn.
     """
 
-    def __init__(
-        self,
-        draw: Draw,
-        *,
-        sync_period: int,
-        max_size: int,
-        seed: int,
-        rank: int = 0,
-        max_lag: int | None = None,
-        most_lag: int | None = None,
-    ):
-        super().__init__(max_lag)
-        self.draw = draw
-        self.sync_period = sync_period
-        self.max_size = max_size
-        self.seed = seed
-        self.rank = rank
-        self.most_lag = most_lag
+    draw: Draw
+    sync_period: int
+    max_size: int
+    seed: int
+    rank: int = 0
+    most_lag: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
         self._held: list[_Held] = []  # handed over, oldest first; the last ones may be hidden yet
         self._passed: frozenset[bytes] = frozenset()  # prompts drawn since their turn came
         # What came with the step just taken, and what was held and had passed before it.

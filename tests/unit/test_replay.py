@@ -53,7 +53,7 @@ def draw(prompts=2, completions=2, most_on_policy=0.5, priority="softmax", tempe
 def buffer_of(*, sync_period=1, max_size=1000, seed=0, rank=0, max_lag=None, most_lag=None, **how):
     bounds = {"max_lag": max_lag, "most_lag": most_lag}
     return ReplayBuffer(
-        draw(**how), sync_period=sync_period, max_size=max_size, seed=seed, rank=rank, **bounds
+        draw=draw(**how), sync_period=sync_period, max_size=max_size, seed=seed, rank=rank, **bounds
     )
 
 
