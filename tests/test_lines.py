@@ -26,7 +26,6 @@ NOT_YET = (
     "executors",
     "llamarl/config",
     "llamarl/ddma",
-    "llamarl/inference",
     "llamarl/learning",
     "llamarl/models",
     "llamarl/observe",
