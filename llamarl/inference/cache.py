@@ -18,6 +18,7 @@ from llamarl.models.build import Decoder
 
 # Places are read in whole blocks: the CPU's softmax and products are slow on a ragged tail.
 _BLOCK = 16
+_FAST_PRODUCTS = (torch.float32, torch.bfloat16)  # on a CPU
 
 
 class SlotCache:
@@ -57,10 +58,8 @@ class SlotCache:
         if rows <= self.rows and length <= self.capacity:
             return
         if self._fixed or length > self.max_len:
-            most = f"rows of {self.max_len}"
-            if self._fixed:
-                most = f"{self.rows} {most}"
-            raise IndexError(f"{rows} rows of {length} tokens in a cache of {most}")
+            held = f"{self.rows} rows of at most {self.max_len}"
+            raise IndexError(f"{rows} rows of {length} tokens in a cache of {held}")
         # Doubling, so that growing costs little; within the budget, where longer rows may mean
         # fewer.
         if length > self.capacity:
@@ -68,7 +67,8 @@ class SlotCache:
             self.capacity = min(doubled, self.max_len)
         if rows * self.capacity > self.budget:
             self.capacity = _whole_blocks(length)
-        self.rows = max(rows, min(self.rows, self.budget // self.capacity))
+        affordable = self.budget // self.capacity
+        self.rows = max(rows, min(self.rows, affordable))
         for i, old in enumerate(self.layers):
             kept = old[:, : self.rows, :, : self.capacity]
             rows_kept, places_kept = kept.shape[1], kept.shape[3]
@@ -132,9 +132,8 @@ class Extend:
 
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
         keys, values = self._cache.write(layer, self._slots, self._positions, k_TJK, v_TJK)
-        one = slice(self._slot, self._slot + 1)
-        k_1JLK = keys[one, :, : self.longest].contiguous()
-        v_1JLK = values[one, :, : self.longest].contiguous()
+        k_1JLK = keys[self._slot, None, :, : self.longest].contiguous()
+        v_1JLK = values[self._slot, None, :, : self.longest].contiguous()
         q_1HTK = q_THK.transpose(0, 1)[None]
         return fused(q_1HTK, k_1JLK, v_1JLK, self._seen)[0].transpose(0, 1)
 
@@ -160,9 +159,10 @@ class Decode:
         self._rows = slice(first_slot, end)
         self._slots = torch.arange(first_slot, end, device=device)
         self._length = _whole_blocks(longest)
-        unseen_NL = torch.arange(self._length, device=device) > positions_N[:, None]
+        places_L = torch.arange(self._length, device=device)
+        unseen_NL = places_L > positions_N[:, None]
         bias_NL = torch.where(unseen_NL, -torch.inf, 0.0)
-        self._by_products = device.type == "cpu" and cache.dtype in (torch.float32, torch.bfloat16)
+        self._by_products = device.type == "cpu" and cache.dtype in _FAST_PRODUCTS
         if not self._by_products:
             bias_NL = bias_NL.to(cache.dtype)
         self._bias_N11L = bias_NL[:, None, None]

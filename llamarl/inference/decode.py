@@ -74,7 +74,7 @@ class NativeDecode:
         self.use_tiles = self.has_tiles
         # Another one where the source, the compiler or the CPU is.
         self.version = Path(self._kernels._name).name
-        self._seen: list[tuple[int, int]] = []
+        self._seen = []  # of each parameter its last write
         self._kept: list[Tensor] = []  # what the structures below point to
         self._layers = (_Layer * len(decoder.layers))()
         self._model = _Model()
@@ -151,8 +151,9 @@ class NativeDecode:
         width = self._kernels.panel_width()
         missing = -len(weight_OI) % width
         padded_OI = F.pad(weight_OI, (0, 0, 0, missing))
-        units = padded_OI.view(torch.float32).unflatten(0, (-1, width))
-        return self._keep(units.mT)
+        units = padded_OI.view(torch.float32)
+        panels = units.unflatten(0, (-1, width)).mT
+        return self._keep(panels)
 
     def __call__(
         self,
@@ -181,13 +182,16 @@ class NativeDecode:
         for layer, held in zip(self._layers, cache.layers):
             layer.keys = held.data_ptr()
             layer.values = layer.keys + held.nbytes // 2
-        seen = model.heads * model.head_dim
+        query_width = model.heads * model.head_dim
+        kv_width = 2 * model.groups * model.head_dim
         padded_rows = rows + -rows % self._kernels.row_multiple()
-        tensors["cos"], tensors["sin"] = self._decoder.rotary(positions_N, cache.capacity)
+        cos, sin = self._decoder.rotary(positions_N, cache.capacity)
         tensors |= {
+            "cos": cos,
+            "sin": sin,
             "h": torch.empty(rows, model.hidden),
-            "qkv": torch.empty(rows, seen + 2 * model.groups * model.head_dim),
-            "x": torch.empty(padded_rows, max(model.hidden, seen), dtype=dtype),
+            "qkv": torch.empty(rows, query_width + kv_width),
+            "x": torch.empty(padded_rows, max(model.hidden, query_width), dtype=dtype),
             "gated": torch.empty(padded_rows, model.units, dtype=dtype),
             "logits": torch.empty(outputs, model.vocab),
         }

@@ -98,7 +98,6 @@ class Engine(SlotEngine):
             keep_freed_memory()
         super().__init__(decoder.config.vocab_size, max_slots, max_len)
         self.decoder = decoder.to(device=self.device, dtype=dtype)
-        self.dtype = decoder.tok_embeddings.weight.dtype
         budget = max_slots * max_len if cache_tokens is None else cache_tokens
         if budget < max_len or prefill_chunk < 1:
             raise ValueError(
@@ -313,7 +312,8 @@ class Engine(SlotEngine):
             place += 1
             logits.append(self._runner.decode(slot, token, places, place))
         temperature_N = torch.tensor([temperature], device=self.device)
-        return process(torch.cat(logits), temperature_N=temperature_N).log_softmax(1)[:count]
+        processed_LV = process(torch.cat(logits), temperature_N=temperature_N)
+        return processed_LV.log_softmax(1)[:count]
 
     @property
     def _num_held(self) -> int:
@@ -359,7 +359,8 @@ class Engine(SlotEngine):
         while self._waiting:
             request = self._waiting[0]
             longest = max(longest, request.max_tokens)
-            room = min(self.max_slots, self._cache.rows_of(longest)) - self.num_live
+            most = min(self.max_slots, self._cache.rows_of(longest))
+            room = most - self.num_live
             if room < 1 or not self._one_piece_left(request, pieces):
                 break
             # Tokens that partial completions bring were not sampled here.
@@ -446,7 +447,8 @@ class Engine(SlotEngine):
         """Room in the cache for as many rows, none of which loses anything."""
         held = [sample.request for sample in self._running]
         held += [request for request in self._waiting if request.num_cached]
-        longest = max([length, *(request.max_tokens for request in held)])
+        lengths = [request.max_tokens for request in held]
+        longest = max([length, *lengths])
         self._cache.reserve(max(rows, self._num_held), longest)
 
     def _recompute(self) -> None:
@@ -524,10 +526,11 @@ class Engine(SlotEngine):
     @torch.no_grad()
     def _emit(self, ended: list[int], aborted: bool) -> None:
         recorded = self._rows.recorded(ended)
-        if not torch.cat([had.generator_logprobs for had in recorded]).isfinite().all():
+        logprobs = torch.cat([had.generator_logprobs for had in recorded])
+        if not logprobs.isfinite().all():
             raise RuntimeError(
                 f"logits are not finite under policy version {self.policy_version}: "
-                f"its weights hold NaN or infinity, or overflow {self.dtype}"
+                f"its weights hold NaN or infinity, or overflow {self._cache.dtype}"
             )
         for row, had in zip(ended, recorded):
             sample = self._running[row]
@@ -545,4 +548,5 @@ class Engine(SlotEngine):
 
     def _num_sampled(self) -> int:
         """Tokens sampled so far, ever."""
-        return self._retired_tokens + int(self._rows.count[: self.num_live].sum())
+        counts = self._rows.count[: self.num_live]
+        return self._retired_tokens + int(counts.sum())

@@ -54,7 +54,8 @@ class DecodeGraphs:
         else:
             rows = -(-rows // 16) * 16
         rows = min(rows, self._max_rows)
-        longest = min(-(-longest // _LENGTHS) * _LENGTHS, self._max_len)
+        lengths = -(-longest // _LENGTHS)
+        longest = min(lengths * _LENGTHS, self._max_len)
         key = (rows, longest, demands)
         if key in self._graphs:
             self._graphs[key].replay()

@@ -34,14 +34,15 @@ def pack(samples: Sequence[Partial | Completion]) -> dict[str, Tensor | list]:
     """Tensors and JSON; in_work: the tickets that they belong to. What streams and sampling
     parameters partial ones have is not kept.
     """
-    in_work = sorted({s.ticket for s in samples})
-    state: dict[str, Tensor | list] = {"in_work": in_work}
+    tickets = [s.ticket for s in samples]
+    state: dict[str, Tensor | list] = {"in_work": sorted(set(tickets))}
     if not samples:
         return state
     # None: it has not ended.
     state["finish_reasons"] = [getattr(s, "finish_reason", None) for s in samples]
-    state["tickets"] = torch.tensor([s.ticket for s in samples])
-    state["sample_indices"] = torch.tensor([s.sample_index for s in samples])
+    sample_indices = [s.sample_index for s in samples]
+    state["tickets"] = torch.tensor(tickets)
+    state["sample_indices"] = torch.tensor(sample_indices)
     for name, lengths in _LENGTHS.items():
         tensors = [getattr(s, name) for s in samples]
         state[name] = torch.cat(tensors)

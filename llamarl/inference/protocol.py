@@ -6,9 +6,10 @@
         for stream, completion in engine.pop_finished():
             ...
 
-`Engine` (native PyTorch) and `VLLMEngine` are the two that there are. An engine that is added
-belongs into the list at the head of tests/unit/test_engine_contract.py, which holds every engine to
-what is said here, and gets an EngineSettings that builds it (llamarl.inference.build).
+`Engine` (native PyTorch) and `VLLMEngine` are the two that there are; what does not depend on who
+computes they have from `SlotEngine` (llamarl.inference.slots). An engine that is added belongs into
+the list at the head of tests/unit/test_engine_contract.py, which holds every engine to what is said
+here, and gets an EngineSettings that builds it (llamarl.inference.build).
 
 Engines take plain values and know no ticket rules, no channels and no versions but the number that
 they stamp on tokens.

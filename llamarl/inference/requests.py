@@ -76,7 +76,8 @@ class Request:
                 "give the engine a larger max_len, or shorten either"
             )
         shapes = [list(tensor.shape) for tensor in self.recorded]
-        count = self.recorded.token_ids.numel()
+        done = self.recorded.token_ids
+        count = done.numel()
         if any(shape != [count] for shape in shapes):
             raise ValueError(
                 f"{who}: tokens, logprobs and versions of shapes {shapes}; need [L] each"
@@ -85,7 +86,7 @@ class Request:
         check_vocabulary(f"{who}: prompt ids", self.ids, vocab_size)
         stops = torch.tensor(stop_ids, dtype=torch.int64)
         check_vocabulary(f"{who}: stop tokens", stops, vocab_size)
-        is_stopped = count > 0 and int(self.ids[-1]) in stop_ids
+        is_stopped = count > 0 and int(done[-1]) in stop_ids
         if is_stopped or count >= self.params.max_new_tokens:
             raise ValueError(f"{who}: a completion of {count} tokens that has ended cannot go on")
 
@@ -106,7 +107,8 @@ class Request:
 
     def is_of(self, ticket: int | None, stream: int | None) -> bool:
         """Whether it is of this ticket and this stream; None: of any."""
-        return ticket in (None, self.ticket) and stream in (None, self.stream)
+        is_of_ticket = ticket in (None, self.ticket)
+        return is_of_ticket and stream in (None, self.stream)
 
 
 class Sample(NamedTuple):

@@ -86,12 +86,15 @@ class Rows:
         """What any of the first rows asks of the sampler. Waits once for the device."""
         rows = slice(0, num_rows)
         temperature = self.temperature[rows]
+        is_greedy = temperature == 0
+        is_scaled = ~is_greedy & (temperature != 1)
+        must_go_on = self.min_new_tokens[rows] > self.count[rows]
         asked = {
-            "temperature": ((temperature != 0) & (temperature != 1)).any(),
-            "greedy": (temperature == 0).any(),
+            "temperature": is_scaled.any(),
+            "greedy": is_greedy.any(),
             "top_k": (self.top_k[rows] > 0).any(),
             "top_p": (self.top_p[rows] < 1).any(),
-            "min_new_tokens": (self.min_new_tokens[rows] > self.count[rows]).any(),
+            "min_new_tokens": must_go_on.any(),
         }
         answers = torch.stack(list(asked.values())).tolist()
         return Demands(**dict(zip(asked, answers)))
@@ -116,15 +119,17 @@ class Rows:
             banned_NS=banned,
         )
         greedy = temperature == 0 if demands.greedy else None
-        token, logprob = sample(logits, uniforms(self.key[rows], count), greedy)
+        chosen = uniforms(self.key[rows], count)
+        token, logprob = sample(logits, chosen, greedy)
         # A dead row writes just behind its end, where nobody reads.
-        place = count[:, None]
+        place_R1 = count[:, None]
+        token_R1 = token[:, None]
         self.token[rows] = token
-        self.tokens[rows].scatter_(1, place, token[:, None])
-        self.logprobs[rows].scatter_(1, place, logprob[:, None])
-        self.versions[rows].scatter_(1, place, version.expand_as(place))
+        self.tokens[rows].scatter_(1, place_R1, token_R1)
+        self.logprobs[rows].scatter_(1, place_R1, logprob[:, None])
+        self.versions[rows].scatter_(1, place_R1, version.expand_as(place_R1))
         count += live
-        live &= (token[:, None] != stops).all(1)
+        live &= (token_R1 != stops).all(1)
         live &= count < self.max_new_tokens[rows]
         # A row that just ended stays where it is: its next place may lie beyond its slot.
         self.position[rows] += live

@@ -54,13 +54,6 @@ class ModelRunner:
         if self.native:
             self.native.refresh()
 
-    @property
-    def way(self) -> str:
-        """How passes are computed now."""
-        if self.native is None:
-            return "module"
-        return "tiles" if self.native.use_tiles else "vectors"
-
     def take(self, way: str) -> None:
         """Compute by "tiles", "vectors" or "module" from now on, if there is that way."""
         if way == "module":
@@ -82,12 +75,12 @@ class ModelRunner:
             self.take(way)
             self.decode(0, zeros_N, zeros_N, 1)
 
-        names = ["vectors", "module"]
-        if native.has_tiles:
-            names.insert(0, "tiles")
+        ways = {name: partial(step, name) for name in ("tiles", "vectors", "module")}
+        if not native.has_tiles:
+            del ways["tiles"]
+        model = f"{self._decoder.config} {self._cache.dtype}"
         sizes = f"{self._rows} rows {torch.get_num_threads()} threads"
-        key = f"{native.version} {self._decoder.config} {self._cache.dtype} {sizes}"
-        way = fastest("decoding", {name: partial(step, name) for name in names}, key=key)
+        way = fastest("decoding", ways, key=f"{native.version} {model} {sizes}")
         self.native = native
         return way
 
@@ -121,13 +114,15 @@ class ModelRunner:
         num_decoding = tokens_M.numel()
         first_slot -= num_decoding
         ones = [1] * num_decoding
-        lengths_N = torch.tensor(ones + [prompt.numel() for prompt in prompts])
+        lengths = [prompt.numel() for prompt in prompts]
+        lengths_N = torch.tensor(ones + lengths)
         copies_N = torch.tensor(ones + copies)
         ends_N = lengths_N.cumsum(0)
         slots_N = first_slot + copies_N.cumsum(0) - copies_N
         starts_N = F.pad(positions_M.cpu(), (0, len(prompts)))  # a prompt begins at place 0
         tokens_T = torch.cat([tokens_M.cpu(), *prompts])
-        offsets_T = (ends_N - lengths_N - starts_N).repeat_interleave(lengths_N)
+        offsets_N = ends_N - lengths_N - starts_N
+        offsets_T = offsets_N.repeat_interleave(lengths_N)
         positions_T = torch.arange(tokens_T.numel()) - offsets_T
         slots_T = slots_N.repeat_interleave(lengths_N)
         logits_NV = self._pass(tokens_T, positions_T, slots_T, ends_N)

@@ -76,14 +76,15 @@ def sample_keys(places_N4: Tensor) -> Tensor:
 def uniforms(keys_N: Tensor, counters_N: Tensor) -> Tensor:
     """[N] float64 in [0, 1): one number of each key's generator. Both int64."""
     words = _splitmix64(keys_N, counters_N)
-    return _logical_shift(words, 11).double().mul_(2.0**-53)
+    high_bits = _logical_shift(words, 11)
+    return high_bits.double() * 2.0**-53
 
 
 def _splitmix64(keys_N: Tensor, counters: Tensor | int) -> Tensor:
     """[N] int64: output `counter` (from 0) of the generator that starts at `key`."""
     z = keys_N + (counters + 1) * _GOLDEN
-    z = (z ^ _logical_shift(z, 30)) * _MIX1
-    z = (z ^ _logical_shift(z, 27)) * _MIX2
+    z = _MIX1 * (z ^ _logical_shift(z, 30))
+    z = _MIX2 * (z ^ _logical_shift(z, 27))
     return z ^ _logical_shift(z, 31)
 
 
@@ -138,14 +139,16 @@ def _cut(
     if top_k_N is not None:
         top_k_N1 = top_k_N.clamp(max=vocab)[:, None]
         place = (top_k_N1 - 1).clamp(min=0, max=width - 1)
-        last = torch.where(top_k_N1 > 0, likeliest_NW.gather(1, place), last)
+        kth = likeliest_NW.gather(1, place)
+        last = torch.where(top_k_N1 > 0, kth, last)
         is_found &= top_k_N1 <= width
     if top_p_N is not None:
         top_p_N1 = top_p_N[:, None]
         num_needed = _num_needed(logits_NV, likeliest_NW, last, top_p_N1)
         last_needed = likeliest_NW.gather(1, num_needed.clamp(min=1) - 1)
         is_asked = top_p_N1 < 1
-        last = torch.where(is_asked, torch.maximum(last_needed, last), last)
+        last_kept = torch.maximum(last_needed, last)
+        last = torch.where(is_asked, last_kept, last)
         is_found &= ~is_asked | (num_needed < width)
     if width < vocab and not is_found.all():
         return _cut(logits_NV, top_k_N, top_p_N, vocab)
@@ -157,11 +160,13 @@ def _num_needed(
 ) -> Tensor:
     """[N, 1]: how many of the likeliest tokens hold top_p of the mass of what is not below last."""
     top_N1 = likeliest_NW[:, :1]
-    weights_NV = (logits_NV - top_N1).exp_().masked_fill_(logits_NV < last_N1, 0)
+    weights_NV = (logits_NV - top_N1).exp_()
+    weights_NV.masked_fill_(logits_NV < last_N1, 0)
     total_N1 = weights_NV.sum(1, keepdim=True, dtype=torch.float64)
     mass_NW = (likeliest_NW - top_N1).exp_().double() / total_N1
+    likelier_NW = mass_NW.cumsum(1) - mass_NW
     # A token is needed while the likelier ones hold less than p; the first always is.
-    return (mass_NW.cumsum(1) - mass_NW < top_p_N1).sum(1, keepdim=True)
+    return (likelier_NW < top_p_N1).sum(1, keepdim=True)
 
 
 def sample(
@@ -233,17 +238,19 @@ def _sample_by_blocks(weights_NV: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, 
     over V.
     """
     rows, vocab = weights_NV.shape
-    if vocab % _BLOCK:
-        weights_NV = F.pad(weights_NV, (0, -vocab % _BLOCK))
+    missing = -vocab % _BLOCK
+    if missing:
+        weights_NV = F.pad(weights_NV, (0, missing))
     weights_NBW = weights_NV.view(rows, -1, _BLOCK)
     cdf_NB = weights_NBW.sum(2).cumsum(1, dtype=torch.float64)
     total = cdf_NB[:, -1:]
     target = uniforms_N1 * total
     block = _first_above(cdf_NB, target)
     before = F.pad(cdf_NB, (1, 0)).gather(1, block)
-    inside_NW = weights_NBW.take_along_dim(block[:, :, None], dim=1).squeeze(1)
-    inside_cdf_NW = inside_NW.cumsum(1, dtype=torch.float64)
-    tokens = block * _BLOCK + _first_above(inside_cdf_NW, target - before)
+    inside_N1W = weights_NBW.take_along_dim(block[:, :, None], dim=1)
+    inside_cdf_NW = inside_N1W.squeeze(1).cumsum(1, dtype=torch.float64)
+    place = _first_above(inside_cdf_NW, target - before)
+    tokens = block * _BLOCK + place
     # NaN logits would be past the end; the caller sees them in the logprobs.
     return tokens.clamp_(max=vocab - 1), total
 

@@ -98,7 +98,8 @@ def kv_cache_bytes(
     """For as many rows of max_len and one to score in, but at most `most`. ValueError if not even
     one row fits into that.
     """
-    place = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    head = 2 * config.num_hidden_layers * config.head_dim
+    place = head * config.num_key_value_heads
     block = place * dtype.itemsize * BLOCK
     row = math.ceil(max_len / BLOCK) * block
     least = row + block
@@ -115,11 +116,11 @@ def worker_environment(device: torch.device) -> dict[str, str]:
     """This process's, without torchrun's, in which vLLM would look for its peers; and as many
     threads as here.
     """
-    kept = {name: value for name, value in os.environ.items() if not _TORCHRUN.fullmatch(name)}
-    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1"}
-    environment = {
-        **defaults,
-        **kept,
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1"}
+    for name, value in os.environ.items():
+        if not _TORCHRUN.fullmatch(name):
+            environment[name] = value
+    environment |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads may be on the same cores
@@ -129,7 +130,8 @@ def worker_environment(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         index = device.index or 0
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+        own = visible.split(",")[index] if visible else str(index)
+        environment["CUDA_VISIBLE_DEVICES"] = own
     else:
         environment["TORCHDYNAMO_DISABLE"] = "1"  # it would compile one small function, for seconds
     return environment
@@ -209,10 +211,11 @@ class VLLMEngine(SlotEngine):
             self._shared = []
             tensors = []  # as the worker is told of them
             for (name, parameter), part in zip(parameters, flat.split(sizes)):
+                dtype, shape = parameter.dtype, parameter.shape
                 held = part[: parameter.nbytes]
-                self._shared.append(held.view(parameter.dtype).view(parameter.shape))
+                self._shared.append(held.view(dtype).view(shape))
                 start = held.storage_offset()
-                tensors.append((name, _name_of(parameter.dtype), list(parameter.shape), start))
+                tensors.append((name, _name_of(dtype), list(shape), start))
             self._ask("begin", engine=options, memory=path_of(memory), tensors=tensors)
         finally:
             os.close(memory)
@@ -268,15 +271,16 @@ class VLLMEngine(SlotEngine):
                 f"logits are not finite under policy version {self.policy_version}: "
                 "its weights hold NaN or infinity, or overflow"
             )
+        count = len(token_ids)
         growing.token_ids += token_ids
         growing.logprobs += logprobs
-        growing.versions += [self.policy_version] * len(token_ids)
+        growing.versions += [self.policy_version] * count
         if reason is not None:
             if reason not in ("stop", "length"):
                 ticket = growing.request.ticket
                 raise RuntimeError(f"vLLM ended a completion of ticket {ticket} with {reason!r}")
             self._end(name, reason)
-        return len(token_ids)
+        return count
 
     @torch.no_grad()
     def weights_changed(self, version: int, *, recompute_kv: bool = False) -> None:
@@ -289,7 +293,10 @@ class VLLMEngine(SlotEngine):
         torch._foreach_copy_(self._shared, self._parameters)
         # A prompt without a token yet may have shared K/V of the old weights: it starts again,
         # where it was in line.
-        unread = [name for name, growing in self._running.items() if not growing.token_ids]
+        unread = []
+        for name, growing in self._running.items():
+            if not growing.token_ids:
+                unread.append(name)
         for name in reversed(unread):
             index = self._running[name].index
             request = self._running.pop(name).request
@@ -352,8 +359,9 @@ class VLLMEngine(SlotEngine):
 
     def _ask(self, do: str, **what) -> dict:
         """The worker's answer. RuntimeError if it has failed, ended or hangs."""
+        command = json.dumps({"do": do, **what})
         try:
-            print(json.dumps({"do": do, **what}), file=self._worker.stdin, flush=True)
+            print(command, file=self._worker.stdin, flush=True)
         except BrokenPipeError:
             pass  # there will be no answer, which is told below
         answered, _, _ = select.select([self._worker.stdout], [], [], ANSWER_S)

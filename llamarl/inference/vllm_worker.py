@@ -101,7 +101,10 @@ class Worker:
                 before = tokens_input(ids[: given + i], cache_salt=salt)
                 self.engine.add_request(name, before, wanted)
             outputs = self._until(set(names))
-            found = [outputs[name].outputs[0].logprobs[0] for name in names]
+            found = []
+            for name in names:
+                completion = outputs[name].outputs[0]
+                found.append(completion.logprobs[0])
         return {"logprobs": _logprobs(token_ids, found)}
 
     def _until(self, names: set[str]) -> dict[str, RequestOutput]:
@@ -131,7 +134,10 @@ class Worker:
 
 def _logprobs(token_ids: list[int], found: list[dict]) -> list[float]:
     """Those of the tokens, from what vLLM says at the place of each."""
-    return [entry[token].logprob for token, entry in zip(token_ids, found, strict=True)]
+    logprobs = []
+    for token, entry in zip(token_ids, found, strict=True):
+        logprobs.append(entry[token].logprob)
+    return logprobs
 
 
 def _map_weights(
@@ -143,8 +149,9 @@ def _map_weights(
     weights = {}
     for name, dtype, shape, start in tensors:
         dtype = getattr(torch, dtype)
-        end = start + torch.Size(shape).numel() * dtype.itemsize
-        weights[name] = flat[start:end].view(dtype).view(shape)
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        part = flat[start : start + num_bytes]
+        weights[name] = part.view(dtype).view(shape)
     # On a CPU vLLM packs a tied head by itself: without a weight of its own it would stay the one
     # of an older version.
     weights.setdefault(HEAD, weights[EMBEDDING])
