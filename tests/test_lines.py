@@ -29,8 +29,6 @@ NOT_YET = (
     "llamarl/inference",
     "llamarl/learning",
     "llamarl/models",
-    "llamarl/observe",
-    "llamarl/tasks",
 )
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
