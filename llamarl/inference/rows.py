@@ -67,20 +67,22 @@ class Rows:
         self.count[rows] = 0
         self.live[rows] = True
         places = []
+        lengths = []
         for row, (request, index) in enumerate(samples, first):
             wanted = request.params
             places.append((wanted.seed, request.stream, request.ticket, index))
             stops = torch.tensor(wanted.stop_token_ids, dtype=torch.int64)
             self.stops[row, : len(stops)] = stops
-            self.position[row] = request.ids.numel() - 1
             had = request.recorded
             count = had.token_ids.numel()
+            lengths.append(request.prompt_ids.numel() + count)
             if count:  # they were sampled before
                 self.count[row] = count
                 self.tokens[row, :count] = had.token_ids
                 self.logprobs[row, :count] = had.generator_logprobs
                 self.versions[row, :count] = had.policy_versions
         self.key[rows] = sample_keys(torch.tensor(places))
+        self.position[rows] = torch.tensor(lengths) - 1
 
     def demands(self, num_rows: int) -> Demands:
         """What any of the first rows asks of the sampler. Waits once for the device."""
