@@ -144,7 +144,7 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
         temperature=b.temperature,
     )
     return ReplayBuffer(
-        draw,
+        draw=draw,
         sync_period=b.sync_period,
         max_size=b.max_size // dp_ranks,
         seed=config.seed,

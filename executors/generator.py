@@ -82,7 +82,6 @@ class Generator(Executor):
         self.version = -1
         self._sampled = 0  # tokens
         self._torn = False
-        self._commands = {"swap": self._swap, "skip": self._skip, "decode": self._decode}
         self._evaluating = 0  # completions of held-out prompts still to finish
         # Of the tickets whose groups are not whole, kept by the first rank of a replica alone:
         self._begun: dict[int, float] = {}  # when each began here, seconds
@@ -92,6 +91,7 @@ class Generator(Executor):
     def setup(self) -> None:
         self.replica = Lockstep(self.group, self.control)
         self.weights = self.inputs["policy"]
+        self._commands = {"swap": self._swap, "skip": self.weights.skip, "decode": self._decode}
         self.engine: GenerationEngine = self.engine_settings.build(self.group, self.weights.bind)
 
     @property
@@ -128,7 +128,7 @@ class Generator(Executor):
         apart from the others.
         """
         self.replica.tell(do, sampled=self._sampled, **what)
-        return self._commands[do](**what)
+        return bool(self._commands[do](**what))
 
     def _follow(self) -> bool:
         self.replica.report(self.weights)
@@ -197,10 +197,6 @@ class Generator(Executor):
                     self.engine, j, self.eval_prompts[j], self.sampling, self.eval_samples
                 )
         return True
-
-    def _skip(self, version: int) -> bool:
-        self.weights.skip(version)
-        return False
 
     def _decode(self, tickets: list[int], ended: list[int], chunk: int) -> bool:
         """Start tickets, end others where they are, and sample a chunk."""

@@ -60,17 +60,18 @@ class FrozenReference(Executor):
         """Score a batch of groups if there is room for them. True if there was any."""
         if not self._sink.has_room():
             return False
-        groups = self._source.take(self.groups_per_batch)
-        self._send_scored(groups)
-        return bool(groups)
-
-    def _send_scored(self, groups: list[Group]) -> None:
+        groups = self._next_groups()
         if groups:
             self.claim_device()
         for group in groups:
             logprobs = self.score(group)
             scored = replace(group, ref_logprobs=logprobs, ref_version=self.version)
             self._sink.put(scored)
+        return bool(groups)
+
+    def _next_groups(self) -> list[Group]:
+        """The groups that have come and may be scored now."""
+        return self._source.take(self.groups_per_batch)
 
     def waiting_for(self) -> str | None:
         """What it waits for, in words; None for groups, which nobody owes it."""
@@ -131,13 +132,13 @@ class ResettingReference(FrozenReference):
         """Take in a version that has come, then score the groups that need none that is newer."""
         # A checkpoint that was asked for before this version was made must not hold it.
         has_swapped = not self.control.has("save") and self._swap()
-        if not self._sink.has_room():
-            return has_swapped
-        groups = self._early or self._source.take(self.groups_per_batch)
-        ready = [group for group in groups if self.needs(group) <= self.version]
+        has_scored = super().step()
+        return has_swapped or has_scored
+
+    def _next_groups(self) -> list[Group]:
+        groups = self._early or super()._next_groups()
         self._early = [group for group in groups if self.needs(group) > self.version]
-        self._send_scored(ready)
-        return has_swapped or bool(ready)
+        return [group for group in groups if self.needs(group) <= self.version]
 
     def needs(self, group: Group) -> int:
         """The first version of the reference that may score a group."""

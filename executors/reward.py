@@ -10,16 +10,17 @@ on resume.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from llamarl.errors import RewardError
 from llamarl.executor import Executor
 from llamarl.tasks.evaluation import Evaluations
 from llamarl.tasks.source import MakeSource, Outcome, RewardSource
+from llamarl.tickets.prompts import PromptStream
 from llamarl.types import Completion, EvalCompletion, Group, Prompt, ScoredCompletion
 
 # Completions in the source; more wait in the channel, where the generator feels them.
@@ -29,12 +30,6 @@ MIN_OUTCOMES = 64  # before a rate says anything
 _LOGGED_REASONS = 20  # distinct ones; the counters go on
 
 log = logging.getLogger(__name__)
-
-
-class Prompts(Protocol):
-    """A PromptStream, or anything else that maps a ticket to its prompt."""
-
-    def __getitem__(self, ticket: int) -> Prompt: ...
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -57,7 +52,7 @@ class RuleReward(Executor):
 
     name = "reward"
 
-    prompts: Prompts
+    prompts: PromptStream
     eval_prompts: Callable[[int], Prompt]
     decode: Callable[[list[int]], str]
     make_source: MakeSource
@@ -71,7 +66,7 @@ class RuleReward(Executor):
         self._source: RewardSource | None = None
         # What is in the source, by key.
         self._submitted: dict[int, Completion | EvalCompletion] = {}
-        self._next_key = 0
+        self._keys = itertools.count()
         # By ticket, those scored so far while the group is not whole.
         self._begun: dict[int, list[ScoredCompletion]] = {}
         self._whole: deque[Group] = deque()  # waiting for room
@@ -143,8 +138,7 @@ class RuleReward(Executor):
         if completion.finish_reason == "aborted":
             self._settle(completion, Outcome.abstain("the completion was aborted"))
             return
-        key = self._next_key
-        self._next_key += 1
+        key = next(self._keys)
         self._submitted[key] = completion
         text = self.decode(completion.token_ids.tolist())
         self._source.submit(key, prompt.text, text, prompt.meta)

@@ -285,7 +285,7 @@ class FSDPTrainer(Executor):
         if self.reference_weights is not None:
             newest = max((g.ref_version for g in groups), default=0)
             out["reference/version"] = ranks.max(version=newest)["version"]
-        return out | self.buffer.metrics(self.version, ranks)
+        return out | self.buffer.metrics(ranks)
 
     def _publish(self, *, must_differ: bool) -> float:
         self.claim_device()
@@ -351,8 +351,13 @@ class FSDPTrainer(Executor):
             self._check_fits(part)
             self.version = int(part["version"])
             for shard in self._shards:
-                if shard.name in part["boxes"]:
-                    missing[shard.name] -= self._load_shard(shard, part)
+                if shard.name not in part["boxes"]:
+                    continue
+                theirs = box_from(part["boxes"][shard.name])
+                missing[shard.name] -= shard.load(part, theirs, self.optimizer, **_SAVED_AS)
+                averaged = f"ema/{shard.name}"
+                if self._average and averaged in part:
+                    shard.copy_overlap(self._average.of(shard.parameter), part, averaged, theirs)
         absent = [name for name, elements in missing.items() if elements]
         if absent:
             raise ValueError(
@@ -376,19 +381,13 @@ class FSDPTrainer(Executor):
             )
             self._average.restart()
         buffered = list(chain.from_iterable(part["buffered"] for part in parts))
-        self.buffer.load(parts, self.tickets.reconcile(buffered), self._is_mine)
+        g = self.group
+        self.buffer.load(
+            parts,
+            self.tickets.reconcile(buffered),
+            lambda ticket: dp_rank_of(ticket, g.data_size) == g.data_index,
+        )
         self._published = -1
-
-    def _load_shard(self, shard: Shard, part: dict) -> int:
-        """What a saved part holds of a shard. Returns how many elements of it."""
-        theirs = box_from(part["boxes"][shard.name])
-        averaged = f"ema/{shard.name}"
-        if self._average and averaged in part:
-            shard.copy_overlap(self._average.of(shard.parameter), part, averaged, theirs)
-        return shard.load(part, theirs, self.optimizer, **_SAVED_AS)
-
-    def _is_mine(self, ticket: int) -> bool:
-        return dp_rank_of(ticket, self.group.data_size) == self.group.data_index
 
     def _check_fits(self, part: dict) -> None:
         """ValueError if a saved part is of other adapters, or of tensors that this model does not

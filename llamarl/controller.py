@@ -308,7 +308,12 @@ class ExecutorController:
             self._loop()
         except BaseException as raised:
             error = self.control.explained(raised, self._doing)
-            self._report(error)
+            try:
+                # Of its loss all know.
+                if error is not self.control.loss or self.control.failure is not None:
+                    self.control.report_failure(error)
+            except PeerDied:
+                pass  # the launcher is gone; there is nobody to tell
             if error is raised:
                 raise
             raise error from raised
@@ -516,14 +521,6 @@ class ExecutorController:
             return "while connecting"
         step = getattr(executor, "version", "?")
         return f"in {executor.name}, step {step}, among ranks {list(executor.group.ranks)}"
-
-    def _report(self, error: BaseException) -> None:
-        if error is self.control.loss and self.control.failure is None:
-            return  # all know of it
-        try:
-            self.control.report_failure(error)
-        except PeerDied:
-            pass  # the launcher is gone; there is nobody to tell
 
     def _close(self, ended_well: bool) -> None:
         """Release everything.

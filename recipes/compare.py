@@ -27,10 +27,9 @@ from llamarl.observe.compare import (
     KL,
     SECONDS,
     STEP,
+    Run,
     Variants,
-    all_have,
     band,
-    default_y,
     load_runs,
     mean_path,
     path,
@@ -39,6 +38,7 @@ from llamarl.observe.compare import (
     variants_of,
 )
 from llamarl.observe.report import COLOURS, LOOK, marker_of
+from llamarl.observe.rows import EVALUATED
 
 STYLES = ("-", "--", ":", "-.")  # a further one each time that the colours begin anew
 TITLES = {
@@ -84,7 +84,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> None:
     """FileNotFoundError or ValueError for what cannot be used."""
     runs = load_runs(args.directories)
-    y = args.y or default_y(runs)
+    y = args.y or (EVALUATED if all_have(runs, EVALUATED) else "reward/mean")
     variants, implied = variants_of(runs)
     target = reachable(runs, y) if args.target is None else args.target
     print("\n".join(table(variants, y, target)))
@@ -105,6 +105,11 @@ def run(args: argparse.Namespace) -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         figure.savefig(args.out / name, dpi=150)
         print(f"written  {args.out / name}")
+
+
+def all_have(runs: Sequence[Run], column: str) -> bool:
+    """Whether a column has a value in every run."""
+    return all(column in run.columns for run in runs)
 
 
 def looks(labels: Sequence[str]) -> list[dict[str, object]]:

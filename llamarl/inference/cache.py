@@ -18,6 +18,7 @@ from llamarl.models.build import Decoder
 
 # Places are read in whole blocks: the CPU's softmax and products are slow on a ragged tail.
 _BLOCK = 16
+_FAST_PRODUCTS = (torch.float32, torch.bfloat16)  # on a CPU
 
 
 class SlotCache:
@@ -57,21 +58,22 @@ class SlotCache:
         if rows <= self.rows and length <= self.capacity:
             return
         if self._fixed or length > self.max_len:
-            most = f"rows of {self.max_len}"
-            if self._fixed:
-                most = f"{self.rows} {most}"
-            raise IndexError(f"{rows} rows of {length} tokens in a cache of {most}")
+            held = f"{self.rows} rows of at most {self.max_len}"
+            raise IndexError(f"{rows} rows of {length} tokens in a cache of {held}")
         # Doubling, so that growing costs little; within the budget, where longer rows may mean
         # fewer.
         if length > self.capacity:
-            self.capacity = min(max(_whole_blocks(length), 2 * self.capacity), self.max_len)
+            doubled = max(_whole_blocks(length), 2 * self.capacity)
+            self.capacity = min(doubled, self.max_len)
         if rows * self.capacity > self.budget:
             self.capacity = _whole_blocks(length)
-        self.rows = max(rows, min(self.rows, self.budget // self.capacity))
+        affordable = self.budget // self.capacity
+        self.rows = max(rows, min(self.rows, affordable))
         for i, old in enumerate(self.layers):
             kept = old[:, : self.rows, :, : self.capacity]
+            rows_kept, places_kept = kept.shape[1], kept.shape[3]
             new = self._empty()
-            new[:, : kept.shape[1], :, : kept.shape[3]] = kept
+            new[:, :rows_kept, :, :places_kept] = kept
             self.layers[i] = new
 
     def _empty(self) -> Tensor:
@@ -105,34 +107,33 @@ class Prefill:
     def __init__(self, cache: SlotCache, cu_seqlens: Tensor, slots_T: Tensor, positions_T: Tensor):
         self._cache = cache
         self._slots = slots_T
-        self.positions = positions_T
+        self._positions = positions_T
         self._packed = PackedAttention(cu_seqlens)
         self.longest = self._packed.longest
 
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
-        self._cache.write(layer, self._slots, self.positions, k_TJK, v_TJK)
+        self._cache.write(layer, self._slots, self._positions, k_TJK, v_TJK)
         return self._packed.attend(layer, q_THK, k_TJK, v_TJK)
 
 
 class Extend:
-    """Attention of the next tokens of one slot, from place `start` on, over what the slot holds and
+    """Attention of the tokens at places start..end-1 of one slot over what the slot holds and
     themselves.
     """
 
-    def __init__(self, cache: SlotCache, slot: int, start: int, count: int):
+    def __init__(self, cache: SlotCache, slot: int, start: int, end: int):
         self._cache = cache
         self._slot = slot
-        self.longest = start + count
-        self._slots = torch.full((count,), slot, device=cache.device)
-        places = torch.arange(self.longest, device=cache.device)
-        self.positions = places[start:]
-        self._seen = places <= self.positions[:, None]
+        self.longest = end
+        places = torch.arange(end, device=cache.device)
+        self._positions = places[start:]
+        self._slots = torch.full_like(self._positions, slot)
+        self._seen = places <= self._positions[:, None]
 
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
-        keys, values = self._cache.write(layer, self._slots, self.positions, k_TJK, v_TJK)
-        one = slice(self._slot, self._slot + 1)
-        k_1JLK = keys[one, :, : self.longest].contiguous()
-        v_1JLK = values[one, :, : self.longest].contiguous()
+        keys, values = self._cache.write(layer, self._slots, self._positions, k_TJK, v_TJK)
+        k_1JLK = keys[self._slot, None, :, : self.longest].contiguous()
+        v_1JLK = values[self._slot, None, :, : self.longest].contiguous()
         q_1HTK = q_THK.transpose(0, 1)[None]
         return fused(q_1HTK, k_1JLK, v_1JLK, self._seen)[0].transpose(0, 1)
 
@@ -158,12 +159,13 @@ class Decode:
         self._rows = slice(first_slot, end)
         self._slots = torch.arange(first_slot, end, device=device)
         self._length = _whole_blocks(longest)
-        unseen_NL = torch.arange(self._length, device=device) > positions_N[:, None]
-        self._by_products = device.type == "cpu" and cache.dtype in (torch.float32, torch.bfloat16)
-        dtype = torch.float32 if self._by_products else cache.dtype
-        bias_NL = torch.zeros(unseen_NL.shape, dtype=dtype, device=device)
-        bias_NL.masked_fill_(unseen_NL, -torch.inf)
-        self._bias_N11L = bias_NL[:, None, None, :]
+        places_L = torch.arange(self._length, device=device)
+        unseen_NL = places_L > positions_N[:, None]
+        bias_NL = torch.where(unseen_NL, -torch.inf, 0.0)
+        self._by_products = device.type == "cpu" and cache.dtype in _FAST_PRODUCTS
+        if not self._by_products:
+            bias_NL = bias_NL.to(cache.dtype)
+        self._bias_N11L = bias_NL[:, None, None]
 
     def attend(self, layer: int, q_NHK: Tensor, k_NJK: Tensor, v_NJK: Tensor) -> Tensor:
         keys, values = self._cache.write(layer, self._slots, self._positions, k_NJK, v_NJK)
@@ -187,8 +189,10 @@ def _attend_by_products(
     k = k_NJLK.flatten(0, 1)
     v = v_NJLK.flatten(0, 1)
     # The keys from the left: row by row they are read twice as fast there.
-    scores = torch.bmm(k, q.mT).mT.unflatten(0, q_NJRK.shape[:2])
-    weights = (bias_N11L + scores * q.shape[-1] ** -0.5).softmax(-1)
+    products = torch.bmm(k, q.mT).mT
+    scores = products.unflatten(0, q_NJRK.shape[:2])
+    scale = q.shape[-1] ** -0.5
+    weights = (bias_N11L + scores * scale).softmax(-1)
     return torch.bmm(weights.to(v.dtype).flatten(0, 1), v)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from llamarl.inference.cache import SlotCache
 from llamarl.models.attention import Attention
-from llamarl.models.build import Decoder, FeedForward, RMSNorm
+from llamarl.models.build import Decoder, RMSNorm
 from llamarl.native import library
 
 _FLAGS = {torch.float32: ("-fopenmp",), torch.bfloat16: ("-fopenmp", "-DBF16")}
@@ -74,7 +74,7 @@ class NativeDecode:
         self.use_tiles = self.has_tiles
         # Another one where the source, the compiler or the CPU is.
         self.version = Path(self._kernels._name).name
-        self._seen: list[tuple[int, int]] = []
+        self._seen = []  # of each parameter its last write
         self._kept: list[Tensor] = []  # what the structures below point to
         self._layers = (_Layer * len(decoder.layers))()
         self._model = _Model()
@@ -86,21 +86,20 @@ class NativeDecode:
         """
         if device.type != "cpu" or dtype not in _FLAGS:
             return False
-        leaves = [module for module in decoder.modules() if not list(module.children())]
-        if not all(type(leaf) in _PLAIN for leaf in leaves):
+        for module in decoder.modules():
+            is_leaf = not list(module.children())
+            if is_leaf and type(module) not in _PLAIN:
+                return False
+        if any(type(parameter) is not nn.Parameter for parameter in decoder.parameters()):
             return False
-        if not all(type(parameter) is nn.Parameter for parameter in decoder.parameters()):
+        config = decoder.config
+        if config.num_attention_heads % config.num_key_value_heads:
             return False
         # Pairs of bfloat16 are multiplied at once.
-        config = decoder.config
-        if any(n % 2 for n in (config.hidden_size, config.intermediate_size, config.head_dim)):
+        if config.hidden_size % 2 or config.intermediate_size % 2 or config.head_dim % 2:
             return False
-        # A tensor-parallel rank communicates inside its modules; heads that divide unevenly are
-        # repeated there.
-        for layer in decoder.layers:
-            if type(layer.mlp) is not FeedForward or layer.attn.tp or layer.attn.repeats:
-                return False
-        return _library(dtype) is not None
+        # A tensor-parallel rank communicates inside its modules.
+        return decoder.tensor_parallel is None and _library(dtype) is not None
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -150,9 +149,11 @@ class NativeDecode:
         bytes, zeros behind the last O.
         """
         width = self._kernels.panel_width()
-        padded_OI = F.pad(weight_OI, (0, 0, 0, -len(weight_OI) % width))
-        units = padded_OI.view(torch.float32).unflatten(0, (-1, width))
-        return self._keep(units.mT)
+        missing = -len(weight_OI) % width
+        padded_OI = F.pad(weight_OI, (0, 0, 0, missing))
+        units = padded_OI.view(torch.float32)
+        panels = units.unflatten(0, (-1, width)).mT
+        return self._keep(panels)
 
     def __call__(
         self,
@@ -160,37 +161,37 @@ class NativeDecode:
         positions_N: Tensor,
         cache: SlotCache,
         slots_N: Tensor,
-        longest: int,
         last_M: Tensor | None = None,
     ) -> Tensor:
-        """Row i reads slots_N[i] up to positions_N[i] < longest, which it fills.
+        """Row i reads slots_N[i] up to positions_N[i], which it fills.
 
         last_M: ascending rows, the only ones with logits. All int64, and looked at before C, which
         trusts them, sees them: IndexError for a token, place, slot or row that is not there.
         """
-        if longest > cache.capacity:
-            raise IndexError(f"place {longest - 1} of a cache of {cache.capacity} places")
-        _check_indices("token ids", tokens_N, self._decoder.config.vocab_size)
-        _check_indices("places", positions_N, longest, like=tokens_N)
-        _check_indices("slots", slots_N, cache.rows, like=tokens_N)
         model = self._model
         dtype = self._dtype
         rows = outputs = tokens_N.numel()
+        _check_indices("token ids", tokens_N, rows, self._decoder.config.vocab_size)
+        _check_indices("places", positions_N, rows, cache.capacity)
+        _check_indices("slots", slots_N, rows, cache.rows)
         tensors = {"tokens": tokens_N, "positions": positions_N, "slots": slots_N}
         if last_M is not None:
-            _check_indices("rows", last_M, rows)
-            tensors["last"] = last_M
             outputs = last_M.numel()
+            _check_indices("rows", last_M, outputs, rows)
+            tensors["last"] = last_M
         for layer, held in zip(self._layers, cache.layers):
             layer.keys = held.data_ptr()
             layer.values = layer.keys + held.nbytes // 2
-        seen = model.heads * model.head_dim
+        query_width = model.heads * model.head_dim
+        kv_width = 2 * model.groups * model.head_dim
         padded_rows = rows + -rows % self._kernels.row_multiple()
-        tensors["cos"], tensors["sin"] = self._decoder.rotary(positions_N, longest)
+        cos, sin = self._decoder.rotary(positions_N, cache.capacity)
         tensors |= {
+            "cos": cos,
+            "sin": sin,
             "h": torch.empty(rows, model.hidden),
-            "qkv": torch.empty(rows, seen + 2 * model.groups * model.head_dim),
-            "x": torch.empty(padded_rows, max(model.hidden, seen), dtype=dtype),
+            "qkv": torch.empty(rows, query_width + kv_width),
+            "x": torch.empty(padded_rows, max(model.hidden, query_width), dtype=dtype),
             "gated": torch.empty(padded_rows, model.units, dtype=dtype),
             "logits": torch.empty(outputs, model.vocab),
         }
@@ -212,18 +213,16 @@ def _last_write(parameter: Tensor) -> tuple[int, int]:
     return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
 
 
-def _check_indices(what: str, given: Tensor, end: int, like: Tensor | None = None) -> None:
-    """IndexError if one lies outside [0, end); ValueError if not [N] int64, N as in `like`."""
-    if given.dim() != 1 or given.dtype != torch.int64 or given.device.type != "cpu":
-        kind = f"{list(given.shape)} {given.dtype} on {given.device}"
-        raise ValueError(f"{what}: {kind}; need [N] int64 on the CPU")
-    if like is not None and given.numel() != like.numel():
-        raise ValueError(f"{given.numel()} {what} for {like.numel()} tokens")
-    if not given.numel():
-        return
-    low, high = torch.aminmax(given)
-    if low < 0 or high >= end:
-        raise IndexError(f"{what} {int(low)}..{int(high)}: there are 0..{end - 1}")
+def _check_indices(what: str, given: Tensor, count: int, end: int) -> None:
+    """IndexError if one lies outside [0, end); ValueError if not [count] int64."""
+    device = given.device
+    if given.shape != (count,) or given.dtype != torch.int64 or device.type != "cpu":
+        kind = f"{list(given.shape)} {given.dtype} on {device}"
+        raise ValueError(f"{what}: {kind}; need [{count}] int64 on the CPU")
+    if count:
+        low, high = torch.aminmax(given)
+        if low < 0 or high >= end:
+            raise IndexError(f"{what} {low}..{high}: there are 0..{end - 1}")
 
 
 def _by_groups(attn: Attention, name: str) -> Tensor:

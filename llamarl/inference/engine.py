@@ -27,7 +27,6 @@ a sample.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -35,7 +34,14 @@ from torch import Tensor
 
 from llamarl.inference.cache import SlotCache
 from llamarl.inference.graph import DecodeGraphs
-from llamarl.inference.requests import Partial, Recorded, Request, Sample, check_vocabulary
+from llamarl.inference.requests import (
+    Partial,
+    Recorded,
+    Request,
+    Sample,
+    TokenIds,
+    check_vocabulary,
+)
 from llamarl.inference.rows import Rows
 from llamarl.inference.runner import ModelRunner, batches
 from llamarl.inference.sampler import SamplingParams, process
@@ -87,11 +93,11 @@ class Engine(SlotEngine):
                 f"max_slots={max_slots}, max_len={max_len}: need at least 1 slot and 2 tokens"
             )
         self.device = torch.device(device)
-        if self.device.type == "cpu":
+        self._on_cpu = self.device.type == "cpu"
+        if self._on_cpu:
             keep_freed_memory()
         super().__init__(decoder.config.vocab_size, max_slots, max_len)
         self.decoder = decoder.to(device=self.device, dtype=dtype)
-        self.dtype = decoder.tok_embeddings.weight.dtype
         budget = max_slots * max_len if cache_tokens is None else cache_tokens
         if budget < max_len or prefill_chunk < 1:
             raise ValueError(
@@ -116,12 +122,12 @@ class Engine(SlotEngine):
         # Places that the next token of any row attends to, at most; 0: to be looked up.
         self._reach = 0
         self._graphs = None
-        if cuda_graphs and self.device.type == "cuda" and decoder.tensor_parallel is None:
+        if cuda_graphs and not self._on_cpu and decoder.tensor_parallel is None:
             self._graphs = DecodeGraphs(
                 self.device, self._cache.rows - 2, self._cache.capacity, self._decode_rows
             )
         # Built here, so that the tables are no inference tensors: a trainer may share the decoder.
-        decoder.rotary(torch.zeros(1, dtype=torch.int64, device=self.device), max_len)
+        decoder.rotary(self._version, max_len)
 
     @classmethod
     def from_hf(
@@ -156,7 +162,7 @@ class Engine(SlotEngine):
         request = Request(
             stream=partial.stream,
             ticket=partial.ticket,
-            prompt_ids=partial.prompt_ids.cpu(),
+            prompt_ids=partial.prompt_ids,
             params=partial.params,
             end=partial.sample_index + 1,
             num_started=partial.sample_index,
@@ -175,19 +181,20 @@ class Engine(SlotEngine):
         """Every sample that has not ended, as it is between two steps. The engine keeps them:
         abort() lets go.
         """
-        unfinished = list(zip(self._running, self._rows.recorded(list(range(self.num_live)))))
+        recorded = self._rows.recorded(range(self.num_live))
+        unfinished = list(zip(self._running, recorded))
         for request in self._waiting:
             for index in range(request.num_started, request.end):
                 unfinished.append((Sample(request, index), request.recorded))
         partials = []
-        for (request, index), recorded in unfinished:
+        for (request, index), had in unfinished:
             partial = Partial(
                 stream=request.stream,
                 ticket=request.ticket,
                 sample_index=index,
                 prompt_ids=request.prompt_ids,
                 params=request.params,
-                **recorded._asdict(),
+                **had._asdict(),
             )
             partials.append(partial)
         return partials
@@ -256,8 +263,8 @@ class Engine(SlotEngine):
 
     def score(
         self,
-        prompt_ids: Tensor | Sequence[int],
-        token_ids: Tensor | Sequence[int],
+        prompt_ids: TokenIds,
+        token_ids: TokenIds,
         temperature: float = 1.0,
     ) -> Tensor:
         """[L] float32: logprobs of given tokens by the path that samples them (prefill, then one
@@ -266,11 +273,12 @@ class Engine(SlotEngine):
         For parity checks; running samples are not disturbed.
         """
         tokens = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
-        return self.score_all(prompt_ids, tokens, temperature).gather(1, tokens[:, None]).squeeze(1)
+        logprobs_LV = self.score_all(prompt_ids, tokens, temperature)
+        return logprobs_LV.gather(1, tokens[:, None]).squeeze(1)
 
     def offloadable(self) -> list[Tensor]:
         """What may leave the device between two steps, and must be back before the next."""
-        if self.device.type != "cuda":
+        if self._on_cpu:
             # The parameters are views of the weights' buffers there, which other threads write.
             return self._cache.layers
         return [*self.decoder.parameters(), *self._cache.layers]
@@ -278,8 +286,8 @@ class Engine(SlotEngine):
     @torch.inference_mode()
     def score_all(
         self,
-        prompt_ids: Tensor | Sequence[int],
-        token_ids: Tensor | Sequence[int],
+        prompt_ids: TokenIds,
+        token_ids: TokenIds,
         temperature: float = 1.0,
     ) -> Tensor:
         """[L, V] float32: the whole vocabulary's logprobs at the place of each of these tokens.
@@ -291,19 +299,21 @@ class Engine(SlotEngine):
         tokens = tokens.to(self.device)
         count = tokens.numel()
         params = SamplingParams(max_new_tokens=max(1, count), temperature=temperature)
-        prompt = torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu")
-        request = Request(0, 0, prompt, params, end=1)
+        request = Request(0, 0, prompt_ids, params, end=1)
         request.check(self._vocab_size, self.max_len)
         self._runner.refresh()
-        slot = self._num_held if self.device.type == "cpu" else self._cache.rows - 2
+        slot = self._num_held if self._on_cpu else self._cache.rows - 2
         self._reserve(slot + 1, request.max_tokens)
-        logits = [self._runner.prefill(slot, [prompt], [1])]
+        place = request.prompt_ids.numel()
+        logits = [self._runner.prefill(slot, [request.prompt_ids], [1])]
         for i in range(count - 1):
-            place = prompt.numel() + i
-            places = torch.full((1,), place, device=self.device)
-            logits.append(self._runner.decode(slot, tokens[i : i + 1], places, place + 1))
+            token = tokens[i : i + 1]
+            places = torch.full_like(token, place)
+            place += 1
+            logits.append(self._runner.decode(slot, token, places, place))
         temperature_N = torch.tensor([temperature], device=self.device)
-        return process(torch.cat(logits), temperature_N=temperature_N).log_softmax(1)[:count]
+        processed_LV = process(torch.cat(logits), temperature_N=temperature_N)
+        return processed_LV.log_softmax(1)[:count]
 
     @property
     def _num_held(self) -> int:
@@ -330,9 +340,10 @@ class Engine(SlotEngine):
         A GPU always goes on: counting the ended rows waits for the device, which is free on a CPU
         alone.
         """
-        if self.device.type != "cpu":
+        if not self._on_cpu:
             return False
-        num_ended = self.num_live - int(self._rows.live[: self.num_live].sum())
+        is_live = self._rows.live[: self.num_live]
+        num_ended = int((~is_live).sum())
         self._wasted_flops += num_ended * self._flops_per_token
         return num_ended == self.num_live or self._wasted_flops >= _WORTH_FLOPS
 
@@ -348,7 +359,8 @@ class Engine(SlotEngine):
         while self._waiting:
             request = self._waiting[0]
             longest = max(longest, request.max_tokens)
-            room = min(self.max_slots, self._cache.rows_of(longest)) - self.num_live
+            most = min(self.max_slots, self._cache.rows_of(longest))
+            room = most - self.num_live
             if room < 1 or not self._one_piece_left(request, pieces):
                 break
             # Tokens that partial completions bring were not sampled here.
@@ -371,7 +383,7 @@ class Engine(SlotEngine):
             if is_another_staged or not pieces:
                 return False
             if self._staging is None:
-                self._staging = self.num_live if self.device.type == "cpu" else self._cache.rows - 1
+                self._staging = self.num_live if self._on_cpu else self._cache.rows - 1
             self._reserve(self._staging + 1, request.max_tokens)
             self._extend(request, request.num_cached)
             request.num_cached += self._prefill_chunk
@@ -435,19 +447,22 @@ class Engine(SlotEngine):
         """Room in the cache for as many rows, none of which loses anything."""
         held = [sample.request for sample in self._running]
         held += [request for request in self._waiting if request.num_cached]
-        longest = max([length, *(request.max_tokens for request in held)])
+        lengths = [request.max_tokens for request in held]
+        longest = max([length, *lengths])
         self._cache.reserve(max(rows, self._num_held), longest)
 
     def _recompute(self) -> None:
         """The cache under the new weights: what the rows have read, and a long prompt's pieces from
         the first on.
         """
-        read = []
-        recorded = self._rows.recorded(list(range(self.num_live)))
+        sequences = []  # that the rows have read
+        recorded = self._rows.recorded(range(self.num_live))
         for sample, had in zip(self._running, recorded):
-            read.append(torch.cat([sample.request.prompt_ids, had.token_ids[:-1]]))
-        for batch in batches(read):
-            self._runner.prefill(batch.start, read[batch], [1] * len(read[batch]))
+            parts = [sample.request.prompt_ids, had.token_ids[:-1]]
+            sequences.append(torch.cat(parts))
+        for batch in batches(sequences):
+            prompts = sequences[batch]
+            self._runner.prefill(batch.start, prompts, [1] * len(prompts))
         for request in self._waiting:
             request.num_cached = 0
         self._staging = None
@@ -478,7 +493,9 @@ class Engine(SlotEngine):
     def _decode_rows(self, num_rows: int, longest: int) -> None:
         """`_advance` without a graph: decoded, sampled and recorded in place."""
         tokens = self._rows.token[:num_rows]
-        self._append(0, self._runner.decode(0, tokens, self._rows.position[:num_rows], longest))
+        positions = self._rows.position[:num_rows]
+        logits_NV = self._runner.decode(0, tokens, positions, longest)
+        self._append(0, logits_NV)
 
     @torch.inference_mode()
     def _retire(self, aborted: bool = False) -> None:
@@ -487,11 +504,12 @@ class Engine(SlotEngine):
         """
         num_rows = self.num_live
         live = self._rows.live[:num_rows].tolist()
-        num_live = sum(live)
-        if num_live == num_rows:
+        ended = [row for row in range(num_rows) if not live[row]]
+        if not ended:
             return
-        self._emit([row for row in range(num_rows) if not live[row]], aborted)
-        holes = [row for row in range(num_live) if not live[row]]
+        self._emit(ended, aborted)
+        num_live = num_rows - len(ended)
+        holes = [row for row in ended if row < num_live]
         movers = [row for row in range(num_live, num_rows) if live[row]]
         if holes:
             source = torch.tensor(movers, device=self.device)
@@ -508,10 +526,11 @@ class Engine(SlotEngine):
     @torch.no_grad()
     def _emit(self, ended: list[int], aborted: bool) -> None:
         recorded = self._rows.recorded(ended)
-        if not torch.cat([had.generator_logprobs for had in recorded]).isfinite().all():
+        logprobs = torch.cat([had.generator_logprobs for had in recorded])
+        if not logprobs.isfinite().all():
             raise RuntimeError(
                 f"logits are not finite under policy version {self.policy_version}: "
-                f"its weights hold NaN or infinity, or overflow {self.dtype}"
+                f"its weights hold NaN or infinity, or overflow {self._cache.dtype}"
             )
         for row, had in zip(ended, recorded):
             sample = self._running[row]
@@ -529,4 +548,5 @@ class Engine(SlotEngine):
 
     def _num_sampled(self) -> int:
         """Tokens sampled so far, ever."""
-        return self._retired_tokens + int(self._rows.count[: self.num_live].sum())
+        counts = self._rows.count[: self.num_live]
+        return self._retired_tokens + int(counts.sum())

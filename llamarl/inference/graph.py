@@ -48,8 +48,14 @@ class DecodeGraphs:
         """One token. The first of its kind runs as it is, on a stream of its own, and is recorded
         for the next.
         """
-        rows = self._bucket(rows)
-        longest = min(-(-longest // _LENGTHS) * _LENGTHS, self._max_len)
+        # Powers of two up to 16, then multiples of 16: at most 15 rows are computed in vain.
+        if rows <= 16:
+            rows = 1 << (rows - 1).bit_length()
+        else:
+            rows = -(-rows // 16) * 16
+        rows = min(rows, self._max_rows)
+        lengths = -(-longest // _LENGTHS)
+        longest = min(lengths * _LENGTHS, self._max_len)
         key = (rows, longest, demands)
         if key in self._graphs:
             self._graphs[key].replay()
@@ -67,11 +73,3 @@ class DecodeGraphs:
         ):
             record(rows, longest)
         self._graphs[key] = graph
-
-    def _bucket(self, rows: int) -> int:
-        """Powers of two up to 16, then multiples of 16: at most 15 rows are computed in vain."""
-        if rows <= 16:
-            rounded = 1 << (rows - 1).bit_length()
-        else:
-            rounded = -(-rows // 16) * 16
-        return min(rounded, self._max_rows)

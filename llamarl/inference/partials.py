@@ -14,32 +14,39 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from llamarl.inference.requests import Partial
+from llamarl.inference.requests import Partial, Recorded
 from llamarl.inference.sampler import SamplingParams
 from llamarl.types import Completion
 
 if TYPE_CHECKING:
     from llamarl.tickets.prompts import PromptStream
 
-_PER_TOKEN = ("token_ids", "generator_logprobs", "policy_versions")
+# Every tensor of a sample, and under what name its lengths are kept.
+_LENGTHS = {
+    "prompt_ids": "prompt_lengths",
+    "token_ids": "lengths",
+    "generator_logprobs": "lengths",
+    "policy_versions": "lengths",
+}
 
 
 def pack(samples: Sequence[Partial | Completion]) -> dict[str, Tensor | list]:
     """Tensors and JSON; in_work: the tickets that they belong to. What streams and sampling
     parameters partial ones have is not kept.
     """
-    state: dict[str, Tensor | list] = {"in_work": sorted({s.ticket for s in samples})}
+    tickets = [s.ticket for s in samples]
+    state: dict[str, Tensor | list] = {"in_work": sorted(set(tickets))}
     if not samples:
         return state
     # None: it has not ended.
     state["finish_reasons"] = [getattr(s, "finish_reason", None) for s in samples]
-    state["tickets"] = torch.tensor([s.ticket for s in samples])
-    state["sample_indices"] = torch.tensor([s.sample_index for s in samples])
-    state["prompt_lengths"] = torch.tensor([s.prompt_ids.numel() for s in samples])
-    state["prompt_ids"] = torch.cat([s.prompt_ids for s in samples])
-    state["lengths"] = torch.tensor([s.token_ids.numel() for s in samples])
-    for name in _PER_TOKEN:
-        state[name] = torch.cat([getattr(s, name) for s in samples])
+    sample_indices = [s.sample_index for s in samples]
+    state["tickets"] = torch.tensor(tickets)
+    state["sample_indices"] = torch.tensor(sample_indices)
+    for name, lengths in _LENGTHS.items():
+        tensors = [getattr(s, name) for s in samples]
+        state[name] = torch.cat(tensors)
+        state[lengths] = torch.tensor([tensor.numel() for tensor in tensors])
     return state
 
 
@@ -51,19 +58,24 @@ def unpack(
     """
     if not state["in_work"]:
         return
-    lengths = state["lengths"].tolist()
-    prompts = state["prompt_ids"].split(state["prompt_lengths"].tolist())
-    tables = {name: state[name].split(lengths) for name in _PER_TOKEN}
+    tables = {name: _parts(state, name) for name in _LENGTHS}
     tickets = state["tickets"].tolist()
     sample_indices = state["sample_indices"].tolist()
     for i, reason in enumerate(state["finish_reasons"]):
-        num_kept = int((tables["policy_versions"][i] <= newest).sum())
-        had = {name: table[i][:num_kept] for name, table in tables.items()}
-        had |= {"ticket": tickets[i], "sample_index": sample_indices[i], "prompt_ids": prompts[i]}
-        if reason is None or num_kept < lengths[i]:
+        had = {name: parts[i] for name, parts in tables.items()}
+        had |= {"ticket": tickets[i], "sample_index": sample_indices[i]}
+        is_kept = had["policy_versions"] <= newest
+        for name in Recorded._fields:
+            had[name] = had[name][: is_kept.sum()]
+        if reason is None or not is_kept.all():
             yield Partial(stream=stream, params=params, **had)
         else:
             yield Completion(finish_reason=reason, **had)
+
+
+def _parts(state: Mapping, name: str) -> Sequence[Tensor]:
+    """One of the tensors of each sample."""
+    return state[name].split(state[_LENGTHS[name]].tolist())
 
 
 def of_other_prompts(state: Mapping, prompts: PromptStream) -> set[int]:
@@ -72,10 +84,8 @@ def of_other_prompts(state: Mapping, prompts: PromptStream) -> set[int]:
     """
     if not state["in_work"]:
         return set()
-    tickets = state["tickets"].tolist()
-    then = state["prompt_ids"].split(state["prompt_lengths"].tolist())
     others = set()
-    for ticket, prompt_ids in zip(tickets, then):
+    for ticket, prompt_ids in zip(state["tickets"].tolist(), _parts(state, "prompt_ids")):
         if not torch.equal(prompt_ids, prompts[ticket].prompt_ids):
             others.add(ticket)
     return others

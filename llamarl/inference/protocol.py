@@ -6,9 +6,10 @@
         for stream, completion in engine.pop_finished():
             ...
 
-`Engine` (native PyTorch) and `VLLMEngine` are the two that there are. An engine that is added
-belongs into the list at the head of tests/unit/test_engine_contract.py, which holds every engine to
-what is said here, and gets an EngineSettings that builds it (llamarl.inference.build).
+`Engine` (native PyTorch) and `VLLMEngine` are the two that there are; what does not depend on who
+computes they have from `SlotEngine` (llamarl.inference.slots). An engine that is added belongs into
+the list at the head of tests/unit/test_engine_contract.py, which holds every engine to what is said
+here, and gets an EngineSettings that builds it (llamarl.inference.build).
 
 Engines take plain values and know no ticket rules, no channels and no versions but the number that
 they stamp on tokens.
@@ -16,13 +17,13 @@ they stamp on tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from llamarl.executor import ExecutorGroup
-from llamarl.inference.requests import Partial
+from llamarl.inference.requests import Partial, TokenIds
 from llamarl.inference.sampler import SamplingParams
 from llamarl.models.config import ModelConfig
 from llamarl.types import Completion
@@ -57,7 +58,7 @@ class GenerationEngine(Protocol):
     def submit(
         self,
         ticket: int,
-        prompt_ids: Tensor | Sequence[int],
+        prompt_ids: TokenIds,
         params: SamplingParams,
         *,
         stream: int = 0,
@@ -108,8 +109,8 @@ class GenerationEngine(Protocol):
 
     def score(
         self,
-        prompt_ids: Tensor | Sequence[int],
-        token_ids: Tensor | Sequence[int],
+        prompt_ids: TokenIds,
+        token_ids: TokenIds,
         temperature: float = 1.0,
     ) -> Tensor:
         """[L] float32 nats: the logprobs of L given tokens behind a prompt, under the weights in
@@ -149,8 +150,8 @@ class QuantizedEngine(GenerationEngine, Protocol):
 
     def score_all(
         self,
-        prompt_ids: Tensor | Sequence[int],
-        token_ids: Tensor | Sequence[int],
+        prompt_ids: TokenIds,
+        token_ids: TokenIds,
         temperature: float = 1.0,
     ) -> Tensor:
         """[L, V] float32 nats: as `score`, of the whole vocabulary at the place of each token."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from llamarl.inference.sampler import SamplingParams
+
+TokenIds = Tensor | Sequence[int]  # [L], as a caller has them
 
 
 class Recorded(NamedTuple):
@@ -45,12 +48,15 @@ class Request:
 
     stream: int
     ticket: int
-    prompt_ids: Tensor  # [P] int64, on the CPU
+    prompt_ids: TokenIds  # [P] int64, on the CPU once it is here
     params: SamplingParams
     end: int
     num_started: int = 0
     recorded: Recorded = NOTHING  # what its only sample has already
     num_cached: int = 0  # tokens of a long prompt that wait in the staging slot
+
+    def __post_init__(self):
+        self.prompt_ids = torch.as_tensor(self.prompt_ids, dtype=torch.int64, device="cpu")
 
     def check(self, vocab_size: int, max_len: int) -> None:
         """ValueError for an empty prompt, one that max_len has no room for, or unknown ids.
@@ -70,7 +76,8 @@ class Request:
                 "give the engine a larger max_len, or shorten either"
             )
         shapes = [list(tensor.shape) for tensor in self.recorded]
-        count = self.recorded.token_ids.numel()
+        done = self.recorded.token_ids
+        count = done.numel()
         if any(shape != [count] for shape in shapes):
             raise ValueError(
                 f"{who}: tokens, logprobs and versions of shapes {shapes}; need [L] each"
@@ -79,7 +86,7 @@ class Request:
         check_vocabulary(f"{who}: prompt ids", self.ids, vocab_size)
         stops = torch.tensor(stop_ids, dtype=torch.int64)
         check_vocabulary(f"{who}: stop tokens", stops, vocab_size)
-        is_stopped = count > 0 and int(self.ids[-1]) in stop_ids
+        is_stopped = count > 0 and int(done[-1]) in stop_ids
         if is_stopped or count >= self.params.max_new_tokens:
             raise ValueError(f"{who}: a completion of {count} tokens that has ended cannot go on")
 
@@ -100,7 +107,8 @@ class Request:
 
     def is_of(self, ticket: int | None, stream: int | None) -> bool:
         """Whether it is of this ticket and this stream; None: of any."""
-        return ticket in (None, self.ticket) and stream in (None, self.stream)
+        is_of_ticket = ticket in (None, self.ticket)
+        return is_of_ticket and stream in (None, self.stream)
 
 
 class Sample(NamedTuple):
@@ -119,6 +127,6 @@ def check_vocabulary(what: str, ids: Tensor, vocab_size: int) -> None:
     low, high = torch.aminmax(ids)
     if low < 0 or high >= vocab_size:
         raise ValueError(
-            f"{what} {int(low)}..{int(high)} lie outside the model's vocabulary of {vocab_size}; "
+            f"{what} {low}..{high} lie outside the model's vocabulary of {vocab_size}; "
             "is the tokenizer another model's?"
         )

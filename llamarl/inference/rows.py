@@ -5,6 +5,7 @@ Shapes: R rows, L places, S stop tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -58,38 +59,44 @@ class Rows:
             table = getattr(self, name)
             values = [getattr(wanted, name) for wanted in params]
             table[rows] = torch.tensor(values, dtype=table.dtype)
-        missing = max(len(wanted.stop_token_ids) for wanted in params) - self.stops.shape[1]
+        width = max(len(wanted.stop_token_ids) for wanted in params)
+        missing = width - self.stops.shape[1]
         if missing > 0:
             self.stops = F.pad(self.stops, (0, missing), value=-1)
-        stops, places, lengths, counts = [], [], [], []
-        for request, index in samples:
-            ids = list(request.params.stop_token_ids)
-            stops.append(ids + [-1] * (self.stops.shape[1] - len(ids)))
-            places.append((request.params.seed, request.stream, request.ticket, index))
-            lengths.append(request.ids.numel())
-            counts.append(request.recorded.token_ids.numel())
-        self.stops[rows] = torch.tensor(stops)
-        self.key[rows] = sample_keys(torch.tensor(places))
-        self.position[rows] = torch.tensor(lengths) - 1
-        self.count[rows] = torch.tensor(counts)
+        self.stops[rows] = -1
+        self.count[rows] = 0
         self.live[rows] = True
-        for row, (request, _) in enumerate(samples, first):
-            had, count = request.recorded, counts[row - first]
-            if count:  # tokens that were sampled before
+        places = []
+        lengths = []
+        for row, (request, index) in enumerate(samples, first):
+            wanted = request.params
+            places.append((wanted.seed, request.stream, request.ticket, index))
+            stops = torch.tensor(wanted.stop_token_ids, dtype=torch.int64)
+            self.stops[row, : len(stops)] = stops
+            had = request.recorded
+            count = had.token_ids.numel()
+            lengths.append(request.prompt_ids.numel() + count)
+            if count:  # they were sampled before
+                self.count[row] = count
                 self.tokens[row, :count] = had.token_ids
                 self.logprobs[row, :count] = had.generator_logprobs
                 self.versions[row, :count] = had.policy_versions
+        self.key[rows] = sample_keys(torch.tensor(places))
+        self.position[rows] = torch.tensor(lengths) - 1
 
     def demands(self, num_rows: int) -> Demands:
         """What any of the first rows asks of the sampler. Waits once for the device."""
         rows = slice(0, num_rows)
         temperature = self.temperature[rows]
+        is_greedy = temperature == 0
+        is_scaled = ~is_greedy & (temperature != 1)
+        must_go_on = self.min_new_tokens[rows] > self.count[rows]
         asked = {
-            "temperature": ((temperature != 0) & (temperature != 1)).any(),
-            "greedy": (temperature == 0).any(),
+            "temperature": is_scaled.any(),
+            "greedy": is_greedy.any(),
             "top_k": (self.top_k[rows] > 0).any(),
             "top_p": (self.top_p[rows] < 1).any(),
-            "min_new_tokens": (self.min_new_tokens[rows] > self.count[rows]).any(),
+            "min_new_tokens": must_go_on.any(),
         }
         answers = torch.stack(list(asked.values())).tolist()
         return Demands(**dict(zip(asked, answers)))
@@ -114,28 +121,32 @@ class Rows:
             banned_NS=banned,
         )
         greedy = temperature == 0 if demands.greedy else None
-        token, logprob = sample(logits, uniforms(self.key[rows], count), greedy)
+        chosen = uniforms(self.key[rows], count)
+        token, logprob = sample(logits, chosen, greedy)
         # A dead row writes just behind its end, where nobody reads.
-        place = count[:, None]
+        place_R1 = count[:, None]
+        token_R1 = token[:, None]
         self.token[rows] = token
-        self.tokens[rows].scatter_(1, place, token[:, None])
-        self.logprobs[rows].scatter_(1, place, logprob[:, None])
-        self.versions[rows].scatter_(1, place, version.expand_as(place))
+        self.tokens[rows].scatter_(1, place_R1, token_R1)
+        self.logprobs[rows].scatter_(1, place_R1, logprob[:, None])
+        self.versions[rows].scatter_(1, place_R1, version.expand_as(place_R1))
         count += live
-        live &= (token[:, None] != stops).all(1)
+        live &= (token_R1 != stops).all(1)
         live &= count < self.max_new_tokens[rows]
         # A row that just ended stays where it is: its next place may lie beyond its slot.
         self.position[rows] += live
 
-    def recorded(self, rows: list[int]) -> list[Recorded]:
+    def recorded(self, rows: Iterable[int]) -> list[Recorded]:
         """What each of some rows has sampled so far, on the CPU."""
-        lengths = self.count[rows].tolist()
+        index = list(rows)
+        lengths = self.count[index].tolist()
         longest = max(lengths, default=0)
         tables = (self.tokens, self.logprobs, self.versions)
-        columns = [table[rows, :longest].cpu() for table in tables]
+        columns = [table[index, :longest].cpu() for table in tables]
         recorded = []
         for i, length in enumerate(lengths):
-            recorded.append(Recorded(*[column[i, :length] for column in columns]))
+            parts = [column[i, :length] for column in columns]
+            recorded.append(Recorded(*parts))
         return recorded
 
     def tables(self) -> list[Tensor]:

@@ -54,13 +54,6 @@ class ModelRunner:
         if self.native:
             self.native.refresh()
 
-    @property
-    def way(self) -> str:
-        """How passes are computed now."""
-        if self.native is None:
-            return "module"
-        return "tiles" if self.native.use_tiles else "vectors"
-
     def take(self, way: str) -> None:
         """Compute by "tiles", "vectors" or "module" from now on, if there is that way."""
         if way == "module":
@@ -82,12 +75,12 @@ class ModelRunner:
             self.take(way)
             self.decode(0, zeros_N, zeros_N, 1)
 
-        names = ["vectors", "module"]
-        if native.has_tiles:
-            names.insert(0, "tiles")
+        ways = {name: partial(step, name) for name in ("tiles", "vectors", "module")}
+        if not native.has_tiles:
+            del ways["tiles"]
+        model = f"{self._decoder.config} {self._cache.dtype}"
         sizes = f"{self._rows} rows {torch.get_num_threads()} threads"
-        key = f"{native.version} {self._decoder.config} {self._cache.dtype} {sizes}"
-        way = fastest("decoding", {name: partial(step, name) for name in names}, key=key)
+        way = fastest("decoding", ways, key=f"{native.version} {model} {sizes}")
         self.native = native
         return way
 
@@ -99,7 +92,7 @@ class ModelRunner:
         """
         if self.native:
             slots_N = torch.arange(first_slot, first_slot + tokens_N.numel())
-            return self.native(tokens_N, positions_N, self._cache, slots_N, longest)
+            return self.native(tokens_N, positions_N, self._cache, slots_N)
         context = Decode(self._cache, positions_N, longest, first_slot)
         return self._decoder(tokens_N, positions_N, context)
 
@@ -121,61 +114,65 @@ class ModelRunner:
         num_decoding = tokens_M.numel()
         first_slot -= num_decoding
         ones = [1] * num_decoding
-        lengths_N = torch.tensor(ones + [prompt.numel() for prompt in prompts])
+        lengths = [prompt.numel() for prompt in prompts]
+        lengths_N = torch.tensor(ones + lengths)
         copies_N = torch.tensor(ones + copies)
         ends_N = lengths_N.cumsum(0)
         slots_N = first_slot + copies_N.cumsum(0) - copies_N
         starts_N = F.pad(positions_M.cpu(), (0, len(prompts)))  # a prompt begins at place 0
         tokens_T = torch.cat([tokens_M.cpu(), *prompts])
-        offsets_T = (ends_N - lengths_N - starts_N).repeat_interleave(lengths_N)
+        offsets_N = ends_N - lengths_N - starts_N
+        offsets_T = offsets_N.repeat_interleave(lengths_N)
         positions_T = torch.arange(tokens_T.numel()) - offsets_T
         slots_T = slots_N.repeat_interleave(lengths_N)
         logits_NV = self._pass(tokens_T, positions_T, slots_T, ends_N)
-        if int(copies_N.max()) == 1:
-            return logits_NV
         device = self._cache.device
         inputs_R = torch.arange(len(lengths_N)).repeat_interleave(copies_N)
-        computed = slots_N[inputs_R]
-        targets = torch.arange(len(computed)) + first_slot
-        is_elsewhere = computed != targets
-        source = computed[is_elsewhere].to(device)
-        self._cache.copy(source, targets[is_elsewhere].to(device), int(lengths_N.max()))
+        computed_R = slots_N[inputs_R]
+        slots_R = torch.arange(len(inputs_R)) + first_slot
+        is_copy_R = computed_R != slots_R
+        source = computed_R[is_copy_R].to(device)
+        target = slots_R[is_copy_R].to(device)
+        self._cache.copy(source, target, int(lengths_N.max()))
         return logits_NV[inputs_R.to(device)]
-
-    def _pass(
-        self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, ends_N: Tensor
-    ) -> Tensor:
-        """Logits [N, V] of the last token of each sequence; what is given lies on the CPU."""
-        if self.native:
-            longest = int(positions_T.max()) + 1
-            return self.native(tokens_T, positions_T, self._cache, slots_T, longest, ends_N - 1)
-        device = self._cache.device
-        cu_seqlens = F.pad(ends_N, (1, 0)).to(device)
-        context = Prefill(self._cache, cu_seqlens, slots_T.to(device), positions_T.to(device))
-        return self._project_last(tokens_T, context, ends_N)
 
     def extend(self, slot: int, start: int, ids: Tensor) -> Tensor:
         """Keep the K/V of the next tokens of one slot, whose places before `start` are kept. Logits
         [1, V] of the last.
         """
-        count = ids.numel()
-        ends = torch.tensor([count])
+        end = start + ids.numel()
+        positions_T = torch.arange(start, end)
+        slots_T = torch.full_like(positions_T, slot)
+        ends_N = torch.tensor([ids.numel()])
+        context = None
+        if not self.native:
+            context = Extend(self._cache, slot, start, end)
+        return self._pass(ids, positions_T, slots_T, ends_N, context)
+
+    def _pass(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        ends_N: Tensor,
+        context: Extend | None = None,
+    ) -> Tensor:
+        """Logits [N, V] of the last token of each sequence; what is given lies on the CPU. context:
+        for the module, if these are not whole prompts.
+        """
         if self.native:
-            positions = torch.arange(start, start + count)
-            slots = torch.full((count,), slot)
-            return self._pass(ids, positions, slots, ends)
-        context = Extend(self._cache, slot, start, count)
-        return self._project_last(ids, context, ends)
-
-    def _project_last(self, tokens_T: Tensor, context: Prefill | Extend, ends_N: Tensor) -> Tensor:
-        """`_pass` by the module: only the last token of each sequence is projected."""
+            return self.native(tokens_T, positions_T, self._cache, slots_T, ends_N - 1)
         device = self._cache.device
-        last_N = (ends_N - 1).to(device)
+        ends_N = ends_N.to(device)
+        positions_T = positions_T.to(device)
+        if context is None:
+            cu_seqlens = F.pad(ends_N, (1, 0))
+            context = Prefill(self._cache, cu_seqlens, slots_T.to(device), positions_T)
 
-        def project(h_TD: Tensor, w_VD: Tensor) -> Tensor:
-            return self._decoder.project(h_TD[last_N], w_VD)
+        def project_last(h_TD: Tensor, w_VD: Tensor) -> Tensor:
+            return self._decoder.project(h_TD[ends_N - 1], w_VD)
 
-        return self._decoder(tokens_T.to(device), context.positions, context, project)
+        return self._decoder(tokens_T.to(device), positions_T, context, project_last)
 
 
 def batches(sequences: list[Tensor]) -> Iterator[slice]:

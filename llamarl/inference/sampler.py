@@ -11,10 +11,12 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.native import library
 
+_BELOW_ONE = 1 - 2.0**-52
 _BLOCK = 256  # of the vocabulary; the CDF is summed by blocks, then inside one
 _LIKELIEST = 256  # where top-k and top-p look first
 # Of splitmix64 (Steele, Lea, Flood 2014), as int64, which wraps.
@@ -39,24 +41,24 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self):
+        most = self.max_new_tokens
+        are_stops_ids = all(token >= 0 for token in self.stop_token_ids)
+        wanted = {
+            "max_new_tokens": (most >= 1, "need at least 1"),
+            "temperature": (0 <= self.temperature < math.inf, "need 0 (greedy) or more"),
+            "top_k": (self.top_k >= 0, "need 0 (all) or more"),
+            "top_p": (0 < self.top_p <= 1, "need more than 0, at most 1 (all)"),
+            "min_new_tokens": (
+                0 <= self.min_new_tokens <= most,
+                f"need 0 to max_new_tokens={most}",
+            ),
+            "stop_token_ids": (are_stops_ids, "token ids are not negative"),
+            "n": (self.n >= 1, "need at least 1"),
+        }
         problems = []
-        if self.max_new_tokens < 1:
-            problems.append(f"max_new_tokens={self.max_new_tokens}: need at least 1")
-        if not 0 <= self.temperature < math.inf:
-            problems.append(f"temperature={self.temperature}: need 0 (greedy) or more")
-        if self.top_k < 0:
-            problems.append(f"top_k={self.top_k}: need 0 (all) or more")
-        if not 0 < self.top_p <= 1:
-            problems.append(f"top_p={self.top_p}: need more than 0, at most 1 (all)")
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            problems.append(
-                f"min_new_tokens={self.min_new_tokens}: "
-                f"need 0 to max_new_tokens={self.max_new_tokens}"
-            )
-        if any(token < 0 for token in self.stop_token_ids):
-            problems.append(f"stop_token_ids={self.stop_token_ids}: token ids are not negative")
-        if self.n < 1:
-            problems.append(f"n={self.n}: need at least 1")
+        for name, (is_good, need) in wanted.items():
+            if not is_good:
+                problems.append(f"{name}={getattr(self, name)}: {need}")
         if problems:
             raise ValueError("bad sampling parameters: " + "; ".join(problems))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -74,19 +76,21 @@ def sample_keys(places_N4: Tensor) -> Tensor:
 def uniforms(keys_N: Tensor, counters_N: Tensor) -> Tensor:
     """[N] float64 in [0, 1): one number of each key's generator. Both int64."""
     words = _splitmix64(keys_N, counters_N)
-    return _logical_shift(words, 11).double().mul_(2.0**-53)
+    high_bits = _logical_shift(words, 11)
+    return high_bits.double() * 2.0**-53
 
 
 def _splitmix64(keys_N: Tensor, counters: Tensor | int) -> Tensor:
     """[N] int64: output `counter` (from 0) of the generator that starts at `key`."""
     z = keys_N + (counters + 1) * _GOLDEN
-    z = (z ^ _logical_shift(z, 30)) * _MIX1
-    z = (z ^ _logical_shift(z, 27)) * _MIX2
+    z = _MIX1 * (z ^ _logical_shift(z, 30))
+    z = _MIX2 * (z ^ _logical_shift(z, 27))
     return z ^ _logical_shift(z, 31)
 
 
 def _logical_shift(z: Tensor, shift: int) -> Tensor:
-    return (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+    kept = (1 << (64 - shift)) - 1
+    return (z >> shift) & kept
 
 
 def process(
@@ -97,16 +101,12 @@ def process(
     top_p_N: Tensor | None = None,
     banned_NS: Tensor | None = None,
 ) -> Tensor:
-    """Float32 logits of the distribution to sample from (as they come if no row asks for anything,
-    which None means).
+    """Float32 logits of the distribution to sample from. None: no row asks for it.
 
     In this order: banned_NS (token ids, -1 for none) out; divided by the temperature (0 counts as
     1); top-k (0 for all); top-p of what top-k left. What ties with the last kept token is kept, so
     the result depends on no sorting order.
     """
-    asked = (temperature_N, top_k_N, top_p_N, banned_NS)
-    if all(option is None for option in asked):
-        return logits_NV
     logits = logits_NV.float()
     if banned_NS is not None:
         # Adding, because a padding entry may name the same token as a real one.
@@ -139,14 +139,16 @@ def _cut(
     if top_k_N is not None:
         top_k_N1 = top_k_N.clamp(max=vocab)[:, None]
         place = (top_k_N1 - 1).clamp(min=0, max=width - 1)
-        last = torch.where(top_k_N1 > 0, likeliest_NW.gather(1, place), last)
+        kth = likeliest_NW.gather(1, place)
+        last = torch.where(top_k_N1 > 0, kth, last)
         is_found &= top_k_N1 <= width
     if top_p_N is not None:
         top_p_N1 = top_p_N[:, None]
         num_needed = _num_needed(logits_NV, likeliest_NW, last, top_p_N1)
         last_needed = likeliest_NW.gather(1, num_needed.clamp(min=1) - 1)
         is_asked = top_p_N1 < 1
-        last = torch.where(is_asked, torch.maximum(last_needed, last), last)
+        last_kept = torch.maximum(last_needed, last)
+        last = torch.where(is_asked, last_kept, last)
         is_found &= ~is_asked | (num_needed < width)
     if width < vocab and not is_found.all():
         return _cut(logits_NV, top_k_N, top_p_N, vocab)
@@ -158,11 +160,13 @@ def _num_needed(
 ) -> Tensor:
     """[N, 1]: how many of the likeliest tokens hold top_p of the mass of what is not below last."""
     top_N1 = likeliest_NW[:, :1]
-    weights_NV = (logits_NV - top_N1).exp_().masked_fill_(logits_NV < last_N1, 0)
+    weights_NV = (logits_NV - top_N1).exp_()
+    weights_NV.masked_fill_(logits_NV < last_N1, 0)
     total_N1 = weights_NV.sum(1, keepdim=True, dtype=torch.float64)
     mass_NW = (likeliest_NW - top_N1).exp_().double() / total_N1
+    likelier_NW = mass_NW.cumsum(1) - mass_NW
     # A token is needed while the likelier ones hold less than p; the first always is.
-    return (mass_NW.cumsum(1) - mass_NW < top_p_N1).sum(1, keepdim=True)
+    return (likelier_NW < top_p_N1).sum(1, keepdim=True)
 
 
 def sample(
@@ -183,8 +187,10 @@ def sample(
     weights_NV = logits_NV.softmax(1, dtype=torch.float32)
     tokens, total = _sample_by_blocks(weights_NV, uniforms_N[:, None])
     if greedy_N is not None:
-        tokens = torch.where(greedy_N[:, None], logits_NV.argmax(1, keepdim=True), tokens)
-    logprobs = (weights_NV.gather(1, tokens).double() / total).log_().float()
+        likeliest = logits_NV.argmax(1, keepdim=True)
+        tokens = torch.where(greedy_N[:, None], likeliest, tokens)
+    probabilities = weights_NV.gather(1, tokens).double() / total
+    logprobs = probabilities.log_().float()
     return tokens.squeeze(1), logprobs.squeeze(1)
 
 
@@ -195,12 +201,10 @@ def _check(logits_NV: Tensor, uniforms_N: Tensor, greedy_N: Tensor | None) -> No
     if greedy_N is not None:
         wanted.append(("greedy", greedy_N, torch.bool))
     for name, given, dtype in wanted:
-        is_beside = given.shape == logits_NV.shape[:1] and given.device == logits_NV.device
-        if not is_beside or given.dtype != dtype:
-            raise ValueError(
-                f"{name}: {list(given.shape)} {given.dtype} on {given.device}; "
-                f"need [{len(logits_NV)}] {dtype} on {logits_NV.device}"
-            )
+        found = f"{list(given.shape)} {given.dtype} on {given.device}"
+        need = f"[{len(logits_NV)}] {dtype} on {logits_NV.device}"
+        if found != need:
+            raise ValueError(f"{name}: {found}; need {need}")
 
 
 def _sample_natively(
@@ -234,17 +238,19 @@ def _sample_by_blocks(weights_NV: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, 
     over V.
     """
     rows, vocab = weights_NV.shape
-    if vocab % _BLOCK:
-        weights_NV = torch.nn.functional.pad(weights_NV, (0, -vocab % _BLOCK))
+    missing = -vocab % _BLOCK
+    if missing:
+        weights_NV = F.pad(weights_NV, (0, missing))
     weights_NBW = weights_NV.view(rows, -1, _BLOCK)
     cdf_NB = weights_NBW.sum(2).cumsum(1, dtype=torch.float64)
     total = cdf_NB[:, -1:]
     target = uniforms_N1 * total
     block = _first_above(cdf_NB, target)
-    before = torch.where(block > 0, cdf_NB.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside_NW = weights_NBW.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
-    inside_cdf_NW = inside_NW.cumsum(1, dtype=torch.float64)
-    tokens = block * _BLOCK + _first_above(inside_cdf_NW, target - before)
+    before = F.pad(cdf_NB, (1, 0)).gather(1, block)
+    inside_N1W = weights_NBW.take_along_dim(block[:, :, None], dim=1)
+    inside_cdf_NW = inside_N1W.squeeze(1).cumsum(1, dtype=torch.float64)
+    place = _first_above(inside_cdf_NW, target - before)
+    tokens = block * _BLOCK + place
     # NaN logits would be past the end; the caller sees them in the logprobs.
     return tokens.clamp_(max=vocab - 1), total
 
@@ -255,5 +261,7 @@ def _first_above(cdf_NV: Tensor, target_N1: Tensor) -> Tensor:
     """
     # Rounding (of block sums in float32) may carry a target to the very end, where only zero
     # weights follow.
-    target = torch.minimum(target_N1, cdf_NV[:, -1:] * (1 - 2.0**-52))
-    return torch.searchsorted(cdf_NV, target, right=True).clamp_(max=cdf_NV.shape[1] - 1)
+    end_N1 = cdf_NV[:, -1:] * _BELOW_ONE
+    target = torch.minimum(target_N1, end_N1)
+    place = torch.searchsorted(cdf_NV, target, right=True)
+    return place.clamp_(max=cdf_NV.shape[1] - 1)

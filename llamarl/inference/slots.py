@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-import torch
 from torch import Tensor
 
-from llamarl.inference.requests import Recorded, Request
+from llamarl.inference.requests import Recorded, Request, TokenIds
 from llamarl.inference.sampler import SamplingParams
 from llamarl.types import Completion, FinishReason
 
@@ -47,7 +46,7 @@ class SlotEngine:
     def submit(
         self,
         ticket: int,
-        prompt_ids: Tensor | Sequence[int],
+        prompt_ids: TokenIds,
         params: SamplingParams,
         *,
         stream: int = 0,
@@ -58,8 +57,7 @@ class SlotEngine:
         ValueError for an empty prompt, one that does not fit max_len with max_new_tokens, or ids
         outside the vocabulary.
         """
-        ids = torch.as_tensor(prompt_ids, dtype=torch.int64, device="cpu")
-        self._queue(Request(stream, ticket, ids, params, end=params.n))
+        self._queue(Request(stream, ticket, prompt_ids, params, end=params.n))
 
     def _queue(self, request: Request) -> None:
         request.check(self._vocab_size, self.max_len)

@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from llamarl.inference.requests import Recorded, Request
+from llamarl.inference.requests import Recorded, Request, TokenIds
 from llamarl.inference.sampler import SamplingParams, sample_keys
 from llamarl.inference.slots import SlotEngine
 from llamarl.models.config import ModelConfig
@@ -40,14 +40,13 @@ from llamarl.models.sharding import aligned
 from llamarl.native.shared_memory import map_shared, path_of, shared_file
 from llamarl.types import FinishReason
 
-AT_LEAST, BELOW = (0, 32), (0, 33)  # versions of vLLM that were driven like this
+RELEASE, NEXT = "0.32", "0.33"  # of vLLM: that was driven like this, and the one after it
 WORKER = Path(__file__).with_name("vllm_worker.py")
 # K/V places that vLLM allots and shares together: few, so that the samples of a short prompt share
 # most of it
 BLOCK = 32
 ANSWER_S = 600.0  # vLLM says nothing for longer: it hangs
 END_S = 10.0
-_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 _TORCHRUN = re.compile(
     r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
 )
@@ -64,12 +63,10 @@ def vllm_problem() -> str | None:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-        release = tuple(map(int, re.findall(r"\d+", version)[:2]))
-        if AT_LEAST <= release < BELOW:
+        if version.split(".")[:2] == RELEASE.split("."):
             return None
-        low, high = (".".join(map(str, bound)) for bound in (AT_LEAST, BELOW))
         return (
-            f"{package} {version} is installed, and versions from {low} to below {high} work: "
+            f"{package} {version} is installed, and versions from {RELEASE} to below {NEXT} work: "
             f"{remedy}"
         )
     return f"vLLM is not installed: {remedy}"
@@ -101,7 +98,8 @@ def kv_cache_bytes(
     """For as many rows of max_len and one to score in, but at most `most`. ValueError if not even
     one row fits into that.
     """
-    place = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    head = 2 * config.num_hidden_layers * config.head_dim
+    place = head * config.num_key_value_heads
     block = place * dtype.itemsize * BLOCK
     row = math.ceil(max_len / BLOCK) * block
     least = row + block
@@ -118,11 +116,11 @@ def worker_environment(device: torch.device) -> dict[str, str]:
     """This process's, without torchrun's, in which vLLM would look for its peers; and as many
     threads as here.
     """
-    kept = {name: value for name, value in os.environ.items() if not _TORCHRUN.fullmatch(name)}
-    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1"}
-    environment = {
-        **defaults,
-        **kept,
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1"}
+    for name, value in os.environ.items():
+        if not _TORCHRUN.fullmatch(name):
+            environment[name] = value
+    environment |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads may be on the same cores
@@ -132,7 +130,8 @@ def worker_environment(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         index = device.index or 0
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+        own = visible.split(",")[index] if visible else str(index)
+        environment["CUDA_VISIBLE_DEVICES"] = own
     else:
         environment["TORCHDYNAMO_DISABLE"] = "1"  # it would compile one small function, for seconds
     return environment
@@ -212,10 +211,11 @@ class VLLMEngine(SlotEngine):
             self._shared = []
             tensors = []  # as the worker is told of them
             for (name, parameter), part in zip(parameters, flat.split(sizes)):
+                dtype, shape = parameter.dtype, parameter.shape
                 held = part[: parameter.nbytes]
-                self._shared.append(held.view(parameter.dtype).view(parameter.shape))
+                self._shared.append(held.view(dtype).view(shape))
                 start = held.storage_offset()
-                tensors.append((name, _name_of(parameter.dtype), list(parameter.shape), start))
+                tensors.append((name, _name_of(dtype), list(shape), start))
             self._ask("begin", engine=options, memory=path_of(memory), tensors=tensors)
         finally:
             os.close(memory)
@@ -231,7 +231,8 @@ class VLLMEngine(SlotEngine):
         start = self._schedule()
         if not self._running:
             return 0
-        answer = self._ask("step", chunk=chunk, start=start, abort=self._take_dropped())
+        answer = self._ask("step", chunk=chunk, start=start, abort=self._dropped)
+        self._dropped = []
         return sum(self._record(*made) for made in answer["samples"])
 
     def _schedule(self) -> list[dict[str, object]]:
@@ -256,10 +257,6 @@ class VLLMEngine(SlotEngine):
             start.append(described)
         return start
 
-    def _take_dropped(self) -> list[str]:
-        dropped, self._dropped = self._dropped, []
-        return dropped
-
     def _record(
         self, name: str, token_ids: list[int], logprobs: list[float], reason: str | None
     ) -> int:
@@ -274,15 +271,16 @@ class VLLMEngine(SlotEngine):
                 f"logits are not finite under policy version {self.policy_version}: "
                 "its weights hold NaN or infinity, or overflow"
             )
+        count = len(token_ids)
         growing.token_ids += token_ids
         growing.logprobs += logprobs
-        growing.versions += [self.policy_version] * len(token_ids)
+        growing.versions += [self.policy_version] * count
         if reason is not None:
-            if reason not in _REASONS:
+            if reason not in ("stop", "length"):
                 ticket = growing.request.ticket
                 raise RuntimeError(f"vLLM ended a completion of ticket {ticket} with {reason!r}")
-            self._end(name, _REASONS[reason])
-        return len(token_ids)
+            self._end(name, reason)
+        return count
 
     @torch.no_grad()
     def weights_changed(self, version: int, *, recompute_kv: bool = False) -> None:
@@ -295,14 +293,17 @@ class VLLMEngine(SlotEngine):
         torch._foreach_copy_(self._shared, self._parameters)
         # A prompt without a token yet may have shared K/V of the old weights: it starts again,
         # where it was in line.
-        unread = [name for name, growing in self._running.items() if not growing.token_ids]
+        unread = []
+        for name, growing in self._running.items():
+            if not growing.token_ids:
+                unread.append(name)
         for name in reversed(unread):
             index = self._running[name].index
             request = self._running.pop(name).request
             alone = dataclasses.replace(request, num_started=index, end=index + 1)
             self._waiting.appendleft(alone)
-        self._dropped += unread
-        self._ask("load", abort=self._take_dropped())
+        self._ask("load", abort=self._dropped + unread)
+        self._dropped = []
         self.policy_version = version
 
     def abort(self, ticket: int | None = None, *, stream: int | None = None) -> int:
@@ -323,8 +324,8 @@ class VLLMEngine(SlotEngine):
 
     def score(
         self,
-        prompt_ids: Tensor | Sequence[int],
-        token_ids: Tensor | Sequence[int],
+        prompt_ids: TokenIds,
+        token_ids: TokenIds,
         temperature: float = 1.0,
     ) -> Tensor:
         """[L] float32: logprobs of given tokens under the present weights. What runs goes on by a
@@ -358,8 +359,9 @@ class VLLMEngine(SlotEngine):
 
     def _ask(self, do: str, **what) -> dict:
         """The worker's answer. RuntimeError if it has failed, ended or hangs."""
+        command = json.dumps({"do": do, **what})
         try:
-            print(json.dumps({"do": do, **what}), file=self._worker.stdin, flush=True)
+            print(command, file=self._worker.stdin, flush=True)
         except BrokenPipeError:
             pass  # there will be no answer, which is told below
         answered, _, _ = select.select([self._worker.stdout], [], [], ANSWER_S)

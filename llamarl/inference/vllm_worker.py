@@ -13,7 +13,6 @@ names. The end of stdin ends it, at any time.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import queue
 import sys
@@ -51,15 +50,14 @@ class Worker:
             disable_log_stats=True,
         )
         self.engine = LLMEngine.from_engine_args(arguments)
-        self.samples: dict[str, tuple[list[int], list[float]]] = {}
-        self.ended: dict[str, str] = {}
+        # By name: the name, new tokens, their logprobs, how it ended.
+        self.samples: dict[str, list] = {}
 
     def load(self, abort: list[str]) -> dict:
         """Take the weights that now lie in shared memory. Running samples keep their K/V."""
         self.engine.abort_request(abort)
-        self.engine.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": iter(self.weights)}
-        )
+        weights = iter(self.weights.items())
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self.engine.has_unfinished_requests():
             self.engine.reset_prefix_cache()
         return {}
@@ -71,16 +69,15 @@ class Worker:
             params = SamplingParams(
                 **new["sampling"], logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA
             )
-            self.engine.add_request(
-                new["name"], tokens_input(new["prompt_ids"], cache_salt=new["salt"]), params
-            )
+            prompt = tokens_input(new["prompt_ids"], cache_salt=new["salt"])
+            self.engine.add_request(new["name"], prompt, params)
         for _ in range(chunk):
             if not self.engine.has_unfinished_requests():
                 break
             self._advance()
-        samples, self.samples = self.samples, {}
-        ended, self.ended = self.ended, {}
-        return {"samples": [[name, *record, ended.get(name)] for name, record in samples.items()]}
+        samples = list(self.samples.values())
+        self.samples = {}
+        return {"samples": samples}
 
     def score(
         self, prompt_ids: list[int], token_ids: list[int], temperature: float, salt: str
@@ -94,26 +91,21 @@ class Worker:
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
         if temperature == 1:  # vLLM's logprobs of a prompt know no other
-            self.engine.add_request(
-                "score",
-                tokens_input(ids, cache_salt=salt),
-                SamplingParams(**plain, prompt_logprobs=0),
-            )
+            wanted = SamplingParams(**plain, prompt_logprobs=0)
+            self.engine.add_request("score", tokens_input(ids, cache_salt=salt), wanted)
             found = self._until({"score"})["score"].prompt_logprobs[given:]
         else:
             names = [f"score {i}" for i in range(len(token_ids))]
             for i, name in enumerate(names):
                 wanted = SamplingParams(**plain, logprobs=1, logprob_token_ids=[token_ids[i]])
-                self.engine.add_request(
-                    name, tokens_input(ids[: given + i], cache_salt=salt), wanted
-                )
+                before = tokens_input(ids[: given + i], cache_salt=salt)
+                self.engine.add_request(name, before, wanted)
             outputs = self._until(set(names))
-            found = [outputs[name].outputs[0].logprobs[0] for name in names]
-        return {
-            "logprobs": [
-                entry[token].logprob for token, entry in zip(token_ids, found, strict=True)
-            ]
-        }
+            found = []
+            for name in names:
+                completion = outputs[name].outputs[0]
+                found.append(completion.logprobs[0])
+        return {"logprobs": _logprobs(token_ids, found)}
 
     def _until(self, names: set[str]) -> dict[str, RequestOutput]:
         """Step until these requests have ended."""
@@ -124,37 +116,46 @@ class Worker:
 
     def _advance(self, others: set[str] = frozenset()) -> list[RequestOutput]:
         """One step of vLLM; returns the outputs of `others`, which are no samples."""
-        outputs = self.engine.step()
-        for output in outputs:
-            if output.request_id in others:
+        found = []
+        for output in self.engine.step():
+            name = output.request_id
+            if name in others:
+                if output.finished:
+                    found.append(output)
                 continue
-            new, name = output.outputs[0], output.request_id
-            tokens, logprobs = self.samples.setdefault(name, ([], []))
-            tokens += new.token_ids
-            logprobs += [
-                entry[token].logprob
-                for token, entry in zip(new.token_ids, new.logprobs or [], strict=True)
-            ]
+            new = output.outputs[0]
+            record = self.samples.setdefault(name, [name, [], [], None])
+            record[1] += new.token_ids
+            record[2] += _logprobs(new.token_ids, new.logprobs or [])
             if output.finished:
-                self.ended[name] = new.finish_reason
-        return [output for output in outputs if output.request_id in others and output.finished]
+                record[3] = new.finish_reason
+        return found
+
+
+def _logprobs(token_ids: list[int], found: list[dict]) -> list[float]:
+    """Those of the tokens, from what vLLM says at the place of each."""
+    logprobs = []
+    for token, entry in zip(token_ids, found, strict=True):
+        logprobs.append(entry[token].logprob)
+    return logprobs
 
 
 def _map_weights(
     memory: str, tensors: list[tuple[str, str, list[int], int]]
-) -> list[tuple[str, torch.Tensor]]:
-    """(name, view of the shared memory) of each (name, dtype, shape, first byte)."""
-    with open(memory, "r+b") as file:
-        flat = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-    weights = []
+) -> dict[str, torch.Tensor]:
+    """By name a view of the shared memory, of each (name, dtype, shape, first byte)."""
+    size = os.path.getsize(memory)
+    flat = torch.from_file(memory, shared=True, size=size, dtype=torch.uint8)
+    weights = {}
     for name, dtype, shape, start in tensors:
         dtype = getattr(torch, dtype)
-        size = torch.Size(shape).numel() * dtype.itemsize
-        weights.append((name, flat[start : start + size].view(dtype).view(shape)))
-    held = dict(weights)
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        part = flat[start : start + num_bytes]
+        weights[name] = part.view(dtype).view(shape)
     # On a CPU vLLM packs a tied head by itself: without a weight of its own it would stay the one
     # of an older version.
-    return weights if HEAD in held else [*weights, (HEAD, held[EMBEDDING])]
+    weights.setdefault(HEAD, weights[EMBEDDING])
+    return weights
 
 
 def _read(lines: queue.Queue) -> None:
@@ -171,12 +172,11 @@ def main(answers: TextIO) -> None:
         command = json.loads(lines.get())
         do = command.pop("do")
         try:
+            answer = {}
             if do == "begin":
-                worker, answer = Worker(**command), {}
+                worker = Worker(**command)
             else:
-                answer = {"step": worker.step, "score": worker.score, "load": worker.load}[do](
-                    **command
-                )
+                answer = getattr(worker, do)(**command)
         except Exception as error:  # told on the other side, where it ends the run
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}

@@ -22,7 +22,7 @@ from llamarl.learning.replay import lag_bound
 from llamarl.models.config import read_json
 from llamarl.models.hf import load_tokenizer
 from llamarl.observe import RowWriter, build_sinks
-from llamarl.tasks.base import Task, digest_of, sample_places
+from llamarl.tasks.base import Task, sample_digest
 from llamarl.tasks.build import build_task
 from llamarl.tickets.governors import Constants
 from llamarl.tickets.ledger import TicketLedger
@@ -87,7 +87,7 @@ class Job:
         # Also with eval.every=0: the prompts that are held out stay the same when a run goes on
         # without evaluations.
         asked = min(self.config.eval.num_prompts, self.task.num_eval)
-        sample = digest_of(self.task.eval_prompt(j) for j in sample_places(asked))
+        sample = sample_digest(self.task.eval_prompt, asked)
         return Identity(
             config=to_values(self.config),
             prompts={

@@ -68,7 +68,8 @@ def gae(
     while step < longest:
         advantages = advantages + (gamma * lam) ** step * _from_later(advantages, step, left)
         step *= 2
-    return advantages.to(_narrow(values)), (advantages + v).to(_narrow(values))
+    dtype = _narrow(values)
+    return advantages.to(dtype), (advantages + v).to(dtype)
 
 
 def _from_later(x: Tensor, step: int, left: Tensor) -> Tensor:

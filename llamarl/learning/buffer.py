@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -23,14 +24,16 @@ from llamarl.types import Group
 MESSAGE = "buffer/"
 
 
+@dataclass(eq=False, repr=False)
 class GroupBuffer:
     """fifo: groups by ticket. Which leave is the ledger's word (earliest deadline first).
 
     max_lag: steps that a group's oldest token may be old when it is handed over; None: no bound.
     """
 
-    def __init__(self, max_lag: int | None = None):
-        self.max_lag = max_lag
+    max_lag: int | None = None
+
+    def __post_init__(self):
         self._groups: dict[int, Group] = {}  # come, and not handed over
 
     def __len__(self) -> int:
@@ -55,8 +58,8 @@ class GroupBuffer:
                 f"groups {missing[:4]} were taken by the ledger but have not reached this rank"
             )
         groups = [self._groups[t] for t in sorted(tickets)]
-        if self.max_lag is not None:
-            check_lag(groups, step, self.max_lag)
+        for group in groups:
+            self._check_lag(group, step)
         for ticket in tickets:
             del self._groups[ticket]
         return groups
@@ -71,9 +74,25 @@ class GroupBuffer:
         """Of the groups that wait to be handed over."""
         return sorted(self._groups)
 
-    def metrics(self, step: int, ranks: Ranks) -> dict[str, float]:
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Collective over ranks: what there is to tell after `take`, of all ranks' buffers."""
         return {}
+
+    def _check_lag(self, group: Group, step: int) -> None:
+        """LagExceeded if one of its tokens is of a version before step - max_lag."""
+        versions = group.policy_versions
+        if self.max_lag is None or not versions.numel():
+            return
+        if step - group.oldest_version > self.max_lag:
+            raise LagExceeded(
+                f"step {step} was to train on ticket {group.ticket}, whose tokens are of versions "
+                f"{group.oldest_version} to {int(versions.max())}: with max_lag={self.max_lag} "
+                f"none may be older than version {step - self.max_lag}. It was not trained on. The "
+                "ledger hands over no such group (docs/staleness.md), so this is an error in "
+                "llamarl and not in the run: please report it with this line, config.yaml, what "
+                "the ranks printed, and the ledger in the newest checkpoint's "
+                "controller.rank*.json"
+            )
 
     # --- Checkpoints ---
 
@@ -103,22 +122,6 @@ class GroupBuffer:
             mine = {t for t in part["buffered"] if t in finished and is_mine(t)}
             if mine:
                 self.put([g for g in decoded(part) if g.ticket in mine])
-
-
-def check_lag(groups: list[Group], step: int, max_lag: int) -> None:
-    """LagExceeded if a token of these groups is of a version before step - max_lag."""
-    for group in groups:
-        if not group.policy_versions.numel() or step - group.oldest_version <= max_lag:
-            continue
-        newest = int(group.policy_versions.max())
-        raise LagExceeded(
-            f"step {step} was to train on ticket {group.ticket}, whose tokens are of versions "
-            f"{group.oldest_version} to {newest}: with max_lag={max_lag} none may be older than "
-            f"version {step - max_lag}. It was not trained on. The ledger hands over no such group "
-            "(docs/staleness.md), so this is an error in llamarl and not in the run: please report "
-            "it with this line, config.yaml, what the ranks printed, and the ledger in the newest "
-            "checkpoint's controller.rank*.json"
-        )
 
 
 def decoded(part: Mapping) -> list[Group]:

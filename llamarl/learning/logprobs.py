@@ -47,7 +47,7 @@ def chunked_logprobs(
     The entropy carries a gradient only with `entropy_grad`. Peak memory beyond the gradients: a few
     [chunk_tokens, V] float32 buffers (on a CPU one, in the model's dtype), and one [V, D] float32
     accumulator of the weight's gradient when there are several chunks. T may be 0: the gradients
-    are zeros. ValueError on shapes that do not fit, a negative temperature or no tokens a chunk;
+    are zeros. ValueError on labels that do not fit, a negative temperature or no tokens a chunk;
     IndexError for a label that is no row of the weight (on a CPU, where kernels trust it; elsewhere
     PyTorch's own operations look).
     """
@@ -70,31 +70,18 @@ def chunked_logprobs(
 
 
 def make_head(
-    labels_R: Tensor,
-    rows: Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk_tokens: int = 1024,
-    entropy_grad: bool = False,
+    labels_R: Tensor, rows: Tensor, **options: float
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """A head for Decoder.forward that gives (logprobs, entropy) of labels [R], each predicted at
-    its row of the hidden states.
+    its row of the hidden states. options: those of chunked_logprobs.
 
-    rows [R] int64 into T. Prompt tokens need no logits, so they are in no
-    row; a row may predict several labels (the first tokens of a group's completions). Without any,
-    the empty results still carry gradients (zeros), so that a rank with nothing to train takes part
-    in FSDP's collectives.
+    rows [R] int64 into T. Prompt tokens need no logits, so they are in no row; a row may predict
+    several labels (the first tokens of a group's completions). Without any, the empty results still
+    carry gradients (zeros), so that a rank with nothing to train takes part in FSDP's collectives.
     """
 
     def head(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-        return chunked_logprobs(
-            hidden_TD.index_select(0, rows),
-            weight_VD,
-            labels_R,
-            temperature=temperature,
-            chunk_tokens=chunk_tokens,
-            entropy_grad=entropy_grad,
-        )
+        return chunked_logprobs(hidden_TD.index_select(0, rows), weight_VD, labels_R, **options)
 
     return head
 

@@ -197,8 +197,7 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
     advantages = torch.cat([t.advantages for t in targets]).float()
     nonzero_advantages = sum_by((advantages != 0).float(), completion_of, len(lengths))
     trained_tokens = torch.where(trained, lengths, 0).float()
-    of_reference = "every group must pass the reference, or none"
-    of_critic = "a value head is trained on every group, or none"
+    no_number = torch.zeros_like(advantages)
     return _Flat(
         prompts=[g.prompt_ids for g in groups],
         lengths=lengths,
@@ -209,10 +208,10 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
         per_token={
             "labels": torch.cat([g.token_ids for g in groups]),
             "generator_logprobs": torch.cat([g.generator_logprobs for g in groups]),
-            "ref_logprobs": _joined("ref_logprobs", groups, advantages, of_reference),
+            "ref_logprobs": _joined([g.ref_logprobs for g in groups], no_number),
             "advantages": advantages,
-            "returns": _joined("returns", targets, advantages, of_critic),
-            "old_values": _joined("old_values", targets, advantages, of_critic),
+            "returns": _joined([t.returns for t in targets], no_number),
+            "old_values": _joined([t.old_values for t in targets], no_number),
             "policy_versions": torch.cat([g.policy_versions for g in groups]),
         },
         per_completion={
@@ -222,26 +221,22 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
     )
 
 
-def _joined(
-    name: str, records: list[Group] | list[Targets], per_token: Tensor, remedy: str
-) -> Tensor:
-    """[C]: a field of the records end to end; zeros where all are empty. ValueError where some
-    are.
-    """
-    joined = torch.cat([getattr(record, name) for record in records])
-    if joined.numel() == 0:
-        return torch.zeros_like(per_token)
-    if joined.shape != per_token.shape:
-        raise ValueError(f"{name} in some groups and not in others: {remedy}")
-    return joined
+def _joined(tensors: list[Tensor], default: Tensor) -> Tensor:
+    """[C]: a field of all groups end to end; the default where all are empty."""
+    joined = torch.cat(tensors)
+    return joined if joined.numel() else default
 
 
 def _check(groups: list[Group], targets: list[Targets]) -> None:
     """ValueError, see pack."""
+    has_reference = {g.ref_logprobs.numel() > 0 for g in groups if g.token_ids.numel()}
+    if len(has_reference) > 1:
+        raise ValueError(
+            "ref_logprobs in some groups and not in others: every group must pass the reference, "
+            "or none"
+        )
     for g, t in zip(groups, targets, strict=True):
-        tokens = g.token_ids.shape
-        fits = t.rewards.shape == g.rewards.shape and t.advantages.shape == tokens
-        if not fits or t.returns.shape != t.old_values.shape or len(t.returns) not in (0, *tokens):
+        if t.rewards.shape != g.rewards.shape or t.advantages.shape != g.token_ids.shape:
             raise ValueError(
                 "targets do not fit the groups: give rewards [G] and an advantage for every token "
                 "of each group"

@@ -101,6 +101,7 @@ def lag_bound(
     return max_lag + (max_size - group_size) // completions_per_step + sync_period - 1
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ReplayBuffer(GroupBuffer):
     """sync_period k: what was handed over joins at steps 0, k, 2k, ... max_size: completions that
     this rank holds.
@@ -111,31 +112,20 @@ class ReplayBuffer(GroupBuffer):
     take their place, and are never drawn.
     """
 
-    def __init__(
-        self,
-        draw: Draw,
-        *,
-        sync_period: int,
-        max_size: int,
-        seed: int,
-        rank: int = 0,
-        max_lag: int | None = None,
-        most_lag: int | None = None,
-    ):
-        super().__init__(max_lag)
-        self.draw = draw
-        self.sync_period = sync_period
-        self.max_size = max_size
-        self.seed = seed
-        self.rank = rank
-        self.most_lag = most_lag
+    draw: Draw
+    sync_period: int
+    max_size: int
+    seed: int
+    rank: int = 0
+    most_lag: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
         self._held: list[_Held] = []  # handed over, oldest first; the last ones may be hidden yet
         self._passed: frozenset[bytes] = frozenset()  # prompts drawn since their turn came
         # What came with the step just taken, and what was held and had passed before it.
         self._before: tuple[list[Group], list[_Held], frozenset[bytes]] = ([], [], frozenset())
-        self._table = _Table([])
-        # [B, K] rows of the table, of the step just taken.
-        self._drawn = torch.empty(0, draw.completions, dtype=torch.int64)
+        self._told: dict[str, int] = {}  # counts of the step just taken
 
     def take(self, tickets: list[int], step: int) -> list[Group]:
         came = super().take(tickets, step)
@@ -145,8 +135,8 @@ class ReplayBuffer(GroupBuffer):
         hidden = held[len(joined) :]
         kept = self._not_too_old(self._newest(joined), step)
         self._held = kept + hidden
-        self._table = _Table(kept)
-        return self._sample(step)
+        self._told = {"hidden": sum(h.group.lengths.numel() for h in hidden)}
+        return self._sample(kept, step)
 
     def untake(self, groups: list[Group]) -> None:
         came, self._held, self._passed = self._before
@@ -198,46 +188,55 @@ class ReplayBuffer(GroupBuffer):
 
     # --- Drawing ---
 
-    def _sample(self, step: int) -> list[Group]:
-        table = self._table
-        random = rng_of(self.seed, step, self.rank)
-        passed = torch.tensor([p in self._passed for p in table.prompt_ids], dtype=torch.bool)
-        self._drawn = draw_completions(
-            table.rewards, table.prompts, table.is_newest, passed, self.draw, random
+    def _sample(self, held: list[_Held], step: int) -> list[Group]:
+        came = list(chain.from_iterable(h.rows for h in held))
+        numbers: dict[bytes, int] = {}  # of the prompts, in the order in which they came
+        # Of equal completions of a prompt the last to come is drawn, and has its own place.
+        last: dict[tuple[bytes, bytes], _Row] = {}
+        for row in came:
+            numbers.setdefault(row.prompt, len(numbers))
+            last.pop((row.prompt, row.completion), None)
+            last[row.prompt, row.completion] = row
+        rows = list(last.values())
+        newest = max((row.joined for row in rows), default=-1)
+        is_newest = torch.tensor([row.joined == newest for row in rows], dtype=torch.bool)
+        passed = torch.tensor([prompt in self._passed for prompt in numbers], dtype=torch.bool)
+        drawn = draw_completions(
+            torch.tensor([row.reward for row in rows]),
+            torch.tensor([numbers[row.prompt] for row in rows], dtype=torch.int64),
+            is_newest,
+            passed,
+            self.draw,
+            rng_of(self.seed, step, self.rank),
         )
-        self._passed = frozenset(compress(table.prompt_ids, passed.tolist()))
-        drawn = []
-        for numbers in self._drawn.tolist():
-            drawn.append(_joined([table.rows[number] for number in numbers]))
-        return drawn
+        self._passed = frozenset(compress(numbers, passed.tolist()))
+        ages = [step - row.oldest for row in rows]
+        self._told |= {
+            "size": len(rows),
+            "prompts": len(numbers),
+            "copies": len(came) - len(rows),
+            "age": sum(ages),
+            "age_max": max(ages, default=0),
+            "drawn": drawn.numel(),
+            "on_policy": int(is_newest[drawn].sum()),
+            "duplicates": drawn.numel() - drawn.unique().numel(),
+        }
+        return [_joined(list(map(rows.__getitem__, places))) for places in drawn.tolist()]
 
-    def metrics(self, step: int, ranks: Ranks) -> dict[str, float]:
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
         """buffer/*: completions that may be drawn, and their prompts; copies of them that are held
         too; those that wait for a sync step; ages in steps, of the oldest token of what may be
         drawn; of the completions drawn, how many are of the newest join (fraction), and how many
         repeat another, token for token (count).
         """
-        table = self._table
-        drawn = self._drawn
-        ages = [step - row.oldest for row in table.rows]
-        hidden = [h.group.lengths.numel() for h in self._held if h.joined > step]
-        sums = ranks.sum(
-            size=len(ages),
-            prompts=len(table.prompt_ids),
-            age=sum(ages),
-            drawn=drawn.numel(),
-            on_policy=int(table.is_newest[drawn].sum()),
-            copies=table.num_copies,
-            duplicates=drawn.numel() - drawn.unique().numel(),
-            hidden=sum(hidden),
-        )
+        sums = ranks.sum(**self._told)
         return {
             "buffer/size": sums["size"],
             "buffer/prompts": sums["prompts"],
             "buffer/copies": sums["copies"],
             "buffer/hidden": sums["hidden"],
             "buffer/age_mean": sums["age"] / max(1.0, sums["size"]),
-            "buffer/age_max": ranks.max(age=max(ages, default=0))["age"],
+            "buffer/age_max": ranks.max(age=self._told["age_max"])["age"],
             "buffer/on_policy_fraction": sums["on_policy"] / max(1.0, sums["drawn"]),
             "buffer/duplicates": sums["duplicates"],
         }
@@ -276,30 +275,6 @@ class ReplayBuffer(GroupBuffer):
 def _prompt_of(group: Group) -> bytes:
     """The same for equal prompts."""
     return group.prompt_ids.numpy().tobytes()
-
-
-class _Table:
-    """Columns over the N completions that may be drawn, oldest group first."""
-
-    def __init__(self, held: list[_Held]):
-        everything = list(chain.from_iterable(h.rows for h in held))
-        numbers: dict[bytes, int] = {}  # of the prompts, in the order in which they came
-        # Of equal completions of a prompt the last to come is drawn, and has its own place.
-        last: dict[tuple[bytes, bytes], _Row] = {}
-        for row in everything:
-            numbers.setdefault(row.prompt, len(numbers))
-            last.pop((row.prompt, row.completion), None)
-            last[row.prompt, row.completion] = row
-        self.rows = list(last.values())
-        newest = max((row.joined for row in self.rows), default=-1)
-        is_newest = [row.joined == newest for row in self.rows]
-        prompts = [numbers[row.prompt] for row in self.rows]
-        # [N] each: reward, number of its prompt, whether it is of the newest join.
-        self.rewards = torch.tensor([row.reward for row in self.rows])
-        self.prompts = torch.tensor(prompts, dtype=torch.int64)
-        self.is_newest = torch.tensor(is_newest, dtype=torch.bool)
-        self.prompt_ids = list(numbers)  # of each prompt, by number
-        self.num_copies = len(everything) - len(self.rows)
 
 
 def _joined(rows: list[_Row]) -> Group:

@@ -69,6 +69,7 @@ class Rewards:
 
 def shape(group: Group, shaping: Shaping) -> Rewards:
     """The shaped rewards of a group. ValueError for a KL without ref_logprobs."""
+    lengths = group.lengths
     scores = group.rewards.double()
     if shaping.missing_eos_penalty is not None:
         is_ended = [reason == "stop" for reason in group.finish_reasons]
@@ -83,12 +84,12 @@ def shape(group: Group, shaping: Shaping) -> Rewards:
             )
         x = group.ref_logprobs - group.generator_logprobs.double()
         tokens = -shaping.reward_kl_coef * kl_to_reference(x, shaping.reward_kl_estimator)
+    completion_of = torch.arange(len(lengths)).repeat_interleave(lengths)
     is_rewarded = ~scores.isnan()
-    tokens = torch.where(is_rewarded.repeat_interleave(group.lengths), tokens, 0)
-    is_begun = group.lengths > 0
-    last = group.lengths.cumsum(0)[is_begun] - 1
-    completion_of = torch.arange(group.lengths.numel()).repeat_interleave(group.lengths)
-    completions = scores + sum_by(tokens, completion_of, group.lengths.numel())
+    tokens = torch.where(is_rewarded[completion_of], tokens, 0)
+    completions = scores + sum_by(tokens, completion_of, len(lengths))
+    is_begun = lengths > 0
+    last = lengths.cumsum(0)[is_begun] - 1
     tokens = tokens.index_add(0, last, scores.nan_to_num(0)[is_begun])
     return Rewards(completions=completions.float(), tokens=tokens.float())
 
@@ -103,10 +104,9 @@ def whiten_rewards(
     head, and a mean over a group takes them away anyway. Rewards that are all equal have no
     deviation and stay what they are. total(**values): the sums over ranks.
     """
-    if by_token:
-        of = [r.tokens[g.trained_tokens] for r, g in zip(rewards, groups)]
-    else:
-        of = [r.completions[g.trained] for r, g in zip(rewards, groups)]
+    of = []
+    for r, g in zip(rewards, groups):
+        of.append(r.tokens[g.trained_tokens] if by_token else r.completions[g.trained])
     mean, std = moments(of, total)
     if std <= EQUAL * abs(mean):
         return rewards

@@ -203,10 +203,10 @@ def updates_row(updates: list[Update]) -> dict[str, float | None]:
     untold = {
         "entropy": 0.0,
         "kl/ref": None,  # no reference
+        "parity/logprob_diff_max": None,  # no fresh token
         "ratio/mean": 1.0,
         "ratio/max": 1.0,
         "ratio/capped_fraction": 0.0,
-        "parity/logprob_diff_max": None,  # no fresh token, or not asked
     }
     told = {name: m.value / number_of[m.reduction] for name, m in metrics.items()}
     places = sum(u.places for u in updates)

@@ -41,10 +41,8 @@ class Targets:
     def of(cls, group: Group, advantages: Tensor, rewards: Tensor | None = None) -> Targets:
         """The targets that give every token of a completion its completion's advantage ([G]).
 
-        rewards [G]: shaped; None: the group's own. ValueError for advantages of another shape.
+        rewards [G]: shaped; None: the group's own.
         """
-        if advantages.shape != group.rewards.shape:
-            raise ValueError("advantages do not fit the groups: give one [G] tensor for each group")
         return cls(
             rewards=group.rewards if rewards is None else rewards,
             advantages=advantages.float().repeat_interleave(group.lengths),

@@ -204,11 +204,15 @@ class PolicyUpdate:
         )
         minibatches = [self._minibatch(trained[cut], targets[cut]) for cut in cuts]
         num_trained_tokens = sum(m.num_loss_tokens for m in minibatches)
+        budget = self.ranks.sum(
+            room=sum(m.room for m in minibatches),
+            unused=sum(m.unused_budget_fraction * m.room for m in minibatches),
+        )
         row = {
             **batch_row(groups, version, self.ranks),
             **of_targets,
             "tokens/trained": num_trained_tokens,
-            "packing/unused_budget_fraction": self._unused_budget(minibatches),
+            "packing/unused_budget_fraction": budget["unused"] / max(1.0, budget["room"]),
         }
         if s.filter_groups:
             left_out = float(len(groups) - len(trained))
@@ -286,12 +290,6 @@ class PolicyUpdate:
             whole_groups=s.whole_groups,
         )
         return packing.over(self.ranks)
-
-    def _unused_budget(self, minibatches: list[Packing]) -> float:
-        """Collective: the share of the microbatches' token budgets that no token takes."""
-        unused = [m.unused_budget_fraction * m.room for m in minibatches]
-        total = self.ranks.sum(room=sum(m.room for m in minibatches), unused=sum(unused))
-        return total["unused"] / max(1.0, total["room"])
 
     # --- One update ---
 
@@ -420,9 +418,9 @@ class PolicyUpdate:
     # --- Checks ---
 
     def _zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         if self.critic:
-            self.critic.optimizer.zero_grad(set_to_none=True)
+            self.critic.optimizer.zero_grad()
 
     def _agree_to_go_on(self, stop: Callable[[], bool]) -> None:
         """Collective. StepAborted on all ranks if one wants to stop."""

@@ -66,7 +66,7 @@ class Critic:
         self.parameters = list(self.head.parameters())
         self._shards = [
             Shard(name, parameter, held_rows(parameter))
-            for name, parameter in zip(("weight", "bias"), self.parameters, strict=True)
+            for name, parameter in self.head.named_parameters()
         ]
         self.optimizer = build_optimizer(
             self.parameters, lr=settings.lr, betas=betas, eps=eps, weight_decay=0.0
@@ -102,7 +102,7 @@ class Critic:
 
     def offloadable(self) -> Iterable[Tensor]:
         """The head and its moments; gradients end with the step."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         return [local(t) for t in (*self.parameters, *optimizer_tensors(self.optimizer))]
 
 
@@ -142,6 +142,6 @@ def value_loss(
     metrics = {
         "value/sum": values.detach().sum(),
         "value/error": (values - returns).detach().abs().sum(),
-        "value/clipped": (clipped > loss).sum().to(values.dtype),
+        "value/clipped": (clipped > loss).sum().float(),
     }
     return per_token(total, num_loss_tokens), metrics

@@ -331,12 +331,15 @@ class Attention(nn.Module):
 
     def __init__(self, layer: int, config: ModelConfig, tp: TensorParallel | None = None):
         super().__init__()
-        rank, size = (tp.rank, tp.size) if tp else (0, 1)
-        heads = heads_of(config, rank, size)
+        if tp:
+            heads = heads_of(config, tp.rank, tp.size)
+            self.sharing = KeyValueSharing(config, tp)
+        else:
+            heads = heads_of(config, 0, 1)
+            self.sharing = None
         self.layer = layer
         self.head_dim = config.head_dim
         self.tp = tp
-        self.sharing = KeyValueSharing(config, tp) if tp else None
         self.num_cached_kv_heads = heads.num_kv
         self.repeats = []
         if not heads.uniform:
@@ -371,4 +374,6 @@ class Attention(nn.Module):
             v = repeated(v, self.repeats)
         attended_THK = mask.attend(self.layer, q, k, v)
         (out_TD,) = projections(attended_THK.reshape(num_tokens, -1), self.output_proj)
-        return summed(out_TD, self.tp) if self.tp else out_TD
+        if self.tp:
+            out_TD = summed(out_TD, self.tp)
+        return out_TD

@@ -69,7 +69,9 @@ class FeedForward(nn.Module):
             x = copied(x, self.tp)
         gate, up = projections(x, self.w1, self.w3)
         (y,) = projections(swiglu(gate, up), self.w2)
-        return summed(y, self.tp) if self.tp else y
+        if self.tp:
+            y = summed(y, self.tp)
+        return y
 
 
 class Layer(nn.Module):

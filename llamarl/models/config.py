@@ -95,7 +95,9 @@ def read_config(path: str | Path) -> ModelConfig:
     attention in use, or a missing or impossible field, naming the file.
     """
     path = Path(path)
-    file = path / "config.json" if path.is_dir() else path
+    file = path
+    if path.is_dir():
+        file = path / "config.json"
     if not file.is_file():
         raise FileNotFoundError(
             f"{file}: no such file; "

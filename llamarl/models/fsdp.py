@@ -37,7 +37,9 @@ def wrap(
     """FSDP2 of every layer, and of the decoder around them, computing in compute_dtype and reducing
     in float32. Before weights load.
     """
-    offload = CPUOffloadPolicy(pin_memory=pin_memory) if cpu_offload else OffloadPolicy()
+    offload = OffloadPolicy()
+    if cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=pin_memory)
     # Rotary tables stay float32: the layers round what they make of them.
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -118,7 +120,9 @@ def local_rows(parameter: DTensor) -> tuple[int, int]:
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, without gradients: of the shape of its held_box."""
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor
 
 
 def whole_parameters(

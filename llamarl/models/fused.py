@@ -134,7 +134,9 @@ def add_rms_norm(
     reads of it, together.
     """
     if x.dtype != scale_D.dtype or kernels(x) is None:
-        h = x if change is None else x + change
+        h = x
+        if change is not None:
+            h = x + change
         return h, plain_rms_norm(h, scale_D, eps)
     if change is not None:
         change = change.contiguous()
@@ -159,7 +161,10 @@ class _AddRmsNorm(Function):
     ) -> tuple[Tensor, Tensor]:
         dim = scale_D.numel()
         rows = x.numel() // dim
-        h = x.view_as(x) if change is None else torch.empty_like(x)
+        if change is None:
+            h = x.view_as(x)
+        else:
+            h = torch.empty_like(x)
         y = torch.empty_like(x)
         inverse_T = x.new_empty(rows, dtype=torch.float32)
         call_kernel(kernels(x).rms_norm, y, inverse_T, h, x, change, scale_D, rows, dim, eps)
@@ -174,16 +179,22 @@ class _AddRmsNorm(Function):
         ctx, grad_h: Tensor | None, grad_y: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         h, scale_D, inverse_T = ctx.saved_tensors
-        grad_y = torch.zeros_like(h) if grad_y is None else grad_y.contiguous()
+        if grad_y is None:
+            grad_y = torch.zeros_like(h)
+        grad_y = grad_y.contiguous()
         if grad_h is not None:
             grad_h = grad_h.contiguous()
         grad_x = torch.empty_like(h)
-        sums_D = torch.empty_like(scale_D, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        sums_D = None
+        if ctx.needs_input_grad[2]:
+            sums_D = torch.empty_like(scale_D, dtype=torch.float32)
         tensors = (grad_x, sums_D, grad_h, grad_y, h, inverse_T, scale_D)
         sizes = (inverse_T.numel(), scale_D.numel())
         call_kernel(kernels(h).rms_norm_backward, *tensors, *sizes)
         grad_change = grad_x if ctx.changes else None
-        grad_scale = None if sums_D is None else sums_D.to(scale_D.dtype)
+        grad_scale = None
+        if sums_D is not None:
+            grad_scale = sums_D.to(scale_D.dtype)
         return grad_x, grad_change, grad_scale, None
 
 

@@ -61,7 +61,9 @@ def hf_name(name: str) -> str:
     for ours, theirs in _NAMES:
         if pattern.startswith(ours):
             renamed = theirs + pattern.removeprefix(ours)
-            return renamed.replace("{}", layer.group()) if layer else renamed
+            if layer:
+                renamed = renamed.replace("{}", layer.group())
+            return renamed
     raise KeyError(f"{name} has no Hugging Face name; add it to llamarl/models/hf.py")
 
 

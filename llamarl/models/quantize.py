@@ -132,16 +132,23 @@ class QuantizedLinear(nn.Module):
                 )
         if self.arithmetic == "weight_only":
             # In float16 the unscaled sums would overflow.
-            x = x_TI.float() if x_TI.dtype == torch.float16 else x_TI
+            x = x_TI
+            if x.dtype == torch.float16:
+                x = x.float()
             weight = _widen(self.weight, x.dtype)
             y = F.linear(x, weight) * self.weight_scale
         else:
             q, scale = quantize_rows(x_TI, self.kind)
-            multiply = _scaled_mm if self.arithmetic == "scaled_mm" else _int_mm
+            scale_T1 = scale[:, None]
             weight_IO = self.weight.t()
-            y = multiply(q, scale[:, None], weight_IO, self.weight_scale)
+            if self.arithmetic == "scaled_mm":
+                y = _scaled_mm(q, scale_T1, weight_IO, self.weight_scale)
+            else:
+                y = _int_mm(q, scale_T1, weight_IO, self.weight_scale)
         y = y.to(x_TI.dtype)
-        return y if self.bias is None else y + self.bias
+        if self.bias is not None:
+            y = y + self.bias
+        return y
 
     def _apply(self, fn, recurse=True):
         # Module.to(dtype) casts what is floating point, which fp8 and the scales are: they may only
@@ -167,7 +174,9 @@ def arithmetic_of(kind: str, shape: Shape, device: torch.device) -> tuple[str, s
         return "weight_only", ""
     usual = "scaled_mm" if kind == "fp8" else "int_mm"
     obstacle = _obstacle(usual, shape, device)
-    return ("weight_only" if obstacle else usual), obstacle
+    if obstacle:
+        return "weight_only", obstacle
+    return usual, ""
 
 
 def _obstacle(arithmetic: str, shape: Shape, device: torch.device) -> str:

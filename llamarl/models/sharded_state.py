@@ -40,7 +40,9 @@ def moment(value: Tensor) -> Tensor:
     float32.
     """
     own = local(value)
-    return own.dequantize() if hasattr(own, "codes") else own
+    if hasattr(own, "codes"):
+        return own.dequantize()
+    return own
 
 
 def moment_scale(value: Tensor) -> Tensor | None:

@@ -92,7 +92,9 @@ def _read(file: Path) -> str | None:
     except (OSError, ValueError) as error:
         log.warning("%s: measuring anew, for it cannot be read: %s", file, error)
         return None
-    return kept.get("way") if isinstance(kept, dict) else None
+    if not isinstance(kept, dict):
+        return None
+    return kept.get("way")
 
 
 def _keep(file: Path, found: dict) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +34,6 @@ from llamarl.config.schema import Config, Mark
 from llamarl.observe.report import Columns, moving_mean, read_columns, smoothing_width
 from llamarl.observe.rows import EVALUATED, FILE_NAME
 
-REWARD = "reward/mean"
 KL = "kl/ref"
 SECONDS = "time/wall_s"
 STEP = "step"
@@ -131,8 +131,9 @@ def variants_of(runs: Sequence[Run]) -> tuple[Variants, list[str]]:
     A key is part of the label if what is in it so far does not settle the key's value in every run.
     """
     values = _differing_values(runs)
-    # Stable: but for those that tell most, as in the config.
-    keys = sorted(values, key=lambda key: TELLING.index(key) if key in TELLING else len(TELLING))
+    # Those that tell most, then as in the config.
+    keys = [key for key in TELLING if key in values]
+    keys += [key for key in values if key not in TELLING]
     told: list[str] = []
     names = [()] * len(runs)  # of each run, its values of the keys that are told
     for key in keys:
@@ -141,9 +142,9 @@ def variants_of(runs: Sequence[Run]) -> tuple[Variants, list[str]]:
             told.append(key)
             names = longer
     variants: Variants = {}
-    for name, run in sorted(zip(names, runs), key=lambda pair: [_rank(v) for v in pair[0]]):
-        label = _label(told, name) or runs[0].path.resolve().name
-        variants.setdefault(label, []).append(run)
+    for i in sorted(range(len(runs)), key=lambda i: [_rank(value) for value in names[i]]):
+        label = _label(told, names[i]) or runs[0].path.resolve().name
+        variants.setdefault(label, []).append(runs[i])
     return variants, [key for key in keys if key not in told]
 
 
@@ -177,18 +178,6 @@ def _rank(value: str) -> tuple[float, str]:
         return math.inf, value
 
 
-def all_have(runs: Sequence[Run], column: str) -> bool:
-    """Whether a column has a value in every run."""
-    return all(column in run.columns for run in runs)
-
-
-def default_y(runs: Sequence[Run]) -> str:
-    """The reward (or accuracy) of held-out prompts where every run has it, else the reward of what
-    was sampled.
-    """
-    return EVALUATED if all_have(runs, EVALUATED) else REWARD
-
-
 def reachable(runs: Sequence[Run], y: str) -> float:
     """The greatest value that every run reached."""
     return min(float(run.values(y).max()) for run in runs)
@@ -200,12 +189,15 @@ def measure(run: Run, y: str, target: float) -> Figures:
     is_there = value >= target
     first = is_there.argmax()
     reached = is_there[first]
+    kl = math.nan
+    if KL in run.columns:
+        kl = run.values(KL)[0, -1]
     return Figures(
         final=value[-1],
         best=value.max(),
         seconds=wall_s[first] if reached else math.nan,
         steps=step[first] if reached else math.nan,
-        kl=run.values(KL)[0, -1] if KL in run.columns else math.nan,
+        kl=kl,
     )
 
 
@@ -230,17 +222,19 @@ def band(paths: Sequence[np.ndarray], points: int = 200) -> tuple[np.ndarray, np
         start = max(p[0, 0] for p in paths)
         end = min(p[0, -1] for p in paths)
         x = np.linspace(start, max(start, end), points)
-    return x, np.stack([np.interp(x, p[0], p[1]) for p in paths])
+    ys = [np.interp(x, xs, values) for xs, values, _ in paths]
+    return x, np.stack(ys)
 
 
 def mean_path(paths: Sequence[np.ndarray]) -> np.ndarray:
     """[x, y, step; steps]: means over runs at the steps that all of them have, for an x that need
     not rise.
     """
-    shared = sorted(set.intersection(*(set(p[2]) for p in paths)))
-    if not shared:
+    shared = reduce(np.intersect1d, [steps for _, _, steps in paths])
+    if not shared.size:
         raise ValueError("the runs of a variant share no step; compare them one by one")
-    return np.stack([p[:, np.isin(p[2], shared)] for p in paths]).mean(axis=0)
+    aligned = [p[:, np.isin(p[2], shared)] for p in paths]
+    return np.mean(aligned, axis=0)
 
 
 def table(variants: Variants, y: str, target: float) -> list[str]:
@@ -248,7 +242,8 @@ def table(variants: Variants, y: str, target: float) -> list[str]:
     target where not all did.
     """
     to_target = f"s to {target:.4g}"
-    rows = [["", "runs", f"{y} at the end", "best", to_target, "steps", f"{KL} at the end"]]
+    head = ["", "runs", f"{y} at the end", "best", to_target, "steps", f"{KL} at the end"]
+    rows = [head]
     for label, runs in variants.items():
         figures = np.array([measure(run, y, target) for run in runs])
         final, best, seconds, steps, kl = figures.T

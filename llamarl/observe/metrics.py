@@ -19,7 +19,7 @@ import time
 from numbers import Integral
 from typing import TYPE_CHECKING, SupportsFloat
 
-from llamarl.observe.rates import MEAN, Row
+from llamarl.observe.rates import MEAN, Counters, Row
 from llamarl.observe.rows import RowWriter
 from llamarl.observe.trace import Trace
 
@@ -49,9 +49,9 @@ class Metrics:
         self.control = control
         self.writer = writer
         self.trace = trace
-        self.counters: dict[str, float] = {}
+        self.counters: Counters = {}
         self._reports: list[tuple[int, Row]] = []
-        self._posted: dict[str, float] = {}
+        self._posted: Counters = {}
         self._posted_at = -math.inf
         self._warned: set[str] = set()
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+Counters = dict[str, float]  # totals of one rank, or of all
 Row = dict[str, float | None]  # of metrics.jsonl, by column
 
 WINDOW_S = 1.0
@@ -75,7 +76,7 @@ class Idle:
         return ", ".join(f"{cause} {share:.0%}" for cause, share in shown)
 
 
-def idle_shares(counters: dict[str, float]) -> list[Idle]:
+def idle_shares(counters: Counters) -> list[Idle]:
     """The idle shares of every executor that has counted any time; a difference of two counter
     readings works as well.
     """
@@ -106,10 +107,10 @@ class RateMeter:
     rows of that length.
     """
 
-    def __init__(self, *, wall_s: float, counters: dict[str, float]):
-        self._readings: deque[tuple[float, dict[str, float]]] = deque([(wall_s, dict(counters))])
+    def __init__(self, *, wall_s: float, counters: Counters):
+        self._readings: deque[tuple[float, Counters]] = deque([(wall_s, dict(counters))])
 
-    def read(self, wall_s: float, counters: dict[str, float]) -> Row:
+    def read(self, wall_s: float, counters: Counters) -> Row:
         """The derived values of the row that ends now; null where no time or no work was
         counted.
         """

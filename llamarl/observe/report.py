@@ -294,7 +294,8 @@ def draw(columns: Columns, panel: Panel) -> Figure:
         axes.set_yscale("log")
     elif panel.from_zero:
         low, high = axes.dataLim.intervaly
-        axes.set_ylim(min(0, low * 1.05), high * 1.05 if high > 0 else 1)
+        top = high * 1.05 if high > 0 else 1
+        axes.set_ylim(min(0, low * 1.05), top)
     if len(shown) > 1:
         axes.legend()
     else:
@@ -306,7 +307,9 @@ def smoothing_width(num_values: int) -> int:
     """Over how many values a curve of so many is smoothed: an odd number, about a twentieth; 1 for
     a short one, which is not.
     """
-    return min(101, num_values // 40 * 2 + 1) if num_values >= SMOOTH_FROM else 1
+    if num_values < SMOOTH_FROM:
+        return 1
+    return min(101, num_values // 40 * 2 + 1)
 
 
 def marker_of(num_values: int) -> str:
@@ -323,7 +326,8 @@ def draw_idle(columns: Columns, idle: Idle) -> Figure:
     steps = columns["step"][known]
     causes = [cause for cause, mean in idle.causes if mean > 0]
     if causes:
-        shares = [np.nan_to_num(columns[f"{column}/{cause}"][known]) for cause in causes]
+        of_rows = [columns[f"{column}/{cause}"] for cause in causes]
+        shares = [np.nan_to_num(values[known]) for values in of_rows]
         axes.stackplot(steps, *shares, labels=causes, colors=COLOURS, alpha=0.75)
     axes.plot(steps, share[known], color="#222", linewidth=1, label="idle")
     axes.set_ylim(0, 1)

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from llamarl.observe.rates import RateMeter, Row, idle_shares
+from llamarl.observe.rates import Counters, RateMeter, Row, idle_shares
 from llamarl.observe.sinks import Jsonl, Sink
 
 TRAINED = "loss/value"
@@ -88,9 +88,8 @@ class RowWriter:
         self._pending: dict[int, Row] = {}
         self._abandoned: set[int] = set()
         self._warned: set[str] = set()
-        # By rank, totals since this process group started.
-        self._counters: dict[int, dict[str, float]] = {}
-        self._earlier: dict[str, float] = {}  # totals of the runs that this one resumes
+        # By rank, totals since this process group started; by -1 those of the runs it resumes.
+        self._counters: dict[int, Counters] = {}
         self._start_s = clock()
         self._meter = RateMeter(wall_s=0.0, counters={})
 
@@ -99,13 +98,13 @@ class RowWriter:
         """Seconds since the start; goes on over a resume, without the time in between."""
         return self.clock() - self._start_s
 
-    def set_counters(self, rank: int, totals: dict[str, float]) -> None:
+    def set_counters(self, rank: int, totals: Counters) -> None:
         """Replace a rank's counter totals."""
         self._counters[rank] = totals
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> Counters:
         """Totals over all ranks and over the runs that this one resumes."""
-        total = Counter(self._earlier)
+        total = Counter()
         for counters in self._counters.values():
             total.update(counters)
         return dict(total)
@@ -198,10 +197,9 @@ class RowWriter:
             self._pending[pending_step] = self._pending.get(pending_step, {}) | row
         self.next_row = first
         self.last_trained = step
-        self._earlier = dict(state["counters"])
-        self._counters = {}
+        self._counters = {-1: state["counters"]}
         self._start_s = self.clock() - state["wall_s"]
-        self._meter = RateMeter(wall_s=state["wall_s"], counters=self._earlier)
+        self._meter = RateMeter(wall_s=state["wall_s"], counters=state["counters"])
         for earlier in range(first, step):
             self.abandon_eval(earlier)
 
@@ -220,7 +218,8 @@ class RowWriter:
         rows = self.file.read()
         counters = self.counters()
         wall_s = self.wall_s
-        lines = [f"{rows[-1]['step'] if rows else 0} steps in {wall_s:.1f} s"]
+        num_steps = rows[-1]["step"] if rows else 0
+        lines = [f"{num_steps} steps in {wall_s:.1f} s"]
         evaluated = [row for row in rows if row.get(EVALUATED) is not None]
         if evaluated:
             before = evaluated[0][EVALUATED]
@@ -230,7 +229,8 @@ class RowWriter:
             else:
                 lines.append(f"held out   reward {before:.4g} -> {after:.4g}")
         if "generator/tokens" in counters and wall_s > 0:
-            lines.append(f"generated  {counters['generator/tokens'] / wall_s:,.0f} tokens/s")
+            tokens_per_s = counters["generator/tokens"] / wall_s
+            lines.append(f"generated  {tokens_per_s:,.0f} tokens/s")
         for idle in idle_shares(counters):
             causes = f" ({idle.shown_causes})" if idle.shown_causes else ""
             lines.append(f"idle       {idle.executor} {idle.share:.0%}{causes}")

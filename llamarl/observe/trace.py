@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections import deque
 from pathlib import Path
+
+from llamarl.native.files import replace_text
 
 
 class Trace:
@@ -76,20 +77,20 @@ def merge(paths: list[str | Path], out: str | Path) -> None:
                 f"{path}: not a trace that llamarl wrote ({error!r}); name trace.rank*.json files"
             ) from error
     start_us = min((event["ts"] for event in events if "ts" in event), default=0)
-    moved = [event | {"ts": event["ts"] - start_us} if "ts" in event else event for event in events]
-    _write(Path(out), moved, dropped=dropped)
+    for event in events:
+        if "ts" in event:
+            event["ts"] -= start_us
+    _write(Path(out), events, dropped=dropped)
 
 
 def _write(path: Path, events: list[dict], *, dropped: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".tmp")
     trace = {
         "traceEvents": events,
         "displayTimeUnit": "ms",
         "otherData": {"dropped_spans": dropped},
     }
-    unfinished.write_text(json.dumps(trace))
-    os.replace(unfinished, path)
+    replace_text(path, json.dumps(trace))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -17,5 +17,7 @@ def addition_examples() -> tuple[list[Example], list[Example]]:
     """(training, held out) examples: 7,600 and 500."""
     pairs = list(itertools.product(range(10, 100), repeat=2))
     random.Random(_SHUFFLE_SEED).shuffle(pairs)
-    examples = [Example(f"{a}+{b}=", {"answer": str(a + b)}) for a, b in pairs]
+    examples = []
+    for a, b in pairs:
+        examples.append(Example(f"{a}+{b}=", {"answer": str(a + b)}))
     return examples[NUM_EVAL:], examples[:NUM_EVAL]

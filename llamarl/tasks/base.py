@@ -14,7 +14,7 @@ import json
 import logging
 import unicodedata
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -221,16 +221,14 @@ def json_of(text: str, meta: dict[str, object]) -> bytes:
     return json.dumps([text, meta], sort_keys=True, default=str).encode()
 
 
-def digest_of(prompts: Iterable[Prompt]) -> str:
-    """A SHA-256 over prompts: their token ids, texts and meta."""
+def sample_digest(prompt_of: Callable[[int], Prompt], count: int) -> str:
+    """A SHA-256 over at most SAMPLED of `count` prompts, evenly apart: their token ids, texts and
+    meta.
+    """
     digest = hashlib.sha256()
-    for prompt in prompts:
+    step = max(1, -(-count // SAMPLED))
+    for i in range(0, count, step):
+        prompt = prompt_of(i)
         digest.update(json.dumps(prompt.prompt_ids.tolist()).encode())
         digest.update(json_of(prompt.text, prompt.meta))
     return digest.hexdigest()
-
-
-def sample_places(count: int) -> range:
-    """At most SAMPLED places of `count`, evenly apart and the same in every process."""
-    step = max(1, -(-count // SAMPLED))
-    return range(0, count, step)

@@ -27,8 +27,12 @@ def pass_at_k(scores: Sequence[float], k: int) -> float:
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {n} samples: need k from 1 to {n}")
     # In ascending order, the i-th from 0 is the best of C(i, k - 1) of the C(n, k) draws.
-    draws = math.comb(n, k)
-    return sum(score * (math.comb(i, k - 1) / draws) for i, score in enumerate(sorted(scores)))
+    num_draws = math.comb(n, k)
+    expected = 0.0
+    for i, score in enumerate(sorted(scores)):
+        share = math.comb(i, k - 1) / num_draws
+        expected += score * share
+    return expected
 
 
 def score_of(outcome: Outcome) -> float:

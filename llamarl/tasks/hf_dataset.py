@@ -76,9 +76,16 @@ def _fits_json(kind) -> bool:
         return _fits_json(kind.value_type)
     if types.is_nested(kind):
         return all(_fits_json(kind.field(i).type) for i in range(kind.num_fields))
-    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-    is_number = types.is_integer(kind) or types.is_floating(kind)
-    return is_text or is_number or types.is_boolean(kind) or types.is_null(kind)
+    held = (
+        types.is_string,
+        types.is_large_string,
+        types.is_string_view,
+        types.is_integer,
+        types.is_floating,
+        types.is_boolean,
+        types.is_null,
+    )
+    return any(is_held(kind) for is_held in held)
 
 
 def read_hf_dataset(

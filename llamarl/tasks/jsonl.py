@@ -37,8 +37,14 @@ def read_jsonl(path: str | Path, to_example: Callable[[dict], Example]) -> list[
                 encoding = "utf-8-sig" if number == 1 else "utf-8"
                 text = line.decode(encoding)
                 if text.strip():
-                    examples.append(to_example(_parse_object(text)))
-            except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+                    row = json.loads(text)
+                    if not isinstance(row, dict):
+                        raise ValueError(f"need a JSON object, this is {type(row).__name__}")
+                    examples.append(to_example(row))
+            except json.JSONDecodeError as error:
+                what = f"not JSON: {error.msg} at column {error.colno}"
+                problems.append(f"{path}:{number}: {what}")
+            except ValueError as error:  # UnicodeDecodeError is one
                 problems.append(f"{path}:{number}: {error}")
     if problems:
         shown = problems[:SHOWN_PROBLEMS]
@@ -48,16 +54,6 @@ def read_jsonl(path: str | Path, to_example: Callable[[dict], Example]) -> list[
     if not examples:
         raise ValueError(f"{path}: empty; need at least one JSON object a line")
     return examples
-
-
-def _parse_object(line: str) -> dict:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"need a JSON object, this is {type(row).__name__}")
-    return row
 
 
 def row_to_example(row: dict, prompt_key: str, answer_key: str | None) -> Example:
@@ -98,7 +94,8 @@ def check_keys(keys: Collection[str], prompt_key: str, answer_key: str | None) -
             near = nearest(key, keys, cutoff=0.5)
             hint = f'did you mean "{near}"?'
             if near is None:
-                hint = "there is " + (", ".join(f'"{name}"' for name in keys) or "none at all")
+                names = ", ".join(f'"{name}"' for name in keys)
+                hint = f"there is {names or 'none at all'}"
             raise ValueError(f'no key "{key}"; {hint}')
 
 

@@ -42,7 +42,7 @@ from pathlib import Path
 
 from llamarl.errors import RewardError
 from llamarl.tasks import worker as worker_script
-from llamarl.tasks.source import Outcome
+from llamarl.tasks.source import Outcome, Outcomes
 
 BATCH = 64  # items in flight a worker
 START_S = 120.0  # for a worker to import the user's module
@@ -56,6 +56,8 @@ _BELL_REST_S = 0.001  # between two rings: one call of on_result serves all resu
 _OUR_ROOT = str(Path(worker_script.__file__).resolve().parents[2])
 
 log = logging.getLogger(__name__)
+
+Sample = tuple[str, str, dict]  # prompt, completion and meta
 
 
 @dataclass(slots=True)
@@ -236,8 +238,8 @@ class RewardPool:
             pool.score([("12+34=", "46", {"answer": "46"})])    # [Outcome("score", 1.0, "")]
 
     num_workers: processes. timeout_s: seconds by the clock for an item. memory_mb: MiB of address
-    space for a worker. on_result: called in a thread of the pool's when there is something to poll,
-    so that a waiting loop need not ask. ValueError for a number that is not above 0.
+    space for a worker; all above 0. on_result: called in a thread of the pool's when there is
+    something to poll, so that a waiting loop need not ask.
 
     The function sees this process's sys.path and its current directory. Workers end with the thread
     that made the pool: make it in a thread that lives as long.
@@ -252,10 +254,6 @@ class RewardPool:
         memory_mb: int = 1024,
         on_result: Callable[[], None] | None = None,
     ):
-        limits = {"num_workers": num_workers, "timeout_s": timeout_s, "memory_mb": memory_mb}
-        for name, value in limits.items():
-            if not value > 0:
-                raise ValueError(f"reward.{name}={value}: must be above 0")
         self.name = fn
         self._timeout_s = timeout_s
         here = os.getcwd()
@@ -293,13 +291,13 @@ class RewardPool:
         line = json.dumps([key, prompt, completion, meta]).encode() + b"\n"
         self._queue.append(_Item(key, line))
 
-    def poll(self) -> list[tuple[int, Outcome]]:
+    def poll(self) -> Outcomes:
         """The outcomes that have become known since the last call, by key. Hands out queued items
         too; does not block.
 
         ValueError if the function cannot be used, RewardError if workers do not start.
         """
-        outcomes: list[tuple[int, Outcome]] = []
+        outcomes: Outcomes = []
         for place, worker in enumerate(self._workers):
             self._collect(worker, outcomes)
             if worker.ended or worker.astray or time.monotonic() > worker.deadline:
@@ -325,12 +323,11 @@ class RewardPool:
         function, if none can.
         """
         assert not self.pending, "start comes before the first submit"
-        self.poll()
         while not any(worker.ready for worker in self._workers):
             self.wait(1.0)
             self.poll()
 
-    def score(self, samples: Sequence[tuple[str, str, dict]]) -> list[Outcome]:
+    def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """The outcomes of (prompt, completion, meta) samples, in order. Blocks; nothing else may be
         pending.
         """
@@ -352,7 +349,7 @@ class RewardPool:
             self._bell.close()
             self._bell = None
 
-    def _collect(self, worker: _Worker, outcomes: list[tuple[int, Outcome]]) -> None:
+    def _collect(self, worker: _Worker, outcomes: Outcomes) -> None:
         for message in worker.read():
             match message:
                 case ["failed", why]:
@@ -372,7 +369,7 @@ class RewardPool:
                     worker.astray = True
                     return
 
-    def _replace(self, worker: _Worker, outcomes: list[tuple[int, Outcome]]) -> _Worker:
+    def _replace(self, worker: _Worker, outcomes: Outcomes) -> _Worker:
         """A worker in the place of one that died, overran or is astray. Its first item is an error,
         and its others go back into the queue. RewardError at the MAX_FAILED_STARTS-th in a row that
         ended before its first item.
@@ -416,20 +413,15 @@ class RewardPool:
             worker.flush()
 
 
-def check_reward(
-    fn: str,
-    samples: Sequence[tuple[str, str, dict]],
-    *,
-    timeout_s: float = 5.0,
-    memory_mb: int = 1024,
-) -> list[Outcome]:
+def check_reward(fn: str, samples: Sequence[Sample], **limits) -> list[Outcome]:
     """The outcomes of (prompt, completion, meta) samples by the function at import path `fn`, in
     order. Blocks.
 
+    limits: timeout_s and memory_mb, as RewardPool's.
     ValueError names what is wrong: no module, no function (and the nearest name), parameters that
     do not fit, or an error on every sample.
     """
-    with RewardPool(fn, timeout_s=timeout_s, memory_mb=memory_mb) as pool:
+    with RewardPool(fn, **limits) as pool:
         pool.start()
         checked = pool.score(samples)
     if checked and all(outcome.kind == "error" for outcome in checked):

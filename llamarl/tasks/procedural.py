@@ -49,7 +49,8 @@ class ReasoningGymTask:
 
     @cached_property
     def _held_out(self) -> frozenset[str]:
-        return frozenset(self._eval_questions[j]["question"] for j in range(self.num_eval))
+        entries = (self._eval_questions[j] for j in range(self.num_eval))
+        return frozenset(entry["question"] for entry in entries)
 
     def _train_prompt(self, i: int) -> Prompt:
         made_from = {"size": NUM_TRAIN, "seed": self._train_seed}
@@ -72,8 +73,9 @@ class ReasoningGymTask:
             text = entry["question"]
             if text not in forbidden and self._maker.fits(text):
                 # The scorer makes the entry again from these: its metadata need not survive JSON.
-                meta = {"answer": str(entry["answer"]), "dataset": self.name}
-                return self._maker.prompt(Example(text, meta | made_from | {"index": index}))
+                meta = {"answer": str(entry["answer"]), "dataset": self.name, **made_from}
+                meta["index"] = index
+                return self._maker.prompt(Example(text, meta))
         raise ValueError(
             f"task {self.name}: {_DRAWS} questions in a row were over "
             f"max_prompt_tokens={self._maker.max_prompt_tokens} "

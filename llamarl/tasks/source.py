@@ -34,6 +34,9 @@ class Outcome:
         return cls("abstain", math.nan, reason)
 
 
+Outcomes = list[tuple[int, Outcome]]  # each with the key under which its item was submitted
+
+
 class RewardSource(Protocol):
     """Scores completions, many at a time and in any order, without blocking who asks.
 
@@ -66,7 +69,7 @@ class RewardSource(Protocol):
         key: unique among what is pending. meta: JSON values; TypeError for others.
         """
 
-    def poll(self) -> list[tuple[int, Outcome]]:
+    def poll(self) -> Outcomes:
         """The outcomes that have become known since the last call, by key. The call does not block,
         and it is also what gives the source time to work: call it until nothing is pending.
         """

@@ -163,8 +163,8 @@ def _check_signature(function: RewardFunction, name: str) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    """The type, message and innermost place of an exception, with a remedy where the memory limit
-    is the likely cause.
+    """The type, message and innermost place of an exception that was caught, with a remedy where
+    the memory limit is the likely cause.
     """
     try:
         message = str(error)
@@ -174,13 +174,8 @@ def _describe(error: BaseException) -> str:
     signs = ("failed to map segment", "annot allocate memory")
     is_of_memory = isinstance(error, MemoryError) or any(sign in text for sign in signs)
     remedy = "; reward.memory_mb is its limit" if is_of_memory else ""
-    return text + _place_of(error) + remedy
-
-
-def _place_of(error: BaseException) -> str:
-    """The file and line in which a caught exception was raised, as " (FILE:LINE)"."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    return f" ({Path(frame.f_code.co_filename).name}:{line})"
+    return f"{text} ({Path(frame.f_code.co_filename).name}:{line}){remedy}"
 
 
 def _short(reason: str) -> str:

@@ -319,8 +319,8 @@ class TicketLedger:
 
     def trained(self, reward: float) -> None:
         """The step taken last was trained on, at this mean reward (NaN: no completion had one)."""
-        with self._lock:
-            if self.governor:
+        if self.governor:
+            with self._lock:
                 self.governor.trained(reward)
 
     def untake(self, step: int) -> None:

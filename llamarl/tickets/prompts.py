@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
-from llamarl.tasks.base import Task, digest_of, sample_places
+from llamarl.tasks.base import Task, sample_digest
 from llamarl.types import Prompt
 
 
@@ -35,7 +35,7 @@ class PromptStream:
         which tokenizer, chat template and system prompt decide too.
         """
         num_prompts = self._task.num_train
-        sample = digest_of(self._task.train_prompt(i) for i in sample_places(num_prompts))
+        sample = sample_digest(self._task.train_prompt, num_prompts)
         return (
             f"{num_prompts} in order {self._seed}, rows {self._task.train_digest}, sample {sample}"
         )

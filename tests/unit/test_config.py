@@ -138,6 +138,8 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
         ("eval.num_samples=-1", "need a whole number of at least 0"),
         ("generator.top_p=1.5", "need a number between 0 and 1, 0 excluded"),
         ("reward.max_error_rate=-0.1", "need a number between 0 and 1"),
+        ("reward.num_workers=0", "need a whole number of at least 1"),
+        ("reward.timeout_s=0", "need a number above 0"),
         ("model.dtype=float16", "need float32 or bfloat16; did you mean bfloat16?"),
         ("dry_run=1", "need true or false"),
         ("placement.trainer=[a]", "need a list of ranks such as [0,1] or null"),

@@ -65,7 +65,7 @@ def logits(engine: Engine, way: str, rows: slice) -> torch.Tensor:
     for position in range(3):
         tokens = (slots * 7 + position) % 31 + 4
         positions = torch.full_like(slots, position)
-        out.append(engine._runner.native(tokens, positions, engine._cache, slots, position + 1))
+        out.append(engine._runner.native(tokens, positions, engine._cache, slots))
     return torch.stack(out)
 
 

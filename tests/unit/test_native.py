@@ -112,12 +112,12 @@ def bad_calls() -> dict:
     if runner.native:
         sparse = torch.zeros(4, dtype=torch.int64)[::2]
         calls |= {
-            "native, place": lambda: runner.native(one, one, cache, torch.tensor([0]), 1),
-            "native, negative place": lambda: runner.native(one, -one, cache, torch.tensor([0]), 2),
-            "native, output": lambda: runner.native(one, one, cache, torch.tensor([0]), 2, one),
-            "native, dtype": lambda: runner.native(one.int(), one, cache, torch.tensor([0]), 2),
-            "native, counts": lambda: runner.native(one, one, cache, pair, 2),
-            "native, layout": lambda: runner.native(pair, sparse, cache, pair, 2),
+            "native, place": lambda: runner.native(one, one * end, cache, torch.tensor([0])),
+            "native, negative place": lambda: runner.native(one, -one, cache, torch.tensor([0])),
+            "native, output": lambda: runner.native(one, one, cache, torch.tensor([0]), one),
+            "native, dtype": lambda: runner.native(one.int(), one, cache, torch.tensor([0])),
+            "native, counts": lambda: runner.native(one, one, cache, pair),
+            "native, layout": lambda: runner.native(pair, sparse, cache, pair),
         }
     return calls
 

@@ -394,7 +394,6 @@ def test_a_sequence_over_the_budget_goes_alone_and_is_warned_of_once():
     ("groups", "advantages", "message"),
     [
         ([group([], [[1]])], None, "empty prompt"),
-        ([group([1], [[1]])], [torch.zeros(2)], "do not fit"),
         ([group([1], [[1]])], [torch.tensor([NAN])], "ticket 0: .*not finite"),
         (
             [group([1], [[1]]), group([1], [[1]], reference=True)],
@@ -413,7 +412,6 @@ def test_what_cannot_be_packed_is_refused(groups, advantages, message):
     [
         (dict(advantages=torch.zeros(3)), "do not fit"),
         (dict(rewards=torch.zeros(1)), "do not fit"),
-        (dict(returns=torch.zeros(2)), "do not fit"),
         (dict(rewards=torch.tensor([1.0, NAN])), "not finite"),
     ],
 )
@@ -426,16 +424,6 @@ def test_targets_that_do_not_fit_are_refused(changes, message):
             budget_tokens=9,
             drop_zero_advantage=False,
         )
-
-
-def test_returns_in_some_groups_alone_are_refused():
-    g = group([1], [[2], [3]])
-    some = [
-        replace(Targets.of(g, torch.zeros(2)), returns=torch.zeros(2), old_values=torch.zeros(2)),
-        Targets.of(g, torch.zeros(2)),
-    ]
-    with pytest.raises(ValueError, match="returns in some groups"):
-        pack([g, g], some, budget_tokens=9, drop_zero_advantage=False)
 
 
 def test_what_can_be_trained_has_tokens_a_reward_and_was_not_aborted():

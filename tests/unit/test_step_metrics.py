@@ -78,7 +78,7 @@ def test_ranks_may_know_different_metrics():
 
 def update(**values) -> Update:
     nothing = {"completions": 0.0, "labels": 0.0, "tokens": 0.0, "places": 0.0, "metrics": {}}
-    return Update(**{"grad_norm": 0.0, "difference": None, **nothing, **values})
+    return Update(**{**nothing, **values})
 
 
 def test_each_mean_has_its_own_denominator():
@@ -89,8 +89,11 @@ def test_each_mean_has_its_own_denominator():
         "d": Metric(20.0, Reduction.MAX),
     }
     sizes = {"completions": 2.0, "labels": 5.0, "tokens": 6.0, "places": 8.0}
-    first = update(grad_norm=1.0, difference=0.5, metrics=metrics, **sizes)
-    second = update(grad_norm=2.0, metrics=metrics, **sizes)
+    norms = [Metric(norm, Reduction.UPDATE_MEAN) for norm in (1.0, 2.0)]
+    parity = Metric(0.5, Reduction.MAX)  # of the first update alone
+    told = metrics | {"grad_norm": norms[0], "parity/logprob_diff_max": parity}
+    first = update(metrics=told, **sizes)
+    second = update(metrics=metrics | {"grad_norm": norms[1]}, **sizes)
     row = updates_row([first, second])
     assert [row[name] for name in "abcd"] == [2.0, 5.0, 10.0, 20.0]
     assert row["packing/padding_fraction"] == 0.25
@@ -106,5 +109,4 @@ def test_what_no_microbatch_told_of_stands_at_what_means_nothing_happened():
         "ratio/capped_fraction": 0.0,
         "packing/padding_fraction": 0.0,
         "parity/logprob_diff_max": None,
-        "grad_norm": 0.0,
     }

@@ -47,7 +47,13 @@ def resolve_loss(name: str) -> Loss:
     ValueError, with the nearest name, if there is none or it does not take a loss's arguments. What
     a user's module raises while it is imported comes through.
     """
-    fn = LOSSES[name] if name in LOSSES else _imported(name)
+    if name not in LOSSES and ":" not in name:
+        known = f"there is {', '.join(LOSSES)}, or module:function"
+        raise ValueError(f"no loss {name!r}{did_you_mean(name, LOSSES)}; {known}")
+    try:
+        fn = LOSSES[name] if name in LOSSES else import_function(name)
+    except NoFunction as error:
+        raise ValueError(f"loss {name}: {error}") from error
     try:
         inspect.signature(fn).bind(None, **dict.fromkeys(options_of(fn)))
     except TypeError as error:
@@ -81,13 +87,3 @@ def options_of(fn: Loss) -> list[str]:
     """The names of the options that `fn` takes: its keyword-only parameters."""
     parameters = inspect.signature(fn).parameters.values()
     return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-
-
-def _imported(name: str) -> Loss:
-    if ":" not in name:
-        known = f"there is {', '.join(LOSSES)}, or module:function"
-        raise ValueError(f"no loss {name!r}{did_you_mean(name, LOSSES)}; {known}")
-    try:
-        return import_function(name)
-    except NoFunction as error:
-        raise ValueError(f"loss {name}: {error}") from error

@@ -9,7 +9,6 @@ from llamarl.learning.advantages import best_and_worst
 from llamarl.learning.losses.common import (
     Metrics,
     masked,
-    per_group,
     uses_all_completions,
     whole_groups,
 )
@@ -39,5 +38,6 @@ def best_of_n(inputs: LossInputs, *, length_normalize: bool = False) -> tuple[Te
         logprob = logprob / lengths.clamp(min=1)
     of_best = torch.where(differ, logprob[best], 0)
     tied = torch.where(trained, ~differ[completions.groups], 0)
-    metrics = {"best_of_n/tied/completions": tied.sum().to(logprob.dtype)}
-    return -per_group(of_best.sum(), completions), metrics | token_metrics(inputs)
+    metrics = {"best_of_n/tied/completions": tied.sum().float()}
+    loss = -of_best.sum() / max(completions.num_groups, 1)
+    return loss, metrics | token_metrics(inputs)

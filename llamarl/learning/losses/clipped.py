@@ -78,11 +78,11 @@ def clipped(
     objective = masked(torch.minimum(unclipped, clipped_at), kept)
 
     metrics = off_policy_metrics(token.detach(), raw)
-    metrics["clip/low"] = (kept & (raw < 1 - clip_low) & (a < 0)).sum().to(raw.dtype)
-    metrics["clip/high"] = (kept & (raw > 1 + clip_high) & (a > 0)).sum().to(raw.dtype)
-    metrics["ratio/capped"] = (kept & (raw > cap) & (a < 0)).sum().to(raw.dtype)
+    metrics["clip/low"] = (kept & (raw < 1 - clip_low) & (a < 0)).sum().float()
+    metrics["clip/high"] = (kept & (raw > 1 + clip_high) & (a > 0)).sum().float()
+    metrics["ratio/capped"] = (kept & (raw > cap) & (a < 0)).sum().float()
     if ratio_mask_low is not None or ratio_mask_high is not None:
-        metrics["ratio/masked"] = (mask & ~kept).sum().to(raw.dtype)
+        metrics["ratio/masked"] = (mask & ~kept).sum().float()
     return -normalized(objective, inputs, normalize), metrics
 
 

@@ -134,9 +134,7 @@ def half_square(x: Tensor) -> Tensor:
 
 def maximum(values: Tensor) -> Tensor:
     """The largest of the values, or 0 where there is none."""
-    if values.numel() == 0:
-        return values.new_zeros(())
-    return values.amax()
+    return values.amax() if values.numel() else values.new_zeros(())
 
 
 # --- Denominators ---
@@ -145,19 +143,18 @@ def maximum(values: Tensor) -> Tensor:
 def per_token(total: Tensor, num_loss_tokens: float) -> Tensor:
     """total / num_loss_tokens, the trained tokens of the whole batch over all ranks.
 
-    A batch without any has loss 0.
+    A batch without any has loss 0. ValueError for a negative count.
     """
+    if num_loss_tokens < 0:
+        raise ValueError(
+            f"num_loss_tokens={num_loss_tokens}: count the trained tokens of the whole batch"
+        )
     return total / max(num_loss_tokens, 1)
 
 
 def per_completion(total: Tensor, completions: Completions) -> Tensor:
     """total / the trained completions of the whole batch over all ranks."""
     return total / max(completions.num_completions, 1)
-
-
-def per_group(total: Tensor, completions: Completions) -> Tensor:
-    """total / the groups of the whole batch with at least two trained completions."""
-    return total / max(completions.num_groups, 1)
 
 
 def normalized(objective: Tensor, inputs: LossInputs, normalize: str) -> Tensor:

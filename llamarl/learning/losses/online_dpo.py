@@ -11,7 +11,6 @@ from llamarl.learning.losses.common import (
     Metrics,
     log_ratio,
     needs_reference,
-    per_group,
     reference_of,
     uses_all_completions,
     whole_groups,
@@ -57,4 +56,5 @@ def online_dpo(inputs: LossInputs, *, beta: float = 0.1) -> tuple[Tensor, Metric
         "dpo/margin/completions": over_completions(margin.detach()),
         "dpo/tied/completions": over_completions(~differ),
     }
-    return -per_group(likelihood.sum(), completions), metrics | token_metrics(inputs)
+    loss = -likelihood.sum() / max(completions.num_groups, 1)
+    return loss, metrics | token_metrics(inputs)

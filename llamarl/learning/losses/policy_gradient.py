@@ -70,9 +70,9 @@ def policy_gradient(
     weight = masked(raw.clamp(max=cap), kept)
 
     metrics = off_policy_metrics(token, raw)
-    metrics["ratio/capped"] = (raw > cap).sum().to(raw.dtype)
+    metrics["ratio/capped"] = (raw > cap).sum().float()
     if ratio_mask_low is not None or ratio_mask_high is not None:
-        metrics["ratio/masked"] = (mask & ~kept).sum().to(raw.dtype)
+        metrics["ratio/masked"] = (mask & ~kept).sum().float()
 
     pull = (weight * masked(inputs.advantages, mask)).detach()
     objective = pull * masked(inputs.trainer_logprobs, mask)
