@@ -19,7 +19,7 @@ import torch.distributed as dist
 from llamarl.comm.meeting import launcher_store, meet, reaching
 from llamarl.executor import ExecutorGroup
 from llamarl.native.allocator import keep_freed_memory
-from llamarl.native.precision import Float32Products, use_float32_products
+from llamarl.native.precision import use_float32_products
 
 _LINK_TIMEOUT = timedelta(days=7)  # a channel may be silent for long; its users are less patient
 
@@ -33,7 +33,7 @@ class World:
     device: torch.device
     # Of every rank, the uuid of its GPU, or "" without one; empty: nobody has one.
     gpus: tuple[str, ...] = ()
-    products: Float32Products = Float32Products("highest")  # how this process multiplies float32
+    products: str = "highest"  # how this process multiplies float32
     # The launcher's store, which outlives restarted workers; None without a launcher.
     launcher: dist.Store | None = None
 

@@ -163,14 +163,12 @@ def test_every_query_head_is_on_one_rank_with_the_key_value_head_that_it_reads(p
     seen = []
     for rank in range(size):
         heads = heads_of(config, rank, size)
-        for i, local in enumerate(heads.kv_of_query):
-            assert (
-                0 <= local < heads.num_kv
-                and heads.first_kv + local == (heads.first_query + i) // per_kv
-            )
-            seen.append(heads.first_query + i)
-        readers = Counter(heads.kv_of_query)
-        assert readers.keys() == set(range(heads.num_kv))  # none that no query head reads
+        readers = Counter()
+        for query in range(heads.first_query, heads.first_query + heads.num_query):
+            readers[query // per_kv - heads.first_kv] += 1
+            seen.append(query)
+        assert dict(readers) == dict(enumerate(heads.readers))  # none that no query head reads
+        assert heads.num_kv == len(readers)
         assert heads.uniform == (len(set(readers.values())) == 1)
     assert seen == list(range(per_kv * kv))
 
