@@ -79,11 +79,12 @@ def decode(message: bytes) -> list:
     return [kind(**dict(zip(columns, row))) for row in rows]
 
 
-def send_message(payload: bytes, rank: int, group: dist.ProcessGroup) -> None:
+def send_message(payload: bytes, rank: int, group: dist.ProcessGroup, tag: int = 0) -> None:
     """Returns once the peer has begun to take the payload. An empty one: no more comes."""
-    dist.send(torch.tensor([len(payload)]), rank, group=group)
+    dist.send(torch.tensor([len(payload)]), rank, group=group, tag=tag)
     if payload:
-        dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), rank, group=group)
+        raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        dist.send(raw, rank, group=group, tag=tag)
 
 
 def recv_message(rank: int, group: dist.ProcessGroup) -> bytes:
