@@ -206,7 +206,7 @@ class Checkpointer:
         self._optional = frozenset(optional)
         # Step -> part -> its "files", file -> [bytes, sha256]; or the "error", why it has none.
         self._arrived: dict[int, dict[str, dict]] = {}
-        self._failed: dict[int, str] = {}  # step -> why it was given up
+        self.failed: dict[int, str] = {}  # on the leader: step -> why it was given up
         if control.is_leader:
             for _, path in _newest_first(self.folder, _LEFTOVER):
                 discard(path)
@@ -218,7 +218,7 @@ class Checkpointer:
         """
         if self._control.is_leader:
             self._arrived.setdefault(step, {})
-            self._failed.pop(step, None)
+            self.failed.pop(step, None)
         path = self.folder / f"step_{step}.tmp"
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -303,10 +303,6 @@ class Checkpointer:
         needed += self._extra_parts
         return [part for part in needed if part not in arrived]
 
-    def failed(self, step: int) -> str | None:
-        """On the leader: why the checkpoint of `step` was given up, if it was."""
-        return self._failed.get(step)
-
     def sealed(self, step: int) -> bool:
         """Whether the checkpoint of `step` is whole and in place (and not being written again)."""
         return step not in self._arrived and (self.folder / f"step_{step}" / MANIFEST).is_file()
@@ -327,7 +323,7 @@ class Checkpointer:
             f"{path}: the checkpoint of step {step} could not be written: {'; '.join(errors)}. "
             "Make room there, or lower checkpoint.keep"
         )
-        self._failed[step] = why
+        self.failed[step] = why
         log.error("%s. Training goes on; the next checkpoint is tried when it is due", why)
         discard(path)
 
