@@ -63,42 +63,6 @@ Files = dict[str, list]
 # --- Reading ---
 
 
-def find(
-    resume: str, run_dir: str | Path, check: Callable[[Path], list[str]] | None = None
-) -> Path | None:
-    """The checkpoint to go on from.
-
-    For "auto" that is the newest valid one of run_dir, None if it has none at all; else `resume`.
-    Damaged ones are named in a warning and passed over. CheckpointError if all are damaged, or the
-    one asked for is; FileNotFoundError if that does not exist. check: says what is wrong with one,
-    as `verify`, which it is by default.
-    """
-    check = check or verify
-    if resume != "auto":
-        path = Path(resume)
-        if not path.is_dir():
-            raise FileNotFoundError(
-                f"{path}: no such checkpoint; give a step_N directory, or resume=auto with the "
-                "run's run_dir"
-            )
-        problems = check(path)
-        if problems:
-            remedy = "Use another step_N, or resume=auto for the newest valid one"
-            raise CheckpointError(f"{damage(path, problems)}\n{remedy}")
-        return path
-    candidates = _newest_first(Path(run_dir) / "checkpoints", _SEALED)
-    for _, path in candidates:
-        problems = check(path)
-        if not problems:
-            return path
-        log.warning("%s\nIt is passed over", damage(path, problems))
-    if candidates:
-        raise CheckpointError(
-            f"{run_dir}: no checkpoint is whole (see above). To start over, choose another run_dir"
-        )
-    return None
-
-
 def verify(
     path: Path,
     *,
@@ -136,6 +100,41 @@ def verify(
         elif hashes and _sha256(file, progress) != digest:
             problems.append(f"{name}: its contents have changed (SHA-256)")
     return problems
+
+
+def find(
+    resume: str, run_dir: str | Path, check: Callable[[Path], list[str]] = verify
+) -> Path | None:
+    """The checkpoint to go on from.
+
+    For "auto" that is the newest valid one of run_dir, None if it has none at all; else `resume`.
+    Damaged ones are named in a warning and passed over. CheckpointError if all are damaged, or the
+    one asked for is; FileNotFoundError if that does not exist. check: says what is wrong with one,
+    as `verify`, which it is by default.
+    """
+    if resume != "auto":
+        path = Path(resume)
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"{path}: no such checkpoint; give a step_N directory, or resume=auto with the "
+                "run's run_dir"
+            )
+        problems = check(path)
+        if problems:
+            remedy = "Use another step_N, or resume=auto for the newest valid one"
+            raise CheckpointError(f"{damage(path, problems)}\n{remedy}")
+        return path
+    candidates = _newest_first(Path(run_dir) / "checkpoints", _SEALED)
+    for _, path in candidates:
+        problems = check(path)
+        if not problems:
+            return path
+        log.warning("%s\nIt is passed over", damage(path, problems))
+    if candidates:
+        raise CheckpointError(
+            f"{run_dir}: no checkpoint is whole (see above). To start over, choose another run_dir"
+        )
+    return None
 
 
 def ranks_of(path: Path, name: str) -> list[int]:

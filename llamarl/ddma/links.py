@@ -77,11 +77,6 @@ class Slots:
     counters: list[Tensor] = field(default_factory=list)
     files: tuple[int, ...] = ()  # descriptors of shared ones, until all receivers have mapped them
 
-    @property
-    def paths(self) -> list[str]:
-        """The paths by which other processes of this host and user find the shared ones."""
-        return [path_of(file) for file in self.files]
-
     def close_files(self) -> None:
         """Let go of the descriptors: all receivers have mapped what they stand for."""
         for file in self.files:
@@ -208,10 +203,6 @@ class LocalLink:
 
         return arrived
 
-    def send_bytes(self, flat: Tensor) -> Callable[[], None]:
-        """Sender: begin to send a bucket's bytes. Call the result to wait until they may change."""
-        raise NotImplementedError(f"a {self.transport} link's receiver reads them")
-
 
 class RankLink(LocalLink):
     """A link between two ranks.
@@ -237,7 +228,7 @@ class RankLink(LocalLink):
     def offer(self, slots: Slots, base: int = 0) -> None:
         where: dict[str, object] = {"bytes": slots.tensors[0].numel(), "base": base}
         if self.transport == "shm":
-            where["paths"] = slots.paths
+            where["paths"] = [path_of(file) for file in slots.files]
         elif self.transport == "cuda_ipc":
             where["handles"] = [_share_device_memory(tensor) for tensor in slots.tensors]
         self.send(Header(Kind.OFFER, more=where))
@@ -279,6 +270,7 @@ class RankLink(LocalLink):
         return self._begin_recv(scratch, self._payload_group, _Tag.PAYLOAD)
 
     def send_bytes(self, flat: Tensor) -> Callable[[], None]:
+        """Sender: begin to send a bucket's bytes. Call the result to wait until they may change."""
         with self._with_peer():
             work = dist.isend(flat, self.peer, group=self._payload_group, tag=_Tag.PAYLOAD)
 
