@@ -131,7 +131,7 @@ class Generator(Executor):
         return bool(self._commands[do](**what))
 
     def _follow(self) -> bool:
-        self.replica.report(self.weights)
+        self.replica.report(self.weights.staged)
         command = self.replica.next()
         if command is None:
             return False
@@ -166,13 +166,13 @@ class Generator(Executor):
         not pinned. Returns whether there is a new one.
         """
         must_drain = not self.in_flight_updates and self.engine.num_live > 0
-        if self._evaluating or must_drain:
-            do, version = "skip", self.replica.skippable(self.weights)
-        else:
-            do, version = "swap", self.replica.agreed(self.weights)
+        is_pinned = self._evaluating > 0 or must_drain
+        if is_pinned and not self.weights.overtakable:
+            return False
+        version = self.replica.agreed(self.weights.staged)
         if version is None:
             return False
-        return self._together(do, version=version)
+        return self._together("skip" if is_pinned else "swap", version=version)
 
     # -- what every rank of a replica does, when its leader does
 
