@@ -31,39 +31,16 @@ from omegaconf.errors import OmegaConfBaseException
 from llamarl.config.conversion import (
     ConfigError,
     Problem,
-    config_differences,
     did_you_mean,
     keys_of,
     known_keys,
-    load_config,
-    save_config,
     sections_of_kinds,
     show,
     to_config,
-    to_values,
 )
-from llamarl.config.placement import idle_ranks, placement_of, resolve_placement
+from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import CONF_DIR, check
 from llamarl.config.schema import Config
-
-__all__ = [
-    "Config",
-    "ConfigError",
-    "Problem",
-    "check",
-    "check_command_line",
-    "compose_config",
-    "config_differences",
-    "idle_ranks",
-    "load_config",
-    "main",
-    "placement_of",
-    "resolve_placement",
-    "save_config",
-    "to_config",
-    "to_values",
-]
-
 
 # Arithmetic between values, for conf/experiment: what keeps its meaning while another value is
 # swept.
@@ -97,7 +74,10 @@ def check_command_line(
         own = Path(config_dir).resolve()
         dirs.append(own)
         search.append(f"hydra.searchpath=[file://{own}]")
-    groups = _groups_in(dirs)
+    groups: dict[str, set[str]] = {}  # what each Hydra group has to choose from
+    for path in dirs:
+        for file in path.glob("*/*.yaml"):
+            groups.setdefault(file.parent.name, set()).add(file.stem)
     problems: list[Problem] = []
     accepted = []
     choices = []
@@ -115,15 +95,6 @@ def check_command_line(
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return accepted
-
-
-def _groups_in(dirs: list[Path]) -> dict[str, set[str]]:
-    """What each Hydra group has to choose from, over these directories."""
-    groups: dict[str, set[str]] = {}
-    for path in dirs:
-        for file in path.glob("*/*.yaml"):
-            groups.setdefault(file.parent.name, set()).add(file.stem)
-    return groups
 
 
 def compose_config(overrides: list[str]) -> Config:
@@ -254,11 +225,6 @@ def main(recipe: Callable[[Config], None]) -> Callable[[], None]:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     leader = os.environ.get("RANK", "0") == "0"
 
-    def refuse(error: ConfigError):
-        if leader:
-            print(error, file=sys.stderr)
-        sys.exit(2)
-
     @functools.wraps(recipe)
     def job(composed: DictConfig) -> None:
         from hydra.core.hydra_config import HydraConfig
@@ -268,13 +234,7 @@ def main(recipe: Callable[[Config], None]) -> Callable[[], None]:
         if hydra.mode == RunMode.MULTIRUN and composed.run_dir is None:
             # The runs of a sweep side by side, for recipes/compare.py.
             composed.run_dir = hydra.runtime.output_dir
-        try:
-            config = to_config(composed)
-            problems = check(config, world_size, local_world_size)
-            if problems:
-                raise ConfigError(problems)
-        except ConfigError as error:
-            refuse(error)
+        config = to_config(composed)  # which `run` has checked
         idle = idle_ranks(config, world_size)
         if leader and idle:
             warning = f"ranks {show(idle)} host nothing; see placement, or start fewer"
@@ -298,7 +258,9 @@ def main(recipe: Callable[[Config], None]) -> Callable[[], None]:
                     local_world_size=local_world_size,
                 )
             except ConfigError as error:
-                refuse(error)
+                if leader:
+                    print(error, file=sys.stderr)
+                sys.exit(2)
             rewritten = dict(zip(args.overrides, accepted))
             sys.argv = [rewritten.get(argument, argument) for argument in sys.argv]
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(job)()

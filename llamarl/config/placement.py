@@ -66,7 +66,7 @@ def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:
         groups_per_step=config.groups_per_step,
         tensor_parallel=config.generator.tensor_parallel,
     )
-    if not config.reference.enabled:
+    if config.reference.kind == "none":
         del placed["reference"]
     return placed
 

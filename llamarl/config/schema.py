@@ -155,18 +155,11 @@ class RewardSettings:
 
 
 @settings_dataclass
-class NoReferenceSettings:
-    kind: Literal["none"]
+class ReferenceSettings:
+    """No reference, or one that stays as it is."""
 
-    enabled: ClassVar[bool] = False
-    reset_every: ClassVar[None] = None
+    kind: Literal["none", "frozen"]
 
-
-@settings_dataclass
-class FrozenReferenceSettings:
-    kind: Literal["frozen"]
-
-    enabled: ClassVar[bool] = True
     reset_every: ClassVar[None] = None
 
 
@@ -174,8 +167,6 @@ class FrozenReferenceSettings:
 class ResettingReferenceSettings:
     kind: Literal["reset"]
     reset_every: Count
-
-    enabled: ClassVar[bool] = True
 
 
 @settings_dataclass
@@ -359,7 +350,7 @@ class Config:
     )
     generator: NativeGeneratorSettings | VLLMGeneratorSettings = _marked(Mark.ANSWERS)
     reward: RewardSettings = _marked(Mark.ANSWERS)
-    reference: NoReferenceSettings | FrozenReferenceSettings | ResettingReferenceSettings
+    reference: ReferenceSettings | ResettingReferenceSettings
     buffer: FifoBufferSettings | ReplayBufferSettings = _marked(Mark.ANSWERS)
     trainer: TrainerSettings
     loss: LossSettings

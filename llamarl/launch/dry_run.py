@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from omegaconf import OmegaConf
 
-from llamarl.config.command_line import to_values
+from llamarl.config.conversion import to_values
 from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.plan import make_plan
 from llamarl.launch.job import Job

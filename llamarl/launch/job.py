@@ -12,8 +12,9 @@ import torch
 
 from llamarl.comm.channel import Channel
 from llamarl.comm.groups import World
-from llamarl.config.command_line import Config, placement_of, to_values
-from llamarl.config.placement import TINY_MODEL
+from llamarl.config.command_line import Config
+from llamarl.config.conversion import to_values
+from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.executor import Executor
 from llamarl.launch.identity import Identity

@@ -34,7 +34,8 @@ from llamarl.checkpoint.checkpointer import find, load_part, ranks_of, verify
 from llamarl.checkpoint.service import CONTROLLER
 from llamarl.comm.groups import World
 from llamarl.comm.meeting import Exchange, reaching
-from llamarl.config.command_line import Config, save_config
+from llamarl.config.command_line import Config
+from llamarl.config.conversion import save_config
 from llamarl.errors import RunDirectoryError, TimedOut
 from llamarl.inference.partials import of_other_prompts
 from llamarl.launch.identity import Identity, differences, identity_of

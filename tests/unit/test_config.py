@@ -16,16 +16,18 @@ from llamarl.config.command_line import (
     ConfigError,
     check_command_line,
     compose_config,
-    config_differences,
     idle_ranks,
-    load_config,
-    resolve_placement,
-    save_config,
     to_config,
-    to_values,
 )
-from llamarl.config.conversion import known_keys
+from llamarl.config.conversion import (
+    known_keys,
+    load_config,
+    save_config,
+    to_values,
+    value_differences,
+)
 from llamarl.config.loss_options import LOSS_OPTIONS, declares
+from llamarl.config.placement import resolve_placement
 from llamarl.config.schema import PlacementSettings
 
 RECIPE = """
@@ -419,7 +421,7 @@ def test_a_loss_is_chosen_with_its_published_options_advantages_and_reference(fi
     options = written.loss.keys() - {"fn", "name"}
     assert config.loss.options.keys() == options <= LOSS_OPTIONS.keys()
     assert config.trainer.advantages == written.trainer.advantages
-    assert config.reference.enabled is declares(written.loss.fn, "needs_reference")
+    assert (config.reference.kind != "none") is declares(written.loss.fn, "needs_reference")
     assert (config.loss.kl_coef, config.loss.kl_estimator, config.loss.entropy_coef) == (
         0.0,
         "k3",
@@ -734,13 +736,14 @@ def test_a_saved_config_is_the_config_that_is_loaded(tmp_path):
 
 
 def test_differences_name_exactly_the_keys_that_changed():
-    old, new = config_of("++loss.tau=1"), config_of("lr=1e-3", "eval.every=7")
-    assert config_differences(old, new) == {
+    old = to_values(config_of("++loss.tau=1"))
+    new = to_values(config_of("lr=1e-3", "eval.every=7"))
+    assert value_differences(old, new) == {
         "lr": (5e-5, 1e-3),
-        "eval.every": (old.eval.every, 7),
+        "eval.every": (old["eval"]["every"], 7),
         "loss.tau": (1, None),
     }
-    assert config_differences(old, old) == {}
+    assert value_differences(old, old) == {}
 
 
 # --- the process ---

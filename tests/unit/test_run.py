@@ -16,7 +16,8 @@ import torch.distributed as dist
 from llamarl.checkpoint.checkpointer import Checkpointer, verify
 from llamarl.comm.control import Control
 from llamarl.comm.groups import World
-from llamarl.config.command_line import compose_config, load_config
+from llamarl.config.command_line import compose_config
+from llamarl.config.conversion import load_config
 from llamarl.errors import CheckpointError, InUse, RunDirectoryError
 from llamarl.inference.partials import pack
 from llamarl.inference.requests import Partial
