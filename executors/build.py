@@ -211,13 +211,18 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         canary_prompts=job.prompts,
         canary_top=0 if config.generator.quantize == "none" else TOP,
         evaluate_at=job.eval_due,
-        checkpoint_at=job.checkpoint_due,
+        checkpoint_at=partial(_is_due, config.checkpoint.every),
         critic_settings=critic,
         lora=lora,
         ema_decay=t.ema_decay,
         step_options=step_options(config),
-        resets_reference=job.reference_due,
+        resets_reference=partial(_is_due, config.reference.reset_every),
     )
+
+
+def _is_due(every: int | None, version: int) -> bool:
+    """Whether what happens every so many versions, from that one on, happens at this one."""
+    return bool(every) and version % every == 0
 
 
 def _update_of(config: Config, loss_fn: Callable) -> UpdateSettings:

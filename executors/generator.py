@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -107,7 +107,15 @@ class Generator(Executor):
         return self._follow() if self.follows else self._lead()
 
     def _lead(self) -> bool:
-        swapped = self._swap_weights()
+        swapped = False
+        # The version that is staged on all ranks of the replica, if the present one is not pinned.
+        must_drain = not self.in_flight_updates and self.engine.num_live > 0
+        if self._evaluating or must_drain:
+            do, version = "skip", self.replica.skippable(self.weights)
+        else:
+            do, version = "swap", self.replica.agreed(self.weights)
+        if version is not None:
+            swapped = self._together(do, version=version)
         completions, evaluations = self.outputs["completions"], self.outputs["evaluations"]
         has_room = completions.has_room() and evaluations.has_room()
         if self.version < 0 or not has_room:
@@ -116,7 +124,16 @@ class Generator(Executor):
             completions.put(self._send_again.pop())
         # Before the grants: an order comes after its ticket's grant, which is so taken by then.
         ended = self.tickets.to_truncate() + self._expired()
-        tickets = self._choose_tickets()
+        # In step with the trainer, evaluation runs alone: what is batched together must not depend
+        # on timing.
+        is_blocked = self.tickets.synchronous and self._evaluating > 0
+        # As many groups as there is room for, a chunk ahead of need.
+        room = (self.engine.free_slots - self.engine.num_waiting) // self.sampling.n
+        if room > 0 and not is_blocked:
+            granted = self.tickets.ask(self.group.data_index, room, self.version)
+        else:
+            granted = self.tickets.granted()
+        tickets = [ticket.index for ticket in granted]
         self._begun |= dict.fromkeys(tickets, time.monotonic())
         if not (tickets or self.engine.num_live or self.engine.num_waiting):
             return swapped
@@ -160,19 +177,6 @@ class Generator(Executor):
                 "until the trainer takes a batch"
             )
         return None
-
-    def _swap_weights(self) -> bool:
-        """Take in the version that is staged on all ranks of the replica, if the present one is
-        not pinned. Returns whether there is a new one.
-        """
-        must_drain = not self.in_flight_updates and self.engine.num_live > 0
-        if self._evaluating or must_drain:
-            do, version = "skip", self.replica.skippable(self.weights)
-        else:
-            do, version = "swap", self.replica.agreed(self.weights)
-        if version is None:
-            return False
-        return self._together(do, version=version)
 
     # -- what every rank of a replica does, when its leader does
 
@@ -239,49 +243,21 @@ class Generator(Executor):
 
     def _check_canary(self, canary: Canary) -> None:
         """What was swapped in, against what the trainer says of it. ParityError."""
-        if self.max_quantization_kl is not None:
-            kl = check_quantized(
-                canary,
-                self._scored(self.engine.score_all, canary),
-                version=self.version,
-                rank=self.group.rank,
-                most=self.max_quantization_kl,
-            )
-            self.metrics.add_mean("weights/quantization_kl", kl)
-            return
-        worst = check_canary(
-            canary,
-            self._scored(self.engine.score, canary),
-            version=self.version,
-            rank=self.group.rank,
-            tolerance=self.parity_tolerance,
-        )
-        self.metrics.add_mean("parity/canary_diff_max", worst)
-
-    def _scored(self, score: Callable[..., torch.Tensor], canary: Canary) -> torch.Tensor:
-        """What one of the engine's ways to score says of all scored tokens, sequence after
-        sequence, on the CPU.
-        """
-        scored = []
+        most = self.max_quantization_kl
+        score = self.engine.score if most is None else self.engine.score_all
+        scores = []
         for sequence in canary.sequences:
             prompt_ids = sequence.token_ids[: sequence.given]
             token_ids = sequence.token_ids[sequence.given :]
-            scored.append(score(prompt_ids, token_ids, self.sampling.temperature))
-        return torch.cat(scored).cpu()
-
-    # -- tickets
-
-    def _choose_tickets(self) -> list[int]:
-        """What was granted. Ask for as many groups as there is room for, a chunk ahead of need."""
-        # In step with the trainer, evaluation runs alone: what is batched together must not depend
-        # on timing.
-        is_blocked = self.tickets.synchronous and self._evaluating > 0
-        room = (self.engine.free_slots - self.engine.num_waiting) // self.sampling.n
-        if room > 0 and not is_blocked:
-            granted = self.tickets.ask(self.group.data_index, room, self.version)
+            scores.append(score(prompt_ids, token_ids, self.sampling.temperature))
+        scored = torch.cat(scores).cpu()
+        of = {"version": self.version, "rank": self.group.rank}
+        if most is None:
+            worst = check_canary(canary, scored, **of, tolerance=self.parity_tolerance)
+            self.metrics.add_mean("parity/canary_diff_max", worst)
         else:
-            granted = self.tickets.granted()
-        return [ticket.index for ticket in granted]
+            kl = check_quantized(canary, scored, **of, most=most)
+            self.metrics.add_mean("weights/quantization_kl", kl)
 
     # -- checkpoints
 
@@ -309,8 +285,20 @@ class Generator(Executor):
         num_tokens = 0
         for part in parts:
             for sample in unpack(part, self.tickets.resumed_step, TRAIN, self.sampling):
-                if sample.ticket in share:
-                    num_tokens += self._go_on(sample)
+                if sample.ticket not in share:
+                    continue
+                # Those of other prompts were left out when the checkpoint was opened.
+                same = torch.equal(sample.prompt_ids, self.prompts[sample.ticket].prompt_ids)
+                assert same, (
+                    f"ticket {sample.ticket}: a saved completion is of another prompt than the "
+                    "stream's"
+                )
+                if isinstance(sample, Partial):
+                    self.engine.submit_partial(sample)
+                    num_tokens += sample.token_ids.numel()
+                elif not self.follows:
+                    self._note_sent(sample)
+                    self._send_again.append(sample)
         if share and not self.follows:
             self.tickets.go_on(share)
             log.info(
@@ -319,21 +307,6 @@ class Generator(Executor):
                 num_tokens,
                 len(self._send_again),
             )
-
-    def _go_on(self, sample: Partial | Completion) -> int:
-        """Returns how many tokens a partial completion goes on after."""
-        # Those of other prompts were left out when the checkpoint was opened.
-        same = torch.equal(sample.prompt_ids, self.prompts[sample.ticket].prompt_ids)
-        assert same, (
-            f"ticket {sample.ticket}: a saved completion is of another prompt than the stream's"
-        )
-        if isinstance(sample, Partial):
-            self.engine.submit_partial(sample)
-            return sample.token_ids.numel()
-        if not self.follows:
-            self._note_sent(sample)
-            self._send_again.append(sample)
-        return 0
 
     # -- ending
 

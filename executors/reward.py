@@ -15,12 +15,12 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from llamarl.errors import RewardError
 from llamarl.executor import Executor
 from llamarl.tasks.evaluation import Evaluations
 from llamarl.tasks.source import MakeSource, Outcome, RewardSource
+from llamarl.tickets.prompts import PromptStream
 from llamarl.types import Completion, EvalCompletion, Group, Prompt, ScoredCompletion
 
 # Completions in the source; more wait in the channel, where the generator feels them.
@@ -30,12 +30,6 @@ MIN_OUTCOMES = 64  # before a rate says anything
 _LOGGED_REASONS = 20  # distinct ones; the counters go on
 
 log = logging.getLogger(__name__)
-
-
-class Prompts(Protocol):
-    """A PromptStream, or anything else that maps a ticket to its prompt."""
-
-    def __getitem__(self, ticket: int) -> Prompt: ...
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -58,7 +52,7 @@ class RuleReward(Executor):
 
     name = "reward"
 
-    prompts: Prompts
+    prompts: PromptStream
     eval_prompts: Callable[[int], Prompt]
     decode: Callable[[list[int]], str]
     make_source: MakeSource
@@ -87,7 +81,15 @@ class RuleReward(Executor):
 
     def step(self) -> bool:
         """Give the source what came, and send on what it has scored. True if there was any."""
-        has_taken = self._take()
+        # Evaluations first: a row of metrics waits for them.
+        evaluations = self.inputs["evaluations"].take(self._room())
+        for answer in evaluations:
+            self._submit(answer, self.eval_prompts(answer.prompt_index))
+        # While groups wait for room no more are made; the completions stay in their channel.
+        room = 0 if self._whole else self._room()
+        completions = self.inputs["completions"].take(room)
+        for completion in completions:
+            self._submit(completion, self.prompts[completion.ticket])
         outcomes = self._source.poll()
         for key, outcome in outcomes:
             completion = self._submitted.pop(key)
@@ -100,8 +102,12 @@ class RuleReward(Executor):
             self._errors.check()
         for version, values in self._evaluations.finished():
             self.metrics.report(version, values)
-        has_sent = self._send()
-        return has_sent or bool(outcomes) or has_taken
+        has_sent = False
+        (sink,) = self.outputs.values()  # to the trainer, or to a reference before it
+        while self._whole and sink.has_room():
+            sink.put(self._whole.popleft())
+            has_sent = True
+        return has_sent or bool(outcomes or evaluations or completions)
 
     def waiting_for(self) -> str | None:
         """What it waits for, in words that begin with the cause: room, scores or data."""
@@ -121,20 +127,6 @@ class RuleReward(Executor):
         """Close the source, if there is one."""
         if self._source is not None:
             self._source.close()
-
-    def _take(self) -> bool:
-        """Give the source what came, evaluations first: a row of metrics waits for them. True if
-        there was any.
-        """
-        evaluations = self.inputs["evaluations"].take(self._room())
-        for answer in evaluations:
-            self._submit(answer, self.eval_prompts(answer.prompt_index))
-        # While groups wait for room no more are made; the completions stay in their channel.
-        room = 0 if self._whole else self._room()
-        completions = self.inputs["completions"].take(room)
-        for completion in completions:
-            self._submit(completion, self.prompts[completion.ticket])
-        return bool(evaluations or completions)
 
     def _room(self) -> int:
         """How many completions the source may still be given."""
@@ -165,15 +157,6 @@ class RuleReward(Executor):
         if len(group) == self.group_size:
             del self._begun[completion.ticket]
             self._whole.append(Group.of(group))
-
-    def _send(self) -> bool:
-        """Send whole groups while there is room. True if any was sent."""
-        has_sent = False
-        (sink,) = self.outputs.values()  # to the trainer, or to a reference before it
-        while self._whole and sink.has_room():
-            sink.put(self._whole.popleft())
-            has_sent = True
-        return has_sent
 
 
 class ErrorRate:

@@ -38,7 +38,6 @@ from llamarl.config.command_line import (
     to_config,
 )
 from llamarl.config.conversion import flat, is_marked, load_config, to_values, value_differences
-from llamarl.config.schema import Mark
 from llamarl.errors import CheckpointError
 from llamarl.inference import Engine
 from llamarl.inference.evaluation import eval_completion, submit
@@ -124,7 +123,7 @@ def config_of(model: Path, run: Path | None, overrides: list[str]) -> Config:
     for key, was in flat(to_values(load_config(run / "config.yaml"))).items():
         section, _, name = key.rpartition(".")
         names = {section, key}
-        if is_marked(key, Mark.ANSWERS) and key not in OUR_OWN and not names & named:
+        if is_marked(key, "answers") and key not in OUR_OWN and not names & named:
             place = values[section] if section else values
             place[name] = was
     config = to_config(values)

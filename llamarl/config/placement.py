@@ -122,16 +122,26 @@ def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: F
     """Ranks that do not make whole replicas of the trainer, groups that these cannot share, or
     parts of the model that its ranks cannot.
     """
-    t = c.trainer.tensor_parallel
-    unit = c.trainer.replicate * t
-    if num_ranks % unit:
+    t, n = c.trainer.tensor_parallel, c.trainer.minibatches_per_step
+    replica = c.trainer.replicate * t
+    dp_ranks = num_ranks // t
+    unit = dp_ranks * n
+    if num_ranks % replica:
         sizes = {"trainer.replicate": c.trainer.replicate, "trainer.tensor_parallel": t}
         keys = [key for key, size in sizes.items() if size > 1]
         ranks = "1 trainer rank" if num_ranks == 1 else f"{num_ranks} trainer ranks"
-        remedy = f"set placement.trainer to a multiple of {unit} ranks"
+        remedy = f"set placement.trainer to a multiple of {replica} ranks"
         found.add(f"{ranks} cannot be split so; {remedy}", *keys)
     else:
-        _find_shares(c, num_ranks // t, found)
+        ranks = f"{dp_ranks} trainer ranks" if t == 1 else f"{dp_ranks} sets of {t} trainer ranks"
+        wanted = {"groups_per_step": c.groups_per_step, "overcommit": c.overcommit}
+        for key, amount in wanted.items():
+            if not isinstance(amount, str) and amount % dp_ranks:
+                found.add(f"{ranks} cannot share it evenly; need a multiple of {dp_ranks}", key)
+        if c.groups_per_step % dp_ranks == 0 and c.groups_per_step % unit:
+            what = f"{ranks} cannot cut their groups into {n} minibatches each"
+            remedy = f"need a multiple of {unit} groups"
+            found.add(f"{what}; {remedy}", "groups_per_step", "trainer.minibatches_per_step")
     if t == 1 or model is None:
         return
     parts = {
@@ -143,22 +153,6 @@ def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: F
     if uneven:
         what = f"the trainer splits the model evenly, but it has {' and '.join(uneven)}"
         found.add(what, "trainer.tensor_parallel")
-
-
-def _find_shares(c: Config, dp_ranks: int, found: Findings) -> None:
-    """Groups that data-parallel ranks cannot share evenly."""
-    t, n = c.trainer.tensor_parallel, c.trainer.minibatches_per_step
-    ranks = f"{dp_ranks} trainer ranks"
-    if t > 1:
-        ranks = f"{dp_ranks} sets of {t} trainer ranks"
-    for key, amount in {"groups_per_step": c.groups_per_step, "overcommit": c.overcommit}.items():
-        if not isinstance(amount, str) and amount % dp_ranks:
-            found.add(f"{ranks} cannot share it evenly; need a multiple of {dp_ranks}", key)
-    unit = dp_ranks * n
-    if c.groups_per_step % dp_ranks == 0 and c.groups_per_step % unit:
-        what = f"{ranks} cannot cut their groups into {n} minibatches each"
-        remedy = f"need a multiple of {unit} groups"
-        found.add(f"{what}; {remedy}", "groups_per_step", "trainer.minibatches_per_step")
 
 
 def _find_replicas(c: Config, placed: dict[str, Ranks], world_size: int, found: Findings) -> None:

@@ -37,7 +37,9 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
     ]
     found = Findings(config)
     find_placement(config, world_size, found)
-    _find_broken(rules, found)
+    for keys, is_broken, remedy in rules:
+        if is_broken:
+            found.add(remedy, *keys.split())
     if config.generator.kind == "vllm":
         from llamarl.inference.vllm_engine import vllm_problem  # imports torch, so only for vLLM
 
@@ -46,12 +48,6 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
     _find_files(config, found)
     _find_loss(config.loss, found)
     return found.problems
-
-
-def _find_broken(rules: list[Rule], found: Findings) -> None:
-    for keys, is_broken, remedy in rules:
-        if is_broken:
-            found.add(remedy, *keys.split())
 
 
 def _find_files(c: Config, found: Findings) -> None:
@@ -398,32 +394,6 @@ def _published_losses() -> dict[str, Mapping[str, object]]:
     return {file.stem: OmegaConf.load(file)["loss"] for file in files}
 
 
-def _option_rules(options: Mapping[str, object]) -> list[Rule]:
-    """Of options of a loss that are each in range."""
-    low = options.get("ratio_mask_low") or 0
-    high = options.get("ratio_mask_high") or math.inf
-    cap = options.get("ratio_cap") or math.inf
-    clip = options.get("clip_high", -math.inf)
-    return [
-        (
-            "loss.ratio_mask_low loss.ratio_mask_high",
-            low >= high,
-            "masks every ratio; the low bound must be below the high one",
-        ),
-        (
-            "loss.ratio_cap loss.clip_high",
-            cap <= 1 + clip,
-            f"a cap at or below 1 + clip_high = {1 + clip:g} leaves nothing to clip; "
-            "raise it, or null",
-        ),
-        (
-            "loss.max_tokens loss.normalize",
-            options.get("max_tokens") is not None and options.get("normalize") != "tokens",
-            "a constant takes the place of the mean; normalize=tokens, or max_tokens=null",
-        ),
-    ]
-
-
 def _find_loss(loss: LossSettings, found: Findings) -> None:
     """A loss that does not exist, or options that it does not take or that cannot be."""
     losses, published = declarations(), _published_losses()
@@ -459,8 +429,22 @@ def _find_options(loss: LossSettings, taken: Sequence[str], found: Findings) -> 
         if hint is None:
             why = did_you_mean(key, [f"loss.{name}" for name in taken])
         found.problems.append(Problem(key, f"unknown key{why}", (key,)))
-    if all_fit:
-        _find_broken(_option_rules(loss.options), found)
+    if not all_fit:
+        return
+    low = loss.options.get("ratio_mask_low") or 0
+    high = loss.options.get("ratio_mask_high") or math.inf
+    cap = loss.options.get("ratio_cap") or math.inf
+    clip = loss.options.get("clip_high", -math.inf)
+    is_mean = loss.options.get("max_tokens") is None or loss.options.get("normalize") == "tokens"
+    if low >= high:
+        what = "masks every ratio; the low bound must be below the high one"
+        found.add(what, "loss.ratio_mask_low", "loss.ratio_mask_high")
+    if cap <= 1 + clip:
+        what = f"a cap at or below 1 + clip_high = {1 + clip:g} leaves nothing to clip"
+        found.add(f"{what}; raise it, or null", "loss.ratio_cap", "loss.clip_high")
+    if not is_mean:
+        what = "a constant takes the place of the mean; normalize=tokens, or max_tokens=null"
+        found.add(what, "loss.max_tokens", "loss.normalize")
 
 
 def _find_own_loss(loss: LossSettings, found: Findings) -> None:

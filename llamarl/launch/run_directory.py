@@ -38,7 +38,7 @@ from llamarl.config.command_line import Config
 from llamarl.config.conversion import save_config
 from llamarl.errors import RunDirectoryError, TimedOut
 from llamarl.inference.partials import of_other_prompts
-from llamarl.launch.identity import Identity, differences, identity_of
+from llamarl.launch.identity import Identity, differences
 from llamarl.native.files import LOCK, DirectoryLock
 from llamarl.tickets.prompts import PromptStream
 
@@ -125,8 +125,16 @@ class _Opening:
 
     def decide(self) -> RunDirectory:
         try:
+            ours = self.identity.prompts
             for rank in range(1, self.world.size):
-                self._compare_prompts(rank)
+                what = "which prompts it reads"
+                theirs = self.exchange.hear(f"prompts/{rank}", source=rank, what=what)
+                others = [name for name in ours if theirs.get(name) != ours[name]]
+                if others:
+                    raise RunDirectoryError(
+                        f"rank {rank} reads other {' and '.join(others)} than rank 0; give all "
+                        "hosts the same data and model files"
+                    )
             run = self._open()
         except (ValueError, OSError) as error:
             # A damaged checkpoint, a directory in use or that cannot be made.
@@ -148,17 +156,6 @@ class _Opening:
         number = next(self.orders)
         self.exchange.tell(f"order/{number}", order)
         return number
-
-    def _compare_prompts(self, rank: int) -> None:
-        """RunDirectoryError if a rank reads other data than this one."""
-        theirs = self.exchange.hear(f"prompts/{rank}", source=rank, what="which prompts it reads")
-        ours = self.identity.prompts
-        others = [name for name in ours if theirs.get(name) != ours[name]]
-        if others:
-            raise RunDirectoryError(
-                f"rank {rank} reads other {' and '.join(others)} than rank 0; give all hosts "
-                "the same data and model files"
-            )
 
     def _open(self) -> RunDirectory:
         """ValueError or OSError if nothing may start here."""
@@ -216,16 +213,17 @@ class _Opening:
         RunDirectoryError if it is another run's checkpoint.
         """
         controller = load_part(checkpoint, CONTROLLER, ranks_of(checkpoint, CONTROLLER)[0])
-        old = identity_of(controller.get("identity"))
         instead = (
             "start a run of its own from the checkpoint's weights: model=hf "
             f"model.path={checkpoint / 'hf'}"
         )
-        if old is None:
+        try:
+            old = Identity(**controller["identity"])
+        except (KeyError, TypeError) as error:  # none, no mapping, or one of other names
             raise RunDirectoryError(
                 f"{checkpoint} does not say of which run it is: another version of llamarl wrote "
                 f"it. Resume it with that one, or {instead}"
-            )
+            ) from error
         found = differences(old, self.identity)
         permitted = self.config.resume_with_other
         refused = [difference for difference in found if difference.permit not in permitted]

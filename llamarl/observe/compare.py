@@ -30,7 +30,7 @@ from llamarl.config.conversion import (
     to_values,
     value_differences,
 )
-from llamarl.config.schema import Config, Mark
+from llamarl.config.schema import Config
 from llamarl.observe.report import Columns, moving_mean, read_columns, smoothing_width
 from llamarl.observe.rows import EVALUATED, FILE_NAME
 
@@ -154,7 +154,7 @@ def _differing_values(runs: Sequence[Run]) -> dict[str, list[str]]:
     values: dict[str, list[str]] = {}
     for i, run in enumerate(runs):
         for key, (ours, theirs) in value_differences(first, to_values(run.config)).items():
-            if not is_marked(key, Mark.OUTWARD):
+            if not is_marked(key, "outward"):
                 of_runs = values.setdefault(key, [show(ours)] * len(runs))
                 of_runs[i] = show(theirs)
     return values

@@ -2,6 +2,7 @@
 together to find out.
 """
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -102,7 +103,7 @@ def a_checkpoint(job, step=3):
         )
         for ticket in IN_WORK
     ]
-    checkpointer.save_part(step, "controller", 0, {"identity": job.identity.to_json()})
+    checkpointer.save_part(step, "controller", 0, {"identity": dataclasses.asdict(job.identity)})
     checkpointer.save_part(step, "generator", 0, pack(begun))
     checkpointer.pump()
     return checkpointer.folder / f"step_{step}"
