@@ -20,6 +20,7 @@ this; the others do what it tells them, in its order, and send nothing (llamarl.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterable
@@ -191,9 +192,25 @@ class Generator(Executor):
             return False  # a newer version is just overtaking it
         self.version = taken.version
         self.engine.weights_changed(self.version, recompute_kv=self.recompute_kv)
-        self._count("weights/swap_stall_s", time.monotonic() - began)
+        if not self.follows:  # its peers do the same work
+            self.metrics.add("weights/swap_stall_s", time.monotonic() - began)
         if taken.canary:
-            self._check_canary(Canary.from_json(taken.canary))
+            canary = Canary.from_json(taken.canary)  # what the trainer says of the version
+            most = self.max_quantization_kl
+            score = self.engine.score if most is None else self.engine.score_all
+            scores = []
+            for sequence in canary.sequences:
+                prompt_ids = sequence.token_ids[: sequence.given]
+                token_ids = sequence.token_ids[sequence.given :]
+                scores.append(score(prompt_ids, token_ids, self.sampling.temperature))
+            scored = torch.cat(scores).cpu()
+            of = {"version": self.version, "rank": self.group.rank}
+            if most is None:
+                worst = check_canary(canary, scored, **of, tolerance=self.parity_tolerance)
+                self.metrics.add_mean("parity/canary_diff_max", worst)
+            else:
+                kl = check_quantized(canary, scored, **of, most=most)
+                self.metrics.add_mean("weights/quantization_kl", kl)
         if taken.evaluate:
             # This replica's share of the held-out prompts.
             for j in range(self.group.data_index, len(self.eval_prompts), self.group.data_size):
@@ -212,7 +229,8 @@ class Generator(Executor):
             self.engine.abort(ticket, stream=TRAIN)
         sampled = self.engine.step(chunk)
         self._sampled += sampled
-        self._count("generator/tokens", sampled)
+        if not self.follows:
+            self.metrics.add("generator/tokens", sampled)
         finished = self.engine.pop_finished()
         for stream, completion in finished:
             if stream != TRAIN:
@@ -233,31 +251,6 @@ class Generator(Executor):
             return []
         now = time.monotonic()
         return [ticket for ticket, began in self._begun.items() if now - began > self.max_seconds]
-
-    def _count(self, name: str, amount: float) -> None:
-        """Add to a counter, on the first rank of a replica alone: its peers do the same work and
-        would count it again.
-        """
-        if not self.follows:
-            self.metrics.add(name, amount)
-
-    def _check_canary(self, canary: Canary) -> None:
-        """What was swapped in, against what the trainer says of it. ParityError."""
-        most = self.max_quantization_kl
-        score = self.engine.score if most is None else self.engine.score_all
-        scores = []
-        for sequence in canary.sequences:
-            prompt_ids = sequence.token_ids[: sequence.given]
-            token_ids = sequence.token_ids[sequence.given :]
-            scores.append(score(prompt_ids, token_ids, self.sampling.temperature))
-        scored = torch.cat(scores).cpu()
-        of = {"version": self.version, "rank": self.group.rank}
-        if most is None:
-            worst = check_canary(canary, scored, **of, tolerance=self.parity_tolerance)
-            self.metrics.add_mean("parity/canary_diff_max", worst)
-        else:
-            kl = check_quantized(canary, scored, **of, most=most)
-            self.metrics.add_mean("weights/quantization_kl", kl)
 
     # -- checkpoints
 
@@ -315,7 +308,8 @@ class Generator(Executor):
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
-            self._part()
+            with contextlib.suppress(RuntimeError):  # others have left already, and say why
+                self._part()
         if hasattr(self, "weights"):
             self.weights.close()
         if hasattr(self, "engine"):
@@ -325,15 +319,12 @@ class Generator(Executor):
         """The leader says that it begins nothing more; a peer first takes part in what it has
         begun.
         """
-        try:
-            if not self.follows:
-                self.replica.tell(LAST)
+        if not self.follows:
+            self.replica.tell(LAST)
+            return
+        until = time.monotonic() + END_S
+        while time.monotonic() < until:
+            if self.replica.ended or self._torn or self.control.failure:
                 return
-            until = time.monotonic() + END_S
-            while time.monotonic() < until:
-                if self.replica.ended or self._torn or self.control.failure:
-                    return
-                if not self._follow():
-                    self.control.wait(POLL_S)
-        except RuntimeError:
-            pass  # the others have left already, and say why
+            if not self._follow():
+                self.control.wait(POLL_S)

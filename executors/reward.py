@@ -63,7 +63,6 @@ class RuleReward(Executor):
 
     def __post_init__(self):
         self._evaluations = Evaluations(self.num_eval_prompts, self.num_eval_samples)
-        self._source: RewardSource | None = None
         # What is in the source, by key.
         self._submitted: dict[int, Completion | EvalCompletion] = {}
         self._keys = itertools.count()
@@ -75,7 +74,7 @@ class RuleReward(Executor):
         """Start the source. ValueError if it cannot be used: of a function, if it cannot be
         imported or called.
         """
-        self._source = self.make_source(on_result=self.control.wake)
+        self._source: RewardSource = self.make_source(on_result=self.control.wake)
         self._errors = ErrorRate(self._source.name, self.max_error_rate)
         self._source.start()
 
@@ -125,7 +124,7 @@ class RuleReward(Executor):
 
     def teardown(self) -> None:
         """Close the source, if there is one."""
-        if self._source is not None:
+        if hasattr(self, "_source"):
             self._source.close()
 
     def _room(self) -> int:

@@ -182,14 +182,6 @@ def _problems_of(
 
     refusals = (HydraException, OmegaConfBaseException)
 
-    def refusal(text: str) -> str:
-        """Why Hydra does not take an override by itself; "" if it does."""
-        try:
-            compose(config_name, [*search, text])
-        except refusals as error:
-            return " ".join(str(error).split())
-        return ""
-
     problems: list[Problem] = []
     required: list[str] = []
     # Up to three times: what is wrong by itself is left out of the next, since combinations of the
@@ -204,8 +196,12 @@ def _problems_of(
             found = error.problems
             required += [problem.where for problem in found if problem.what.startswith("required")]
         except refusals as error:
-            why = {key: refusal(text) for key, text in kept.items()}
-            found = [Problem(kept[key], why[key], (key,)) for key in kept if why[key]]
+            found = []
+            for key, text in kept.items():
+                try:
+                    compose(config_name, [*search, text])
+                except refusals as alone:
+                    found.append(Problem(text, " ".join(str(alone).split()), (key,)))
             if not found:
                 return [*problems, Problem(config_name, " ".join(str(error).split()))]
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from llamarl.config.conversion import Findings, show
-from llamarl.config.schema import Config, PlacementSettings
+from llamarl.config.schema import Config
 from llamarl.models.config import ModelConfig, read_config, tiny_directory
 
 COLOCATED = ("trainer", "generator", "reference")  # executors with a model on the device
@@ -14,24 +14,20 @@ TINY_MODEL = tiny_directory()
 Ranks = tuple[int, ...]
 
 
-def resolve_placement(
-    placement: PlacementSettings,
-    world_size: int,
-    *,
-    groups_per_step: int = 0,
-    tensor_parallel: int = 1,
-) -> dict[str, Ranks]:
-    """Executor name -> its ranks, with every null filled in.
+def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:
+    """Executor name -> its ranks in this run, with every null filled in; no reference if there is
+    none.
 
     Trainers take the first half of the ranks (as many as divide groups_per_step, and leave a
-    multiple of tensor_parallel if that can be), generators the rest, as far as it makes whole
-    replicas of tensor_parallel ranks, and reward and reference a rank that hosts nothing yet or
-    else the generators' last. One rank hosts everything. Executors of placement.colocate share the
-    ranks given for one of them, or all.
+    multiple of generator.tensor_parallel if that can be), generators the rest, as far as it makes
+    whole replicas, and reward and reference a rank that hosts nothing yet or else the generators'
+    last. One rank hosts everything. Executors of placement.colocate share the ranks given for one
+    of them, or all.
     """
+    tensor_parallel = config.generator.tensor_parallel
     everyone = list(range(world_size))
-    given = dataclasses.asdict(placement)
-    together = [name for name in COLOCATED if name in (placement.colocate or ())]
+    given = dataclasses.asdict(config.placement)
+    together = [name for name in COLOCATED if name in (given["colocate"] or ())]
     shared = [given[name] for name in together if given[name]]
     given.update(dict.fromkeys(together, shared[0] if shared else everyone))
     trainer = given["trainer"]
@@ -39,7 +35,7 @@ def resolve_placement(
     if not trainer:
         free = [rank for rank in everyone if rank not in generator] or everyone
         most = max(1, min(world_size // 2, len(free)))
-        sizes = [n for n in range(most, 0, -1) if groups_per_step % n == 0]
+        sizes = [n for n in range(most, 0, -1) if config.groups_per_step % n == 0]
         if not generator:
             left_by = {n: world_size - n for n in sizes}  # ranks that are left to generators
             whole = [n for n in sizes if left_by[n] > 0 and left_by[n] % tensor_parallel == 0]
@@ -50,24 +46,13 @@ def resolve_placement(
     in_replicas = len(rest) // tensor_parallel * tensor_parallel
     generator = generator or rest[:in_replicas] or rest or everyone
     spare = [rank for rank in rest if rank not in generator] or generator
-    return {
+    placed = {
         "trainer": tuple(trainer),
         "generator": tuple(generator),
         "reward": tuple(given["reward"] or spare[-1:]),
-        "reference": tuple(given["reference"] or spare[-1:]),
     }
-
-
-def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:
-    """Executor name -> its ranks in this run; no reference if there is none."""
-    placed = resolve_placement(
-        config.placement,
-        world_size,
-        groups_per_step=config.groups_per_step,
-        tensor_parallel=config.generator.tensor_parallel,
-    )
-    if config.reference.kind == "none":
-        del placed["reference"]
+    if config.reference.kind != "none":
+        placed["reference"] = tuple(given["reference"] or spare[-1:])
     return placed
 
 

@@ -27,10 +27,8 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
     """What cannot work together, or with this many ranks and these files."""
     num_hosts = -(-world_size // (local_world_size or world_size))
     rules = [
-        *_generator_rules(config),
+        *_memory_rules(config, num_hosts),
         *_ahead_rules(config),
-        *_run_rules(config),
-        *_device_rules(config, num_hosts),
         *_learning_rules(config),
         *_reference_rules(config),
         *_replay_rules(config),
@@ -45,25 +43,24 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
 
         if what := vllm_problem():
             found.add(what, "generator.kind")
-    _find_files(config, found)
+    files = {f"task.{name}": getattr(config.task, name, None) for name in ("path", "eval_path")}
+    files["model.path"] = config.model.path and f"{config.model.path}/config.json"
+    for key, file in files.items():
+        if file and not Path(file).exists():
+            found.add(f"no such file: {Path(file)}", key)
+    if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
+        found.add("no such directory; need auto, never or a checkpoint's directory", "resume")
     _find_loss(config.loss, found)
     return found.problems
 
 
-def _find_files(c: Config, found: Findings) -> None:
-    """Data, a model or a checkpoint that is not there."""
-    files = {f"task.{name}": getattr(c.task, name, None) for name in ("path", "eval_path")}
-    files["model.path"] = c.model.path and f"{c.model.path}/config.json"
-    for key, file in files.items():
-        if file and not Path(file).exists():
-            found.add(f"no such file: {Path(file)}", key)
-    if c.resume not in ("auto", "never") and not Path(c.resume).is_dir():
-        found.add("no such directory; need auto, never or a checkpoint's directory", "resume")
-
-
-def _generator_rules(c: Config) -> list[Rule]:
-    """Of the generator's slots, cache and unfinished completions."""
+def _memory_rules(c: Config, num_hosts: int) -> list[Rule]:
+    """Of the generator's slots, cache and unfinished completions; of the memory that executors
+    share, and how weights travel.
+    """
     g = c.generator
+    t, transport = c.trainer, c.weights.transport
+    has_8bit_moments = t.optimizer == "adamw8bit"
     longest = c.task.max_prompt_tokens + c.max_new_tokens
     resumes = g.resume_partials is True
     return [
@@ -104,14 +101,55 @@ def _generator_rules(c: Config) -> list[Rule]:
             c.offload and g.kind == "vllm",
             "vLLM's memory stays where it is; generator=native, or offload=false",
         ),
+        (
+            "offload",
+            c.offload and not c.placement.colocate,
+            "moves executors that share a device out of each other's way; "
+            "name them: placement.colocate=[trainer,generator]",
+        ),
+        (
+            "offload max_lag",
+            c.offload and c.max_lag != 0,
+            "with any lag trainer and generator work at the same time, "
+            "so neither can leave the device; max_lag=0",
+        ),
+        (
+            "offload trainer.cpu_offload",
+            c.offload and t.cpu_offload,
+            "both keep the trainer in host memory; trainer.cpu_offload=false, or offload=false",
+        ),
+        (
+            "trainer.optimizer offload",
+            has_8bit_moments and c.offload,
+            "8-bit moments cannot leave the device; trainer.optimizer=adamw, or offload=false",
+        ),
+        (
+            "trainer.optimizer trainer.cpu_offload",
+            has_8bit_moments and t.cpu_offload,
+            "8-bit moments are for a device's memory; "
+            "trainer.optimizer=adamw, or trainer.cpu_offload=false",
+        ),
+        (
+            "weights.transport trainer.cpu_offload",
+            transport in ("nccl", "cuda_ipc") and t.cpu_offload,
+            "weights that leave from host memory travel by shm or gloo; weights.transport=auto",
+        ),
+        (
+            "weights.transport",
+            transport in ("shm", "cuda_ipc") and num_hosts > 1,
+            f"ranks on {num_hosts} hosts share no memory; weights.transport=gloo or nccl, or auto",
+        ),
     ]
 
 
 def _ahead_rules(c: Config) -> list[Rule]:
-    """Of the bound of the lag, what may start ahead, and the bounds of that."""
+    """Of the bound of the lag, what may start ahead, and the bounds of that; of what a run goes
+    on with, and when it ends.
+    """
     g = c.governor
     synchronous, unbounded = c.max_lag == 0, c.max_lag is None
     truncates = c.on_deadline == "truncate"
+    aims = c.eval.target is not None
     return [
         (
             "overcommit max_lag",
@@ -160,13 +198,6 @@ def _ahead_rules(c: Config) -> list[Rule]:
             g.start is not None and g.most is not None and g.start > g.most,
             "starts above the most",
         ),
-    ]
-
-
-def _run_rules(c: Config) -> list[Rule]:
-    """Of what a run goes on with, and when it ends."""
-    aims = c.eval.target is not None
-    return [
         (
             "resume run_dir",
             c.resume == "auto" and not c.run_dir,
@@ -194,52 +225,6 @@ def _run_rules(c: Config) -> list[Rule]:
             isinstance(c.task, RowsSettings) and c.task.answer_key is None and c.reward.fn is None,
             "the task's own reward compares with an answer; "
             "reward.fn=module:function, or task.answer_key=answer",
-        ),
-    ]
-
-
-def _device_rules(c: Config, num_hosts: int) -> list[Rule]:
-    """Of the memory that executors share, and how weights travel."""
-    t, transport = c.trainer, c.weights.transport
-    has_8bit_moments = t.optimizer == "adamw8bit"
-    return [
-        (
-            "offload",
-            c.offload and not c.placement.colocate,
-            "moves executors that share a device out of each other's way; "
-            "name them: placement.colocate=[trainer,generator]",
-        ),
-        (
-            "offload max_lag",
-            c.offload and c.max_lag != 0,
-            "with any lag trainer and generator work at the same time, "
-            "so neither can leave the device; max_lag=0",
-        ),
-        (
-            "offload trainer.cpu_offload",
-            c.offload and t.cpu_offload,
-            "both keep the trainer in host memory; trainer.cpu_offload=false, or offload=false",
-        ),
-        (
-            "trainer.optimizer offload",
-            has_8bit_moments and c.offload,
-            "8-bit moments cannot leave the device; trainer.optimizer=adamw, or offload=false",
-        ),
-        (
-            "trainer.optimizer trainer.cpu_offload",
-            has_8bit_moments and t.cpu_offload,
-            "8-bit moments are for a device's memory; "
-            "trainer.optimizer=adamw, or trainer.cpu_offload=false",
-        ),
-        (
-            "weights.transport trainer.cpu_offload",
-            transport in ("nccl", "cuda_ipc") and t.cpu_offload,
-            "weights that leave from host memory travel by shm or gloo; weights.transport=auto",
-        ),
-        (
-            "weights.transport",
-            transport in ("shm", "cuda_ipc") and num_hosts > 1,
-            f"ranks on {num_hosts} hosts share no memory; weights.transport=gloo or nccl, or auto",
         ),
     ]
 

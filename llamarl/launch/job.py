@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -125,18 +124,13 @@ class Job:
         self,
         executors: list[Executor],
         channels: list[Channel],
-        *,
-        beside: Mapping[Executor, Executor] | None = None,
     ) -> None:
         """Run the graph to its end.
 
-        executors: in flow order. channels: between them. beside: where an executor runs that the
-        config does not place: on the ranks of another.
+        executors: in flow order; `placement` has the ranks of each by name, also of one that the
+        config does not place. channels: between them.
         """
         c = self.config
-        placement = dict(self.placement)
-        for executor, other in (beside or {}).items():
-            placement[executor.name] = placement[other.name]
         initial_groups = c.groups_per_step
         if c.buffer.kind == "replay" and c.buffer.initial_completions is not None:
             initial_groups = math.ceil(c.buffer.initial_completions / c.group_size)
@@ -168,7 +162,7 @@ class Job:
         ExecutorController(
             executors=executors,
             channels=channels,
-            placement=placement,
+            placement=self.placement,
             ledger=ledger,
             world=self.world,
             settings=settings,

@@ -165,7 +165,13 @@ class _Opening:
         own: Path | None = None  # opened by this job before its workers were restarted
         if launcher is not None and launcher.check([key]):
             own = Path(launcher.get(key).decode())
-        path = Path(config.run_dir) if config.run_dir else own or _unused()
+        path = Path(config.run_dir) if config.run_dir else own
+        if path is None:
+            # runs/TIME, or runs/TIME-2, runs/TIME-3, ...: one that does not exist.
+            path = new = RUNS / time.strftime("%Y%m%d-%H%M%S")
+            numbers = itertools.count(2)
+            while path.exists():
+                path = new.with_name(f"{new.name}-{next(numbers)}")
         path = path.absolute()
         # A restarted rank 0 goes on in the directory that it had opened itself.
         resume = "auto" if config.resume == "never" and path == own else config.resume
@@ -257,12 +263,3 @@ def _refuse_used(path: Path) -> None:
         raise RunDirectoryError(
             f"{path} holds a run already; go on with resume=auto, or choose another run_dir"
         )
-
-
-def _unused() -> Path:
-    """runs/TIME, or runs/TIME-2, runs/TIME-3, ...: one that does not exist."""
-    path = unused = RUNS / time.strftime("%Y%m%d-%H%M%S")
-    numbers = itertools.count(2)
-    while unused.exists():
-        unused = path.with_name(f"{path.name}-{next(numbers)}")
-    return unused

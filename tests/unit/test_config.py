@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -27,7 +28,7 @@ from llamarl.config.conversion import (
     value_differences,
 )
 from llamarl.config.loss_options import LOSS_OPTIONS, declares
-from llamarl.config.placement import resolve_placement
+from llamarl.config.placement import placement_of
 from llamarl.config.schema import PlacementSettings
 
 RECIPE = """
@@ -595,6 +596,17 @@ def test_a_script_gets_the_checked_config_of_its_overrides():
 AUTO = PlacementSettings(None, None, None, None, None)
 
 
+def placed_by(placement, world_size, groups_per_step=64, tensor_parallel=1):
+    """The ranks of a run with a reference that gives these alone."""
+    config = SimpleNamespace(
+        placement=placement,
+        groups_per_step=groups_per_step,
+        generator=SimpleNamespace(tensor_parallel=tensor_parallel),
+        reference=SimpleNamespace(kind="frozen"),
+    )
+    return placement_of(config, world_size)
+
+
 @pytest.mark.parametrize(
     "world_size, trainer, generator, reward",
     [
@@ -606,7 +618,7 @@ AUTO = PlacementSettings(None, None, None, None, None)
     ],
 )
 def test_ranks_are_halved_between_trainers_and_generators(world_size, trainer, generator, reward):
-    placed = resolve_placement(AUTO, world_size, groups_per_step=64)
+    placed = placed_by(AUTO, world_size, groups_per_step=64)
     assert (placed["trainer"], placed["generator"], placed["reward"]) == (
         trainer,
         generator,
@@ -615,17 +627,15 @@ def test_ranks_are_halved_between_trainers_and_generators(world_size, trainer, g
 
 
 def test_what_is_given_stays_and_the_rest_is_filled_in_around_it():
-    placed = resolve_placement(dataclasses.replace(AUTO, generator=[0]), 4, groups_per_step=64)
+    placed = placed_by(dataclasses.replace(AUTO, generator=[0]), 4, groups_per_step=64)
     assert placed == {"trainer": (1, 2), "generator": (0,), "reward": (3,), "reference": (3,)}
-    placed = resolve_placement(
-        dataclasses.replace(AUTO, generator=[0, 1, 2, 3, 4]), 8, groups_per_step=64
-    )
+    placed = placed_by(dataclasses.replace(AUTO, generator=[0, 1, 2, 3, 4]), 8, groups_per_step=64)
     assert placed["trainer"] == (5, 6)  # three are free, but cannot share 64 groups
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_automatic_placement_leaves_no_rank_idle_and_splits_the_batch(world_size, groups_per_step):
-    placed = resolve_placement(AUTO, world_size, groups_per_step=groups_per_step)
+    placed = placed_by(AUTO, world_size, groups_per_step=groups_per_step)
     assert groups_per_step % len(placed["trainer"]) == 0
     assert set(placed["trainer"]) | set(placed["generator"]) == set(range(world_size))
     assert world_size == 1 or not set(placed["trainer"]) & set(placed["generator"])
@@ -634,12 +644,12 @@ def test_automatic_placement_leaves_no_rank_idle_and_splits_the_batch(world_size
 def test_colocated_executors_share_what_is_given_for_one_of_them_or_everything():
     both = dataclasses.replace(AUTO, colocate=["trainer", "generator"])
     assert (
-        resolve_placement(both, 4, groups_per_step=64)["trainer"]
+        placed_by(both, 4, groups_per_step=64)["trainer"]
         == (0, 1, 2, 3)
-        == resolve_placement(both, 4)["generator"]
+        == placed_by(both, 4)["generator"]
     )
     given = dataclasses.replace(both, generator=[1, 2])
-    placed = resolve_placement(given, 4, groups_per_step=64)
+    placed = placed_by(given, 4, groups_per_step=64)
     assert (placed["trainer"], placed["generator"], placed["reward"]) == ((1, 2), (1, 2), (3,))
 
 
@@ -675,7 +685,7 @@ def test_offload_is_refused_with_its_reason():
 def test_automatic_placement_makes_whole_replicas(
     world_size, size, groups, trainer, generator, reward
 ):
-    placed = resolve_placement(AUTO, world_size, groups_per_step=groups, tensor_parallel=size)
+    placed = placed_by(AUTO, world_size, groups_per_step=groups, tensor_parallel=size)
     assert (placed["trainer"], placed["generator"], placed["reward"]) == (
         trainer,
         generator,
@@ -687,9 +697,7 @@ def test_automatic_placement_makes_whole_replicas(
 def test_automatic_placement_makes_whole_replicas_wherever_it_can(
     world_size, groups_per_step, size
 ):
-    placed = resolve_placement(
-        AUTO, world_size, groups_per_step=groups_per_step, tensor_parallel=size
-    )
+    placed = placed_by(AUTO, world_size, groups_per_step=groups_per_step, tensor_parallel=size)
     assert len(placed["generator"]) % size == 0 or world_size <= size
     assert groups_per_step % len(placed["trainer"]) == 0 and (
         world_size == 1 or not set(placed["trainer"]) & set(placed["generator"])
