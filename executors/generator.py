@@ -204,12 +204,12 @@ class Generator(Executor):
                 token_ids = sequence.token_ids[sequence.given :]
                 scores.append(score(prompt_ids, token_ids, self.sampling.temperature))
             scored = torch.cat(scores).cpu()
-            of = {"version": self.version, "rank": self.group.rank}
+            place = {"version": self.version, "rank": self.group.rank}
             if most is None:
-                worst = check_canary(canary, scored, **of, tolerance=self.parity_tolerance)
+                worst = check_canary(canary, scored, **place, tolerance=self.parity_tolerance)
                 self.metrics.add_mean("parity/canary_diff_max", worst)
             else:
-                kl = check_quantized(canary, scored, **of, most=most)
+                kl = check_quantized(canary, scored, **place, most=most)
                 self.metrics.add_mean("weights/quantization_kl", kl)
         if taken.evaluate:
             # This replica's share of the held-out prompts.

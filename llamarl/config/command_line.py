@@ -88,10 +88,10 @@ def check_command_line(
         else:
             accepted.append(override.text)
             choices.append([(override.key, point) for point in override.points])
-    judge = functools.partial(check, world_size=world_size, local_world_size=local_world_size)
+    ranks = (world_size, local_world_size)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         for combination in itertools.product(*choices):
-            problems += _problems_of(config_name, search, dict(combination), judge)
+            problems += _problems_of(config_name, search, dict(combination), ranks)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return accepted
@@ -172,10 +172,10 @@ def _problems_of(
     config_name: str,
     search: list[str],
     chosen: dict[str, str],
-    judge: Callable[[Config], list[Problem]],
+    ranks: tuple[int, int | None],
 ) -> list[Problem]:
     """Everything wrong with the config that `chosen` (key -> override) makes; needs Hydra to be
-    initialised. judge: what is wrong with values that fit the schema.
+    initialised. ranks: of all hosts, and of one.
     """
     from hydra import compose
     from hydra.errors import HydraException
@@ -205,7 +205,7 @@ def _problems_of(
             if not found:
                 return [*problems, Problem(config_name, " ".join(str(error).split()))]
         else:
-            return problems + [p for p in judge(config) if wrong.isdisjoint(p.keys)]
+            return problems + [p for p in check(config, *ranks) if wrong.isdisjoint(p.keys)]
         problems += [problem for problem in found if wrong.isdisjoint(problem.keys)]
     return problems
 

@@ -233,14 +233,8 @@ class _Reader:
             return None
         if len(schemas) == 1:
             return self._fill(values, schemas[0], prefix)
-        return self._fill_kind(values, schemas, prefix)
-
-    def _fill_kind(
-        self, values: Mapping[str, object], schemas: Sequence[type], prefix: str
-    ) -> object | None:
-        """A section of several kinds, as the one that is asked for. A null for another kind's key
-        says no more than that it is not this kind's.
-        """
+        # Of several kinds, the one that is asked for. A null for another kind's key says no more
+        # than that it is not this kind's.
         key = f"{prefix}kind"
         by_kind: dict[str, type] = {}
         for schema in schemas:

@@ -30,7 +30,6 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
         *_memory_rules(config, num_hosts),
         *_ahead_rules(config),
         *_learning_rules(config),
-        *_reference_rules(config),
         *_replay_rules(config),
     ]
     found = Findings(config)
@@ -230,7 +229,11 @@ def _ahead_rules(c: Config) -> list[Rule]:
 
 
 def _learning_rules(c: Config) -> list[Rule]:
-    """Of advantages, of completions or of tokens; of adapters; of schedules."""
+    """Of advantages, of completions or of tokens; of adapters; of schedules; of the reference, and
+    what compares with it.
+    """
+    kind = c.reference.kind
+    absent, resets = kind == "none", kind == "reset"
     t, fn = c.trainer, c.loss.fn
     adapts, decays = t.lora.rank > 0, t.decay_steps is not None
     has_beta = isinstance(c.loss.options.get("beta"), int | float)
@@ -294,14 +297,6 @@ def _learning_rules(c: Config) -> list[Rule]:
             c.beta_schedule.kind != "constant" and not has_beta,
             "needs a loss with an option beta, and its first value: loss.beta=0.01",
         ),
-    ]
-
-
-def _reference_rules(c: Config) -> list[Rule]:
-    """Of the reference, and what compares with it."""
-    kind = c.reference.kind
-    absent, resets = kind == "none", kind == "reset"
-    return [
         (
             "trainer.reward_kl_coef reference.kind",
             absent and c.trainer.reward_kl_coef > 0,

@@ -48,7 +48,23 @@ def check_inputs(job: Job) -> None:
                 raise ValueError(
                     f"generator.quantize_exclude={g.quantize_exclude}: {error}"
                 ) from error
-        _check_tokens(job, model.vocab_size)
+        # The ids of the tokenizer and of the stop tokens are rows of the embedding.
+        but = f"but config.json says vocab_size={model.vocab_size}; fetch both again"
+        vocabulary = job.tokenizer.get_vocab()
+        last = max(vocabulary, key=vocabulary.get, default=None)
+        if last is not None and vocabulary[last] >= model.vocab_size:
+            file = job.model_path / "tokenizer.json"
+            raise ValueError(f"{file}: token {last!r} has id {vocabulary[last]}, {but}")
+        for token in job.stop_token_ids:
+            if not 0 <= token < model.vocab_size:
+                file = job.model_path / "generation_config.json"
+                raise ValueError(f"{file}: eos_token_id={token}, {but}")
+        if not job.stop_token_ids and job.world.rank == 0:
+            log.warning(
+                "%s: no eos token in tokenizer_config.json or generation_config.json; completions "
+                "take max_new_tokens",
+                job.model_path,
+            )
         try:
             job.task.train_prompt(0)
         except TemplateError as error:
@@ -66,23 +82,3 @@ def check_inputs(job: Job) -> None:
                 f"task.max_prompt_tokens + max_new_tokens = {longest}, but the model's context is "
                 f"{context}; lower one of them"
             )
-
-
-def _check_tokens(job: Job, vocab_size: int) -> None:
-    """The tokenizer's ids and the stop tokens are rows of the embedding."""
-    but = f"but config.json says vocab_size={vocab_size}; fetch both again"
-    vocabulary = job.tokenizer.get_vocab()
-    last = max(vocabulary, key=vocabulary.get, default=None)
-    if last is not None and vocabulary[last] >= vocab_size:
-        file = job.model_path / "tokenizer.json"
-        raise ValueError(f"{file}: token {last!r} has id {vocabulary[last]}, {but}")
-    for token in job.stop_token_ids:
-        if not 0 <= token < vocab_size:
-            file = job.model_path / "generation_config.json"
-            raise ValueError(f"{file}: eos_token_id={token}, {but}")
-    if not job.stop_token_ids and job.world.rank == 0:
-        log.warning(
-            "%s: no eos token in tokenizer_config.json or generation_config.json; completions take "
-            "max_new_tokens",
-            job.model_path,
-        )

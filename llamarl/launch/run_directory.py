@@ -24,8 +24,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -120,7 +119,7 @@ class _Opening:
     identity: Identity
     prompts: PromptStream
     exchange: Exchange
-    orders: Iterator[int] = field(default_factory=itertools.count)  # their numbers
+    num_orders: int = 0
     lock: DirectoryLock | None = None
 
     def decide(self) -> RunDirectory:
@@ -153,7 +152,8 @@ class _Opening:
         return run
 
     def _order(self, order: dict) -> int:
-        number = next(self.orders)
+        number = self.num_orders
+        self.num_orders += 1
         self.exchange.tell(f"order/{number}", order)
         return number
 
