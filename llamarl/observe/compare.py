@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from llamarl.config.conversion import (
-    config_differences,
     did_you_mean,
     is_marked,
     load_config,
     show,
+    to_values,
+    value_differences,
 )
-from llamarl.config.schema import Config, Mark
+from llamarl.config.schema import Config
 from llamarl.observe.report import Columns, read_columns
 from llamarl.observe.rows import EVALUATED, FILE_NAME
 
@@ -127,11 +128,11 @@ def variants_of(runs: Sequence[Run]) -> tuple[Variants, list[str]]:
 
 def _differing_values(runs: Sequence[Run]) -> dict[str, list[str]]:
     """By key in which any two runs differ, but for what is OUTWARD: each run's value as shown."""
-    first = runs[0].config
+    first = to_values(runs[0].config)
     values: dict[str, list[str]] = {}
     for i, run in enumerate(runs):
-        for key, (ours, theirs) in config_differences(first, run.config).items():
-            if not is_marked(key, Mark.OUTWARD):
+        for key, (ours, theirs) in value_differences(first, to_values(run.config)).items():
+            if not is_marked(key, "outward"):
                 of_runs = values.setdefault(key, [show(ours)] * len(runs))
                 of_runs[i] = show(theirs)
     return values

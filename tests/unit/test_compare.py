@@ -7,7 +7,8 @@ import struct
 
 import pytest
 
-from llamarl.config.command_line import compose_config, save_config
+from llamarl.config.command_line import compose_config
+from llamarl.config.conversion import save_config
 from llamarl.observe.compare import load_runs, variants_of
 from tests.launching import ROOT
 
