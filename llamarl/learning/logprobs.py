@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from llamarl.learning.segments import wide_dtype
 from llamarl.models.fused import kernels, weight_gradient
 
 # Up to this many logits are one chunk, kept for backward: recomputing them would cost more than it
@@ -101,7 +102,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         size = tokens if is_whole else min(tokens, chunk_tokens)
         keeps = is_whole or tokens * vocab * weight_VD.element_size() <= KEEP_BYTES
         logits = _room(tokens if keeps else size, weight_VD)
-        found = hidden_TD.new_empty(4, tokens, dtype=_wide(weight_VD))
+        found = hidden_TD.new_empty(4, tokens, dtype=wide_dtype(weight_VD))
         for part in _parts(tokens, size):
             logits_CV = logits[part] if keeps else logits[: part.stop - part.start]
             torch.mm(hidden_TD[part], weight_VD.T, out=logits_CV)
@@ -146,7 +147,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 if grad_weight is None:
                     # Chunks add up in float32: hundreds of bfloat16 additions would lose the small
                     # ones.
-                    grad_weight = product.to(_wide(product)) if len(parts) > 1 else product
+                    grad_weight = product.to(wide_dtype(product)) if len(parts) > 1 else product
                 else:
                     grad_weight += product
         if kept_TV is not None and kept_TV.device.type == "cpu":
@@ -172,7 +173,7 @@ def log_softmax(logits_CV: Tensor, labels_C: Tensor, temperature: float, *, out:
         addresses = (t.data_ptr() for t in (*out, logits_CV, labels_C))
         lib.log_softmax(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
         return
-    wide_CV = logits_CV.to(_wide(logits_CV))
+    wide_CV = logits_CV.to(wide_dtype(logits_CV))
     top_C1 = wide_CV.amax(1, keepdim=True)
     x_CV = (wide_CV - top_C1).div_(temperature)
     log_sum_C1 = x_CV.logsumexp(1, keepdim=True)
@@ -207,7 +208,7 @@ def log_softmax_backward(
         addresses = (None if t is None else t.data_ptr() for t in given)
         lib.log_softmax_backward(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
         return logits_CV
-    wide_CV = logits_CV.to(_wide(logits_CV))
+    wide_CV = logits_CV.to(wide_dtype(logits_CV))
     logp_CV = (wide_CV - top_C[:, None]).div_(temperature).sub_(log_sum_C[:, None])
     factor = a_C[:, None]
     if b_C is not None:
@@ -234,7 +235,3 @@ def _room(tokens: int, weight_VD: Tensor) -> Tensor:
 
 def _parts(tokens: int, size: int) -> list[slice]:
     return [slice(i, min(i + size, tokens)) for i in range(0, tokens, max(size, 1))]
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
