@@ -201,8 +201,8 @@ def test_head(monkeypatch, dtype, entropy_grad):
         found = torch.empty(4, 5, dtype=wide)
         logprobs.log_softmax(logits, labels, temperature, out=found)
         of_entropy = None if b is None else b.to(wide)
-        known = (*found[1:], a.to(wide), of_entropy)
-        return found, logprobs.log_softmax_backward(logits.clone(), labels, *known, temperature)
+        given = (labels, found, a.to(wide), of_entropy, temperature)
+        return found, logprobs.log_softmax_backward(logits.clone(), *given)
 
     ours = head(logits)
     with monkeypatch.context() as patch:
