@@ -48,7 +48,6 @@ from llamarl.ddma.route import WeightsRoute
 from llamarl.ddma.sender import WeightsSender
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
-from llamarl.native.copying import copy_kernels_version
 
 SMOLLM2 = ModelConfig(
     "LlamaForCausalLM", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, 1e5, None, 8192, True, False
@@ -114,7 +113,7 @@ class Rank:
     def sync(self, transport: str) -> dict:
         store = self.store
         rank = self.world.rank
-        mine = this_rank_info(rank, self.device, kernel=copy_kernels_version())
+        mine = this_rank_info(rank, self.device)
         store.set(f"{transport}/end/{rank}", json.dumps(asdict(mine)))
         ranks = [
             RankInfo(**json.loads(store.get(f"{transport}/end/{r}")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 
 from executors.generator import Generator
@@ -14,7 +13,6 @@ from llamarl.config.command_line import Config
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
 from llamarl.inference import SamplingParams
 from llamarl.inference.build import NativeSettings, VLLMSettings
-from llamarl.inference.protocol import EngineSettings
 from llamarl.launch.job import Job
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses import check_options, options_of, resolve_loss
@@ -45,8 +43,8 @@ def sampling_of(config: Config, job: Job) -> SamplingParams:
     )
 
 
-def engine_settings(config: Config, job: Job) -> EngineSettings:
-    """What the generator samples with, by generator.kind."""
+def build_generator(config: Config, job: Job) -> Generator:
+    """The generator, with the engine of its kind."""
     g = config.generator
     sizes = dict(
         model_path=str(job.model_path),
@@ -55,22 +53,18 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
         max_len=config.task.max_prompt_tokens + config.max_new_tokens,
     )
     if g.kind == "vllm":
-        return VLLMSettings(**sizes, gpu_memory_utilization=g.gpu_memory_utilization)
-    return NativeSettings(
-        **sizes,
-        cache_tokens=g.cache_tokens,
-        prefill_chunk=g.prefill_chunk,
-        quantize=g.quantize,
-        quantize_exclude=tuple(g.quantize_exclude),
-        reproducible=config.max_lag == 0,
-    )
-
-
-def build_generator(config: Config, job: Job) -> Generator:
-    """The generator, with the engine of its kind."""
-    g = config.generator
+        engine = VLLMSettings(**sizes, gpu_memory_utilization=g.gpu_memory_utilization)
+    else:
+        engine = NativeSettings(
+            **sizes,
+            cache_tokens=g.cache_tokens,
+            prefill_chunk=g.prefill_chunk,
+            quantize=g.quantize,
+            quantize_exclude=tuple(g.quantize_exclude),
+            reproducible=config.max_lag == 0,
+        )
     return Generator(
-        engine_settings=engine_settings(config, job),
+        engine_settings=engine,
         prompts=job.prompts,
         eval_prompts=job.eval_prompts,
         eval_samples=config.eval.num_samples,
@@ -131,9 +125,9 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
     b = config.buffer
     if b.kind == "fifo":
         return GroupBuffer(config.max_lag)
+    dp_ranks = job.num_dp_ranks
     peers = config.trainer.tensor_parallel
     ranks = job.placement["trainer"]
-    dp_ranks = len(ranks) // peers
     trains_here = job.world.rank in ranks
     dp_rank = ranks.index(job.world.rank) // peers if trains_here else 0
     draw = Draw(
@@ -154,19 +148,9 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
     )
 
 
-def step_options(config: Config) -> Callable[[int], dict[str, float]]:
-    """The options of the loss that follow a schedule, by step."""
-    schedule = config.beta_schedule
-    if schedule.kind == "constant":
-        return lambda step: {}
-    first = float(config.loss.options["beta"])
-    settings = dataclasses.asdict(schedule)
-    return lambda step: {"beta": beta_at(step, first, **settings)}
-
-
 def build_trainer(config: Config, job: Job) -> FSDPTrainer:
     """The trainer, with its loss, its buffer and what it does to a batch."""
-    t = config.trainer
+    t, g = config.trainer, config.generator
     c = config.loss
     plain_loss = resolve_loss(c.fn)
     options = c.options_for(set(options_of(plain_loss)))
@@ -177,6 +161,14 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         kl_estimator=c.kl_estimator,
         entropy_coef=c.entropy_coef,
     )
+    beta_schedule = dataclasses.asdict(config.beta_schedule)
+
+    def step_options(step: int) -> dict[str, float]:
+        """The options of the loss that follow a schedule."""
+        if config.beta_schedule.kind == "constant":
+            return {}
+        return {"beta": beta_at(step, float(c.options["beta"]), **beta_schedule)}
+
     critic = None
     if t.advantages == "gae":
         critic = CriticSettings(
@@ -194,35 +186,6 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
             targets=tuple(t.lora.targets),
             seed=config.seed,
         )
-    return FSDPTrainer(
-        model_path=str(job.model_path),
-        model_dtype=config.model.dtype,
-        compute_dtype=t.compute_dtype,
-        replicate=t.replicate,
-        tensor_parallel=t.tensor_parallel,
-        activation_checkpointing=t.activation_checkpointing,
-        cpu_offload=t.cpu_offload,
-        loss_fn=loss_fn,
-        settings=_update_of(config, loss_fn),
-        buffer=build_buffer(config, job),
-        adam=AdamSettings(
-            betas=(t.beta1, t.beta2), eps=t.eps, weight_decay=t.weight_decay, kind=t.optimizer
-        ),
-        canary_prompts=job.prompts,
-        canary_top=0 if config.generator.quantize == "none" else TOP,
-        evaluate_at=job.eval_due,
-        checkpoint_at=job.checkpoint_due,
-        critic_settings=critic,
-        lora=lora,
-        ema_decay=t.ema_decay,
-        step_options=step_options(config),
-        resets_reference=job.reference_due,
-    )
-
-
-def _update_of(config: Config, loss_fn: Callable) -> UpdateSettings:
-    """What the trainer does to a batch, with this loss."""
-    t, g = config.trainer, config.generator
     # Where the generator samples from another distribution on purpose, fresh tokens' logprobs are
     # not the trainer's.
     filters = g.top_k > 0 or g.top_p < 1 or g.min_new_tokens > 0
@@ -230,7 +193,7 @@ def _update_of(config: Config, loss_fn: Callable) -> UpdateSettings:
     # Exact where the loss is the policy gradient alone: such completions add nothing to it.
     by_token = t.advantages == "gae"
     skips = t.skip_zero_advantage and not by_token and not has_mark(loss_fn, "uses_all_completions")
-    return UpdateSettings(
+    settings = UpdateSettings(
         lr=config.lr,
         schedule=t.schedule,
         warmup_steps=t.warmup_steps,
@@ -254,6 +217,35 @@ def _update_of(config: Config, loss_fn: Callable) -> UpdateSettings:
         filter_groups=t.filter_groups,
         recomputes_kv=g.recompute_kv,
     )
+    return FSDPTrainer(
+        model_path=str(job.model_path),
+        model_dtype=config.model.dtype,
+        compute_dtype=t.compute_dtype,
+        replicate=t.replicate,
+        tensor_parallel=t.tensor_parallel,
+        activation_checkpointing=t.activation_checkpointing,
+        cpu_offload=t.cpu_offload,
+        loss_fn=loss_fn,
+        settings=settings,
+        buffer=build_buffer(config, job),
+        adam=AdamSettings(
+            betas=(t.beta1, t.beta2), eps=t.eps, weight_decay=t.weight_decay, kind=t.optimizer
+        ),
+        canary_prompts=job.prompts,
+        canary_top=0 if g.quantize == "none" else TOP,
+        evaluate_at=job.eval_due,
+        checkpoint_at=partial(_is_due, config.checkpoint.every),
+        critic_settings=critic,
+        lora=lora,
+        ema_decay=t.ema_decay,
+        step_options=step_options,
+        resets_reference=partial(_is_due, config.reference.reset_every),
+    )
+
+
+def _is_due(every: int | None, version: int) -> bool:
+    """Whether what happens every so many versions, from that one on, happens at this one."""
+    return bool(every) and version % every == 0
 
 
 def build_reference_weights(

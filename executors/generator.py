@@ -20,9 +20,10 @@ this; the others do what it tells them, in its order, and send nothing (llamarl.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -116,7 +117,16 @@ class Generator(Executor):
             completions.put(self._send_again.pop())
         # Before the grants: an order comes after its ticket's grant, which is so taken by then.
         ended = self.tickets.to_truncate() + self._expired()
-        tickets = self._choose_tickets()
+        # In step with the trainer, evaluation runs alone: what is batched together must not depend
+        # on timing.
+        is_blocked = self.tickets.synchronous and self._evaluating > 0
+        # As many groups as there is room for, a chunk ahead of need.
+        room = (self.engine.free_slots - self.engine.num_waiting) // self.sampling.n
+        if room > 0 and not is_blocked:
+            granted = self.tickets.ask(self.group.data_index, room, self.version)
+        else:
+            granted = self.tickets.granted()
+        tickets = [ticket.index for ticket in granted]
         self._begun |= dict.fromkeys(tickets, time.monotonic())
         if not (tickets or self.engine.num_live or self.engine.num_waiting):
             return swapped
@@ -131,7 +141,7 @@ class Generator(Executor):
         return bool(self._commands[do](**what))
 
     def _follow(self) -> bool:
-        self.replica.report(self.weights)
+        self.replica.report(self.weights.staged)
         command = self.replica.next()
         if command is None:
             return False
@@ -166,13 +176,13 @@ class Generator(Executor):
         not pinned. Returns whether there is a new one.
         """
         must_drain = not self.in_flight_updates and self.engine.num_live > 0
-        if self._evaluating or must_drain:
-            do, version = "skip", self.replica.skippable(self.weights)
-        else:
-            do, version = "swap", self.replica.agreed(self.weights)
+        is_pinned = self._evaluating > 0 or must_drain
+        if is_pinned and not self.weights.overtakable:
+            return False
+        version = self.replica.agreed(self.weights.staged)
         if version is None:
             return False
-        return self._together(do, version=version)
+        return self._together("skip" if is_pinned else "swap", version=version)
 
     # -- what every rank of a replica does, when its leader does
 
@@ -187,9 +197,25 @@ class Generator(Executor):
             return False  # a newer version is just overtaking it
         self.version = taken.version
         self.engine.weights_changed(self.version, recompute_kv=self.recompute_kv)
-        self._count("weights/swap_stall_s", time.monotonic() - began)
+        if not self.follows:  # its peers do the same work
+            self.metrics.add("weights/swap_stall_s", time.monotonic() - began)
         if taken.canary:
-            self._check_canary(Canary.from_json(taken.canary))
+            canary = Canary.from_json(taken.canary)  # what the trainer says of the version
+            most = self.max_quantization_kl
+            score = self.engine.score if most is None else self.engine.score_all
+            scores = []
+            for sequence in canary.sequences:
+                prompt_ids = sequence.token_ids[: sequence.given]
+                token_ids = sequence.token_ids[sequence.given :]
+                scores.append(score(prompt_ids, token_ids, self.sampling.temperature))
+            scored = torch.cat(scores).cpu()
+            place = {"version": self.version, "rank": self.group.rank}
+            if most is None:
+                worst = check_canary(canary, scored, **place, tolerance=self.parity_tolerance)
+                self.metrics.add_mean("parity/canary_diff_max", worst)
+            else:
+                kl = check_quantized(canary, scored, **place, most=most)
+                self.metrics.add_mean("weights/quantization_kl", kl)
         if taken.evaluate:
             # This replica's share of the held-out prompts.
             for j in range(self.group.data_index, len(self.eval_prompts), self.group.data_size):
@@ -208,7 +234,8 @@ class Generator(Executor):
             self.engine.abort(ticket, stream=TRAIN)
         sampled = self.engine.step(chunk)
         self._sampled += sampled
-        self._count("generator/tokens", sampled)
+        if not self.follows:
+            self.metrics.add("generator/tokens", sampled)
         finished = self.engine.pop_finished()
         for stream, completion in finished:
             if stream != TRAIN:
@@ -229,59 +256,6 @@ class Generator(Executor):
             return []
         now = time.monotonic()
         return [ticket for ticket, began in self._begun.items() if now - began > self.max_seconds]
-
-    def _count(self, name: str, amount: float) -> None:
-        """Add to a counter, on the first rank of a replica alone: its peers do the same work and
-        would count it again.
-        """
-        if not self.follows:
-            self.metrics.add(name, amount)
-
-    def _check_canary(self, canary: Canary) -> None:
-        """What was swapped in, against what the trainer says of it. ParityError."""
-        if self.max_quantization_kl is not None:
-            kl = check_quantized(
-                canary,
-                self._scored(self.engine.score_all, canary),
-                version=self.version,
-                rank=self.group.rank,
-                most=self.max_quantization_kl,
-            )
-            self.metrics.add_mean("weights/quantization_kl", kl)
-            return
-        worst = check_canary(
-            canary,
-            self._scored(self.engine.score, canary),
-            version=self.version,
-            rank=self.group.rank,
-            tolerance=self.parity_tolerance,
-        )
-        self.metrics.add_mean("parity/canary_diff_max", worst)
-
-    def _scored(self, score: Callable[..., torch.Tensor], canary: Canary) -> torch.Tensor:
-        """What one of the engine's ways to score says of all scored tokens, sequence after
-        sequence, on the CPU.
-        """
-        scored = []
-        for sequence in canary.sequences:
-            prompt_ids = sequence.token_ids[: sequence.given]
-            token_ids = sequence.token_ids[sequence.given :]
-            scored.append(score(prompt_ids, token_ids, self.sampling.temperature))
-        return torch.cat(scored).cpu()
-
-    # -- tickets
-
-    def _choose_tickets(self) -> list[int]:
-        """What was granted. Ask for as many groups as there is room for, a chunk ahead of need."""
-        # In step with the trainer, evaluation runs alone: what is batched together must not depend
-        # on timing.
-        is_blocked = self.tickets.synchronous and self._evaluating > 0
-        room = (self.engine.free_slots - self.engine.num_waiting) // self.sampling.n
-        if room > 0 and not is_blocked:
-            granted = self.tickets.ask(self.group.data_index, room, self.version)
-        else:
-            granted = self.tickets.granted()
-        return [ticket.index for ticket in granted]
 
     # -- checkpoints
 
@@ -309,8 +283,20 @@ class Generator(Executor):
         num_tokens = 0
         for part in parts:
             for sample in unpack(part, self.tickets.resumed_step, TRAIN, self.sampling):
-                if sample.ticket in share:
-                    num_tokens += self._go_on(sample)
+                if sample.ticket not in share:
+                    continue
+                # Those of other prompts were left out when the checkpoint was opened.
+                same = torch.equal(sample.prompt_ids, self.prompts[sample.ticket].prompt_ids)
+                assert same, (
+                    f"ticket {sample.ticket}: a saved completion is of another prompt than the "
+                    "stream's"
+                )
+                if isinstance(sample, Partial):
+                    self.engine.submit_partial(sample)
+                    num_tokens += sample.token_ids.numel()
+                elif not self.follows:
+                    self._note_sent(sample)
+                    self._send_again.append(sample)
         if share and not self.follows:
             self.tickets.go_on(share)
             log.info(
@@ -320,21 +306,6 @@ class Generator(Executor):
                 len(self._send_again),
             )
 
-    def _go_on(self, sample: Partial | Completion) -> int:
-        """Returns how many tokens a partial completion goes on after."""
-        # Those of other prompts were left out when the checkpoint was opened.
-        same = torch.equal(sample.prompt_ids, self.prompts[sample.ticket].prompt_ids)
-        assert same, (
-            f"ticket {sample.ticket}: a saved completion is of another prompt than the stream's"
-        )
-        if isinstance(sample, Partial):
-            self.engine.submit_partial(sample)
-            return sample.token_ids.numel()
-        if not self.follows:
-            self._note_sent(sample)
-            self._send_again.append(sample)
-        return 0
-
     # -- ending
 
     def offloadable(self) -> list[torch.Tensor]:
@@ -342,7 +313,8 @@ class Generator(Executor):
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
-            self._part()
+            with contextlib.suppress(RuntimeError):  # others have left already, and say why
+                self._part()
         if hasattr(self, "weights"):
             self.weights.close()
         if hasattr(self, "engine"):
@@ -352,15 +324,12 @@ class Generator(Executor):
         """The leader says that it begins nothing more; a peer first takes part in what it has
         begun.
         """
-        try:
-            if not self.follows:
-                self.replica.tell(LAST)
+        if not self.follows:
+            self.replica.tell(LAST)
+            return
+        until = time.monotonic() + END_S
+        while time.monotonic() < until:
+            if self.replica.ended or self._torn or self.control.failure:
                 return
-            until = time.monotonic() + END_S
-            while time.monotonic() < until:
-                if self.replica.ended or self._torn or self.control.failure:
-                    return
-                if not self._follow():
-                    self.control.wait(POLL_S)
-        except RuntimeError:
-            pass  # the others have left already, and say why
+            if not self._follow():
+                self.control.wait(POLL_S)

@@ -63,7 +63,6 @@ class RuleReward(Executor):
 
     def __post_init__(self):
         self._evaluations = Evaluations(self.num_eval_prompts, self.num_eval_samples)
-        self._source: RewardSource | None = None
         # What is in the source, by key.
         self._submitted: dict[int, Completion | EvalCompletion] = {}
         self._keys = itertools.count()
@@ -75,13 +74,21 @@ class RuleReward(Executor):
         """Start the source. ValueError if it cannot be used: of a function, if it cannot be
         imported or called.
         """
-        self._source = self.make_source(on_result=self.control.wake)
+        self._source: RewardSource = self.make_source(on_result=self.control.wake)
         self._errors = ErrorRate(self._source.name, self.max_error_rate)
         self._source.start()
 
     def step(self) -> bool:
         """Give the source what came, and send on what it has scored. True if there was any."""
-        has_taken = self._take()
+        # Evaluations first: a row of metrics waits for them.
+        evaluations = self.inputs["evaluations"].take(self._room())
+        for answer in evaluations:
+            self._submit(answer, self.eval_prompts(answer.prompt_index))
+        # While groups wait for room no more are made; the completions stay in their channel.
+        room = 0 if self._whole else self._room()
+        completions = self.inputs["completions"].take(room)
+        for completion in completions:
+            self._submit(completion, self.prompts[completion.ticket])
         outcomes = self._source.poll()
         for key, outcome in outcomes:
             completion = self._submitted.pop(key)
@@ -94,8 +101,12 @@ class RuleReward(Executor):
             self._errors.check()
         for version, values in self._evaluations.finished():
             self.metrics.report(version, values)
-        has_sent = self._send()
-        return has_sent or bool(outcomes) or has_taken
+        has_sent = False
+        (sink,) = self.outputs.values()  # to the trainer, or to a reference before it
+        while self._whole and sink.has_room():
+            sink.put(self._whole.popleft())
+            has_sent = True
+        return has_sent or bool(outcomes or evaluations or completions)
 
     def waiting_for(self) -> str | None:
         """What it waits for, in words that begin with the cause: room, scores or data."""
@@ -113,22 +124,8 @@ class RuleReward(Executor):
 
     def teardown(self) -> None:
         """Close the source, if there is one."""
-        if self._source is not None:
+        if hasattr(self, "_source"):
             self._source.close()
-
-    def _take(self) -> bool:
-        """Give the source what came, evaluations first: a row of metrics waits for them. True if
-        there was any.
-        """
-        evaluations = self.inputs["evaluations"].take(self._room())
-        for answer in evaluations:
-            self._submit(answer, self.eval_prompts(answer.prompt_index))
-        # While groups wait for room no more are made; the completions stay in their channel.
-        room = 0 if self._whole else self._room()
-        completions = self.inputs["completions"].take(room)
-        for completion in completions:
-            self._submit(completion, self.prompts[completion.ticket])
-        return bool(evaluations or completions)
 
     def _room(self) -> int:
         """How many completions the source may still be given."""
@@ -159,15 +156,6 @@ class RuleReward(Executor):
         if len(group) == self.group_size:
             del self._begun[completion.ticket]
             self._whole.append(Group.of(group))
-
-    def _send(self) -> bool:
-        """Send whole groups while there is room. True if any was sent."""
-        has_sent = False
-        (sink,) = self.outputs.values()  # to the trainer, or to a reference before it
-        while self._whole and sink.has_room():
-            sink.put(self._whole.popleft())
-            has_sent = True
-        return has_sent
 
 
 class ErrorRate:

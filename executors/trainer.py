@@ -30,7 +30,6 @@ from llamarl.learning.ema import WeightAverage
 from llamarl.learning.optim import build_optimizer, settle_moments
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings
-from llamarl.models.build import Decoder
 from llamarl.models.fsdp import (
     held_box,
     is_split,
@@ -44,7 +43,6 @@ from llamarl.models.sharded_state import Shard, box_from, optimizer_tensors, set
 from llamarl.models.sharding import num_parameters, parameter_shapes
 from llamarl.models.tp import TensorParallel
 from llamarl.models.training import training_decoder
-from llamarl.types import Group
 
 SHORT_S = 0.02  # a wait for data up to this is none
 EMA = "_ema"  # behind the name of an exported directory: the averaged weights
@@ -114,25 +112,41 @@ class FSDPTrainer(Executor):
 
     def setup(self) -> None:
         """Load the decoder, and make what trains it. Collective over the trainer's ranks."""
-        self.decoder = self._load_decoder()
+        g = self.group
+        if self.cpu_offload and g.device.type == "cpu":
+            log.warning(
+                "trainer.cpu_offload: this trainer computes on a CPU, so its weights are in host "
+                "memory anyway"
+            )
+        tensor_parallel = None
+        if g.tensor_parallel > 1:
+            tensor_parallel = TensorParallel(
+                g.tensor_index, g.tensor_parallel, g.tensor_group, split_vocabulary=False
+            )
+        self.decoder = training_decoder(
+            self.model_path,
+            mesh=g.data_mesh(),
+            device=g.device,
+            compute_dtype=getattr(torch, self.compute_dtype),
+            activation_checkpointing=self.activation_checkpointing,
+            tensor_parallel=tensor_parallel,
+            lora=self.lora,
+            cpu_offload=self.cpu_offload,
+        )
         named = named_parameters_hf(self.decoder)
         # What is trained and saved, adapters and no frozen weights; and what the policy is to
         # everybody else.
-        self._parameters = [(name, p) for name, p in named if p.requires_grad]
         self._shards = [
-            Shard(name, p, held_box(self.decoder, name, p)) for name, p in self._parameters
+            Shard(name, p, held_box(self.decoder, name, p)) for name, p in named if p.requires_grad
         ]
         self._policy = PolicyWeights(self.decoder)
         # As they are now: after a forward FSDP shows its root's gathered ones.
         self._all_parameters = list(self.decoder.parameters())
-        trained = [p for _, p in self._parameters]
+        trained = [shard.parameter for shard in self._shards]
         self.optimizer = build_optimizer(
             trained,
             lr=self.settings.lr,
-            betas=self.adam.betas,
-            eps=self.adam.eps,
-            weight_decay=self.adam.weight_decay,
-            kind=self.adam.kind,
+            **dataclasses.asdict(self.adam),
         )
         self.critic = None
         if self.critic_settings:
@@ -161,29 +175,6 @@ class FSDPTrainer(Executor):
         self.reference_weights = self.outputs.get(REFERENCE_WEIGHTS)
         for weights in self.outputs.values():
             weights.bind(self.decoder.config, self._policy.parameters, self.group.tensor_group)
-
-    def _load_decoder(self) -> Decoder:
-        g = self.group
-        if self.cpu_offload and g.device.type == "cpu":
-            log.warning(
-                "trainer.cpu_offload: this trainer computes on a CPU, so its weights are in host "
-                "memory anyway"
-            )
-        tensor_parallel = None
-        if g.tensor_parallel > 1:
-            tensor_parallel = TensorParallel(
-                g.tensor_index, g.tensor_parallel, g.tensor_group, split_vocabulary=False
-            )
-        return training_decoder(
-            self.model_path,
-            mesh=g.data_mesh(),
-            device=g.device,
-            compute_dtype=getattr(torch, self.compute_dtype),
-            activation_checkpointing=self.activation_checkpointing,
-            tensor_parallel=tensor_parallel,
-            lora=self.lora,
-            cpu_offload=self.cpu_offload,
-        )
 
     def step(self) -> bool:
         arrived = self._receive()
@@ -240,16 +231,22 @@ class FSDPTrainer(Executor):
         waited_s = time.monotonic() - self._wait_since
         groups = self.buffer.take(tickets, self.version)
         try:
-            result = self._update.run(groups, self.version, lambda: self.control.ending)
+            row = self._update.run(groups, self.version, lambda: self.control.ending)
         except StepAborted:
             self.buffer.untake(groups)
             self.tickets.untake(self.version)
             self._finish()
             return
-        reported = self._reported(groups)
+        options = self.step_options(self.version)
+        reported = {f"loss/{name}": value for name, value in options.items()}
+        ranks = self._update.ranks  # collective
+        if self.reference_weights is not None:
+            newest = max((g.ref_version for g in groups), default=0)
+            reported["reference/version"] = ranks.max(version=newest)["version"]
+        reported |= self.buffer.metrics(ranks)
         self.version += 1
-        self.tickets.trained(result.mean_reward if result.num_trained_tokens else math.nan)
-        stall_s = self._publish(must_differ=result.grad_norm > 0)
+        self.tickets.trained(row["reward/mean"] if row["tokens/trained"] else math.nan)
+        stall_s = self._publish(must_differ=row["grad_norm"] > 0)
         if self.resets_reference(self.version):
             # Mail tells of it, in order with that of checkpoints.
             self.reference_weights.publish(self.version, must_load=True, must_differ=False)
@@ -260,7 +257,7 @@ class FSDPTrainer(Executor):
             self.metrics.report(
                 self.version,
                 {
-                    **result.metrics,
+                    **row,
                     **reported,
                     "policy_version": self.version,
                     "tickets/overcommit": self.tickets.overcommit,
@@ -273,19 +270,6 @@ class FSDPTrainer(Executor):
         if self.checkpoint_at(self.version) and self.version < self.settings.max_steps:
             self.checkpoints.save(self.version, self)
         self._wait_since = time.monotonic()
-
-    def _reported(self, groups: list[Group]) -> dict[str, float | None]:
-        """Metrics of the buffer, of scheduled options and of the reference. Collective where they
-        need all ranks.
-        """
-        out: dict[str, float | None] = {
-            f"loss/{name}": value for name, value in self.step_options(self.version).items()
-        }
-        ranks = self._update.ranks
-        if self.reference_weights is not None:
-            newest = max((g.ref_version for g in groups), default=0)
-            out["reference/version"] = ranks.max(version=newest)["version"]
-        return out | self.buffer.metrics(ranks)
 
     def _publish(self, *, must_differ: bool) -> float:
         self.claim_device()
@@ -365,7 +349,7 @@ class FSDPTrainer(Executor):
                 f"model has{_OTHER_MODEL}"
             )
         settle_moments(self.optimizer)
-        parameters = [p for _, p in self._parameters]
+        parameters = [shard.parameter for shard in self._shards]
         set_steps(self.optimizer, parameters, float(parts[0]["adam_step"]))
         if self.critic:
             loaded = [self.critic.load_state_dict(part) for part in parts]
@@ -399,7 +383,7 @@ class FSDPTrainer(Executor):
                 f"{self._lora_state()}: resume with the same, or start a run of its own from the "
                 "checkpoint's hf/ with model.path"
             )
-        shapes = {name: tuple(p.shape) for name, p in self._parameters}
+        shapes = {shard.name: tuple(shard.parameter.shape) for shard in self._shards}
         shapes |= parameter_shapes(self.decoder.config)
         for name, saved in part["boxes"].items():
             shape = shapes.get(name)

@@ -30,28 +30,23 @@ without what is lost, and all end with the error. So a restart goes on from ther
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-
-import torch
 
 from llamarl.checkpoint.checkpointer import Checkpointer
 from llamarl.checkpoint.service import CONTROLLER, CheckpointService
 from llamarl.comm.channel import Channel, ChannelEnd, ConnectContext
 from llamarl.comm.control import Control
-from llamarl.comm.groups import RankInfo, World, executor_group, this_rank_info
+from llamarl.comm.groups import RankInfo, World, executor_group
 from llamarl.comm.meeting import reaching
 from llamarl.errors import CheckpointError, PeerDied, TimedOut
 from llamarl.executor import POLL_S, Executor, ExecutorGroup
 from llamarl.models.offload import DeviceSharing
-from llamarl.native.copying import copy_kernels_version
 from llamarl.native.disk import free_bytes
 from llamarl.observe import Metrics, MetricsError, RowWriter, Trace
 from llamarl.tickets.ledger import TicketLedger
@@ -87,15 +82,6 @@ def _is_kept(executor: Executor) -> bool:
     return executor.leads or (executor.has_state() and not executor.state_is_optional)
 
 
-def _leading(executors: list[Executor]) -> Executor:
-    """The one that leads. ValueError if there is none, or there are several."""
-    leading = [executor for executor in executors if executor.leads]
-    if len(leading) != 1:
-        names = [executor.name for executor in leading]
-        raise ValueError(f"one executor of a graph leads (Executor.leads), here {names or 'none'}")
-    return leading[0]
-
-
 class _Clock:
     """An executor's busy and idle time, and since when it waits for what."""
 
@@ -129,13 +115,19 @@ class ExecutorController:
         unplaced = [n for n in names if not placement.get(n)]
         if unplaced:
             raise ValueError(f"placement names no rank for {unplaced}")
-        leading = _leading(executors)
+        leads = [e.name for e in executors if e.leads]
+        if len(leads) != 1:
+            raise ValueError(
+                f"one executor of a graph leads (Executor.leads), here {leads or 'none'}"
+            )
+        trainer = executors[names.index(leads[0])]
         self.executors = executors
         self.channels = channels
         self.placement = placement
         self.settings = settings
         self.world = world
-        self.leader = placement[leading.name][0]
+        self._trainer = trainer
+        self.leader = placement[trainer.name][0]
         self.local = [e for e in executors if world.rank in placement[e.name]]
         self.control = Control(
             world.store(),
@@ -148,9 +140,9 @@ class ExecutorController:
         self.tickets = TicketService(
             ledger,
             self.control,
-            trainer_ranks=placement[leading.name],
+            trainer_ranks=placement[trainer.name],
             timeout_s=settings.timeout_s,
-            tensor_parallel=leading.tensor_parallel,
+            tensor_parallel=trainer.tensor_parallel,
             truncate=settings.truncate,
             straggler_factor=settings.straggler_factor,
         )
@@ -209,7 +201,7 @@ class ExecutorController:
         context = ConnectContext(
             control=self.control,
             placement=self.placement,
-            ranks=self._exchange_rank_infos(),
+            ranks=[self._info_for_links(info) for info in self.world.infos],
             timeout_s=self.settings.timeout_s,
             on_host=bool(self.settings.offload),
         )
@@ -281,18 +273,12 @@ class ExecutorController:
                 )
             time.sleep(0.01)
 
-    def _exchange_rank_infos(self) -> list[RankInfo]:
-        """What every rank of the world says of its host and GPU."""
-        rank = self.world.rank
-        store = self.world.store()
-        on_host = any(executor.stages_on_host for executor in self.local)
-        device = torch.device("cpu") if on_host else self.world.device
-        mine = this_rank_info(rank, device, kernel=copy_kernels_version())
-        if store is None:
-            return [mine]
-        store.set(f"rank/{rank}", json.dumps(dataclasses.asdict(mine)))
-        said = [json.loads(store.get(f"rank/{other}")) for other in range(self.world.size)]
-        return [RankInfo(**values) for values in said]
+    def _info_for_links(self, info: RankInfo) -> RankInfo:
+        """What a rank says of itself: without its GPU, if what it sends lies on the host."""
+        for executor in self.executors:
+            if executor.stages_on_host and info.rank in self.placement[executor.name]:
+                return replace(info, gpu=None, nccl=False)
+        return info
 
     # --- Running ---
 
@@ -434,11 +420,6 @@ class ExecutorController:
             return f"No checkpoint could be sealed after that: {error}"
         step = self._trainer.version
         return f"A checkpoint of step {step} was sealed after that: resume=auto goes on from there."
-
-    @property
-    def _trainer(self) -> Executor:
-        """The executor that leads; on its ranks only."""
-        return _leading(self.local)
 
     @property
     def _patience_s(self) -> float:

@@ -87,11 +87,12 @@ class Meter(Protocol):
     def report(self, step: int, values: dict) -> None: ...
 
 
-class StartedTickets(Protocol):
-    """What a generator sees of the tickets (llamarl.tickets.service)."""
+class Tickets(Protocol):
+    """What a generator sees of the tickets (llamarl.tickets.service), and what a trainer."""
 
     synchronous: bool
     resumed_step: int
+    overcommit: int | None
 
     def ask(self, generator: int, count: int, version: int) -> list: ...
 
@@ -102,12 +103,6 @@ class StartedTickets(Protocol):
     def to_truncate(self) -> list[int]: ...
 
     def in_work(self) -> set[int]: ...
-
-
-class TakenTickets(Protocol):
-    """What a trainer sees of the tickets (llamarl.tickets.service)."""
-
-    overcommit: int | None
 
     def finish(self, tickets: list[int]) -> None: ...
 
@@ -231,7 +226,7 @@ class Executor:
         outputs: Mapping[str, RecordSender],
         control: Mail,
         metrics: Meter,
-        tickets: StartedTickets | TakenTickets | None = None,
+        tickets: Tickets | None = None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
         """Called once by the controller, on the executor's own ranks, before `setup`.

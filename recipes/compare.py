@@ -8,38 +8,35 @@ Runs that differ only in their seed are one line: a mean, and a band from the le
 Prints a table and writes OUT/progress.png (the value over seconds and over steps) and
 OUT/pareto.png (the value against KL to the reference, for runs that have one). Exit status: 0, or 2
 for a directory or a column that cannot be used.
+
+    time-to-reward    seconds (time/wall_s) at which the first row has a value of at least the
+                      target (OPPO, 4.1)
+    steps-to-reward   its step
+    pareto plot       the value against KL to the reference, over steps (Async RLHF, figure 3)
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from llamarl.observe.compare import (
-    KL,
-    SECONDS,
-    STEP,
-    Run,
-    Variants,
-    band,
-    load_runs,
-    mean_path,
-    path,
-    reachable,
-    table,
-    variants_of,
-)
-from llamarl.observe.report import COLOURS, LOOK, marker_of
+from llamarl.observe.compare import KL, Run, Variants, load_runs, variants_of
+from llamarl.observe.report import COLOURS, LOOK, marker_of, moving_mean, smoothing_width
 from llamarl.observe.rows import EVALUATED
 
+SECONDS = "time/wall_s"
+STEP = "step"
 STYLES = ("-", "--", ":", "-.")  # a further one each time that the colours begin anew
 TITLES = {
     "eval/accuracy": "accuracy, held-out prompts",
@@ -112,6 +109,80 @@ def all_have(runs: Sequence[Run], column: str) -> bool:
     return all(column in run.columns for run in runs)
 
 
+class Figures(NamedTuple):
+    """A run in numbers; NaN for what it did not get to or has not recorded."""
+
+    final: float  # the last value
+    best: float
+    seconds: float  # to the target
+    steps: float  # to the target
+    kl: float  # the last
+
+
+def reachable(runs: Sequence[Run], y: str) -> float:
+    """The greatest value that every run reached."""
+    return min(float(run.values(y).max()) for run in runs)
+
+
+def measure(run: Run, y: str, target: float) -> Figures:
+    """A run's figures; y is as it is in the rows, not smoothed."""
+    step, wall_s, value = run.values(STEP, SECONDS, y)
+    is_there = value >= target
+    first = is_there.argmax()
+    reached = is_there[first]
+    kl = math.nan
+    if KL in run.columns:
+        kl = run.values(KL)[0, -1]
+    return Figures(
+        final=value[-1],
+        best=value.max(),
+        seconds=wall_s[first] if reached else math.nan,
+        steps=step[first] if reached else math.nan,
+        kl=kl,
+    )
+
+
+def table(variants: Variants, y: str, target: float) -> list[str]:
+    """Lines: a header, and a variant each; mean (least to greatest), and how many runs got to the
+    target where not all did.
+    """
+    to_target = f"s to {target:.4g}"
+    head = ["", "runs", f"{y} at the end", "best", to_target, "steps", f"{KL} at the end"]
+    rows = [head]
+    for label, runs in variants.items():
+        figures = np.array([measure(run, y, target) for run in runs])
+        final, best, seconds, steps, kl = figures.T
+        num_runs = len(runs)
+        num_there = np.isfinite(steps).sum()
+        there = f" ({num_there} of {num_runs})" if num_there < num_runs else ""
+        cells = [
+            label,
+            str(num_runs),
+            _spread(final, 3),
+            _spread(best, 3),
+            _spread(seconds, 1) + there,
+            _spread(steps, 0),
+            _spread(kl, 4),
+        ]
+        rows.append(cells)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _spread(values: np.ndarray, digits: int) -> str:
+    known = values[~np.isnan(values)]
+    if not known.size:
+        return "-"
+    mean = f"{known.mean():.{digits}f}"
+    if known.size == 1:
+        return mean
+    return f"{mean} ({known.min():.{digits}f} to {known.max():.{digits}f})"
+
+
 def looks(labels: Sequence[str]) -> list[dict[str, object]]:
     """What matplotlib draws each variant with: dark to light for a sweep over one number; by the
     label's first part and by the rest for one over several keys; else distinct ones.
@@ -141,6 +212,42 @@ def _is_sweep_over_a_number(labels: Sequence[str]) -> bool:
             return False
         names.add(name)
     return len(labels) > 2 and len(names) == 1
+
+
+def path(run: Run, x: str, y: str) -> np.ndarray:
+    """[x, y, step; rows] of the rows that have both, smoothed where they are many: a step's reward
+    is noisy.
+    """
+    xs, ys, steps = run.values(x, y, STEP)
+    width = smoothing_width(len(ys))
+    if x not in (STEP, SECONDS):
+        xs = moving_mean(xs, width)
+    return np.stack([xs, moving_mean(ys, width), steps])
+
+
+def band(paths: Sequence[np.ndarray], points: int = 200) -> tuple[np.ndarray, np.ndarray]:
+    """x [points] where all runs are, and y there [runs, points]; between rows runs are on a line.
+
+    paths: [x, y, step; rows] with rising x. Where the runs share their x, those are the points.
+    """
+    x = paths[0][0]
+    if not all(np.array_equal(p[0], x) for p in paths):
+        start = max(p[0, 0] for p in paths)
+        end = min(p[0, -1] for p in paths)
+        x = np.linspace(start, max(start, end), points)
+    ys = [np.interp(x, xs, values) for xs, values, _ in paths]
+    return x, np.stack(ys)
+
+
+def mean_path(paths: Sequence[np.ndarray]) -> np.ndarray:
+    """[x, y, step; steps]: means over runs at the steps that all of them have, for an x that need
+    not rise.
+    """
+    shared = reduce(np.intersect1d, [steps for _, _, steps in paths])
+    if not shared.size:
+        raise ValueError("the runs of a variant share no step; compare them one by one")
+    aligned = [p[:, np.isin(p[2], shared)] for p in paths]
+    return np.mean(aligned, axis=0)
 
 
 def draw_pareto(variants: Variants, x: str, y: str) -> Figure:

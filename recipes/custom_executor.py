@@ -57,6 +57,7 @@ def run(config: Config) -> None:
         references = build_references(config, job)  # none, or one
         penalty = LengthPenalty(per_token=0.05)
         trainer = build_trainer(config, job)
+        job.placement[penalty.name] = job.placement[reward.name]  # beside it: it is light
         scorers = [reward, *references, penalty]
 
         job.run(
@@ -69,7 +70,6 @@ def run(config: Config) -> None:
                 build_weights(config, trainer, generator),
                 *build_reference_weights(config, trainer, references),
             ],
-            beside={penalty: reward},  # it is light
         )
 
 

@@ -35,13 +35,9 @@ from llamarl.config.command_line import (
     Problem,
     check,
     compose_config,
-    config_differences,
-    load_config,
     to_config,
-    to_values,
 )
-from llamarl.config.conversion import flat, is_marked
-from llamarl.config.schema import Mark
+from llamarl.config.conversion import flat, is_marked, load_config, to_values, value_differences
 from llamarl.errors import CheckpointError
 from llamarl.inference import Engine
 from llamarl.inference.evaluation import eval_completion, submit
@@ -122,12 +118,12 @@ def config_of(model: Path, run: Path | None, overrides: list[str]) -> Config:
     if run is None or not (run / "config.yaml").is_file():
         return config
     named = {word.partition("=")[0].lstrip("+") for word in given}
-    named |= set(config_differences(compose_config([]), config))
     values = to_values(config)
+    named |= set(value_differences(to_values(compose_config([])), values))
     for key, was in flat(to_values(load_config(run / "config.yaml"))).items():
         section, _, name = key.rpartition(".")
         names = {section, key}
-        if is_marked(key, Mark.ANSWERS) and key not in OUR_OWN and not names & named:
+        if is_marked(key, "answers") and key not in OUR_OWN and not names & named:
             place = values[section] if section else values
             place[name] = was
     config = to_config(values)

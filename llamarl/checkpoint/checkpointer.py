@@ -63,42 +63,6 @@ Files = dict[str, list]
 # --- Reading ---
 
 
-def find(
-    resume: str, run_dir: str | Path, check: Callable[[Path], list[str]] | None = None
-) -> Path | None:
-    """The checkpoint to go on from.
-
-    For "auto" that is the newest valid one of run_dir, None if it has none at all; else `resume`.
-    Damaged ones are named in a warning and passed over. CheckpointError if all are damaged, or the
-    one asked for is; FileNotFoundError if that does not exist. check: says what is wrong with one,
-    as `verify`, which it is by default.
-    """
-    check = check or verify
-    if resume != "auto":
-        path = Path(resume)
-        if not path.is_dir():
-            raise FileNotFoundError(
-                f"{path}: no such checkpoint; give a step_N directory, or resume=auto with the "
-                "run's run_dir"
-            )
-        problems = check(path)
-        if problems:
-            remedy = "Use another step_N, or resume=auto for the newest valid one"
-            raise CheckpointError(f"{damage(path, problems)}\n{remedy}")
-        return path
-    candidates = _newest_first(Path(run_dir) / "checkpoints", _SEALED)
-    for _, path in candidates:
-        problems = check(path)
-        if not problems:
-            return path
-        log.warning("%s\nIt is passed over", damage(path, problems))
-    if candidates:
-        raise CheckpointError(
-            f"{run_dir}: no checkpoint is whole (see above). To start over, choose another run_dir"
-        )
-    return None
-
-
 def verify(
     path: Path,
     *,
@@ -136,6 +100,41 @@ def verify(
         elif hashes and _sha256(file, progress) != digest:
             problems.append(f"{name}: its contents have changed (SHA-256)")
     return problems
+
+
+def find(
+    resume: str, run_dir: str | Path, check: Callable[[Path], list[str]] = verify
+) -> Path | None:
+    """The checkpoint to go on from.
+
+    For "auto" that is the newest valid one of run_dir, None if it has none at all; else `resume`.
+    Damaged ones are named in a warning and passed over. CheckpointError if all are damaged, or the
+    one asked for is; FileNotFoundError if that does not exist. check: says what is wrong with one,
+    as `verify`, which it is by default.
+    """
+    if resume != "auto":
+        path = Path(resume)
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"{path}: no such checkpoint; give a step_N directory, or resume=auto with the "
+                "run's run_dir"
+            )
+        problems = check(path)
+        if problems:
+            remedy = "Use another step_N, or resume=auto for the newest valid one"
+            raise CheckpointError(f"{damage(path, problems)}\n{remedy}")
+        return path
+    candidates = _newest_first(Path(run_dir) / "checkpoints", _SEALED)
+    for _, path in candidates:
+        problems = check(path)
+        if not problems:
+            return path
+        log.warning("%s\nIt is passed over", damage(path, problems))
+    if candidates:
+        raise CheckpointError(
+            f"{run_dir}: no checkpoint is whole (see above). To start over, choose another run_dir"
+        )
+    return None
 
 
 def ranks_of(path: Path, name: str) -> list[int]:
@@ -206,7 +205,7 @@ class Checkpointer:
         self._optional = frozenset(optional)
         # Step -> part -> its "files", file -> [bytes, sha256]; or the "error", why it has none.
         self._arrived: dict[int, dict[str, dict]] = {}
-        self._failed: dict[int, str] = {}  # step -> why it was given up
+        self.failed: dict[int, str] = {}  # on the leader: step -> why it was given up
         if control.is_leader:
             for _, path in _newest_first(self.folder, _LEFTOVER):
                 discard(path)
@@ -218,7 +217,7 @@ class Checkpointer:
         """
         if self._control.is_leader:
             self._arrived.setdefault(step, {})
-            self._failed.pop(step, None)
+            self.failed.pop(step, None)
         path = self.folder / f"step_{step}.tmp"
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -303,10 +302,6 @@ class Checkpointer:
         needed += self._extra_parts
         return [part for part in needed if part not in arrived]
 
-    def failed(self, step: int) -> str | None:
-        """On the leader: why the checkpoint of `step` was given up, if it was."""
-        return self._failed.get(step)
-
     def sealed(self, step: int) -> bool:
         """Whether the checkpoint of `step` is whole and in place (and not being written again)."""
         return step not in self._arrived and (self.folder / f"step_{step}" / MANIFEST).is_file()
@@ -327,7 +322,7 @@ class Checkpointer:
             f"{path}: the checkpoint of step {step} could not be written: {'; '.join(errors)}. "
             "Make room there, or lower checkpoint.keep"
         )
-        self._failed[step] = why
+        self.failed[step] = why
         log.error("%s. Training goes on; the next checkpoint is tried when it is due", why)
         discard(path)
 

@@ -143,9 +143,8 @@ class CheckpointService:
         until = time.monotonic() + timeout_s
         while self._saved >= 0 and not self._checkpointer.sealed(self._saved):
             self.serve()
-            why_not = self._checkpointer.failed(self._saved)
-            if why_not is not None:
-                raise CheckpointError(why_not)
+            if self._saved in self._checkpointer.failed:
+                raise CheckpointError(self._checkpointer.failed[self._saved])
             if time.monotonic() > until:
                 missing = self._checkpointer.missing(self._saved)
                 raise TimedOut(

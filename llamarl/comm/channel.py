@@ -22,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Protocol
 
 import torch.distributed as dist
@@ -170,9 +170,7 @@ class Receiver(_Queue):
     def take(self, limit: int | None = None) -> list:
         """Up to `limit` records that have come, oldest first. Does not wait."""
         with self._changed:
-            count = len(self._records)
-            if limit is not None:
-                count = min(limit, count)
+            count = len(self._records) if limit is None else min(limit, len(self._records))
             records = [self._records.popleft() for _ in range(count)]
             self._changed.notify_all()
         return records
@@ -253,13 +251,8 @@ class Sender:
 DP_RANK_SEED = 20  # of the pre-set permutation
 
 
-@lru_cache(maxsize=64)
-def _permutation(num_dp_ranks: int) -> list[int]:
-    dp_ranks = list(range(num_dp_ranks))
-    random.Random(DP_RANK_SEED).shuffle(dp_ranks)
-    return dp_ranks
-
-
 def dp_rank_of(ticket: int, num_dp_ranks: int) -> int:
     """The data-parallel trainer rank that trains on a ticket."""
-    return _permutation(num_dp_ranks)[ticket % num_dp_ranks]
+    dp_ranks = list(range(num_dp_ranks))
+    random.Random(DP_RANK_SEED).shuffle(dp_ranks)
+    return dp_ranks[ticket % num_dp_ranks]

@@ -5,11 +5,12 @@ All ranks create all groups, in one order.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,21 +20,52 @@ import torch.distributed as dist
 from llamarl.comm.meeting import launcher_store, meet, reaching
 from llamarl.executor import ExecutorGroup
 from llamarl.native.allocator import keep_freed_memory
-from llamarl.native.precision import Float32Products, use_float32_products
+from llamarl.native.copying import copy_kernels_version
+from llamarl.native.precision import use_float32_products
 
 _LINK_TIMEOUT = timedelta(days=7)  # a channel may be silent for long; its users are less patient
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankInfo:
+    """What a rank says of itself before any link is made."""
+
+    rank: int
+    host: str  # equal on ranks that can map each other's memory
+    gpu: str | None  # the GPU's uuid, None on a CPU
+    nccl: bool = False
+    kernel: str = ""  # the version of the kernel that it copies weights with; "" without one
+    num_cores: int = 1  # that this process may use
+
+
+def this_rank_info(rank: int, device: torch.device) -> RankInfo:
+    """What this process says of itself. device: where its executors compute."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    boot_id = boot.read_text().strip() if boot.exists() else ""
+    # Shared memory is found by its owner's process number, which means something within a pid
+    # namespace alone.
+    processes = Path("/proc/self/ns/pid")
+    namespace = os.readlink(processes) if processes.is_symlink() else ""
+    on_gpu = device.type == "cuda"
+    return RankInfo(
+        rank=rank,
+        host=f"{socket.gethostname()}/{boot_id}/{namespace}",
+        gpu=str(torch.cuda.get_device_properties(device).uuid) if on_gpu else None,
+        nccl=on_gpu and dist.is_nccl_available(),
+        kernel=copy_kernels_version(),
+        num_cores=len(os.sched_getaffinity(0)),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class World:
     """This process among all that the launcher started."""
 
     rank: int
     size: int
     device: torch.device
-    # Of every rank, the uuid of its GPU, or "" without one; empty: nobody has one.
-    gpus: tuple[str, ...] = ()
-    products: Float32Products = Float32Products("highest")  # how this process multiplies float32
+    infos: tuple[RankInfo, ...] = ()  # what every rank says of itself; empty where no link is made
+    products: str = "highest"  # how this process multiplies float32
     # The launcher's store, which outlives restarted workers; None without a launcher.
     launcher: dist.Store | None = None
 
@@ -60,12 +92,10 @@ def init_world(*, threads: int | None, timeout_s: float, reproducible: bool) -> 
         torch.set_num_threads(threads)
     products = use_float32_products(reproducible=reproducible)
     device = torch.device("cpu")
-    gpu = ""
     keep_freed_memory()
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        gpu = str(torch.cuda.get_device_properties(device).uuid)
     timeout = timedelta(seconds=timeout_s)
     launcher = launcher_store(timeout_s)
     store = dist.HashStore()
@@ -77,26 +107,23 @@ def init_world(*, threads: int | None, timeout_s: float, reproducible: bool) -> 
             name = meet(launcher, rank=rank, size=size, timeout_s=timeout_s)
             store = dist.PrefixStore(f"start-{name}", launcher)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-        store.set(f"gpu/{rank}", gpu)
-        gpus = tuple(store.get(f"gpu/{other}").decode() for other in range(size))
+        mine = dataclasses.asdict(this_rank_info(rank, device))
+        store.set(f"rank/{rank}", json.dumps(mine))
+        said = [json.loads(store.get(f"rank/{other}")) for other in range(size)]
     return World(
         rank=rank,
         size=size,
         device=device,
-        gpus=gpus,
+        infos=tuple(RankInfo(**values) for values in said),
         products=products,
         launcher=launcher,
     )
 
 
-def backend_of(world: World, ranks: tuple[int, ...]) -> str:
-    """NCCL between GPUs, and gloo for what is in host memory.
-
-    gloo alone on CPUs, and where ranks share a GPU, which NCCL refuses.
-    """
-    gpus = [world.gpus[rank] for rank in ranks] if world.gpus else [""]
-    a_gpu_each = "" not in gpus and len(set(gpus)) == len(gpus)
-    return "cpu:gloo,cuda:nccl" if a_gpu_each else "gloo"
+def have_a_gpu_each(infos: Iterable[RankInfo]) -> bool:
+    """Whether these ranks each have one of their own: NCCL refuses ranks that share a GPU."""
+    gpus = [info.gpu for info in infos]
+    return None not in gpus and 0 < len(set(gpus)) == len(gpus)
 
 
 def executor_group(
@@ -112,7 +139,9 @@ def executor_group(
 
     Returns None on ranks that do not host it.
     """
-    backend = backend_of(world, ranks)
+    # NCCL between GPUs, and gloo for what is in host memory.
+    with_gpus = have_a_gpu_each(info for info in world.infos if info.rank in ranks)
+    backend = "cpu:gloo,cuda:nccl" if with_gpus else "gloo"
     timeout = timedelta(seconds=timeout_s)
     mesh = torch.tensor(ranks).view(replicate, -1, tensor_parallel)
 
@@ -160,16 +189,15 @@ def link_group(
 
 
 def device_link_group(
-    sources: tuple[int, ...], destinations: tuple[int, ...], ends: list[RankInfo]
+    sources: tuple[int, ...], destinations: tuple[int, ...], infos: list[RankInfo]
 ) -> dist.ProcessGroup | None:
     """Make an NCCL group for p2p between the GPUs of both sides. Collective over the world.
 
     Returns None where NCCL cannot join them all.
     """
     ranks = sorted({*sources, *destinations})
-    gpus = {ends[rank].gpu for rank in ranks}
-    a_gpu_each = None not in gpus and len(gpus) == len(ranks)
-    if len(ranks) < 2 or not a_gpu_each or not all(ends[rank].nccl for rank in ranks):
+    joined = [infos[rank] for rank in ranks]
+    if len(ranks) < 2 or not have_a_gpu_each(joined) or not all(info.nccl for info in joined):
         return None
     return dist.new_group(ranks, backend="nccl", timeout=_LINK_TIMEOUT)
 
@@ -187,34 +215,3 @@ def threads_per_rank(threads: int | None, *, synchronous: bool) -> int | None:
     num_cores = len(os.sched_getaffinity(0))
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return max(1, num_cores // num_ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class RankInfo:
-    """What a rank says of itself before any link is made."""
-
-    rank: int
-    host: str  # equal on ranks that can map each other's memory
-    gpu: str | None  # the GPU's uuid, None on a CPU
-    nccl: bool = False
-    kernel: str = ""  # the version of the kernel that it copies weights with; "" without one
-    num_cores: int = 1  # that this process may use
-
-
-def this_rank_info(rank: int, device: torch.device, *, kernel: str) -> RankInfo:
-    """What this process says of itself. device: where its executors keep what links carry."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    boot_id = boot.read_text().strip() if boot.exists() else ""
-    # Shared memory is found by its owner's process number, which means something within a pid
-    # namespace alone.
-    processes = Path("/proc/self/ns/pid")
-    namespace = os.readlink(processes) if processes.is_symlink() else ""
-    on_gpu = device.type == "cuda"
-    return RankInfo(
-        rank=rank,
-        host=f"{socket.gethostname()}/{boot_id}/{namespace}",
-        gpu=str(torch.cuda.get_device_properties(device).uuid) if on_gpu else None,
-        nccl=on_gpu and dist.is_nccl_available(),
-        kernel=kernel,
-        num_cores=len(os.sched_getaffinity(0)),
-    )

@@ -32,16 +32,6 @@ class StagedVersion(Protocol):
     version: int
 
 
-class StagedWeights(Protocol):
-    """The part of a weights receiver that is needed here."""
-
-    @property
-    def staged(self) -> StagedVersion | None: ...
-
-    @property
-    def overtakable(self) -> bool: ...  # by one that waits for its place
-
-
 class Lockstep:
     """A rank's place in its replica."""
 
@@ -66,8 +56,7 @@ class Lockstep:
 
     def next(self) -> dict | None:
         """Peer: the next command, or None as long as there is none."""
-        for _, command in self._control.take("lockstep"):
-            self._told.append(command)
+        self._told.extend(command for _, command in self._control.take("lockstep"))
         if not self._told:
             return None
         if self._told[0]["do"] == LAST:
@@ -76,23 +65,16 @@ class Lockstep:
 
     # --- Versions ---
 
-    def report(self, weights: StagedWeights) -> None:
+    def report(self, staged: StagedVersion | None) -> None:
         """Peer: tell the leader of a version that is staged here."""
-        staged = weights.staged
         if staged is not None and staged.version != self._reported:
             self._reported = staged.version
             self._control.post(self.leader, "held", {"version": staged.version})
 
-    def agreed(self, weights: StagedWeights) -> int | None:
-        """Leader: the version that is staged on every rank of the replica, or None."""
+    def agreed(self, staged: StagedVersion | None) -> int | None:
+        """Leader: the version that is staged, if every rank of the replica has it; or None."""
         for peer, message in self._control.take("held"):
             self._held[peer] = message["version"]
-        staged = weights.staged
-        if staged is None:
+        if staged is None or any(self._held.get(peer) != staged.version for peer in self.peers):
             return None
-        is_everywhere = all(self._held.get(peer) == staged.version for peer in self.peers)
-        return staged.version if is_everywhere else None
-
-    def skippable(self, weights: StagedWeights) -> int | None:
-        """Leader: the version that is staged on every rank and holds up a newer one, or None."""
-        return self.agreed(weights) if weights.overtakable else None
+        return staged.version

@@ -87,14 +87,13 @@ def reaching(what: str, *, rank: int) -> Iterator[None]:
         ) from error
 
 
-def _paces(until: float) -> Iterator[None]:
-    """Once now, then again and again with growing pauses, until the clock shows `until`."""
+def _looks() -> Iterator[float]:
+    """The time, at once and then again and again, with growing pauses between."""
     pause = SOON_S
-    yield
-    while time.monotonic() < until:
+    while True:
+        yield time.monotonic()
         time.sleep(pause)
         pause = min(LATER_S, 1.5 * pause)
-        yield
 
 
 def meet(store: dist.Store, *, rank: int, size: int, timeout_s: float) -> str:
@@ -125,7 +124,9 @@ def _lead(store: dist.Store, me: str, size: int, until: float) -> str | None:
     hellos = [f"hello/{rank}" for rank in range(size)]
     called: list[bytes] = []
     name = ""
-    for _ in _paces(until):
+    for now in _looks():
+        if now > until:
+            return None
         if not store.check(hellos):
             continue
         processes = store.multi_get(hellos)
@@ -139,13 +140,14 @@ def _lead(store: dist.Store, me: str, size: int, until: float) -> str | None:
         if store.check(answers):
             store.set(f"open/{name}", "")
             return name
-    return None
 
 
 def _attend(store: dist.Store, me: str, rank: int, until: float) -> str | None:
     """On the other ranks: the name under which rank 0 goes on, or None if it does not in time."""
     answered = ""
-    for _ in _paces(until):
+    for now in _looks():
+        if now > until:
+            return None
         _check_place(store.get(f"hello/{rank}"), me, rank)
         if not store.check([f"call/{me}"]):
             continue
@@ -155,7 +157,6 @@ def _attend(store: dist.Store, me: str, rank: int, until: float) -> str | None:
             answered = name
         if store.check([f"open/{name}"]):
             return name
-    return None
 
 
 def _check_place(process: bytes, me: str, rank: int) -> None:
@@ -212,20 +213,18 @@ class Exchange:
         """
         progress = f"progress/{source}"
         last = b""
-        pause = SOON_S
-        until = time.monotonic() + self._timeout_s
-        while not self._store.check([f"word/{key}"]):
+        since = time.monotonic()
+        for now in _looks():
+            if self._store.check([f"word/{key}"]):
+                return json.loads(self._store.get(f"word/{key}"))
             seen = self._store.get(progress) if self._store.check([progress]) else b""
             if seen != last:
                 last = seen
-                until = time.monotonic() + self._timeout_s
+                since = now
                 self.progress()
-            if time.monotonic() > until:
+            if now - since > self._timeout_s:
                 raise TimedOut(
                     f"rank {self.rank} waited {self._timeout_s:.0f} s at the start for rank "
                     f"{source} to say {what}, and that rank showed no progress. See what it last "
                     "said, or raise timeout_s"
                 )
-            time.sleep(pause)
-            pause = min(LATER_S, 1.5 * pause)
-        return json.loads(self._store.get(f"word/{key}"))

@@ -37,8 +37,8 @@ for _record in (types.Completion, types.EvalCompletion, types.Group):
 def encode(records: list) -> bytes:
     """Bytes of a non-empty list of records of one registered type. TypeError for others."""
     kind = type(records[0])
-    is_registered = _TYPES.get(kind.__name__) is kind
-    if not is_registered or any(type(record) is not kind for record in records):
+    kinds = {_TYPES.get(kind.__name__), *map(type, records)}
+    if kinds != {kind}:
         raise TypeError(
             f"cannot send {kind.__name__}: one registered record type a message "
             "(llamarl.comm.wire.register)"
@@ -73,17 +73,20 @@ def decode(message: bytes) -> list:
         columns[name] = [tuple(v) if isinstance(v, list) else v for v in column]
     for name, flat in load(message).items():
         sizes = [math.prod(shape) for shape in shapes[name]]
-        parts = flat.split(sizes)
-        columns[name] = [part.view(shape) for part, shape in zip(parts, shapes[name])]
-    rows = zip(*columns.values())
-    return [kind(**dict(zip(columns, row))) for row in rows]
+        columns[name] = list(map(torch.Tensor.view, flat.split(sizes), shapes[name]))
+    records = []
+    for row in zip(*columns.values()):
+        values = dict(zip(columns, row))
+        records.append(kind(**values))
+    return records
 
 
-def send_message(payload: bytes, rank: int, group: dist.ProcessGroup) -> None:
+def send_message(payload: bytes, rank: int, group: dist.ProcessGroup, tag: int = 0) -> None:
     """Returns once the peer has begun to take the payload. An empty one: no more comes."""
-    dist.send(torch.tensor([len(payload)]), rank, group=group)
+    dist.send(torch.tensor([len(payload)]), rank, group=group, tag=tag)
     if payload:
-        dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), rank, group=group)
+        raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        dist.send(raw, rank, group=group, tag=tag)
 
 
 def recv_message(rank: int, group: dist.ProcessGroup) -> bytes:

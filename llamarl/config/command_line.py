@@ -31,39 +31,16 @@ from omegaconf.errors import OmegaConfBaseException
 from llamarl.config.conversion import (
     ConfigError,
     Problem,
-    config_differences,
     did_you_mean,
     keys_of,
     known_keys,
-    load_config,
-    save_config,
     sections_of_kinds,
     show,
     to_config,
-    to_values,
 )
-from llamarl.config.placement import idle_ranks, placement_of, resolve_placement
+from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import CONF_DIR, check
 from llamarl.config.schema import Config
-
-__all__ = [
-    "Config",
-    "ConfigError",
-    "Problem",
-    "check",
-    "check_command_line",
-    "compose_config",
-    "config_differences",
-    "idle_ranks",
-    "load_config",
-    "main",
-    "placement_of",
-    "resolve_placement",
-    "save_config",
-    "to_config",
-    "to_values",
-]
-
 
 # Arithmetic between values, for conf/experiment: what keeps its meaning while another value is
 # swept.
@@ -97,7 +74,10 @@ def check_command_line(
         own = Path(config_dir).resolve()
         dirs.append(own)
         search.append(f"hydra.searchpath=[file://{own}]")
-    groups = _groups_in(dirs)
+    groups: dict[str, set[str]] = {}  # what each Hydra group has to choose from
+    for path in dirs:
+        for file in path.glob("*/*.yaml"):
+            groups.setdefault(file.parent.name, set()).add(file.stem)
     problems: list[Problem] = []
     accepted = []
     choices = []
@@ -108,22 +88,13 @@ def check_command_line(
         else:
             accepted.append(override.text)
             choices.append([(override.key, point) for point in override.points])
-    judge = functools.partial(check, world_size=world_size, local_world_size=local_world_size)
+    ranks = (world_size, local_world_size)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         for combination in itertools.product(*choices):
-            problems += _problems_of(config_name, search, dict(combination), judge)
+            problems += _problems_of(config_name, search, dict(combination), ranks)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return accepted
-
-
-def _groups_in(dirs: list[Path]) -> dict[str, set[str]]:
-    """What each Hydra group has to choose from, over these directories."""
-    groups: dict[str, set[str]] = {}
-    for path in dirs:
-        for file in path.glob("*/*.yaml"):
-            groups.setdefault(file.parent.name, set()).add(file.stem)
-    return groups
 
 
 def compose_config(overrides: list[str]) -> Config:
@@ -201,23 +172,15 @@ def _problems_of(
     config_name: str,
     search: list[str],
     chosen: dict[str, str],
-    judge: Callable[[Config], list[Problem]],
+    ranks: tuple[int, int | None],
 ) -> list[Problem]:
     """Everything wrong with the config that `chosen` (key -> override) makes; needs Hydra to be
-    initialised. judge: what is wrong with values that fit the schema.
+    initialised. ranks: of all hosts, and of one.
     """
     from hydra import compose
     from hydra.errors import HydraException
 
     refusals = (HydraException, OmegaConfBaseException)
-
-    def refusal(text: str) -> str:
-        """Why Hydra does not take an override by itself; "" if it does."""
-        try:
-            compose(config_name, [*search, text])
-        except refusals as error:
-            return " ".join(str(error).split())
-        return ""
 
     problems: list[Problem] = []
     required: list[str] = []
@@ -233,12 +196,16 @@ def _problems_of(
             found = error.problems
             required += [problem.where for problem in found if problem.what.startswith("required")]
         except refusals as error:
-            why = {key: refusal(text) for key, text in kept.items()}
-            found = [Problem(kept[key], why[key], (key,)) for key in kept if why[key]]
+            found = []
+            for key, text in kept.items():
+                try:
+                    compose(config_name, [*search, text])
+                except refusals as alone:
+                    found.append(Problem(text, " ".join(str(alone).split()), (key,)))
             if not found:
                 return [*problems, Problem(config_name, " ".join(str(error).split()))]
         else:
-            return problems + [p for p in judge(config) if wrong.isdisjoint(p.keys)]
+            return problems + [p for p in check(config, *ranks) if wrong.isdisjoint(p.keys)]
         problems += [problem for problem in found if wrong.isdisjoint(problem.keys)]
     return problems
 
@@ -254,11 +221,6 @@ def main(recipe: Callable[[Config], None]) -> Callable[[], None]:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     leader = os.environ.get("RANK", "0") == "0"
 
-    def refuse(error: ConfigError):
-        if leader:
-            print(error, file=sys.stderr)
-        sys.exit(2)
-
     @functools.wraps(recipe)
     def job(composed: DictConfig) -> None:
         from hydra.core.hydra_config import HydraConfig
@@ -268,13 +230,7 @@ def main(recipe: Callable[[Config], None]) -> Callable[[], None]:
         if hydra.mode == RunMode.MULTIRUN and composed.run_dir is None:
             # The runs of a sweep side by side, for recipes/compare.py.
             composed.run_dir = hydra.runtime.output_dir
-        try:
-            config = to_config(composed)
-            problems = check(config, world_size, local_world_size)
-            if problems:
-                raise ConfigError(problems)
-        except ConfigError as error:
-            refuse(error)
+        config = to_config(composed)  # which `run` has checked
         idle = idle_ranks(config, world_size)
         if leader and idle:
             warning = f"ranks {show(idle)} host nothing; see placement, or start fewer"
@@ -298,7 +254,9 @@ def main(recipe: Callable[[Config], None]) -> Callable[[], None]:
                     local_world_size=local_world_size,
                 )
             except ConfigError as error:
-                refuse(error)
+                if leader:
+                    print(error, file=sys.stderr)
+                sys.exit(2)
             rewritten = dict(zip(args.overrides, accepted))
             sys.argv = [rewritten.get(argument, argument) for argument in sys.argv]
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(job)()

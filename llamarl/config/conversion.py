@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
@@ -103,20 +103,14 @@ def _marks_below(schema: type, prefix: str) -> dict[str, frozenset[Mark]]:
 
 
 @functools.cache
-def _marks() -> dict[str, frozenset[Mark]]:
-    """The marks of every key; the options of all losses stand for what a loss may have."""
+def known_keys() -> dict[str, frozenset[Mark]]:
+    """Every key of the schema with its marks, sections included: "max_steps", ..., "loss",
+    "loss.fn", ... The options of all losses stand for what a loss may have.
+    """
     marks = _marks_below(Config, "")
     del marks["loss.options"]
     options = [f"loss.{name}" for name in LOSS_OPTIONS]
     return marks | dict.fromkeys(options, frozenset())
-
-
-@functools.cache
-def known_keys() -> tuple[str, ...]:
-    """Every key of the schema, sections and the options of all losses included: ("max_steps", ...,
-    "loss", "loss.fn", ...).
-    """
-    return tuple(_marks())
 
 
 @functools.cache
@@ -128,16 +122,16 @@ def sections_of_kinds() -> tuple[str, ...]:
 def is_marked(key: str, mark: Mark) -> bool:
     """Whether a key bears a mark of the schema: by itself, or by the section that it is in."""
     section = key.partition(".")[0]
-    return any(mark in _marks().get(name, ()) for name in (key, section))
+    return any(mark in known_keys().get(name, ()) for name in (key, section))
 
 
-def did_you_mean(key: str, names: Sequence[str]) -> str:
+def did_you_mean(key: str, names: Collection[str]) -> str:
     """ "; did you mean NAME?" for the nearest name, by its last part or as a whole; "" when none is
     near. A key of an earlier release is answered with its name of today.
     """
     if key in RENAMED:
         return f"; it is called {RENAMED[key]} now"
-    last = {name.rpartition(".")[2]: name for name in reversed(names)}
+    last = {name.rpartition(".")[2]: name for name in reversed(list(names))}
     tail = key.rpartition(".")[2]
     if tail in last:
         return f"; did you mean {last[tail]}?"
@@ -239,14 +233,8 @@ class _Reader:
             return None
         if len(schemas) == 1:
             return self._fill(values, schemas[0], prefix)
-        return self._fill_kind(values, schemas, prefix)
-
-    def _fill_kind(
-        self, values: Mapping[str, object], schemas: Sequence[type], prefix: str
-    ) -> object | None:
-        """A section of several kinds, as the one that is asked for. A null for another kind's key
-        says no more than that it is not this kind's.
-        """
+        # Of several kinds, the one that is asked for. A null for another kind's key says no more
+        # than that it is not this kind's.
         key = f"{prefix}kind"
         by_kind: dict[str, type] = {}
         for schema in schemas:
@@ -335,16 +323,12 @@ def to_config(composed: DictConfig | Mapping[str, object]) -> Config:
             reader.problems.append(Problem(str(error.full_key), str(error).splitlines()[0]))
     config = reader.section(values, (Config,), "")
     if reader.problems:
-        raise ConfigError(_without_echoes(reader.problems, flat(written)))
+        # But for those of a value that is written as another's ("${model.dtype}"), wrong with it.
+        wrong = {"${" + key + "}" for key in keys_of(reader.problems)}
+        as_written = flat(written)
+        echoes = [p for p in reader.problems if p.keys and str(as_written.get(p.keys[0])) in wrong]
+        raise ConfigError([problem for problem in reader.problems if problem not in echoes])
     return config
-
-
-def _without_echoes(problems: list[Problem], written: Mapping[str, object]) -> list[Problem]:
-    """The problems but for those of a value that is written as another's ("${model.dtype}"), and
-    wrong with it. written: by whole keys.
-    """
-    wrong = {"${" + key + "}" for key in keys_of(problems)}
-    return [p for p in problems if not (p.keys and str(written.get(p.keys[0])) in wrong)]
 
 
 def to_values(config: Config) -> dict[str, object]:
@@ -378,15 +362,12 @@ def load_config(path: str | Path) -> Config:
         raise ConfigError([Problem(str(path), what)]) from error
 
 
-def config_differences(old: Config, new: Config) -> dict[str, tuple[object, object]]:
-    """key -> (old value, new value), for every key whose value is not the same."""
-    return value_differences(to_values(old), to_values(new))
-
-
 def value_differences(
     old: Mapping[str, object], new: Mapping[str, object]
 ) -> dict[str, tuple[object, object]]:
-    """The same of what to_values gave, also in another version. None for what one of them lacks."""
+    """key -> (old value, new value), for every key whose value is not the same, of what to_values
+    gave, also in another version. None for what one of them lacks.
+    """
     before, after = flat(old), flat(new)
     pairs = {key: (before.get(key), after.get(key)) for key in before | after}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}

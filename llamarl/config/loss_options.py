@@ -10,9 +10,8 @@ import ast
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from llamarl.config.ranges import Count, NonNegative, Positive, Range
+from llamarl.config.ranges import Count, NonNegative, Positive, Share
 from llamarl.words.choices import Normalize, RatioLevel
 
 # What each option may be; it means the same in every loss that has it.
@@ -23,7 +22,7 @@ LOSS_OPTIONS: dict[str, object] = {
     "ratio_level": RatioLevel,
     "normalize": Normalize,
     "max_tokens": Count | None,
-    "clip_low": Annotated[float, Range(0, 1)],
+    "clip_low": Share,
     "clip_high": NonNegative,
     "beta": Positive,
     "tau": NonNegative,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from llamarl.config.conversion import Findings, show
-from llamarl.config.schema import Config, PlacementSettings
+from llamarl.config.schema import Config
 from llamarl.models.config import ModelConfig, read_config, tiny_directory
 
 COLOCATED = ("trainer", "generator", "reference")  # executors with a model on the device
@@ -14,24 +14,20 @@ TINY_MODEL = tiny_directory()
 Ranks = tuple[int, ...]
 
 
-def resolve_placement(
-    placement: PlacementSettings,
-    world_size: int,
-    *,
-    groups_per_step: int = 0,
-    tensor_parallel: int = 1,
-) -> dict[str, Ranks]:
-    """Executor name -> its ranks, with every null filled in.
+def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:
+    """Executor name -> its ranks in this run, with every null filled in; no reference if there is
+    none.
 
     Trainers take the first half of the ranks (as many as divide groups_per_step, and leave a
-    multiple of tensor_parallel if that can be), generators the rest, as far as it makes whole
-    replicas of tensor_parallel ranks, and reward and reference a rank that hosts nothing yet or
-    else the generators' last. One rank hosts everything. Executors of placement.colocate share the
-    ranks given for one of them, or all.
+    multiple of generator.tensor_parallel if that can be), generators the rest, as far as it makes
+    whole replicas, and reward and reference a rank that hosts nothing yet or else the generators'
+    last. One rank hosts everything. Executors of placement.colocate share the ranks given for one
+    of them, or all.
     """
+    tensor_parallel = config.generator.tensor_parallel
     everyone = list(range(world_size))
-    given = dataclasses.asdict(placement)
-    together = [name for name in COLOCATED if name in (placement.colocate or ())]
+    given = dataclasses.asdict(config.placement)
+    together = [name for name in COLOCATED if name in (given["colocate"] or ())]
     shared = [given[name] for name in together if given[name]]
     given.update(dict.fromkeys(together, shared[0] if shared else everyone))
     trainer = given["trainer"]
@@ -39,7 +35,7 @@ def resolve_placement(
     if not trainer:
         free = [rank for rank in everyone if rank not in generator] or everyone
         most = max(1, min(world_size // 2, len(free)))
-        sizes = [n for n in range(most, 0, -1) if groups_per_step % n == 0]
+        sizes = [n for n in range(most, 0, -1) if config.groups_per_step % n == 0]
         if not generator:
             left_by = {n: world_size - n for n in sizes}  # ranks that are left to generators
             whole = [n for n in sizes if left_by[n] > 0 and left_by[n] % tensor_parallel == 0]
@@ -50,24 +46,13 @@ def resolve_placement(
     in_replicas = len(rest) // tensor_parallel * tensor_parallel
     generator = generator or rest[:in_replicas] or rest or everyone
     spare = [rank for rank in rest if rank not in generator] or generator
-    return {
+    placed = {
         "trainer": tuple(trainer),
         "generator": tuple(generator),
         "reward": tuple(given["reward"] or spare[-1:]),
-        "reference": tuple(given["reference"] or spare[-1:]),
     }
-
-
-def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:
-    """Executor name -> its ranks in this run; no reference if there is none."""
-    placed = resolve_placement(
-        config.placement,
-        world_size,
-        groups_per_step=config.groups_per_step,
-        tensor_parallel=config.generator.tensor_parallel,
-    )
-    if not config.reference.enabled:
-        del placed["reference"]
+    if config.reference.kind != "none":
+        placed["reference"] = tuple(given["reference"] or spare[-1:])
     return placed
 
 
@@ -122,16 +107,26 @@ def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: F
     """Ranks that do not make whole replicas of the trainer, groups that these cannot share, or
     parts of the model that its ranks cannot.
     """
-    t = c.trainer.tensor_parallel
-    unit = c.trainer.replicate * t
-    if num_ranks % unit:
+    t, n = c.trainer.tensor_parallel, c.trainer.minibatches_per_step
+    replica = c.trainer.replicate * t
+    dp_ranks = num_ranks // t
+    unit = dp_ranks * n
+    if num_ranks % replica:
         sizes = {"trainer.replicate": c.trainer.replicate, "trainer.tensor_parallel": t}
         keys = [key for key, size in sizes.items() if size > 1]
         ranks = "1 trainer rank" if num_ranks == 1 else f"{num_ranks} trainer ranks"
-        remedy = f"set placement.trainer to a multiple of {unit} ranks"
+        remedy = f"set placement.trainer to a multiple of {replica} ranks"
         found.add(f"{ranks} cannot be split so; {remedy}", *keys)
     else:
-        _find_shares(c, num_ranks // t, found)
+        ranks = f"{dp_ranks} trainer ranks" if t == 1 else f"{dp_ranks} sets of {t} trainer ranks"
+        wanted = {"groups_per_step": c.groups_per_step, "overcommit": c.overcommit}
+        for key, amount in wanted.items():
+            if not isinstance(amount, str) and amount % dp_ranks:
+                found.add(f"{ranks} cannot share it evenly; need a multiple of {dp_ranks}", key)
+        if c.groups_per_step % dp_ranks == 0 and c.groups_per_step % unit:
+            what = f"{ranks} cannot cut their groups into {n} minibatches each"
+            remedy = f"need a multiple of {unit} groups"
+            found.add(f"{what}; {remedy}", "groups_per_step", "trainer.minibatches_per_step")
     if t == 1 or model is None:
         return
     parts = {
@@ -143,22 +138,6 @@ def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: F
     if uneven:
         what = f"the trainer splits the model evenly, but it has {' and '.join(uneven)}"
         found.add(what, "trainer.tensor_parallel")
-
-
-def _find_shares(c: Config, dp_ranks: int, found: Findings) -> None:
-    """Groups that data-parallel ranks cannot share evenly."""
-    t, n = c.trainer.tensor_parallel, c.trainer.minibatches_per_step
-    ranks = f"{dp_ranks} trainer ranks"
-    if t > 1:
-        ranks = f"{dp_ranks} sets of {t} trainer ranks"
-    for key, amount in {"groups_per_step": c.groups_per_step, "overcommit": c.overcommit}.items():
-        if not isinstance(amount, str) and amount % dp_ranks:
-            found.add(f"{ranks} cannot share it evenly; need a multiple of {dp_ranks}", key)
-    unit = dp_ranks * n
-    if c.groups_per_step % dp_ranks == 0 and c.groups_per_step % unit:
-        what = f"{ranks} cannot cut their groups into {n} minibatches each"
-        remedy = f"need a multiple of {unit} groups"
-        found.add(f"{what}; {remedy}", "groups_per_step", "trainer.minibatches_per_step")
 
 
 def _find_replicas(c: Config, placed: dict[str, Ranks], world_size: int, found: Findings) -> None:

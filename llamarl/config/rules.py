@@ -27,47 +27,39 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
     """What cannot work together, or with this many ranks and these files."""
     num_hosts = -(-world_size // (local_world_size or world_size))
     rules = [
-        *_generator_rules(config),
+        *_memory_rules(config, num_hosts),
         *_ahead_rules(config),
-        *_run_rules(config),
-        *_device_rules(config, num_hosts),
         *_learning_rules(config),
-        *_reference_rules(config),
         *_replay_rules(config),
     ]
     found = Findings(config)
     find_placement(config, world_size, found)
-    _find_broken(rules, found)
+    for keys, is_broken, remedy in rules:
+        if is_broken:
+            found.add(remedy, *keys.split())
     if config.generator.kind == "vllm":
         from llamarl.inference.vllm_engine import vllm_problem  # imports torch, so only for vLLM
 
         if what := vllm_problem():
             found.add(what, "generator.kind")
-    _find_files(config, found)
+    files = {f"task.{name}": getattr(config.task, name, None) for name in ("path", "eval_path")}
+    files["model.path"] = config.model.path and f"{config.model.path}/config.json"
+    for key, file in files.items():
+        if file and not Path(file).exists():
+            found.add(f"no such file: {Path(file)}", key)
+    if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
+        found.add("no such directory; need auto, never or a checkpoint's directory", "resume")
     _find_loss(config.loss, found)
     return found.problems
 
 
-def _find_broken(rules: list[Rule], found: Findings) -> None:
-    for keys, is_broken, remedy in rules:
-        if is_broken:
-            found.add(remedy, *keys.split())
-
-
-def _find_files(c: Config, found: Findings) -> None:
-    """Data, a model or a checkpoint that is not there."""
-    files = {f"task.{name}": getattr(c.task, name, None) for name in ("path", "eval_path")}
-    files["model.path"] = c.model.path and f"{c.model.path}/config.json"
-    for key, file in files.items():
-        if file and not Path(file).exists():
-            found.add(f"no such file: {Path(file)}", key)
-    if c.resume not in ("auto", "never") and not Path(c.resume).is_dir():
-        found.add("no such directory; need auto, never or a checkpoint's directory", "resume")
-
-
-def _generator_rules(c: Config) -> list[Rule]:
-    """Of the generator's slots, cache and unfinished completions."""
+def _memory_rules(c: Config, num_hosts: int) -> list[Rule]:
+    """Of the generator's slots, cache and unfinished completions; of the memory that executors
+    share, and how weights travel.
+    """
     g = c.generator
+    t, transport = c.trainer, c.weights.transport
+    has_8bit_moments = t.optimizer == "adamw8bit"
     longest = c.task.max_prompt_tokens + c.max_new_tokens
     resumes = g.resume_partials is True
     return [
@@ -108,14 +100,55 @@ def _generator_rules(c: Config) -> list[Rule]:
             c.offload and g.kind == "vllm",
             "vLLM's memory stays where it is; generator=native, or offload=false",
         ),
+        (
+            "offload",
+            c.offload and not c.placement.colocate,
+            "moves executors that share a device out of each other's way; "
+            "name them: placement.colocate=[trainer,generator]",
+        ),
+        (
+            "offload max_lag",
+            c.offload and c.max_lag != 0,
+            "with any lag trainer and generator work at the same time, "
+            "so neither can leave the device; max_lag=0",
+        ),
+        (
+            "offload trainer.cpu_offload",
+            c.offload and t.cpu_offload,
+            "both keep the trainer in host memory; trainer.cpu_offload=false, or offload=false",
+        ),
+        (
+            "trainer.optimizer offload",
+            has_8bit_moments and c.offload,
+            "8-bit moments cannot leave the device; trainer.optimizer=adamw, or offload=false",
+        ),
+        (
+            "trainer.optimizer trainer.cpu_offload",
+            has_8bit_moments and t.cpu_offload,
+            "8-bit moments are for a device's memory; "
+            "trainer.optimizer=adamw, or trainer.cpu_offload=false",
+        ),
+        (
+            "weights.transport trainer.cpu_offload",
+            transport in ("nccl", "cuda_ipc") and t.cpu_offload,
+            "weights that leave from host memory travel by shm or gloo; weights.transport=auto",
+        ),
+        (
+            "weights.transport",
+            transport in ("shm", "cuda_ipc") and num_hosts > 1,
+            f"ranks on {num_hosts} hosts share no memory; weights.transport=gloo or nccl, or auto",
+        ),
     ]
 
 
 def _ahead_rules(c: Config) -> list[Rule]:
-    """Of the bound of the lag, what may start ahead, and the bounds of that."""
+    """Of the bound of the lag, what may start ahead, and the bounds of that; of what a run goes
+    on with, and when it ends.
+    """
     g = c.governor
     synchronous, unbounded = c.max_lag == 0, c.max_lag is None
     truncates = c.on_deadline == "truncate"
+    aims = c.eval.target is not None
     return [
         (
             "overcommit max_lag",
@@ -164,13 +197,6 @@ def _ahead_rules(c: Config) -> list[Rule]:
             g.start is not None and g.most is not None and g.start > g.most,
             "starts above the most",
         ),
-    ]
-
-
-def _run_rules(c: Config) -> list[Rule]:
-    """Of what a run goes on with, and when it ends."""
-    aims = c.eval.target is not None
-    return [
         (
             "resume run_dir",
             c.resume == "auto" and not c.run_dir,
@@ -202,54 +228,12 @@ def _run_rules(c: Config) -> list[Rule]:
     ]
 
 
-def _device_rules(c: Config, num_hosts: int) -> list[Rule]:
-    """Of the memory that executors share, and how weights travel."""
-    t, transport = c.trainer, c.weights.transport
-    has_8bit_moments = t.optimizer == "adamw8bit"
-    return [
-        (
-            "offload",
-            c.offload and not c.placement.colocate,
-            "moves executors that share a device out of each other's way; "
-            "name them: placement.colocate=[trainer,generator]",
-        ),
-        (
-            "offload max_lag",
-            c.offload and c.max_lag != 0,
-            "with any lag trainer and generator work at the same time, "
-            "so neither can leave the device; max_lag=0",
-        ),
-        (
-            "offload trainer.cpu_offload",
-            c.offload and t.cpu_offload,
-            "both keep the trainer in host memory; trainer.cpu_offload=false, or offload=false",
-        ),
-        (
-            "trainer.optimizer offload",
-            has_8bit_moments and c.offload,
-            "8-bit moments cannot leave the device; trainer.optimizer=adamw, or offload=false",
-        ),
-        (
-            "trainer.optimizer trainer.cpu_offload",
-            has_8bit_moments and t.cpu_offload,
-            "8-bit moments are for a device's memory; "
-            "trainer.optimizer=adamw, or trainer.cpu_offload=false",
-        ),
-        (
-            "weights.transport trainer.cpu_offload",
-            transport in ("nccl", "cuda_ipc") and t.cpu_offload,
-            "weights that leave from host memory travel by shm or gloo; weights.transport=auto",
-        ),
-        (
-            "weights.transport",
-            transport in ("shm", "cuda_ipc") and num_hosts > 1,
-            f"ranks on {num_hosts} hosts share no memory; weights.transport=gloo or nccl, or auto",
-        ),
-    ]
-
-
 def _learning_rules(c: Config) -> list[Rule]:
-    """Of advantages, of completions or of tokens; of adapters; of schedules."""
+    """Of advantages, of completions or of tokens; of adapters; of schedules; of the reference, and
+    what compares with it.
+    """
+    kind = c.reference.kind
+    absent, resets = kind == "none", kind == "reset"
     t, fn = c.trainer, c.loss.fn
     adapts, decays = t.lora.rank > 0, t.decay_steps is not None
     has_beta = isinstance(c.loss.options.get("beta"), int | float)
@@ -313,14 +297,6 @@ def _learning_rules(c: Config) -> list[Rule]:
             c.beta_schedule.kind != "constant" and not has_beta,
             "needs a loss with an option beta, and its first value: loss.beta=0.01",
         ),
-    ]
-
-
-def _reference_rules(c: Config) -> list[Rule]:
-    """Of the reference, and what compares with it."""
-    kind = c.reference.kind
-    absent, resets = kind == "none", kind == "reset"
-    return [
         (
             "trainer.reward_kl_coef reference.kind",
             absent and c.trainer.reward_kl_coef > 0,
@@ -398,32 +374,6 @@ def _published_losses() -> dict[str, Mapping[str, object]]:
     return {file.stem: OmegaConf.load(file)["loss"] for file in files}
 
 
-def _option_rules(options: Mapping[str, object]) -> list[Rule]:
-    """Of options of a loss that are each in range."""
-    low = options.get("ratio_mask_low") or 0
-    high = options.get("ratio_mask_high") or math.inf
-    cap = options.get("ratio_cap") or math.inf
-    clip = options.get("clip_high", -math.inf)
-    return [
-        (
-            "loss.ratio_mask_low loss.ratio_mask_high",
-            low >= high,
-            "masks every ratio; the low bound must be below the high one",
-        ),
-        (
-            "loss.ratio_cap loss.clip_high",
-            cap <= 1 + clip,
-            f"a cap at or below 1 + clip_high = {1 + clip:g} leaves nothing to clip; "
-            "raise it, or null",
-        ),
-        (
-            "loss.max_tokens loss.normalize",
-            options.get("max_tokens") is not None and options.get("normalize") != "tokens",
-            "a constant takes the place of the mean; normalize=tokens, or max_tokens=null",
-        ),
-    ]
-
-
 def _find_loss(loss: LossSettings, found: Findings) -> None:
     """A loss that does not exist, or options that it does not take or that cannot be."""
     losses, published = declarations(), _published_losses()
@@ -459,8 +409,22 @@ def _find_options(loss: LossSettings, taken: Sequence[str], found: Findings) -> 
         if hint is None:
             why = did_you_mean(key, [f"loss.{name}" for name in taken])
         found.problems.append(Problem(key, f"unknown key{why}", (key,)))
-    if all_fit:
-        _find_broken(_option_rules(loss.options), found)
+    if not all_fit:
+        return
+    low = loss.options.get("ratio_mask_low") or 0
+    high = loss.options.get("ratio_mask_high") or math.inf
+    cap = loss.options.get("ratio_cap") or math.inf
+    clip = loss.options.get("clip_high", -math.inf)
+    is_mean = loss.options.get("max_tokens") is None or loss.options.get("normalize") == "tokens"
+    if low >= high:
+        what = "masks every ratio; the low bound must be below the high one"
+        found.add(what, "loss.ratio_mask_low", "loss.ratio_mask_high")
+    if cap <= 1 + clip:
+        what = f"a cap at or below 1 + clip_high = {1 + clip:g} leaves nothing to clip"
+        found.add(f"{what}; raise it, or null", "loss.ratio_cap", "loss.clip_high")
+    if not is_mean:
+        what = "a constant takes the place of the mean; normalize=tokens, or max_tokens=null"
+        found.add(what, "loss.max_tokens", "loss.normalize")
 
 
 def _find_own_loss(loss: LossSettings, found: Findings) -> None:

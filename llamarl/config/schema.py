@@ -20,11 +20,20 @@ A field that decides more than its own value says so by a Mark.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Annotated, ClassVar, Literal, dataclass_transform
 
 from llamarl.config.loss_options import LOSS_OPTIONS
-from llamarl.config.ranges import Beta, Count, Natural, NonNegative, Positive, Range, Text
+from llamarl.config.ranges import (
+    Beta,
+    Count,
+    Natural,
+    NonNegative,
+    Positive,
+    PositiveShare,
+    Range,
+    Share,
+    Text,
+)
 from llamarl.words.choices import (
     Advantages,
     Estimator,
@@ -39,13 +48,13 @@ from llamarl.words.choices import (
 Seed = Annotated[int, Range(0, 2**63 - 1)]  # what torch and the counters of sampling hold
 
 
-class Mark(Enum):
-    """What a key, or every key of a section, decides beyond its own value."""
-
-    IDENTITY = auto()  # with another value it is another run, which no checkpoint is gone on with
-    DATA = auto()  # which prompts there are
-    ANSWERS = auto()  # how held-out prompts are answered and scored: recipes/evaluate.py keeps it
-    OUTWARD = auto()  # nothing that is learned: runs that differ in it alone are compared as one
+# What a key, or every key of a section, decides beyond its own value.
+Mark = Literal[
+    "identity",  # with another value it is another run, which no checkpoint is gone on with
+    "data",  # which prompts there are
+    "answers",  # how held-out prompts are answered and scored: recipes/evaluate.py keeps it
+    "outward",  # nothing that is learned: runs that differ in it alone are compared as one
+]
 
 
 def _marked(*marks: Mark):
@@ -62,8 +71,8 @@ def settings_dataclass(section: type) -> type:
 @settings_dataclass
 class ModelSettings:
     # None: the tiny model that comes with the package.
-    path: str | None = _marked(Mark.IDENTITY, Mark.DATA)
-    dtype: Literal["float32", "bfloat16"] = _marked(Mark.ANSWERS)
+    path: str | None = _marked("identity", "data")
+    dtype: Literal["float32", "bfloat16"] = _marked("answers")
 
 
 @settings_dataclass
@@ -113,7 +122,7 @@ class GeneratorSettings:
     max_slots: Count
     chunk_tokens: Count
     top_k: Natural
-    top_p: Annotated[float, Range(0, 1, open=True)]
+    top_p: PositiveShare
     min_new_tokens: Natural
     in_flight_updates: bool | None
     max_seconds: Positive | None
@@ -135,7 +144,7 @@ class NativeGeneratorSettings(GeneratorSettings):
 @settings_dataclass
 class VLLMGeneratorSettings(GeneratorSettings):
     kind: Literal["vllm"]
-    gpu_memory_utilization: Annotated[float, Range(0, 1, open=True)]
+    gpu_memory_utilization: PositiveShare
 
     tensor_parallel: ClassVar[int] = 1  # a vLLM here has one rank
     recompute_kv: ClassVar[bool] = False  # vLLM keeps its cache over new weights
@@ -151,22 +160,15 @@ class RewardSettings:
     num_workers: Count
     timeout_s: Positive
     memory_mb: Count
-    max_error_rate: Annotated[float, Range(0, 1)]
+    max_error_rate: Share
 
 
 @settings_dataclass
-class NoReferenceSettings:
-    kind: Literal["none"]
+class ReferenceSettings:
+    """No reference, or one that stays as it is."""
 
-    enabled: ClassVar[bool] = False
-    reset_every: ClassVar[None] = None
+    kind: Literal["none", "frozen"]
 
-
-@settings_dataclass
-class FrozenReferenceSettings:
-    kind: Literal["frozen"]
-
-    enabled: ClassVar[bool] = True
     reset_every: ClassVar[None] = None
 
 
@@ -175,19 +177,17 @@ class ResettingReferenceSettings:
     kind: Literal["reset"]
     reset_every: Count
 
-    enabled: ClassVar[bool] = True
-
 
 @settings_dataclass
 class FifoBufferSettings:
-    kind: Literal["fifo"] = _marked(Mark.IDENTITY)
+    kind: Literal["fifo"] = _marked("identity")
 
 
 @settings_dataclass
 class ReplayBufferSettings:
-    kind: Literal["replay"] = _marked(Mark.IDENTITY)
+    kind: Literal["replay"] = _marked("identity")
     sync_period: Count
-    most_on_policy: Annotated[float, Range(0, 1)]
+    most_on_policy: Share
     priority: Priority
     temperature: Positive
     completions_per_prompt: Count | None
@@ -253,8 +253,8 @@ class TrainerSettings:
     reward_kl_coef: NonNegative
     reward_kl_estimator: Estimator
     whiten: Whiten
-    gamma: Annotated[float, Range(0, 1)]
-    gae_lambda: Annotated[float, Range(0, 1)]
+    gamma: Share
+    gae_lambda: Share
     value_lr: Positive
     value_coef: NonNegative
     value_clip: Positive | None
@@ -293,9 +293,9 @@ class GovernorSettings:
 @settings_dataclass
 class EvalSettings:
     every: Natural
-    num_prompts: Natural = _marked(Mark.DATA)
+    num_prompts: Natural = _marked("data")
     num_samples: Natural
-    target: float | None = _marked(Mark.OUTWARD)
+    target: float | None = _marked("outward")
 
 
 @settings_dataclass
@@ -328,39 +328,39 @@ class MetricsSettings:
 @settings_dataclass
 class Config:
     max_steps: Natural
-    run_dir: str | None = _marked(Mark.OUTWARD)
-    resume: str = _marked(Mark.OUTWARD)
-    resume_with_other: list[Literal["data", "reward"]] = _marked(Mark.OUTWARD)
-    seed: Seed = _marked(Mark.IDENTITY, Mark.DATA, Mark.ANSWERS, Mark.OUTWARD)
-    dry_run: bool = _marked(Mark.OUTWARD)
-    max_lag: Natural | None = _marked(Mark.IDENTITY, Mark.ANSWERS)
+    run_dir: str | None = _marked("outward")
+    resume: str = _marked("outward")
+    resume_with_other: list[Literal["data", "reward"]] = _marked("outward")
+    seed: Seed = _marked("identity", "data", "answers", "outward")
+    dry_run: bool = _marked("outward")
+    max_lag: Natural | None = _marked("identity", "answers")
     overcommit: Natural | Governor
     on_deadline: Literal["wait", "truncate"]
-    straggler_factor: Annotated[float, Range(1)] = _marked(Mark.OUTWARD)
-    groups_per_step: Count = _marked(Mark.IDENTITY)
-    group_size: Count = _marked(Mark.IDENTITY, Mark.ANSWERS)
-    max_new_tokens: Count = _marked(Mark.IDENTITY, Mark.ANSWERS)
-    temperature: Positive = _marked(Mark.IDENTITY, Mark.ANSWERS)
+    straggler_factor: Annotated[float, Range(1)] = _marked("outward")
+    groups_per_step: Count = _marked("identity")
+    group_size: Count = _marked("identity", "answers")
+    max_new_tokens: Count = _marked("identity", "answers")
+    temperature: Positive = _marked("identity", "answers")
     lr: Positive
-    threads: Count | None = _marked(Mark.ANSWERS, Mark.OUTWARD)
-    timeout_s: Positive = _marked(Mark.OUTWARD)
-    heartbeat_timeout_s: Positive = _marked(Mark.OUTWARD)
+    threads: Count | None = _marked("answers", "outward")
+    timeout_s: Positive = _marked("outward")
+    heartbeat_timeout_s: Positive = _marked("outward")
     stop_s: Positive
     offload: bool
     governor: GovernorSettings
     beta_schedule: ConstantBetaSettings | LinearBetaSettings | CutBetaSettings
-    eval: EvalSettings = _marked(Mark.ANSWERS)
-    checkpoint: CheckpointSettings = _marked(Mark.OUTWARD)
+    eval: EvalSettings = _marked("answers")
+    checkpoint: CheckpointSettings = _marked("outward")
     weights: WeightsSettings
-    metrics: MetricsSettings = _marked(Mark.OUTWARD)
+    metrics: MetricsSettings = _marked("outward")
     model: ModelSettings
     task: AdditionSettings | RowsSettings | GSM8KSettings | ReasoningGymSettings = _marked(
-        Mark.DATA, Mark.ANSWERS
+        "data", "answers"
     )
-    generator: NativeGeneratorSettings | VLLMGeneratorSettings = _marked(Mark.ANSWERS)
-    reward: RewardSettings = _marked(Mark.ANSWERS)
-    reference: NoReferenceSettings | FrozenReferenceSettings | ResettingReferenceSettings
-    buffer: FifoBufferSettings | ReplayBufferSettings = _marked(Mark.ANSWERS)
+    generator: NativeGeneratorSettings | VLLMGeneratorSettings = _marked("answers")
+    reward: RewardSettings = _marked("answers")
+    reference: ReferenceSettings | ResettingReferenceSettings
+    buffer: FifoBufferSettings | ReplayBufferSettings = _marked("answers")
     trainer: TrainerSettings
     loss: LossSettings
     placement: PlacementSettings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -31,10 +31,11 @@ class Weights(Channel):
     dtype. transport: "auto", or one of ddma.transports.TRANSPORTS.
     """
 
-    dtype: str = field(default="float32", kw_only=True)
-    quantize: str = field(default="none", kw_only=True)
-    exclude: tuple[str, ...] = field(default=(HEAD,), kw_only=True)
-    transport: str = field(default="auto", kw_only=True)
+    _: KW_ONLY
+    dtype: str = "float32"
+    quantize: str = "none"
+    exclude: tuple[str, ...] = (HEAD,)
+    transport: str = "auto"
 
     def connect(
         self, context: ConnectContext
@@ -42,14 +43,14 @@ class Weights(Channel):
         """See Channel.connect. WeightsError if the transport asked for cannot join two ranks."""
         sources = context.placement[self.source.name]
         destinations = context.placement[self.destination.name]
-        trainer = self.source
-        copies = trainer.replicate * trainer.tensor_parallel
+        replicate = self.source.replicate
+        source_tp = self.source.tensor_parallel
         tp = self.destination.tensor_parallel
         route = WeightsRoute(
             self.name,
             sources=sources,
             destinations=destinations,
-            source=Source(len(sources) // copies, trainer.replicate, trainer.tensor_parallel),
+            source=Source(len(sources) // (replicate * source_tp), replicate, source_tp),
             destination=Destination(tp, len(destinations) // tp),
             on_host=context.on_host,
             dtype=getattr(torch, self.dtype),

@@ -37,27 +37,21 @@ class Parts:
         self.end = 0  # bytes that a run must have
         self.moves = (Move * len(parts))()
         for move, (start, target) in zip(self.moves, parts):
-            _check_target(start, target)
+            is_run = target.is_contiguous()
+            has_dense_rows = target.dim() == 2 and target.stride(1) == 1
+            if start < 0 or not (is_run or has_dense_rows or target.dim() == 1):
+                raise ValueError(
+                    f"byte {start} to shape {list(target.shape)} with strides {target.stride()}: "
+                    "need a byte from 0 on, and rows whose elements lie end to end"
+                )
             self.on_device |= target.is_cuda
             self.end = max(self.end, start + target.nbytes)
-            is_run = target.is_contiguous()
             move.target = target.data_ptr()
             move.start = start
             move.rows = 1 if is_run else len(target)
             move.width = target.nbytes // move.rows
             row_stride = 0 if is_run else target.stride(0)
             move.stride = row_stride * target.itemsize
-
-
-def _check_target(start: int, target: Tensor) -> None:
-    has_rows = target.is_contiguous() or target.dim() == 1
-    if target.dim() == 2 and target.stride(1) == 1:
-        has_rows = True
-    if start < 0 or not has_rows:
-        raise ValueError(
-            f"byte {start} to shape {list(target.shape)} with strides {target.stride()}: "
-            "need a byte from 0 on, and rows whose elements lie end to end"
-        )
 
 
 class Copier:

@@ -16,6 +16,7 @@ import base64
 import json
 import os
 import queue
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,11 +29,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llamarl.comm.wire import send_message
 from llamarl.errors import LinkTimeout, PeerDied, WeightsError
 from llamarl.native.shared_memory import map_shared, path_of, shared_file
 
 NUM_SLOTS = 2
 POLL_S = 0.0002
+FOREVER_S = 7 * 24 * 3600.0  # a link may be silent for long
+_TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 _COUNTER_BYTES = 64  # the last cache line of a slot's memory holds its counter
 
 
@@ -72,11 +76,6 @@ class Slots:
     # GPU, whose copies nobody sees end.
     counters: list[Tensor] = field(default_factory=list)
     files: tuple[int, ...] = ()  # descriptors of shared ones, until all receivers have mapped them
-
-    @property
-    def paths(self) -> list[str]:
-        """The paths by which other processes of this host and user find the shared ones."""
-        return [path_of(file) for file in self.files]
 
     def close_files(self) -> None:
         """Let go of the descriptors: all receivers have mapped what they stand for."""
@@ -175,7 +174,7 @@ class LocalLink:
         waiting = self._to_receiver if to_receiver else self._to_sender
         waiting.put(header)
 
-    def recv(self, at_receiver: bool = True, timeout_s: float | None = None) -> Header:
+    def recv(self, at_receiver: bool = True, timeout_s: float = FOREVER_S) -> Header:
         """Either side: what the other one says next. LinkTimeout after timeout_s."""
         waiting = self._to_receiver if at_receiver else self._to_sender
         try:
@@ -204,10 +203,6 @@ class LocalLink:
 
         return arrived
 
-    def send_bytes(self, flat: Tensor) -> Callable[[], None]:
-        """Sender: begin to send a bucket's bytes. Call the result to wait until they may change."""
-        raise NotImplementedError(f"a {self.transport} link's receiver reads them")
-
 
 class RankLink(LocalLink):
     """A link between two ranks.
@@ -233,7 +228,7 @@ class RankLink(LocalLink):
     def offer(self, slots: Slots, base: int = 0) -> None:
         where: dict[str, object] = {"bytes": slots.tensors[0].numel(), "base": base}
         if self.transport == "shm":
-            where["paths"] = slots.paths
+            where["paths"] = [path_of(file) for file in slots.files]
         elif self.transport == "cuda_ipc":
             where["handles"] = [_share_device_memory(tensor) for tensor in slots.tensors]
         self.send(Header(Kind.OFFER, more=where))
@@ -255,13 +250,10 @@ class RankLink(LocalLink):
     def send(self, header: Header, to_receiver: bool = True) -> None:
         tag = _Tag.TO_RECEIVER if to_receiver else _Tag.TO_SENDER
         message = json.dumps([header.kind, header.version, header.more]).encode()
-        raw = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        size = torch.tensor([len(raw)])
         with self._with_peer():
-            dist.send(size, self.peer, group=self._group, tag=tag)
-            dist.send(raw, self.peer, group=self._group, tag=tag)
+            send_message(message, self.peer, self._group, tag)
 
-    def recv(self, at_receiver: bool = True, timeout_s: float | None = None) -> Header:
+    def recv(self, at_receiver: bool = True, timeout_s: float = FOREVER_S) -> Header:
         tag = _Tag.TO_RECEIVER if at_receiver else _Tag.TO_SENDER
         size = torch.zeros(1, dtype=torch.int64)
         self._begin_recv(size, self._group, tag)(timeout_s)
@@ -278,6 +270,7 @@ class RankLink(LocalLink):
         return self._begin_recv(scratch, self._payload_group, _Tag.PAYLOAD)
 
     def send_bytes(self, flat: Tensor) -> Callable[[], None]:
+        """Sender: begin to send a bucket's bytes. Call the result to wait until they may change."""
         with self._with_peer():
             work = dist.isend(flat, self.peer, group=self._payload_group, tag=_Tag.PAYLOAD)
 
@@ -289,38 +282,30 @@ class RankLink(LocalLink):
 
     def _begin_recv(
         self, tensor: Tensor, group: dist.ProcessGroup, tag: int
-    ) -> Callable[[float | None], Tensor]:
+    ) -> Callable[[float], Tensor]:
         """Begin to receive into a tensor. Call the result, with seconds, to have it.
 
-        LinkTimeout after these seconds; without them it waits without end.
+        LinkTimeout after these seconds.
         """
         with self._with_peer():
             work = dist.irecv(tensor, self.peer, group=group, tag=tag)
 
-        def arrived(timeout_s: float | None) -> Tensor:
-            with self._with_peer():
-                if timeout_s is None:
-                    work.wait()
-                    return tensor
-                try:
-                    work.wait(timedelta(seconds=timeout_s))
-                except RuntimeError as error:
-                    text = str(error).lower()
-                    if "timed out" in text or "timeout" in text:
-                        raise LinkTimeout(f"nothing came for {timeout_s:.0f} s") from error
-                    raise
-                return tensor
+        def arrived(timeout_s: float) -> Tensor:
+            with self._with_peer(timeout_s):
+                work.wait(timedelta(seconds=timeout_s))
+            return tensor
 
         return arrived
 
     @contextmanager
-    def _with_peer(self) -> Iterator[None]:
+    def _with_peer(self, timeout_s: float = FOREVER_S) -> Iterator[None]:
         try:
             yield
-        except WeightsError:
-            raise
         except RuntimeError as error:
-            first_sentence = str(error).split(". ")[0].splitlines()[0]
+            text = str(error)
+            if timeout_s < FOREVER_S and _TIMED_OUT.search(text):
+                raise LinkTimeout(f"nothing came for {timeout_s:.0f} s") from error
+            first_sentence = text.split(". ")[0].splitlines()[0]
             raise PeerDied(first_sentence, [self.peer]) from error
 
 

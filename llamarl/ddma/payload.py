@@ -111,10 +111,9 @@ class Progress:
     def wait(self, index: int) -> bool:
         """Wait until a bucket is whole. False if this was closed before."""
         with self._changed:
-            while len(self._events) <= index:
-                if self._closed:
-                    return False
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._closed or len(self._events) > index)
+            if len(self._events) <= index:
+                return False
         event = self._events[index]
         if event is not None:
             event.synchronize()

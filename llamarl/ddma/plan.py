@@ -27,8 +27,6 @@ from llamarl.ddma.layout import Destination, Parameter, Piece, Source
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import Box, aligned, overlap, span
 
-SMALL_BYTES = 1 << 16  # a box that is not worth cutting
-
 _Boxes = dict[tuple[int, int], Box]  # by (trainer rank, tensor-parallel rank)
 
 
@@ -50,8 +48,8 @@ class Plan:
         in parameter order. In its slot they lie from byte `start` on, each on a cache line.
         """
         out = []
-        for index, p in enumerate(self.parameters):
-            boxes, num_bytes = self._crossing(index, p)
+        for p in self.parameters:
+            boxes, num_bytes = self._crossing(p)
             if num_bytes[source, t]:
                 piece = Piece(p, boxes[source, t], start)
                 start = aligned(piece.end)
@@ -85,8 +83,8 @@ class Plan:
     def bytes_to(self) -> np.ndarray:
         """[sources, tp] int64: bytes that a trainer rank sends to each replica that it feeds."""
         total = np.zeros((self.source.num_ranks, self.destination.tp), np.int64)
-        for index, p in enumerate(self.parameters):
-            _, num_bytes = self._crossing(index, p)
+        for p in self.parameters:
+            _, num_bytes = self._crossing(p)
             total += num_bytes
         return total
 
@@ -112,46 +110,31 @@ class Plan:
         """
         return self.roots % self.source.replicate == 0
 
-    def _crossing(self, index: int, p: Parameter) -> tuple[_Boxes, np.ndarray]:
-        """What crosses of the index-th parameter: the box from each trainer rank to each
-        tensor-parallel rank, and [sources, tp] its bytes, 0 where nothing is sent.
+    def _crossing(self, p: Parameter) -> tuple[_Boxes, np.ndarray]:
+        """What crosses of a parameter: the box from each trainer rank to each tensor-parallel rank,
+        and [sources, tp] its bytes, 0 where nothing is sent.
         """
         _, _, in_layers = p.name.partition("layers.")
         _, _, part = in_layers.partition(".")  # layers are alike
         key = (p.shape, p.dtype, part or p.name)
         if key not in self._cache:
-            self._cache[key] = self._shared(p)
-        boxes, num_bytes, turn, num_turns = self._cache[key]
-        has_turn = index % num_turns == turn
-        return boxes, np.where(has_turn, num_bytes, 0)
+            self._cache[key] = self._cut(p)
+        return self._cache[key]
 
-    def _shared(self, p: Parameter) -> tuple[_Boxes, np.ndarray, np.ndarray, np.ndarray]:
-        """(boxes, num_bytes, turn, num_turns) of what crosses of a parameter, and of its like.
-
-        Holders of the same bytes cut them by rows. What is too small for that, one of them sends:
-        each of every num_turns-th parameter, from the turn-th on. The last three are [sources, tp].
-        """
+    def _cut(self, p: Parameter) -> tuple[_Boxes, np.ndarray]:
+        """What crosses of a parameter and its like: holders of the same bytes cut them by rows."""
         boxes: _Boxes = {}
         tp = self.destination.tp
-        itemsize = p.dtype.itemsize
         num_bytes = np.zeros((self.source.num_ranks, tp), np.int64)
-        turn = np.zeros_like(num_bytes)
-        num_turns = np.ones_like(num_bytes)
         for held, ranks in self._holders(p):
             for t in range(tp):
                 common = overlap(held, self.destination.box(self.config, p, t))
                 rows = common.lengths[0]
-                is_small = common.numel * itemsize < SMALL_BYTES or rows < len(ranks)
                 for place, rank in enumerate(ranks):
-                    box = common
-                    if is_small:
-                        turn[rank, t] = place
-                        num_turns[rank, t] = len(ranks)
-                    else:
-                        box = common.cut(0, *span(rows, place, len(ranks)))
+                    box = common.cut(0, *span(rows, place, len(ranks)))
                     boxes[rank, t] = box
-                    num_bytes[rank, t] = box.numel * itemsize
-        return boxes, num_bytes, turn, num_turns
+                    num_bytes[rank, t] = box.numel * p.dtype.itemsize
+        return boxes, num_bytes
 
     def _holders(self, p: Parameter) -> list[tuple[Box, list[int]]]:
         """Each box that trainer ranks hold of a parameter, with those that share its sending."""

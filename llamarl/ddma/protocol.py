@@ -34,6 +34,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -92,21 +93,16 @@ class QueuedVersion:
     must_differ: bool = False  # from the version before: else the optimizer's step was lost
     was_repaired: bool = False  # buckets changed after they were there, and before it was sealed
     staged: threading.Event = field(default_factory=threading.Event)
-    _sealed: threading.Event = field(default_factory=threading.Event)
-    _canary: dict | None = None
+    canary: Future[dict] = field(default_factory=Future)
 
     def seal(self, canary: dict | None) -> None:
         """Let the version end with this canary; None gives it up. Only the first call counts."""
-        if not self._sealed.is_set():
-            self._canary = canary
-            self._sealed.set()
-
-    def wait_for_canary(self) -> dict:
-        """The canary, once there is one. WeightsError if there never will be."""
-        self._sealed.wait()
-        if self._canary is None:
-            raise self._given_up()
-        return self._canary
+        if self.canary.done():
+            return
+        if canary is None:
+            self.canary.set_exception(self._given_up())
+        else:
+            self.canary.set_result(canary)
 
     def wait_for_bucket(self, number: int) -> None:
         """Returns once the bucket is there. WeightsError if it never will be."""
@@ -152,7 +148,7 @@ def send_version(
         if is_read_here and while_staging:
             queued.staged.wait()  # the digests would share the core with the staging
         _send_buckets(wanted, queued, digests, copier)
-        canary = queued.wait_for_canary()
+        canary = queued.canary.result()
         for out, indices in wanted:
             of_link = []
             for index in indices:

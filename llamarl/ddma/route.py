@@ -50,7 +50,11 @@ class WeightsRoute:
 
     def __post_init__(self):
         feeding = list(itertools.product(self.sources, self.destinations))
-        forwarding = self._forwarding_pairs()
+        # A rank may forward to the same part of any later replica.
+        tp = self.destination.tp
+        forwarding: list[tuple[int, int]] = []
+        for index, rank in enumerate(self.destinations):
+            forwarding += [(rank, later) for later in self.destinations[index + tp :: tp]]
         ranks = self.ranks
         if self.on_host:
             ranks = [replace(info, gpu=None) for info in ranks]
@@ -114,12 +118,3 @@ class WeightsRoute:
             return self._local_link
         payload_group = self.device_group if transport == "nccl" else None
         return RankLink(peer, self.group, transport, payload_group)
-
-    def _forwarding_pairs(self) -> list[tuple[int, int]]:
-        """(sender, receiver) of all that may forward: to the same part of a later replica."""
-        tp = self.destination.tp
-        pairs = []
-        for index, rank in enumerate(self.destinations):
-            for later in self.destinations[index + tp :: tp]:
-                pairs.append((rank, later))
-        return pairs

@@ -219,20 +219,15 @@ class Publisher:
             try:
                 return self._free.get(timeout=LOOK_S)
             except queue.Empty:
-                if self._control.stopping or self._is_cut_off():
+                lost = getattr(self._control.loss, "ranks", frozenset())
+                is_cut_off = self._control.loss is not None and not self._thread.is_alive()
+                if self._control.stopping or is_cut_off or lost & self._peers:
                     return None
         raise TimedOut(
             f"trainer on rank {self._control.rank}, step {version}: the generators have not taken "
             f"earlier weights for {self._context.timeout_s:.0f} s (committed: version "
             f"{self.committed_version}); a generator hangs, or an evaluation outlasts timeout_s"
         )
-
-    def _is_cut_off(self) -> bool:
-        loss = self._control.loss
-        if loss is None:
-            return False
-        lost = getattr(loss, "ranks", frozenset())
-        return not self._thread.is_alive() or bool(lost & self._peers)
 
     def _run(self) -> None:
         where = f"{self._context} from rank {self._control.rank}"

@@ -48,8 +48,11 @@ class Staging:
         for p in plan.parameters:
             lengths = self._boxes[p.name].lengths
             is_scale = p.name.endswith(SCALE)
-            if not is_scale:
-                self._check(p.name, lengths)
+            held = lengths if is_scale else tuple(local(parameters[p.name]).shape)
+            if held != lengths:
+                raise WeightsError(
+                    f"{p.name}: rank {route.rank} holds {held}, the topology says {lengths}"
+                )
             if is_scale or p.dtype.itemsize == 1:
                 place = torch.empty(lengths, dtype=p.dtype, device=self._device)
                 self._quantized[p.name] = place
@@ -92,13 +95,6 @@ class Staging:
                 event = torch.cuda.Event()
                 event.record()
             progress.mark(event)
-
-    def _check(self, name: str, lengths: tuple[int, ...]) -> None:
-        held = tuple(local(self._parameters[name]).shape)
-        if held != lengths:
-            raise WeightsError(
-                f"{name}: rank {self._route.rank} holds {held}, the topology says {lengths}"
-            )
 
     def _largest_of_split_rows(self) -> dict[str, Tensor]:
         """Collective over the ranks that hold parts of one row: its absmax, for quantised weights.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from omegaconf import OmegaConf
 
-from llamarl.config.command_line import to_values
+from llamarl.config.conversion import to_values
 from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.plan import make_plan
 from llamarl.launch.job import Job
@@ -25,34 +25,20 @@ def dry_run(job: Job) -> None:
 
     Rank 0 prints; errors are the run's own.
     """
-    reward = job.config.reward
+    c = job.config
+    reward = c.reward
     fn = reward.fn or job.task.default_reward
     samples = [job.task.train_prompt(i) for i in range(min(3, job.task.num_train))]
     answers = [(p.text, str(p.meta.get("answer", "")), p.meta) for p in samples]
     outcomes = check_reward(fn, answers, timeout_s=reward.timeout_s, memory_mb=reward.memory_mb)
     if job.world.rank > 0:
         return
-    print(OmegaConf.to_yaml(OmegaConf.create(to_values(job.config))))
+    print(OmegaConf.to_yaml(OmegaConf.create(to_values(c))))
     print(f"ranks    {job.hosts}")
     print(f"float32  {job.world.products}")
     for rank in range(job.world.size):
         hosted = [name for name, ranks in job.placement.items() if rank in ranks]
         print(f"rank {rank:<4}{', '.join(hosted) or '(nothing)'}")
-    _print_sizes(job)
-    print(f"reward   {fn}, here given the reference answers")
-    for prompt, outcome in zip(samples, outcomes):
-        score = f"{outcome.kind}: {outcome.reason}"
-        if outcome.kind == "score":
-            score = f"{outcome.value:g}"
-        print(
-            f"sample   {prompt.prompt_ids.numel()} tokens  {prompt.text[:60]!r}  "
-            f"answer {prompt.meta.get('answer')!r}  reward {score}"
-        )
-    print("dry run: nothing was started and nothing written")
-
-
-def _print_sizes(job: Job) -> None:
-    c = job.config
     generator = c.generator
     model = read_config(job.model_path)
     dtype = getattr(torch, c.model.dtype)
@@ -86,3 +72,13 @@ def _print_sizes(job: Job) -> None:
         f"weights  {plan.num_bytes:,} bytes a sync; how they travel: "
         f"python -m llamarl.ddma plan --model {job.model_path}"
     )
+    print(f"reward   {fn}, here given the reference answers")
+    for prompt, outcome in zip(samples, outcomes):
+        score = f"{outcome.kind}: {outcome.reason}"
+        if outcome.kind == "score":
+            score = f"{outcome.value:g}"
+        print(
+            f"sample   {prompt.prompt_ids.numel()} tokens  {prompt.text[:60]!r}  "
+            f"answer {prompt.meta.get('answer')!r}  reward {score}"
+        )
+    print("dry run: nothing was started and nothing written")

@@ -12,11 +12,9 @@ the config's keys only explain what differs.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from llamarl.config.conversion import is_marked, show, value_differences
-from llamarl.config.schema import Mark
 
 THE_DATA = "the data itself has changed, or the tokenizer or chat template, under the same settings"
 
@@ -28,17 +26,6 @@ class Identity:
     config: dict[str, object]  # nested, under the keys of the command line
     prompts: dict[str, str]  # "training prompts", "held-out prompts" -> fingerprint
     reward: str
-
-    def to_json(self) -> dict[str, object]:
-        return dataclasses.asdict(self)
-
-
-def identity_of(state: object) -> Identity | None:
-    """What `to_json` gave; None for anything else, such as what an earlier version wrote."""
-    try:
-        return Identity(**state)
-    except TypeError:  # no mapping, or one of other names
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +39,10 @@ def differences(old: Identity, new: Identity) -> list[Difference]:
     changed = {}
     for key, (was, now) in value_differences(old.config, new.config).items():
         changed[key] = f"{key}: {show(was)} in the checkpoint, {show(now)} now"
-    found = [Difference(changed[key], None) for key in changed if is_marked(key, Mark.IDENTITY)]
+    found = [Difference(changed[key], None) for key in changed if is_marked(key, "identity")]
     others = [name for name in new.prompts if new.prompts[name] != old.prompts.get(name)]
     if others:
-        reasons = "; ".join(changed[key] for key in changed if is_marked(key, Mark.DATA))
+        reasons = "; ".join(changed[key] for key in changed if is_marked(key, "data"))
         what = f"other {' and '.join(others)}: {reasons or THE_DATA}"
         found.append(Difference(what, permit="data"))
     if old.reward != new.reward:

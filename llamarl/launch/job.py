@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -12,8 +11,9 @@ import torch
 
 from llamarl.comm.channel import Channel
 from llamarl.comm.groups import World
-from llamarl.config.command_line import Config, placement_of, to_values
-from llamarl.config.placement import TINY_MODEL
+from llamarl.config.command_line import Config
+from llamarl.config.conversion import to_values
+from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.executor import Executor
 from llamarl.launch.identity import Identity
@@ -120,40 +120,31 @@ class Job:
             return False
         return version % self.config.eval.every == 0 or version == self.config.max_steps
 
-    def checkpoint_due(self, version: int) -> bool:
-        """Whether a checkpoint is made of this version."""
-        every = self.config.checkpoint.every
-        return bool(every) and version % every == 0
-
     def run(
         self,
         executors: list[Executor],
         channels: list[Channel],
-        *,
-        beside: Mapping[Executor, Executor] | None = None,
     ) -> None:
         """Run the graph to its end.
 
-        executors: in flow order. channels: between them. beside: where an executor runs that the
-        config does not place: on the ranks of another.
+        executors: in flow order; `placement` has the ranks of each by name, also of one that the
+        config does not place. channels: between them.
         """
-        placement = dict(self.placement)
-        for executor, other in (beside or {}).items():
-            placement[executor.name] = placement[other.name]
-        ExecutorController(
-            executors=executors,
-            channels=channels,
-            placement=placement,
-            ledger=self.ledger(),
-            world=self.world,
-            settings=self.settings,
-            make_writer=self.writer,
-        ).run()
-
-    @property
-    def settings(self) -> RunSettings:
         c = self.config
-        return RunSettings(
+        initial_groups = c.groups_per_step
+        if c.buffer.kind == "replay" and c.buffer.initial_completions is not None:
+            initial_groups = math.ceil(c.buffer.initial_completions / c.group_size)
+        ledger = TicketLedger(
+            groups_per_step=c.groups_per_step,
+            max_lag=c.max_lag,
+            overcommit=c.overcommit,
+            constants=Constants(**dataclasses.asdict(c.governor)),
+            num_dp_ranks=self.num_dp_ranks,
+            num_generators=len(self.placement["generator"]) // c.generator.tensor_parallel,
+            resume_in_work=c.resumes_partials,
+            initial_groups=initial_groups,
+        )
+        settings = RunSettings(
             run_dir=self.directory.path,
             resume_from=self.directory.resume_from,
             keep_checkpoints=c.checkpoint.keep,
@@ -165,25 +156,18 @@ class Job:
             trace=c.metrics.trace,
             truncate=c.on_deadline == "truncate",
             straggler_factor=c.straggler_factor,
-            identity=self.identity.to_json(),
+            identity=dataclasses.asdict(self.identity),
             stale_tickets=self.directory.stale_tickets,
         )
-
-    def ledger(self) -> TicketLedger:
-        c = self.config
-        initial_groups = c.groups_per_step
-        if c.buffer.kind == "replay" and c.buffer.initial_completions is not None:
-            initial_groups = math.ceil(c.buffer.initial_completions / c.group_size)
-        return TicketLedger(
-            groups_per_step=c.groups_per_step,
-            max_lag=c.max_lag,
-            overcommit=c.overcommit,
-            constants=Constants(**dataclasses.asdict(c.governor)),
-            num_dp_ranks=self.num_dp_ranks,
-            num_generators=len(self.placement["generator"]) // c.generator.tensor_parallel,
-            resume_in_work=c.resumes_partials,
-            initial_groups=initial_groups,
-        )
+        ExecutorController(
+            executors=executors,
+            channels=channels,
+            placement=self.placement,
+            ledger=ledger,
+            world=self.world,
+            settings=settings,
+            make_writer=self.writer,
+        ).run()
 
     @property
     def num_dp_ranks(self) -> int:
@@ -206,11 +190,6 @@ class Job:
             sync_period=c.buffer.sync_period,
             max_size=c.buffer.max_size // self.num_dp_ranks,
         )
-
-    def reference_due(self, version: int) -> bool:
-        """Whether the reference is reset to this version."""
-        every = self.config.reference.reset_every
-        return bool(every) and version > 0 and version % every == 0
 
     def writer(self) -> RowWriter:
         """The leader's book of metrics, with the console and what else the config asks for."""

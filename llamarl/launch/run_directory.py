@@ -24,8 +24,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -34,10 +33,11 @@ from llamarl.checkpoint.checkpointer import find, load_part, ranks_of, verify
 from llamarl.checkpoint.service import CONTROLLER
 from llamarl.comm.groups import World
 from llamarl.comm.meeting import Exchange, reaching
-from llamarl.config.command_line import Config, save_config
+from llamarl.config.command_line import Config
+from llamarl.config.conversion import save_config
 from llamarl.errors import RunDirectoryError, TimedOut
 from llamarl.inference.partials import of_other_prompts
-from llamarl.launch.identity import Identity, differences, identity_of
+from llamarl.launch.identity import Identity, differences
 from llamarl.native.files import LOCK, DirectoryLock
 from llamarl.tickets.prompts import PromptStream
 
@@ -119,13 +119,21 @@ class _Opening:
     identity: Identity
     prompts: PromptStream
     exchange: Exchange
-    orders: Iterator[int] = field(default_factory=itertools.count)  # their numbers
+    num_orders: int = 0
     lock: DirectoryLock | None = None
 
     def decide(self) -> RunDirectory:
         try:
+            ours = self.identity.prompts
             for rank in range(1, self.world.size):
-                self._compare_prompts(rank)
+                what = "which prompts it reads"
+                theirs = self.exchange.hear(f"prompts/{rank}", source=rank, what=what)
+                others = [name for name in ours if theirs.get(name) != ours[name]]
+                if others:
+                    raise RunDirectoryError(
+                        f"rank {rank} reads other {' and '.join(others)} than rank 0; give all "
+                        "hosts the same data and model files"
+                    )
             run = self._open()
         except (ValueError, OSError) as error:
             # A damaged checkpoint, a directory in use or that cannot be made.
@@ -144,20 +152,10 @@ class _Opening:
         return run
 
     def _order(self, order: dict) -> int:
-        number = next(self.orders)
+        number = self.num_orders
+        self.num_orders += 1
         self.exchange.tell(f"order/{number}", order)
         return number
-
-    def _compare_prompts(self, rank: int) -> None:
-        """RunDirectoryError if a rank reads other data than this one."""
-        theirs = self.exchange.hear(f"prompts/{rank}", source=rank, what="which prompts it reads")
-        ours = self.identity.prompts
-        others = [name for name in ours if theirs.get(name) != ours[name]]
-        if others:
-            raise RunDirectoryError(
-                f"rank {rank} reads other {' and '.join(others)} than rank 0; give all hosts "
-                "the same data and model files"
-            )
 
     def _open(self) -> RunDirectory:
         """ValueError or OSError if nothing may start here."""
@@ -167,7 +165,13 @@ class _Opening:
         own: Path | None = None  # opened by this job before its workers were restarted
         if launcher is not None and launcher.check([key]):
             own = Path(launcher.get(key).decode())
-        path = Path(config.run_dir) if config.run_dir else own or _unused()
+        path = Path(config.run_dir) if config.run_dir else own
+        if path is None:
+            # runs/TIME, or runs/TIME-2, runs/TIME-3, ...: one that does not exist.
+            path = new = RUNS / time.strftime("%Y%m%d-%H%M%S")
+            numbers = itertools.count(2)
+            while path.exists():
+                path = new.with_name(f"{new.name}-{next(numbers)}")
         path = path.absolute()
         # A restarted rank 0 goes on in the directory that it had opened itself.
         resume = "auto" if config.resume == "never" and path == own else config.resume
@@ -215,16 +219,17 @@ class _Opening:
         RunDirectoryError if it is another run's checkpoint.
         """
         controller = load_part(checkpoint, CONTROLLER, ranks_of(checkpoint, CONTROLLER)[0])
-        old = identity_of(controller.get("identity"))
         instead = (
             "start a run of its own from the checkpoint's weights: model=hf "
             f"model.path={checkpoint / 'hf'}"
         )
-        if old is None:
+        try:
+            old = Identity(**controller["identity"])
+        except (KeyError, TypeError) as error:  # none, no mapping, or one of other names
             raise RunDirectoryError(
                 f"{checkpoint} does not say of which run it is: another version of llamarl wrote "
                 f"it. Resume it with that one, or {instead}"
-            )
+            ) from error
         found = differences(old, self.identity)
         permitted = self.config.resume_with_other
         refused = [difference for difference in found if difference.permit not in permitted]
@@ -258,12 +263,3 @@ def _refuse_used(path: Path) -> None:
         raise RunDirectoryError(
             f"{path} holds a run already; go on with resume=auto, or choose another run_dir"
         )
-
-
-def _unused() -> Path:
-    """runs/TIME, or runs/TIME-2, runs/TIME-3, ...: one that does not exist."""
-    path = unused = RUNS / time.strftime("%Y%m%d-%H%M%S")
-    numbers = itertools.count(2)
-    while unused.exists():
-        unused = path.with_name(f"{path.name}-{next(numbers)}")
-    return unused

@@ -57,7 +57,8 @@ RUN_ENDS = (
 
 @contextmanager
 def launch(config: Config) -> Iterator[Job]:
-    """Join the world, open the run directory, and yield the job; say how it ended.
+    """Join the world, open the run directory, and yield the job; say how it ended. A dry run ends
+    here: SystemExit.
 
     Bad input (data, model, run directory) is one clear message and exit code 2; a failure of the
     run is exit code 1.
@@ -69,9 +70,21 @@ def launch(config: Config) -> Iterator[Job]:
     code = 0
     directory: RunDirectory | None = None
     try:
-        job = _job(config)
-        job.directory = directory = open_run(config, job.world, job.identity, job.prompts)
-        if job.world.rank == 0:
+        synchronous = config.max_lag == 0
+        threads = threads_per_rank(config.threads, synchronous=synchronous)
+        world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=synchronous)
+        torch.manual_seed(config.seed)
+        job = Job(config, world, RunDirectory(Path(config.run_dir or "runs/(new)"), None))
+        check_inputs(job)
+        with bad_input():  # what the user gave is looked at before there is a directory
+            if config.dry_run:
+                dry_run(job)
+                raise SystemExit(0)
+            if config.reward.fn and rank == 0:  # which makes the directory
+                check_reward(config.reward.fn, [], memory_mb=config.reward.memory_mb)
+            _ = job.identity  # read here: what is wrong with the data is bad input
+        job.directory = directory = open_run(config, world, job.identity, job.prompts)
+        if rank == 0:
             job.announce()
         yield job
         job.conclude()
@@ -99,27 +112,6 @@ def launch(config: Config) -> Iterator[Job]:
     if code:
         sys.stdout.flush()
         os._exit(code)
-
-
-def _job(config: Config) -> Job:
-    """Join the world and look at what the user gave, before there is a directory. BadInput.
-
-    A dry run ends here: SystemExit.
-    """
-    synchronous = config.max_lag == 0
-    threads = threads_per_rank(config.threads, synchronous=synchronous)
-    world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=synchronous)
-    torch.manual_seed(config.seed)
-    job = Job(config, world, RunDirectory(Path(config.run_dir or "runs/(new)"), None))
-    check_inputs(job)
-    with bad_input():
-        if config.dry_run:
-            dry_run(job)
-            raise SystemExit(0)
-        if config.reward.fn and world.rank == 0:  # which makes the directory
-            check_reward(config.reward.fn, [], memory_mb=config.reward.memory_mb)
-        _ = job.identity  # read here: what is wrong with the data is bad input
-    return job
 
 
 def _complain(text: str) -> None:

@@ -14,19 +14,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from llamarl.learning.segments import wide_dtype
+
 STD_EPS = 1e-4  # TRL's; keeps a group of almost equal rewards from being blown up to unit variance
 
 
 def group_mean(rewards: Tensor) -> Tensor:
     """A_i = r_i - mean(r)        (LlamaRL; Dr. GRPO)"""
-    return _centred(rewards)[0].to(_narrow(rewards))
+    return _centred(rewards)[0].to(wide_dtype(rewards))
 
 
 def group_mean_std(rewards: Tensor) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-4), std over n - 1        (GRPO, as TRL has it)"""
     centred, count = _centred(rewards)
     variance = centred.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)
-    return (centred / (variance.sqrt() + STD_EPS)).to(_narrow(rewards))
+    return (centred / (variance.sqrt() + STD_EPS)).to(wide_dtype(rewards))
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
@@ -34,7 +36,7 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     TBA, eq. 6)
     """
     centred, count = _centred(rewards)
-    return (centred * count / (count - 1).clamp(min=1)).to(_narrow(rewards))
+    return (centred * count / (count - 1).clamp(min=1)).to(wide_dtype(rewards))
 
 
 ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -68,7 +70,7 @@ def gae(
     while step < longest:
         advantages = advantages + (gamma * lam) ** step * _from_later(advantages, step, left)
         step *= 2
-    dtype = _narrow(values)
+    dtype = wide_dtype(values)
     return advantages.to(dtype), (advantages + v).to(dtype)
 
 
@@ -121,7 +123,3 @@ def _centred(rewards: Tensor) -> tuple[Tensor, Tensor]:
     count = valid.sum(-1, keepdim=True)
     mean = wide.sum(-1, keepdim=True) / count.clamp(min=1)
     return torch.where(valid, wide - mean, 0), count
-
-
-def _narrow(rewards: Tensor) -> torch.dtype:
-    return torch.promote_types(rewards.dtype, torch.float32)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from llamarl.learning.segments import wide_dtype
 from llamarl.models.fused import kernels, weight_gradient
 
 # Up to this many logits are one chunk, kept for backward: recomputing them would cost more than it
@@ -101,19 +102,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
         size = tokens if is_whole else min(tokens, chunk_tokens)
         keeps = is_whole or tokens * vocab * weight_VD.element_size() <= KEEP_BYTES
         logits = _room(tokens if keeps else size, weight_VD)
-        found = hidden_TD.new_empty(4, tokens, dtype=_wide(weight_VD))
+        found_4T = hidden_TD.new_empty(4, tokens, dtype=wide_dtype(weight_VD))
         for part in _parts(tokens, size):
-            logits_CV = logits[part] if keeps else logits[: part.stop - part.start]
+            logits_CV = logits[part if keeps else slice(part.stop - part.start)]
             torch.mm(hidden_TD[part], weight_VD.T, out=logits_CV)
-            log_softmax(logits_CV, labels_T[part], temperature, out=found[:, part])
-        logprobs, entropy, top, log_sum = found.unbind()
-        ctx.save_for_backward(hidden_TD, weight_VD, labels_T, entropy, top, log_sum)
+            log_softmax(logits_CV, labels_T[part], temperature, out=found_4T[:, part])
+        ctx.save_for_backward(hidden_TD, weight_VD, labels_T, found_4T)
         ctx.kept_TV = logits if keeps else None
         ctx.temperature = temperature
         ctx.size = size
         ctx.entropy_grad = entropy_grad
-        logprobs = logprobs.clone()
-        entropy = entropy.clone()
+        logprobs = found_4T[0].clone()
+        entropy = found_4T[1].clone()
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -121,36 +121,41 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden_TD, weight_VD, labels_T, *known = ctx.saved_tensors
+        hidden_TD, weight_VD, labels_T, found_4T = ctx.saved_tensors
         a = grad_logprobs.contiguous()
         b = grad_entropy.contiguous() if ctx.entropy_grad else None
         grad_hidden = torch.empty_like(hidden_TD)
         grad_weight = None
         # Gradients take the place of kept logits. A second backward multiplies again.
-        kept_TV = ctx.kept_TV
+        logits = ctx.kept_TV
         ctx.kept_TV = None
-        buffer_CV = weight_VD.new_empty(ctx.size, weight_VD.shape[0]) if kept_TV is None else None
+        keeps = logits is not None
+        if not keeps:
+            logits = weight_VD.new_empty(ctx.size, weight_VD.shape[0])
         parts = _parts(hidden_TD.shape[0], ctx.size)
         for part in parts:
-            if kept_TV is None:
-                logits_CV = torch.mm(
-                    hidden_TD[part], weight_VD.T, out=buffer_CV[: part.stop - part.start]
-                )
-            else:
-                logits_CV = kept_TV[part]
-            of_part = [None if x is None else x[part] for x in (*known, a, b)]
-            grad_CV = log_softmax_backward(logits_CV, labels_T[part], *of_part, ctx.temperature)
+            logits_CV = logits[part if keeps else slice(part.stop - part.start)]
+            if not keeps:
+                torch.mm(hidden_TD[part], weight_VD.T, out=logits_CV)
+            grad_CV = log_softmax_backward(
+                logits_CV,
+                labels_T[part],
+                found_4T[:, part],
+                a[part],
+                None if b is None else b[part],
+                ctx.temperature,
+            )
             torch.mm(grad_CV, weight_VD, out=grad_hidden[part])
             if ctx.needs_input_grad[1]:
                 product = weight_gradient(grad_CV, hidden_TD[part])
                 if grad_weight is None:
                     # Chunks add up in float32: hundreds of bfloat16 additions would lose the small
                     # ones.
-                    grad_weight = product.to(_wide(product)) if len(parts) > 1 else product
+                    grad_weight = product.to(wide_dtype(product)) if len(parts) > 1 else product
                 else:
                     grad_weight += product
-        if kept_TV is not None and kept_TV.device.type == "cpu":
-            _spare[:] = [kept_TV]
+        if keeps and logits.device.type == "cpu":
+            _spare[:] = [logits]
         if ctx.needs_input_grad[1]:
             if grad_weight is None:
                 grad_weight = torch.zeros_like(weight_VD)
@@ -172,7 +177,7 @@ def log_softmax(logits_CV: Tensor, labels_C: Tensor, temperature: float, *, out:
         addresses = (t.data_ptr() for t in (*out, logits_CV, labels_C))
         lib.log_softmax(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
         return
-    wide_CV = logits_CV.to(_wide(logits_CV))
+    wide_CV = logits_CV.to(wide_dtype(logits_CV))
     top_C1 = wide_CV.amax(1, keepdim=True)
     x_CV = (wide_CV - top_C1).div_(temperature)
     log_sum_C1 = x_CV.logsumexp(1, keepdim=True)
@@ -186,9 +191,7 @@ def log_softmax(logits_CV: Tensor, labels_C: Tensor, temperature: float, *, out:
 def log_softmax_backward(
     logits_CV: Tensor,
     labels_C: Tensor,
-    entropy_C: Tensor,
-    top_C: Tensor,
-    log_sum_C: Tensor,
+    found_4C: Tensor,
     a_C: Tensor,
     b_C: Tensor | None,
     temperature: float,
@@ -198,16 +201,17 @@ def log_softmax_backward(
     p = e^l,   l = (z - top) / temperature - log_sum
     dz = (a (onehot(label) - p) - b p (l + entropy)) / temperature
 
-    a, b: the upstream gradients of logprob and entropy, b may be None. dz takes the place of the
-    logits and is returned.
+    found: what `log_softmax` wrote; a, b: the upstream gradients of logprob and entropy, b may be
+    None. dz takes the place of the logits and is returned.
     """
+    _, entropy_C, top_C, log_sum_C = found_4C
     lib = kernels(logits_CV)
     if lib is not None:
         given = (logits_CV, labels_C.contiguous(), top_C, log_sum_C, entropy_C, a_C, b_C)
         addresses = (None if t is None else t.data_ptr() for t in given)
         lib.log_softmax_backward(*addresses, *logits_CV.shape, temperature, torch.get_num_threads())
         return logits_CV
-    wide_CV = logits_CV.to(_wide(logits_CV))
+    wide_CV = logits_CV.to(wide_dtype(logits_CV))
     logp_CV = (wide_CV - top_C[:, None]).div_(temperature).sub_(log_sum_C[:, None])
     factor = a_C[:, None]
     if b_C is not None:
@@ -234,7 +238,3 @@ def _room(tokens: int, weight_VD: Tensor) -> Tensor:
 
 def _parts(tokens: int, size: int) -> list[slice]:
     return [slice(i, min(i + size, tokens)) for i in range(0, tokens, max(size, 1))]
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from llamarl.learning.segments import wide_dtype
 from llamarl.models.fsdp import local
 from llamarl.models.sharded_state import MOMENTS, moment
 
@@ -149,7 +150,7 @@ def clip_grad_norm(
         kinds.setdefault(kind, []).append(local(p.grad))
     total = torch.zeros(())
     for (group, mesh, placements), own in kinds.items():
-        dtype = torch.promote_types(torch.float32, own[0].dtype)
+        dtype = wide_dtype(own[0])
         squares = torch.stack(torch._foreach_norm(own, 2, dtype=dtype)).square().sum()
         if group is not None:
             dist.all_reduce(squares, group=group)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.learning.reduction import Ranks
-from llamarl.learning.segments import sum_by
+from llamarl.learning.segments import end_to_end, sum_by
 from llamarl.learning.targets import Targets
 from llamarl.types import Group, PackedBatch
 
@@ -144,7 +144,7 @@ def filler() -> PackedBatch:
     the same number.
     """
     zero = torch.zeros(1, dtype=torch.int64)
-    none = torch.zeros(0, dtype=torch.int64)
+    none = zero[:0]
     number = torch.zeros(0)
     return PackedBatch(
         input_ids=zero,
@@ -189,15 +189,26 @@ class _Flat:
 
 def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
     _check(groups, targets)
-    lengths = torch.cat([g.lengths for g in groups])
-    trained = torch.cat([g.trained for g in groups])
+    lengths = end_to_end(groups, "lengths")
+    trained = end_to_end(groups, "trained")
     sizes = torch.tensor([g.lengths.numel() for g in groups])
     group_of = torch.arange(len(groups)).repeat_interleave(sizes)
     completion_of = torch.arange(len(lengths)).repeat_interleave(lengths)
-    advantages = torch.cat([t.advantages for t in targets]).float()
+    advantages = end_to_end(targets, "advantages").float()
+    per_token = {
+        "labels": end_to_end(groups, "token_ids"),
+        "generator_logprobs": end_to_end(groups, "generator_logprobs"),
+        "ref_logprobs": end_to_end(groups, "ref_logprobs"),
+        "advantages": advantages,
+        "returns": end_to_end(targets, "returns"),
+        "old_values": end_to_end(targets, "old_values"),
+        "policy_versions": end_to_end(groups, "policy_versions"),
+    }
+    for name in ("ref_logprobs", "returns", "old_values"):
+        if not per_token[name].numel():
+            per_token[name] = torch.zeros_like(advantages)
     nonzero_advantages = sum_by((advantages != 0).float(), completion_of, len(lengths))
     trained_tokens = torch.where(trained, lengths, 0).float()
-    no_number = torch.zeros_like(advantages)
     return _Flat(
         prompts=[g.prompt_ids for g in groups],
         lengths=lengths,
@@ -205,26 +216,12 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
         trained=trained,
         has_advantage=nonzero_advantages > 0,
         places=torch.arange(len(advantages)).split(lengths.tolist()),
-        per_token={
-            "labels": torch.cat([g.token_ids for g in groups]),
-            "generator_logprobs": torch.cat([g.generator_logprobs for g in groups]),
-            "ref_logprobs": _joined([g.ref_logprobs for g in groups], no_number),
-            "advantages": advantages,
-            "returns": _joined([t.returns for t in targets], no_number),
-            "old_values": _joined([t.old_values for t in targets], no_number),
-            "policy_versions": torch.cat([g.policy_versions for g in groups]),
-        },
+        per_token=per_token,
         per_completion={
-            "rewards": torch.cat([t.rewards for t in targets]).float(),
+            "rewards": end_to_end(targets, "rewards").float(),
             "group_tokens": sum_by(trained_tokens, group_of, len(groups))[group_of],
         },
     )
-
-
-def _joined(tensors: list[Tensor], default: Tensor) -> Tensor:
-    """[C]: a field of all groups end to end; the default where all are empty."""
-    joined = torch.cat(tensors)
-    return joined if joined.numel() else default
 
 
 def _check(groups: list[Group], targets: list[Targets]) -> None:

@@ -83,11 +83,6 @@ class _Held:
     joined: int  # sync step at which it becomes visible
     rows: list[_Row]
 
-    @property
-    def versions(self) -> list[int]:
-        """Policy versions of their oldest tokens."""
-        return [row.oldest for row in self.rows]
-
 
 def lag_bound(
     *, max_lag: int, completions_per_step: int, group_size: int, sync_period: int, max_size: int
@@ -122,19 +117,20 @@ class ReplayBuffer(GroupBuffer):
     def __post_init__(self):
         super().__post_init__()
         self._held: list[_Held] = []  # handed over, oldest first; the last ones may be hidden yet
-        self._passed: frozenset[bytes] = frozenset()  # prompts drawn since their turn came
-        # What came with the step just taken, and what was held and had passed before it.
-        self._before: tuple[list[Group], list[_Held], frozenset[bytes]] = ([], [], frozenset())
-        self._told: dict[str, int] = {}  # counts of the step just taken
+        self._passed: set[bytes] = set()  # prompts drawn since their turn came
 
     def take(self, tickets: list[int], step: int) -> list[Group]:
         came = super().take(tickets, step)
+        # For `untake`: what was held and had passed before.
         self._before = (came, self._held, self._passed)
         held = self._held + [self._hold(group, step) for group in came]
         joined = [h for h in held if h.joined <= step]
         hidden = held[len(joined) :]
-        kept = self._not_too_old(self._newest(joined), step)
+        sizes = torch.tensor([h.group.lengths.numel() for h in joined])
+        newer = sizes.flip(0).cumsum(0)  # completions of a group and of all newer ones
+        kept = self._not_too_old(joined[int((newer > self.max_size).sum()) :], step)
         self._held = kept + hidden
+        # What the step just taken has to tell, in numbers.
         self._told = {"hidden": sum(h.group.lengths.numel() for h in hidden)}
         return self._sample(kept, step)
 
@@ -145,11 +141,10 @@ class ReplayBuffer(GroupBuffer):
     def _hold(self, group: Group, step: int) -> _Held:
         """A group that was handed over at a step, which the next sync step makes visible."""
         joined = -(-step // self.sync_period) * self.sync_period
-        lengths = group.lengths.tolist()
-        ends = group.lengths.cumsum(0).tolist()
+        bounds = [0, *group.lengths.cumsum(0).tolist()]
         rows = []
         for place in group.trained.nonzero()[:, 0].tolist():
-            span = slice(ends[place] - lengths[place], ends[place])
+            span = slice(bounds[place], bounds[place + 1])
             row = _Row(
                 group=group,
                 place=place,
@@ -164,17 +159,14 @@ class ReplayBuffer(GroupBuffer):
             rows.append(row)
         return _Held(group, step, joined, rows)
 
-    def _newest(self, held: list[_Held]) -> list[_Held]:
-        """Those for which there is room."""
-        sizes = torch.tensor([h.group.lengths.numel() for h in held])
-        newer = sizes.flip(0).cumsum(0)  # completions of a group and of all newer ones
-        return held[int((newer > self.max_size).sum()) :]
-
     def _not_too_old(self, held: list[_Held], step: int) -> list[_Held]:
         if self.most_lag is None:
             return held
         first = step - self.most_lag  # version
-        kept = [h for h in held if min(h.versions, default=first) >= first]
+        kept = []
+        for h in held:
+            if all(row.oldest >= first for row in h.rows):
+                kept.append(h)
         if len(kept) < len(held):
             log.warning(
                 "step %d: %d of %d groups left the replay buffer for tokens of more than %d steps "
@@ -209,7 +201,7 @@ class ReplayBuffer(GroupBuffer):
             self.draw,
             rng_of(self.seed, step, self.rank),
         )
-        self._passed = frozenset(compress(numbers, passed.tolist()))
+        self._passed = set(compress(numbers, passed.tolist()))
         ages = [step - row.oldest for row in rows]
         self._told |= {
             "size": len(rows),
@@ -269,7 +261,7 @@ class ReplayBuffer(GroupBuffer):
             self._held += [self._hold(g, taken[g.ticket]) for g in groups if g.ticket in taken]
         self._held.sort(key=lambda h: (h.taken, h.group.ticket))
         groups = [h.group for h in self._held]
-        self._passed = frozenset(_prompt_of(g) for g in groups if g.ticket in passed)
+        self._passed = {_prompt_of(g) for g in groups if g.ticket in passed}
 
 
 def _prompt_of(group: Group) -> bytes:

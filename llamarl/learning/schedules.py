@@ -8,25 +8,18 @@ def beta_at(
     first: float,
     *,
     kind: str,
-    final: float | None = None,
-    end_step: int | None = None,
+    final: float,
+    end_step: int,
     cut_step: int | None = None,
 ) -> float:
     """The coefficient beta of step `step`, from 0, in all of its updates.
 
     Source: TBA, arXiv 2503.18929, tables 2 and 3.
 
-    constant   first
     linear     first + (final - first) * step / end_step, then final from end_step on
     cut        the same line, but final from cut_step on: table 3 has end_step at half of the steps
                and cut_step at an eighth
-
-    ValueError for an unknown kind.
     """
-    if kind == "constant":
-        return first
-    if kind not in ("linear", "cut"):
-        raise ValueError(f"no schedule {kind!r} of beta; there is constant, linear and cut")
     if step >= end_step or (kind == "cut" and step >= cut_step):
         return final
     return first + (final - first) * step / end_step

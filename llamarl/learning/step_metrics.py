@@ -129,13 +129,17 @@ def batch_row(groups: list[Group], version: int, ranks: Ranks) -> dict[str, floa
     """
     outcomes = list(chain.from_iterable(g.outcomes for g in groups))
     reasons = list(chain.from_iterable(g.finish_reasons for g in groups))
-    lengths = list(chain.from_iterable(g.lengths.tolist() for g in groups))
-    rewards = torch.tensor(
-        list(chain.from_iterable(g.rewards.tolist() for g in groups)), dtype=torch.float64
-    )
+    aborted_tokens = 0
+    lags = []
+    for group in groups:
+        begun = group.lengths > 0
+        # Versions never fall within a completion, so its first token is its oldest.
+        starts = (group.lengths.cumsum(0) - group.lengths)[begun]
+        lags += (version - group.policy_versions[starts]).tolist()
+        aborted = [reason == "aborted" for reason in group.finish_reasons]
+        aborted_tokens += int(group.lengths[aborted].sum())
+    rewards = torch.cat([torch.zeros(0), *(g.rewards for g in groups)]).double()
     rewards = rewards[~rewards.isnan()]
-    oldest = list(chain.from_iterable(_oldest_by_completion(g) for g in groups))
-    lags = [version - v for v in oldest]
     sums = ranks.sum(
         completions=len(outcomes),
         rewarded=len(rewards),
@@ -144,8 +148,8 @@ def batch_row(groups: list[Group], version: int, ranks: Ranks) -> dict[str, floa
         errors=outcomes.count("error"),
         truncated=reasons.count("length"),
         aborted=reasons.count("aborted"),
-        aborted_tokens=sum(n for n, reason in zip(lengths, reasons) if reason == "aborted"),
-        tokens=sum(lengths),
+        aborted_tokens=aborted_tokens,
+        tokens=sum(g.token_ids.numel() for g in groups),
         begun=len(lags),
         lags=sum(lags),
     )
@@ -165,15 +169,6 @@ def batch_row(groups: list[Group], version: int, ranks: Ranks) -> dict[str, floa
         "completion/truncated_fraction": sums["truncated"] / completions,
         "completion/deadline_truncated_fraction": sums["aborted"] / completions,
     }
-
-
-def _oldest_by_completion(group: Group) -> list[int]:
-    """The oldest policy version in each completion that has tokens.
-
-    Versions never fall within one, so its first token is its oldest.
-    """
-    starts = group.lengths.cumsum(0) - group.lengths
-    return group.policy_versions[starts[group.lengths > 0]].tolist()
 
 
 @dataclass(frozen=True, slots=True)

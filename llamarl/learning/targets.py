@@ -16,6 +16,7 @@ from torch import Tensor
 
 from llamarl.learning.advantages import ADVANTAGES, gae
 from llamarl.learning.reduction import Ranks
+from llamarl.learning.segments import end_to_end
 from llamarl.learning.shaping import (
     Rewards,
     Shaping,
@@ -119,9 +120,9 @@ def _targets_by_token(
     """Targets by GAE, all 0 for the tokens that are not trained on; old_values [C], 0 for these."""
     if not groups:
         return []
-    lengths = torch.cat([g.lengths for g in groups])
-    tokens = torch.cat([r.tokens for r in rewards])
-    trained = torch.cat([g.trained_tokens for g in groups])
+    lengths = end_to_end(groups, "lengths")
+    tokens = end_to_end(rewards, "tokens")
+    trained = end_to_end(groups, "trained_tokens")
     sizes = [g.token_ids.numel() for g in groups]
     advantages, returns = gae(
         tokens, old_values, lengths, gamma=settings.gamma, lam=settings.gae_lambda

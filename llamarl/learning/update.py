@@ -93,16 +93,6 @@ class UpdateSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step says of itself, the same on every rank."""
-
-    grad_norm: float  # before clipping, the mean over the step's updates
-    mean_reward: float  # the task's own, of all groups that were taken
-    num_trained_tokens: float  # of the batch, over all ranks
-    metrics: dict[str, float | None]  # None: there was nothing to measure
-
-
-@dataclass(frozen=True, slots=True)
 class _UpdateId:
     """Which update of which step."""
 
@@ -182,8 +172,11 @@ class PolicyUpdate:
         if tp is not None and critic is not None:
             self._copied += critic.parameters
 
-    def run(self, groups: list[Group], version: int, stop: Callable[[], bool]) -> StepResult:
-        """Step `version` -> version + 1 on this rank's groups.
+    def run(
+        self, groups: list[Group], version: int, stop: Callable[[], bool]
+    ) -> dict[str, float | None]:
+        """Step `version` -> version + 1 on this rank's groups. Returns its metrics, the same on
+        every rank; None: there was nothing to measure.
 
         StepAborted if any rank's stop() is true at a microbatch boundary before the first update;
         NotFinite; ParityError.
@@ -203,7 +196,6 @@ class PolicyUpdate:
             ranks=self.ranks,
         )
         minibatches = [self._minibatch(trained[cut], targets[cut]) for cut in cuts]
-        num_trained_tokens = sum(m.num_loss_tokens for m in minibatches)
         budget = self.ranks.sum(
             room=sum(m.room for m in minibatches),
             unused=sum(m.unused_budget_fraction * m.room for m in minibatches),
@@ -211,7 +203,7 @@ class PolicyUpdate:
         row = {
             **batch_row(groups, version, self.ranks),
             **of_targets,
-            "tokens/trained": num_trained_tokens,
+            "tokens/trained": sum(m.num_loss_tokens for m in minibatches),
             "packing/unused_budget_fraction": budget["unused"] / max(1.0, budget["room"]),
         }
         if s.filter_groups:
@@ -222,13 +214,7 @@ class PolicyUpdate:
         for index in range(s.updates_per_step):
             update_id = _UpdateId(s, version, index, tickets=[g.ticket for g in groups])
             updates.append(self._update(minibatches[index % parts], update_id, stop))
-        row = updates_row(updates) | row
-        return StepResult(
-            grad_norm=row["grad_norm"],
-            mean_reward=row["reward/mean"],
-            num_trained_tokens=num_trained_tokens,
-            metrics=row,
-        )
+        return updates_row(updates) | row
 
     @torch.no_grad()
     def canary(self, sequences: list[Sequence], *, top: int = 0) -> Canary:
@@ -310,19 +296,9 @@ class PolicyUpdate:
         if update_id.is_first:
             metrics |= self._checked_parity(tally, update_id)
         metrics |= over_ranks(tally.metrics, self.ranks)
-        factor = self._lr_factor(update_id)
-        set_lr(self.optimizer, self.settings.lr * factor)
-        self.optimizer.step()
-        if self.critic:
-            self.critic.step(factor)
-        sizes = self.ranks.sum(labels=tally.labels, tokens=tally.tokens, places=tally.places)
-        return Update(completions=minibatch.num_completions, metrics=metrics, **sizes)
-
-    def _lr_factor(self, update_id: _UpdateId) -> float:
-        """What the learning rates are multiplied by in this update, 0..1."""
         s = self.settings
         updates = s.updates_per_step
-        return lr_at(
+        factor = lr_at(  # of the learning rates, in this update
             update_id.version * updates + update_id.index,
             lr=1.0,
             schedule=s.schedule,
@@ -330,6 +306,12 @@ class PolicyUpdate:
             max_steps=s.max_steps * updates,
             decay_steps=None if s.decay_steps is None else s.decay_steps * updates,
         )
+        set_lr(self.optimizer, s.lr * factor)
+        self.optimizer.step()
+        if self.critic:
+            self.critic.step(factor)
+        sizes = self.ranks.sum(labels=tally.labels, tokens=tally.tokens, places=tally.places)
+        return Update(completions=minibatch.num_completions, metrics=metrics, **sizes)
 
     def _forward_backward(
         self, batch: PackedBatch, minibatch: Packing, update_id: _UpdateId, tally: _Tally

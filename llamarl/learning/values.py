@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from llamarl.learning.losses.common import Metrics, half_square, per_token
+from llamarl.learning.losses.common import LossAndMetrics, half_square, per_token
 from llamarl.learning.optim import build_optimizer, set_lr
 from llamarl.models.fsdp import local, local_rows
 from llamarl.models.heads import value_head
@@ -121,7 +121,7 @@ def value_loss(
     *,
     value_clip: float | None,
     num_loss_tokens: float,
-) -> tuple[Tensor, Metrics]:
+) -> LossAndMetrics:
     """sum_t max[ (V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2 ] / 2 / num_loss_tokens
 
     (PPO's value loss; TRL.) V = values, with gradient; V_old = old_values, before the batch's first

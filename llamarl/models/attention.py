@@ -8,7 +8,6 @@ K head dim, D model, N sequences, L longest, M keys.
 from __future__ import annotations
 
 import math
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 
 from llamarl.models.config import ModelConfig
 from llamarl.models.fused import (
+    PackedProducts,
     Part,
     kernels,
     masked_products,
-    packed_products,
     projections,
     rotate,
 )
@@ -75,14 +74,17 @@ class PackedAttention:
                 self._parts.append(part)
         seen = lengths + prefixes
         self.longest = int(seen.max())
-        queries = torch.cat([part.queries_NL.flatten() for part in self._parts])
-        self.padded_tokens = queries.numel()  # places that the kernel computes
         self._num_tokens = int(cu_seqlens[-1])
         if cu_seqlens.device.type == "cpu":
             self._check_places()
         # Where each token is among the parts' places.
-        is_token = torch.cat([_is_token(part) for part in self._parts])
-        places_T = is_token.nonzero().squeeze(1)
+        queries = torch.cat([part.queries_NL.flatten() for part in self._parts])
+        self.padded_tokens = queries.numel()  # places that the kernel computes
+        is_token = []
+        for part in self._parts:
+            places = torch.arange(part.queries_NL.shape[1], device=queries.device)
+            is_token.append((places < part.lengths_N[:, None]).flatten())
+        places_T = torch.cat(is_token).nonzero().squeeze(1)
         tokens_T = queries[places_T]
         self._places_T = torch.empty_like(places_T)
         self._places_T[tokens_T] = places_T
@@ -93,25 +95,21 @@ class PackedAttention:
         limit = SHORT.get(q_THK.dtype, 256)
         longest = max(part.keys_NM.shape[1] for part in self._parts)
         if kernels(q_THK) is not None and longest <= limit:
-            return packed_products(q_THK, k_TJK, v_TJK, self._parts)
+            return PackedProducts.apply(q_THK, k_TJK, v_TJK, self._parts)
         attended = []
-        for part, mask in zip(self._parts, self._masks):
+        for part in self._parts:
             q_NHLK = _padded(q_THK, part.queries_NL)
             k_NJMK = _padded(k_TJK, part.keys_NM)
             v_NJMK = _padded(v_TJK, part.keys_NM)
             is_short = k_NJMK.shape[2] <= limit
             if is_short and q_THK.device.type == "cpu":
-                out_NHLK = masked_products(q_NHLK, k_NJMK, v_NJMK, mask)
+                out_NHLK = masked_products(q_NHLK, k_NJMK, v_NJMK, part.mask)
             else:
-                out_NHLK = fused(q_NHLK, k_NJMK, v_NJMK, mask)
+                out_NHLK = fused(q_NHLK, k_NJMK, v_NJMK, part.mask)
             out_NLHK = out_NHLK.transpose(1, 2)
             attended.append(out_NLHK.flatten(0, 1))
         padded = torch.cat(attended)
         return padded.index_select(0, self._places_T)
-
-    @cached_property
-    def _masks(self) -> list[Tensor | None]:
-        return [part.mask() for part in self._parts]
 
     def _check_places(self) -> None:
         """IndexError where a segment reaches outside the tokens: kernels on a CPU trust the places
@@ -172,7 +170,6 @@ def _part(starts: Tensor, lengths: Tensor, prefix_starts: Tensor, prefix_lengths
         keys_NM=torch.cat([before_NP, queries_NL], dim=1),
         lengths_N=lengths,
         seen_N=prefix_lengths if prefix else None,
-        prefix=prefix,
     )
 
 
@@ -181,12 +178,6 @@ def _places(starts_N: Tensor, lengths_N: Tensor, longest: int) -> Tensor:
     places = torch.arange(longest, device=starts_N.device)
     last_N1 = lengths_N[:, None] - 1
     return starts_N[:, None] + torch.minimum(places, last_N1)
-
-
-def _is_token(part: Part) -> Tensor:
-    """[N L] bool: which of a part's places are tokens and no padding."""
-    places = torch.arange(part.queries_NL.shape[1], device=part.lengths_N.device)
-    return (places < part.lengths_N[:, None]).flatten()
 
 
 def _padded(x_THK: Tensor, index_NL: Tensor) -> Tensor:

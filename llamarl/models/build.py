@@ -25,7 +25,7 @@ from torchtune.modules import TransformerDecoder
 
 from llamarl.models.attention import Angles, Attention, AttentionContext, Rotary
 from llamarl.models.config import ModelConfig, read_config
-from llamarl.models.fused import add_rms_norm, projections, rms_norm, swiglu
+from llamarl.models.fused import add_rms_norm, projections, swiglu
 from llamarl.models.masters import Masters
 from llamarl.models.protocol import Head
 from llamarl.models.sharding import span
@@ -42,8 +42,13 @@ class RMSNorm(nn.Module):
         self.scale = nn.Parameter(torch.ones(dim))
         self.eps = eps
 
+    def add(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(h, its norm) with h = x + change (None: x)."""
+        return add_rms_norm(x, change, self.scale, self.eps)
+
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.scale, self.eps)
+        _, normed = self.add(x, None)
+        return normed
 
 
 class FeedForward(nn.Module):
@@ -88,9 +93,9 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(dim, eps=config.rms_norm_eps)
 
     def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: Angles) -> Tensor:
-        x_TD, normed_TD = add_rms_norm(x_TD, None, self.sa_norm.scale, self.sa_norm.eps)
+        x_TD, normed_TD = self.sa_norm.add(x_TD, None)
         attended_TD = self.attn(normed_TD, mask=mask, input_pos=input_pos)
-        h_TD, normed_TD = add_rms_norm(x_TD, attended_TD, self.mlp_norm.scale, self.mlp_norm.eps)
+        h_TD, normed_TD = self.mlp_norm.add(x_TD, attended_TD)
         return h_TD + self.mlp(normed_TD)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from llamarl.native import library
+
+Gradients = tuple[Tensor | None, ...]  # from backward: one for each input of forward
 
 # Neither errno nor traps are looked at: a compiler makes vectors of the loops then.
 _MATH = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
@@ -44,34 +47,21 @@ _ARGUMENTS = {
     "swiglu": "pppin",
     "swiglu_backward": "pppppin",
     "rotate": "ppppiiifn",
-    "gather": "pppppn",
-    "scatter": "pppppn",
-    "scatter_add": "ppppn",
-    "causal_softmax": "ppppfn",
-    "causal_softmax_backward": "pppfn",
+    "gather": "ppppiiiin",
+    "scatter": "ppppiiiin",
+    "scatter_add": "pppiiiin",
+    "causal_softmax": "pppiiiiifn",
+    "causal_softmax_backward": "ppiiiifn",
     "log_softmax": "ppppppiidn",
     "log_softmax_backward": "pppppppiidn",
 }
-
-
-class _Scores(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in ("segments", "kv_heads", "rows", "queries", "keys", "prefix")
-    ]
-
-
-class _Segments(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int64) for name in ("segments", "kv_heads", "shared", "places", "head_dim")
-    ]
 
 
 def kernels(x: Tensor) -> ctypes.CDLL | None:
     """The kernels for tensors like x, or None where plain operations are to be used."""
     if x.device.type != "cpu" or x.dtype not in _FLAGS:
         return None
-    lib = library("train", *_FLAGS[x.dtype], structs=(_Scores, _Segments))
+    lib = library("train", *_FLAGS[x.dtype])
     if lib is not None and lib.add_up.argtypes is None:
         for name, kinds in _ARGUMENTS.items():
             function = getattr(lib, name)
@@ -120,34 +110,26 @@ def weight_gradient(grad_TN: Tensor, x_TD: Tensor) -> Tensor:
 # --- RMS norm ---
 
 
-def rms_norm(x: Tensor, scale_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) in float32, then in x's dtype times scale: Hugging Face's order of
-    rounding. x [..., D].
-    """
-    return add_rms_norm(x, None, scale_D, eps)[1]
-
-
 def add_rms_norm(
     x: Tensor, change: Tensor | None, scale_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(h, rms_norm(h)) with h = x + change (None: x): the residual stream and what the next block
-    reads of it, together.
+    """(h, its norm) with h = x + change (None: x) [..., D]: the residual stream and what the next
+    block reads of it, together.
+
+    The norm is h / sqrt(mean(h^2) + eps) in float32, then in h's dtype times scale: Hugging Face's
+    order of rounding.
     """
     if x.dtype != scale_D.dtype or kernels(x) is None:
         h = x
         if change is not None:
             h = x + change
-        return h, plain_rms_norm(h, scale_D, eps)
+        if h.dtype == torch.float32 == scale_D.dtype:
+            return h, F.rms_norm(h, scale_D.shape, scale_D, eps)
+        normed = F.rms_norm(h.float(), scale_D.shape, eps=eps)
+        return h, normed.to(h.dtype) * scale_D
     if change is not None:
         change = change.contiguous()
     return _AddRmsNorm.apply(x.contiguous(), change, scale_D, eps)
-
-
-def plain_rms_norm(x: Tensor, scale_D: Tensor, eps: float) -> Tensor:
-    if x.dtype == torch.float32 == scale_D.dtype:
-        return F.rms_norm(x, scale_D.shape, scale_D, eps)
-    normed = F.rms_norm(x.float(), scale_D.shape, eps=eps)
-    return normed.to(x.dtype) * scale_D
 
 
 class _AddRmsNorm(Function):
@@ -169,15 +151,12 @@ class _AddRmsNorm(Function):
         inverse_T = x.new_empty(rows, dtype=torch.float32)
         call_kernel(kernels(x).rms_norm, y, inverse_T, h, x, change, scale_D, rows, dim, eps)
         ctx.save_for_backward(h, scale_D, inverse_T)
-        ctx.changes = change is not None
         ctx.set_materialize_grads(False)
         return h, y
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx, grad_h: Tensor | None, grad_y: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    def backward(ctx, grad_h: Tensor | None, grad_y: Tensor | None) -> Gradients:
         h, scale_D, inverse_T = ctx.saved_tensors
         if grad_y is None:
             grad_y = torch.zeros_like(h)
@@ -185,17 +164,12 @@ class _AddRmsNorm(Function):
         if grad_h is not None:
             grad_h = grad_h.contiguous()
         grad_x = torch.empty_like(h)
-        sums_D = None
-        if ctx.needs_input_grad[2]:
-            sums_D = torch.empty_like(scale_D, dtype=torch.float32)
+        sums_D = torch.empty_like(scale_D, dtype=torch.float32)
         tensors = (grad_x, sums_D, grad_h, grad_y, h, inverse_T, scale_D)
         sizes = (inverse_T.numel(), scale_D.numel())
         call_kernel(kernels(h).rms_norm_backward, *tensors, *sizes)
-        grad_change = grad_x if ctx.changes else None
-        grad_scale = None
-        if sums_D is not None:
-            grad_scale = sums_D.to(scale_D.dtype)
-        return grad_x, grad_change, grad_scale, None
+        grad_change = grad_x if ctx.needs_input_grad[1] else None
+        return grad_x, grad_change, sums_D.to(scale_D.dtype), None
 
 
 # --- The MLP's gate ---
@@ -220,7 +194,7 @@ class _SwiGlu(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad: Tensor) -> Gradients:
         gate, up = ctx.saved_tensors
         grad = grad.contiguous()
         grad_gate = torch.empty_like(gate)
@@ -240,12 +214,8 @@ def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     The kernel multiplies in float32 and rounds once; plain operations round cos, sin and each
     product to x's dtype.
     """
-    if cos.dtype != torch.float32 or kernels(x_THK) is None:
-        return plain_rotate(x_THK, cos, sin)
-    return _Rotate.apply(x_THK.contiguous(), cos.contiguous(), sin.contiguous())
-
-
-def plain_rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if cos.dtype == torch.float32 and kernels(x_THK) is not None:
+        return _Rotate.apply(x_THK.contiguous(), cos.contiguous(), sin.contiguous(), 1.0)
     half = x_THK.shape[-1] // 2
     first = x_THK[..., :half]
     second = x_THK[..., half:]
@@ -256,23 +226,21 @@ def plain_rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotate(Function):
-    """A rotation's gradient is turned back by the same angle."""
+    """By the angles times direction, 1 or -1; a rotation's gradient is turned back."""
 
     @staticmethod
-    def forward(ctx, x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx, x_THK: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x_THK, cos, sin, 1.0)
+        ctx.direction = direction
+        out = torch.empty_like(x_THK)
+        call_kernel(kernels(x_THK).rotate, out, x_THK, cos, sin, *x_THK.shape, direction)
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _rotated(grad.contiguous(), *ctx.saved_tensors, -1.0), None, None
-
-
-def _rotated(x_THK: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
-    out = torch.empty_like(x_THK)
-    call_kernel(kernels(x_THK).rotate, out, x_THK, cos, sin, *x_THK.shape, direction)
-    return out
+    def backward(ctx, grad: Tensor) -> Gradients:
+        turned = _Rotate.apply(grad.contiguous(), *ctx.saved_tensors, -ctx.direction)
+        return turned, None, None, None
 
 
 # --- Projections of the same input ---
@@ -283,7 +251,7 @@ def projections(x_TD: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     products of backward.
     """
     are_plain = all(type(linear) is nn.Linear for linear in linears)
-    if not are_plain or x_TD.dim() != 2 or not torch.is_grad_enabled():
+    if not are_plain or not torch.is_grad_enabled():
         return tuple(linear(x_TD) for linear in linears)
     weights = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears]
@@ -305,10 +273,9 @@ class _Projections(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *grads: Tensor) -> Gradients:
         x_TD, *weights = ctx.saved_tensors
         needs_x, _, *needs = ctx.needs_input_grad
-        needs_weight = needs[: len(grads)]
         needs_bias = needs[len(grads) :]
         grad_x = None
         if needs_x:
@@ -317,7 +284,7 @@ class _Projections(Function):
                 grad_x.addmm_(grad, weight)
         of_weights = [
             weight_gradient(grad.contiguous(), x_TD) if need else None
-            for grad, need in zip(grads, needs_weight)
+            for grad, need in zip(grads, needs)
         ]
         of_biases = [grad.sum(0) if need else None for grad, need in zip(grads, needs_bias)]
         return grad_x, None, *of_weights, *of_biases
@@ -326,7 +293,7 @@ class _Projections(Function):
 # --- Attention over few keys ---
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """N segments of a packed batch, padded to L queries and M = P + L keys each; P: places before a
     segment's own tokens.
@@ -339,33 +306,20 @@ class Part:
     keys_NM: Tensor
     lengths_N: Tensor  # int64
     seen_N: Tensor | None  # int64
-    prefix: int
 
+    @cached_property
     def mask(self) -> Tensor | None:
         """[N, 1, L, M] bool, true where a key is seen; None: causal."""
         if self.seen_N is None:
             return None
         device = self.seen_N.device
         num_queries = self.queries_NL.shape[1]
-        places_P = torch.arange(self.prefix, device=device)
-        is_seen_NP = places_P < self.seen_N[:, None]
-        of_prefix = is_seen_NP[:, None].expand(-1, num_queries, -1)
-        places = torch.arange(num_queries, device=device)
-        causal = places <= places[:, None]
-        causal = causal.expand(len(is_seen_NP), -1, -1)
-        mask = torch.cat([of_prefix, causal], dim=2)
-        return mask[:, None]
-
-
-def packed_products(q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, parts: Sequence[Part]) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v [T, H, K] over the keys that each part says, by batched products.
-    CPU, where `kernels` are.
-
-    Every token is a query of one part. Holds all weights, in the operands' dtype; the softmax is
-    float32, and so is the sum of a key's gradients over the segments that see it. `masked_products`
-    of each part is the same by plain operations.
-    """
-    return _PackedProducts.apply(q_THK.contiguous(), k_TJK.contiguous(), v_TJK.contiguous(), parts)
+        prefix = self.keys_NM.shape[1] - num_queries
+        places_M = torch.arange(-prefix, num_queries, device=device)
+        is_causal_LM = (places_M >= 0) & (places_M <= places_M[prefix:, None])
+        is_seen_NM = places_M < self.seen_N[:, None] - prefix
+        is_prefix_seen_NM = is_seen_NM & (places_M < 0)
+        return (is_causal_LM | is_prefix_seen_NM[:, None])[:, None]
 
 
 def masked_products(q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, mask: Tensor | None) -> Tensor:
@@ -383,24 +337,30 @@ def masked_products(q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, mask: Tensor
     scores = q @ k_NJMK.transpose(-1, -2)
     scores = scores.view(n, heads, longest, num_keys)
     if mask is None:
-        hidden = torch.ones(longest, longest, dtype=torch.bool, device=q.device).triu(1)
-    else:
-        hidden = ~mask
-    scores = scores.masked_fill(hidden, -torch.inf)
+        mask = torch.ones(longest, longest, dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~mask, -torch.inf)
     weights = scores.softmax(-1).view(n, kv_heads, -1, num_keys)
     out = weights @ v_NJMK
     return out.view(n, heads, longest, head_dim)
 
 
-class _PackedProducts(Function):
-    """w = softmax(q k^T / sqrt(K)), o = w v, of every part; with g the gradient of o:
+class PackedProducts(Function):
+    """w = softmax(q k^T / sqrt(K)), o = w v [T, H, K] over the keys that each part says, by batched
+    products. CPU, where `kernels` are; with g the gradient of o:
 
     dv = w^T g,   ds = w (g v^T - sum(w g v^T)) / sqrt(K),   dq = ds k,   dk = ds^T q.
+
+    Every token is a query of one part. Holds all weights, in the operands' dtype; the softmax is
+    float32, and so is the sum of a key's gradients over the segments that see it. `masked_products`
+    of each part is the same by plain operations.
     """
 
     @staticmethod
     def forward(ctx, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, parts: Sequence[Part]) -> Tensor:
         kv_heads, head_dim = k_TJK.shape[1:]
+        q_THK = q_THK.contiguous()
+        k_TJK = k_TJK.contiguous()
+        v_TJK = v_TJK.contiguous()
         out_THK = torch.empty_like(q_THK)
         kept = []
         for part in parts:
@@ -410,15 +370,10 @@ class _PackedProducts(Function):
             weights_BRM = torch.bmm(q_BRK, k_BMK.transpose(1, 2))
             row_shape = (torch.get_num_threads(), weights_BRM.shape[-1])
             rows = weights_BRM.new_empty(row_shape, dtype=torch.float32)
-            call_kernel(
-                kernels(q_THK).causal_softmax,
-                weights_BRM,
-                rows,
-                part.seen_N,
-                _scores(part, weights_BRM),
-                head_dim**-0.5,
-            )
-            _scatter(torch.bmm(weights_BRM, v_BMK), part, kv_heads, out_THK)
+            sizes = (*part.queries_NL.shape, *weights_BRM.shape)
+            softmax = kernels(q_THK).causal_softmax
+            call_kernel(softmax, weights_BRM, rows, part.seen_N, *sizes, head_dim**-0.5)
+            _scatter(torch.bmm(weights_BRM, v_BMK), part, out_THK)
             kept += [q_BRK, k_BMK, v_BMK, weights_BRM]
         ctx.save_for_backward(*kept)
         ctx.parts = parts
@@ -428,7 +383,7 @@ class _PackedProducts(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_THK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx, grad_THK: Tensor) -> Gradients:
         kv_heads, head_dim = ctx.kv_shape[1:]
         grad_THK = grad_THK.contiguous()
         grad_q = grad_THK.new_empty(ctx.q_shape)
@@ -440,63 +395,35 @@ class _PackedProducts(Function):
             grad_BRK = _gathered(grad_THK, part.queries_NL, kv_heads, part.lengths_N)
             _scatter_add(torch.bmm(weights_BRM.transpose(1, 2), grad_BRK), part, grad_v)
             grad_BRM = torch.bmm(grad_BRK, v_BMK.transpose(1, 2))
-            scores = _scores(part, grad_BRM)
+            sizes = (part.queries_NL.shape[1], *grad_BRM.shape)
             softmax_backward = kernels(q_BRK).causal_softmax_backward
-            call_kernel(softmax_backward, grad_BRM, weights_BRM, scores, head_dim**-0.5)
-            _scatter(torch.bmm(grad_BRM, k_BMK), part, kv_heads, grad_q)
+            call_kernel(softmax_backward, grad_BRM, weights_BRM, *sizes, head_dim**-0.5)
+            _scatter(torch.bmm(grad_BRM, k_BMK), part, grad_q)
             _scatter_add(torch.bmm(grad_BRM.transpose(1, 2), q_BRK), part, grad_k)
         return grad_q, grad_k.to(grad_q.dtype), grad_v.to(grad_q.dtype), None
-
-
-def _scores(part: Part, scores_BRM: Tensor) -> object:
-    """A pointer to what the kernels must know of a part's scores."""
-    segments, queries = part.queries_NL.shape
-    batches, rows, keys = scores_BRM.shape
-    scores = _Scores(
-        segments=segments,
-        kv_heads=batches // segments,
-        rows=rows,
-        queries=queries,
-        keys=keys,
-        prefix=part.prefix,
-    )
-    return ctypes.byref(scores)
-
-
-def _segments(index_NL: Tensor, kv_heads: int, shared: int, head_dim: int) -> object:
-    """A pointer to what the kernels must know of segments of tokens; shared: heads that go with one
-    K/V head.
-    """
-    num_segments, places = index_NL.shape
-    segments = _Segments(
-        segments=num_segments, kv_heads=kv_heads, shared=shared, places=places, head_dim=head_dim
-    )
-    return ctypes.byref(segments)
 
 
 def _gathered(
     x_THK: Tensor, index_NL: Tensor, kv_heads: int, lengths_N: Tensor | None = None
 ) -> Tensor:
     """[N J, R L, K]: the heads of the tokens at each place; zeros behind the lengths."""
-    heads, head_dim = x_THK.shape[1:]
-    shared = heads // kv_heads
-    num_segments, places = index_NL.shape
-    out = x_THK.new_empty(num_segments * kv_heads, shared * places, head_dim)
-    segments = _segments(index_NL, kv_heads, shared, head_dim)
-    call_kernel(kernels(x_THK).gather, out, x_THK, index_NL, lengths_N, segments)
+    head_dim = x_THK.shape[-1]
+    num_batches = len(index_NL) * kv_heads
+    rows = index_NL.shape[1] * x_THK.shape[1] // kv_heads
+    out = x_THK.new_empty(num_batches, rows, head_dim)
+    sizes = (*index_NL.shape, *x_THK.shape[1:])
+    call_kernel(kernels(x_THK).gather, out, x_THK, index_NL, lengths_N, *sizes)
     return out
 
 
-def _scatter(x_BRK: Tensor, part: Part, kv_heads: int, out_THK: Tensor) -> None:
+def _scatter(x_BRK: Tensor, part: Part, out_THK: Tensor) -> None:
     """Put the part's tokens in their places of out."""
-    heads, head_dim = out_THK.shape[1:]
-    segments = _segments(part.queries_NL, kv_heads, heads // kv_heads, head_dim)
-    scatter = kernels(x_BRK).scatter
-    call_kernel(scatter, out_THK, x_BRK, part.queries_NL, part.lengths_N, segments)
+    index_NL = part.queries_NL
+    sizes = (*index_NL.shape, *out_THK.shape[1:])
+    call_kernel(kernels(x_BRK).scatter, out_THK, x_BRK, index_NL, part.lengths_N, *sizes)
 
 
 def _scatter_add(x_BMK: Tensor, part: Part, out_TJK: Tensor) -> None:
     """Add what belongs to the part's keys to their tokens' float32 sums."""
-    kv_heads, head_dim = out_TJK.shape[1:]
-    segments = _segments(part.keys_NM, kv_heads, 1, head_dim)
-    call_kernel(kernels(x_BMK).scatter_add, out_TJK, x_BMK, part.keys_NM, segments)
+    sizes = (*part.keys_NM.shape, *out_TJK.shape[1:])
+    call_kernel(kernels(x_BMK).scatter_add, out_TJK, x_BMK, part.keys_NM, *sizes)

@@ -203,7 +203,6 @@ def _write_shards(
     """Write model.safetensors, or shards of it and their index."""
     names_of_shards = []
     pending = {}
-    pending_bytes = 0
     total_bytes = 0
 
     def flush() -> None:
@@ -214,12 +213,11 @@ def _write_shards(
 
     for name, tensor in named_tensors:
         tensor = tensor.detach().to("cpu", dtype).contiguous()
+        pending_bytes = sum(held.nbytes for held in pending.values())
         if pending and pending_bytes + tensor.nbytes > SHARD_BYTES:
             flush()
-            pending_bytes = 0
         # A copy, so that the parameter may change while later ones are gathered.
         pending[name] = tensor.clone()
-        pending_bytes += tensor.nbytes
         total_bytes += tensor.nbytes
     flush()
     if len(names_of_shards) == 1:

@@ -59,9 +59,9 @@ class LoraLinear(nn.Linear):
         return frozen + F.linear(low, self.lora_b)
 
 
-def add_lora(decoder: LanguageModel, lora: Lora) -> LanguageModel:
+def add_lora(decoder: LanguageModel, lora: Lora) -> None:
     """Freeze the decoder and put adapters beside the targets, before it is sharded. `reset_lora`
-    gives them values. Returns it.
+    gives them values.
 
     ValueError for targets that the model does not have, or a tensor-parallel decoder.
     """
@@ -73,10 +73,9 @@ def add_lora(decoder: LanguageModel, lora: Lora) -> LanguageModel:
     decoder.requires_grad_(False)
     found = set()
     for name, module in list(decoder.named_modules()):
-        if not (isinstance(module, nn.Linear) and name.startswith("layers.")):
-            continue
-        parts = hf_name(f"{name}.weight").split(".")
-        target = parts[-2]
+        target = None
+        if isinstance(module, nn.Linear) and name.startswith("layers."):
+            target = hf_name(f"{name}.weight").split(".")[-2]
         if target in lora.targets:
             found.add(target)
             decoder.set_submodule(name, LoraLinear(module, lora.rank, lora.alpha))
@@ -86,7 +85,6 @@ def add_lora(decoder: LanguageModel, lora: Lora) -> LanguageModel:
             f"no projection is called {', '.join(sorted(missing))}; "
             "choose among q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
         )
-    return decoder
 
 
 @torch.no_grad()
@@ -153,8 +151,7 @@ class PolicyWeights:
 
     def buffers(self) -> list[Tensor]:
         """What it holds beside the parameters, this rank's part."""
-        merged = dict(self.parameters)
-        return [local(merged[name]) for name in self._adapted]
+        return [local(merged) for name, merged in self.parameters if name in self._adapted]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from llamarl.models.fused import add_up
+from llamarl.models.fused import Gradients, add_up
 
 
 class Masters:
@@ -33,22 +33,21 @@ class Masters:
     def __init__(self, decoder: nn.Module, dtype: torch.dtype):
         self.last = True
         self._dtype = dtype
-        self._is_forward = False
+        self._decoder = decoder
+        self._held: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._copies: dict[tuple[nn.Module, str], Tensor] = {}
         in_layers = set(decoder.layers.modules())
         around = [module for module in decoder.modules() if module not in in_layers]
-        decoder.register_forward_pre_hook(self._begin)
         for layer in decoder.layers:
-            _Swap(self, layer, list(layer.modules()))
-        _Swap(self, decoder, around)
-        decoder.register_forward_hook(self._end, always_call=True)
+            self._swap(layer, list(layer.modules()))
+        self._swap(decoder, around)
 
-    def copy_of(self, module: nn.Module, name: str, master: Tensor) -> Tensor:
+    def _copy_of(self, module: nn.Module, name: str, master: Tensor) -> Tensor:
         """The values of module's parameter `name` in the lower precision, without gradients."""
         copy = self._copies.get((module, name))
         if copy is None:
             copy = master.detach().to(self._dtype)
-            if self._is_forward:
+            if self._decoder in self._held:
                 self._copies[module, name] = copy
         return copy
 
@@ -58,45 +57,31 @@ class Masters:
         """
         self._copies.clear()
 
-    def _begin(self, *_: object) -> None:
-        self._is_forward = True
-
-    def _end(self, *_: object) -> None:
-        self._is_forward = False
-        if self.last:
-            self.forget()
-
-
-class _Swap:
-    """The parameters of these modules, exchanged for copies while `owner` is in its forward."""
-
-    def __init__(self, masters: Masters, owner: nn.Module, modules: list[nn.Module]):
-        self._masters = masters
-        self._modules = modules
-        self._held: dict[tuple[nn.Module, str], nn.Parameter] = {}
-        owner.register_forward_pre_hook(self._enter)
-        owner.register_forward_hook(self._leave, always_call=True)
+    def _swap(self, owner: nn.Module, modules: list[nn.Module]) -> None:
+        """Exchange the parameters of these modules for copies while `owner` is in its forward."""
+        owner.register_forward_pre_hook(lambda *_: self._enter(modules))
+        owner.register_forward_hook(lambda *_: self._leave(modules), always_call=True)
         for module in modules:
             if type(module) is nn.Embedding:
                 module.forward = partial(self._look_up, module)
 
-    def _enter(self, *_: object) -> None:
-        for module in self._modules:
+    def _enter(self, modules: list[nn.Module]) -> None:
+        for module in modules:
+            self._held[module] = dict(module._parameters)
             for name, master in module._parameters.items():
-                if master is None:
-                    continue
-                self._held[module, name] = master
-                copy = self._masters.copy_of(module, name, master)
-                module._parameters[name] = _Copy.apply(master, copy)
+                if master is not None:
+                    copy = self._copy_of(module, name, master)
+                    module._parameters[name] = _Copy.apply(master, copy)
 
-    def _leave(self, *_: object) -> None:
-        for (module, name), master in self._held.items():
-            module._parameters[name] = master
-        self._held.clear()
+    def _leave(self, modules: list[nn.Module]) -> None:
+        for module in modules:
+            module._parameters.update(self._held.pop(module, {}))
+        if self.last and self._decoder not in self._held:
+            self.forget()
 
     def _look_up(self, embedding: nn.Embedding, tokens: Tensor) -> Tensor:
-        master = self._held[embedding, "weight"]
-        return _Rows.apply(master, self._masters.copy_of(embedding, "weight", master), tokens)
+        master = self._held[embedding]["weight"]
+        return _Rows.apply(master, self._copy_of(embedding, "weight", master), tokens)
 
 
 class _Copy(Function):
@@ -109,7 +94,7 @@ class _Copy(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[None, None]:
+    def backward(ctx, grad: Tensor) -> Gradients:
         master = ctx.master
         if master.grad is None:
             master.grad = grad.to(master.dtype)
@@ -131,7 +116,7 @@ class _Rows(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[None, None, None]:
+    def backward(ctx, grad: Tensor) -> Gradients:
         (tokens,) = ctx.saved_tensors
         master = ctx.master
         if master.grad is None:

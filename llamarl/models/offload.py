@@ -42,8 +42,8 @@ class DeviceSharing:
         if self.holder is not None:
             self._leave(self.holder)
         for storage, kept in self._away.pop(name, []):
-            storage.resize_(kept.numel())
-            _bytes(storage).copy_(kept, non_blocking=True)
+            storage.resize_(kept.nbytes())
+            storage.copy_(kept, non_blocking=True)
         _settle()
         self.holder = name
         return True
@@ -59,7 +59,8 @@ class DeviceSharing:
             # PyTorch keeps pinned memory that is freed, for the next to leave.
             pin_memory = storage.device.type == "cuda"
             kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin_memory)
-            kept.copy_(_bytes(storage), non_blocking=True)
+            kept = kept.untyped_storage()
+            kept.copy_(storage, non_blocking=True)
             away.append((storage, kept))
         _settle()
         for storage, _ in away:
@@ -67,10 +68,6 @@ class DeviceSharing:
         self._away[name] = away
         if self.holder == name:
             self.holder = None
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _settle() -> None:

@@ -45,7 +45,7 @@ def quantize_rows(
     largest_O: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(q [O, I] in one byte, scale [O] float32) of a float matrix; written into q_out and scale_out
-    if they are given.
+    if both are given.
 
     scale = absmax of the row / the largest number of `kind`, or 1 for a row of zeros; q = row /
     scale, to nearest even. A row depends on no other, so shards of whole rows are quantised as the
@@ -54,17 +54,14 @@ def quantize_rows(
     the whole rows, where weight_OI holds only some of their columns.
     """
     dtype = quantized_dtype(kind)
-    q = q_out
-    if q is None:
-        q = torch.empty_like(weight_OI, dtype=dtype, memory_format=torch.contiguous_format)
-    scale = scale_out
-    if scale is None:
-        scale = torch.empty(len(weight_OI), device=weight_OI.device)
     outs, ins = weight_OI.shape
-    assert q.shape == weight_OI.shape, f"q_out is {list(q.shape)}"
-    assert q.dtype == dtype, f"q_out is {q.dtype}"
-    assert scale.shape == (outs,), f"scale_out is {list(scale.shape)}"
-    assert scale.dtype == torch.float32, f"scale_out is {scale.dtype}"
+    q, scale = q_out, scale_out
+    if q is None:
+        q = torch.empty(outs, ins, dtype=dtype, device=weight_OI.device)
+        scale = torch.empty(outs, device=weight_OI.device)
+    assert (q.dtype, q.shape) == (dtype, weight_OI.shape), f"q_out is {q.dtype} {q.shape}"
+    is_fit = (scale.dtype, scale.shape) == (torch.float32, (outs,))
+    assert is_fit, f"scale_out is {scale.dtype} {scale.shape}"
     smallest = torch.finfo(torch.float32).tiny
     each = max(1, _BLOCK // max(1, ins))
     for first in range(0, outs, each):
@@ -138,13 +135,18 @@ class QuantizedLinear(nn.Module):
             weight = _widen(self.weight, x.dtype)
             y = F.linear(x, weight) * self.weight_scale
         else:
-            q, scale = quantize_rows(x_TI, self.kind)
-            scale_T1 = scale[:, None]
+            q_TI, scale_T = quantize_rows(x_TI, self.kind)
+            scale_T1 = scale_T[:, None]
             weight_IO = self.weight.t()
             if self.arithmetic == "scaled_mm":
-                y = _scaled_mm(q, scale_T1, weight_IO, self.weight_scale)
+                scales = {"scale_a": scale_T1, "scale_b": self.weight_scale[None]}
+                y = torch._scaled_mm(q_TI, weight_IO, **scales, out_dtype=torch.bfloat16)
             else:
-                y = _int_mm(q, scale_T1, weight_IO, self.weight_scale)
+                missing = _PADDED - len(q_TI)
+                if q_TI.is_cuda and missing > 0:
+                    q_TI = F.pad(q_TI, (0, 0, 0, missing))
+                sums_TO = torch._int_mm(q_TI, weight_IO)[: len(x_TI)]
+                y = sums_TO * scale_T1 * self.weight_scale
         y = y.to(x_TI.dtype)
         if self.bias is not None:
             y = y + self.bias
@@ -173,26 +175,20 @@ def arithmetic_of(kind: str, shape: Shape, device: torch.device) -> tuple[str, s
     if kind == "fp8" and device.type == "cpu":
         return "weight_only", ""
     usual = "scaled_mm" if kind == "fp8" else "int_mm"
-    obstacle = _obstacle(usual, shape, device)
-    if obstacle:
-        return "weight_only", obstacle
-    return usual, ""
-
-
-def _obstacle(arithmetic: str, shape: Shape, device: torch.device) -> str:
-    """What keeps a device from scaled_mm or int_mm for a weight of `shape`; "" if nothing does."""
+    (major, minor), multiple = _NEEDS[usual]
     if device.type == "cpu":
         if _int_mm_is_exact():
-            return ""
-        return "this CPU's int8 products saturate (it has no VNNI)"
-    if device.type != "cuda" or torch.version.hip:
-        return f"{arithmetic} is known on NVIDIA GPUs alone"
-    (major, minor), multiple = _NEEDS[arithmetic]
-    if torch.cuda.get_device_capability(device) < (major, minor):
-        return f"{arithmetic} needs compute capability {major}.{minor}"
-    if any(n % multiple for n in shape):
-        return f"{arithmetic} needs both dimensions in multiples of {multiple}"
-    return ""
+            return usual, ""
+        obstacle = "this CPU's int8 products saturate (it has no VNNI)"
+    elif device.type != "cuda" or torch.version.hip:
+        obstacle = f"{usual} is known on NVIDIA GPUs alone"
+    elif torch.cuda.get_device_capability(device) < (major, minor):
+        obstacle = f"{usual} needs compute capability {major}.{minor}"
+    elif any(n % multiple for n in shape):
+        obstacle = f"{usual} needs both dimensions in multiples of {multiple}"
+    else:
+        return usual, ""
+    return "weight_only", obstacle
 
 
 @functools.cache
@@ -202,20 +198,6 @@ def _int_mm_is_exact() -> bool:
     sums = torch._int_mm(a, a.t())
     is_exact = sums == 64 * 127 * 127
     return bool(is_exact.all())
-
-
-def _scaled_mm(q_TI: Tensor, scale_T1: Tensor, weight_IO: Tensor, weight_scale_O: Tensor) -> Tensor:
-    return torch._scaled_mm(
-        q_TI, weight_IO, scale_a=scale_T1, scale_b=weight_scale_O[None], out_dtype=torch.bfloat16
-    )
-
-
-def _int_mm(q_TI: Tensor, scale_T1: Tensor, weight_IO: Tensor, weight_scale_O: Tensor) -> Tensor:
-    tokens = len(q_TI)
-    if q_TI.is_cuda and tokens < _PADDED:
-        q_TI = F.pad(q_TI, (0, 0, 0, _PADDED - tokens))
-    sums_TO = torch._int_mm(q_TI, weight_IO)[:tokens]
-    return sums_TO * scale_T1 * weight_scale_O
 
 
 def _widen(q: Tensor, dtype: torch.dtype) -> Tensor:
@@ -250,11 +232,8 @@ def quantize_decoder(decoder: nn.Module, kind: str, exclude: tuple[str, ...] = (
     for path, module in decoder.named_modules():
         if isinstance(module, nn.Linear):
             paths[hf_name(f"{path}.weight")] = path
-    known = [f"{HEAD}.weight", *paths]  # which a tied model has not
-    unknown = []
-    for fragment in exclude:
-        if not any(fragment in name for name in known):
-            unknown.append(fragment)
+    known = "\n".join([f"{HEAD}.weight", *paths])  # a tied model has no head
+    unknown = [fragment for fragment in exclude if fragment not in known]
     if unknown:
         raise ValueError(
             f"quantise all but {unknown}: no weight is named so; they are "

@@ -10,6 +10,7 @@ ranks need is held by each of them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from llamarl.models.config import ModelConfig
@@ -67,20 +68,18 @@ def overlap(a: Box, b: Box) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The attention heads of one tensor-parallel rank. kv_of_query: for each query head, which of
-    the rank's K/V heads it reads, in their order.
+    """The attention heads of one tensor-parallel rank. readers: how many of its query heads read
+    each of its K/V heads, in their order.
     """
 
     first_query: int
     num_query: int
     first_kv: int
-    num_kv: int
-    kv_of_query: tuple[int, ...]
+    readers: tuple[int, ...]
 
     @property
-    def readers(self) -> list[int]:
-        """How many query heads read each K/V head."""
-        return [self.kv_of_query.count(j) for j in range(self.num_kv)]
+    def num_kv(self) -> int:
+        return len(self.readers)
 
     @property
     def uniform(self) -> bool:
@@ -104,15 +103,12 @@ def heads_of(config: ModelConfig, rank: int, size: int) -> Heads:
         )
     first, count = span(config.num_attention_heads, rank, size)
     per_kv = config.num_attention_heads // config.num_key_value_heads
-    first_kv = first // per_kv
-    queries = range(first, first + count)
-    kv_of_query = [query // per_kv - first_kv for query in queries]
+    readers = Counter(query // per_kv for query in range(first, first + count))
     return Heads(
         first_query=first,
         num_query=count,
-        first_kv=first_kv,
-        num_kv=kv_of_query[-1] + 1,
-        kv_of_query=tuple(kv_of_query),
+        first_kv=first // per_kv,
+        readers=tuple(readers.values()),
     )
 
 
@@ -135,20 +131,24 @@ def tensor_parallel_box(
     heads = heads_of(config, rank, size)
     query = (heads.first_query * head_dim, heads.num_query * head_dim)
     key_value = (heads.first_kv * head_dim, heads.num_kv * head_dim)
-    is_matrix = len(shape) == 2  # no bias, and no per-row scales of a quantised weight
+    hidden = span(config.intermediate_size, rank, size)
+    columns = {"o_proj": query, "down_proj": hidden}
+    rows = {
+        "q_proj": query,
+        "k_proj": key_value,
+        "v_proj": key_value,
+        "gate_proj": hidden,
+        "up_proj": hidden,
+    }
+    if split_vocabulary:
+        vocabulary = span(config.vocab_size, rank, size)
+        rows |= {"embed_tokens": vocabulary, "lm_head": vocabulary}
     module = name.split(".")[-2]
-    if module == "q_proj":
-        return whole.cut(0, *query)
-    if module in ("k_proj", "v_proj"):
-        return whole.cut(0, *key_value)
-    if module in ("gate_proj", "up_proj"):
-        return whole.cut(0, *span(shape[0], rank, size))
-    if module == "o_proj" and is_matrix:
-        return whole.cut(1, *query)
-    if module == "down_proj" and is_matrix:
-        return whole.cut(1, *span(shape[1], rank, size))
-    if module in ("embed_tokens", "lm_head") and split_vocabulary:
-        return whole.cut(0, *span(shape[0], rank, size))
+    if module in rows:
+        return whole.cut(0, *rows[module])
+    # Not a bias, nor the per-row scales of a quantised weight.
+    if module in columns and len(shape) == 2:
+        return whole.cut(1, *columns[module])
     return whole
 
 

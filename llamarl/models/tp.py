@@ -80,10 +80,7 @@ def gathered(x: Tensor, total: int, tp: TensorParallel) -> Tensor:
     """Collective over the ranks: [..., total] from the rank's span of the last dim, the same bits
     on each.
     """
-    counts = []
-    for rank in range(tp.size):
-        _, count = span(total, rank, tp.size)
-        counts.append(count)
+    counts = [span(total, rank, tp.size)[1] for rank in range(tp.size)]
     if x.shape[-1] != counts[tp.rank]:
         raise ValueError(
             f"a head that returned {tuple(x.shape)} instead of logits [..., {counts[tp.rank]}] "

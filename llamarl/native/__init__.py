@@ -187,11 +187,9 @@ def cpu_description() -> str:
     """What "native" looks at."""
     features = set()
     info = Path("/proc/cpuinfo")
-    lines = []
     if info.is_file():
-        lines = info.read_text().splitlines()
-    for line in lines:
-        if line.startswith(("flags", "Features", "model name")):
-            features.add(line.partition(":")[2].strip())
+        for line in info.read_text().splitlines():
+            if line.startswith(("flags", "Features", "model name")):
+                features.add(line.partition(":")[2].strip())
     parts = [platform.machine(), platform.processor(), *sorted(features)]
     return "\n".join(parts)

@@ -11,9 +11,9 @@ _TRIM_BYTES = 1 << 30
 
 
 @functools.cache
-def keep_freed_memory() -> bool:
-    """Let this process reuse freed CPU tensors instead of returning their pages. False where malloc
-    is not glibc's.
+def keep_freed_memory() -> None:
+    """Let this process reuse freed CPU tensors instead of returning their pages, where malloc is
+    glibc's.
 
     As it comes, glibc hands megabyte tensors back at every free, and the kernel zeroes their pages
     again at the next allocation: about 4,000 page faults and a quarter of the time of a decode step
@@ -21,6 +21,6 @@ def keep_freed_memory() -> bool:
     vocabulary's head, would come from mmap and go back whatever its thresholds say; so none does.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES))
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)

@@ -44,27 +44,13 @@ def fastest(
     names = list(ways)
     if len(names) == 1:
         return names[0]
-    file = _file(what, names, key)
+    known = "\n".join([what, *names, key, cpu_description()])
+    digest = hashlib.sha256(known.encode()).hexdigest()
+    file = cache_folder() / f"choice-{digest[:16]}.json"
     kept = _read(file)
     if kept in ways:
         return kept
-    times = _measure(ways, clock)
-    chosen = names[0]
-    for name in names[1:]:
-        if times[name] * CLEARLY_FASTER < times[chosen]:
-            chosen = name
-    measured = []
-    for name, seconds in times.items():
-        measured.append(f"{name} {seconds * 1e3:.1f} ms")
-    log.info("%s: %s, by measurement (%s)", what, chosen, ", ".join(measured))
-    _keep(file, {"way": chosen, "what": what, "key": key, "times_s": times})
-    return chosen
-
-
-def _measure(ways: Ways, clock: Callable[[], float]) -> dict[str, float]:
-    """Name -> its shortest time in seconds; a first call of each, which may compile or lay out,
-    does not count.
-    """
+    # A first call of each, which may compile or lay out, does not count.
     for work in ways.values():
         work()
     times = {name: float("inf") for name in ways}
@@ -74,27 +60,25 @@ def _measure(ways: Ways, clock: Callable[[], float]) -> dict[str, float]:
             work()
             seconds = clock() - began
             times[name] = min(times[name], seconds)
-    return times
-
-
-def _file(what: str, names: list[str], key: str) -> Path:
-    known = "\n".join([what, *names, key, cpu_description()])
-    digest = hashlib.sha256(known.encode()).hexdigest()
-    return cache_folder() / f"choice-{digest[:16]}.json"
+    chosen = names[0]
+    for name in names[1:]:
+        if times[name] * CLEARLY_FASTER < times[chosen]:
+            chosen = name
+    measured = [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in times.items()]
+    log.info("%s: %s, by measurement (%s)", what, chosen, ", ".join(measured))
+    _keep(file, {"way": chosen, "what": what, "key": key, "times_s": times})
+    return chosen
 
 
 def _read(file: Path) -> str | None:
     """The way that is kept there; None where there is no file, or one that cannot be read."""
     try:
-        kept = json.loads(file.read_text())
+        return json.loads(file.read_text())["way"]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         log.warning("%s: measuring anew, for it cannot be read: %s", file, error)
         return None
-    if not isinstance(kept, dict):
-        return None
-    return kept.get("way")
 
 
 def _keep(file: Path, found: dict) -> None:

@@ -8,7 +8,6 @@
    Shapes: T rows, D features, V vocabulary, H heads, K head dim, M keys. */
 
 #include <math.h>
-#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -90,7 +89,7 @@ void rms_norm(elem *restrict y, float *restrict inverse, elem *h, const elem *x,
     }
 }
 
-/* n = h inverse, s = g scale:  dh = inverse (s - n mean(s n)) + of_h,  dscale = sum_t g n. of_h and dscale may be NULL. */
+/* n = h inverse, s = g scale:  dh = inverse (s - n mean(s n)) + of_h,  dscale = sum_t g n. of_h may be NULL. */
 void rms_norm_backward(elem *restrict dh, float *restrict dscale, const elem *restrict of_h, const elem *restrict g,
                        const elem *restrict h, const float *restrict inverse, const elem *restrict scale, i64 rows, i64 dim,
                        int threads) {
@@ -113,7 +112,6 @@ void rms_norm_backward(elem *restrict dh, float *restrict dscale, const elem *re
             for (i64 i = 0; i < dim; i++) to[i] = narrow(r * (widen(of_y[i]) * widen(scale[i]) - widen(own[i]) * back));
         }
     }
-    if (!dscale) return;
     enum { COLUMNS = 64 };
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (i64 first = 0; first < dim; first += COLUMNS) {
@@ -169,54 +167,52 @@ void rotate(elem *restrict y, const elem *restrict x, const float *restrict cos,
 }
 
 /* Segments of tokens, padded to equal length, as attention's products want them: [segments, kv_heads, rows, K], where a K/V head has
-   `rows` = R x places: place l of head j R + r is row r places + l. index [segments, places]: the token at each place. */
-typedef struct { i64 segments, kv_heads, shared, places, head_dim; } Segments;
+   `rows` = R x places: place l of head j R + r is row r places + l. index [segments, places]: the token at each place.
+   heads = kv_heads x R. */
 
 /* to = the tokens' heads at their places; zeros behind the first lengths[n] places of segment n. lengths may be NULL. */
-void gather(elem *restrict to, const elem *restrict from, const i64 *restrict index, const i64 *restrict lengths,
-            const Segments *s, int threads) {
-    const i64 heads = s->kv_heads * s->shared;
+void gather(elem *restrict to, const elem *restrict from, const i64 *restrict index, const i64 *restrict lengths, i64 segments,
+            i64 places, i64 heads, i64 head_dim, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (i64 n = 0; n < s->segments * heads; n++) {
-        const i64 *restrict tokens = index + n / heads * s->places;
-        const i64 valid = lengths ? lengths[n / heads] : s->places;
-        elem *restrict row = to + n * s->places * s->head_dim;
-        for (i64 l = 0; l < s->places; l++, row += s->head_dim) {
-            if (l < valid) memcpy(row, from + (tokens[l] * heads + n % heads) * s->head_dim, s->head_dim * sizeof(elem));
-            else memset(row, 0, s->head_dim * sizeof(elem));
+    for (i64 n = 0; n < segments * heads; n++) {
+        const i64 *restrict tokens = index + n / heads * places;
+        const i64 valid = lengths ? lengths[n / heads] : places;
+        elem *restrict row = to + n * places * head_dim;
+        for (i64 l = 0; l < places; l++, row += head_dim) {
+            if (l < valid) memcpy(row, from + (tokens[l] * heads + n % heads) * head_dim, head_dim * sizeof(elem));
+            else memset(row, 0, head_dim * sizeof(elem));
         }
     }
 }
 
 /* The tokens' heads = what is at the first lengths[n] places of each segment n. */
-void scatter(elem *restrict to, const elem *restrict from, const i64 *restrict index, const i64 *restrict lengths,
-             const Segments *s, int threads) {
-    const i64 heads = s->kv_heads * s->shared;
+void scatter(elem *restrict to, const elem *restrict from, const i64 *restrict index, const i64 *restrict lengths, i64 segments,
+             i64 places, i64 heads, i64 head_dim, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (i64 n = 0; n < s->segments * heads; n++) {
-        const i64 *restrict tokens = index + n / heads * s->places;
-        const elem *restrict row = from + n * s->places * s->head_dim;
-        for (i64 l = 0; l < lengths[n / heads]; l++, row += s->head_dim)
-            memcpy(to + (tokens[l] * heads + n % heads) * s->head_dim, row, s->head_dim * sizeof(elem));
+    for (i64 n = 0; n < segments * heads; n++) {
+        const i64 *restrict tokens = index + n / heads * places;
+        const elem *restrict row = from + n * places * head_dim;
+        for (i64 l = 0; l < lengths[n / heads]; l++, row += head_dim)
+            memcpy(to + (tokens[l] * heads + n % heads) * head_dim, row, head_dim * sizeof(elem));
     }
 }
 
 /* The tokens' heads += what is at all places; a token may be at many. A thread takes whole heads, so the order is always one. */
-void scatter_add(float *restrict to, const elem *restrict from, const i64 *restrict index, const Segments *s, int threads) {
-    const i64 heads = s->kv_heads * s->shared;
+void scatter_add(float *restrict to, const elem *restrict from, const i64 *restrict index, i64 segments, i64 places, i64 heads,
+                 i64 head_dim, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (i64 h = 0; h < heads; h++)
-        for (i64 n = 0; n < s->segments; n++)
-            for (i64 l = 0; l < s->places; l++) {
-                float *restrict sum = to + (index[n * s->places + l] * heads + h) * s->head_dim;
-                const elem *restrict row = from + ((n * heads + h) * s->places + l) * s->head_dim;
+        for (i64 n = 0; n < segments; n++)
+            for (i64 l = 0; l < places; l++) {
+                float *restrict sum = to + (index[n * places + l] * heads + h) * head_dim;
+                const elem *restrict row = from + ((n * heads + h) * places + l) * head_dim;
 #pragma omp simd
-                for (i64 i = 0; i < s->head_dim; i++) sum[i] += widen(row[i]);
+                for (i64 i = 0; i < head_dim; i++) sum[i] += widen(row[i]);
             }
 }
 
-/* The keys that query i of a segment sees: the first `seen` of the `prefix` places before its own, and its own up to i. */
-typedef struct { i64 segments, kv_heads, rows, queries, keys, prefix; } Scores; /* [segments, kv_heads, rows, keys]; row r: query r % queries */
+/* Scores [batches, rows, keys], as many batches of each segment, whose row r is of query r % queries. The keys that query i of a
+   segment sees: the first `seen` of the keys - queries places before its own, and its own up to i. */
 
 INLINE float largest(const elem *restrict x, i64 first, i64 end, float most) {
     int broken = 0; /* a comparison passes over NaN */
@@ -240,46 +236,44 @@ INLINE float exponentials(float *restrict to, const elem *restrict x, i64 first,
 }
 
 /* scores become their softmax over the keys seen, times `scale` before; 0 elsewhere. room: [threads, keys]. */
-void causal_softmax(elem *restrict scores, float *restrict room, const i64 *restrict seen, const Scores *s, float scale,
-                    int threads) {
-    const i64 each = (s->segments * s->kv_heads * s->rows + threads - 1) / threads;
+void causal_softmax(elem *restrict scores, float *restrict room, const i64 *restrict seen, i64 segments, i64 queries,
+                    i64 batches, i64 rows, i64 keys, float scale, int threads) {
+    const i64 total = batches * rows, of_segment = total / segments, prefix = keys - queries;
+    const i64 each = (total + threads - 1) / threads;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (i64 thread = 0; thread < threads; thread++) {
-        float *restrict e = room + thread * s->keys;
-        for (i64 row = thread * each; row < (thread + 1) * each && row < s->segments * s->kv_heads * s->rows; row++) {
-            elem *restrict own = scores + row * s->keys;
-            const i64 behind = seen ? seen[row / (s->kv_heads * s->rows)] : 0, last = s->prefix + row % s->rows % s->queries + 1;
-            const float most = largest(own, s->prefix, last, largest(own, 0, behind, -INFINITY));
+        float *restrict e = room + thread * keys;
+        for (i64 row = thread * each; row < (thread + 1) * each && row < total; row++) {
+            elem *restrict own = scores + row * keys;
+            const i64 behind = seen ? seen[row / of_segment] : 0, last = prefix + row % queries + 1;
+            const float most = largest(own, prefix, last, largest(own, 0, behind, -INFINITY));
             float sum = exponentials(e, own, 0, behind, most, scale);
-            sum += exponentials(e, own, s->prefix, last, most, scale);
-            for (i64 i = behind; i < s->prefix; i++) e[i] = 0.0f;
-            for (i64 i = last; i < s->keys; i++) e[i] = 0.0f;
+            sum += exponentials(e, own, prefix, last, most, scale);
+            for (i64 i = behind; i < prefix; i++) e[i] = 0.0f;
+            for (i64 i = last; i < keys; i++) e[i] = 0.0f;
             const float over = 1.0f / sum;
 #pragma omp simd
-            for (i64 i = 0; i < s->keys; i++) own[i] = narrow(e[i] * over);
+            for (i64 i = 0; i < keys; i++) own[i] = narrow(e[i] * over);
         }
     }
 }
 
 /* g, the gradient of the weights w, becomes that of the scores: scale w (g - sum g w). */
-void causal_softmax_backward(elem *restrict g, const elem *restrict w, const Scores *s, float scale, int threads) {
+void causal_softmax_backward(elem *restrict g, const elem *restrict w, i64 queries, i64 batches, i64 rows, i64 keys,
+                             float scale, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (i64 row = 0; row < s->segments * s->kv_heads * s->rows; row++) {
-        elem *restrict own = g + row * s->keys;
-        const elem *restrict weight = w + row * s->keys;
-        const i64 last = s->prefix + row % s->rows % s->queries + 1;
+    for (i64 row = 0; row < batches * rows; row++) {
+        elem *restrict own = g + row * keys;
+        const elem *restrict weight = w + row * keys;
+        const i64 last = keys - queries + row % queries + 1;
         float along = 0;
 #pragma omp simd reduction(+ : along)
         for (i64 i = 0; i < last; i++) along += widen(own[i]) * widen(weight[i]);
 #pragma omp simd
         for (i64 i = 0; i < last; i++) own[i] = narrow(scale * widen(weight[i]) * (widen(own[i]) - along));
-        for (i64 i = last; i < s->keys; i++) own[i] = narrow(0.0f);
+        for (i64 i = last; i < keys; i++) own[i] = narrow(0.0f);
     }
 }
-
-/* Compared with fused.py's structures before anything is called. */
-size_t size_of_Scores(void) { return sizeof(Scores); }
-size_t size_of_Segments(void) { return sizeof(Segments); }
 
 enum { BLOCK = 1024 }; /* of the vocabulary, summed in float; blocks add up in double */
 

@@ -5,12 +5,9 @@ plain `name value` words.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from llamarl.observe.rates import Row
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 HEADER_EVERY = 25
 IDLE_HIGH = 0.25  # an idle share above this is worth a colour
@@ -56,7 +53,20 @@ class Console:
             headers = " ".join(f"{header:>{width}}" for header, width in WIDTHS.items())
             self._rich.print(headers, style="dim", no_wrap=True, crop=False)
         self._num_lines += 1
-        self._rich.print(_styled(row, cells), no_wrap=True, crop=False)
+        from rich.text import Text
+
+        idle = max(row.get("generator/idle_fraction") or 0, row.get("trainer/idle_fraction") or 0)
+        styles = {
+            "reward": "bold",
+            "eval": "bold green",
+            "idle g/t": "yellow" if idle > IDLE_HIGH else "",
+        }
+        line = Text()
+        for header, width in WIDTHS.items():
+            line.append(f"{cells[header]:>{width}}", style=styles.get(header, ""))
+            line.append(" ")
+        line.rstrip()
+        self._rich.print(line, no_wrap=True, crop=False)
 
     def close(self) -> None:
         self.stream.flush()
@@ -95,20 +105,3 @@ def short_count(value: float) -> str:
         if value >= limit:
             return f"{value / limit:.3g}{unit}"
     return f"{value:.0f}"
-
-
-def _styled(row: Row, cells: dict[str, str]) -> Text:
-    from rich.text import Text
-
-    idle = max(row.get("generator/idle_fraction") or 0, row.get("trainer/idle_fraction") or 0)
-    styles = {
-        "reward": "bold",
-        "eval": "bold green",
-        "idle g/t": "yellow" if idle > IDLE_HIGH else "",
-    }
-    line = Text()
-    for header, width in WIDTHS.items():
-        line.append(f"{cells[header]:>{width}}", style=styles.get(header, ""))
-        line.append(" ")
-    line.rstrip()
-    return line

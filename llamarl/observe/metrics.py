@@ -82,7 +82,7 @@ class Metrics:
         whole. Never blocks.
         """
         if self.writer is None:
-            self._post(now=time.monotonic())
+            self._post()
             return
         messages = self.control.take(TOPIC)
         # All counters first: the rates of a row that becomes whole now must include them.
@@ -91,7 +91,8 @@ class Metrics:
         for sender, message in messages:
             self.writer.set_counters(sender, message["counters"])
             reports += message["reports"]
-        reports += self._take_reports()
+        reports += self._reports
+        self._reports = []
         for step, values in reports:
             self.writer.ingest(step, values)
         self.writer.flush()
@@ -116,20 +117,16 @@ class Metrics:
         if self.writer is not None:
             self.writer.close()
 
-    def _post(self, now: float) -> None:
+    def _post(self) -> None:
+        now = time.monotonic()
         counters_due = now - self._posted_at >= POST_INTERVAL_S and self.counters != self._posted
         if not (self._reports or counters_due):
             return
         self._posted = dict(self.counters)
         self._posted_at = now
-        message = {"reports": self._take_reports(), "counters": self._posted}
+        message = {"reports": self._reports, "counters": self._posted}
         self.control.post(self.leader, TOPIC, message)
-
-    def _take_reports(self) -> list[tuple[int, Row]]:
-        """This rank's own reports, (step, values), that nobody has taken yet."""
-        reports = self._reports
         self._reports = []
-        return reports
 
     def _number(self, step: int, name: str, value: SupportsFloat | None) -> float | None:
         if value is None:

@@ -80,22 +80,22 @@ def idle_shares(counters: Counters) -> list[Idle]:
     """The idle shares of every executor that has counted any time; a difference of two counter
     readings works as well.
     """
-    timed = [name for name in counters if name.endswith(("/idle_s", "/busy_s"))]
     shares = []
-    for executor in sorted({name.split("/")[0] for name in timed}):
+    timed = {name.split("/")[0] for name in counters if name.endswith(("/idle_s", "/busy_s"))}
+    for executor in sorted(timed):
         idle_s = counters.get(f"{executor}/idle_s", 0)
         total_s = idle_s + counters.get(f"{executor}/busy_s", 0)
         if total_s <= 0:
             continue
         prefix = f"{executor}/idle_s/"
-        causes = {
-            name.removeprefix(prefix): value / total_s
+        causes = [
+            (name.removeprefix(prefix), value / total_s)
             for name, value in counters.items()
             if name.startswith(prefix)
-        }
+        ]
         # The largest first, equal ones by name.
-        ordered = sorted(causes.items(), key=lambda cause: (-cause[1], cause[0]))
-        shares.append(Idle(executor, idle_s / total_s, tuple(ordered)))
+        causes.sort(key=lambda cause: (-cause[1], cause[0]))
+        shares.append(Idle(executor, idle_s / total_s, tuple(causes)))
     return shares
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import base64
-import html
 import io
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 import matplotlib
@@ -188,16 +188,20 @@ def page(run_dir: Path, columns: Columns) -> str:
         else:
             curves.append(figure_html(draw(columns, panel), panel.title, panel.note))
     idle = idle_over_run(columns)
+    rows = [
+        f"<tr><th>{escape(name)}</th><td class='number'>{escape(value)}</td></tr>"
+        for name, value in facts(columns)
+    ]
     parts = [
         "<!doctype html><html lang='en'><meta charset='utf-8'>"
-        f"<title>{html.escape(run_dir.name)}</title><style>{STYLE}</style>",
-        f"<h1>{html.escape(run_dir.resolve().name)}</h1>",
-        facts_html(facts(columns)),
+        f"<title>{escape(run_dir.name)}</title><style>{STYLE}</style>",
+        f"<h1>{escape(run_dir.resolve().name)}</h1>",
+        f"<table>{''.join(rows)}</table>",
         f"<h2>Where the time went</h2>{idle_html(idle)}",
         f"<h2>Curves</h2>{panels_html(curves)}",
     ]
     if absent:
-        names = html.escape(", ".join(absent))
+        names = escape(", ".join(absent))
         parts.append(f"<p class='quiet'>Not measured in this run: {names}.</p>")
     if idle:
         curves = [
@@ -206,7 +210,7 @@ def page(run_dir: Path, columns: Columns) -> str:
         parts.append(f"<h2>Idle share by cause</h2>{panels_html(curves)}")
     config = run_dir / "config.yaml"
     if config.is_file():
-        text = html.escape(config.read_text())
+        text = escape(config.read_text())
         details = f"<details><summary>config.yaml</summary><pre>{text}</pre></details>"
         parts.append(f"<h2>Config</h2>{details}")
     return "\n".join(parts) + "\n"
@@ -349,8 +353,8 @@ def figure_html(figure: Figure, title: str, note: str) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     data = base64.b64encode(buffer.getvalue()).decode("ascii")
-    caption = f"<figcaption>{html.escape(note)}</figcaption>" if note else ""
-    title = html.escape(title)
+    caption = f"<figcaption>{escape(note)}</figcaption>" if note else ""
+    title = escape(title)
     image = f"<img alt='{title}' src='data:image/svg+xml;base64,{data}'>"
     return f"<figure><strong>{title}</strong>{image}{caption}</figure>"
 
@@ -358,15 +362,6 @@ def figure_html(figure: Figure, title: str, note: str) -> str:
 def panels_html(figures: list[str]) -> str:
     """Figures side by side."""
     return f"<div class='panels'>{''.join(figures)}</div>"
-
-
-def facts_html(rows: list[tuple[str, str]]) -> str:
-    """A table of (name, value) rows."""
-    cells = "".join(
-        f"<tr><th>{html.escape(name)}</th><td class='number'>{html.escape(value)}</td></tr>"
-        for name, value in rows
-    )
-    return f"<table>{cells}</table>"
 
 
 def idle_html(idle: list[Idle]) -> str:
@@ -377,7 +372,7 @@ def idle_html(idle: list[Idle]) -> str:
     lines = [f"<tr>{head}</tr>"]
     for one in idle:
         texts = (one.executor, f"{one.share:.0%}", one.shown_causes or "-", one.knob or "-")
-        cells = "".join(f"<td>{html.escape(text)}</td>" for text in texts)
+        cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
         lines.append(f"<tr>{cells}</tr>")
     return f"<table>{''.join(lines)}</table>"
 

@@ -149,8 +149,13 @@ class RowWriter:
                     "the trainer's report of step %d was lost (a restart?); its row is incomplete",
                     step,
                 )
-            if row:
-                self._write({"step": step, "policy_version": step} | row)
+            if not row:
+                continue
+            row = {"step": step, "policy_version": step} | row
+            known = {name: row[name] for name in COLUMNS if name in row}
+            ordered = known | dict(sorted(row.items()))
+            for sink in (self.file, *self.sinks):
+                sink.write(ordered)
 
     def is_complete(self, step: int) -> bool:
         """Whether nothing more is awaited for the rows up to `step`: all are trained and evaluated,
@@ -251,9 +256,3 @@ class RowWriter:
             or EVALUATED in self._pending.get(step, {})
             or step in self._abandoned
         )
-
-    def _write(self, row: Row) -> None:
-        known = {name: row[name] for name in COLUMNS if name in row}
-        ordered = known | dict(sorted(row.items()))
-        for sink in (self.file, *self.sinks):
-            sink.write(ordered)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -116,13 +117,12 @@ class TensorBoard:
             raise ValueError(
                 f"metrics.tensorboard=true needs TensorBoard: pip install tensorboard ({error})"
             ) from error
-        self._open = SummaryWriter
-        self._log_dir = str(Path(run_dir) / "tensorboard")
+        self._open = partial(SummaryWriter, str(Path(run_dir) / "tensorboard"))
         self._writer: SummaryWriter | None = None
 
     def write(self, row: Row) -> None:
         if self._writer is None:
-            self._writer = self._open(self._log_dir, purge_step=row["step"])
+            self._writer = self._open(purge_step=row["step"])
         for name, value in row.items():
             if name != "step" and value is not None:
                 self._writer.add_scalar(name, value, row["step"])

@@ -36,20 +36,19 @@ class Trace:
         """Write the spans as Trace Event JSON (microseconds since 1970), replacing the file in one
         move.
         """
-        names = sorted({track for track, *_ in self._spans})
-        tracks = {track: number for number, track in enumerate(names)}
+        tracks = sorted({track for track, *_ in self._spans})
         events = [
             self._meta("process_name", name=f"rank {self.rank}"),
             self._meta("process_sort_index", sort_index=self.rank),
         ]
-        for track, tid in tracks.items():
-            events.append(self._meta("thread_name", name=track) | {"tid": tid})
+        for number, track in enumerate(tracks):
+            events.append(self._meta("thread_name", name=track) | {"tid": number})
         for track, name, start_s, end_s in self._spans:
             span = {
                 "ph": "X",
                 "name": name,
                 "pid": self.rank,
-                "tid": tracks[track],
+                "tid": tracks.index(track),
                 "ts": round((start_s + self._epoch_s) * 1e6),
                 "dur": max(0, round((end_s - start_s) * 1e6)),
             }
@@ -76,10 +75,10 @@ def merge(paths: list[str | Path], out: str | Path) -> None:
             raise ValueError(
                 f"{path}: not a trace that llamarl wrote ({error!r}); name trace.rank*.json files"
             ) from error
-    start_us = min((event["ts"] for event in events if "ts" in event), default=0)
-    for event in events:
-        if "ts" in event:
-            event["ts"] -= start_us
+    spans = [event for event in events if "ts" in event]
+    start_us = min((span["ts"] for span in spans), default=0)
+    for span in spans:
+        span["ts"] -= start_us
     _write(Path(out), events, dropped=dropped)
 
 

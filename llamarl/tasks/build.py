@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from llamarl.tasks.addition import addition_examples
@@ -71,10 +70,19 @@ def build_task(
 
         return ReasoningGymTask(name, maker, num_eval=num_eval, seed=seed)
 
+    def read(path: str | Path) -> tuple[Sequence[Example], Sequence[Example] | None]:
+        """(training examples, held-out examples or None) of a file or directory."""
+        if kind == "hf_dataset":
+            from llamarl.tasks.hf_dataset import read_hf_dataset
+
+            return read_hf_dataset(path, prompt_key, answer_key)
+        if kind == "gsm8k":
+            return read_jsonl(path, gsm8k_row), None
+        return read_jsonl(path, lambda row: row_to_example(row, prompt_key, answer_key)), None
+
     if kind == "addition":
         train, held_out = addition_examples()
     else:
-        read = partial(_read, kind, prompt_key=prompt_key, answer_key=answer_key)
         train, held_out = read(path)
         if eval_path is not None:
             eval_train, eval_held_out = read(eval_path)
@@ -85,20 +93,6 @@ def build_task(
             train = _select(train, kept)
     default_reward = NUMERIC_MATCH if kind == "gsm8k" else EXACT_MATCH
     return ListTask(kind, train, held_out, maker, default_reward=default_reward)
-
-
-def _read(
-    kind: str, path: str | Path, *, prompt_key: str, answer_key: str | None
-) -> tuple[Sequence[Example], Sequence[Example] | None]:
-    """(training examples, held-out examples or None) of a file or directory."""
-    if kind == "hf_dataset":
-        from llamarl.tasks.hf_dataset import read_hf_dataset
-
-        return read_hf_dataset(path, prompt_key, answer_key)
-    if kind == "gsm8k":
-        return read_jsonl(path, gsm8k_row), None
-    to_example = partial(row_to_example, prompt_key=prompt_key, answer_key=answer_key)
-    return read_jsonl(path, to_example), None
 
 
 def _select(examples: Sequence[Example], places: Sequence[int]) -> Sequence[Example]:

@@ -66,12 +66,9 @@ class Evaluations:
     def __init__(self, num_prompts: int, num_samples: int = 0):
         self._num_prompts = num_prompts
         self._num_samples = num_samples
+        self._num_completions = num_prompts * (1 + num_samples)
         self._is_graded = False  # a score other than 0 and 1 was seen: their mean is no accuracy
         self._answers: dict[int, dict[_Place, _Answer]] = {}  # by version
-
-    @property
-    def _num_completions(self) -> int:
-        return self._num_prompts * (1 + self._num_samples)
 
     def add(self, completion: EvalCompletion, outcome: Outcome) -> None:
         """Take what became of one completion."""

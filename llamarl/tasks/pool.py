@@ -74,7 +74,7 @@ class _Worker:
     ending or killed.
     """
 
-    def __init__(self, fn: str, setup: str, inherited: Sequence[int], timeout_s: float):
+    def __init__(self, fn: str, setup: str, bell: int, timeout_s: float):
         # Threads reserve address space, which is limited.
         few_threads = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
         self._process = subprocess.Popen(
@@ -86,7 +86,7 @@ class _Worker:
             start_new_session=True,
             bufsize=0,
             env=few_threads | os.environ,
-            pass_fds=inherited,
+            pass_fds=[bell],
         )
         self.stdout = self._process.stdout.fileno()
         self.stdin = self._process.stdin.fileno()
@@ -252,22 +252,21 @@ class RewardPool:
         num_workers: int = 1,
         timeout_s: float = 5.0,
         memory_mb: int = 1024,
-        on_result: Callable[[], None] | None = None,
+        on_result: Callable[[], None] = lambda: None,
     ):
         self.name = fn
         self._timeout_s = timeout_s
         here = os.getcwd()
         path = [here, *(folder or here for folder in sys.path), _OUR_ROOT]
-        self._bell = None if on_result is None else _Bell(on_result)
+        self._bell = _Bell(on_result)
         setup = {
             "path": list(dict.fromkeys(path)),
             "memory_mb": memory_mb,
             "timeout_s": timeout_s,
             "parent": os.getpid(),
-            "bell": None if self._bell is None else self._bell.rings,
+            "bell": self._bell.rings,
         }
-        inherited = [] if self._bell is None else [self._bell.rings]
-        self._new_worker = partial(_Worker, fn, json.dumps(setup), inherited, timeout_s)
+        self._new_worker = partial(_Worker, fn, json.dumps(setup), self._bell.rings, timeout_s)
         self._queue: deque[_Item] = deque()
         self._failed_starts = 0
         self._workers = [self._new_worker() for _ in range(num_workers)]
@@ -342,12 +341,12 @@ class RewardPool:
 
     def close(self) -> None:
         """Kill all workers. What is pending is dropped."""
+        if not self._workers:
+            return
         self._queue.clear()
         while self._workers:
             self._workers.pop(0).close()
-        if self._bell is not None:
-            self._bell.close()
-            self._bell = None
+        self._bell.close()
 
     def _collect(self, worker: _Worker, outcomes: Outcomes) -> None:
         for message in worker.read():

@@ -9,7 +9,6 @@ question is replaced.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 from llamarl.tasks.base import CACHED_PROMPTS, Example, PromptMaker
@@ -41,8 +40,8 @@ class ReasoningGymTask:
         self._maker = maker
         self.num_train = NUM_TRAIN
         self.num_eval = num_eval
-        self._train_seed = SEED_WINDOW * (seed % 1000 + 1)
-        self._train_questions = open_dataset(name, NUM_TRAIN, self._train_seed)
+        train_seed = SEED_WINDOW * (seed % 1000 + 1)
+        self._train_questions = open_dataset(name, NUM_TRAIN, train_seed)
         self._eval_questions = open_dataset(name, max(1, num_eval), 0)
         self.train_prompt = lru_cache(CACHED_PROMPTS)(self._train_prompt)
         self.eval_prompt = lru_cache(CACHED_PROMPTS)(self._eval_prompt)
@@ -53,28 +52,28 @@ class ReasoningGymTask:
         return frozenset(entry["question"] for entry in entries)
 
     def _train_prompt(self, i: int) -> Prompt:
-        made_from = {"size": NUM_TRAIN, "seed": self._train_seed}
-        return self._draw(self._train_questions, made_from, i, forbidden=self._held_out)
+        return self._draw(self._train_questions, i, forbidden=self._held_out)
 
     def _eval_prompt(self, j: int) -> Prompt:
-        made_from = {"size": self.num_eval, "seed": 0}
-        return self._draw(self._eval_questions, made_from, j, forbidden=frozenset())
+        return self._draw(self._eval_questions, j, forbidden=frozenset())
 
-    def _draw(
-        self, questions: Sequence[dict], made_from: dict, i: int, *, forbidden: frozenset[str]
-    ) -> Prompt:
-        """Question i, or the first after it in steps of _STRIDE that fits and is not forbidden.
-
-        made_from: {"size", "seed"} of the dataset, from which the scorer makes it again.
+    def _draw(self, questions, i: int, *, forbidden: frozenset[str]) -> Prompt:
+        """Question i of a dataset, or the first after it in steps of _STRIDE that fits and is not
+        forbidden.
         """
         for attempt in range(_DRAWS):
-            index = (i + attempt * _STRIDE) % made_from["size"]
+            index = (i + attempt * _STRIDE) % questions.size
             entry = questions[index]
             text = entry["question"]
             if text not in forbidden and self._maker.fits(text):
                 # The scorer makes the entry again from these: its metadata need not survive JSON.
-                meta = {"answer": str(entry["answer"]), "dataset": self.name, **made_from}
-                meta["index"] = index
+                meta = {
+                    "answer": str(entry["answer"]),
+                    "dataset": self.name,
+                    "size": questions.size,
+                    "seed": questions.seed,
+                    "index": index,
+                }
                 return self._maker.prompt(Example(text, meta))
         raise ValueError(
             f"task {self.name}: {_DRAWS} questions in a row were over "

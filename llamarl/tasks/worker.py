@@ -7,7 +7,7 @@ it as a script.
     stdin   [key, prompt, completion, meta], an item each
     stdout  ["ready"] or ["failed", why], once
             [key, kind, value or null, reason, finished_at], in the order of the items
-    bell    one byte after each line of stdout, if the pool gave a descriptor for it
+    bell    one byte after each line of stdout, into the descriptor that the pool gave for it
 
 One JSON value a line; finished_at is time.monotonic(), which all processes of a machine share. Both
 pipes are moved to descriptors of their own before the user's code is imported, so that its prints
@@ -58,13 +58,10 @@ def main(path: str, setup: dict) -> None:
     """Score the items of standard input with the function at `path` until there are no more."""
     commands, results = _private_pipes()
     bell = setup["bell"]
-    pipes = [commands.fileno(), results.fileno()]
-    if bell is not None:
-        os.set_inheritable(bell, False)
-        pipes.append(bell)
+    os.set_inheritable(bell, False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if GUARDED:
-        _guard(setup["parent"], pipes)
+        _guard(setup["parent"], [commands.fileno(), results.fileno(), bell])
     _limit_memory(setup["memory_mb"])
     sys.path[:] = setup["path"]
     sys.stdout.reconfigure(line_buffering=True)  # a killed worker's prints would otherwise be lost
@@ -76,11 +73,10 @@ def main(path: str, setup: dict) -> None:
             os._exit(0)  # the user's code forked and came back twice; the original answers
         results.write(json.dumps(message, ensure_ascii=False).encode() + b"\n")
         results.flush()
-        if bell is not None:
-            try:
-                os.write(bell, b".")
-            except BlockingIOError:
-                pass  # it is full of rings that were not heard yet; one more says nothing new
+        try:
+            os.write(bell, b".")
+        except BlockingIOError:
+            pass  # it is full of rings that were not heard yet; one more says nothing new
 
     try:
         function = resolve(path)

@@ -80,11 +80,11 @@ class RankTickets:
         self._stride = stride
         self._turn = stride * num_shares  # from a share's ticket to its next one
         # The next ticket to start, one a share.
-        self._cursors = [first + stride * share for share in range(num_shares)]
+        self.cursors = [first + stride * share for share in range(num_shares)]
 
     def next_ticket(self, share: int) -> int:
         """The ticket that this share starts next."""
-        cursor = self._cursors[share]
+        cursor = self.cursors[share]
         for ticket in self.again:
             if (cursor - ticket) % self._turn == 0:
                 return ticket
@@ -99,7 +99,7 @@ class RankTickets:
         if self.fill is not None:
             num_unfinished = len(self.deadlines) - len(self.finished)
             return overcommit is None or num_unfinished < self.groups_per_step + overcommit
-        if len(self._cursors) > 1:
+        if len(self.cursors) > 1:
             end_of_batch = self._first + self._stride * self.groups_per_step * (step + 1)
             if self.next_ticket(share) >= end_of_batch:
                 return False  # its share of this batch is started
@@ -116,7 +116,7 @@ class RankTickets:
         if ticket in self.again:
             self.again.remove(ticket)
         else:
-            self._cursors[share] += self._turn
+            self.cursors[share] += self._turn
         self.deadlines[ticket] = deadline
         return Ticket(ticket, deadline)
 
@@ -140,11 +140,6 @@ class RankTickets:
             return []
         return sorted(t for t, d in self.unfinished().items() if d <= step)
 
-    def consume(self, tickets: list[int]) -> dict[int, int]:
-        """Forget tickets that a step takes. Returns their deadlines."""
-        self.finished.difference_update(tickets)
-        return {t: self.deadlines.pop(t) for t in tickets}
-
     def restart(self, tickets: Iterable[int]) -> None:
         """Forget that these were started: they start again, first."""
         for ticket in tickets:
@@ -164,21 +159,16 @@ class RankTickets:
         self.deadlines[ticket] = deadline
         return True
 
-    @property
-    def frontier(self) -> int:
-        """Nothing is started from this ticket on."""
-        return max(self._cursors)
-
     def untouched(self, end: int) -> list[int]:
         """Tickets below `end` that no share has come to."""
         tickets = []
-        for cursor in self._cursors:
+        for cursor in self.cursors:
             tickets += range(cursor, end, self._turn)
         return tickets
 
     def resume_at(self, frontier: int) -> None:
         """Have nothing started from ticket `frontier` on."""
-        self._cursors = [frontier + (at - frontier) % self._turn for at in self._cursors]
+        self.cursors = [frontier + (at - frontier) % self._turn for at in self.cursors]
 
 
 class TicketLedger:
@@ -256,10 +246,15 @@ class TicketLedger:
         Fewer, or none, if the rules forbid more.
         """
         granted = []
+        n = len(self._dp_ranks)
         share = generator % self._num_shares
         deadline = NEVER if self.max_lag is None else version + self.max_lag
         with self._lock:
-            rooms = list(zip(self._dp_ranks, self._overcommit_of_ranks()))
+            # The first data-parallel ranks have one more where overcommit does not split.
+            overcommits = [self.overcommit] * n
+            if self.overcommit is not None:
+                overcommits = [(self.overcommit + n - 1 - index) // n for index in range(n)]
+            rooms = list(zip(self._dp_ranks, overcommits))
             while len(granted) < count:
                 able = [
                     dp_rank
@@ -271,14 +266,6 @@ class TicketLedger:
                 first = min(able, key=lambda dp_rank: dp_rank.next_ticket(share))
                 granted.append(first.start(share, deadline))
         return granted
-
-    def _overcommit_of_ranks(self) -> list[int | None]:
-        """Each data-parallel rank's share: the first ones have one more where it does not split."""
-        n = len(self._dp_ranks)
-        overcommit = self.overcommit
-        if overcommit is None:
-            return [None] * n
-        return [overcommit // n + (index < overcommit % n) for index in range(n)]
 
     def finish(self, tickets: list[int]) -> None:
         """Note groups that have reached the trainer, scored.
@@ -309,7 +296,9 @@ class TicketLedger:
                 return None
             consumed: dict[int, int] = {}
             for dp_rank, batch in zip(self._dp_ranks, chosen):
-                consumed.update(dp_rank.consume(batch))
+                dp_rank.finished.difference_update(batch)
+                for ticket in batch:
+                    consumed[ticket] = dp_rank.deadlines.pop(ticket)
             self.step += 1
             self._taken = consumed
             if self.governor:
@@ -388,7 +377,7 @@ class TicketLedger:
             in_work: list[list[int]] = []
             # One frontier for all data-parallel ranks: what lies between is listed, so that another
             # number of data-parallel ranks can go on.
-            top = max(dp_rank.frontier for dp_rank in self._dp_ranks)
+            top = max(max(dp_rank.cursors) for dp_rank in self._dp_ranks)
             for dp_rank in self._dp_ranks:
                 unfinished = dp_rank.unfinished()
                 again += [*dp_rank.untouched(top), *dp_rank.again, *unfinished]

@@ -65,8 +65,6 @@ def import_function(path: str) -> Callable:
         what = f"{type(function).__name__}, not a function, under the name"
     members = vars(module).items()
     functions = [key for key, value in members if callable(value) and not key.startswith("_")]
-    near = nearest(name, functions, cutoff=0.5)
-    hint = f"did you mean {near}?"
-    if near is None:
-        hint = f"it has {', '.join(functions[:_SHOWN_NAMES]) or 'no functions'}"
-    raise NoFunction(f"{module_name} has {what} {name}; {hint}")
+    it_has = f"; it has {', '.join(functions[:_SHOWN_NAMES]) or 'no functions'}"
+    hint = did_you_mean(name, functions, cutoff=0.5) or it_has
+    raise NoFunction(f"{module_name} has {what} {name}{hint}")

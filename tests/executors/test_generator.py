@@ -319,7 +319,8 @@ def test_options_of_the_engine_reach_it():
     told = []
     g.engine.weights_changed = lambda version, **options: told.append((version, options))
     g.weights.arrive(4)
-    g._swap_weights()
+    g.tickets.grants = 0
+    g.step()
     assert told == [(4, {"recompute_kv": True})]
 
 

@@ -16,7 +16,6 @@ from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.models.offload import DeviceSharing
-from llamarl.native.copying import copy_kernels_version
 from tests.launching import SMALL, Job
 
 pytestmark = [
@@ -64,7 +63,7 @@ def test_a_version_reaches_the_parameters_in_place(on_host):
         exclude=(),
         transport="auto",
         on_host=on_host,
-        ranks=[this_rank_info(0, device, kernel=copy_kernels_version())],
+        ranks=[this_rank_info(0, device)],
         group=None,
         device_group=None,
         control=control,

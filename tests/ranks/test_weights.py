@@ -292,7 +292,6 @@ def exchange(rank: int, scenario: dict) -> dict:
     from llamarl.ddma.route import WeightsRoute
     from llamarl.ddma.sender import WeightsSender
     from llamarl.errors import WeightsError
-    from llamarl.native.copying import copy_kernels_version
 
     size = dist.get_world_size()
     # So small that links have several buckets and matrices are cut.
@@ -325,10 +324,7 @@ def exchange(rank: int, scenario: dict) -> dict:
         quantize=scenario.get("quantize", "none"),
         exclude=tuple(scenario.get("exclude", ())),
         transport=scenario["transport"],
-        ranks=[
-            this_rank_info(r, torch.device("cpu"), kernel=copy_kernels_version())
-            for r in range(size)
-        ],
+        ranks=[this_rank_info(r, torch.device("cpu")) for r in range(size)],
         group=link_group(sources, destinations),
         device_group=None,
         control=control,

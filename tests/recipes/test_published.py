@@ -35,7 +35,7 @@ def test_table_4_of_async_rlhf(settings):
             -1,
         )
         assert (c.trainer.updates_per_batch, c.max_lag, c.overcommit) == (1, 1, c.groups_per_step)
-        assert not c.updates_in_flight and c.reference.enabled
+        assert not c.updates_in_flight and c.reference.kind != "none"
     assert (
         ppo.trainer.reward_kl_coef,
         rloo.trainer.reward_kl_coef,
@@ -126,7 +126,9 @@ def test_oppo_llamarl_and_magistral(settings):
         and magistral.updates_in_flight
         and not magistral.generator.recompute_kv
     )
-    assert 0.26 <= magistral.loss.options["clip_high"] <= 0.28 and not magistral.reference.enabled
+    assert (
+        0.26 <= magistral.loss.options["clip_high"] <= 0.28 and magistral.reference.kind == "none"
+    )
     assert (
         magistral.loss.options["normalize"] == "groups"
         and magistral.trainer.advantages == "group_mean"

@@ -488,7 +488,7 @@ def check_given_up(leader, step, said):
     """That step is not sealed, and nothing of it is left; the one before is the newest; the next
     one is sealed.
     """
-    assert said in leader.failed(step) and "Make room there" in leader.failed(step)
+    assert said in leader.failed[step] and "Make room there" in leader.failed[step]
     assert not leader.sealed(step) and {path.name for path in leader.folder.iterdir()} == {
         "step_20",
         "latest",

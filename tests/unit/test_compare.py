@@ -7,17 +7,9 @@ import struct
 
 import pytest
 
-from llamarl.config.command_line import compose_config, save_config
-from llamarl.observe.compare import (
-    band,
-    load_runs,
-    mean_path,
-    measure,
-    path,
-    reachable,
-    table,
-    variants_of,
-)
+from llamarl.config.command_line import compose_config
+from llamarl.config.conversion import save_config
+from llamarl.observe.compare import load_runs, variants_of
 from tests.launching import ROOT
 
 ACCURACY = "eval/reward"
@@ -86,25 +78,25 @@ def three(make):
     ]
 
 
-def test_seconds_and_steps_to_a_target_are_those_of_its_first_row(three):
+def test_seconds_and_steps_to_a_target_are_those_of_its_first_row(recipe, three):
     variants, implied = variants_of(load_runs(three))
     assert (list(variants), implied) == (["lr 1.0", "lr 2.0"], [])
     one, two = variants.values()
-    found = [measure(run, ACCURACY, 0.5) for run in one]
+    found = [recipe.measure(run, ACCURACY, 0.5) for run in one]
     assert [figures.seconds for figures in found] == [20, 20]
     assert [figures.steps for figures in found] == [2, 1]
     assert [figures.final for figures in found] == [0.6, 0.9]
     assert [figures.best for figures in found] == [0.7, 0.9]
     assert [figures.kl for figures in found] == [0.4, 0.6]
     (run,) = two
-    assert math.isnan(measure(run, ACCURACY, 0.5).steps)
-    assert measure(run, ACCURACY, 0.4).seconds == 15
-    assert reachable(load_runs(three), ACCURACY) == 0.4
+    assert math.isnan(recipe.measure(run, ACCURACY, 0.5).steps)
+    assert recipe.measure(run, ACCURACY, 0.4).seconds == 15
+    assert recipe.reachable(load_runs(three), ACCURACY) == 0.4
 
 
-def test_the_table_has_means_and_who_did_not_get_there(three):
+def test_the_table_has_means_and_who_did_not_get_there(recipe, three):
     variants, _ = variants_of(load_runs(three))
-    head, one, two = table(variants, ACCURACY, 0.65)
+    head, one, two = recipe.table(variants, ACCURACY, 0.65)
     assert "s to 0.65" in head
     assert (
         "0.750 (0.600 to 0.900)" in one
@@ -113,41 +105,41 @@ def test_the_table_has_means_and_who_did_not_get_there(three):
         and "0.5000 (0.4000 to 0.6000)" in one
     )
     assert "- (0 of 1)" in two
-    _, one, _ = table(variants, ACCURACY, 0.8)
+    _, one, _ = recipe.table(variants, ACCURACY, 0.8)
     assert "60.0 (1 of 2)" in one
 
 
-def test_a_band_is_over_what_all_runs_have(three):
+def test_a_band_is_over_what_all_runs_have(recipe, three):
     variants, _ = variants_of(load_runs(three))
     one = variants["lr 1.0"]
-    x, y = band([path(run, "step", ACCURACY) for run in one])
+    x, y = recipe.band([recipe.path(run, "step", ACCURACY) for run in one])
     assert x.tolist() == [0, 1, 2, 3, 4]
     assert y.tolist() == [[0.1, 0.3, 0.5, 0.7, 0.6], [0.1, 0.5, 0.5, 0.9, 0.9]]
-    x, y = band([path(run, "time/wall_s", ACCURACY) for run in one], points=5)
+    x, y = recipe.band([recipe.path(run, "time/wall_s", ACCURACY) for run in one], points=5)
     assert x.tolist() == [0, 10, 20, 30, 40]  # not to 80: one run ends at 40
     # On lines between rows: the slow one is at 0.3 after 10 s and at 0.5 from 20 to 40 s.
     assert y[0].tolist() == [0.1, 0.3, 0.5, 0.7, 0.6]
     assert y[1] == pytest.approx([0.1, 0.3, 0.5, 0.5, 0.5], abs=EXACT)
 
 
-def test_the_mean_path_is_over_equal_steps_though_kl_need_not_rise(three):
+def test_the_mean_path_is_over_equal_steps_though_kl_need_not_rise(recipe, three):
     variants, _ = variants_of(load_runs(three))
-    paths = [path(run, "kl/ref", ACCURACY) for run in variants["lr 1.0"]]
-    xs, ys, steps = mean_path(paths)
+    paths = [recipe.path(run, "kl/ref", ACCURACY) for run in variants["lr 1.0"]]
+    xs, ys, steps = recipe.mean_path(paths)
     assert steps.tolist() == [1, 2, 3, 4]  # step 0 has no KL
     assert xs == pytest.approx([0.2, 0.2, 0.4, 0.5], abs=EXACT) and ys == pytest.approx(
         [0.4, 0.5, 0.8, 0.75], abs=EXACT
     )
 
 
-def test_many_noisy_rows_are_smoothed_in_plots_but_not_in_figures(make):
+def test_many_noisy_rows_are_smoothed_in_plots_but_not_in_figures(recipe, make):
     noisy = [step % 2 for step in range(100)]
     runs = load_runs([make("noisy", wall_s=range(100), reward__mean=noisy)])
-    values = path(runs[0], "step", "reward/mean")[1]
+    values = recipe.path(runs[0], "step", "reward/mean")[1]
     assert values[10:-10] == pytest.approx(
         [0.4, 0.6] * 40, abs=EXACT
     )  # of five: two ones, or three
-    assert measure(runs[0], "reward/mean", 1.0).steps == 1
+    assert recipe.measure(runs[0], "reward/mean", 1.0).steps == 1
 
 
 def test_labels_tell_the_losses_and_what_follows_from_them_is_left_out(make, recipe):

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -16,16 +17,18 @@ from llamarl.config.command_line import (
     ConfigError,
     check_command_line,
     compose_config,
-    config_differences,
     idle_ranks,
-    load_config,
-    resolve_placement,
-    save_config,
     to_config,
-    to_values,
 )
-from llamarl.config.conversion import known_keys
+from llamarl.config.conversion import (
+    known_keys,
+    load_config,
+    save_config,
+    to_values,
+    value_differences,
+)
 from llamarl.config.loss_options import LOSS_OPTIONS, declares
+from llamarl.config.placement import placement_of
 from llamarl.config.schema import PlacementSettings
 
 RECIPE = """
@@ -421,7 +424,7 @@ def test_a_loss_is_chosen_with_its_published_options_advantages_and_reference(fi
     options = written.loss.keys() - {"fn", "name"}
     assert config.loss.options.keys() == options <= LOSS_OPTIONS.keys()
     assert config.trainer.advantages == written.trainer.advantages
-    assert config.reference.enabled is declares(written.loss.fn, "needs_reference")
+    assert (config.reference.kind != "none") is declares(written.loss.fn, "needs_reference")
     assert (config.loss.kl_coef, config.loss.kl_estimator, config.loss.entropy_coef) == (
         0.0,
         "k3",
@@ -595,6 +598,17 @@ def test_a_script_gets_the_checked_config_of_its_overrides():
 AUTO = PlacementSettings(None, None, None, None, None)
 
 
+def placed_by(placement, world_size, groups_per_step=64, tensor_parallel=1):
+    """The ranks of a run with a reference that gives these alone."""
+    config = SimpleNamespace(
+        placement=placement,
+        groups_per_step=groups_per_step,
+        generator=SimpleNamespace(tensor_parallel=tensor_parallel),
+        reference=SimpleNamespace(kind="frozen"),
+    )
+    return placement_of(config, world_size)
+
+
 @pytest.mark.parametrize(
     "world_size, trainer, generator, reward",
     [
@@ -606,7 +620,7 @@ AUTO = PlacementSettings(None, None, None, None, None)
     ],
 )
 def test_ranks_are_halved_between_trainers_and_generators(world_size, trainer, generator, reward):
-    placed = resolve_placement(AUTO, world_size, groups_per_step=64)
+    placed = placed_by(AUTO, world_size, groups_per_step=64)
     assert (placed["trainer"], placed["generator"], placed["reward"]) == (
         trainer,
         generator,
@@ -615,17 +629,15 @@ def test_ranks_are_halved_between_trainers_and_generators(world_size, trainer, g
 
 
 def test_what_is_given_stays_and_the_rest_is_filled_in_around_it():
-    placed = resolve_placement(dataclasses.replace(AUTO, generator=[0]), 4, groups_per_step=64)
+    placed = placed_by(dataclasses.replace(AUTO, generator=[0]), 4, groups_per_step=64)
     assert placed == {"trainer": (1, 2), "generator": (0,), "reward": (3,), "reference": (3,)}
-    placed = resolve_placement(
-        dataclasses.replace(AUTO, generator=[0, 1, 2, 3, 4]), 8, groups_per_step=64
-    )
+    placed = placed_by(dataclasses.replace(AUTO, generator=[0, 1, 2, 3, 4]), 8, groups_per_step=64)
     assert placed["trainer"] == (5, 6)  # three are free, but cannot share 64 groups
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_automatic_placement_leaves_no_rank_idle_and_splits_the_batch(world_size, groups_per_step):
-    placed = resolve_placement(AUTO, world_size, groups_per_step=groups_per_step)
+    placed = placed_by(AUTO, world_size, groups_per_step=groups_per_step)
     assert groups_per_step % len(placed["trainer"]) == 0
     assert set(placed["trainer"]) | set(placed["generator"]) == set(range(world_size))
     assert world_size == 1 or not set(placed["trainer"]) & set(placed["generator"])
@@ -634,12 +646,12 @@ def test_automatic_placement_leaves_no_rank_idle_and_splits_the_batch(world_size
 def test_colocated_executors_share_what_is_given_for_one_of_them_or_everything():
     both = dataclasses.replace(AUTO, colocate=["trainer", "generator"])
     assert (
-        resolve_placement(both, 4, groups_per_step=64)["trainer"]
+        placed_by(both, 4, groups_per_step=64)["trainer"]
         == (0, 1, 2, 3)
-        == resolve_placement(both, 4)["generator"]
+        == placed_by(both, 4)["generator"]
     )
     given = dataclasses.replace(both, generator=[1, 2])
-    placed = resolve_placement(given, 4, groups_per_step=64)
+    placed = placed_by(given, 4, groups_per_step=64)
     assert (placed["trainer"], placed["generator"], placed["reward"]) == ((1, 2), (1, 2), (3,))
 
 
@@ -675,7 +687,7 @@ def test_offload_is_refused_with_its_reason():
 def test_automatic_placement_makes_whole_replicas(
     world_size, size, groups, trainer, generator, reward
 ):
-    placed = resolve_placement(AUTO, world_size, groups_per_step=groups, tensor_parallel=size)
+    placed = placed_by(AUTO, world_size, groups_per_step=groups, tensor_parallel=size)
     assert (placed["trainer"], placed["generator"], placed["reward"]) == (
         trainer,
         generator,
@@ -687,9 +699,7 @@ def test_automatic_placement_makes_whole_replicas(
 def test_automatic_placement_makes_whole_replicas_wherever_it_can(
     world_size, groups_per_step, size
 ):
-    placed = resolve_placement(
-        AUTO, world_size, groups_per_step=groups_per_step, tensor_parallel=size
-    )
+    placed = placed_by(AUTO, world_size, groups_per_step=groups_per_step, tensor_parallel=size)
     assert len(placed["generator"]) % size == 0 or world_size <= size
     assert groups_per_step % len(placed["trainer"]) == 0 and (
         world_size == 1 or not set(placed["trainer"]) & set(placed["generator"])
@@ -736,13 +746,14 @@ def test_a_saved_config_is_the_config_that_is_loaded(tmp_path):
 
 
 def test_differences_name_exactly_the_keys_that_changed():
-    old, new = config_of("++loss.tau=1"), config_of("lr=1e-3", "eval.every=7")
-    assert config_differences(old, new) == {
+    old = to_values(config_of("++loss.tau=1"))
+    new = to_values(config_of("lr=1e-3", "eval.every=7"))
+    assert value_differences(old, new) == {
         "lr": (5e-5, 1e-3),
-        "eval.every": (old.eval.every, 7),
+        "eval.every": (old["eval"]["every"], 7),
         "loss.tau": (1, None),
     }
-    assert config_differences(old, old) == {}
+    assert value_differences(old, old) == {}
 
 
 # --- the process ---

@@ -33,6 +33,7 @@ from llamarl.models.config import ModelConfig
 from llamarl.models.quantize import QUANTIZED, quantize_rows
 from llamarl.models.sharding import Box, num_parameters, parameter_shapes
 from llamarl.native.copying import copy_kernels_version
+from llamarl.native.shared_memory import path_of
 
 CONFIG = ModelConfig("LlamaForCausalLM", 23, 10, 14, 2, 6, 2, 4, 1e-5, 1e4, None, 64, False, True)
 PARAMETERS = parameters_to_send(CONFIG, torch.float32)
@@ -1093,7 +1094,7 @@ def test_a_sender_killed_before_its_receivers_have_mapped_its_memory_leaves_noth
 
 def test_shared_memory_is_one_to_who_maps_it_by_its_path_and_out_of_reach_is_said():
     slots = make_slots(256, torch.device("cpu"), shared=True)
-    seen = [links._map_path(path, 256 + 64) for path in slots.paths]
+    seen = [links._map_path(path, 256 + 64) for path in map(path_of, slots.files)]
     slots.tensors[0].fill_(7), slots.counters[1].fill_(3)
     assert seen[0][:256].eq(7).all() and seen[1][256:].view(torch.int64)[0] == 3
     slots.close_files()

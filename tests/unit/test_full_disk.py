@@ -105,7 +105,7 @@ def test_a_rank_that_cannot_write_still_takes_part_in_making_every_tensor(monkey
 
 def test_the_last_checkpoint_that_could_not_be_written_ends_the_run_with_the_reason(tmp_path):
     checkpointer = SimpleNamespace(
-        sealed=lambda step: False, failed=lambda step: f"step {step}: no room", pump=lambda: None
+        sealed=lambda step: False, failed={8: "step 8: no room"}, pump=lambda: None
     )
     control = SimpleNamespace(loss=None, take=lambda topic: [], wait=lambda s: None)
     checkpoints = CheckpointService(checkpointer, [], control, None, None, identity={})

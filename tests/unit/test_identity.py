@@ -3,7 +3,6 @@
 import pytest
 
 from llamarl.config.conversion import is_marked, known_keys
-from llamarl.config.schema import Mark
 from llamarl.launch.identity import THE_DATA, Difference, Identity, differences
 
 
@@ -12,34 +11,34 @@ def marked(mark):
 
 
 def test_the_keys_of_a_runs_identity():
-    assert marked(Mark.IDENTITY) == {
+    assert marked("identity") == {
         *("seed", "groups_per_step", "group_size", "max_new_tokens", "temperature", "max_lag"),
         *("buffer.kind", "model.path"),
     }
 
 
 def test_the_keys_that_decide_what_the_prompts_are():
-    keys = marked(Mark.DATA)
+    keys = marked("data")
     of_the_task = {key for key in known_keys() if key.split(".")[0] == "task"}
     assert keys == {"seed", "model.path", "eval.num_prompts", *of_the_task}
 
 
 def test_the_keys_that_make_no_other_variant():
-    keys = {key.partition(".")[0] for key in marked(Mark.OUTWARD)}
+    keys = {key.partition(".")[0] for key in marked("outward")}
     assert keys == set(
         "seed run_dir resume resume_with_other dry_run threads timeout_s heartbeat_timeout_s "
         "straggler_factor checkpoint metrics eval".split()
     )
-    assert is_marked("eval.target", Mark.OUTWARD) and not is_marked("eval.every", Mark.OUTWARD)
+    assert is_marked("eval.target", "outward") and not is_marked("eval.every", "outward")
 
 
 def test_the_keys_of_how_a_run_answers():
-    keys = {key.partition(".")[0] for key in marked(Mark.ANSWERS)}
+    keys = {key.partition(".")[0] for key in marked("answers")}
     assert keys == set(
         "task reward eval generator model group_size max_new_tokens temperature seed threads "
         "max_lag buffer".split()
     )
-    assert is_marked("model.dtype", Mark.ANSWERS) and not is_marked("model.path", Mark.ANSWERS)
+    assert is_marked("model.dtype", "answers") and not is_marked("model.path", "answers")
 
 
 def identity(prompts="a", reward="r", **config):

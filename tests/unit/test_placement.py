@@ -1,24 +1,21 @@
-"""Which backend an executor's own collectives take."""
+"""Where NCCL joins ranks."""
 
 import pytest
-import torch
 
-from llamarl.comm.groups import World, backend_of
-
-NCCL = "cpu:gloo,cuda:nccl"
+from llamarl.comm.groups import RankInfo, have_a_gpu_each
 
 
 @pytest.mark.parametrize(
-    "gpus, ranks, backend",
+    "gpus, ranks, is_so",
     [
-        ((), (0, 1), "gloo"),
-        (("a", "b"), (0, 1), NCCL),
-        (("a",), (0,), NCCL),
-        (("a", "a"), (0, 1), "gloo"),
-        (("a", "b", "a", "b"), (0, 1, 2), "gloo"),
-        (("a", "b", "a", "b"), (2, 3), NCCL),
-        (("a", ""), (0, 1), "gloo"),
+        ((), (), False),
+        (("a", "b"), (0, 1), True),
+        (("a",), (0,), True),
+        (("a", "a"), (0, 1), False),
+        (("a", "b", "a", "b"), (0, 1, 2), False),
+        (("a", "b", "a", "b"), (2, 3), True),
+        (("a", None), (0, 1), False),
     ],
 )
-def test_nccl_joins_ranks_with_a_gpu_each_and_gloo_all_others(gpus, ranks, backend):
-    assert backend_of(World(0, len(gpus), torch.device("cpu"), gpus), ranks) == backend
+def test_nccl_joins_ranks_with_a_gpu_each(gpus, ranks, is_so):
+    assert have_a_gpu_each(RankInfo(rank, "host", gpus[rank]) for rank in ranks) is is_so

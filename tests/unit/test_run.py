@@ -2,6 +2,7 @@
 together to find out.
 """
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from llamarl.checkpoint.checkpointer import Checkpointer, verify
 from llamarl.comm.control import Control
 from llamarl.comm.groups import World
-from llamarl.config.command_line import compose_config, load_config
+from llamarl.config.command_line import compose_config
+from llamarl.config.conversion import load_config
 from llamarl.errors import CheckpointError, InUse, RunDirectoryError
 from llamarl.inference.partials import pack
 from llamarl.inference.requests import Partial
@@ -101,7 +103,7 @@ def a_checkpoint(job, step=3):
         )
         for ticket in IN_WORK
     ]
-    checkpointer.save_part(step, "controller", 0, {"identity": job.identity.to_json()})
+    checkpointer.save_part(step, "controller", 0, {"identity": dataclasses.asdict(job.identity)})
     checkpointer.save_part(step, "generator", 0, pack(begun))
     checkpointer.pump()
     return checkpointer.folder / f"step_{step}"

@@ -32,9 +32,3 @@ def test_a_cut_after_the_end_is_a_line():
         == [beta_at(s, 1.0, kind="linear", final=0.0, end_step=4) for s in range(12)]
         == [1.0, 0.75, 0.5, 0.25] + [0.0] * 8
     )
-
-
-def test_constant_is_what_it_was_and_others_are_refused():
-    assert {beta_at(s, 0.3, kind="constant") for s in (0, 7, 10**6)} == {0.3}
-    with pytest.raises(ValueError, match="constant, linear and cut"):
-        beta_at(0, 1.0, kind="cosine", final=0.0, end_step=1)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from llamarl.learning.advantages import best_and_worst
 from llamarl.learning.losses.common import (
-    Metrics,
+    LossAndMetrics,
     masked,
     uses_all_completions,
     whole_groups,
@@ -18,7 +17,7 @@ from llamarl.learning.losses.ratios import token_metrics
 
 @whole_groups
 @uses_all_completions
-def best_of_n(inputs: LossInputs, *, length_normalize: bool = False) -> tuple[Tensor, Metrics]:
+def best_of_n(inputs: LossInputs, *, length_normalize: bool = False) -> LossAndMetrics:
     """-(1/M) sum_groups log pi(y+)        (Async RLHF, 3.3, "Best-of-2 SFT")
 
     pi = trainer_logprobs, nats, summed over a completion, or its mean with length_normalize; y+ =

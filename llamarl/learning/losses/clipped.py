@@ -6,10 +6,9 @@ Published as PPO and GRPO: conf/loss has the values of each.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from llamarl.learning.losses.common import (
-    Metrics,
+    LossAndMetrics,
     log_ratio,
     masked,
     normalized,
@@ -18,6 +17,7 @@ from llamarl.learning.losses.common import (
 )
 from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.ratios import (
+    Bound,
     at_level,
     bound,
     check_ratio,
@@ -32,12 +32,12 @@ def clipped(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    ratio_cap: float | None = None,
-    ratio_mask_low: float | None = None,
-    ratio_mask_high: float | None = None,
+    ratio_cap: Bound = None,
+    ratio_mask_low: Bound = None,
+    ratio_mask_high: Bound = None,
     ratio_level: str = "token",
     normalize: str = "tokens",
-) -> tuple[Tensor, Metrics]:
+) -> LossAndMetrics:
     """-mean_t min( min(r_t, ratio_cap) A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t )
 
     (PPO, eq. 7.) r = pi/mu, pi = trainer_logprobs, mu = generator_logprobs (they sampled, so they
@@ -72,7 +72,7 @@ def clipped(
     r = ratio(x.detach()) * (1 + x - x.detach())
     a = masked(inputs.advantages, mask)
     raw = masked(r.detach(), mask)
-    kept = kept_labels(raw, mask, ratio_mask_low, ratio_mask_high)
+    kept, of_mask = kept_labels(raw, mask, ratio_mask_low, ratio_mask_high)
     unclipped = r.clamp(max=cap) * a
     clipped_at = r.clamp(1 - clip_low, 1 + clip_high) * a
     objective = masked(torch.minimum(unclipped, clipped_at), kept)
@@ -81,12 +81,11 @@ def clipped(
     metrics["clip/low"] = (kept & (raw < 1 - clip_low) & (a < 0)).sum().float()
     metrics["clip/high"] = (kept & (raw > 1 + clip_high) & (a > 0)).sum().float()
     metrics["ratio/capped"] = (kept & (raw > cap) & (a < 0)).sum().float()
-    if ratio_mask_low is not None or ratio_mask_high is not None:
-        metrics["ratio/masked"] = (mask & ~kept).sum().float()
+    metrics |= of_mask
     return -normalized(objective, inputs, normalize), metrics
 
 
-def _check_clip(clip_low: float, clip_high: float, ratio_cap: float | None) -> None:
+def _check_clip(clip_low: float, clip_high: float, ratio_cap: Bound) -> None:
     """ValueError, with the remedy, for a clip that cannot be."""
     if not 0 <= clip_low <= 1 or not clip_high >= 0:
         raise ValueError(

@@ -24,10 +24,12 @@ import torch
 from torch import Tensor
 
 from llamarl.learning.losses.inputs import Completions, LossInputs
+from llamarl.learning.segments import wide_dtype
 from llamarl.words.choices import NORMALIZE
 
 Metrics = dict[str, Tensor]
-Loss = Callable[..., tuple[Tensor, Metrics]]
+LossAndMetrics = tuple[Tensor, Metrics]
+Loss = Callable[..., LossAndMetrics]
 Marked = TypeVar("Marked", bound=Callable)
 
 # exp() stops growing at e^20 = 4.9e8. Such a ratio is a broken run either way; the sums stay finite
@@ -100,7 +102,7 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
 
     It is not a product with the mask: 0 * inf is NaN, in the gradient too.
     """
-    return torch.where(mask, values, 0).to(torch.promote_types(values.dtype, torch.float32))
+    return torch.where(mask, values, 0).to(wide_dtype(values))
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from llamarl.learning.losses.common import Metrics, log_ratio, masked, per_completion
+from llamarl.learning.losses.common import LossAndMetrics, log_ratio, masked, per_completion
 from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.ratios import token_metrics
 
 
-def copg(inputs: LossInputs) -> tuple[Tensor, Metrics]:
+def copg(inputs: LossInputs) -> LossAndMetrics:
     """-(1/N) sum_j A_j log(pi(y_j)/mu(y_j))        (Async RLHF, app. B, L_CoPG)
 
     pi = trainer_logprobs, mu = generator_logprobs (pi_old), nats, summed over a completion; A_j =

@@ -38,7 +38,7 @@ class Completions:
 
     def lengths(self, loss_mask: Tensor) -> Tensor:
         """[N] float32: how many trained labels each completion has."""
-        return sum_by(loss_mask.float(), self.index, self.groups.numel())
+        return self.sums(loss_mask.float())
 
     def sums(self, values: Tensor) -> Tensor:
         """[N]: the sum of each completion's values [T]."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
-
-from llamarl.learning.losses.common import Metrics, log_ratio, uses_all_completions
+from llamarl.learning.losses.common import LossAndMetrics, log_ratio, uses_all_completions
 from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.policy_gradient import policy_gradient
+from llamarl.learning.losses.ratios import Bound
 
 
 @uses_all_completions
@@ -16,12 +15,12 @@ def kimi_k2(
     inputs: LossInputs,
     *,
     tau: float = 0.005,
-    ratio_cap: float | None = 8.0,
-    ratio_mask_low: float | None = None,
-    ratio_mask_high: float | None = None,
+    ratio_cap: Bound = 8.0,
+    ratio_mask_low: Bound = None,
+    ratio_mask_high: Bound = None,
     ratio_level: str = "token",
     normalize: str = "tokens",
-) -> tuple[Tensor, Metrics]:
+) -> LossAndMetrics:
     """-sum_t sg( min(pi/mu, 8) (A_j - tau log(pi/mu)(y_j)) ) log pi / num_loss_tokens
 
     (TBA, app. D, eq. 15; Kimi K2.) The policy gradient with another advantage: log(pi/mu)(y_j)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from llamarl.learning.advantages import best_and_worst
 from llamarl.learning.losses.common import (
-    Metrics,
+    LossAndMetrics,
     log_ratio,
     needs_reference,
     reference_of,
@@ -22,7 +22,7 @@ from llamarl.learning.losses.ratios import token_metrics
 @whole_groups
 @uses_all_completions
 @needs_reference
-def online_dpo(inputs: LossInputs, *, beta: float = 0.1) -> tuple[Tensor, Metrics]:
+def online_dpo(inputs: LossInputs, *, beta: float = 0.1) -> LossAndMetrics:
     """-(1/M) sum_groups log sigma( beta [ log(pi/ref)(y+) - log(pi/ref)(y-) ] )        (DPO, eq. 7)
 
     Online: Async RLHF, 2.1 and 4.2. pi = trainer_logprobs, ref = ref_logprobs, nats, summed over a

@@ -5,10 +5,8 @@ Published as AIPO, CISPO, Dr. GRPO and IcePop: conf/loss has the values of each.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from llamarl.learning.losses.common import (
-    Metrics,
+    LossAndMetrics,
     log_ratio,
     masked,
     normalized,
@@ -18,6 +16,7 @@ from llamarl.learning.losses.common import (
 )
 from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.ratios import (
+    Bound,
     at_level,
     bound,
     check_ratio,
@@ -30,13 +29,13 @@ from llamarl.learning.losses.ratios import (
 def policy_gradient(
     inputs: LossInputs,
     *,
-    ratio_cap: float | None = 4.0,
-    ratio_mask_low: float | None = None,
-    ratio_mask_high: float | None = None,
+    ratio_cap: Bound = 4.0,
+    ratio_mask_low: Bound = None,
+    ratio_mask_high: Bound = None,
     ratio_level: str = "token",
     normalize: str = "tokens",
     max_tokens: int | None = None,
-) -> tuple[Tensor, Metrics]:
+) -> LossAndMetrics:
     """-sum_t sg( M(min(pi/mu, rho)) A_t ) log pi / Z
 
     pi = trainer_logprobs, mu = generator_logprobs, A = advantages; tensors [T], nats. sg: no
@@ -66,13 +65,12 @@ def policy_gradient(
     cap = bound(ratio_cap)
     token = log_ratio(inputs.trainer_logprobs.detach(), inputs.generator_logprobs, mask)
     raw = masked(ratio(at_level(token, inputs, ratio_level)), mask)
-    kept = kept_labels(raw, mask, ratio_mask_low, ratio_mask_high)
+    kept, of_mask = kept_labels(raw, mask, ratio_mask_low, ratio_mask_high)
     weight = masked(raw.clamp(max=cap), kept)
 
     metrics = off_policy_metrics(token, raw)
     metrics["ratio/capped"] = (raw > cap).sum().float()
-    if ratio_mask_low is not None or ratio_mask_high is not None:
-        metrics["ratio/masked"] = (mask & ~kept).sum().float()
+    metrics |= of_mask
 
     pull = (weight * masked(inputs.advantages, mask)).detach()
     objective = pull * masked(inputs.trainer_logprobs, mask)

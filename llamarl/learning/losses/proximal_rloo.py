@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from llamarl.learning.losses.clipped import clipped
-from llamarl.learning.losses.common import Metrics, token_advantages
+from llamarl.learning.losses.common import LossAndMetrics, token_advantages
 from llamarl.learning.losses.inputs import LossInputs
+from llamarl.learning.losses.ratios import Bound
 
 
 @token_advantages
@@ -15,11 +14,11 @@ def proximal_rloo(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    ratio_cap: float | None = None,
-    ratio_mask_low: float | None = None,
-    ratio_mask_high: float | None = None,
+    ratio_cap: Bound = None,
+    ratio_mask_low: Bound = None,
+    ratio_mask_high: Bound = None,
     ratio_level: str = "sequence",
-) -> tuple[Tensor, Metrics]:
+) -> LossAndMetrics:
     """-(1/N) sum_j min( r_j A_j, clip(r_j, 1 - clip_low, 1 + clip_high) A_j )
 
     (Async RLHF, app. B, eq. 1.) r_j = pi(y_j)/mu(y_j), pi = trainer_logprobs, mu =

@@ -21,6 +21,8 @@ from llamarl.learning.losses.common import Metrics, k3, log_ratio, masked, maxim
 from llamarl.learning.losses.inputs import LossInputs
 from llamarl.words.choices import LEVELS
 
+Bound = float | None  # None: no bound
+
 
 def at_level(token_log_ratio: Tensor, inputs: LossInputs, level: str) -> Tensor:
     """[T]: the log ratio that each label is weighted by, from its own [T] (0 where masked).
@@ -39,18 +41,21 @@ def at_level(token_log_ratio: Tensor, inputs: LossInputs, level: str) -> Tensor:
 
 
 def kept_labels(
-    raw: Tensor, loss_mask: Tensor, ratio_mask_low: float | None, ratio_mask_high: float | None
-) -> Tensor:
+    raw: Tensor, loss_mask: Tensor, ratio_mask_low: Bound, ratio_mask_high: Bound
+) -> tuple[Tensor, Metrics]:
     """[T] bool: the trained labels whose ratio [T] is inside the mask's bounds.
 
-    NaN is inside: what is broken must reach the check of the loss.
+    NaN is inside: what is broken must reach the check of the loss. metrics: ratio/masked (labels
+    outside), nothing where there is no mask.
     """
-    low = 0.0 if ratio_mask_low is None else ratio_mask_low
-    outside = (raw < low) | (raw > bound(ratio_mask_high))
-    return loss_mask & ~outside
+    outside = (raw < (ratio_mask_low or 0.0)) | (raw > bound(ratio_mask_high))
+    kept = loss_mask & ~outside
+    if ratio_mask_low is None and ratio_mask_high is None:
+        return kept, {}
+    return kept, {"ratio/masked": (loss_mask & outside).sum().float()}
 
 
-def bound(limit: float | None) -> float:
+def bound(limit: Bound) -> float:
     """The limit as a number: infinity for None."""
     return math.inf if limit is None else limit
 
@@ -74,14 +79,11 @@ def token_metrics(inputs: LossInputs) -> Metrics:
     return off_policy_metrics(token, masked(ratio(token), inputs.loss_mask))
 
 
-def check_ratio(
-    ratio_cap: float | None, ratio_mask_low: float | None, ratio_mask_high: float | None
-) -> None:
+def check_ratio(ratio_cap: Bound, ratio_mask_low: Bound, ratio_mask_high: Bound) -> None:
     """ValueError, with the remedy, for knobs that contradict themselves."""
     if ratio_cap is not None and not ratio_cap > 0:
         raise ValueError(f"ratio_cap={ratio_cap}: need more than 0, or null for no cap")
-    low = 0.0 if ratio_mask_low is None else ratio_mask_low
-    if not 0 <= low < bound(ratio_mask_high):
+    if not 0 <= (ratio_mask_low or 0.0) < bound(ratio_mask_high):
         raise ValueError(
             f"ratio_mask_low={ratio_mask_low}, ratio_mask_high={ratio_mask_high}: "
             "need 0 <= low < high, null for no bound"

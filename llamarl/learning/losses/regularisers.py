@@ -11,7 +11,7 @@ from torch import Tensor
 from llamarl.learning.losses.common import (
     NORMALIZE,
     Loss,
-    Metrics,
+    LossAndMetrics,
     half_square,
     k3,
     log_ratio,
@@ -41,10 +41,14 @@ def regularised(
         )
     if kl_estimator not in ESTIMATORS:
         raise ValueError(f"kl_estimator={kl_estimator}: need {' or '.join(ESTIMATORS)}")
-    own_normalize = _normalize_of(loss_fn)
+    # The loss may mean another thing by this name.
+    option = inspect.signature(loss_fn).parameters.get("normalize")
+    own_normalize = "tokens"
+    if option is not None and option.default in NORMALIZE:
+        own_normalize = option.default
 
     @functools.wraps(loss_fn)
-    def with_regularisers(inputs: LossInputs, **options: object) -> tuple[Tensor, Metrics]:
+    def with_regularisers(inputs: LossInputs, **options: object) -> LossAndMetrics:
         loss, metrics = loss_fn(inputs, **options)
         normalize = options.get("normalize", own_normalize)
         if kl_coef > 0 and inputs.ref_logprobs is None:
@@ -59,7 +63,12 @@ def regularised(
                 kl = kl_to_reference(x, kl_estimator)
                 loss = loss + kl_coef * normalized(kl, inputs, normalize)
         if entropy_coef > 0:
-            _check_entropy(inputs)
+            learning = torch.is_grad_enabled() and inputs.trainer_logprobs.requires_grad
+            if learning and not inputs.entropy.requires_grad:
+                raise ValueError(
+                    "entropy_coef > 0 needs an entropy with gradient: "
+                    "make_head(..., entropy_grad=True)"
+                )
             entropy = masked(inputs.entropy, inputs.loss_mask)
             loss = loss - entropy_coef * normalized(entropy, inputs, normalize)
         return loss, metrics
@@ -91,19 +100,3 @@ def kl_to_reference(x: Tensor, estimator: str) -> Tensor:
     if estimator == "k2":
         return k2
     return k2 - k2.detach() - x.detach()
-
-
-def _normalize_of(loss_fn: Loss) -> str:
-    """The loss's own option `normalize`; "tokens" where it has none or means another thing."""
-    option = inspect.signature(loss_fn).parameters.get("normalize")
-    if option is None or option.default not in NORMALIZE:
-        return "tokens"
-    return option.default
-
-
-def _check_entropy(inputs: LossInputs) -> None:
-    learning = torch.is_grad_enabled() and inputs.trainer_logprobs.requires_grad
-    if learning and not inputs.entropy.requires_grad:
-        raise ValueError(
-            "entropy_coef > 0 needs an entropy with gradient: make_head(..., entropy_grad=True)"
-        )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from llamarl.learning.losses.common import Metrics, masked, normalized, token_advantages
+from llamarl.learning.losses.common import LossAndMetrics, masked, normalized, token_advantages
 from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.ratios import token_metrics
 
 
 @token_advantages
-def reinforce(inputs: LossInputs, *, normalize: str = "tokens") -> tuple[Tensor, Metrics]:
+def reinforce(inputs: LossInputs, *, normalize: str = "tokens") -> LossAndMetrics:
     """-sum_t A_t log pi / num_loss_tokens        (Williams, 1992)
 
     With the group's mean as baseline it is that of TBA, app. A. pi = trainer_logprobs, A =

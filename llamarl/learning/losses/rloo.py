@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from llamarl.learning.losses.common import Metrics, masked, per_completion
+from llamarl.learning.losses.common import LossAndMetrics, masked, per_completion
 from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.ratios import token_metrics
 
 
-def rloo(inputs: LossInputs) -> tuple[Tensor, Metrics]:
+def rloo(inputs: LossInputs) -> LossAndMetrics:
     """-(1/N) sum_j A_j log pi(y_j)        (Async RLHF, app. B, L_RLOO; Ahmadian et al., 2024)
 
     A_j = r_j - mean of the others' r in its group: advantages [T], made by

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from llamarl.learning.losses.common import (
-    Metrics,
+    LossAndMetrics,
     half_square,
     log_ratio,
     needs_reference,
@@ -21,7 +19,7 @@ from llamarl.learning.losses.ratios import token_metrics
 @whole_groups
 @uses_all_completions
 @needs_reference
-def tb(inputs: LossInputs, *, beta: float = 0.012) -> tuple[Tensor, Metrics]:
+def tb(inputs: LossInputs, *, beta: float = 0.012) -> LossAndMetrics:
     """(beta/2) (1/N) sum_j ( sg log Z(x) + log(pi/ref)(y_j) - r_j/beta )^2        (TBA, eq. 5)
 
     log Z(x) = mean over the group of r/beta - log(pi/ref)(y)        (TBA, eq. 4; no gradient)

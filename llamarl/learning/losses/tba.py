@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from llamarl.learning.losses.common import (
-    Metrics,
+    LossAndMetrics,
     log_ratio,
     needs_reference,
     reference_of,
@@ -16,6 +14,7 @@ from llamarl.learning.losses.common import (
 )
 from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.policy_gradient import policy_gradient
+from llamarl.learning.losses.ratios import Bound
 
 
 @whole_groups
@@ -25,12 +24,12 @@ def tba(
     inputs: LossInputs,
     *,
     beta: float = 0.005,
-    ratio_cap: float | None = 8.0,
-    ratio_mask_low: float | None = None,
-    ratio_mask_high: float | None = None,
+    ratio_cap: Bound = 8.0,
+    ratio_mask_low: Bound = None,
+    ratio_mask_high: Bound = None,
     ratio_level: str = "token",
     normalize: str = "tokens",
-) -> tuple[Tensor, Metrics]:
+) -> LossAndMetrics:
     """-sum_t sg( min(pi/mu, 8) (A_j - beta (log L_j - mean log L)) ) log pi / num_loss_tokens
 
     (TBA, app. D, eq. 16.) The policy gradient with another advantage: log L_j = log(pi/ref)(y_j),
