@@ -13,8 +13,8 @@ from executors.trainer import AdamSettings, FSDPTrainer
 from llamarl.config.command_line import Config
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
 from llamarl.inference import SamplingParams
-from llamarl.inference.build import NativeSettings, VLLMSettings
-from llamarl.inference.protocol import EngineSettings
+from llamarl.inference.build import build_native, build_vllm
+from llamarl.inference.protocol import BuildEngine
 from llamarl.launch.job import Job
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses import check_options, options_of, resolve_loss
@@ -45,7 +45,7 @@ def sampling_of(config: Config, job: Job) -> SamplingParams:
     )
 
 
-def engine_settings(config: Config, job: Job) -> EngineSettings:
+def engine_builder(config: Config, job: Job) -> BuildEngine:
     """What the generator samples with, by generator.kind."""
     g = config.generator
     sizes = dict(
@@ -55,8 +55,9 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
         max_len=config.task.max_prompt_tokens + config.max_new_tokens,
     )
     if g.kind == "vllm":
-        return VLLMSettings(**sizes, gpu_memory_utilization=g.gpu_memory_utilization)
-    return NativeSettings(
+        return partial(build_vllm, **sizes, gpu_memory_utilization=g.gpu_memory_utilization)
+    return partial(
+        build_native,
         **sizes,
         cache_tokens=g.cache_tokens,
         prefill_chunk=g.prefill_chunk,
@@ -70,7 +71,7 @@ def build_generator(config: Config, job: Job) -> Generator:
     """The generator, with the engine of its kind."""
     g = config.generator
     return Generator(
-        engine_settings=engine_settings(config, job),
+        build_engine=engine_builder(config, job),
         prompts=job.prompts,
         eval_prompts=job.eval_prompts,
         eval_samples=config.eval.num_samples,
