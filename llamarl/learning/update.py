@@ -37,6 +37,7 @@ from llamarl.learning.step_metrics import (
     Metric,
     Metrics,
     Reduction,
+    Row,
     Update,
     batch_row,
     join,
@@ -54,6 +55,8 @@ from llamarl.models.heads import only_values, with_values
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.parity import Canary, Sequence
 from llamarl.types import Group, PackedBatch
+
+Stop = Callable[[], bool]  # whether to give the step up
 
 
 class StepAborted(Exception):
@@ -172,9 +175,7 @@ class PolicyUpdate:
         if tp is not None and critic is not None:
             self._copied += critic.parameters
 
-    def run(
-        self, groups: list[Group], version: int, stop: Callable[[], bool]
-    ) -> dict[str, float | None]:
+    def run(self, groups: list[Group], version: int, stop: Stop) -> Row:
         """Step `version` -> version + 1 on this rank's groups. Returns its metrics, the same on
         every rank; None: there was nothing to measure.
 
@@ -244,7 +245,7 @@ class PolicyUpdate:
         )
 
     @torch.no_grad()
-    def _old_values(self, groups: list[Group], version: int, stop: Callable[[], bool]) -> Tensor:
+    def _old_values(self, groups: list[Group], version: int, stop: Stop) -> Tensor:
         """Collective: [C] values of all groups' completion tokens, end to end; 0 of those that are
         not trained on. NotFinite.
         """
@@ -279,7 +280,7 @@ class PolicyUpdate:
 
     # --- One update ---
 
-    def _update(self, minibatch: Packing, update_id: _UpdateId, stop: Callable[[], bool]) -> Update:
+    def _update(self, minibatch: Packing, update_id: _UpdateId, stop: Stop) -> Update:
         """Collective: one optimizer update. StepAborted, NotFinite, ParityError."""
         self._zero_grad()
         tally = _Tally()
@@ -404,7 +405,7 @@ class PolicyUpdate:
         if self.critic:
             self.critic.optimizer.zero_grad()
 
-    def _agree_to_go_on(self, stop: Callable[[], bool]) -> None:
+    def _agree_to_go_on(self, stop: Stop) -> None:
         """Collective. StepAborted on all ranks if one wants to stop."""
         if self.ranks.any(stop()):
             self._zero_grad()
