@@ -222,20 +222,21 @@ class PolicyUpdate:
         """Collective: what the weights, as they are, say of these sequences. top: likeliest tokens
         to keep at each place.
         """
-        tokens = [torch.tensor(s.token_ids) for s in sequences]
-        positions = [torch.arange(len(ids) - 1) for ids in tokens]
-        sizes = torch.tensor([places.numel() for places in positions])
+        with self._device:
+            tokens = [torch.tensor(s.token_ids) for s in sequences]
+            positions = [torch.arange(len(ids) - 1) for ids in tokens]
+            sizes = torch.tensor([places.numel() for places in positions])
         is_scored = [places >= s.given - 1 for places, s in zip(positions, sequences)]
         labels = torch.cat([ids[s.given :] for ids, s in zip(tokens, sequences)])
-        scored_T = torch.cat(is_scored).to(self._device)
+        scored_T = torch.cat(is_scored)
         logits_SV = self.decoder(
-            torch.cat([ids[:-1] for ids in tokens]).to(self._device),
-            torch.cat(positions).to(self._device),
-            PackedAttention(F.pad(sizes.cumsum(0), (1, 0)).to(self._device)),
+            torch.cat([ids[:-1] for ids in tokens]),
+            torch.cat(positions),
+            PackedAttention(F.pad(sizes.cumsum(0), (1, 0))),
             lambda h_TD, w_VD: F.linear(h_TD[scored_T], w_VD),
         )
         logprobs_SV = (logits_SV.float() / (self.settings.temperature or 1.0)).log_softmax(1)
-        scored_S1 = logprobs_SV.gather(1, labels.to(self._device)[:, None])
+        scored_S1 = logprobs_SV.gather(1, labels[:, None])
         likeliest = logprobs_SV.topk(min(top, logprobs_SV.shape[1]), dim=1)
         return Canary(
             sequences=sequences,
