@@ -37,6 +37,7 @@ from llamarl.learning.step_metrics import (
     Metric,
     Metrics,
     Reduction,
+    Row,
     Update,
     batch_row,
     join,
@@ -54,6 +55,8 @@ from llamarl.models.heads import only_values, with_values
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.parity import Canary, Sequence
 from llamarl.types import Group, PackedBatch
+
+Stop = Callable[[], bool]  # whether to give the step up
 
 
 class StepAborted(Exception):
@@ -172,9 +175,7 @@ class PolicyUpdate:
         if tp is not None and critic is not None:
             self._copied += critic.parameters
 
-    def run(
-        self, groups: list[Group], version: int, stop: Callable[[], bool]
-    ) -> dict[str, float | None]:
+    def run(self, groups: list[Group], version: int, stop: Stop) -> Row:
         """Step `version` -> version + 1 on this rank's groups. Returns its metrics, the same on
         every rank; None: there was nothing to measure.
 
@@ -221,20 +222,21 @@ class PolicyUpdate:
         """Collective: what the weights, as they are, say of these sequences. top: likeliest tokens
         to keep at each place.
         """
-        tokens = [torch.tensor(s.token_ids) for s in sequences]
-        positions = [torch.arange(len(ids) - 1) for ids in tokens]
-        sizes = torch.tensor([places.numel() for places in positions])
+        with self._device:
+            tokens = [torch.tensor(s.token_ids) for s in sequences]
+            positions = [torch.arange(len(ids) - 1) for ids in tokens]
+            sizes = torch.tensor([places.numel() for places in positions])
         is_scored = [places >= s.given - 1 for places, s in zip(positions, sequences)]
         labels = torch.cat([ids[s.given :] for ids, s in zip(tokens, sequences)])
-        scored_T = torch.cat(is_scored).to(self._device)
+        scored_T = torch.cat(is_scored)
         logits_SV = self.decoder(
-            torch.cat([ids[:-1] for ids in tokens]).to(self._device),
-            torch.cat(positions).to(self._device),
-            PackedAttention(F.pad(sizes.cumsum(0), (1, 0)).to(self._device)),
+            torch.cat([ids[:-1] for ids in tokens]),
+            torch.cat(positions),
+            PackedAttention(F.pad(sizes.cumsum(0), (1, 0))),
             lambda h_TD, w_VD: F.linear(h_TD[scored_T], w_VD),
         )
         logprobs_SV = (logits_SV.float() / (self.settings.temperature or 1.0)).log_softmax(1)
-        scored_S1 = logprobs_SV.gather(1, labels.to(self._device)[:, None])
+        scored_S1 = logprobs_SV.gather(1, labels[:, None])
         likeliest = logprobs_SV.topk(min(top, logprobs_SV.shape[1]), dim=1)
         return Canary(
             sequences=sequences,
@@ -244,7 +246,7 @@ class PolicyUpdate:
         )
 
     @torch.no_grad()
-    def _old_values(self, groups: list[Group], version: int, stop: Callable[[], bool]) -> Tensor:
+    def _old_values(self, groups: list[Group], version: int, stop: Stop) -> Tensor:
         """Collective: [C] values of all groups' completion tokens, end to end; 0 of those that are
         not trained on. NotFinite.
         """
@@ -279,7 +281,7 @@ class PolicyUpdate:
 
     # --- One update ---
 
-    def _update(self, minibatch: Packing, update_id: _UpdateId, stop: Callable[[], bool]) -> Update:
+    def _update(self, minibatch: Packing, update_id: _UpdateId, stop: Stop) -> Update:
         """Collective: one optimizer update. StepAborted, NotFinite, ParityError."""
         self._zero_grad()
         tally = _Tally()
@@ -404,7 +406,7 @@ class PolicyUpdate:
         if self.critic:
             self.critic.optimizer.zero_grad()
 
-    def _agree_to_go_on(self, stop: Callable[[], bool]) -> None:
+    def _agree_to_go_on(self, stop: Stop) -> None:
         """Collective. StepAborted on all ranks if one wants to stop."""
         if self.ranks.any(stop()):
             self._zero_grad()
