@@ -37,7 +37,6 @@ from llamarl.learning.step_metrics import (
     Metric,
     Metrics,
     Reduction,
-    Row,
     Update,
     batch_row,
     join,
@@ -93,6 +92,16 @@ class UpdateSettings:
     @property
     def updates_per_step(self) -> int:
         return self.minibatches_per_step * self.updates_per_batch
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step says of itself, the same on every rank."""
+
+    grad_norm: float  # before clipping, the mean over the step's updates
+    mean_reward: float  # the task's own, of all groups that were taken
+    num_trained_tokens: float  # of the batch, over all ranks
+    metrics: dict[str, float | None]  # None: there was nothing to measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +184,8 @@ class PolicyUpdate:
         if tp is not None and critic is not None:
             self._copied += critic.parameters
 
-    def run(self, groups: list[Group], version: int, stop: Stop) -> Row:
-        """Step `version` -> version + 1 on this rank's groups. Returns its metrics, the same on
-        every rank; None: there was nothing to measure.
+    def run(self, groups: list[Group], version: int, stop: Stop) -> StepResult:
+        """Step `version` -> version + 1 on this rank's groups.
 
         StepAborted if any rank's stop() is true at a microbatch boundary before the first update;
         NotFinite; ParityError.
@@ -215,7 +223,13 @@ class PolicyUpdate:
         for index in range(s.updates_per_step):
             update_id = _UpdateId(s, version, index, tickets=[g.ticket for g in groups])
             updates.append(self._update(minibatches[index % parts], update_id, stop))
-        return updates_row(updates) | row
+        metrics = updates_row(updates) | row
+        return StepResult(
+            grad_norm=metrics["grad_norm"],
+            mean_reward=metrics["reward/mean"],
+            num_trained_tokens=metrics["tokens/trained"],
+            metrics=metrics,
+        )
 
     @torch.no_grad()
     def canary(self, sequences: list[Sequence], *, top: int = 0) -> Canary:
