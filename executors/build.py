@@ -12,7 +12,8 @@ from executors.trainer import AdamSettings, FSDPTrainer
 from llamarl.config.command_line import Config
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
 from llamarl.inference import SamplingParams
-from llamarl.inference.build import NativeSettings, VLLMSettings
+from llamarl.inference.build import build_native, build_vllm
+from llamarl.inference.protocol import BuildEngine
 from llamarl.launch.job import Job
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses import check_options, options_of, resolve_loss
@@ -43,8 +44,8 @@ def sampling_of(config: Config, job: Job) -> SamplingParams:
     )
 
 
-def build_generator(config: Config, job: Job) -> Generator:
-    """The generator, with the engine of its kind."""
+def engine_builder(config: Config, job: Job) -> BuildEngine:
+    """What the generator samples with, by generator.kind."""
     g = config.generator
     sizes = dict(
         model_path=str(job.model_path),
@@ -53,18 +54,23 @@ def build_generator(config: Config, job: Job) -> Generator:
         max_len=config.task.max_prompt_tokens + config.max_new_tokens,
     )
     if g.kind == "vllm":
-        engine = VLLMSettings(**sizes, gpu_memory_utilization=g.gpu_memory_utilization)
-    else:
-        engine = NativeSettings(
-            **sizes,
-            cache_tokens=g.cache_tokens,
-            prefill_chunk=g.prefill_chunk,
-            quantize=g.quantize,
-            quantize_exclude=tuple(g.quantize_exclude),
-            reproducible=config.max_lag == 0,
-        )
+        return partial(build_vllm, **sizes, gpu_memory_utilization=g.gpu_memory_utilization)
+    return partial(
+        build_native,
+        **sizes,
+        cache_tokens=g.cache_tokens,
+        prefill_chunk=g.prefill_chunk,
+        quantize=g.quantize,
+        quantize_exclude=tuple(g.quantize_exclude),
+        reproducible=config.max_lag == 0,
+    )
+
+
+def build_generator(config: Config, job: Job) -> Generator:
+    """The generator, with the engine of its kind."""
+    g = config.generator
     return Generator(
-        engine_settings=engine,
+        build_engine=engine_builder(config, job),
         prompts=job.prompts,
         eval_prompts=job.eval_prompts,
         eval_samples=config.eval.num_samples,

@@ -33,7 +33,7 @@ from llamarl.comm.lockstep import LAST, Lockstep
 from llamarl.executor import POLL_S, Executor
 from llamarl.inference import SamplingParams, evaluation
 from llamarl.inference.partials import pack, unpack
-from llamarl.inference.protocol import EngineSettings, GenerationEngine, ResumableEngine
+from llamarl.inference.protocol import BuildEngine, GenerationEngine, ResumableEngine
 from llamarl.inference.requests import Partial
 from llamarl.models.parity import Canary, check_canary, check_quantized
 from llamarl.tickets.prompts import PromptStream
@@ -50,7 +50,7 @@ class Generator(Executor):
     """One engine a replica. Sampling is a function of (seed, ticket, sample_index, position), not
     of the rank or the batch.
 
-    engine_settings: they build the replica's engine, whichever it is, at set-up.
+    build_engine: builds the replica's engine, whichever it is, at set-up.
     prompts: prompts[ticket] is the ticket's prompt.
     eval_prompts: the held-out ones, each answered greedily and eval_samples times by `sampling`.
     chunk_tokens: tokens a row between two looks at weights, tickets and stop requests.
@@ -66,7 +66,7 @@ class Generator(Executor):
     name = "generator"
     state_is_optional = True  # its tickets start again
 
-    engine_settings: EngineSettings
+    build_engine: BuildEngine
     prompts: PromptStream
     eval_prompts: list[Prompt]
     sampling: SamplingParams
@@ -93,7 +93,7 @@ class Generator(Executor):
         self.replica = Lockstep(self.group, self.control)
         self.weights = self.inputs["policy"]
         self._commands = {"swap": self._swap, "skip": self.weights.skip, "decode": self._decode}
-        self.engine: GenerationEngine = self.engine_settings.build(self.group, self.weights.bind)
+        self.engine: GenerationEngine = self.build_engine(self.group, self.weights.bind)
 
     @property
     def finishes_on_stop(self) -> bool:

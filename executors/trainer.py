@@ -231,7 +231,7 @@ class FSDPTrainer(Executor):
         waited_s = time.monotonic() - self._wait_since
         groups = self.buffer.take(tickets, self.version)
         try:
-            row = self._update.run(groups, self.version, lambda: self.control.ending)
+            result = self._update.run(groups, self.version, lambda: self.control.ending)
         except StepAborted:
             self.buffer.untake(groups)
             self.tickets.untake(self.version)
@@ -245,8 +245,8 @@ class FSDPTrainer(Executor):
             reported["reference/version"] = ranks.max(version=newest)["version"]
         reported |= self.buffer.metrics(ranks)
         self.version += 1
-        self.tickets.trained(row["reward/mean"] if row["tokens/trained"] else math.nan)
-        stall_s = self._publish(must_differ=row["grad_norm"] > 0)
+        self.tickets.trained(result.mean_reward if result.num_trained_tokens else math.nan)
+        stall_s = self._publish(must_differ=result.grad_norm > 0)
         if self.resets_reference(self.version):
             # Mail tells of it, in order with that of checkpoints.
             self.reference_weights.publish(self.version, must_load=True, must_differ=False)
@@ -257,7 +257,7 @@ class FSDPTrainer(Executor):
             self.metrics.report(
                 self.version,
                 {
-                    **row,
+                    **result.metrics,
                     **reported,
                     "policy_version": self.version,
                     "tickets/overcommit": self.tickets.overcommit,

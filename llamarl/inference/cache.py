@@ -117,18 +117,18 @@ class Prefill:
 
 
 class Extend:
-    """Attention of the tokens at places start..end-1 of one slot over what the slot holds and
-    themselves.
+    """Attention of the next tokens of one slot, at ascending positions_T, over what the slot holds
+    and themselves.
     """
 
-    def __init__(self, cache: SlotCache, slot: int, start: int, end: int):
+    def __init__(self, cache: SlotCache, slot: int, positions_T: Tensor):
         self._cache = cache
         self._slot = slot
-        self.longest = end
-        places = torch.arange(end, device=cache.device)
-        self._positions = places[start:]
-        self._slots = torch.full_like(self._positions, slot)
-        self._seen = places <= self._positions[:, None]
+        self.longest = int(positions_T[-1]) + 1
+        self._positions = positions_T
+        self._slots = torch.full_like(positions_T, slot)
+        places = torch.arange(self.longest, device=cache.device)
+        self._seen = places <= positions_T[:, None]
 
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
         keys, values = self._cache.write(layer, self._slots, self._positions, k_TJK, v_TJK)
@@ -172,28 +172,20 @@ class Decode:
         k_NJLK = keys[self._rows, :, : self._length]
         v_NJLK = values[self._rows, :, : self._length]
         q_NJRK = q_NHK.unflatten(1, (self._cache.num_kv_heads, -1))
-        if self._by_products:
-            seen = _attend_by_products(q_NJRK, k_NJLK, v_NJLK, self._bias_N11L)
-        else:
+        if not self._by_products:
             seen = F.scaled_dot_product_attention(q_NJRK, k_NJLK, v_NJLK, attn_mask=self._bias_N11L)
+            return seen.reshape(q_NHK.shape)
+        # The CPU's attention kernel takes 25 times as long for one query a row. The keys from the
+        # left: row by row they are read twice as fast there. The softmax is float32's.
+        keys = k_NJLK.flatten(0, 1)
+        queries = q_NJRK.flatten(0, 1)
+        products = torch.bmm(keys, queries.mT).mT
+        scores = products.unflatten(0, q_NJRK.shape[:2])
+        scale = self._cache.head_dim**-0.5
+        weights = (self._bias_N11L + scores * scale).softmax(-1)
+        weights = weights.to(keys.dtype).flatten(0, 1)
+        seen = torch.bmm(weights, v_NJLK.flatten(0, 1))
         return seen.reshape(q_NHK.shape)
-
-
-def _attend_by_products(
-    q_NJRK: Tensor, k_NJLK: Tensor, v_NJLK: Tensor, bias_N11L: Tensor
-) -> Tensor:
-    """[N J, R, K]; the softmax in float32. On a CPU the attention kernel takes 25 times as long for
-    one query a row.
-    """
-    q = q_NJRK.flatten(0, 1)
-    k = k_NJLK.flatten(0, 1)
-    v = v_NJLK.flatten(0, 1)
-    # The keys from the left: row by row they are read twice as fast there.
-    products = torch.bmm(k, q.mT).mT
-    scores = products.unflatten(0, q_NJRK.shape[:2])
-    scale = q.shape[-1] ** -0.5
-    weights = (bias_N11L + scores * scale).softmax(-1)
-    return torch.bmm(weights.to(v.dtype).flatten(0, 1), v)
 
 
 def _whole_blocks(length: int) -> int:

@@ -25,10 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llamarl.inference.cache import SlotCache
+from llamarl.inference.sampler import check_vector
 from llamarl.models.attention import Attention
 from llamarl.models.build import Decoder, RMSNorm
 from llamarl.native import library
 
+_CPU = torch.device("cpu")
 _FLAGS = {torch.float32: ("-fopenmp",), torch.bfloat16: ("-fopenmp", "-DBF16")}
 _PLAIN = (nn.Linear, nn.Embedding, nn.Identity, RMSNorm, nn.SiLU)
 
@@ -187,8 +189,8 @@ class NativeDecode:
         padded_rows = rows + -rows % self._kernels.row_multiple()
         cos, sin = self._decoder.rotary(positions_N, cache.capacity)
         tensors |= {
-            "cos": cos,
-            "sin": sin,
+            "cos": cos.contiguous(),
+            "sin": sin.contiguous(),
             "h": torch.empty(rows, model.hidden),
             "qkv": torch.empty(rows, query_width + kv_width),
             "x": torch.empty(padded_rows, max(model.hidden, query_width), dtype=dtype),
@@ -199,8 +201,6 @@ class NativeDecode:
             rows=rows, outputs=outputs, capacity=cache.capacity, threads=torch.get_num_threads()
         )
         for name, tensor in tensors.items():
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name} of shape {list(tensor.shape)} is not contiguous")
             setattr(step, name, tensor.data_ptr())
         model.tiles = self.use_tiles
         self._kernels.decode(ctypes.byref(model), ctypes.byref(step))
@@ -215,10 +215,7 @@ def _last_write(parameter: Tensor) -> tuple[int, int]:
 
 def _check_indices(what: str, given: Tensor, count: int, end: int) -> None:
     """IndexError if one lies outside [0, end); ValueError if not [count] int64."""
-    device = given.device
-    if given.shape != (count,) or given.dtype != torch.int64 or device.type != "cpu":
-        kind = f"{list(given.shape)} {given.dtype} on {device}"
-        raise ValueError(f"{what}: {kind}; need [{count}] int64 on the CPU")
+    check_vector(what, given, count, torch.int64, _CPU)
     if count:
         low, high = torch.aminmax(given)
         if low < 0 or high >= end:

@@ -134,7 +134,7 @@ class Engine(SlotEngine):
         cls,
         path: str | Path,
         *,
-        dtype: str | torch.dtype = "bfloat16",
+        dtype: str = "bfloat16",
         max_slots: int = 32,
         max_len: int = 1024,
         device: str | torch.device | None = None,
@@ -145,13 +145,12 @@ class Engine(SlotEngine):
 
         Errors: read_config's, load_weights'.
         """
-        if isinstance(dtype, str):
-            if dtype not in _DTYPES:
-                raise ValueError(f"dtype={dtype!r}: need one of {', '.join(_DTYPES)}")
-            dtype = getattr(torch, dtype)
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype={dtype!r}: need one of {', '.join(_DTYPES)}")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        decoder = load_weights(build_decoder(read_config(path), dtype=dtype), path, device=device)
+        decoder = build_decoder(read_config(path), dtype=getattr(torch, dtype))
+        load_weights(decoder, path, device=device)
         return cls(decoder, max_slots=max_slots, max_len=max_len, device=device, **options)
 
     def submit_partial(self, partial: Partial) -> None:
@@ -159,6 +158,7 @@ class Engine(SlotEngine):
 
         ValueError as in submit, and for tokens without a logprob and a version each.
         """
+        had = {name: getattr(partial, name) for name in Recorded._fields}
         request = Request(
             stream=partial.stream,
             ticket=partial.ticket,
@@ -166,11 +166,7 @@ class Engine(SlotEngine):
             params=partial.params,
             end=partial.sample_index + 1,
             num_started=partial.sample_index,
-            recorded=Recorded(
-                token_ids=partial.token_ids,
-                generator_logprobs=partial.generator_logprobs,
-                policy_versions=partial.policy_versions,
-            ),
+            recorded=Recorded(**had),
         )
         self._queue(request)
 
@@ -211,9 +207,8 @@ class Engine(SlotEngine):
         before = self._num_sampled()
         self._take_in_weights()
         if self._running:
-            self._demands = self._rows.demands(self.num_live)
+            self._look_at_rows()
         admitted = self._schedule()
-        self._check_graphs()
         for turn in range(chunk):
             if turn and self._is_retiring_worth_it():
                 self._retire()
@@ -396,7 +391,7 @@ class Engine(SlotEngine):
         of its last token.
         """
         piece = request.ids[begin : begin + self._prefill_chunk]
-        return self._runner.extend(self._staging, begin, piece)
+        return self._runner.prefill(self._staging, [piece], [1], start=begin)
 
     def _start(self, admitted: list[Sample]) -> None:
         """A token for every row: those that ran decode, the new ones, which are the last, are
@@ -412,11 +407,18 @@ class Engine(SlotEngine):
             self._advance(first)
             done = first
         self._rows.start(first, admitted)
-        self._demands = self._rows.demands(self.num_live)
-        self._check_graphs()
+        self._look_at_rows()
         if is_staged:
+            # Its last piece; its K/V go from the staging slot to the rows of its samples.
             staged = requests.pop(0)
-            done = self._append(done, self._prefill_last(first, staged, num_samples[staged]))
+            count = num_samples[staged]
+            logits_1V = self._extend(staged, staged.num_cached)
+            targets = torch.arange(first, first + count, device=self.device)
+            source = torch.full_like(targets, self._staging)
+            self._cache.copy(source, targets, staged.ids.numel())
+            staged.num_cached = 0
+            self._staging = None
+            done = self._append(done, logits_1V.expand(count, -1))
         prompts = [request.ids for request in requests]
         copies = [num_samples[request] for request in requests]
         for batch in batches(prompts):
@@ -430,18 +432,6 @@ class Engine(SlotEngine):
             )
             done = self._append(done, logits_RV)
         self._reach = 0
-
-    def _prefill_last(self, first: int, request: Request, num_samples: int) -> Tensor:
-        """The last piece of a long prompt, whose K/V go from the staging slot to rows first.. of
-        its samples. Logits [R, V].
-        """
-        logits_1V = self._extend(request, request.num_cached)
-        targets = torch.arange(first, first + num_samples, device=self.device)
-        source = torch.full_like(targets, self._staging)
-        self._cache.copy(source, targets, request.ids.numel())
-        request.num_cached = 0
-        self._staging = None
-        return logits_1V.expand(num_samples, -1)
 
     def _reserve(self, rows: int, length: int) -> None:
         """Room in the cache for as many rows, none of which loses anything."""
@@ -473,7 +463,9 @@ class Engine(SlotEngine):
         self._rows.append(rows, logits_RV, self._version, self._demands)
         return rows.stop
 
-    def _check_graphs(self) -> None:
+    def _look_at_rows(self) -> None:
+        """What the rows demand of the sampler, and whether graphs still fit."""
+        self._demands = self._rows.demands(self.num_live)
         if self._graphs:
             self._graphs.check(
                 [*self.decoder.parameters(), *self._cache.layers, *self._rows.tables()]

@@ -9,7 +9,7 @@
 `Engine` (native PyTorch) and `VLLMEngine` are the two that there are; what does not depend on who
 computes they have from `SlotEngine` (llamarl.inference.slots). An engine that is added belongs into
 the list at the head of tests/unit/test_engine_contract.py, which holds every engine to what is said
-here, and gets an EngineSettings that builds it (llamarl.inference.build).
+here, and gets a BuildEngine (llamarl.inference.build).
 
 Engines take plain values and know no ticket rules, no channels and no versions but the number that
 they stamp on tokens.
@@ -43,17 +43,14 @@ class GenerationEngine(Protocol):
     @property
     def num_live(self) -> int:
         """How many samples hold a slot."""
-        ...
 
     @property
     def num_waiting(self) -> int:
         """How many samples were submitted and hold no slot yet."""
-        ...
 
     @property
     def free_slots(self) -> int:
         """How many more samples could be live."""
-        ...
 
     def submit(
         self,
@@ -72,7 +69,6 @@ class GenerationEngine(Protocol):
         ValueError for an empty prompt, one that leaves no room for max_new_tokens, or ids outside
         the vocabulary.
         """
-        ...
 
     def step(self, chunk: int) -> int:
         """Start what fits, sample up to `chunk` tokens for every live sample, and return how many
@@ -80,7 +76,6 @@ class GenerationEngine(Protocol):
 
         RuntimeError if the logits were not finite; ValueError for a chunk below 1.
         """
-        ...
 
     def pop_finished(self) -> list[tuple[int, Completion]]:
         """(stream, completion) of every sample that ended since the last call, in the order in
@@ -89,7 +84,6 @@ class GenerationEngine(Protocol):
         A completion's logprobs are those of the distribution that was sampled from, and each token
         carries the policy version that sampled it.
         """
-        ...
 
     def weights_changed(self, version: int, *, recompute_kv: bool = False) -> None:
         """Take it that the parameters now hold the weights of `version`.
@@ -97,7 +91,6 @@ class GenerationEngine(Protocol):
         Live samples go on: their next tokens are sampled from these weights and carry this version.
         recompute_kv: what was cached of them is computed anew by these weights, else it stays.
         """
-        ...
 
     def abort(self, ticket: int | None = None, *, stream: int | None = None) -> int:
         """End every unfinished sample of a ticket and a stream (None: of all), with the tokens that
@@ -105,7 +98,6 @@ class GenerationEngine(Protocol):
 
         Each is still handed out, with finish_reason "aborted", so that its group becomes whole.
         """
-        ...
 
     def score(
         self,
@@ -116,15 +108,12 @@ class GenerationEngine(Protocol):
         """[L] float32 nats: the logprobs of L given tokens behind a prompt, under the weights in
         force and by the computation that samples. What it samples next is not changed by it.
         """
-        ...
 
     def offloadable(self) -> list[Tensor]:
         """Tensors that may leave the device between two steps, and must be back before the next."""
-        ...
 
     def close(self) -> None:
         """Release what does not go with the object: processes, files. What runs is lost."""
-        ...
 
 
 @runtime_checkable
@@ -135,14 +124,12 @@ class ResumableEngine(GenerationEngine, Protocol):
 
     def export_partials(self) -> list[Partial]:
         """Every sample that has not ended, as it is between two steps. The engine keeps them."""
-        ...
 
     def submit_partial(self, partial: Partial) -> None:
         """Queue what remains of a sample: under the same weights it goes on token for token.
 
         ValueError as in `submit`, and if it has ended, or has not a logprob and a version a token.
         """
-        ...
 
 
 class QuantizedEngine(GenerationEngine, Protocol):
@@ -155,17 +142,10 @@ class QuantizedEngine(GenerationEngine, Protocol):
         temperature: float = 1.0,
     ) -> Tensor:
         """[L, V] float32 nats: as `score`, of the whole vocabulary at the place of each token."""
-        ...
 
 
-class EngineSettings(Protocol):
-    """Plain values that build an engine on a rank of the generator, at set-up."""
-
-    def build(self, group: ExecutorGroup, bind: Bind) -> GenerationEngine:
-        """The engine of this rank, without weights.
-
-        bind(config, named_parameters) must be called once, with the parameters under their Hugging
-        Face names, as soon as they exist: new weights will arrive in them, and it may put other
-        memory under them. Collective over the ranks that share a copy of the model.
-        """
-        ...
+# Builds the engine of a rank of the generator, without weights. Collective over the ranks that
+# share a copy of the model. Bind must be called once, with the config and the parameters under
+# their Hugging Face names, as soon as they exist: new weights will arrive in them, and it may put
+# other memory under them.
+BuildEngine = Callable[[ExecutorGroup, Bind], GenerationEngine]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llamarl.inference.sampler import SamplingParams
+from llamarl.inference.sampler import SamplingParams, check_vector
 
 TokenIds = Tensor | Sequence[int]  # [L], as a caller has them
 
@@ -120,8 +120,7 @@ class Sample(NamedTuple):
 
 def check_vocabulary(what: str, ids: Tensor, vocab_size: int) -> None:
     """ValueError if `ids`, [N] int64, are of another kind, or one lies outside the vocabulary."""
-    if ids.dim() != 1 or ids.dtype != torch.int64:
-        raise ValueError(f"{what}: {list(ids.shape)} {ids.dtype}; need [N] int64")
+    check_vector(what, ids, ids.numel(), torch.int64, ids.device)
     if not ids.numel():
         return
     low, high = torch.aminmax(ids)

@@ -92,14 +92,14 @@ class Rows:
         is_scaled = ~is_greedy & (temperature != 1)
         must_go_on = self.min_new_tokens[rows] > self.count[rows]
         asked = {
-            "temperature": is_scaled.any(),
-            "greedy": is_greedy.any(),
-            "top_k": (self.top_k[rows] > 0).any(),
-            "top_p": (self.top_p[rows] < 1).any(),
-            "min_new_tokens": must_go_on.any(),
+            "temperature": is_scaled,
+            "greedy": is_greedy,
+            "top_k": self.top_k[rows] > 0,
+            "top_p": self.top_p[rows] < 1,
+            "min_new_tokens": must_go_on,
         }
-        answers = torch.stack(list(asked.values())).tolist()
-        return Demands(**dict(zip(asked, answers)))
+        answers = torch.stack(list(asked.values())).any(1)
+        return Demands(**dict(zip(asked, answers.tolist())))
 
     def append(self, rows: slice, logits_RV: Tensor, version: Tensor, demands: Demands) -> None:
         """Sample one token for each of `rows`, record it where the row is live, and end the rows

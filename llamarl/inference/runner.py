@@ -103,6 +103,8 @@ class ModelRunner:
         copies: list[int],
         tokens_M: Tensor = _NONE,
         positions_M: Tensor = _NONE,
+        *,
+        start: int | None = None,
     ) -> Tensor:
         """Run each prompt once and keep its K/V in the next copies[i] slots, from first_slot on.
         Next logits [M + R, V], those of a prompt once a slot. prompts: token ids on the CPU.
@@ -110,7 +112,9 @@ class ModelRunner:
         tokens_M, positions_M: of running rows in the slots before first_slot, which decode in the
         same pass. Natively alone: the weights are read once for both then, so that new rows hardly
         hold up the others.
+        start: what is given is one piece of a prompt, whose places before are kept in its slot.
         """
+        device = self._cache.device
         num_decoding = tokens_M.numel()
         first_slot -= num_decoding
         ones = [1] * num_decoding
@@ -119,14 +123,28 @@ class ModelRunner:
         copies_N = torch.tensor(ones + copies)
         ends_N = lengths_N.cumsum(0)
         slots_N = first_slot + copies_N.cumsum(0) - copies_N
-        starts_N = F.pad(positions_M.cpu(), (0, len(prompts)))  # a prompt begins at place 0
+        starts_N = F.pad(positions_M.cpu(), (0, len(prompts)), value=start or 0)
         tokens_T = torch.cat([tokens_M.cpu(), *prompts])
         offsets_N = ends_N - lengths_N - starts_N
         offsets_T = offsets_N.repeat_interleave(lengths_N)
         positions_T = torch.arange(tokens_T.numel()) - offsets_T
         slots_T = slots_N.repeat_interleave(lengths_N)
-        logits_NV = self._pass(tokens_T, positions_T, slots_T, ends_N)
-        device = self._cache.device
+        last_N = ends_N - 1
+        if self.native:
+            logits_NV = self.native(tokens_T, positions_T, self._cache, slots_T, last_N)
+        else:
+            positions_T = positions_T.to(device)
+            last_N = last_N.to(device)
+            if start is None:
+                cu_seqlens = F.pad(ends_N.to(device), (1, 0))
+                context = Prefill(self._cache, cu_seqlens, slots_T.to(device), positions_T)
+            else:
+                context = Extend(self._cache, first_slot, positions_T)
+
+            def project_last(h_TD: Tensor, w_VD: Tensor) -> Tensor:
+                return self._decoder.project(h_TD[last_N], w_VD)
+
+            logits_NV = self._decoder(tokens_T.to(device), positions_T, context, project_last)
         inputs_R = torch.arange(len(lengths_N)).repeat_interleave(copies_N)
         computed_R = slots_N[inputs_R]
         slots_R = torch.arange(len(inputs_R)) + first_slot
@@ -135,44 +153,6 @@ class ModelRunner:
         target = slots_R[is_copy_R].to(device)
         self._cache.copy(source, target, int(lengths_N.max()))
         return logits_NV[inputs_R.to(device)]
-
-    def extend(self, slot: int, start: int, ids: Tensor) -> Tensor:
-        """Keep the K/V of the next tokens of one slot, whose places before `start` are kept. Logits
-        [1, V] of the last.
-        """
-        end = start + ids.numel()
-        positions_T = torch.arange(start, end)
-        slots_T = torch.full_like(positions_T, slot)
-        ends_N = torch.tensor([ids.numel()])
-        context = None
-        if not self.native:
-            context = Extend(self._cache, slot, start, end)
-        return self._pass(ids, positions_T, slots_T, ends_N, context)
-
-    def _pass(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        slots_T: Tensor,
-        ends_N: Tensor,
-        context: Extend | None = None,
-    ) -> Tensor:
-        """Logits [N, V] of the last token of each sequence; what is given lies on the CPU. context:
-        for the module, if these are not whole prompts.
-        """
-        if self.native:
-            return self.native(tokens_T, positions_T, self._cache, slots_T, ends_N - 1)
-        device = self._cache.device
-        ends_N = ends_N.to(device)
-        positions_T = positions_T.to(device)
-        if context is None:
-            cu_seqlens = F.pad(ends_N, (1, 0))
-            context = Prefill(self._cache, cu_seqlens, slots_T.to(device), positions_T)
-
-        def project_last(h_TD: Tensor, w_VD: Tensor) -> Tensor:
-            return self._decoder.project(h_TD[ends_N - 1], w_VD)
-
-        return self._decoder(tokens_T.to(device), positions_T, context, project_last)
 
 
 def batches(sequences: list[Tensor]) -> Iterator[slice]:

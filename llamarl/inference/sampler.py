@@ -42,7 +42,7 @@ class SamplingParams:
 
     def __post_init__(self):
         most = self.max_new_tokens
-        are_stops_ids = all(token >= 0 for token in self.stop_token_ids)
+        smallest_stop = min(self.stop_token_ids, default=0)
         wanted = {
             "max_new_tokens": (most >= 1, "need at least 1"),
             "temperature": (0 <= self.temperature < math.inf, "need 0 (greedy) or more"),
@@ -52,7 +52,7 @@ class SamplingParams:
                 0 <= self.min_new_tokens <= most,
                 f"need 0 to max_new_tokens={most}",
             ),
-            "stop_token_ids": (are_stops_ids, "token ids are not negative"),
+            "stop_token_ids": (smallest_stop >= 0, "token ids are not negative"),
             "n": (self.n >= 1, "need at least 1"),
         }
         problems = []
@@ -179,10 +179,30 @@ def sample(
     uniform on the other side of a token's edge. uniforms_N: float64 in [0, 1). ValueError for other
     shapes or dtypes, or V = 0.
     """
-    _check(logits_NV, uniforms_N, greedy_N)
-    kernels = library("decode", "-fopenmp") if logits_NV.device.type == "cpu" else None
+    if logits_NV.dim() != 2 or not logits_NV.shape[1]:
+        raise ValueError(f"logits of shape {list(logits_NV.shape)}; need [N, V], V at least 1")
+    num_rows = len(logits_NV)
+    device = logits_NV.device
+    check_vector("uniforms", uniforms_N, num_rows, torch.float64, device)
+    if greedy_N is not None:
+        check_vector("greedy", greedy_N, num_rows, torch.bool, device)
+    kernels = library("decode", "-fopenmp") if device.type == "cpu" else None
     if kernels:
-        return _sample_natively(kernels, logits_NV, uniforms_N, greedy_N)
+        logits_NV = logits_NV.float().contiguous()
+        tokens = torch.empty(num_rows, dtype=torch.int64)
+        logprobs = torch.empty(num_rows)
+        kernels.sample.argtypes = _ARGUMENTS
+        kernels.sample(
+            logits_NV.data_ptr(),
+            uniforms_N.data_ptr(),
+            None if greedy_N is None else greedy_N.data_ptr(),
+            tokens.data_ptr(),
+            logprobs.data_ptr(),
+            num_rows,
+            logits_NV.shape[1],
+            torch.get_num_threads(),
+        )
+        return tokens, logprobs
     # One pass over V; sums to one up to rounding.
     weights_NV = logits_NV.softmax(1, dtype=torch.float32)
     tokens, total = _sample_by_blocks(weights_NV, uniforms_N[:, None])
@@ -194,43 +214,16 @@ def sample(
     return tokens.squeeze(1), logprobs.squeeze(1)
 
 
-def _check(logits_NV: Tensor, uniforms_N: Tensor, greedy_N: Tensor | None) -> None:
-    if logits_NV.dim() != 2 or not logits_NV.shape[1]:
-        raise ValueError(f"logits of shape {list(logits_NV.shape)}; need [N, V], V at least 1")
-    wanted = [("uniforms", uniforms_N, torch.float64)]
-    if greedy_N is not None:
-        wanted.append(("greedy", greedy_N, torch.bool))
-    for name, given, dtype in wanted:
-        found = f"{list(given.shape)} {given.dtype} on {given.device}"
-        need = f"[{len(logits_NV)}] {dtype} on {logits_NV.device}"
-        if found != need:
-            raise ValueError(f"{name}: {found}; need {need}")
-
-
-def _sample_natively(
-    kernels: ctypes.CDLL, logits_NV: Tensor, uniforms_N: Tensor, greedy_N: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    num_rows, vocab = logits_NV.shape
-    logits_NV = logits_NV.float().contiguous()
-    uniforms_N = uniforms_N.contiguous()
-    greedy = None
-    if greedy_N is not None:
-        greedy_N = greedy_N.contiguous()
-        greedy = greedy_N.data_ptr()
-    tokens = torch.empty(num_rows, dtype=torch.int64)
-    logprobs = torch.empty(num_rows)
-    kernels.sample.argtypes = _ARGUMENTS
-    kernels.sample(
-        logits_NV.data_ptr(),
-        uniforms_N.data_ptr(),
-        greedy,
-        tokens.data_ptr(),
-        logprobs.data_ptr(),
-        num_rows,
-        vocab,
-        torch.get_num_threads(),
-    )
-    return tokens, logprobs
+def check_vector(
+    what: str, given: Tensor, length: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """ValueError for another length, dtype or device, or gaps: native code would take it as it
+    is.
+    """
+    is_right = given.shape == (length,) and given.is_contiguous()
+    if not is_right or given.dtype != dtype or given.device != device:
+        found = f"{list(given.shape)} by {given.stride()} {given.dtype} on {given.device}"
+        raise ValueError(f"{what}: {found}; need [{length}] by 1 {dtype} on {device}")
 
 
 def _sample_by_blocks(weights_NV: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:

@@ -185,7 +185,11 @@ class VLLMEngine(SlotEngine):
         sizes = [aligned(parameter.nbytes) for parameter in self._parameters]
         num_bytes = sum(sizes)
         dtype = self._parameters[0].dtype
-        most = int(gpu_memory_utilization * _memory_bytes(device)) - num_bytes
+        if device.type == "cuda":
+            memory_bytes = torch.cuda.get_device_properties(device).total_memory
+        else:
+            memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        most = int(gpu_memory_utilization * memory_bytes) - num_bytes
         options = {
             "model": str(model_path),
             "dtype": _name_of(dtype),
@@ -293,14 +297,11 @@ class VLLMEngine(SlotEngine):
         torch._foreach_copy_(self._shared, self._parameters)
         # A prompt without a token yet may have shared K/V of the old weights: it starts again,
         # where it was in line.
-        unread = []
-        for name, growing in self._running.items():
-            if not growing.token_ids:
-                unread.append(name)
+        unread = [name for name, growing in self._running.items() if not growing.token_ids]
         for name in reversed(unread):
-            index = self._running[name].index
-            request = self._running.pop(name).request
-            alone = dataclasses.replace(request, num_started=index, end=index + 1)
+            growing = self._running.pop(name)
+            index = growing.index
+            alone = dataclasses.replace(growing.request, num_started=index, end=index + 1)
             self._waiting.appendleft(alone)
         self._ask("load", abort=self._dropped + unread)
         self._dropped = []
@@ -384,9 +385,3 @@ class VLLMEngine(SlotEngine):
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

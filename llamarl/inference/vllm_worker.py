@@ -167,14 +167,13 @@ def _read(lines: queue.Queue) -> None:
 def main(answers: TextIO) -> None:
     lines: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
-    worker: Worker | None = None
     while True:
         command = json.loads(lines.get())
         do = command.pop("do")
         try:
-            answer = {}
             if do == "begin":
                 worker = Worker(**command)
+                answer = {}
             else:
                 answer = getattr(worker, do)(**command)
         except Exception as error:  # told on the other side, where it ends the run

@@ -76,9 +76,7 @@ def gae(
 
 def _from_later(x: Tensor, step: int, left: Tensor) -> Tensor:
     """x[t + step] where that is in the same completion, else 0."""
-    later = torch.zeros_like(x)
-    later[: max(0, x.numel() - step)] = x[step:]
-    return torch.where(left >= step, later, 0)
+    return torch.where(left >= step, x.roll(-step), 0)
 
 
 def best_and_worst(
@@ -103,7 +101,7 @@ def _first_of_the_highest(rewards: Tensor, groups: Tensor, valid: Tensor) -> tup
     reward, and that; without one a place all the same, and -inf.
     """
     size = rewards.numel()
-    nothing = rewards.new_full((size,), -torch.inf)
+    nothing = torch.full_like(rewards, -torch.inf)
     known = torch.where(valid, rewards, nothing)
     highest = nothing.scatter_reduce(0, groups, known, "amax")
     place = torch.arange(size, device=rewards.device)

@@ -59,7 +59,19 @@ class GroupBuffer:
             )
         groups = [self._groups[t] for t in sorted(tickets)]
         for group in groups:
-            self._check_lag(group, step)
+            versions = group.policy_versions
+            if self.max_lag is None or not versions.numel():
+                continue
+            if step - group.oldest_version > self.max_lag:
+                raise LagExceeded(
+                    f"step {step} was to train on ticket {group.ticket}, whose tokens are of "
+                    f"versions {group.oldest_version} to {int(versions.max())}: with "
+                    f"max_lag={self.max_lag} none may be older than version "
+                    f"{step - self.max_lag}. It was not trained on. The ledger hands over no such "
+                    "group (docs/staleness.md), so this is an error in llamarl and not in the "
+                    "run: please report it with this line, config.yaml, what the ranks printed, "
+                    "and the ledger in the newest checkpoint's controller.rank*.json"
+                )
         for ticket in tickets:
             del self._groups[ticket]
         return groups
@@ -77,22 +89,6 @@ class GroupBuffer:
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Collective over ranks: what there is to tell after `take`, of all ranks' buffers."""
         return {}
-
-    def _check_lag(self, group: Group, step: int) -> None:
-        """LagExceeded if one of its tokens is of a version before step - max_lag."""
-        versions = group.policy_versions
-        if self.max_lag is None or not versions.numel():
-            return
-        if step - group.oldest_version > self.max_lag:
-            raise LagExceeded(
-                f"step {step} was to train on ticket {group.ticket}, whose tokens are of versions "
-                f"{group.oldest_version} to {int(versions.max())}: with max_lag={self.max_lag} "
-                f"none may be older than version {step - self.max_lag}. It was not trained on. The "
-                "ledger hands over no such group (docs/staleness.md), so this is an error in "
-                "llamarl and not in the run: please report it with this line, config.yaml, what "
-                "the ranks printed, and the ledger in the newest checkpoint's "
-                "controller.rank*.json"
-            )
 
     # --- Checkpoints ---
 

@@ -326,7 +326,16 @@ def draw_completions(
         prior = rewards.double() / draw.temperature
     # The most on-policy ones are equally likely.
     logits = torch.where(recent[:, None], 0.0, prior[candidates]).masked_fill(~may, -torch.inf)
-    return candidates.gather(1, _draw_rows(logits, may.sum(1), draw.completions, random))
+    k = draw.completions
+    uniform = torch.rand(logits.shape, generator=random, dtype=torch.float64)
+    uniform = uniform.clamp(min=torch.finfo(torch.float64).tiny)
+    gumbel = -(-uniform.log()).log()
+    columns = torch.multinomial(logits.softmax(1), k, replacement=True, generator=random)
+    if logits.shape[1] >= k:
+        without_replacement = (logits + gumbel).topk(k, dim=1).indices
+        has_enough = may.sum(1, keepdim=True) >= k
+        columns = torch.where(has_enough, without_replacement, columns)
+    return candidates.gather(1, columns)
 
 
 def choose_prompts(
@@ -354,17 +363,3 @@ def choose_prompts(
         times[prompt] += 1
         chosen.append(prompt)
     return torch.stack(chosen)
-
-
-def _draw_rows(logits: Tensor, counts: Tensor, k: int, random: torch.Generator) -> Tensor:
-    """[B, k] columns of logits [B, C], row by row by softmax(logits): without replacement where
-    counts >= k.
-    """
-    uniform = torch.rand(logits.shape, generator=random, dtype=torch.float64)
-    uniform = uniform.clamp(min=torch.finfo(torch.float64).tiny)
-    gumbel = -(-uniform.log()).log()
-    again = torch.multinomial(logits.softmax(1), k, replacement=True, generator=random)
-    if logits.shape[1] < k:
-        return again
-    without = (logits + gumbel).topk(k, dim=1).indices
-    return torch.where(counts[:, None] >= k, without, again)

@@ -47,6 +47,7 @@ class Metric:
 
 
 Metrics = dict[str, Metric]
+Row = dict[str, float | None]  # by name; None: there was nothing to measure
 
 
 def join(metrics: Metrics, more: Metrics) -> None:
@@ -182,7 +183,7 @@ class Update:
     metrics: Metrics
 
 
-def updates_row(updates: list[Update]) -> dict[str, float | None]:
+def updates_row(updates: list[Update]) -> Row:
     """The numbers that the metrics of a step's updates become, and what stands for those that no
     microbatch told of.
     """

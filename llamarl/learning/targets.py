@@ -25,6 +25,7 @@ from llamarl.learning.shaping import (
     whiten_advantages,
     whiten_rewards,
 )
+from llamarl.learning.step_metrics import Row
 from llamarl.learning.values import Critic, CriticSettings
 from llamarl.types import Group
 
@@ -61,7 +62,7 @@ def make_targets(
     old_values: Tensor | None,
     minibatches: list[slice],
     ranks: Ranks,
-) -> tuple[list[Targets], dict[str, float | None]]:
+) -> tuple[list[Targets], Row]:
     """Collective: the targets of this rank's groups, and metrics of the whole batch.
 
     advantages: a name in ADVANTAGES, where there is no critic; with one, old_values [C] are its
@@ -70,7 +71,7 @@ def make_targets(
     reward/shaped_mean where rewards are shaped; value/explained_variance of the old values: 1 -
     var(return - value) / var(return), None where the returns are all alike.
     """
-    metrics: dict[str, float | None] = {}
+    metrics: Row = {}
     rewards = [shape(g, shaping) for g in groups]
     if shaping.whitens("rewards"):
         rewards = whiten_rewards(groups, rewards, by_token=critic is not None, total=ranks.sum)

@@ -55,6 +55,8 @@ from llamarl.models.hf import named_parameters_hf
 from llamarl.models.parity import Canary, Sequence
 from llamarl.types import Group, PackedBatch
 
+Stop = Callable[[], bool]  # whether to give the step up
+
 
 class StepAborted(Exception):
     """A stop request ended the step before it changed anything."""
@@ -90,6 +92,16 @@ class UpdateSettings:
     @property
     def updates_per_step(self) -> int:
         return self.minibatches_per_step * self.updates_per_batch
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step says of itself, the same on every rank."""
+
+    grad_norm: float  # before clipping, the mean over the step's updates
+    mean_reward: float  # the task's own, of all groups that were taken
+    num_trained_tokens: float  # of the batch, over all ranks
+    metrics: dict[str, float | None]  # None: there was nothing to measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +184,8 @@ class PolicyUpdate:
         if tp is not None and critic is not None:
             self._copied += critic.parameters
 
-    def run(
-        self, groups: list[Group], version: int, stop: Callable[[], bool]
-    ) -> dict[str, float | None]:
-        """Step `version` -> version + 1 on this rank's groups. Returns its metrics, the same on
-        every rank; None: there was nothing to measure.
+    def run(self, groups: list[Group], version: int, stop: Stop) -> StepResult:
+        """Step `version` -> version + 1 on this rank's groups.
 
         StepAborted if any rank's stop() is true at a microbatch boundary before the first update;
         NotFinite; ParityError.
@@ -214,27 +223,34 @@ class PolicyUpdate:
         for index in range(s.updates_per_step):
             update_id = _UpdateId(s, version, index, tickets=[g.ticket for g in groups])
             updates.append(self._update(minibatches[index % parts], update_id, stop))
-        return updates_row(updates) | row
+        metrics = updates_row(updates) | row
+        return StepResult(
+            grad_norm=metrics["grad_norm"],
+            mean_reward=metrics["reward/mean"],
+            num_trained_tokens=metrics["tokens/trained"],
+            metrics=metrics,
+        )
 
     @torch.no_grad()
     def canary(self, sequences: list[Sequence], *, top: int = 0) -> Canary:
         """Collective: what the weights, as they are, say of these sequences. top: likeliest tokens
         to keep at each place.
         """
-        tokens = [torch.tensor(s.token_ids) for s in sequences]
-        positions = [torch.arange(len(ids) - 1) for ids in tokens]
-        sizes = torch.tensor([places.numel() for places in positions])
+        with self._device:
+            tokens = [torch.tensor(s.token_ids) for s in sequences]
+            positions = [torch.arange(len(ids) - 1) for ids in tokens]
+            sizes = torch.tensor([places.numel() for places in positions])
         is_scored = [places >= s.given - 1 for places, s in zip(positions, sequences)]
         labels = torch.cat([ids[s.given :] for ids, s in zip(tokens, sequences)])
-        scored_T = torch.cat(is_scored).to(self._device)
+        scored_T = torch.cat(is_scored)
         logits_SV = self.decoder(
-            torch.cat([ids[:-1] for ids in tokens]).to(self._device),
-            torch.cat(positions).to(self._device),
-            PackedAttention(F.pad(sizes.cumsum(0), (1, 0)).to(self._device)),
+            torch.cat([ids[:-1] for ids in tokens]),
+            torch.cat(positions),
+            PackedAttention(F.pad(sizes.cumsum(0), (1, 0))),
             lambda h_TD, w_VD: F.linear(h_TD[scored_T], w_VD),
         )
         logprobs_SV = (logits_SV.float() / (self.settings.temperature or 1.0)).log_softmax(1)
-        scored_S1 = logprobs_SV.gather(1, labels.to(self._device)[:, None])
+        scored_S1 = logprobs_SV.gather(1, labels[:, None])
         likeliest = logprobs_SV.topk(min(top, logprobs_SV.shape[1]), dim=1)
         return Canary(
             sequences=sequences,
@@ -244,7 +260,7 @@ class PolicyUpdate:
         )
 
     @torch.no_grad()
-    def _old_values(self, groups: list[Group], version: int, stop: Callable[[], bool]) -> Tensor:
+    def _old_values(self, groups: list[Group], version: int, stop: Stop) -> Tensor:
         """Collective: [C] values of all groups' completion tokens, end to end; 0 of those that are
         not trained on. NotFinite.
         """
@@ -279,7 +295,7 @@ class PolicyUpdate:
 
     # --- One update ---
 
-    def _update(self, minibatch: Packing, update_id: _UpdateId, stop: Callable[[], bool]) -> Update:
+    def _update(self, minibatch: Packing, update_id: _UpdateId, stop: Stop) -> Update:
         """Collective: one optimizer update. StepAborted, NotFinite, ParityError."""
         self._zero_grad()
         tally = _Tally()
@@ -404,7 +420,7 @@ class PolicyUpdate:
         if self.critic:
             self.critic.optimizer.zero_grad()
 
-    def _agree_to_go_on(self, stop: Callable[[], bool]) -> None:
+    def _agree_to_go_on(self, stop: Stop) -> None:
         """Collective. StepAborted on all ranks if one wants to stop."""
         if self.ranks.any(stop()):
             self._zero_grad()

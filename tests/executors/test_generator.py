@@ -5,6 +5,7 @@ asks for, and replicas in lockstep.
 import json
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from llamarl.ddma.receiver import Staged
 from llamarl.errors import ParityError
 from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams
-from llamarl.inference.build import NativeSettings, VLLMSettings
+from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.evaluation import eval_completion
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import SafetensorsDir
@@ -149,7 +150,8 @@ def generator(
     params = SamplingParams(
         new_tokens, min_new_tokens=least, temperature=temperature, n=GROUP, stop_token_ids=(2,)
     )
-    engine = NativeSettings(
+    build_engine = partial(
+        build_native,
         model_path=str(tiny_directory()),
         model_dtype="float32",
         max_slots=8,
@@ -158,7 +160,7 @@ def generator(
         prefill_chunk=prefill_chunk,
     )
     made = Generator(
-        engine_settings=engine,
+        build_engine=build_engine,
         prompts=[PROMPT] * 100,
         eval_prompts=[PROMPT] * EVALS,
         sampling=params,
@@ -337,8 +339,8 @@ def test_options_of_the_config_reach_the_generator():
     assert [getattr(made, name) for name in options] == [True, 3, True]
     assert [getattr(plain, name) for name in options] == [False, 0, True]
     options = "cache_tokens", "prefill_chunk"
-    assert [getattr(made.engine_settings, name) for name in options] == [640, 7]
-    assert [getattr(plain.engine_settings, name) for name in options] == [None, 512]
+    assert [made.build_engine.keywords[name] for name in options] == [640, 7]
+    assert [plain.build_engine.keywords[name] for name in options] == [None, 512]
     assert made.max_quantization_kl is None, "what is not quantised is compared as it is"
 
 
@@ -346,10 +348,10 @@ def test_the_config_names_the_engine(monkeypatch):
     monkeypatch.setattr("llamarl.inference.vllm_engine.vllm_problem", lambda: None)
     job = SimpleNamespace(model_path="m", prompts=None, eval_prompts=[], stop_token_ids=(2,))
     native = build_generator(compose_config(["generator.quantize=int8"]), job)
-    assert isinstance(native.engine_settings, NativeSettings)
-    assert (native.engine_settings.quantize, native.max_quantization_kl) == ("int8", 0.5)
+    assert native.build_engine.func is build_native
+    assert (native.build_engine.keywords["quantize"], native.max_quantization_kl) == ("int8", 0.5)
     vllm = build_generator(compose_config(["generator=vllm"]), job)
-    assert isinstance(vllm.engine_settings, VLLMSettings) and type(vllm) is Generator
+    assert vllm.build_engine.func is build_vllm and type(vllm) is Generator
 
 
 def test_held_out_prompts_are_also_sampled_under_the_pinned_version():

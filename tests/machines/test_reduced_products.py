@@ -22,7 +22,7 @@ MEASURE = (
 CARELESS = """
 import runpy, sys
 from llamarl.native import precision
-precision.choose = lambda tried, *, reproducible: "medium"
+precision.choose = lambda tried, *, reproducible: next(m for m in tried if m.setting == "medium")
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

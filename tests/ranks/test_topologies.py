@@ -189,7 +189,7 @@ def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Recorder
 def parameters_of(trainer: FSDPTrainer) -> dict[str, torch.nn.Parameter]:
     """The policy's, and those of a value head."""
     values = zip(VALUE_SHAPES, trainer.critic.parameters, strict=True) if trainer.critic else ()
-    return dict([*trainer._parameters, *values])
+    return {shard.name: shard.parameter for shard in trainer._shards} | dict(values)
 
 
 def box_of(trainer: FSDPTrainer, name: str, parameter: torch.nn.Parameter) -> Box:

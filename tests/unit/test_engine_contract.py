@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from llamarl.inference import Engine, SamplingParams
-from llamarl.inference.build import NativeSettings, VLLMSettings
 from llamarl.inference.protocol import (
-    EngineSettings,
     GenerationEngine,
     QuantizedEngine,
     ResumableEngine,
@@ -63,8 +61,6 @@ def params(new=6, **options):
         (ResumableEngine, Engine),
         (QuantizedEngine, Engine),
         (GenerationEngine, VLLMEngine),
-        (EngineSettings, NativeSettings),
-        (EngineSettings, VLLMSettings),
     ],
 )
 def test_every_call_takes_what_the_protocol_says(protocol, implementation):

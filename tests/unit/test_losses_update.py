@@ -16,7 +16,7 @@ def test_the_step_does_not_depend_on_the_microbatches(name):
             object.__setattr__(g, "ref_logprobs", torch.full(g.token_ids.shape, -2.5))
         fn = regularised(PUBLISHED[name], kl_coef=0.1, entropy_coef=0.1)
         update = update_of(loss_fn=fn, microbatch_tokens=microbatch_tokens, max_grad_norm=1e9)
-        metrics = update.run(groups, VERSION, go_on)
+        metrics = update.run(groups, VERSION, go_on).metrics
         return metrics, torch.cat([p.detach().flatten() for p in update.decoder.parameters()])
 
     (one, weights), (many, other) = step(1000), step(40)

@@ -47,10 +47,10 @@ def same(a, b):
 @pytest.mark.parametrize("minibatches, passes", [(2, 1), (1, 2), (2, 3), (4, 1)])
 def test_a_step_is_so_many_ordinary_steps_on_its_parts(minibatches, passes):
     once, groups = adam(minibatches_per_step=minibatches, updates_per_batch=passes), groups_of()
-    got = once.run(groups, VERSION, go_on)
+    got = once.run(groups, VERSION, go_on).metrics
     plain, each = adam(), len(groups) // minibatches
     rows = [
-        plain.run(groups[i : i + each], VERSION, go_on)
+        plain.run(groups[i : i + each], VERSION, go_on).metrics
         for _ in range(passes)
         for i in range(0, len(groups), each)
     ]
@@ -69,7 +69,7 @@ def test_a_step_is_so_many_ordinary_steps_on_its_parts(minibatches, passes):
     assert {name: got[name] for name in mean | by_token} == pytest.approx(mean | by_token, rel=1e-5)
     assert got["ratio/max"] == max(row["ratio/max"] for row in rows)
     assert got["tokens/trained"] == sum(tokens) / passes  # of the batch, each once
-    whole = adam().run(groups, VERSION, go_on)
+    whole = adam().run(groups, VERSION, go_on).metrics
     assert got["reward/mean"] == whole["reward/mean"] and got["lag/mean"] == whole["lag/mean"]
 
 
@@ -156,7 +156,7 @@ def test_parity_is_asked_of_the_first_update_alone():
     settings = dict(
         minibatches_per_step=2, updates_per_batch=2, parity_tolerance=1e-4, max_grad_norm=100.0
     )
-    row = update_of(decoder, **settings).run(fresh, VERSION, go_on)
+    row = update_of(decoder, **settings).run(fresh, VERSION, go_on).metrics
     assert (
         row["parity/logprob_diff_max"] < 1e-4 and row["ratio/max"] > 1.01
     )  # the later updates did differ
@@ -227,7 +227,7 @@ def test_a_loss_over_whole_groups_is_that_of_one_sequence_at_a_time(microbatch_t
         schedule="constant",
     )
     before = weights_of(update)
-    metrics = update.run(groups_of(), VERSION, go_on)
+    metrics = update.run(groups_of(), VERSION, go_on).metrics
     assert metrics["loss/value"] == pytest.approx(loss, rel=1e-5)
     assert metrics["coupled/square"] == pytest.approx(loss, rel=1e-5)
     assert set(seen) == {(float(count), 4.0)} and count == 3 + 2 + 3 + 2
@@ -257,7 +257,7 @@ def test_an_entropy_bonus_is_that_of_the_whole_softmax():
     plain = update_of(
         loss_fn=regularised(policy_gradient), max_grad_norm=1e9, lr=1.0, schedule="constant"
     )
-    got = bonus.run(groups, VERSION, go_on)["entropy"]
+    got = bonus.run(groups, VERSION, go_on).metrics["entropy"]
     plain.run(groups, VERSION, go_on)
     assert got == pytest.approx(total.item() / 17, rel=1e-5)
     largest = max(p.grad.abs().max().item() for p in decoder.parameters())
@@ -276,8 +276,10 @@ def test_the_penalty_for_a_missing_end_reaches_the_advantages():
         return inputs.trainer_logprobs.sum(), {}
 
     g = group(4, [1, 2, 1], [1.0, 1.0, NAN], finish_reasons=("stop", "length", "stop"))
-    row = update_of(loss_fn=loss_fn, shaping=Shaping(missing_eos_penalty=-1.0)).run(
-        [g], VERSION, go_on
+    row = (
+        update_of(loss_fn=loss_fn, shaping=Shaping(missing_eos_penalty=-1.0))
+        .run([g], VERSION, go_on)
+        .metrics
     )
     assert seen == [([1.0, -1.0, -1.0], [1.0, -1.0])]
     assert (

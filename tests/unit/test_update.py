@@ -90,7 +90,7 @@ def test_a_step_is_that_of_one_sequence_at_a_time(microbatch_tokens, skip):
     rate = SETTINGS.lr * (1 - VERSION / SETTINGS.max_steps) * SETTINGS.max_grad_norm / norm
     update = update_of(microbatch_tokens=microbatch_tokens, skip_zero_advantage=skip)
     before = weights_of(update)
-    metrics = update.run(groups_of(), VERSION, go_on)
+    metrics = update.run(groups_of(), VERSION, go_on).metrics
     largest = max(rate * g.abs().max().item() for g in gradients)
     for old, new, gradient in zip(before, weights_of(update), gradients):
         # the weights themselves are rounded to 1e-7 of their size
@@ -114,7 +114,7 @@ def test_gradients_of_the_step_before_do_not_add_up():
 def test_a_batch_with_nothing_to_train_is_a_step_of_no_change():
     update = update_of()
     before = weights_of(update)
-    metrics = update.run([group(2, [3, 2], [NAN, NAN])], VERSION, go_on)
+    metrics = update.run([group(2, [3, 2], [NAN, NAN])], VERSION, go_on).metrics
     assert all(torch.equal(a, b) for a, b in zip(weights_of(update), before))
     assert (metrics["grad_norm"], metrics["tokens/trained"], metrics["loss/value"]) == (
         0.0,
@@ -137,8 +137,8 @@ def test_the_loss_gets_a_reference_only_where_one_ran():
         group(4, [2, 3], [0.0, 1.0], ref_logprobs=-torch.arange(5.0)),
     )
     update = update_of(loss_fn=loss_fn)
-    assert update.run([without], VERSION, go_on)["kl/ref"] is None and seen == [None]
-    assert update.run([with_one], VERSION, go_on)["kl/ref"] > 0 and seen[1].tolist() == [
+    assert update.run([without], VERSION, go_on).metrics["kl/ref"] is None and seen == [None]
+    assert update.run([with_one], VERSION, go_on).metrics["kl/ref"] > 0 and seen[1].tolist() == [
         0.0,
         -1.0,
         -2.0,
@@ -274,7 +274,9 @@ def test_fresh_tokens_with_other_logprobs_are_a_parity_error_and_change_nothing(
 )
 def test_parity_is_of_fresh_tokens_alone(offset, versions, tolerance, want):
     update = update_of(decoder_of(uniform=True), parity_tolerance=tolerance)
-    got = update.run(own_logprobs(offset, versions), VERSION, go_on)["parity/logprob_diff_max"]
+    got = update.run(own_logprobs(offset, versions), VERSION, go_on).metrics[
+        "parity/logprob_diff_max"
+    ]
     assert got is want is None or got == pytest.approx(want, abs=1e-5)
 
 
@@ -292,7 +294,7 @@ def test_a_completion_that_went_on_under_new_weights_is_compared_only_if_its_cac
         with pytest.raises(ParityError):
             update.run([g], VERSION, go_on)
     else:
-        assert update.run([g], VERSION, go_on)["parity/logprob_diff_max"] is None
+        assert update.run([g], VERSION, go_on).metrics["parity/logprob_diff_max"] is None
 
 
 def test_one_completion_that_began_under_the_trainers_weights_is_compared_among_others():
@@ -340,7 +342,7 @@ def test_metrics_by_hand(microbatch_tokens):
     update = update_of(
         decoder_of(uniform=True), microbatch_tokens=microbatch_tokens, temperature=1.0
     )
-    got = update.run(groups, VERSION, go_on)
+    got = update.run(groups, VERSION, go_on).metrics
     # Trained: 5 tokens of group 0, 1 + 4 of group 1 (its last has no reward). Advantages: 0.5, -0.5
     # in both. Weights after the cap: [1 1], [4 1 1] in group 0, [1], [0.5 1 1 1] in group 1.
     weighted = 0.5 * 2 - 0.5 * 6 + 0.5 * 1 - 0.5 * 3.5
@@ -405,7 +407,7 @@ def test_completions_cut_at_a_deadline_are_counted_and_not_trained_on():
             finish_reasons=("aborted",) * 2,
         ),
     ]
-    got = update_of(skip_zero_advantage=False).run(groups, VERSION, go_on)
+    got = update_of(skip_zero_advantage=False).run(groups, VERSION, go_on).metrics
     assert got["completion/deadline_truncated_fraction"] == 4 / 5
     assert (got["tokens/deadline_truncated"], got["tokens/generated"], got["tokens/trained"]) == (
         3.0,
@@ -426,7 +428,7 @@ def test_metrics_of_a_loss_are_means_over_tokens_and_maxima():
 
     # 5 prompt tokens, then 1 and 2: two microbatches
     update = update_of(loss_fn=loss_fn, microbatch_tokens=7)
-    got = update.run([group(4, [2, 3], [0.0, 1.0])], VERSION, go_on)
+    got = update.run([group(4, [2, 3], [0.0, 1.0])], VERSION, go_on).metrics
     assert got["mine"] == pytest.approx(2.0) and got["mine/max"] == 3.0
 
 

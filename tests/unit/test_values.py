@@ -149,7 +149,7 @@ def one_at_a_time(passes):
 def test_a_step_of_ppo_is_that_of_one_sequence_at_a_time(microbatch_tokens, passes):
     decoder, head, count = one_at_a_time(passes)
     update = ppo_update(microbatch_tokens=microbatch_tokens, updates_per_batch=passes)
-    metrics = update.run(groups_of(), VERSION, go_on)
+    metrics = update.run(groups_of(), VERSION, go_on).metrics
     start = decoder_of()
     moved = max(
         (a - b).abs().max().item() for a, b in zip(decoder.parameters(), start.parameters())
@@ -190,12 +190,12 @@ def test_explained_variance_by_hand():
     update = ppo_update(critic, shaping=Shaping())
     groups = [group(4, [2, 3], [1.0, 0.0])]
     assert (
-        update.run(groups, VERSION, go_on)["value/explained_variance"] == 0.0
+        update.run(groups, VERSION, go_on).metrics["value/explained_variance"] == 0.0
     )  # values of 0 explain nothing
     assert (
-        ppo_update(critic, shaping=Shaping()).run([group(4, [2, 3], [1.0, 1.0])], VERSION, go_on)[
-            "value/explained_variance"
-        ]
+        ppo_update(critic, shaping=Shaping())
+        .run([group(4, [2, 3], [1.0, 1.0])], VERSION, go_on)
+        .metrics["value/explained_variance"]
         is None
     )  # nothing to explain
 

@@ -65,7 +65,7 @@ def clipped(
     _check_clip(clip_low, clip_high, ratio_cap)
     mask = inputs.loss_mask
     cap = bound(ratio_cap)
-    token = log_ratio(inputs.trainer_logprobs, inputs.generator_logprobs, mask)
+    token = log_ratio(inputs, inputs.generator_logprobs)
     x = at_level(token, inputs, ratio_level)
     # Past e^20 the value stands still and the gradient does not: a label of A < 0 is still pushed
     # down.

@@ -105,9 +105,16 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0).to(wide_dtype(values))
 
 
-def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """log(pi / mu) where mask, else 0; subtracted in float32 at least."""
-    return masked(logprobs, mask) - masked(old_logprobs, mask)
+def log_ratio(inputs: LossInputs, old_logprobs: Tensor) -> Tensor:
+    """[T]: log(pi / old) where trained, else 0; in float32 at least. pi = trainer_logprobs."""
+    mask = inputs.loss_mask
+    return masked(inputs.trainer_logprobs, mask) - masked(old_logprobs, mask)
+
+
+def pulled(inputs: LossInputs, of_label: Tensor) -> Tensor:
+    """[T]: the advantage, without gradient, times what a label has [T], 0 where masked."""
+    mask = inputs.loss_mask
+    return masked(inputs.advantages, mask).detach() * masked(of_label, mask)
 
 
 def ratio(log_ratio: Tensor) -> Tensor:

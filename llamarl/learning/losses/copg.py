@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llamarl.learning.losses.common import LossAndMetrics, log_ratio, masked, per_completion
+from llamarl.learning.losses.common import LossAndMetrics, log_ratio, per_completion, pulled
 from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.ratios import token_metrics
 
@@ -17,8 +17,5 @@ def copg(inputs: LossInputs) -> LossAndMetrics:
 
     metrics: ratio/sum, ratio/max, kl/generator, of each token's pi/mu.
     """
-    mask = inputs.loss_mask
-    advantages = masked(inputs.advantages, mask).detach()
-    log_pi_mu = log_ratio(inputs.trainer_logprobs, inputs.generator_logprobs.detach(), mask)
-    objective = advantages * log_pi_mu
+    objective = pulled(inputs, log_ratio(inputs, inputs.generator_logprobs.detach()))
     return -per_completion(objective.sum(), inputs.completions), token_metrics(inputs)

@@ -35,9 +35,7 @@ def kimi_k2(
     if not tau >= 0:
         raise ValueError(f"tau={tau}: need at least 0")
     completions = inputs.completions
-    logprobs = inputs.trainer_logprobs.detach()
-    token_log_ratio = log_ratio(logprobs, inputs.generator_logprobs, inputs.loss_mask)
-    log_pi_mu = completions.sums(token_log_ratio)
+    log_pi_mu = completions.sums(log_ratio(inputs, inputs.generator_logprobs).detach())
     regularised = inputs.advantages - tau * log_pi_mu[completions.index]
     loss, metrics = policy_gradient(
         replace(inputs, advantages=regularised),

@@ -41,8 +41,7 @@ def online_dpo(inputs: LossInputs, *, beta: float = 0.1) -> LossAndMetrics:
     completions = inputs.completions
     trained = completions.lengths(inputs.loss_mask) > 0
     best, worst, differ = best_and_worst(completions.rewards, completions.groups, trained)
-    log_pi_ref = log_ratio(inputs.trainer_logprobs, ref_logprobs, inputs.loss_mask)
-    implicit_reward = beta * completions.sums(log_pi_ref)  # [N]
+    implicit_reward = beta * completions.sums(log_ratio(inputs, ref_logprobs))  # [N]
     # [N], one a group, in the first places.
     margin = torch.where(differ, implicit_reward[best] - implicit_reward[worst], 0)
     likelihood = torch.where(differ, F.logsigmoid(margin), 0)

@@ -63,7 +63,7 @@ def policy_gradient(
     check_ratio(ratio_cap, ratio_mask_low, ratio_mask_high)
     mask = inputs.loss_mask
     cap = bound(ratio_cap)
-    token = log_ratio(inputs.trainer_logprobs.detach(), inputs.generator_logprobs, mask)
+    token = log_ratio(inputs, inputs.generator_logprobs).detach()
     raw = masked(ratio(at_level(token, inputs, ratio_level)), mask)
     kept, of_mask = kept_labels(raw, mask, ratio_mask_low, ratio_mask_high)
     weight = masked(raw.clamp(max=cap), kept)

@@ -74,8 +74,7 @@ def off_policy_metrics(token_log_ratio: Tensor, raw: Tensor) -> Metrics:
 
 def token_metrics(inputs: LossInputs) -> Metrics:
     """`off_policy_metrics` of each token's own ratio, for losses that do not use it."""
-    logprobs = inputs.trainer_logprobs.detach()
-    token = log_ratio(logprobs, inputs.generator_logprobs, inputs.loss_mask)
+    token = log_ratio(inputs, inputs.generator_logprobs).detach()
     return off_policy_metrics(token, masked(ratio(token), inputs.loss_mask))
 
 

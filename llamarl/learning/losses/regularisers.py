@@ -57,7 +57,7 @@ def regularised(
                 "switch the reference on, or set kl_coef to 0"
             )
         if inputs.ref_logprobs is not None:
-            x = log_ratio(inputs.ref_logprobs, inputs.trainer_logprobs, inputs.loss_mask)
+            x = -log_ratio(inputs, inputs.ref_logprobs)
             metrics = {**metrics, "kl/ref": k3(x.detach()).sum()}
             if kl_coef > 0:
                 kl = kl_to_reference(x, kl_estimator)

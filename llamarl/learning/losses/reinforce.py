@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llamarl.learning.losses.common import LossAndMetrics, masked, normalized, token_advantages
+from llamarl.learning.losses.common import LossAndMetrics, normalized, pulled, token_advantages
 from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.ratios import token_metrics
 
@@ -17,6 +17,5 @@ def reinforce(inputs: LossInputs, *, normalize: str = "tokens") -> LossAndMetric
 
     metrics: ratio/sum, ratio/max, kl/generator, of each token's pi/mu.
     """
-    advantages = masked(inputs.advantages, inputs.loss_mask).detach()
-    objective = advantages * masked(inputs.trainer_logprobs, inputs.loss_mask)
+    objective = pulled(inputs, inputs.trainer_logprobs)
     return -normalized(objective, inputs, normalize), token_metrics(inputs)

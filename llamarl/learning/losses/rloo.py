@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llamarl.learning.losses.common import LossAndMetrics, masked, per_completion
+from llamarl.learning.losses.common import LossAndMetrics, per_completion, pulled
 from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.ratios import token_metrics
 
@@ -17,6 +17,5 @@ def rloo(inputs: LossInputs) -> LossAndMetrics:
 
     metrics: ratio/sum, ratio/max, kl/generator, of each token's pi/mu.
     """
-    advantages = masked(inputs.advantages, inputs.loss_mask).detach()
-    objective = advantages * masked(inputs.trainer_logprobs, inputs.loss_mask)
+    objective = pulled(inputs, inputs.trainer_logprobs)
     return -per_completion(objective.sum(), inputs.completions), token_metrics(inputs)

@@ -48,8 +48,7 @@ def tba(
         raise ValueError(f"beta={beta}: need at least 0")
     completions = inputs.completions
     trained = completions.lengths(inputs.loss_mask) > 0
-    logprobs = inputs.trainer_logprobs.detach()
-    log_l = completions.sums(log_ratio(logprobs, ref_logprobs, inputs.loss_mask))
+    log_l = completions.sums(log_ratio(inputs, ref_logprobs).detach())
     centred = log_l - completions.group_mean(log_l, trained)
     regularised = inputs.advantages - beta * centred[completions.index]
     loss, metrics = policy_gradient(
