@@ -138,8 +138,9 @@ def _read_override(text: str, groups: dict[str, set[str]], multirun: bool) -> _O
     is_section = isinstance(value, dict)
     section, _, option = key.partition(".")
     for name in [f"{key}.{inner}" for inner in value] if is_section else [key]:
-        # An option of a user's own loss may have any name.
+        # An option of a user's own loss, or of a dataset, may have any name.
         is_option = name.startswith("loss.") and name.count(".") == 1
+        is_option = is_option or name.startswith("task.options.")
         if not (is_option or name in known_keys() or name in groups):
             return Problem(name, "unknown key" + did_you_mean(name, known_keys()), (name,))
     points = [text]

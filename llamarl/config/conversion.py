@@ -168,6 +168,8 @@ def describe(hint: object) -> str:
         return f"{describe(base)} {bounds}"
     if origin is Literal:
         return " or ".join(arms)
+    if origin is dict:
+        return "a section of your own keys"
     if origin is list:
         return f"a list of some of {', '.join(names_of(hint))}"
     return " or ".join(map(describe, arms))
@@ -201,6 +203,9 @@ def convert(value: object, hint: object) -> object:
         (item_hint,) = get_args(hint)
         if isinstance(value, list):
             return [convert(item, item_hint) for item in value]
+    elif origin is dict:
+        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+            return dict(value)
     elif type(value) in (int, float):
         # A number may be meant as a text; as a whole number only if it is one.
         fits = hint in (float, str) or (hint is int and value % 1 == 0)

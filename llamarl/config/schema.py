@@ -112,6 +112,7 @@ class GSM8KSettings(TaskSettings):
 class ReasoningGymSettings(TaskSettings):
     kind: Literal["reasoning_gym"]
     name: Text
+    options: dict[str, object]  # the dataset's own parameters
 
 
 @settings_dataclass

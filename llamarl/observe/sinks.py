@@ -15,6 +15,7 @@ from llamarl.errors import MetricsError
 from llamarl.native.disk import free_bytes
 from llamarl.observe.console import Console
 from llamarl.observe.rates import Row
+from llamarl.observe.signal import SignalWatch
 
 
 class Sink(Protocol):
@@ -176,7 +177,7 @@ def build_sinks(
     """The console and what was asked for; RowWriter adds the JSONL file. ValueError names a package
     that is missing.
     """
-    sinks: list[Sink] = [Console(max_steps=max_steps)]
+    sinks: list[Sink] = [Console(max_steps=max_steps), SignalWatch()]
     if tensorboard:
         sinks.append(TensorBoard(run_dir))
     if wandb:

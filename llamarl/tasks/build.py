@@ -18,7 +18,7 @@ taken out of training.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llamarl.tasks.addition import addition_examples
@@ -40,6 +40,7 @@ def build_task(
     prompt_key: str = "prompt",
     answer_key: str | None = "answer",
     name: str | None = None,
+    options: Mapping[str, object] | None = None,
     chat: bool = True,
     system_prompt: str | None = None,
     max_prompt_tokens: int = 512,
@@ -47,7 +48,7 @@ def build_task(
     seed: int = 0,
 ) -> Task:
     """The task of a kind (see the table above). num_eval: the most prompts to hold out where no
-    evaluation data is given.
+    evaluation data is given. options: parameters of the reasoning_gym dataset.
 
     ValueError or FileNotFoundError, saying what to change, for an unknown kind, missing settings or
     bad data.
@@ -68,7 +69,7 @@ def build_task(
     if kind == "reasoning_gym":
         from llamarl.tasks.procedural import ReasoningGymTask
 
-        return ReasoningGymTask(name, maker, num_eval=num_eval, seed=seed)
+        return ReasoningGymTask(name, maker, num_eval=num_eval, seed=seed, options=options or {})
 
     def read(path: str | Path) -> tuple[Sequence[Example], Sequence[Example] | None]:
         """(training examples, held-out examples or None) of a file or directory."""

@@ -8,12 +8,15 @@ question is replaced.
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
+from dataclasses import fields
 from functools import cached_property, lru_cache
 
 from llamarl.tasks.base import CACHED_PROMPTS, Example, PromptMaker
 from llamarl.types import Prompt
-from llamarl.words.names import nearest
+from llamarl.words.names import did_you_mean, nearest
 
 NUM_TRAIN = 20_000  # questions before they repeat; some datasets are slow or refuse to be larger
 SEED_WINDOW = 1 << 20
@@ -28,21 +31,31 @@ class ReasoningGymTask:
     """A Task over reasoning_gym's dataset `name`. Questions over max_prompt_tokens are replaced by
     others that fit.
 
-    ValueError for an unknown name, one that reasoning_gym refuses, or a limit that next to no
-    question meets.
+    options: the dataset's own parameters, {"min_terms": 2}, which make it easier or harder.
+    ValueError for an unknown name or parameter, one that reasoning_gym refuses, or a limit that
+    next to no question meets.
     """
 
     default_reward = "llamarl.tasks.rewards:reasoning_gym_score"
     train_digest = eval_digest = ""
 
-    def __init__(self, name: str | None, maker: PromptMaker, *, num_eval: int, seed: int):
+    def __init__(
+        self,
+        name: str | None,
+        maker: PromptMaker,
+        *,
+        num_eval: int,
+        seed: int,
+        options: Mapping[str, object],
+    ):
         self.name = str(name)
+        self._options = json.dumps(options, sort_keys=True)
         self._maker = maker
         self.num_train = NUM_TRAIN
         self.num_eval = num_eval
         train_seed = SEED_WINDOW * (seed % 1000 + 1)
-        self._train_questions = open_dataset(name, NUM_TRAIN, train_seed)
-        self._eval_questions = open_dataset(name, max(1, num_eval), 0)
+        self._train_questions = open_dataset(name, NUM_TRAIN, train_seed, self._options)
+        self._eval_questions = open_dataset(name, max(1, num_eval), 0, self._options)
         self.train_prompt = lru_cache(CACHED_PROMPTS)(self._train_prompt)
         self.eval_prompt = lru_cache(CACHED_PROMPTS)(self._eval_prompt)
 
@@ -72,6 +85,7 @@ class ReasoningGymTask:
                     "dataset": self.name,
                     "size": questions.size,
                     "seed": questions.seed,
+                    "options": self._options,
                     "index": index,
                 }
                 return self._maker.prompt(Example(text, meta))
@@ -83,8 +97,11 @@ class ReasoningGymTask:
 
 
 @lru_cache(maxsize=8)
-def open_dataset(name: str | None, size: int, seed: int):
-    """A reasoning_gym dataset. ValueError with the nearest name if there is none such."""
+def open_dataset(name: str | None, size: int, seed: int, options: str = "{}"):
+    """A reasoning_gym dataset. options: its own parameters, as a JSON object.
+
+    ValueError with the nearest name if there is none such, or no such parameter.
+    """
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -96,8 +113,20 @@ def open_dataset(name: str | None, size: int, seed: int):
         raise ValueError(
             f"task.name={name}: its questions differ from process to process; {remedy}"
         )
+    given = json.loads(options)
+    _, config = DATASETS[name]
+    own = [field.name for field in fields(config) if field.name not in ("size", "seed")]
+    for option in given:
+        if option not in own:
+            hint = did_you_mean(option, own)
+            raise ValueError(f"task.options.{option}: {name} takes {', '.join(own)}{hint}")
     try:
-        return reasoning_gym.create_dataset(name, size=size, seed=seed)
-    except (AssertionError, ValueError) as error:
+        return reasoning_gym.create_dataset(name, size=size, seed=seed, **given)
+    except (AssertionError, TypeError, ValueError) as error:
+        where = f"task.name={name}"
+        remedy = "choose another dataset"
+        if given:
+            where += f" task.options={options}"
+            remedy = "choose other options"
         refusal = f"reasoning_gym refuses {size} questions of it: {error}"
-        raise ValueError(f"task.name={name}: {refusal}; choose another dataset") from error
+        raise ValueError(f"{where}: {refusal}; {remedy}") from error

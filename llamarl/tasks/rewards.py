@@ -7,6 +7,7 @@ error of the reward, not as a score.
 
 from __future__ import annotations
 
+import json
 import re
 from decimal import Decimal
 from functools import lru_cache
@@ -45,7 +46,7 @@ def reasoning_gym_score(prompt: str, completion_text: str, meta: dict) -> float:
 
     Its consolation of 0.01 and less for any wrong answer counts as 0; its partial credit stays.
     """
-    made_from = (meta["dataset"], meta["size"], meta["seed"])
+    made_from = (meta["dataset"], meta["size"], meta["seed"], meta["options"])
     entry = _reasoning_gym_entry(*made_from, meta["index"])
     if entry["question"] != prompt:
         what = f"{meta['dataset']} asked another question for the same seed"
@@ -76,12 +77,12 @@ def _answer(meta: dict) -> object:
 
 
 @lru_cache(maxsize=8)
-def _reasoning_gym_dataset(name: str, size: int, seed: int):
+def _reasoning_gym_dataset(name: str, size: int, seed: int, options: str):
     import reasoning_gym
 
-    return reasoning_gym.create_dataset(name, size=size, seed=seed)
+    return reasoning_gym.create_dataset(name, size=size, seed=seed, **json.loads(options))
 
 
 @lru_cache(maxsize=1024)
-def _reasoning_gym_entry(name: str, size: int, seed: int, index: int) -> dict:
-    return _reasoning_gym_dataset(name, size, seed)[index]
+def _reasoning_gym_entry(name: str, size: int, seed: int, options: str, index: int) -> dict:
+    return _reasoning_gym_dataset(name, size, seed, options)[index]

@@ -21,6 +21,7 @@ from llamarl.observe.rates import RateMeter, idle_shares
 from llamarl.observe.report import columns_of, facts, moving_mean, write_report
 from llamarl.observe.report import main as report_main
 from llamarl.observe.rows import COLUMNS
+from llamarl.observe.signal import SignalWatch
 from llamarl.observe.sinks import Jsonl, TensorBoard, WandB, read_rows
 from llamarl.observe.trace import merge
 
@@ -756,3 +757,43 @@ def test_the_moving_mean_ignores_gaps_and_is_shorter_at_the_ends():
     numpy = pytest.importorskip("numpy")
     got = moving_mean(numpy.array([1.0, numpy.nan, 3.0, 5.0]), width=3)
     assert got.tolist() == [1.0, 2.0, 4.0, 4.0]
+
+
+# --- A run without a signal ---
+
+
+def flat(reward: float, cut: float = 0.0) -> dict[str, float]:
+    return {"reward/mean": reward, "reward/std": 0.0, "completion/truncated_fraction": cut}
+
+
+def test_a_run_whose_first_steps_bring_no_signal_says_what_to_try(caplog):
+    watch = SignalWatch()
+    for step in range(1, 6):
+        watch.write({"step": step, **flat(0.0, cut=0.75)})
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "first 3 steps brought no signal" in record.message
+    assert "max_new_tokens (75% of completions are cut off)" in record.message
+    assert "numeric_match" in record.message
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_one_step_with_a_signal_is_enough(caplog, late):
+    watch = SignalWatch()
+    for step in range(1, 9):
+        watch.write({"step": step, **flat(1.0), "reward/std": float(step == late + 1)})
+    assert not caplog.records
+
+
+def test_rows_without_rewards_do_not_count(caplog):
+    watch = SignalWatch()
+    for step in range(1, 9):
+        watch.write({"step": step})
+    assert not caplog.records
+
+
+def test_a_resumed_run_is_past_its_first_steps(caplog):
+    watch = SignalWatch()
+    for step in range(40, 49):
+        watch.write({"step": step, **flat(1.0)})
+    assert not caplog.records

@@ -462,6 +462,29 @@ def test_the_consolation_for_a_wrong_answer_is_no_reward():
     assert reasoning_gym_score(prompt.text, meta["answer"], meta) == 1.0
 
 
+def test_reasoning_gym_takes_the_datasets_own_parameters():
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    task = chain_sum(options=options)
+    for i in range(50):
+        prompt = task.train_prompt(i)
+        terms = re.findall(r"\d+", prompt.text)
+        assert len(terms) == 2 and all(len(term) == 1 for term in terms), prompt.text
+        meta = json.loads(json.dumps(prompt.meta))
+        assert reasoning_gym_score(prompt.text, meta["answer"], meta) == 1.0
+    assert texts_of_eval(task) != texts_of_eval(chain_sum())
+
+
+def test_reasoning_gym_parameters_are_checked():
+    with pytest.raises(
+        ValueError,
+        match="task.options.min_term: chain_sum takes min_terms, .*did you mean min_terms",
+    ):
+        chain_sum(options={"min_term": 2})
+    refused = "task.options=.*max_digits.*refuses .* choose other options"
+    with pytest.raises(ValueError, match=refused):
+        chain_sum(options={"min_digits": 3, "max_digits": 1})
+
+
 def test_reasoning_gym_names_are_checked(monkeypatch):
     with pytest.raises(ValueError, match="task.name=chain_sums: .*did you mean chain_sum"):
         build_task("reasoning_gym", CharTokenizer(), name="chain_sums")

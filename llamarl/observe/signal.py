@@ -1,0 +1,53 @@
+"""A run that has nothing to learn from says so, instead of printing zeros for hours."""
+
+from __future__ import annotations
+
+import logging
+
+from llamarl.observe.rates import Row
+
+FIRST_STEPS = 3  # that bring nothing before it is said
+MANY_CUT = 0.5  # share of completions that end at the token limit, from which that may be why
+
+log = logging.getLogger(__name__)
+
+
+class SignalWatch:
+    """A sink that warns, once, where the first steps of a run bring no signal: all completions got
+    the same reward, so that no one is better than another.
+    """
+
+    def __init__(self):
+        self._num_flat = 0  # of the run's first steps; a resumed run is past them
+
+    def write(self, row: Row) -> None:
+        """Look at a row of the first steps."""
+        if row["step"] > FIRST_STEPS or row.get("reward/std") != 0.0:
+            return
+        self._num_flat += 1
+        if self._num_flat == FIRST_STEPS:
+            log.warning("%s", no_signal(row))
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+
+def no_signal(row: Row) -> str:
+    """What to try, in the order of what it costs."""
+    cut = row.get("completion/truncated_fraction") or 0.0
+    remedies = []
+    if cut >= MANY_CUT:
+        remedies.append(f"a larger max_new_tokens ({cut:.0%} of completions are cut off)")
+    remedies += [
+        "another reward.fn (exact_match gives 0 to an answer within a sentence, "
+        "llamarl.tasks.rewards:numeric_match reads the number)",
+        "an easier task (task.options.*)",
+        "a larger group_size",
+        "a warm start (recipes/sft.py)",
+    ]
+    return (
+        f"the first {FIRST_STEPS} steps brought no signal: every completion got the reward "
+        f"{row['reward/mean']:g}, so nothing is learned from them. Try "
+        + ", or ".join(remedies)
+        + ". recipes/evaluate.py shows what the model answers"
+    )
