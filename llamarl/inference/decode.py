@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from llamarl.inference.cache import SlotCache
 from llamarl.models.attention import Attention
-from llamarl.models.build import Decoder, RMSNorm
+from llamarl.models.build import Decoder
+from llamarl.models.norms import RMSNorm
 from llamarl.native import library
 
 _FLAGS = {torch.float32: ("-fopenmp",), torch.bfloat16: ("-fopenmp", "-DBF16")}
@@ -93,6 +94,8 @@ class NativeDecode:
         if any(type(parameter) is not nn.Parameter for parameter in decoder.parameters()):
             return False
         config = decoder.config
+        if config.traits.qk_norm:
+            return False
         if config.num_attention_heads % config.num_key_value_heads:
             return False
         # Pairs of bfloat16 are multiplied at once.

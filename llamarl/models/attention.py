@@ -22,8 +22,10 @@ from llamarl.models.fused import (
     masked_products,
     packed_products,
     projections,
+    rms_norm,
     rotate,
 )
+from llamarl.models.norms import RMSNorm
 from llamarl.models.sharding import heads_of
 from llamarl.models.tp import KeyValueSharing, TensorParallel, copied, summed
 
@@ -355,6 +357,11 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, kv_width, bias)
         self.v_proj = nn.Linear(width, kv_width, bias)
         self.output_proj = nn.Linear(query_width, width, bias=False)
+        self.q_norm = None
+        self.k_norm = None
+        if config.traits.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: Angles) -> Tensor:
         num_tokens = x_TD.shape[0]
@@ -366,9 +373,11 @@ class Attention(nn.Module):
         else:
             q, k, v = projections(x_TD, self.q_proj, self.k_proj, self.v_proj)
         shape = (num_tokens, -1, self.head_dim)
-        q = rotate(q.view(shape), *input_pos)
-        k = rotate(k.view(shape), *input_pos)
+        q = self._normed(q.view(shape), self.q_norm)
+        k = self._normed(k.view(shape), self.k_norm)
         v = v.view(shape)
+        q = rotate(q, *input_pos)
+        k = rotate(k, *input_pos)
         if self.repeats:
             k = repeated(k, self.repeats)
             v = repeated(v, self.repeats)
@@ -377,3 +386,13 @@ class Attention(nn.Module):
         if self.tp:
             out_TD = summed(out_TD, self.tp)
         return out_TD
+
+    def _normed(self, x_THK: Tensor, norm: RMSNorm | None) -> Tensor:
+        """Every head normed, where the family does that."""
+        if norm is None:
+            return x_THK
+        scale_K = norm.scale
+        if self.tp:
+            # Whole on every rank, which sees its own heads alone: the gradient is the sum of all.
+            scale_K = copied(scale_K, self.tp)
+        return rms_norm(x_THK, scale_K, norm.eps)

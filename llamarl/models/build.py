@@ -4,8 +4,8 @@
     logits_TV = decoder(tokens_T, positions_T, PackedAttention(cu_seqlens))
 
 The decoder is a LanguageModel (llamarl.models.protocol), which is what the rest of the package asks
-of one. To add a family whose blocks are Llama's, add its architecture name to FAMILIES in
-config.py; docs/models.md says what else a family may need.
+of one. What the layers of a family are made of is an entry of FAMILIES in families.py;
+docs/models.md says how to add one.
 """
 
 from __future__ import annotations
@@ -25,25 +25,14 @@ from torchtune.modules import TransformerDecoder
 
 from llamarl.models.attention import Angles, Attention, AttentionContext, Rotary
 from llamarl.models.config import ModelConfig, read_config
-from llamarl.models.fused import add_rms_norm, projections, rms_norm, swiglu
+from llamarl.models.fused import projections, swiglu
 from llamarl.models.masters import Masters
+from llamarl.models.norms import RMSNorm
 from llamarl.models.protocol import Head
 from llamarl.models.sharding import span
 from llamarl.models.tp import SplitEmbedding, TensorParallel, copied, gathered, summed
 
-__all__ = ["Decoder", "ModelConfig", "RMSNorm", "build_decoder", "random_weights", "read_config"]
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) in float32, then in x's dtype times `scale`: Hugging Face's order of rounding."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.scale, self.eps)
+__all__ = ["Decoder", "ModelConfig", "build_decoder", "random_weights", "read_config"]
 
 
 class FeedForward(nn.Module):
@@ -88,9 +77,9 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(dim, eps=config.rms_norm_eps)
 
     def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: Angles) -> Tensor:
-        x_TD, normed_TD = add_rms_norm(x_TD, None, self.sa_norm.scale, self.sa_norm.eps)
+        x_TD, normed_TD = self.sa_norm.of_sum(x_TD, None)
         attended_TD = self.attn(normed_TD, mask=mask, input_pos=input_pos)
-        h_TD, normed_TD = add_rms_norm(x_TD, attended_TD, self.mlp_norm.scale, self.mlp_norm.eps)
+        h_TD, normed_TD = self.mlp_norm.of_sum(x_TD, attended_TD)
         return h_TD + self.mlp(normed_TD)
 
 

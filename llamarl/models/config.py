@@ -7,13 +7,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-FAMILIES = {  # family -> whether q, k and v carry a bias
-    "Llama": False,
-    "Mistral": False,
-    "Qwen2": True,
-}
+from llamarl.models.families import FAMILIES, Family
+
 CAUSAL = "ForCausalLM"  # behind a family's name: a language model
 SCORER = "ForSequenceClassification"  # its head gives num_labels scores in place of logits
+_BIASES = {  # which transformers reads of a family's config.json
+    "Llama": ("attention_bias", "mlp_bias"),
+    "Qwen3": ("attention_bias",),
+}
 _COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -57,6 +58,11 @@ class ModelConfig:
     def family(self) -> str:
         """Llama, of LlamaForCausalLM and LlamaForSequenceClassification."""
         return family_of(self.architecture)
+
+    @property
+    def traits(self) -> Family:
+        """What all models of the family have in common."""
+        return FAMILIES[self.family]
 
     def as_scorer(self) -> ModelConfig:
         """The model of one score on this model's trunk; of a scorer, itself."""
@@ -133,14 +139,23 @@ def _to_config(raw: dict, architecture: str) -> ModelConfig:
         num_hidden_layers=raw["num_hidden_layers"],
         num_attention_heads=heads,
         num_key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        head_dim=_head_dim(raw, architecture),
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_theta=raw.get("rope_theta") or theta_of_rope or 10000.0,
         rope_scaling=raw.get("rope_scaling") or rope or None,
         max_position_embeddings=raw.get("max_position_embeddings", 2048),
         tie_word_embeddings=raw.get("tie_word_embeddings", False) and not labels,
-        attention_bias=FAMILIES[family_of(architecture)],
+        attention_bias=FAMILIES[family_of(architecture)].qkv_bias,
     )
+
+
+def _head_dim(raw: dict, architecture: str) -> int:
+    """Features of a head: as the config says, or as transformers has it where that says nothing."""
+    if raw.get("head_dim"):
+        return raw["head_dim"]
+    if family_of(architecture) == "Qwen3":
+        return 128
+    return raw["hidden_size"] // raw["num_attention_heads"]
 
 
 def _unsupported(raw: dict, architecture: str) -> str | None:
@@ -161,11 +176,11 @@ def _unsupported(raw: dict, architecture: str) -> str | None:
         )
     if raw.get("hidden_act", "silu") != "silu":
         return f"hidden_act {raw['hidden_act']} is not supported; supported: silu"
-    for key in ("attention_bias", "mlp_bias"):  # transformers reads them for Llama alone
-        if family == "Llama" and raw.get(key):
+    for key in _BIASES.get(family, ()):
+        if raw.get(key):
             return (
                 f"{key} is not supported: it puts biases on projections that are computed without; "
-                "no Llama has it"
+                f"no {family} has it"
             )
     return None
 

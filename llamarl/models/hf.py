@@ -33,6 +33,8 @@ _NAMES = (  # decoder name -> Hugging Face name
     ("layers.{}.attn.k_proj.", "model.layers.{}.self_attn.k_proj."),
     ("layers.{}.attn.v_proj.", "model.layers.{}.self_attn.v_proj."),
     ("layers.{}.attn.output_proj.", "model.layers.{}.self_attn.o_proj."),
+    ("layers.{}.attn.q_norm.scale", "model.layers.{}.self_attn.q_norm.weight"),
+    ("layers.{}.attn.k_norm.scale", "model.layers.{}.self_attn.k_norm.weight"),
     ("layers.{}.mlp.w1.", "model.layers.{}.mlp.gate_proj."),
     ("layers.{}.mlp.w2.", "model.layers.{}.mlp.down_proj."),
     ("layers.{}.mlp.w3.", "model.layers.{}.mlp.up_proj."),

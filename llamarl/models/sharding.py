@@ -164,8 +164,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
         of_layer[f"self_attn.{projection}.weight"] = (rows, d)
         if config.attention_bias:
             of_layer[f"self_attn.{projection}.bias"] = (rows,)
+    of_layer["self_attn.o_proj.weight"] = (d, q)
+    if config.traits.qk_norm:
+        of_layer["self_attn.q_norm.weight"] = (config.head_dim,)
+        of_layer["self_attn.k_norm.weight"] = (config.head_dim,)
     of_layer |= {
-        "self_attn.o_proj.weight": (d, q),
         "mlp.gate_proj.weight": (f, d),
         "mlp.down_proj.weight": (d, f),
         "mlp.up_proj.weight": (f, d),

@@ -59,6 +59,14 @@ MODELS = {
         "intermediate_size": 80,
         "tie_word_embeddings": True,
     },
+    "normed_heads": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "vocab_size": 53,
+        "intermediate_size": 80,
+        "tie_word_embeddings": True,
+    },
     "one_kv_head": {
         "architectures": ["LlamaForCausalLM"],
         "num_attention_heads": 4,

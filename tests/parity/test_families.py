@@ -1,0 +1,159 @@
+"""Families whose layers are not Llama's: what their models sample, learn, quantise and adapt,
+against transformers.
+
+Logits, directories and packing: tests/parity/test_models.py; scores: test_scorers.py; ranks:
+test_tensor_parallel.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from llamarl.inference import Engine, SamplingParams
+from llamarl.inference.decode import NativeDecode
+from llamarl.models import hf
+from llamarl.models.attention import PackedAttention
+from llamarl.models.build import build_decoder, read_config
+from llamarl.models.lora import Lora, LoraLinear, PolicyWeights
+from llamarl.models.quantize import QuantizedLinear, quantize_decoder
+from llamarl.models.training import training_decoder
+from tests.engines import generate
+from tests.tolerances import assert_same_greedy, margins_of, rounding
+
+pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS = {
+    "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True),
+    "qwen3_untied": Qwen3Config(
+        **SIZES, num_key_value_heads=3, head_dim=8, tie_word_embeddings=False
+    ),
+}
+LOGITS = rounding(terms=48, depth=2 * 3, size=3.0)  # width and layers, and how logits deviate
+GRADIENTS = rounding(terms=48, depth=2 * 2 * 3)  # of a parameter's largest
+PROMPTS = [[1, 5, 9], [1, 7], [3], [2, 4, 6, 8, 10, 12, 14]]
+TOKENS = torch.arange(24) * 7 % 53 + 1
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=CONFIGS)
+def directory(request, tmp_path) -> Path:
+    """A random model that transformers saved, whose every weight shows in the logits."""
+    model = AutoModelForCausalLM.from_config(CONFIGS[request.param])
+    draw = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=draw)
+        parameter.data = noise * 0.2 + (parameter.dim() == 1)
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def theirs(path: Path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def ours(path: Path):
+    return hf.load_weights(build_decoder(read_config(path)), path)
+
+
+def trained(path: Path, **settings):
+    return training_decoder(path, mesh=None, device=CPU, compute_dtype=torch.float32, **settings)
+
+
+def logits_of(decoder) -> torch.Tensor:
+    ends = torch.tensor([0, len(TOKENS)])
+    return decoder(TOKENS, torch.arange(len(TOKENS)), PackedAttention(ends))
+
+
+def loss_of(logits: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:-1], TOKENS[1:])
+
+
+@torch.no_grad()
+def test_greedy_completions_are_those_of_transformers(directory):
+    """Prompts of unlike lengths in fewer slots than there are prompts."""
+    model = theirs(directory)
+    greedy = SamplingParams(40, temperature=0.0, stop_token_ids=(2,))
+    engine = Engine(ours(directory), max_slots=3, max_len=64)
+    for prompt, (completion,) in zip(PROMPTS, generate(engine, PROMPTS, greedy)):
+        generated = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
+        logits = model(generated).logits[0, len(prompt) - 1 : -1]
+        want = generated[0, len(prompt) :]
+        assert_same_greedy(completion.token_ids, want, margins_of(logits), LOGITS)
+
+
+def test_the_native_decoding_path_says_no_to_layers_that_it_does_not_compute(directory):
+    assert not NativeDecode.fits(ours(directory), CPU, torch.float32)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_gradients_are_those_of_transformers(directory, recompute):
+    model = theirs(directory)
+    loss_of(model(TOKENS[None]).logits[0]).backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+    decoder = trained(directory, activation_checkpointing=recompute)
+    loss_of(logits_of(decoder)).backward()
+    got = {name: p.grad for name, p in hf.named_parameters_hf(decoder)}
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        largest = gradient.abs().max()
+        assert (got[name] - gradient).abs().max() <= GRADIENTS * largest.clamp(min=1e-3), name
+
+
+def test_bfloat16_masters_are_trained(directory):
+    """A single rank's mixed precision reaches every parameter."""
+    decoder = training_decoder(directory, mesh=None, device=CPU, compute_dtype=torch.bfloat16)
+    exact = trained(directory)
+    for each in (decoder, exact):
+        loss_of(logits_of(each).float()).backward()
+    for (name, p), (_, q) in zip(decoder.named_parameters(), exact.named_parameters()):
+        likeness = F.cosine_similarity(p.grad.flatten(), q.grad.flatten(), dim=0)
+        assert likeness > 0.9, name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantised_projections_stay_near(directory, kind):
+    decoder = ours(directory)
+    want = logits_of(decoder).log_softmax(-1)
+    quantize_decoder(decoder, kind)
+    assert type(decoder.layers[0].attn.output_proj) is QuantizedLinear
+    got = logits_of(decoder).log_softmax(-1)
+    kl = (want.exp() * (want - got)).sum(-1).mean()
+    assert 0 < kl < 0.1
+
+
+def test_adapters_train_and_merge(directory, tmp_path):
+    lora = Lora(rank=3, alpha=7.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"), seed=5)
+    decoder = trained(directory, lora=lora)
+    loss_of(logits_of(decoder)).backward()
+    adapters = [m for m in decoder.modules() if isinstance(m, LoraLinear)]
+    assert len(adapters) == 4 * 3
+    with torch.no_grad():
+        for adapter in adapters:
+            assert adapter.lora_b.grad.abs().max() > 0
+            adapter.lora_b.sub_(adapter.lora_b.grad)
+    merged = PolicyWeights(decoder)
+    merged.refresh()
+    out = tmp_path / "merged"
+    hf.export(merged.parameters, directory, out, dtype=torch.float32)
+    with torch.no_grad():
+        want = logits_of(decoder)
+        assert (logits_of(trained(directory)) - want).abs().max() > 100 * LOGITS
+        assert (logits_of(ours(out)) - want).abs().max() <= LOGITS
+        assert (theirs(out)(TOKENS[None]).logits[0] - want).abs().max() <= LOGITS
