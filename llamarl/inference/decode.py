@@ -94,7 +94,10 @@ class NativeDecode:
         if any(type(parameter) is not nn.Parameter for parameter in decoder.parameters()):
             return False
         config = decoder.config
-        if config.traits.qk_norm:
+        traits = config.traits
+        has_more = traits.qk_norm or traits.biases or traits.learned_positions
+        is_llamas = traits.norm == "rms" and traits.gated and not has_more
+        if not is_llamas or config.rotary_dim is not None or config.parallel_residual:
             return False
         if config.num_attention_heads % config.num_key_value_heads:
             return False

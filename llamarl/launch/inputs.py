@@ -8,12 +8,11 @@ from contextlib import contextmanager
 
 from llamarl.errors import BadInput
 from llamarl.launch.job import Job
-from llamarl.models.attention import Rotary
+from llamarl.models.attention import rotary_of
 from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig, read_config
-from llamarl.models.hf import SafetensorsDir, check_weights
+from llamarl.models.hf import weights_of
 from llamarl.models.quantize import quantize_decoder
-from llamarl.models.sharding import parameter_shapes
 
 log = logging.getLogger("llamarl")
 
@@ -52,11 +51,17 @@ def _check_model(job: Job, model: ModelConfig) -> None:
             "model.path is the policy, a language model"
         )
     try:
-        Rotary(model.head_dim, model.rope_theta, model.rope_scaling)
+        rotary_of(model)
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{job.model_path / 'config.json'}: {error}") from error
-    check_weights(SafetensorsDir(job.model_path), parameter_shapes(model))
+    weights_of(job.model_path, model)
     g = job.config.generator
+    if g.kind == "vllm" and model.traits.names:
+        raise ValueError(
+            f"{job.model_path / 'config.json'}: generator=vllm is not sent weights of "
+            f"{model.architecture}, whose tensors lie otherwise there than here; "
+            "generator=native samples it"
+        )
     if g.kind == "native" and g.quantize != "none":
         decoder = build_decoder(model)  # on the meta device
         try:

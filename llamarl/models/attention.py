@@ -217,8 +217,8 @@ class Rotary:
     """Rotary position embedding in Hugging Face's half-split layout, so that weights need no
     permutation.
 
-    scaling: the HF config's rope_scaling (None; type default, linear, llama3 or yarn). Tables are
-    float32 and grow on demand.
+    head_dim: features that are turned. scaling: the HF config's rope_scaling (None; type default,
+    linear, llama3 or yarn). Tables are float32 and grow on demand.
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: dict | None):
@@ -241,6 +241,12 @@ class Rotary:
             self._table = (waves * self.factor).to(device)
         cos, sin = self._table[:, positions_T]
         return cos, sin
+
+
+def rotary_of(config: ModelConfig) -> Rotary:
+    """Of no feature, where a model has no rotary positions."""
+    dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    return Rotary(dim, config.rope_theta, config.rope_scaling)
 
 
 def _scale_frequencies(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]:
@@ -311,6 +317,19 @@ def _yarn(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]
     return frequencies, magnitude
 
 
+def turned(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The first features of every head turned by its token's angles, as many as these are for; the
+    others stay.
+    """
+    dim = cos.shape[-1]
+    if dim == x_THK.shape[-1]:
+        return rotate(x_THK, cos, sin)
+    if dim == 0:
+        return x_THK
+    first = rotate(x_THK[..., :dim], cos, sin)
+    return torch.cat([first, x_THK[..., dim:]], dim=-1)
+
+
 def repeated(x_TJK: Tensor, repeats: list[int]) -> Tensor:
     """[T, H, K]: K/V head j repeats[j] times, for the query heads that read it."""
     heads = []
@@ -357,6 +376,10 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, kv_width, bias)
         self.v_proj = nn.Linear(width, kv_width, bias)
         self.output_proj = nn.Linear(query_width, width, bias=False)
+        self.output_bias = None
+        if config.traits.biases:
+            # Beside the projection: of all ranks' sum, and not of each rank's part.
+            self.output_bias = nn.Parameter(torch.zeros(width))
         self.q_norm = None
         self.k_norm = None
         if config.traits.qk_norm:
@@ -376,8 +399,8 @@ class Attention(nn.Module):
         q = self._normed(q.view(shape), self.q_norm)
         k = self._normed(k.view(shape), self.k_norm)
         v = v.view(shape)
-        q = rotate(q, *input_pos)
-        k = rotate(k, *input_pos)
+        q = turned(q, *input_pos)
+        k = turned(k, *input_pos)
         if self.repeats:
             k = repeated(k, self.repeats)
             v = repeated(v, self.repeats)
@@ -385,6 +408,8 @@ class Attention(nn.Module):
         (out_TD,) = projections(attended_THK.reshape(num_tokens, -1), self.output_proj)
         if self.tp:
             out_TD = summed(out_TD, self.tp)
+        if self.output_bias is not None:
+            out_TD = out_TD + self.output_bias
         return out_TD
 
     def _normed(self, x_THK: Tensor, norm: RMSNorm | None) -> Tensor:
