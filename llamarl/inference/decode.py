@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from llamarl.inference.cache import SlotCache
 from llamarl.inference.sampler import check_vector
 from llamarl.models.attention import Attention
-from llamarl.models.build import Decoder, RMSNorm
+from llamarl.models.build import Decoder
+from llamarl.models.norms import RMSNorm
 from llamarl.native import library
 
 _CPU = torch.device("cpu")
@@ -95,6 +96,11 @@ class NativeDecode:
         if any(type(parameter) is not nn.Parameter for parameter in decoder.parameters()):
             return False
         config = decoder.config
+        traits = config.traits
+        has_more = traits.qk_norm or traits.biases or traits.learned_positions
+        is_llamas = traits.norm == "rms" and traits.gated and not has_more
+        if not is_llamas or config.rotary_dim is not None or config.parallel_residual:
+            return False
         if config.num_attention_heads % config.num_key_value_heads:
             return False
         # Pairs of bfloat16 are multiplied at once.

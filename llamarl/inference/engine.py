@@ -92,6 +92,12 @@ class Engine(SlotEngine):
             raise ValueError(
                 f"max_slots={max_slots}, max_len={max_len}: need at least 1 slot and 2 tokens"
             )
+        places = decoder.config.max_position_embeddings
+        if decoder.config.traits.learned_positions and max_len > places:
+            raise ValueError(
+                f"max_len={max_len}: {decoder.config.architecture} has learned positions for "
+                f"{places}"
+            )
         self.device = torch.device(device)
         self._on_cpu = self.device.type == "cpu"
         if self._on_cpu:

@@ -8,12 +8,11 @@ from contextlib import contextmanager
 
 from llamarl.errors import BadInput
 from llamarl.launch.job import Job
-from llamarl.models.attention import Rotary
+from llamarl.models.attention import rotary_of
 from llamarl.models.build import build_decoder
-from llamarl.models.config import read_config
-from llamarl.models.hf import SafetensorsDir, check_weights
+from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.hf import weights_of
 from llamarl.models.quantize import quantize_decoder
-from llamarl.models.sharding import parameter_shapes
 
 log = logging.getLogger("llamarl")
 
@@ -29,57 +28,12 @@ def bad_input() -> Iterator[None]:
 
 def check_inputs(job: Job) -> None:
     """Model directory, tokenizer and data, on every rank, before any weight is read. BadInput."""
-    from jinja2 import TemplateError
-
     c = job.config
     with bad_input():
         model = read_config(job.model_path)
-        if model.labels:
-            raise ValueError(
-                f"{job.model_path / 'config.json'}: {model.architecture} gives scores, no tokens; "
-                "model.path is the policy, a language model"
-            )
-        try:
-            Rotary(model.head_dim, model.rope_theta, model.rope_scaling)
-        except (ValueError, TypeError, ArithmeticError) as error:
-            raise ValueError(f"{job.model_path / 'config.json'}: {error}") from error
-        check_weights(SafetensorsDir(job.model_path), parameter_shapes(model))
-        g = c.generator
-        if g.kind == "native" and g.quantize != "none":
-            decoder = build_decoder(model)  # on the meta device
-            try:
-                quantize_decoder(decoder, g.quantize, tuple(g.quantize_exclude))
-            except ValueError as error:
-                raise ValueError(
-                    f"generator.quantize_exclude={g.quantize_exclude}: {error}"
-                ) from error
-        # The ids of the tokenizer and of the stop tokens are rows of the embedding.
-        but = f"but config.json says vocab_size={model.vocab_size}; fetch both again"
-        vocabulary = job.tokenizer.get_vocab()
-        last = max(vocabulary, key=vocabulary.get, default=None)
-        if last is not None and vocabulary[last] >= model.vocab_size:
-            file = job.model_path / "tokenizer.json"
-            raise ValueError(f"{file}: token {last!r} has id {vocabulary[last]}, {but}")
-        for token in job.stop_token_ids:
-            if not 0 <= token < model.vocab_size:
-                file = job.model_path / "generation_config.json"
-                raise ValueError(f"{file}: eos_token_id={token}, {but}")
-        if not job.stop_token_ids and job.world.rank == 0:
-            log.warning(
-                "%s: no eos token in tokenizer_config.json or generation_config.json; completions "
-                "take max_new_tokens",
-                job.model_path,
-            )
-        try:
-            job.task.train_prompt(0)
-        except TemplateError as error:
-            own = job.model_path / "chat_template.jinja"
-            file = own if own.is_file() else job.model_path / "tokenizer_config.json"
-            what = " ".join(f"{type(error).__name__}: {error}".split())
-            remedy = "unset task.system_prompt" if c.task.system_prompt else "correct it"
-            raise ValueError(
-                f"{file}: its chat template failed ({what}); {remedy}, or set task.chat=false"
-            ) from error
+        _check_model(job, model)
+        _check_tokens(job, model.vocab_size)
+        _check_task(job)
         longest = c.task.max_prompt_tokens + c.max_new_tokens
         context = model.max_position_embeddings
         if longest > context:
@@ -87,3 +41,66 @@ def check_inputs(job: Job) -> None:
                 f"task.max_prompt_tokens + max_new_tokens = {longest}, but the model's context is "
                 f"{context}; lower one of them"
             )
+
+
+def _check_model(job: Job, model: ModelConfig) -> None:
+    """By config.json and the headers of the weights."""
+    if model.labels:
+        raise ValueError(
+            f"{job.model_path / 'config.json'}: {model.architecture} gives scores, no tokens; "
+            "model.path is the policy, a language model"
+        )
+    try:
+        rotary_of(model)
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"{job.model_path / 'config.json'}: {error}") from error
+    weights_of(job.model_path, model)
+    g = job.config.generator
+    if g.kind == "vllm" and model.traits.names:
+        raise ValueError(
+            f"{job.model_path / 'config.json'}: generator=vllm is not sent weights of "
+            f"{model.architecture}, whose tensors lie otherwise there than here; "
+            "generator=native samples it"
+        )
+    if g.kind == "native" and g.quantize != "none":
+        decoder = build_decoder(model)  # on the meta device
+        try:
+            quantize_decoder(decoder, g.quantize, tuple(g.quantize_exclude))
+        except ValueError as error:
+            raise ValueError(f"generator.quantize_exclude={g.quantize_exclude}: {error}") from error
+
+
+def _check_tokens(job: Job, vocab_size: int) -> None:
+    """The tokenizer's ids and the stop tokens are rows of the embedding."""
+    but = f"but config.json says vocab_size={vocab_size}; fetch both again"
+    vocabulary = job.tokenizer.get_vocab()
+    last = max(vocabulary, key=vocabulary.get, default=None)
+    if last is not None and vocabulary[last] >= vocab_size:
+        file = job.model_path / "tokenizer.json"
+        raise ValueError(f"{file}: token {last!r} has id {vocabulary[last]}, {but}")
+    for token in job.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            file = job.model_path / "generation_config.json"
+            raise ValueError(f"{file}: eos_token_id={token}, {but}")
+    if not job.stop_token_ids and job.world.rank == 0:
+        log.warning(
+            "%s: no eos token in tokenizer_config.json or generation_config.json; completions take "
+            "max_new_tokens",
+            job.model_path,
+        )
+
+
+def _check_task(job: Job) -> None:
+    """The data, and the chat template on a prompt of it."""
+    from jinja2 import TemplateError
+
+    try:
+        job.task.train_prompt(0)
+    except TemplateError as error:
+        own = job.model_path / "chat_template.jinja"
+        file = own if own.is_file() else job.model_path / "tokenizer_config.json"
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        remedy = "unset task.system_prompt" if job.config.task.system_prompt else "correct it"
+        raise ValueError(
+            f"{file}: its chat template failed ({what}); {remedy}, or set task.chat=false"
+        ) from error

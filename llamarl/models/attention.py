@@ -18,11 +18,13 @@ from llamarl.models.config import ModelConfig
 from llamarl.models.fused import (
     PackedProducts,
     Part,
+    add_rms_norm,
     kernels,
     masked_products,
     projections,
     rotate,
 )
+from llamarl.models.norms import RMSNorm
 from llamarl.models.sharding import heads_of
 from llamarl.models.tp import KeyValueSharing, TensorParallel, copied, summed
 
@@ -206,8 +208,8 @@ class Rotary:
     """Rotary position embedding in Hugging Face's half-split layout, so that weights need no
     permutation.
 
-    scaling: the HF config's rope_scaling (None; type default, linear, llama3 or yarn). Tables are
-    float32 and grow on demand.
+    head_dim: features that are turned. scaling: the HF config's rope_scaling (None; type default,
+    linear, llama3 or yarn). Tables are float32 and grow on demand.
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: dict | None):
@@ -230,6 +232,12 @@ class Rotary:
             self._table = (waves * self.factor).to(device)
         cos, sin = self._table[:, positions_T]
         return cos, sin
+
+
+def rotary_of(config: ModelConfig) -> Rotary:
+    """Of no feature, where a model has no rotary positions."""
+    dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    return Rotary(dim, config.rope_theta, config.rope_scaling)
 
 
 def _scale_frequencies(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]:
@@ -300,6 +308,19 @@ def _yarn(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]
     return frequencies, magnitude
 
 
+def turned(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The first features of every head turned by its token's angles, as many as these are for; the
+    others stay.
+    """
+    dim = cos.shape[-1]
+    if dim == x_THK.shape[-1]:
+        return rotate(x_THK, cos, sin)
+    if dim == 0:
+        return x_THK
+    first = rotate(x_THK[..., :dim], cos, sin)
+    return torch.cat([first, x_THK[..., dim:]], dim=-1)
+
+
 def repeated(x_TJK: Tensor, repeats: list[int]) -> Tensor:
     """[T, H, K]: K/V head j repeats[j] times, for the query heads that read it."""
     heads = []
@@ -346,6 +367,15 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, kv_width, bias)
         self.v_proj = nn.Linear(width, kv_width, bias)
         self.output_proj = nn.Linear(query_width, width, bias=False)
+        self.output_bias = None
+        if config.traits.biases:
+            # Beside the projection: of all ranks' sum, and not of each rank's part.
+            self.output_bias = nn.Parameter(torch.zeros(width))
+        self.q_norm = None
+        self.k_norm = None
+        if config.traits.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: Angles) -> Tensor:
         num_tokens = x_TD.shape[0]
@@ -357,9 +387,11 @@ class Attention(nn.Module):
         else:
             q, k, v = projections(x_TD, self.q_proj, self.k_proj, self.v_proj)
         shape = (num_tokens, -1, self.head_dim)
-        q = rotate(q.view(shape), *input_pos)
-        k = rotate(k.view(shape), *input_pos)
+        q = self._normed(q.view(shape), self.q_norm)
+        k = self._normed(k.view(shape), self.k_norm)
         v = v.view(shape)
+        q = turned(q, *input_pos)
+        k = turned(k, *input_pos)
         if self.repeats:
             k = repeated(k, self.repeats)
             v = repeated(v, self.repeats)
@@ -367,4 +399,17 @@ class Attention(nn.Module):
         (out_TD,) = projections(attended_THK.reshape(num_tokens, -1), self.output_proj)
         if self.tp:
             out_TD = summed(out_TD, self.tp)
+        if self.output_bias is not None:
+            out_TD = out_TD + self.output_bias
         return out_TD
+
+    def _normed(self, x_THK: Tensor, norm: RMSNorm | None) -> Tensor:
+        """Every head normed, where the family does that."""
+        if norm is None:
+            return x_THK
+        scale_K = norm.scale
+        if self.tp:
+            # Whole on every rank, which sees its own heads alone: the gradient is the sum of all.
+            scale_K = copied(scale_K, self.tp)
+        _, normed_THK = add_rms_norm(x_THK, None, scale_K, norm.eps)
+        return normed_THK

@@ -4,13 +4,14 @@
     logits_TV = decoder(tokens_T, positions_T, PackedAttention(cu_seqlens))
 
 The decoder is a LanguageModel (llamarl.models.protocol), which is what the rest of the package asks
-of one. To add a family whose blocks are Llama's, add its architecture name to FAMILIES in
-config.py; docs/models.md says what else a family may need.
+of one. What the layers of a family are made of is an entry of FAMILIES in families.py;
+docs/models.md says how to add one.
 """
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,32 +24,25 @@ logging.getLogger("torchao").setLevel(logging.ERROR)
 # isort: split
 from torchtune.modules import TransformerDecoder
 
-from llamarl.models.attention import Angles, Attention, AttentionContext, Rotary
+from llamarl.models.attention import Angles, Attention, AttentionContext, rotary_of
 from llamarl.models.config import ModelConfig, read_config
-from llamarl.models.fused import add_rms_norm, projections, swiglu
+from llamarl.models.fused import projections, swiglu
 from llamarl.models.masters import Masters
+from llamarl.models.norms import norm_of
 from llamarl.models.protocol import Head
 from llamarl.models.sharding import span
 from llamarl.models.tp import SplitEmbedding, TensorParallel, copied, gathered, summed
 
-__all__ = ["Decoder", "ModelConfig", "RMSNorm", "build_decoder", "random_weights", "read_config"]
+__all__ = ["Decoder", "ModelConfig", "build_decoder", "random_weights", "read_config"]
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) in float32, then in x's dtype times `scale`: Hugging Face's order of rounding."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def add(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(h, its norm) with h = x + change (None: x)."""
-        return add_rms_norm(x, change, self.scale, self.eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        _, normed = self.add(x, None)
-        return normed
+_TANH_GELU = partial(F.gelu, approximate="tanh")
+ACTIVATIONS = {  # as config.json names them
+    "gelu": F.gelu,
+    "gelu_new": _TANH_GELU,
+    "gelu_fast": _TANH_GELU,
+    "gelu_pytorch_tanh": _TANH_GELU,
+}
 
 
 class FeedForward(nn.Module):
@@ -79,23 +73,57 @@ class FeedForward(nn.Module):
         return y
 
 
+class PlainFeedForward(nn.Module):
+    """w2(act(w3 x)), both with a bias. w3 goes up, w2 down, as in FeedForward.
+
+    With tensor parallelism it holds the rank's share of the hidden units, and every rank returns
+    the sum of what all make of theirs.
+    """
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel | None):
+        super().__init__()
+        dim = config.hidden_size
+        hidden_dim = config.intermediate_size
+        if tp:
+            hidden_dim = span(hidden_dim, tp.rank, tp.size)[1]
+        self.tp = tp
+        self.activation = ACTIVATIONS[config.activation]
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=True)
+        # Beside the projection: of all ranks' sum, and not of each rank's part.
+        self.down_bias = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tp:
+            x = copied(x, self.tp)
+        (up,) = projections(x, self.w3)
+        (y,) = projections(self.activation(up), self.w2)
+        if self.tp:
+            y = summed(y, self.tp)
+        return y + self.down_bias
+
+
 class Layer(nn.Module):
     """h = x + attn(norm(x)), h + mlp(norm(h)): torchtune's TransformerSelfAttentionLayer, under its
-    names.
+    names. With a parallel residual, x + attn(norm(x)) + mlp(norm(x)), each with its own norm
+    (Black et al. 2022, GPT-NeoX-20B).
     """
 
     def __init__(self, index: int, config: ModelConfig, tp: TensorParallel | None):
         super().__init__()
-        dim = config.hidden_size
         self.attn = Attention(index, config, tp)
-        self.mlp = FeedForward(config, tp)
-        self.sa_norm = RMSNorm(dim, eps=config.rms_norm_eps)
-        self.mlp_norm = RMSNorm(dim, eps=config.rms_norm_eps)
+        mlp = FeedForward if config.traits.gated else PlainFeedForward
+        self.mlp = mlp(config, tp)
+        self.sa_norm = norm_of(config)
+        self.mlp_norm = norm_of(config)
+        self.is_parallel = config.parallel_residual
 
     def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: Angles) -> Tensor:
-        x_TD, normed_TD = self.sa_norm.add(x_TD, None)
+        x_TD, normed_TD = self.sa_norm.of_sum(x_TD, None)
         attended_TD = self.attn(normed_TD, mask=mask, input_pos=input_pos)
-        h_TD, normed_TD = self.mlp_norm.add(x_TD, attended_TD)
+        if self.is_parallel:
+            return x_TD + attended_TD + self.mlp(self.mlp_norm(x_TD))
+        h_TD, normed_TD = self.mlp_norm.of_sum(x_TD, attended_TD)
         return h_TD + self.mlp(normed_TD)
 
 
@@ -126,14 +154,17 @@ class Decoder(TransformerDecoder):
             max_seq_len=config.max_position_embeddings,
             num_heads=config.num_attention_heads,
             head_dim=config.head_dim,
-            norm=RMSNorm(dim, eps=config.rms_norm_eps),
+            norm=norm_of(config),
             output=output,
         )
+        self.pos_embeddings = None
+        if config.traits.learned_positions:
+            self.pos_embeddings = nn.Embedding(config.max_position_embeddings, dim)
         if config.labels:
             self.score = nn.Linear(dim, len(config.labels), bias=False)
         self.config = config
         self.tensor_parallel = tp
-        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.rotary = rotary_of(config)
 
     @property
     def output_weight(self) -> Tensor:
@@ -174,6 +205,9 @@ class Decoder(TransformerDecoder):
         gets them all.
         """
         h = self.tok_embeddings(tokens_T)
+        if self.pos_embeddings is not None:
+            self._check_places(attention.longest)
+            h = h + self.pos_embeddings(positions_T)
         rotary = self.rotary(positions_T, attention.longest)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
@@ -187,6 +221,15 @@ class Decoder(TransformerDecoder):
             return head(h, self.output_weight)
         logits = head(copied(h, tp), self.output_weight)
         return gathered(logits, self.config.vocab_size, tp)
+
+    def _check_places(self, longest: int) -> None:
+        """ValueError for a sequence that is longer than there are learned positions."""
+        places = self.config.max_position_embeddings
+        if longest > places:
+            raise ValueError(
+                f"a sequence of {longest} tokens: {self.config.architecture} has learned positions "
+                f"for {places}; give it shorter ones"
+            )
 
 
 def build_decoder(
@@ -217,7 +260,7 @@ def random_weights(decoder: Decoder, *, seed: int) -> Decoder:
     for name, parameter in decoder.named_parameters():
         if name.endswith(".scale"):
             parameter.fill_(1)
-        elif name.endswith(".bias"):
+        elif name.endswith("bias"):
             parameter.zero_()
         else:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)

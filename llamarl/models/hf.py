@@ -17,25 +17,43 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from llamarl.models.config import read_json
+from llamarl.models.config import ModelConfig, read_config, read_json
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.protocol import LanguageModel
-from llamarl.models.sharding import Box, Shape, parameter_shapes
+from llamarl.models.stored import read_box, stored_parameters, stored_shapes, to_stored
 
 _NAMES = (  # decoder name -> Hugging Face name
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
+    ("pos_embeddings.weight", "model.embed_positions.weight"),
     ("norm.scale", "model.norm.weight"),
+    ("norm.bias", "model.norm.bias"),
     ("output.weight", "lm_head.weight"),
     ("score.weight", "score.weight"),
     ("layers.{}.sa_norm.scale", "model.layers.{}.input_layernorm.weight"),
+    ("layers.{}.sa_norm.bias", "model.layers.{}.input_layernorm.bias"),
+    ("layers.{}.mlp_norm.bias", "model.layers.{}.post_attention_layernorm.bias"),
+    ("layers.{}.attn.output_bias", "model.layers.{}.self_attn.o_proj.bias"),
+    ("layers.{}.mlp.down_bias", "model.layers.{}.mlp.down_proj.bias"),
     ("layers.{}.mlp_norm.scale", "model.layers.{}.post_attention_layernorm.weight"),
     ("layers.{}.attn.q_proj.", "model.layers.{}.self_attn.q_proj."),
     ("layers.{}.attn.k_proj.", "model.layers.{}.self_attn.k_proj."),
     ("layers.{}.attn.v_proj.", "model.layers.{}.self_attn.v_proj."),
     ("layers.{}.attn.output_proj.", "model.layers.{}.self_attn.o_proj."),
+    ("layers.{}.attn.q_norm.scale", "model.layers.{}.self_attn.q_norm.weight"),
+    ("layers.{}.attn.k_norm.scale", "model.layers.{}.self_attn.k_norm.weight"),
     ("layers.{}.mlp.w1.", "model.layers.{}.mlp.gate_proj."),
     ("layers.{}.mlp.w2.", "model.layers.{}.mlp.down_proj."),
     ("layers.{}.mlp.w3.", "model.layers.{}.mlp.up_proj."),
+)
+# Ends of names: a tied head, and what older files keep of rotary tables and causal masks.
+_MADE_ANEW = (
+    "lm_head.weight",
+    "embed_out.weight",
+    "rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
 )
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 _COPIED = (
@@ -79,12 +97,13 @@ class SafetensorsDir:
     """The tensors of a model directory, read one at a time or by slice; sharded (index.json) or
     single.
 
-    FileNotFoundError or ValueError naming the file when one is missing, truncated or not
-    safetensors.
+    base: how names begin; where none does, it is left out in the files. FileNotFoundError or
+    ValueError naming the file when one is missing, truncated or not safetensors.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, base: str = ""):
         self.path = Path(path)
+        self._left_out = ""
         index = self.path / "model.safetensors.index.json"
         single = self.path / "model.safetensors"
         if index.is_file():
@@ -107,10 +126,13 @@ class SafetensorsDir:
                     f"{file}: not a whole safetensors file ({error}); fetch it again"
                 ) from error
             self.file_of.update(dict.fromkeys(opened.keys(), opened))
+        if not any(name.startswith(base) for name in self.file_of):
+            self._left_out = base
+            self.file_of = {base + name: opened for name, opened in self.file_of.items()}
 
     def get_slice(self, name: str):
         """A lazily sliced tensor."""
-        return self.file_of[name].get_slice(name)
+        return self.file_of[name].get_slice(name.removeprefix(self._left_out))
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -122,12 +144,16 @@ def _weight_map(index: Path) -> dict[str, str]:
     return named
 
 
-def check_weights(
-    source: SafetensorsDir, shapes: Mapping[str, Shape], *, may_lack: Collection[str] = ()
-) -> None:
-    """ValueError naming what is absent, unknown, or of another shape than `shapes` by Hugging Face
-    names. Reads no numbers. may_lack: names that need not be there.
+def weights_of(
+    path: str | Path, config: ModelConfig, *, may_lack: Collection[str] = ()
+) -> SafetensorsDir:
+    """A directory's weights, under the names that they have there. Reads no numbers.
+
+    ValueError naming what is absent, unknown, or of another shape than config.json says. may_lack:
+    names that need not be there.
     """
+    source = SafetensorsDir(path, base=config.traits.base)
+    shapes = stored_shapes(config)
     missing = shapes.keys() - source.file_of.keys() - set(may_lack)
     problems = [f"{name}: absent" for name in missing]
     for name in source.file_of:
@@ -135,12 +161,12 @@ def check_weights(
             shape = tuple(source.get_slice(name).get_shape())
             if shape != shapes[name]:
                 problems.append(f"{name}: shape {shape}, the config says {shapes[name]}")
-        # A tied head, and what older files keep of the rotary tables, is made anew.
-        elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+        elif not name.endswith(_MADE_ANEW):
             problems.append(f"{name}: not in this architecture")
     if problems:
         listed = "\n  ".join(sorted(problems)[:20])
         raise ValueError(f"{source.path}: weights do not fit config.json:\n  {listed}")
+    return source
 
 
 @torch.no_grad()
@@ -159,16 +185,17 @@ def load_weights(
     ValueError naming tensors that are absent, unknown, or of another shape; nothing is loaded by
     halves then.
     """
-    source = SafetensorsDir(path)
-    shapes = parameter_shapes(decoder.config)
-    check_weights(source, shapes, may_lack=may_lack)
+    config = decoder.config
+    source = weights_of(path, config, may_lack=may_lack)
+    places = stored_parameters(config)
     if any(parameter.is_meta for parameter in decoder.parameters()):
         decoder.to_empty(device=device)
     for name, parameter in named_parameters_hf(decoder):
-        if name in shapes and name in source.file_of:  # adapters are in neither
+        place = places.get(name)  # adapters have none
+        if place is not None and place.name in source.file_of:
             held = held_box(decoder, name, parameter)
-            part = held.within(Box.whole(shapes[name]))
-            local(parameter).copy_(source.get_slice(name)[part])
+            part = read_box(source.get_slice(place.name), place, held, config)
+            local(parameter).copy_(part)
     return decoder
 
 
@@ -186,7 +213,8 @@ def export(
     out = Path(out)
     like = Path(like)
     out.mkdir(parents=True, exist_ok=True)
-    _write_shards(named_tensors, out, dtype)
+    stored = to_stored(named_tensors, read_config(like))
+    _write_shards(stored, out, dtype)
     for name in _COPIED:
         if (like / name).is_file():
             shutil.copyfile(like / name, out / name)

@@ -71,19 +71,19 @@ def add_lora(decoder: LanguageModel, lora: Lora) -> None:
             "a split projection's adapter is not split"
         )
     decoder.requires_grad_(False)
-    found = set()
+    known = {}
     for name, module in list(decoder.named_modules()):
-        target = None
-        if isinstance(module, nn.Linear) and name.startswith("layers."):
-            target = hf_name(f"{name}.weight").split(".")[-2]
+        if not (isinstance(module, nn.Linear) and name.startswith("layers.")):
+            continue
+        parts = hf_name(f"{name}.weight").split(".")
+        target = parts[-2]
+        known[target] = True
         if target in lora.targets:
-            found.add(target)
             decoder.set_submodule(name, LoraLinear(module, lora.rank, lora.alpha))
-    missing = set(lora.targets) - found
+    missing = set(lora.targets) - known.keys()
     if missing:
         raise ValueError(
-            f"no projection is called {', '.join(sorted(missing))}; "
-            "choose among q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
+            f"no projection is called {', '.join(sorted(missing))}; choose among {', '.join(known)}"
         )
 
 

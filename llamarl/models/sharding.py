@@ -164,19 +164,32 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
         of_layer[f"self_attn.{projection}.weight"] = (rows, d)
         if config.attention_bias:
             of_layer[f"self_attn.{projection}.bias"] = (rows,)
-    of_layer |= {
-        "self_attn.o_proj.weight": (d, q),
-        "mlp.gate_proj.weight": (f, d),
-        "mlp.down_proj.weight": (d, f),
-        "mlp.up_proj.weight": (f, d),
-        "input_layernorm.weight": (d,),
-        "post_attention_layernorm.weight": (d,),
-    }
+    traits = config.traits
+    of_layer["self_attn.o_proj.weight"] = (d, q)
+    if traits.biases:
+        of_layer["self_attn.o_proj.bias"] = (d,)
+    if traits.qk_norm:
+        of_layer["self_attn.q_norm.weight"] = (config.head_dim,)
+        of_layer["self_attn.k_norm.weight"] = (config.head_dim,)
+    if traits.gated:
+        of_layer["mlp.gate_proj.weight"] = (f, d)
+    of_layer["mlp.down_proj.weight"] = (d, f)
+    of_layer["mlp.up_proj.weight"] = (f, d)
+    if traits.biases:
+        of_layer["mlp.down_proj.bias"] = (d,)
+        of_layer["mlp.up_proj.bias"] = (f,)
+    norm = {"weight": (d,)}
+    if traits.norm == "layer":
+        norm["bias"] = (d,)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        of_layer |= {f"{name}.{part}": shape for part, shape in norm.items()}
     shapes = {"model.embed_tokens.weight": vocabulary}
+    if traits.learned_positions:
+        shapes["model.embed_positions.weight"] = (config.max_position_embeddings, d)
     for i in range(config.num_hidden_layers):
         for name, shape in of_layer.items():
             shapes[f"model.layers.{i}.{name}"] = shape
-    shapes["model.norm.weight"] = (d,)
+    shapes |= {f"model.norm.{part}": shape for part, shape in norm.items()}
     if config.labels:
         shapes["score.weight"] = (len(config.labels), d)
     elif not config.tie_word_embeddings:

@@ -12,17 +12,22 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen3Config,
     SeedOssConfig,
 )
 
-from llamarl.models import attention, config, hf
+from llamarl.models import attention, hf
 from llamarl.models.attention import PackedAttention, Rotary
 from llamarl.models.build import build_decoder, read_config
+from llamarl.models.families import FAMILIES, Family
 from llamarl.models.protocol import LanguageModel
 from llamarl.models.sharding import num_parameters, parameter_shapes
+from llamarl.models.stored import stored_parameters
 from tests.tolerances import rounding
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
@@ -81,6 +86,19 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2_untied": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen2_yarn": Qwen2Config(**SIZES, rope_parameters=YARN),  # Qwen2.5 at 128 k
+    "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "qwen3_untied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),
+    "gpt_neox": GPTNeoXConfig(**SIZES, rotary_pct=0.5),
+    "gpt_neox_sequential": GPTNeoXConfig(
+        **SIZES, rotary_pct=1.0, use_parallel_residual=False, rotary_emb_base=500
+    ),
+    "gpt_neox_tied": GPTNeoXConfig(
+        **SIZES, rotary_pct=0.25, hidden_act="gelu_fast", tie_word_embeddings=True
+    ),
+    "gpt2": GPT2Config(**SIZES, n_inner=80),
+    "gpt2_untied": GPT2Config(
+        **SIZES, activation_function="gelu", layer_norm_epsilon=1e-3, tie_word_embeddings=False
+    ),
     "llama_yarn_bounds": LlamaConfig(
         **SIZES,
         rope_parameters=YARN
@@ -200,13 +218,13 @@ def test_it_is_what_trainer_engine_and_transfer_ask_of_a_model(directories, name
 
 
 @torch.no_grad()
-def test_a_family_of_llamas_blocks_is_one_line(tmp_path, monkeypatch):
+def test_a_family_of_llamas_blocks_is_one_entry(tmp_path, monkeypatch):
     """The example of docs/models.md."""
     theirs_config = SeedOssConfig(**SIZES, attention_bias=True, attention_out_bias=False)
     path = make_directory(theirs_config, tmp_path / "seed_oss")
     with pytest.raises(ValueError, match="SeedOssForCausalLM is not supported"):
         read_config(path)
-    monkeypatch.setitem(config.FAMILIES, "SeedOss", True)
+    monkeypatch.setitem(FAMILIES, "SeedOss", Family(qkv_bias=True))
     tokens = random_tokens()
     want = theirs(path)(tokens[None]).logits[0]
     assert (whole(ours(path), tokens) - want).abs().max() <= LOGITS
@@ -232,7 +250,7 @@ def test_load_then_export_is_bit_exact(directories, tmp_path, name):
     assert read_config(tmp_path / "out") == read_config(directories[name])
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "llama_untied", "qwen2"])
+@pytest.mark.parametrize("name", ["llama_tied", "llama_untied", "qwen2", "gpt_neox", "gpt2"])
 @torch.no_grad()
 def test_sharded_export_loads_in_transformers_and_here(directories, tmp_path, monkeypatch, name):
     monkeypatch.setattr(hf, "SHARD_BYTES", 60_000)
@@ -315,8 +333,8 @@ def test_a_pickled_model_is_refused(copied):
 
 CONFIG_ERRORS = {
     "architecture": (
-        {"architectures": ["GPT2LMHeadModel"]},
-        "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, .*docs/models.md",
+        {"architectures": ["BloomForCausalLM"]},
+        "BloomForCausalLM is not supported; supported: LlamaForCausalLM, .*docs/models.md",
     ),
     "missing": ({"hidden_size": None}, "missing field hidden_size"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act gelu"),
@@ -332,8 +350,8 @@ CONFIG_ERRORS = {
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
         "'yarn' lacks factor",
     ),
-    "biases": ({"attention_bias": True}, "attention_bias is not supported"),
-    "mlp_biases": ({"mlp_bias": True}, "mlp_bias is not supported"),
+    "biases": ({"attention_bias": True}, "attention_bias=True is not supported"),
+    "mlp_biases": ({"mlp_bias": True}, "mlp_bias=True is not supported"),
     "silent_window": (
         {
             "architectures": ["MistralForCausalLM"],
@@ -380,7 +398,7 @@ def pack(lengths):
     ids=["fused", "plain", "classes", "both"],
 )
 @pytest.mark.parametrize("lengths", [[7, 1, 12, 3], [9, 9, 9], [1], [40, 2]], ids=str)
-@pytest.mark.parametrize("name", ["llama_untied", "qwen2"])
+@pytest.mark.parametrize("name", ["llama_untied", "qwen2", "qwen3", "gpt_neox", "gpt2"])
 def test_packed_sequences_give_their_separate_logits_and_gradients(
     directories, monkeypatch, name, lengths, short, call
 ):
@@ -406,8 +424,8 @@ def test_packed_sequences_give_their_separate_logits_and_gradients(
         assert (got - parameter.grad).abs().max() <= GRADIENTS
 
 
-# Families: (prompt tokens, tokens of each completion that feed the model).
-FAMILIES = {
+# Groups: (prompt tokens, tokens of each completion that feed the model).
+GROUPS = {
     "unlike": [(5, [3, 1, 7]), (1, [4]), (9, [])],
     "alike": [(4, [4, 4]), (4, [4, 4])],
     "one": [(1, [1])],
@@ -416,12 +434,12 @@ FAMILIES = {
 }
 
 
-def family_layout(families):
+def group_layout(groups):
     """cu_seqlens, parents and positions, and for each branch (a completion with its prompt, or a
     lone prompt) its places.
     """
     lengths, parents, positions, branches, total = [], [], [], [], 0
-    for prompt, completions in families:
+    for prompt, completions in groups:
         segment, prompt_places = len(lengths), list(range(total, total + prompt))
         lengths, parents, positions = (
             [*lengths, prompt],
@@ -449,14 +467,14 @@ def family_layout(families):
     [(0, 1 << 13), (256, 1 << 13), (256, 0), (9, 20)],
     ids=["fused", "plain", "classes", "both"],
 )
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", GROUPS)
 @pytest.mark.parametrize("name", ["llama_llama3_rope", "qwen2"])
 def test_completions_that_share_a_prompt_give_their_separate_logits_and_gradients(
     directories, monkeypatch, name, case, short, call
 ):
     use_kernels(monkeypatch, short, call)
     decoder = ours(directories[name]).double()
-    cu_seqlens, parents, positions, branches = family_layout(FAMILIES[case])
+    cu_seqlens, parents, positions, branches = group_layout(GROUPS[case])
     tokens = random_tokens(len(positions))
     weights = [
         torch.randn(
@@ -497,7 +515,7 @@ def test_the_longest_position_may_be_a_prompts_or_a_completions():
 
 
 @torch.no_grad()
-def test_a_prompt_longer_than_every_family_finds_its_positions(directories):
+def test_a_prompt_longer_than_every_group_finds_its_positions(directories):
     decoder, long = ours(directories["llama_untied"]), random_tokens(300)
     tokens, positions = torch.cat([long, long[:9]]), torch.cat([torch.arange(300), torch.arange(9)])
     logits = decoder(
@@ -554,7 +572,8 @@ def test_every_parameter_has_a_name_that_transformers_knows(directories):
     for path in directories.values():
         names = [name for name, _ in hf.named_parameters_hf(build_decoder(read_config(path)))]
         with safe_open(path / "model.safetensors", "pt") as file:
-            assert sorted(names) == sorted(file.keys())
+            places = stored_parameters(read_config(path))
+            assert {places[name].name for name in names} == set(file.keys())
 
 
 def test_model_config_has_no_field_that_is_not_read(copied):

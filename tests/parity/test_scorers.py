@@ -11,9 +11,12 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen3Config,
 )
 
 from llamarl.models.attention import PackedAttention
@@ -40,6 +43,9 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES, num_labels=1, tie_word_embeddings=True),
     "mistral": MistralConfig(**SIZES, num_labels=1, sliding_window=None, head_dim=16),
     "qwen2": Qwen2Config(**SIZES, num_labels=3, id2label={0: "toxic", 1: "rude", 2: "fine"}),
+    "gpt_neox": GPTNeoXConfig(**SIZES, num_labels=1),
+    "gpt2": GPT2Config(**SIZES, num_labels=2),
+    "qwen3": Qwen3Config(**SIZES, num_labels=1, head_dim=8, tie_word_embeddings=True),
 }
 SCORES = rounding(terms=48, depth=2 * 3, size=2.0)  # width and layers, and how scores deviate
 LENGTHS = (7, 23, 12)

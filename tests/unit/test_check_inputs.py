@@ -123,7 +123,7 @@ def test_a_broken_index_is_named(model, text, said):
         ("rope_scaling", "linear", "rope_scaling='linear': need an object"),
         ("hidden_size", "192", "hidden_size='192': need a whole number"),
         ("vocab_size", 0, "vocab_size=0: need a whole number"),
-        ("architectures", ["GPT2LMHeadModel"], "architecture GPT2LMHeadModel is not supported"),
+        ("architectures", ["BloomForCausalLM"], "architecture BloomForCausalLM is not supported"),
     ],
 )
 def test_a_config_that_is_not_supported_is_named(model, field, value, said):
