@@ -54,7 +54,6 @@ def _check_model(job: Job, model: ModelConfig) -> None:
         rotary_of(model)
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{job.model_path / 'config.json'}: {error}") from error
-    weights_of(job.model_path, model)
     g = job.config.generator
     if g.kind == "vllm" and model.traits.names:
         raise ValueError(
@@ -62,6 +61,7 @@ def _check_model(job: Job, model: ModelConfig) -> None:
             f"{model.architecture}, whose tensors lie otherwise there than here; "
             "generator=native samples it"
         )
+    weights_of(job.model_path, model)
     if g.kind == "native" and g.quantize != "none":
         decoder = build_decoder(model)  # on the meta device
         try:

@@ -1,7 +1,7 @@
 """Hugging Face directories in and out: parameter names, safetensors, tokenizer.
 
-Weights are the same numbers under other names on both sides (no permutation), so a round trip is
-bit-exact.
+Weights are the same numbers on both sides, so a round trip is bit-exact. Parameters go by the names
+of Llama's directories; stored.py says where those of other families keep them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from llamarl.models.config import ModelConfig, read_config, read_json
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.protocol import LanguageModel
+from llamarl.models.sharding import Shape
 from llamarl.models.stored import read_box, stored_parameters, stored_shapes, to_stored
 
 _NAMES = (  # decoder name -> Hugging Face name
@@ -144,16 +145,12 @@ def _weight_map(index: Path) -> dict[str, str]:
     return named
 
 
-def weights_of(
-    path: str | Path, config: ModelConfig, *, may_lack: Collection[str] = ()
-) -> SafetensorsDir:
-    """A directory's weights, under the names that they have there. Reads no numbers.
-
-    ValueError naming what is absent, unknown, or of another shape than config.json says. may_lack:
-    names that need not be there.
+def check_weights(
+    source: SafetensorsDir, shapes: Mapping[str, Shape], *, may_lack: Collection[str] = ()
+) -> None:
+    """ValueError naming what is absent, unknown, or of another shape than `shapes` by the names of
+    the directory's tensors. Reads no numbers. may_lack: names that need not be there.
     """
-    source = SafetensorsDir(path, base=config.traits.base)
-    shapes = stored_shapes(config)
     missing = shapes.keys() - source.file_of.keys() - set(may_lack)
     problems = [f"{name}: absent" for name in missing]
     for name in source.file_of:
@@ -166,6 +163,16 @@ def weights_of(
     if problems:
         listed = "\n  ".join(sorted(problems)[:20])
         raise ValueError(f"{source.path}: weights do not fit config.json:\n  {listed}")
+
+
+def weights_of(
+    path: str | Path, config: ModelConfig, *, may_lack: Collection[str] = ()
+) -> SafetensorsDir:
+    """A directory's weights, checked against its config.json. See SafetensorsDir and check_weights
+    for errors.
+    """
+    source = SafetensorsDir(path, base=config.traits.base)
+    check_weights(source, stored_shapes(config), may_lack=may_lack)
     return source
 
 

@@ -71,19 +71,20 @@ def add_lora(decoder: LanguageModel, lora: Lora) -> None:
             "a split projection's adapter is not split"
         )
     decoder.requires_grad_(False)
-    known = {}
+    known = []
     for name, module in list(decoder.named_modules()):
         if not (isinstance(module, nn.Linear) and name.startswith("layers.")):
             continue
         parts = hf_name(f"{name}.weight").split(".")
         target = parts[-2]
-        known[target] = True
+        known.append(target)
         if target in lora.targets:
             decoder.set_submodule(name, LoraLinear(module, lora.rank, lora.alpha))
-    missing = set(lora.targets) - known.keys()
+    missing = set(lora.targets) - set(known)
     if missing:
+        choices = ", ".join(dict.fromkeys(known))
         raise ValueError(
-            f"no projection is called {', '.join(sorted(missing))}; choose among {', '.join(known)}"
+            f"no projection is called {', '.join(sorted(missing))}; choose among {choices}"
         )
 
 

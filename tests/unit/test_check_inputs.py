@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from llamarl.comm.groups import World
 from llamarl.config.command_line import compose_config
 from llamarl.errors import BadInput
+from llamarl.inference import vllm_engine
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
@@ -130,6 +131,14 @@ def test_a_config_that_is_not_supported_is_named(model, field, value, said):
     change(model / "config.json", **{field: value})
     message = refusal(model)
     assert message.startswith(f"{model / 'config.json'}: ") and said in message
+
+
+def test_a_family_whose_weights_vllm_is_not_sent_is_refused(model, monkeypatch):
+    monkeypatch.setattr(vllm_engine, "vllm_problem", lambda: None)  # as if it were installed
+    change(model / "config.json", architectures=["GPTNeoXForCausalLM"], hidden_act="gelu")
+    change(model / "config.json", attention_bias=True)
+    message = refusal(model, "generator=vllm")
+    assert "GPTNeoXForCausalLM" in message and "generator=native samples it" in message
 
 
 def test_a_context_that_is_too_short(model):

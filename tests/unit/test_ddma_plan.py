@@ -27,6 +27,12 @@ from llamarl.models.sharding import (
     tensor_parallel_box,
 )
 
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen3ForCausalLM",
+    "GPTNeoXForCausalLM",
+    "GPT2LMHeadModel",
+)
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 LLAMA_405B = ModelConfig(
     "LlamaForCausalLM",
@@ -62,9 +68,10 @@ def config_of(
     head_dim=4,
     tied=False,
     bias=False,
+    architecture="LlamaForCausalLM",
 ) -> ModelConfig:
     return ModelConfig(
-        "LlamaForCausalLM",
+        architecture,
         vocab,
         hidden,
         intermediate,
@@ -201,6 +208,7 @@ def topologies(draw):
     tp = draw(st.sampled_from([1, 1, 2, 3]))
     per_kv, kv = draw(st.integers(1, 3)), draw(st.integers(1, 3)) * tp
     config = config_of(
+        architecture=draw(st.sampled_from(ARCHITECTURES)),
         vocab=draw(st.integers(2, 30)),
         hidden=draw(st.integers(1, 12)),
         intermediate=draw(st.integers(1, 6)) * tp,
