@@ -64,7 +64,7 @@ def directory(request, tmp_path) -> Path:
 @torch.no_grad()
 def test_a_run_learns_and_leaves_a_model_that_transformers_loads(directory, tmp_path):
     given = ("model=hf", f"model.path={directory}", "model.dtype=float32", "lr=3e-3")
-    reward = "reward.fn=tests.recipes.test_families:digits_at_the_start"
+    reward = "reward.fn=tests.recipes.test_family_runs:digits_at_the_start"
     with Job(*SMALL, *given, *RANKS, reward, "max_lag=1", run_dir=tmp_path / "run", ranks=3) as job:
         assert job.wait() == 0, job.output
         rows = job.rows
