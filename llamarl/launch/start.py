@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -62,19 +62,29 @@ def launch(config: Config) -> Iterator[Job]:
     Bad input (data, model, run directory) is one clear message and exit code 2; a failure of the
     run is exit code 1.
     """
+    with explained() as ending:
+        job = _job(config)
+        job.directory = open_run(config, job.world, job.identity, job.prompts)
+        ending.callback(job.directory.release)
+        if job.world.rank == 0:
+            job.announce()
+        yield job
+        job.conclude()
+
+
+@contextmanager
+def explained() -> Iterator[ExitStack]:
+    """A process of a job: within it any end that explains itself is said in words, and ends the
+    process with its exit code. Yields a stack of what is to be released at any end.
+    """
     logging.basicConfig(
         level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s", force=True
     )
     rank = int(os.environ.get("RANK", 0))
     code = 0
-    directory: RunDirectory | None = None
+    ending = ExitStack()
     try:
-        job = _job(config)
-        job.directory = directory = open_run(config, job.world, job.identity, job.prompts)
-        if job.world.rank == 0:
-            job.announce()
-        yield job
-        job.conclude()
+        yield ending
     except (RunDirectoryError, BadInput) as error:
         if rank == 0:
             _complain(f"llamarl: {error}")
@@ -91,8 +101,7 @@ def launch(config: Config) -> Iterator[Job]:
         _complain(f"llamarl: rank {rank}: {why} ({str(error).splitlines()[0]})")
         code = EXIT_FAILED
     finally:
-        if directory is not None:
-            directory.release()
+        ending.close()
         # A failed peer cannot take part in an orderly end; the process ends with its sockets.
         if code == 0 and dist.is_initialized():
             dist.destroy_process_group()
