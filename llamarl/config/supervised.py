@@ -1,14 +1,14 @@
-"""The configuration of a supervised job: recipes/reward_model.py. Imports no torch.
+"""The configuration of a supervised job: recipes/reward_model.py, recipes/sft.py. Imports no torch.
 
 As llamarl.config.schema is for the main job: types and ranges here, values and what they mean in
-conf/reward_model.yaml.
+conf/supervised.yaml.
 """
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from llamarl.config.command_line import JobKind, main
 from llamarl.config.conversion import Findings, Problem
@@ -95,6 +95,8 @@ class SupervisedConfig:
     metrics: MetricsSettings = _marked(Mark.OUTWARD)
     trainer: SupervisedTrainerSettings
 
+    scores: ClassVar[bool]  # whether the model is a scorer, and no language model
+
     @property
     def run_dir(self) -> str:
         """What the main job calls `out`."""
@@ -104,6 +106,13 @@ class SupervisedConfig:
 @settings_dataclass
 class RewardModelConfig(SupervisedConfig):
     loss: PreferenceSettings = _marked(Mark.IDENTITY)
+
+    scores: ClassVar[bool] = True
+
+
+@settings_dataclass
+class SFTConfig(SupervisedConfig):
+    scores: ClassVar[bool] = False
 
 
 def check(
@@ -127,4 +136,6 @@ def check(
 
 
 REWARD_MODEL = JobKind("reward_model", RewardModelConfig, check=check)
+SFT = JobKind("sft", SFTConfig, check=check)
 reward_model_main = functools.partial(main, kind=REWARD_MODEL)
+sft_main = functools.partial(main, kind=SFT)

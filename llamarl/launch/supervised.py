@@ -32,7 +32,7 @@ from llamarl.launch.job import read_tokenizer
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.start import explained
 from llamarl.learning.supervised import ExampleOrder
-from llamarl.models.config import read_config
+from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.hf import SafetensorsDir, check_weights
 from llamarl.models.scorer import SCORE
 from llamarl.models.sharding import parameter_shapes
@@ -209,17 +209,26 @@ def launch_supervised(
         yield job
 
 
+def _check_head(config: SupervisedConfig, model: ModelConfig) -> None:
+    """ValueError for a model that this kind of job cannot begin with."""
+    what = f"{Path(config.model.path) / 'config.json'}: {model.architecture} gives"
+    if not config.scores and model.labels:
+        raise ValueError(f"{what} scores, no tokens; model.path is a language model")
+    if len(model.labels) > 1:
+        raise ValueError(
+            f"{what} {len(model.labels)} scores ({', '.join(model.labels)}); a reward model gives "
+            "one (num_labels=1)"
+        )
+
+
 def _checked_tokenizer(config: SupervisedConfig):
     """The model directory's, whose weights and ids fit. ValueError or FileNotFoundError."""
     path = Path(config.model.path)
     model = read_config(path)
-    if len(model.labels) > 1:
-        raise ValueError(
-            f"{path / 'config.json'}: {model.architecture} gives {len(model.labels)} scores "
-            f"({', '.join(model.labels)}); a reward model gives one (num_labels=1)"
-        )
-    draws_head = () if model.labels else (SCORE,)
-    check_weights(SafetensorsDir(path), parameter_shapes(model.as_scorer()), may_lack=draws_head)
+    _check_head(config, model)
+    trained = model.as_scorer() if config.scores else model
+    may_lack = () if model.labels else (SCORE,)
+    check_weights(SafetensorsDir(path), parameter_shapes(trained), may_lack=may_lack)
     longest = model.max_position_embeddings
     if config.task.max_tokens > longest:
         raise ValueError(

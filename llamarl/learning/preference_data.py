@@ -20,12 +20,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from llamarl.learning.preference import Preference
 from llamarl.learning.sft import check_end_token
+from llamarl.learning.supervised import RowsToRead
 from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.build import hold_out
 from llamarl.tasks.jsonl import check_keys, read_jsonl
@@ -47,18 +47,6 @@ class PreferenceData:
     def fingerprints(self) -> dict[str, str]:
         """What says whether two runs have the same data: SHA-256 over token ids and margins."""
         return {"training pairs": _digest(self.train), "held-out pairs": _digest(self.held_out)}
-
-
-class RowsToRead(Protocol):
-    """Where the rows are, and how they become tokens."""
-
-    path: str
-    eval_path: str | None
-    num_eval: int
-    max_tokens: int
-    drop_long: bool
-    chat: bool
-    system_prompt: str | None
 
 
 def read_preference_data(task: RowsToRead, tokenizer) -> PreferenceData:

@@ -37,6 +37,18 @@ Batch = TypeVar("Batch")
 Sums = dict[str, Tensor]  # [] each, over the targets of a microbatch
 
 
+class RowsToRead(Protocol):
+    """Where the rows are, and how they become tokens."""
+
+    path: str
+    eval_path: str | None
+    num_eval: int
+    max_tokens: int
+    drop_long: bool
+    chat: bool
+    system_prompt: str | None
+
+
 class Objective(Protocol[Example, Batch]):
     """What is learned.
 
@@ -192,6 +204,7 @@ class SupervisedUpdate(Generic[Example, Batch]):
             **{name: value / num_targets for name, value in means.items()},
             "tokens/trained": total["tokens"],
             "packing/padding_fraction": 1 - total["tokens"] / max(1.0, total["places"]),
+            "targets/trained": num_targets,
             "lr": lr,
         }
 

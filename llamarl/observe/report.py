@@ -139,6 +139,7 @@ SUPERVISED_PANELS = (
         "Of a reward model: the pairs whose chosen answer scores higher.",
         percent=True,
     ),
+    Panel("Perplexity", {"eval/perplexity": "held out"}, smooth=False),
     Panel("Margin", {"preference/margin": "of a step", "eval/margin": "held out"}, from_zero=False),
     Panel(
         "Scores",

@@ -1,4 +1,4 @@
-"""recipes/reward_model.py, as a user starts it."""
+"""recipes/reward_model.py, and recipes/sft.py at scale, as a user starts them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from llamarl.checkpoint.checkpointer import verify
 from llamarl.config.command_line import ConfigError, check_command_line, compose_config
-from llamarl.config.supervised import REWARD_MODEL
+from llamarl.config.supervised import REWARD_MODEL, SFT
 from llamarl.models.attention import PackedAttention
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.scorer import load_scorer, scores_at
@@ -42,6 +46,17 @@ SMALL = (
     "checkpoint.every=2",
 )
 BAD_INPUT = 2
+SFT_RECIPE = ROOT / "recipes" / "sft.py"
+
+
+def write_rows(path: Path, count: int) -> str:
+    """Sums with their answers. Returns the override."""
+    draw = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(count):
+            a, b = draw.randrange(10, 60), draw.randrange(10, 40)
+            file.write(json.dumps({"prompt": f"{a}+{b}=", "completion": str(a + b)}) + "\n")
+    return f"task.path={path}"
 
 
 def write_pairs(path: Path, count: int) -> str:
@@ -56,9 +71,9 @@ def write_pairs(path: Path, count: int) -> str:
     return f"task.path={path}"
 
 
-def job_of(*overrides: str, out: Path, ranks: int | None = None) -> Job:
+def job_of(*overrides: str, out: Path, ranks: int | None = None, recipe: Path = RECIPE) -> Job:
     model = () if any(o.startswith("model.path") for o in overrides) else (TINY_PATH,)
-    return Job(*model, *overrides, run_dir=out, ranks=ranks, recipe=RECIPE, directory_key="out")
+    return Job(*model, *overrides, run_dir=out, ranks=ranks, recipe=recipe, directory_key="out")
 
 
 TINY_PATH = f"model.path={tiny_directory()}"
@@ -227,6 +242,51 @@ def test_table_6_of_async_rlhf(pairs):
     config = compose_config(given, kind=REWARD_MODEL)
     assert (config.lr, config.trainer.schedule, config.epochs) == (3e-6, "linear", 1.0)
     assert (config.examples_per_step, config.task.max_tokens) == (256, 1024)
+
+
+def test_table_5_of_async_rlhf(pairs):
+    given = ["+experiment=async_rlhf_table5", TINY_PATH, pairs, "out=x"]
+    config = compose_config(given, kind=SFT)
+    trainer = config.trainer
+    assert (config.lr, trainer.schedule, config.epochs) == (5e-6, "linear", 2.0)
+    assert (config.examples_per_step, config.task.max_tokens) == (128, 4096)
+    assert (trainer.warmup_fraction, trainer.weight_decay) == (0.03, 0.0)
+
+
+@pytest.mark.slow
+def test_sft_killed_on_two_ranks_and_resumed_is_the_run_that_was_not(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", 300)
+    long = (*SMALL, "max_steps=16", rows)
+
+    def job(name: str, *more: str, ranks: int | None = 2) -> Job:
+        return job_of(*long, *more, out=tmp_path / name, ranks=ranks, recipe=SFT_RECIPE)
+
+    with job("whole") as whole:
+        assert whole.wait() == 0, whole.output
+    with job("out") as killed:
+        killed.until(lambda: (tmp_path / "out" / "checkpoints" / "latest").exists(), "a checkpoint")
+        os.kill(max(killed.rank_pids().items())[1], signal.SIGKILL)
+        assert killed.wait() != 0
+    with job("out", "resume=auto") as resumed:
+        assert resumed.wait() == 0, resumed.output
+    assert untimed(resumed.rows) == untimed(whole.rows)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    with job("alone", ranks=None) as alone:
+        assert alone.wait() == 0, alone.output
+    for ours, theirs in zip(whole.rows, alone.rows, strict=True):
+        if "eval/loss" in ours:
+            assert ours["eval/loss"] == pytest.approx(theirs["eval/loss"], rel=TRAINED)
+    assert whole.rows[-1]["eval/loss"] < whole.rows[0]["eval/loss"]
+
+
+@pytest.mark.slow
+def test_sft_begins_with_no_scorer(two_ranks, tmp_path):
+    model = f"model.path={two_ranks.run_dir}"
+    rows = write_rows(tmp_path / "rows.jsonl", 10)
+    with job_of(*SMALL, model, rows, out=tmp_path / "out", recipe=SFT_RECIPE) as job:
+        assert job.wait() == BAD_INPUT
+    assert "LlamaForSequenceClassification gives scores, no tokens" in job.output
 
 
 @pytest.mark.slow
