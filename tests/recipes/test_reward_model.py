@@ -50,12 +50,13 @@ SFT_RECIPE = ROOT / "recipes" / "sft.py"
 
 
 def write_rows(path: Path, count: int) -> str:
-    """Sums with their answers. Returns the override."""
+    """Sums with their answers backwards, which are new to the model. Returns the override."""
     draw = random.Random(0)
     with path.open("w") as file:
         for _ in range(count):
             a, b = draw.randrange(10, 60), draw.randrange(10, 40)
-            file.write(json.dumps({"prompt": f"{a}+{b}=", "completion": str(a + b)}) + "\n")
+            backwards = str(a + b)[::-1]
+            file.write(json.dumps({"prompt": f"{a}+{b}=", "completion": backwards}) + "\n")
     return f"task.path={path}"
 
 
