@@ -160,10 +160,11 @@ def _read_override(
     is_section = isinstance(value, dict)
     section, _, option = key.partition(".")
     for name in [f"{key}.{inner}" for inner in value] if is_section else [key]:
+        known = known_keys(schema)
         # An option of a user's own loss, or of a dataset, may have any name.
         is_option = name.startswith("loss.") and name.count(".") == 1
-        is_option = is_option or name.startswith("task.options.")
-        known = known_keys(schema)
+        if "task.options" in known:
+            is_option = is_option or name.startswith("task.options.")
         if not (is_option or name in known or name in groups):
             return Problem(name, "unknown key" + did_you_mean(name, known), (name,))
     points = [text]
