@@ -1,5 +1,13 @@
-"""Supervised warm start: a model learns a task's own answers until it is right often enough for RL
-to begin.
+"""Supervised fine-tuning, in two ways.
+
+At scale: a model learns the answers of a file, sharded over any number of ranks by FSDP2, with
+checkpoints to go on from. What can be set is in conf/supervised.yaml.
+
+    torchrun --standalone --nproc-per-node=2 recipes/sft.py model.path=DIR task.path=ROWS.jsonl \
+        out=DIR resume=auto
+
+Warm start: a small model learns a task's own answers until it is right often enough for RL to
+begin.
 
     # From the embedded tiny model.
     python recipes/sft.py --out DIR --task addition --target-accuracy 0.6
@@ -7,15 +15,15 @@ to begin.
     # Data parallel: the same batches.
     torchrun --nproc-per-node=2 recipes/sft.py ...
 
-A row of a JSONL file has a "prompt" and a "completion" (or an "answer"), or "messages": a
+For both a row of a JSONL file has a "prompt" and a "completion" (or an "answer"), or "messages": a
 conversation, whose assistant turns are learned, in the tokenizer's chat template. Bad rows are
 named FILE:LINE, all before training begins.
 
-Accuracy is the share of held-out prompts whose greedy completion is the answer, token for token,
-measured on the weights as they will be saved. Ctrl-C or SIGTERM ends it after the step at hand and
-saves. Exit status: 0, 1 if the target was not reached, 2 for a model, data or an --out that cannot
-be used, 128 + signal. Every rank holds float32 weights and optimizer whole (16 bytes a parameter);
-for models that do not fit so, and for resuming, this script is too small.
+Of a warm start: accuracy is the share of held-out prompts whose greedy completion is the answer,
+token for token, measured on the weights as they will be saved. Ctrl-C or SIGTERM ends it after the
+step at hand and saves. Exit status: 0, 1 if the target was not reached, 2 for a model, data or an
+--out that cannot be used, 128 + signal. Every rank holds float32 weights and optimizer whole (16
+bytes a parameter); for models that do not fit so, and for resuming, there is the other way.
 """
 
 from __future__ import annotations
@@ -39,10 +47,13 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 
+from executors.build_supervised import build_sft_trainer
 from llamarl.comm.groups import World, init_world
+from llamarl.config.supervised import SFTConfig, sft_main
+from llamarl.launch import launch_supervised
 from llamarl.learning import sft
 from llamarl.learning.optim import build_optimizer, lr_at, set_lr
-from llamarl.learning.sft_data import read_pairs
+from llamarl.learning.sft_data import read_pairs, read_sft_data
 from llamarl.models.build import build_decoder, random_weights, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import export, load_tokenizer, load_weights, named_parameters_hf
@@ -304,7 +315,17 @@ def in_flags(message: str) -> str:
     )
 
 
+@sft_main
+def train_sharded(config: SFTConfig) -> None:
+    with launch_supervised(config, read_sft_data) as job:
+        job.run(build_sft_trainer(config, job))
+
+
 def main(argv: list[str] | None = None) -> int:
+    first = "".join(sys.argv[1:2]) if argv is None else ""
+    if "=" in first and not first.startswith("-"):
+        train_sharded()  # whose words are key=value
+        return 0
     args, stop = parse(argv), StopRequest()
     try:
         return run(args, stop)

@@ -69,21 +69,24 @@ class Job:
         env=(),
         cwd=None,
         rendezvous="--standalone",
+        recipe: Path = RECIPE,
+        directory_key: str = "run_dir",
     ):
         self.run_dir = run_dir
+        self._recipe = str(recipe)
         self._mark = uuid.uuid4().hex
         launcher = (
             ["-m", "torch.distributed.run", rendezvous, f"--nproc-per-node={ranks}", *torchrun]
             if ranks
             else []
         )
-        where = [f"run_dir={run_dir}"] if run_dir else []
+        where = [f"{directory_key}={run_dir}"] if run_dir else []
         home = run_dir.parent if run_dir else cwd
         self._log = home / f"{self._mark}.log" if cwd is None else cwd.parent / f"{self._mark}.log"
         marked = environment(PYTHONUNBUFFERED="1", **{_MARK: self._mark}) | dict(env)
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *launcher, str(RECIPE), *overrides, *where],
+                [sys.executable, *launcher, self._recipe, *overrides, *where],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=marked,
@@ -169,12 +172,12 @@ class Job:
 
     def rank_pids(self) -> dict[int, int]:
         """Rank -> pid."""
-        ranks = (
-            p
-            for p in self._processes()
-            if str(RECIPE) in p.info["cmdline"] and "torch.distributed.run" not in p.info["cmdline"]
-        )
-        return {int(p.info["environ"].get("RANK", 0)): p.pid for p in ranks}
+        ranks = {}
+        for p in self._processes():
+            command = p.info["cmdline"]
+            if self._recipe in command and "torch.distributed.run" not in command:
+                ranks[int(p.info["environ"].get("RANK", 0))] = p.pid
+        return ranks
 
     def _processes(self) -> list[psutil.Process]:
         attributes = ["environ", "cmdline", "status"]

@@ -42,6 +42,24 @@ from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import CONF_DIR, check
 from llamarl.config.schema import Config
 
+
+@dataclass(frozen=True, slots=True)
+class JobKind:
+    """What command lines of a kind of job are read as.
+
+    file: its values, in conf/ and without .yaml. check(config, world_size, local_world_size): what
+    cannot work together. idle_ranks(config, world_size): the ranks that would have nothing to do.
+    """
+
+    file: str
+    schema: type
+    check: Callable[[object, int, int | None], list[Problem]]
+    idle_ranks: Callable[[object, int], list[int]] = lambda config, world_size: []
+
+
+RL = JobKind("config", Config, check=check, idle_ranks=idle_ranks)  # the main job
+
+
 # Arithmetic between values, for conf/experiment: what keeps its meaning while another value is
 # swept.
 OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
@@ -57,14 +75,15 @@ OmegaConf.register_new_resolver(
 def check_command_line(
     overrides: list[str],
     *,
-    config_name: str = "config",
+    config_name: str | None = None,
     config_dir: str | None = None,
     multirun: bool = False,
     world_size: int = 1,
     local_world_size: int | None = None,
+    kind: JobKind = RL,
 ) -> list[str]:
     """The overrides as Hydra wants them (a needless `+` dropped). ConfigError with all that is
-    wrong with them.
+    wrong with them. config_name: a file of the user's own in place of the kind's.
     """
     from hydra import initialize_config_dir
 
@@ -82,7 +101,7 @@ def check_command_line(
     accepted = []
     choices = []
     for text in overrides:
-        override = _read_override(text, groups, multirun)
+        override = _read_override(text, groups, multirun, kind.schema)
         if isinstance(override, Problem):
             problems.append(override)
         else:
@@ -91,21 +110,22 @@ def check_command_line(
     ranks = (world_size, local_world_size)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         for combination in itertools.product(*choices):
-            problems += _problems_of(config_name, search, dict(combination), ranks)
+            chosen = dict(combination)
+            problems += _problems_of(kind, config_name or kind.file, search, chosen, ranks)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return accepted
 
 
-def compose_config(overrides: list[str]) -> Config:
-    """The checked config of a command line for one process, for a script that is no Hydra job.
-    ConfigError as above.
+def compose_config(overrides: list[str], kind: JobKind = RL) -> Config:
+    """The checked config of a command line for one process, for a script that is no Hydra job: of
+    the kind's schema. ConfigError as above.
     """
     from hydra import compose, initialize_config_dir
 
-    accepted = check_command_line(overrides)
+    accepted = check_command_line(overrides, kind=kind)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        return to_config(compose("config", accepted))
+        return to_config(compose(kind.file, accepted), kind.schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +137,9 @@ class _Override:
     points: list[str]  # the same for each point of a sweep; one if it is none
 
 
-def _read_override(text: str, groups: dict[str, set[str]], multirun: bool) -> _Override | Problem:
+def _read_override(
+    text: str, groups: dict[str, set[str]], multirun: bool, schema: type
+) -> _Override | Problem:
     """A word of the command line, or what is wrong with it by itself."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -138,11 +160,13 @@ def _read_override(text: str, groups: dict[str, set[str]], multirun: bool) -> _O
     is_section = isinstance(value, dict)
     section, _, option = key.partition(".")
     for name in [f"{key}.{inner}" for inner in value] if is_section else [key]:
+        known = known_keys(schema)
         # An option of a user's own loss, or of a dataset, may have any name.
         is_option = name.startswith("loss.") and name.count(".") == 1
-        is_option = is_option or name.startswith("task.options.")
-        if not (is_option or name in known_keys() or name in groups):
-            return Problem(name, "unknown key" + did_you_mean(name, known_keys()), (name,))
+        if "task.options" in known:
+            is_option = is_option or name.startswith("task.options.")
+        if not (is_option or name in known or name in groups):
+            return Problem(name, "unknown key" + did_you_mean(name, known), (name,))
     points = [text]
     if override.is_sweep_override():
         what = ""
@@ -162,7 +186,7 @@ def _read_override(text: str, groups: dict[str, set[str]], multirun: bool) -> _O
                 return Problem(text, f"need {' or '.join(known)}{near}", (key,))
         return _Override(key, text, points)
     # conf/ lacks, until it is given, an option of a loss or what only some kinds of a section have.
-    may_be_absent = section in sections_of_kinds()
+    may_be_absent = section in sections_of_kinds(schema)
     if section == "loss":
         may_be_absent = option not in ("", "fn", "name", "kl_coef", "kl_estimator", "entropy_coef")
     prefix = "++" if may_be_absent else ""
@@ -170,6 +194,7 @@ def _read_override(text: str, groups: dict[str, set[str]], multirun: bool) -> _O
 
 
 def _problems_of(
+    kind: JobKind,
     config_name: str,
     search: list[str],
     chosen: dict[str, str],
@@ -192,7 +217,8 @@ def _problems_of(
         kept = {key: text for key, text in chosen.items() if key not in wrong}
         stand_ins = [f"{key}=1" for key in required]  # a number, and a text
         try:
-            config = to_config(compose(config_name, [*search, *kept.values(), *stand_ins]))
+            composed = compose(config_name, [*search, *kept.values(), *stand_ins])
+            config = to_config(composed, kind.schema)
         except ConfigError as error:
             found = error.problems
             required += [problem.where for problem in found if problem.what.startswith("required")]
@@ -206,13 +232,13 @@ def _problems_of(
             if not found:
                 return [*problems, Problem(config_name, " ".join(str(error).split()))]
         else:
-            return problems + [p for p in check(config, *ranks) if wrong.isdisjoint(p.keys)]
+            return problems + [p for p in kind.check(config, *ranks) if wrong.isdisjoint(p.keys)]
         problems += [problem for problem in found if wrong.isdisjoint(problem.keys)]
     return problems
 
 
-def main(recipe: Callable[[Config], None]) -> Callable[[], None]:
-    """Decorator: run a recipe with the checked Config of its command line, under Hydra (--help,
+def main(recipe: Callable[[object], None], kind: JobKind = RL) -> Callable[[], None]:
+    """Decorator: run a recipe with the checked config of its command line, under Hydra (--help,
     --cfg job, --multirun).
 
     A bad command line ends the process with exit code 2, on every rank, with one message, before
@@ -228,11 +254,11 @@ def main(recipe: Callable[[Config], None]) -> Callable[[], None]:
         from hydra.types import RunMode
 
         hydra = HydraConfig.get()
-        if hydra.mode == RunMode.MULTIRUN and composed.run_dir is None:
+        if hydra.mode == RunMode.MULTIRUN and composed.get("run_dir", "") is None:
             # The runs of a sweep side by side, for recipes/compare.py.
             composed.run_dir = hydra.runtime.output_dir
-        config = to_config(composed)  # which `run` has checked
-        idle = idle_ranks(config, world_size)
+        config = to_config(composed, kind.schema)  # which `run` has checked
+        idle = kind.idle_ranks(config, world_size)
         if leader and idle:
             warning = f"ranks {show(idle)} host nothing; see placement, or start fewer"
             print(f"warning: {warning}", file=sys.stderr)
@@ -248,11 +274,12 @@ def main(recipe: Callable[[Config], None]) -> Callable[[], None]:
             try:
                 accepted = check_command_line(
                     args.overrides,
-                    config_name=args.config_name or "config",
+                    config_name=args.config_name,
                     config_dir=args.config_dir,
                     multirun=args.multirun,
                     world_size=world_size,
                     local_world_size=local_world_size,
+                    kind=kind,
                 )
             except ConfigError as error:
                 if leader:
@@ -260,6 +287,6 @@ def main(recipe: Callable[[Config], None]) -> Callable[[], None]:
                 sys.exit(2)
             rewritten = dict(zip(args.overrides, accepted))
             sys.argv = [rewritten.get(argument, argument) for argument in sys.argv]
-        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(job)()
+        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=kind.file)(job)()
 
     return run

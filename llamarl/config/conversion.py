@@ -14,7 +14,7 @@ import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -33,6 +33,9 @@ RENAMED = {
     "loss.normalise": "loss.normalize",
     "reference.enabled": "reference.kind",
 }
+
+
+Schema = TypeVar("Schema")  # the dataclass of a kind of job's whole configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Findings:
     are about.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: object):
         self.problems: list[Problem] = []
         self._values = to_values(config)
 
@@ -103,26 +106,27 @@ def _marks_below(schema: type, prefix: str) -> dict[str, frozenset[Mark]]:
 
 
 @functools.cache
-def known_keys() -> dict[str, frozenset[Mark]]:
-    """Every key of the schema with its marks, sections included: "max_steps", ..., "loss",
+def known_keys(schema: type = Config) -> dict[str, frozenset[Mark]]:
+    """Every key of a schema with its marks, sections included: "max_steps", ..., "loss",
     "loss.fn", ... The options of all losses stand for what a loss may have.
     """
-    marks = _marks_below(Config, "")
-    del marks["loss.options"]
+    marks = _marks_below(schema, "")
+    if marks.pop("loss.options", None) is None:
+        return marks
     options = [f"loss.{name}" for name in LOSS_OPTIONS]
     return marks | dict.fromkeys(options, frozenset())
 
 
 @functools.cache
-def sections_of_kinds() -> tuple[str, ...]:
+def sections_of_kinds(schema: type = Config) -> tuple[str, ...]:
     """The sections whose keys depend on their kind: ("beta_schedule", "task", ...)."""
-    return tuple(name for name, hint in _hints(Config).items() if len(schemas_of(hint)) > 1)
+    return tuple(name for name, hint in _hints(schema).items() if len(schemas_of(hint)) > 1)
 
 
-def is_marked(key: str, mark: Mark) -> bool:
+def is_marked(key: str, mark: Mark, schema: type = Config) -> bool:
     """Whether a key bears a mark of the schema: by itself, or by the section that it is in."""
     section = key.partition(".")[0]
-    return any(mark in known_keys().get(name, ()) for name in (key, section))
+    return any(mark in known_keys(schema).get(name, ()) for name in (key, section))
 
 
 def did_you_mean(key: str, names: Collection[str]) -> str:
@@ -217,10 +221,11 @@ def convert(value: object, hint: object) -> object:
 
 
 class _Reader:
-    """Reads nested values into the schema; what does not fit is added to `problems`."""
+    """Reads nested values into a schema; what does not fit is added to `problems`."""
 
-    def __init__(self):
+    def __init__(self, schema: type):
         self.problems: list[Problem] = []
+        self._keys = known_keys(schema)
 
     def _refuse(self, key: str, what: str, *given: object) -> None:
         """given: the value that does not fit, where that is what is wrong."""
@@ -301,7 +306,7 @@ class _Reader:
     def _refuse_unknown(self, names: Iterable[object], prefix: str) -> None:
         for name in names:
             key = f"{prefix}{name}"
-            self._refuse(key, "unknown key" + did_you_mean(key, known_keys()))
+            self._refuse(key, "unknown key" + did_you_mean(key, self._keys))
 
 
 def show(value: object) -> str:
@@ -313,11 +318,11 @@ def show(value: object) -> str:
     return str(value)
 
 
-def to_config(composed: DictConfig | Mapping[str, object]) -> Config:
+def to_config(composed: DictConfig | Mapping[str, object], schema: type[Schema] = Config) -> Schema:
     """The typed config. ConfigError names every unknown key, wrong type and value out of range at
     once.
     """
-    reader = _Reader()
+    reader = _Reader(schema)
     values = written = composed
     if isinstance(composed, DictConfig):
         written = OmegaConf.to_container(composed)
@@ -326,7 +331,7 @@ def to_config(composed: DictConfig | Mapping[str, object]) -> Config:
         except OmegaConfBaseException as error:
             values = written
             reader.problems.append(Problem(str(error.full_key), str(error).splitlines()[0]))
-    config = reader.section(values, (Config,), "")
+    config = reader.section(values, (schema,), "")
     if reader.problems:
         # But for those of a value that is written as another's ("${model.dtype}"), wrong with it.
         wrong = {"${" + key + "}" for key in keys_of(reader.problems)}
@@ -336,14 +341,15 @@ def to_config(composed: DictConfig | Mapping[str, object]) -> Config:
     return config
 
 
-def to_values(config: Config) -> dict[str, object]:
+def to_values(config: object) -> dict[str, object]:
     """The inverse of to_config: nested plain values under the keys of the command line."""
     values = dataclasses.asdict(config)
-    values["loss"].update(values["loss"].pop("options"))
+    if isinstance(config, Config):
+        values["loss"].update(values["loss"].pop("options"))
     return values
 
 
-def save_config(config: Config, path: str | Path) -> None:
+def save_config(config: object, path: str | Path) -> None:
     """Write config.yaml, whole at any moment: resolved, and read back by `load_config`."""
     replace_text(path, OmegaConf.to_yaml(OmegaConf.create(to_values(config))))
 

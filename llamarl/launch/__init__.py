@@ -1,5 +1,6 @@
 """From a configuration to a job that can run."""
 
 from llamarl.launch.start import launch
+from llamarl.launch.supervised import launch_supervised
 
-__all__ = ["launch"]
+__all__ = ["launch", "launch_supervised"]

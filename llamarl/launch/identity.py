@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llamarl.config.conversion import is_marked, show, value_differences
+from llamarl.config.schema import Config
 
 THE_DATA = "the data itself has changed, or the tokenizer or chat template, under the same settings"
 
@@ -34,16 +35,21 @@ class Difference:
     permit: str | None  # the word of resume_with_other that lets it pass; None: nothing does
 
 
-def differences(old: Identity, new: Identity) -> list[Difference]:
-    """All that makes `new` another run than `old`."""
+def differences(old: Identity, new: Identity, schema: type = Config) -> list[Difference]:
+    """All that makes `new` another run than `old`. schema: of both configs."""
     changed = {}
     for key, (was, now) in value_differences(old.config, new.config).items():
         changed[key] = f"{key}: {show(was)} in the checkpoint, {show(now)} now"
-    found = [Difference(changed[key], None) for key in changed if is_marked(key, "identity")]
+    found = []
+    reasons = []
+    for key, difference in changed.items():
+        if is_marked(key, "identity", schema):
+            found.append(Difference(difference, None))
+        if is_marked(key, "data", schema):
+            reasons.append(difference)
     others = [name for name in new.prompts if new.prompts[name] != old.prompts.get(name)]
     if others:
-        reasons = "; ".join(changed[key] for key in changed if is_marked(key, "data"))
-        what = f"other {' and '.join(others)}: {reasons or THE_DATA}"
+        what = f"other {' and '.join(others)}: {'; '.join(reasons) or THE_DATA}"
         found.append(Difference(what, permit="data"))
     if old.reward != new.reward:
         what = f"another reward (reward.fn): {old.reward} in the checkpoint, {new.reward} now"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from llamarl.errors import BadInput
 from llamarl.launch.job import Job
@@ -13,6 +14,8 @@ from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.hf import weights_of
 from llamarl.models.quantize import quantize_decoder
+
+_OTHER_VOCABULARY = "but config.json says vocab_size={}; fetch both again"
 
 log = logging.getLogger("llamarl")
 
@@ -72,12 +75,8 @@ def _check_model(job: Job, model: ModelConfig) -> None:
 
 def _check_tokens(job: Job, vocab_size: int) -> None:
     """The tokenizer's ids and the stop tokens are rows of the embedding."""
-    but = f"but config.json says vocab_size={vocab_size}; fetch both again"
-    vocabulary = job.tokenizer.get_vocab()
-    last = max(vocabulary, key=vocabulary.get, default=None)
-    if last is not None and vocabulary[last] >= vocab_size:
-        file = job.model_path / "tokenizer.json"
-        raise ValueError(f"{file}: token {last!r} has id {vocabulary[last]}, {but}")
+    check_vocabulary(job.tokenizer, vocab_size, job.model_path)
+    but = _OTHER_VOCABULARY.format(vocab_size)
     for token in job.stop_token_ids:
         if not 0 <= token < vocab_size:
             file = job.model_path / "generation_config.json"
@@ -88,6 +87,16 @@ def _check_tokens(job: Job, vocab_size: int) -> None:
             "max_new_tokens",
             job.model_path,
         )
+
+
+def check_vocabulary(tokenizer, vocab_size: int, path: Path) -> None:
+    """ValueError if the tokenizer of the model directory `path` has ids that the model has not."""
+    vocabulary = tokenizer.get_vocab()
+    last = max(vocabulary, key=vocabulary.get, default=None)
+    if last is not None and vocabulary[last] >= vocab_size:
+        file = path / "tokenizer.json"
+        but = _OTHER_VOCABULARY.format(vocab_size)
+        raise ValueError(f"{file}: token {last!r} has id {vocabulary[last]}, {but}")
 
 
 def _check_task(job: Job) -> None:

@@ -30,6 +30,26 @@ from llamarl.tickets.prompts import PromptStream
 from llamarl.types import Prompt
 
 
+def read_tokenizer(path: Path):
+    """transformers' tokenizer of a model directory. FileNotFoundError or ValueError naming the file
+    that is wrong.
+    """
+    try:
+        return load_tokenizer(path)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise anything, and name no file
+        for name in ("tokenizer_config.json", "tokenizer.json"):
+            file = path / name
+            if file.is_file():
+                read_json(file)  # which says what is wrong with it, if it is no JSON
+        file = path / "tokenizer.json"
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"{file}: no tokenizer can be made of it ({what}); fetch it again"
+        ) from error
+
+
 class Job:
     """What the executors of one run share; the same on every rank but `world.rank`.
 
@@ -46,20 +66,7 @@ class Job:
 
     @cached_property
     def tokenizer(self):
-        try:
-            return load_tokenizer(self.model_path)
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # transformers and tokenizers raise anything, and name no file
-            for name in ("tokenizer_config.json", "tokenizer.json"):
-                file = self.model_path / name
-                if file.is_file():
-                    read_json(file)  # which says what is wrong with it, if it is no JSON
-            file = self.model_path / "tokenizer.json"
-            what = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise ValueError(
-                f"{file}: no tokenizer can be made of it ({what}); fetch it again"
-            ) from error
+        return read_tokenizer(self.model_path)
 
     @cached_property
     def task(self) -> Task:

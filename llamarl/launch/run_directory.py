@@ -33,8 +33,9 @@ from llamarl.checkpoint.checkpointer import find, load_part, ranks_of, verify
 from llamarl.checkpoint.service import CONTROLLER
 from llamarl.comm.groups import World
 from llamarl.comm.meeting import Exchange, reaching
-from llamarl.config.command_line import Config
 from llamarl.config.conversion import save_config
+from llamarl.config.schema import Config
+from llamarl.config.supervised import SupervisedConfig
 from llamarl.errors import RunDirectoryError, TimedOut
 from llamarl.inference.partials import of_other_prompts
 from llamarl.launch.identity import Identity, differences
@@ -65,12 +66,15 @@ class RunDirectory:
 
 
 def open_run(
-    config: Config, world: World, identity: Identity, prompts: PromptStream
+    config: Config | SupervisedConfig,
+    world: World,
+    identity: Identity,
+    prompts: PromptStream | None = None,
 ) -> RunDirectory:
     """Open the run's directory. Collective over the world: rank 0 decides, the others help.
 
-    RunDirectoryError on every rank. identity, prompts: of the run that is to start or to go on.
-    PeerDied or TimedOut names a rank that does not answer.
+    RunDirectoryError on every rank. identity, prompts: of the run that is to start or to go on;
+    None where nothing is generated. PeerDied or TimedOut names a rank that does not answer.
     """
     store = world.store() or dist.HashStore()
     exchange = Exchange(store, rank=world.rank, timeout_s=config.timeout_s)
@@ -114,10 +118,10 @@ def _share_of(checkpoint: Path, exchange: Exchange, world: World) -> list[str]:
 class _Opening:
     """Rank 0's side of open_run."""
 
-    config: Config
+    config: Config | SupervisedConfig
     world: World
     identity: Identity
-    prompts: PromptStream
+    prompts: PromptStream | None
     exchange: Exchange
     num_orders: int = 0
     lock: DirectoryLock | None = None
@@ -219,9 +223,9 @@ class _Opening:
         RunDirectoryError if it is another run's checkpoint.
         """
         controller = load_part(checkpoint, CONTROLLER, ranks_of(checkpoint, CONTROLLER)[0])
+        model = "model=hf model.path" if isinstance(self.config, Config) else "model.path"
         instead = (
-            "start a run of its own from the checkpoint's weights: model=hf "
-            f"model.path={checkpoint / 'hf'}"
+            f"start a run of its own from the checkpoint's weights: {model}={checkpoint / 'hf'}"
         )
         try:
             old = Identity(**controller["identity"])
@@ -230,7 +234,7 @@ class _Opening:
                 f"{checkpoint} does not say of which run it is: another version of llamarl wrote "
                 f"it. Resume it with that one, or {instead}"
             ) from error
-        found = differences(old, self.identity)
+        found = differences(old, self.identity, type(self.config))
         permitted = self.config.resume_with_other
         refused = [difference for difference in found if difference.permit not in permitted]
         if refused:
@@ -246,6 +250,8 @@ class _Opening:
         for difference in found:
             log.warning("%s goes on with %s", checkpoint.name, difference.what)
         stale: set[int] = set()
+        if self.prompts is None:
+            return frozenset()
         for rank in ranks_of(checkpoint, "generator"):
             part = load_part(checkpoint, "generator", rank)
             stale.update(of_other_prompts(part, self.prompts))

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -63,13 +63,7 @@ def launch(config: Config) -> Iterator[Job]:
     Bad input (data, model, run directory) is one clear message and exit code 2; a failure of the
     run is exit code 1.
     """
-    logging.basicConfig(
-        level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s", force=True
-    )
-    rank = int(os.environ.get("RANK", 0))
-    code = 0
-    directory: RunDirectory | None = None
-    try:
+    with explained() as ending:
         synchronous = config.max_lag == 0
         threads = threads_per_rank(config.threads, synchronous=synchronous)
         world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=synchronous)
@@ -80,14 +74,30 @@ def launch(config: Config) -> Iterator[Job]:
             if config.dry_run:
                 dry_run(job)
                 raise SystemExit(0)
-            if config.reward.fn and rank == 0:  # which makes the directory
+            if config.reward.fn and world.rank == 0:  # which makes the directory
                 check_reward(config.reward.fn, [], memory_mb=config.reward.memory_mb)
             _ = job.identity  # read here: what is wrong with the data is bad input
-        job.directory = directory = open_run(config, world, job.identity, job.prompts)
-        if rank == 0:
+        job.directory = open_run(config, world, job.identity, job.prompts)
+        ending.callback(job.directory.release)
+        if world.rank == 0:
             job.announce()
         yield job
         job.conclude()
+
+
+@contextmanager
+def explained() -> Iterator[ExitStack]:
+    """A process of a job: within it any end that explains itself is said in words, and ends the
+    process with its exit code. Yields a stack of what is to be released at any end.
+    """
+    logging.basicConfig(
+        level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s", force=True
+    )
+    rank = int(os.environ.get("RANK", 0))
+    code = 0
+    ending = ExitStack()
+    try:
+        yield ending
     except (RunDirectoryError, BadInput) as error:
         if rank == 0:
             _complain(f"llamarl: {error}")
@@ -104,8 +114,7 @@ def launch(config: Config) -> Iterator[Job]:
         _complain(f"llamarl: rank {rank}: {why} ({str(error).splitlines()[0]})")
         code = EXIT_FAILED
     finally:
-        if directory is not None:
-            directory.release()
+        ending.close()
         # A failed peer cannot take part in an orderly end; the process ends with its sockets.
         if code == 0 and dist.is_initialized():
             dist.destroy_process_group()

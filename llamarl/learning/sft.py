@@ -7,7 +7,9 @@ model, V vocab.
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,6 +22,7 @@ from llamarl.learning.logprobs import make_head
 from llamarl.learning.optim import clip_grad_norm
 from llamarl.learning.packing import collate
 from llamarl.learning.segments import sum_by
+from llamarl.learning.supervised import Sums
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.types import Prompt
@@ -103,6 +106,39 @@ def pack_pairs(pairs: list[Pair], device: str | torch.device = "cpu") -> PairBat
         rows=rows.to(device),
         pairs=owners[rows].to(device),
     )
+
+
+class NextToken:
+    """The Objective of supervised fine-tuning (llamarl.learning.supervised). Its targets are the
+    learned tokens, so a row counts by its length.
+    """
+
+    def num_tokens(self, pair: Pair) -> int:
+        return pair.token_ids.numel() - 1  # the last one is only ever a label
+
+    def num_targets(self, pair: Pair) -> int:
+        return int(pair.learned.sum())
+
+    def pack(self, pairs: Sequence[Pair], device: torch.device) -> PairBatch:
+        if pairs:
+            return pack_pairs(list(pairs), device)
+        nothing = Pair(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool))
+        return pack_pairs([nothing], device)
+
+    def loss(self, decoder: Decoder, batch: PairBatch) -> tuple[Tensor, Sums, PackedAttention]:
+        head = make_head(batch.labels[batch.rows], batch.rows)
+        attention = PackedAttention(batch.cu_seqlens)
+        logprobs_R, entropy_R = decoder(batch.input_ids, batch.positions, attention, head)
+        return -logprobs_R.sum(), {"entropy": entropy_R.detach().sum()}, attention
+
+    def measure(self, decoder: Decoder, batch: PairBatch) -> Sums:
+        loss, _, _ = self.loss(decoder, batch)
+        return {"loss": loss}
+
+    def summary(self, sums: Mapping[str, float], num_targets: float) -> dict[str, float | None]:
+        """Nats a held-out token, and the perplexity that they are."""
+        loss = sums["loss"] / num_targets
+        return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
 
 def split_pairs(pairs: list[Pair], budget_tokens: int) -> list[list[Pair]]:

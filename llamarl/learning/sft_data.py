@@ -11,17 +11,26 @@ tokens before the completion is text.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
+import logging
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from llamarl.learning.sft import Pair, answered, check_end_token
+from llamarl.learning.supervised import RowsToRead
 from llamarl.tasks.base import PromptMaker
+from llamarl.tasks.build import hold_out
 from llamarl.tasks.jsonl import check_keys, read_jsonl
 
 ANSWER_KEYS = ("completion", "answer")  # where the row says nothing else
 ROLES = ("system", "user", "assistant", "tool")
+
+log = logging.getLogger(__name__)
 
 
 def read_pairs(
@@ -33,22 +42,29 @@ def read_pairs(
     answer_key: str | None = None,
     messages_key: str = "messages",
     chat: bool = True,
+    system_prompt: str | None = None,
+    drop_long: bool = False,
 ) -> list[Pair]:
     """All rows of a file, tokenised; a row with `messages_key` is a conversation, any other has a
     prompt and an answer.
 
     tokenizer: transformers'. answer_key None: the first of ANSWER_KEYS that the row has. chat: a
-    prompt is a user turn of the tokenizer's chat template, if it has one. FileNotFoundError, or
-    ValueError naming FILE:LINE of each bad row (the first ten).
+    prompt is a user turn of the tokenizer's chat template, if it has one. drop_long: rows of more
+    than max_tokens are left out, which is said; else they are bad rows. FileNotFoundError, or
+    ValueError naming FILE:LINE of each bad row (the first ten), or if none fits.
     """
     check_end_token(tokenizer)
-    maker = PromptMaker(tokenizer, chat=chat, system_prompt=None, max_prompt_tokens=max_tokens)
+    maker = PromptMaker(
+        tokenizer, chat=chat, system_prompt=system_prompt, max_prompt_tokens=max_tokens
+    )
 
-    def to_pair(row: dict) -> Pair:
+    def to_pair(row: dict) -> Pair | None:
         if messages_key in row:
             pair = conversation_pair(row[messages_key], tokenizer)
         else:
             pair = _prompt_pair(row, tokenizer, maker, prompt_key, answer_key)
+        if pair.token_ids.numel() > max_tokens and drop_long:
+            return None
         if pair.token_ids.numel() > max_tokens:
             raise ValueError(
                 f"{pair.token_ids.numel()} tokens, the model takes {max_tokens}; shorten the row "
@@ -56,7 +72,62 @@ def read_pairs(
             )
         return pair
 
-    return read_jsonl(path, to_pair)
+    pairs = read_jsonl(path, to_pair)
+    kept = [pair for pair in pairs if pair is not None]
+    if len(kept) < len(pairs):
+        num_dropped = len(pairs) - len(kept)
+        log.warning(
+            "%s: %d of %d rows have more than %d tokens and are left out",
+            path,
+            num_dropped,
+            len(pairs),
+            max_tokens,
+        )
+    if not kept:
+        raise ValueError(f"{path}: no row has {max_tokens} tokens or fewer; allow more")
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class SFTData:
+    """Rows to learn and those held out."""
+
+    train: list[Pair]
+    held_out: list[Pair]
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """What says whether two runs have the same data: SHA-256 over tokens and what is learned of
+        them.
+        """
+        return {"training rows": _digest(self.train), "held-out rows": _digest(self.held_out)}
+
+
+def _digest(pairs: list[Pair]) -> str:
+    digest = hashlib.sha256()
+    for pair in pairs:
+        digest.update(json.dumps(pair.token_ids.tolist()).encode())
+        digest.update(json.dumps(pair.learned.tolist()).encode())
+    return digest.hexdigest()
+
+
+def read_sft_data(task: RowsToRead, tokenizer) -> SFTData:
+    """The rows of task.path and the first num_eval of eval_path; without that, of `path`, of which
+    they are held out. FileNotFoundError or ValueError as `read_pairs`.
+    """
+    read = partial(
+        read_pairs,
+        tokenizer=tokenizer,
+        max_tokens=task.max_tokens,
+        chat=task.chat,
+        system_prompt=task.system_prompt,
+        drop_long=task.drop_long,
+    )
+    rows = read(task.path)
+    if task.eval_path:
+        return SFTData(train=rows, held_out=read(task.eval_path)[: task.num_eval])
+    kept, held = hold_out(len(rows), task.num_eval)
+    return SFTData(train=[rows[i] for i in kept], held_out=[rows[i] for i in held])
 
 
 def conversation_pair(messages: object, tokenizer) -> Pair:

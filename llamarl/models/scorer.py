@@ -13,6 +13,7 @@ Shapes: T tokens, N sequences, C labels, D model.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import torch
@@ -22,12 +23,14 @@ from torch import Tensor
 from llamarl.models.build import Decoder, build_decoder
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.fsdp import held_box, local
-from llamarl.models.hf import load_weights
+from llamarl.models.hf import load_tokenizer, load_weights
 from llamarl.models.protocol import Head
 from llamarl.models.sharding import Box
 from llamarl.models.tp import TensorParallel
 
 SCORE = "score.weight"  # the head's Hugging Face name
+
+log = logging.getLogger(__name__)
 
 
 def scores_at(rows_N: Tensor) -> Head:
@@ -73,6 +76,36 @@ def load_scorer(
         )
     decoder = build_decoder(config, dtype=dtype, tensor_parallel=tensor_parallel)
     return load_weights(decoder, path, device=device).eval().requires_grad_(False)
+
+
+def settle_pad_token(path: str | Path) -> None:
+    """See to it that a scorer's directory does not pad with the token that ends answers.
+
+    transformers scores a row at its last token that is not the pad token, so that it would pass
+    over that end, which ours scores at. Another special token that answers do not hold becomes the
+    pad token, of the model and of the tokenizer. Warns if there is none.
+    """
+    path = Path(path)
+    file = path / "config.json"
+    raw = json.loads(file.read_text())
+    tokenizer = load_tokenizer(path)
+    pad = raw["pad_token_id"]
+    if pad is not None and pad != tokenizer.eos_token_id and pad == tokenizer.pad_token_id:
+        return
+    special = set(tokenizer.all_special_tokens)
+    special |= {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    others = sorted(special - {tokenizer.eos_token})
+    if not others:
+        log.warning(
+            "%s: the tokenizer has no special token but its end, so transformers pads with that "
+            "and scores the token before it; add a pad token to it, to compare scores",
+            path,
+        )
+        return
+    tokenizer.pad_token = min(others, key=lambda token: ("pad" not in token, token))
+    tokenizer.save_pretrained(path)
+    raw["pad_token_id"] = tokenizer.pad_token_id
+    file.write_text(json.dumps(raw, indent=2))
 
 
 def scorer_fields(config: ModelConfig, like: str | Path) -> dict[str, object]:

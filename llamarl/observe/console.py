@@ -87,7 +87,9 @@ def format_cells(row: Row, max_steps: int | None) -> dict[str, str]:
     return {
         "step": f"{step}/{max_steps}" if max_steps else step,
         "reward": cell("reward/mean", ".3f"),
-        "eval": cell("eval/accuracy", ".1%") or cell("eval/reward", ".3f"),
+        "eval": cell("eval/accuracy", ".1%")
+        or cell("eval/reward", ".3f")
+        or cell("eval/loss", ".4f"),
         "lag": pair(cell("lag/mean", ".1f"), cell("lag/max", ".0f")),
         "loss": cell("loss/value", ".4f"),
         "grad": cell("grad_norm", ".3g"),

@@ -130,6 +130,44 @@ PANELS = (
     Panel("Reward errors", {"reward/error_rate": ""}, percent=True, smooth=False),
 )
 
+SUPERVISED = "examples/trained"  # the column that says of a run that it is no RL
+SUPERVISED_PANELS = (
+    Panel("Loss", {"loss/value": "of a step", "eval/loss": "held out"}),
+    Panel(
+        "Accuracy",
+        {"preference/accuracy": "of a step", "eval/accuracy": "held out"},
+        "Of a reward model: the pairs whose chosen answer scores higher.",
+        percent=True,
+    ),
+    Panel("Perplexity", {"eval/perplexity": "held out"}, smooth=False),
+    Panel("Margin", {"preference/margin": "of a step", "eval/margin": "held out"}, from_zero=False),
+    Panel(
+        "Scores",
+        {
+            "preference/score_chosen": "chosen",
+            "preference/score_rejected": "rejected",
+            "eval/score_std": "held out, std",
+        },
+        "Only differences are learned: loss.center_coef keeps the mean near 0.",
+        from_zero=False,
+    ),
+    Panel(
+        "Reliability",
+        {
+            f"calibration/accuracy/{sure}": f"{sure} % sure"
+            for sure in ("50-55", "60-65", "70-75", "80-85", "90-95", "95-100")
+        },
+        "Held-out pairs ranked right, by how sure the model was. Below the label: too sure.",
+        percent=True,
+        smooth=False,
+    ),
+    Panel("Calibration error", {"eval/calibration_error": "expected"}, percent=True, smooth=False),
+    Panel("Gradient norm", {"grad_norm": "before clipping"}),
+    Panel("Learning rate", {"lr": ""}, smooth=False),
+    Panel("Tokens/s", {"trainer/tokens_per_s": ""}),
+    Panel("Step time", {"time/step_s": "seconds"}),
+)
+
 STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;color:#222;max-width:1240px;margin:2em auto;padding:0 1em}
 h1{font-size:1.5em;margin-bottom:.2em} h2{font-size:1.15em;margin:1.6em 0 .5em}
@@ -182,7 +220,7 @@ def page(run_dir: Path, columns: Columns) -> str:
     """The HTML of a run."""
     curves = []
     absent = []
-    for panel in PANELS:
+    for panel in SUPERVISED_PANELS if SUPERVISED in columns else PANELS:
         if panel.series.keys().isdisjoint(columns):
             absent.append(panel.title)
         else:
@@ -231,7 +269,7 @@ def facts(columns: Columns) -> list[tuple[str, str]]:
     fact("wall time, s", "time/wall_s", np.max, ".1f")
     evaluated = known(EVALUATED)
     accuracy = known(ACCURACY)
-    if len(accuracy) and len(accuracy) == len(evaluated):
+    if len(accuracy) and len(evaluated) in (0, len(accuracy)):
         found.append(("accuracy", f"{accuracy[0]:.1%} → {accuracy[-1]:.1%}"))
     elif len(evaluated):
         change = f"{evaluated[0]:.4g} → {evaluated[-1]:.4g}"

@@ -225,14 +225,13 @@ class RowWriter:
         wall_s = self.wall_s
         num_steps = rows[-1]["step"] if rows else 0
         lines = [f"{num_steps} steps in {wall_s:.1f} s"]
-        evaluated = [row for row in rows if row.get(EVALUATED) is not None]
-        if evaluated:
-            before = evaluated[0][EVALUATED]
-            after = evaluated[-1][EVALUATED]
-            if all(row.get(ACCURACY) is not None for row in evaluated):
-                lines.append(f"accuracy   {before:.1%} -> {after:.1%}")
-            else:
-                lines.append(f"held out   reward {before:.4g} -> {after:.4g}")
+        evaluated = [row[EVALUATED] for row in rows if row.get(EVALUATED) is not None]
+        accuracy = [row[ACCURACY] for row in rows if row.get(ACCURACY) is not None]
+        # Supervised runs have no rewards; in others an accuracy is the mean of the same scores.
+        if accuracy and len(evaluated) in (0, len(accuracy)):
+            lines.append(f"accuracy   {accuracy[0]:.1%} -> {accuracy[-1]:.1%}")
+        elif evaluated:
+            lines.append(f"held out   reward {evaluated[0]:.4g} -> {evaluated[-1]:.4g}")
         if "generator/tokens" in counters and wall_s > 0:
             tokens_per_s = counters["generator/tokens"] / wall_s
             lines.append(f"generated  {tokens_per_s:,.0f} tokens/s")

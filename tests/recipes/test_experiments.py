@@ -10,7 +10,12 @@ from llamarl.config.command_line import CONF_DIR, check_command_line, compose_co
 from llamarl.models.config import read_config
 from tests.loss_problems import SECTIONS
 
-NAMES = sorted(file.stem for file in (CONF_DIR / "experiment").glob("*.yaml"))
+OTHER_JOBS = ("recipes/reward_model.py", "recipes/sft.py")
+NAMES = sorted(
+    file.stem
+    for file in (CONF_DIR / "experiment").glob("*.yaml")
+    if not any(job in file.read_text() for job in OTHER_JOBS)
+)
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from omegaconf import OmegaConf
 
 from llamarl.config.command_line import CONF_DIR, ConfigError, compose_config
 from tests.launching import Job
+from tests.recipes.test_experiments import NAMES as ALL
 from tests.recipes.test_experiments import given  # noqa: F401
 
 # TBA's have runs of their own in test_replay_runs.py.
-ALL = sorted(file.stem for file in (CONF_DIR / "experiment").glob("*.yaml"))
 NAMES = [name for name in ALL if not name.startswith("tba_")]
 TABLE_4 = ("async_rlhf_table4", "async_rlhf_table4_rloo", "async_rlhf_table4_online_dpo")
 

@@ -1,0 +1,239 @@
+"""SupervisedTrainer: trains a decoder on examples that it has, and so is a graph of its own: it
+needs no other executor.
+
+loop step   consumes                  waits for
+evaluate    the held-out examples     -
+train       the examples of step v    the other trainer ranks
+checkpoint  -                         -
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from executors.trainer import AdamSettings
+from llamarl.executor import Executor
+from llamarl.learning.optim import build_optimizer, settle_moments
+from llamarl.learning.supervised import (
+    ExampleOrder,
+    Objective,
+    SupervisedSettings,
+    SupervisedUpdate,
+)
+from llamarl.models.fsdp import held_box, whole_parameters
+from llamarl.models.hf import export, named_parameters_hf
+from llamarl.models.scorer import scorer_fields, settle_pad_token
+from llamarl.models.sharded_state import Shard, box_from, set_steps, steps_of
+from llamarl.models.sharding import num_parameters, parameter_shapes
+from llamarl.models.training import training_decoder
+
+_SAVED_AS = {"weights": "model/", "moments": ""}  # prefixes, see llamarl.models.sharded_state
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SupervisedTrainer(Executor):
+    """Version v is the number of updates in the weights.
+
+    order: of the examples. held_out: those that evaluate_at(version) measures. score_seed: train a
+    scorer, whose head is drawn from it unless the model has one; None: a language model. replicate:
+    copies of the model, each sharded over an equal share of the ranks.
+    """
+
+    name = "trainer"
+    leads = True
+
+    model_path: str
+    model_dtype: str
+    compute_dtype: str
+    score_seed: int | None
+    replicate: int
+    activation_checkpointing: bool
+    cpu_offload: bool
+    objective: Objective
+    examples: Sequence
+    held_out: Sequence
+    order: ExampleOrder
+    settings: SupervisedSettings
+    adam: AdamSettings
+    evaluate_at: Callable[[int], bool]
+    checkpoint_at: Callable[[int], bool]
+
+    def __post_init__(self):
+        self.version = 0
+        self.done = False
+        self._evaluated = -1  # the newest version that was
+
+    def setup(self) -> None:
+        """Load the decoder, and make what trains it. Collective over the ranks."""
+        self.decoder = training_decoder(
+            self.model_path,
+            mesh=self.group.data_mesh(),
+            device=self.group.device,
+            compute_dtype=getattr(torch, self.compute_dtype),
+            activation_checkpointing=self.activation_checkpointing,
+            cpu_offload=self.cpu_offload,
+            score_seed=self.score_seed,
+        )
+        # As they are now: after a forward FSDP shows its root's gathered ones.
+        self._parameters = list(named_parameters_hf(self.decoder))
+        self._shards = [
+            Shard(name, p, held_box(self.decoder, name, p)) for name, p in self._parameters
+        ]
+        self.optimizer = build_optimizer(
+            [p for _, p in self._parameters],
+            lr=self.settings.lr,
+            **dataclasses.asdict(self.adam),
+        )
+        self._update = SupervisedUpdate(
+            self.decoder,
+            self.optimizer,
+            self.objective,
+            self.settings,
+            group=self.group.process_group if self.group.size > 1 else None,
+            device=self.group.device,
+        )
+
+    def step(self) -> bool:
+        if self.done:
+            return False
+        stopping = self._update.ranks.any(self.control.stopping)
+        is_last = self.version >= self.settings.max_steps
+        if not stopping and self._is_to_evaluate():
+            self._report(self._evaluation())
+        if stopping or is_last:
+            self.checkpoints.save(self.version, self)
+            self.done = True
+            return True
+        self._train()
+        return True
+
+    def waiting_for(self) -> str | None:
+        return None  # its examples are here
+
+    def _is_to_evaluate(self) -> bool:
+        """Before the first step: later versions are evaluated with the step that made them."""
+        return self.version == 0 and self._evaluated < 0 and self.evaluate_at(0)
+
+    def _evaluation(self) -> dict[str, float | None]:
+        """Collective: the columns of the held-out examples under this version."""
+        self._evaluated = self.version
+        return self._update.evaluate(self._share(self.held_out))
+
+    def _train(self) -> None:
+        began = time.monotonic()
+        numbers = self.order.of_step(self.version)
+        examples = [self.examples[number] for number in self._share(numbers)]
+        row = self._update.run(examples, self.version)
+        trained = time.monotonic()
+        self.version += 1
+        columns = {
+            **row,
+            "examples/trained": len(numbers),
+            "time/step_s": trained - began,
+            "trainer/tokens_per_s": row["tokens/trained"] / (trained - began),
+        }
+        if self.evaluate_at(self.version):
+            columns |= self._evaluation()
+        self._report(columns)
+        if self.checkpoint_at(self.version) and self.version < self.settings.max_steps:
+            self.checkpoints.save(self.version, self)
+
+    def _share(self, items: Sequence) -> Sequence:
+        """This rank's of what all ranks work on."""
+        return items[self.group.index :: self.group.size]
+
+    def _report(self, columns: dict[str, float | None]) -> None:
+        if self.group.index == 0:
+            self.metrics.report(self.version, columns)
+
+    # --- Checkpoints ---
+
+    def state_dict(self) -> dict:
+        """This rank's shard: weights (float32) and Adam's moments, and which part of the model they
+        are. Which examples come next is a function of the version.
+
+        What several ranks hold is stored by the first of them alone.
+        """
+        state: dict = {
+            "boxes": {},
+            "version": self.version,
+            "adam_step": steps_of(self.optimizer),
+        }
+        if self.group.replica > 0:
+            return state
+        for shard in self._shards:
+            state["boxes"][shard.name] = [shard.box.offsets, shard.box.lengths]
+            state |= shard.state(self.optimizer, **_SAVED_AS)
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, parts: Iterable[dict]) -> None:
+        """From all ranks' parts, whatever their number was. ValueError if they are of a model of
+        other shapes.
+        """
+        missing = {shard.name: shard.box.numel for shard in self._shards}  # elements
+        steps = 0.0
+        for part in parts:
+            self._check_fits(part)
+            self.version = int(part["version"])
+            steps = max(steps, float(part["adam_step"]))
+            for shard in self._shards:
+                if shard.name in part["boxes"]:
+                    theirs = box_from(part["boxes"][shard.name])
+                    missing[shard.name] -= shard.load(part, theirs, self.optimizer, **_SAVED_AS)
+        absent = [name for name, elements in missing.items() if elements]
+        if absent:
+            raise ValueError(
+                f"the checkpoint lacks {', '.join(absent[:5])}, or parts of it: it is another "
+                "model's; resume with the model.path that it was trained from"
+            )
+        settle_moments(self.optimizer)
+        set_steps(self.optimizer, [p for _, p in self._parameters], steps)
+        self._evaluated = self.version
+
+    def _check_fits(self, part: dict) -> None:
+        """ValueError if a saved part is of tensors that this model does not have, or of larger
+        ones.
+        """
+        shapes = parameter_shapes(self.decoder.config)
+        for name, saved in part["boxes"].items():
+            box = box_from(saved)
+            shape = shapes.get(name, ())
+            ends = tuple(map(operator.add, box.offsets, box.lengths))
+            if len(ends) != len(shape) or any(map(operator.gt, ends, shape)):
+                raise ValueError(
+                    f"the checkpoint's {name} does not fit this run's model, where its shape is "
+                    f"{shape}; resume with the model.path that it was trained from"
+                )
+
+    @property
+    def export_bytes(self) -> int:
+        """About what `export` writes."""
+        element_bytes = getattr(torch, self.model_dtype).itemsize
+        return num_parameters(self.decoder.config) * element_bytes
+
+    def export(self, out: str | None) -> None:
+        """Collective over the first replica: write the model as a Hugging Face directory. Rank 0
+        writes, one tensor whole at a time; where out is None, nothing. OSError or SafetensorError
+        from the disk, once all is gathered.
+        """
+        if self.group.replica > 0:
+            return
+        config = self.decoder.config
+        whole = whole_parameters(self.decoder, self._parameters)
+        try:
+            if out is not None:
+                fields = scorer_fields(config, self.model_path) if config.labels else None
+                dtype = getattr(torch, self.model_dtype)
+                export(whole, self.model_path, out, dtype=dtype, fields=fields)
+                if config.labels:
+                    settle_pad_token(out)
+        finally:
+            for _ in whole:  # the other ranks take part in making each
+                pass

@@ -1,0 +1,140 @@
+"""The configuration of a supervised job: recipes/reward_model.py, recipes/sft.py. Imports no torch.
+
+As llamarl.config.schema is for the main job: types and ranges here, values and what they mean in
+conf/supervised.yaml.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from llamarl.config.command_line import JobKind, main
+from llamarl.config.conversion import Findings, Problem
+from llamarl.config.ranges import Beta, Count, Natural, NonNegative, Positive, Range, Text
+from llamarl.config.schema import (
+    CheckpointSettings,
+    MetricsSettings,
+    Seed,
+    _marked,
+    settings_dataclass,
+)
+from llamarl.words.choices import Schedule
+
+Fraction = Annotated[float, Range(0, 0.999999)]
+
+
+@settings_dataclass
+class StartingModelSettings:
+    path: Text = _marked("identity")
+    dtype: Literal["float32", "bfloat16"]
+
+
+@settings_dataclass
+class RowsSettings:
+    """Where the rows are, and how they become tokens."""
+
+    path: Text
+    eval_path: str | None
+    num_eval: Natural
+    max_tokens: Count
+    drop_long: bool
+    chat: bool
+    system_prompt: str | None
+
+
+@settings_dataclass
+class SupervisedTrainerSettings:
+    replicate: Count
+    microbatch_tokens: Count
+    max_grad_norm: Positive | None
+    optimizer: Literal["adamw", "adamw8bit"]
+    weight_decay: NonNegative
+    beta1: Beta
+    beta2: Beta
+    eps: Positive
+    schedule: Schedule
+    warmup_fraction: Fraction
+    compute_dtype: Literal["float32", "bfloat16"]
+    activation_checkpointing: bool
+    cpu_offload: bool
+
+
+@settings_dataclass
+class PreferenceSettings:
+    center_coef: NonNegative
+
+
+@settings_dataclass
+class SupervisedEvalSettings:
+    every: Natural
+
+
+@settings_dataclass
+class SupervisedConfig:
+    """What every supervised job has."""
+
+    out: Text = _marked("outward")
+    resume: str = _marked("outward")
+    resume_with_other: list[Literal["data"]] = _marked("outward")
+    seed: Seed = _marked("identity")
+    epochs: Positive = _marked("identity")
+    max_steps: Count | None = _marked("identity")
+    examples_per_step: Count = _marked("identity")
+    lr: Positive = _marked("identity")
+    threads: Count | None = _marked("outward")
+    timeout_s: Positive = _marked("outward")
+    heartbeat_timeout_s: Positive = _marked("outward")
+    stop_s: Positive = _marked("outward")
+    model: StartingModelSettings
+    task: RowsSettings = _marked("data")
+    eval: SupervisedEvalSettings
+    checkpoint: CheckpointSettings = _marked("outward")
+    metrics: MetricsSettings = _marked("outward")
+    trainer: SupervisedTrainerSettings
+
+    scores: ClassVar[bool]  # whether the model is a scorer, and no language model
+
+    @property
+    def run_dir(self) -> str:
+        """What the main job calls `out`."""
+        return self.out
+
+
+@settings_dataclass
+class RewardModelConfig(SupervisedConfig):
+    loss: PreferenceSettings = _marked("identity")
+
+    scores: ClassVar[bool] = True
+
+
+@settings_dataclass
+class SFTConfig(SupervisedConfig):
+    scores: ClassVar[bool] = False
+
+
+def check(
+    config: SupervisedConfig, world_size: int, local_world_size: int | None = None
+) -> list[Problem]:
+    """What cannot work together, or with this many ranks and these files."""
+    found = Findings(config)
+    if world_size % config.trainer.replicate:
+        found.add(f"must divide the {world_size} ranks", "trainer.replicate")
+    files = {
+        "model.path": f"{config.model.path}/config.json",
+        "task.path": config.task.path,
+        "task.eval_path": config.task.eval_path,
+    }
+    for key, file in files.items():
+        if file is not None and not Path(file).is_file():
+            found.add(f"there is no file {file}", key)
+    if config.resume not in ("never", "auto") and not Path(config.resume).is_dir():
+        found.add("need never, auto, or the directory of a checkpoint", "resume")
+    return found.problems
+
+
+REWARD_MODEL = JobKind("reward_model", RewardModelConfig, check=check)
+SFT = JobKind("sft", SFTConfig, check=check)
+reward_model_main = functools.partial(main, kind=REWARD_MODEL)
+sft_main = functools.partial(main, kind=SFT)

@@ -1,0 +1,217 @@
+"""Preference pairs from JSON lines: a prompt, the better answer and the worse one, as texts or as
+chat messages.
+
+    {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5}
+    {"prompt": [{"role": "user", "content": "1+1?"}],
+     "chosen": [{"role": "assistant", "content": "2"}], "rejected": [...]}
+
+Where answers are lists of messages, they may repeat the prompt's before the reply. Prompts and
+answers are tokenised apart, as in RL, where the prompt is tokens before the completion is text; an
+answer ends with the end token, as a completion that was not cut does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llamarl.learning.preference import Preference
+from llamarl.learning.sft import check_end_token
+from llamarl.learning.supervised import RowsToRead
+from llamarl.tasks.base import PromptMaker
+from llamarl.tasks.build import hold_out
+from llamarl.tasks.jsonl import check_keys, read_jsonl
+
+SIDES = ("chosen", "rejected")
+Messages = list[dict[str, str]]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceData:
+    """Training pairs and those held out."""
+
+    train: list[Preference]
+    held_out: list[Preference]
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """What says whether two runs have the same data: SHA-256 over token ids and margins."""
+        return {"training pairs": _digest(self.train), "held-out pairs": _digest(self.held_out)}
+
+
+def read_preference_data(task: RowsToRead, tokenizer) -> PreferenceData:
+    """The pairs of task.path and the first num_eval of eval_path; without that, of `path`, of which
+    they are held out.
+
+    FileNotFoundError, or ValueError naming FILE:LINE of each bad row (the first ten), or if nothing
+    is left to train on. drop_long: pairs of more than max_tokens are left out, which is said; else
+    they are bad rows.
+    """
+    reader = _Reader(task, tokenizer)
+    rows = reader.read(task.path)
+    if task.eval_path:
+        held_out = reader.read(task.eval_path)
+        return PreferenceData(train=rows, held_out=held_out[: task.num_eval])
+    kept, held = hold_out(len(rows), task.num_eval)
+    return PreferenceData(train=[rows[i] for i in kept], held_out=[rows[i] for i in held])
+
+
+def _digest(pairs: Sequence[Preference]) -> str:
+    digest = hashlib.sha256()
+    for pair in pairs:
+        for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids):
+            digest.update(json.dumps(ids.tolist()).encode())
+        digest.update(repr(pair.margin).encode())
+    return digest.hexdigest()
+
+
+class _Reader:
+    """Makes pairs of rows."""
+
+    def __init__(self, task: RowsToRead, tokenizer):
+        check_end_token(tokenizer)
+        self._tokenizer = tokenizer
+        self._max_tokens = task.max_tokens
+        self._drop_long = task.drop_long
+        self._maker = PromptMaker(
+            tokenizer,
+            chat=task.chat,
+            system_prompt=task.system_prompt,
+            max_prompt_tokens=task.max_tokens,
+        )
+
+    def read(self, path: str | Path) -> list[Preference]:
+        """All pairs of a file that are not too long."""
+        pairs = read_jsonl(path, self._pair)
+        kept = [pair for pair in pairs if pair is not None]
+        if len(kept) < len(pairs):
+            log.warning(
+                "%s: %d of %d pairs are longer than task.max_tokens=%d and left out",
+                path,
+                len(pairs) - len(kept),
+                len(pairs),
+                self._max_tokens,
+            )
+        if not kept:
+            raise ValueError(f"{path}: no pair fits task.max_tokens={self._max_tokens}; raise it")
+        return kept
+
+    def _pair(self, row: dict) -> Preference | None:
+        """The pair of a row; None for one that is too long and may be left out. ValueError."""
+        for side in SIDES:
+            check_keys(row, "prompt", side)
+        margin = _margin(row.get("margin"))
+        prompt = _prompt(row["prompt"])
+        chosen, rejected = (_answer(row[side], prompt, side) for side in SIDES)
+        if chosen == rejected:
+            raise ValueError("both answers are equal: there is nothing to prefer; leave it out")
+        pair = Preference(
+            prompt_ids=torch.tensor(self._prompt_ids(prompt)),
+            chosen_ids=self._answer_ids(chosen),
+            rejected_ids=self._answer_ids(rejected),
+            margin=margin,
+        )
+        if torch.equal(pair.chosen_ids, pair.rejected_ids):
+            raise ValueError("both answers are the same tokens: there is nothing to prefer")
+        longer = max(pair.chosen_ids.numel(), pair.rejected_ids.numel())
+        length = pair.prompt_ids.numel() + longer
+        if length <= self._max_tokens:
+            return pair
+        if self._drop_long:
+            return None
+        raise ValueError(
+            f"{length} tokens, task.max_tokens={self._max_tokens}; shorten it, or leave out all "
+            "such pairs with task.drop_long=true"
+        )
+
+    def _prompt_ids(self, prompt: str | Messages) -> list[int]:
+        if isinstance(prompt, str):
+            return self._maker.ids(prompt)
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ValueError(
+                "the prompt is a list of messages, but the tokenizer has no chat template; give "
+                "it as a text"
+            )
+        from jinja2.exceptions import TemplateError
+
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses the prompt: {error}") from error
+        return list(ids)
+
+    def _answer_ids(self, text: str) -> torch.Tensor:
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return torch.tensor([*ids, self._tokenizer.eos_token_id])
+
+
+def _margin(value: object) -> float:
+    if value is None:
+        return 0.0
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise ValueError(f'"margin" must be a finite number, this is {value!r}')
+    return float(value)
+
+
+def _prompt(value: object) -> str | Messages:
+    if isinstance(value, list):
+        return _messages(value, "prompt")
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f'"prompt" must be text that is not empty, or messages: {_shown(value)}')
+    return value
+
+
+def _answer(value: object, prompt: str | Messages, side: str) -> str:
+    """The text of an answer; of messages, of the one reply behind the prompt's."""
+    if isinstance(value, list):
+        messages = _messages(value, side)
+        before = prompt
+        if isinstance(prompt, str):
+            before = [{"role": "user", "content": prompt}]
+        *repeated, reply = messages
+        if repeated and repeated != before:
+            raise ValueError(
+                f'"{side}" has {len(messages)} messages that do not begin with the '
+                "prompt's; give the reply alone"
+            )
+        if reply["role"] != "assistant":
+            raise ValueError(f'"{side}" ends with a message of {reply["role"]!r}, not assistant')
+        value = reply["content"]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f'"{side}" must be text that is not empty, or messages: {_shown(value)}')
+    return value
+
+
+def _messages(value: list, key: str) -> Messages:
+    """Messages with a role and a text alone."""
+    if not value:
+        raise ValueError(f'"{key}" is an empty list; give messages, or a text')
+    messages = []
+    for number, message in enumerate(value, start=1):
+        is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if not is_message or not isinstance(message.get("content"), str):
+            raise ValueError(
+                f'"{key}", message {number}: need {{"role": ..., "content": text}}, this is '
+                f"{_shown(message)}"
+            )
+        messages.append({"role": message["role"], "content": message["content"]})
+    if not any(message["content"].strip() for message in messages):
+        raise ValueError(f'"{key}" has no text in any message')
+    return messages
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value, default=str)[:60]

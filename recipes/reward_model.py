@@ -1,0 +1,26 @@
+"""A reward model from preference pairs (Bradley and Terry), sharded over any number of ranks.
+
+    python recipes/reward_model.py model.path=SFT_DIR task.path=PAIRS.jsonl out=DIR
+    # Sharded by FSDP2; goes on where it was, if it was killed.
+    torchrun --standalone --nproc-per-node=2 recipes/reward_model.py model.path=SFT_DIR \
+        task.path=PAIRS.jsonl out=DIR resume=auto
+
+A row is {"prompt": ..., "chosen": ..., "rejected": ...[, "margin": number]}, of texts or of chat
+messages. DIR is a ...ForSequenceClassification directory at the end. docs/reward_models.md tells
+the rest, conf/reward_model.yaml what can be set.
+"""
+
+from executors.build_supervised import build_reward_model_trainer
+from llamarl.config.supervised import RewardModelConfig, reward_model_main
+from llamarl.launch import launch_supervised
+from llamarl.learning.preference_data import read_preference_data
+
+
+@reward_model_main
+def run(config: RewardModelConfig) -> None:
+    with launch_supervised(config, read_preference_data) as job:
+        job.run(build_reward_model_trainer(config, job))
+
+
+if __name__ == "__main__":
+    run()

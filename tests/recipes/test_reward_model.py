@@ -1,0 +1,302 @@
+"""recipes/reward_model.py, and recipes/sft.py at scale, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from llamarl.checkpoint.checkpointer import verify
+from llamarl.config.command_line import check_command_line, compose_config
+from llamarl.config.conversion import ConfigError
+from llamarl.config.supervised import REWARD_MODEL, SFT
+from llamarl.models.attention import PackedAttention
+from llamarl.models.config import read_config, tiny_directory
+from llamarl.models.scorer import load_scorer, scores_at
+from llamarl.observe.report import write_report
+from tests.launching import ROOT, Job, untimed
+from tests.tolerances import rounding
+
+RECIPE = ROOT / "recipes" / "reward_model.py"
+TINY = read_config(tiny_directory())
+SCORE = 1e-5  # what float32 scores may differ from transformers'
+STEPS = 6
+# Scores and losses after STEPS updates, of values around 1.
+TRAINED = rounding(terms=TINY.hidden_size, depth=STEPS * 4 * TINY.num_hidden_layers)
+SMALL = (
+    "task.max_tokens=32",
+    "task.num_eval=20",
+    "model.dtype=float32",
+    "lr=1e-4",
+    "examples_per_step=16",
+    f"max_steps={STEPS}",
+    "trainer.microbatch_tokens=96",
+    "eval.every=3",
+    "checkpoint.every=2",
+)
+BAD_INPUT = 2
+SFT_RECIPE = ROOT / "recipes" / "sft.py"
+
+
+def write_rows(path: Path, count: int) -> str:
+    """Sums with their answers backwards, which are new to the model. Returns the override."""
+    draw = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(count):
+            a, b = draw.randrange(10, 60), draw.randrange(10, 40)
+            backwards = str(a + b)[::-1]
+            file.write(json.dumps({"prompt": f"{a}+{b}=", "completion": backwards}) + "\n")
+    return f"task.path={path}"
+
+
+def write_pairs(path: Path, count: int) -> str:
+    """Sums whose right answer is preferred to a wrong one. Returns the override."""
+    draw = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(count):
+            a, b = draw.randrange(10, 60), draw.randrange(10, 40)
+            wrong = draw.choice([n for n in range(20, 99) if n != a + b])
+            row = {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(wrong)}
+            file.write(json.dumps(row) + "\n")
+    return f"task.path={path}"
+
+
+def job_of(*overrides: str, out: Path, ranks: int | None = None, recipe: Path = RECIPE) -> Job:
+    model = () if any(o.startswith("model.path") for o in overrides) else (TINY_PATH,)
+    return Job(*model, *overrides, run_dir=out, ranks=ranks, recipe=recipe, directory_key="out")
+
+
+TINY_PATH = f"model.path={tiny_directory()}"
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> str:
+    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", 300)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(pairs, tmp_path_factory) -> Job:
+    """The finished run on two ranks, over which score.weight [1, D] is sharded unevenly."""
+    with job_of(*SMALL, pairs, out=tmp_path_factory.mktemp("two") / "out", ranks=2) as job:
+        assert job.wait() == 0, job.output
+        yield job
+
+
+@pytest.mark.machine
+def test_two_ranks_learn_what_one_learns(two_ranks, pairs, tmp_path):
+    with job_of(*SMALL, pairs, out=tmp_path / "out") as alone:
+        assert alone.wait() == 0, alone.output
+    ours, theirs = untimed(two_ranks.rows), untimed(alone.rows)
+    assert [row["step"] for row in ours] == list(range(STEPS + 1))
+    for mine, other in zip(ours, theirs, strict=True):
+        for name in ("loss/value", "preference/margin", "eval/loss", "eval/margin", "grad_norm"):
+            assert (name in mine) == (name in other)
+            if name in mine:
+                assert mine[name] == pytest.approx(other[name], rel=TRAINED, abs=TRAINED), name
+        assert mine.get("tokens/trained") == other.get("tokens/trained")
+    assert ours[-1]["eval/loss"] < ours[0]["eval/loss"]
+
+
+def test_transformers_scores_alike(two_ranks):
+    """A batch as its users make one: padded, each row with the end token."""
+    out = two_ranks.run_dir
+    theirs = AutoModelForSequenceClassification.from_pretrained(out).eval()
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert theirs.config.num_labels == 1
+    texts = [f"{text}{tokenizer.eos_token}" for text in ("12+34=46", "1+1=2", "50+39=8")]
+    tokenizer.padding_side = "right"
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    ours = load_scorer(out, device=torch.device("cpu"), dtype=torch.float32)
+    with torch.no_grad():
+        of_theirs = theirs(batch.input_ids, attention_mask=batch.attention_mask).logits
+        for i, text in enumerate(texts):
+            tokens = torch.tensor(tokenizer.encode(text))
+            size = tokens.numel()
+            attention = PackedAttention(torch.tensor([0, size]))
+            head = scores_at(torch.tensor([size - 1]))
+            score = ours(tokens, torch.arange(size), attention, head)
+            torch.testing.assert_close(score[0], of_theirs[i], rtol=0, atol=SCORE)
+
+
+@pytest.mark.slow
+def test_a_pad_token_that_is_the_end_token_is_replaced(pairs, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_directory(), model)
+    for name, key, value in (
+        ("config.json", "pad_token_id", 2),
+        ("tokenizer_config.json", "pad_token", "<eos>"),
+    ):
+        raw = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps(raw | {key: value}))
+    with job_of(*SMALL, f"model.path={model}", "max_steps=1", pairs, out=tmp_path / "out") as job:
+        assert job.wait() == 0, job.output
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert tokenizer.pad_token_id == theirs.config.pad_token_id != tokenizer.eos_token_id
+    text = f"1+1=2{tokenizer.eos_token}"
+    with torch.no_grad():
+        whole = theirs.model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, -1]
+        of_padded = theirs(**tokenizer([text, "1" * 20], padding=True, return_tensors="pt")).logits
+    at_the_end = theirs.score(whole).detach()
+    torch.testing.assert_close(of_padded[0], at_the_end, rtol=0, atol=SCORE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_run_killed_and_resumed_equals_one_that_was_not(pairs, tmp_path, ranks):
+    long = (*SMALL, "max_steps=40", pairs)
+    with job_of(*long, out=tmp_path / "whole", ranks=ranks) as whole:
+        assert whole.wait() == 0, whole.output
+    with job_of(*long, out=tmp_path / "out", ranks=ranks) as job:
+        job.until(lambda: (tmp_path / "out" / "checkpoints" / "latest").exists(), "a checkpoint")
+        os.kill(max(job.rank_pids().items())[1], signal.SIGKILL)
+        assert job.wait() != 0
+    with job_of(*long, "resume=auto", out=tmp_path / "out", ranks=ranks) as job:
+        assert job.wait() == 0, job.output
+        assert "resumed from step_" in job.output
+    assert untimed(job.rows) == untimed(whole.rows)
+    ours, theirs = (load_file(run.run_dir / "model.safetensors") for run in (job, whole))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_over_another_number_of_ranks(two_ranks, pairs, tmp_path):
+    """From two ranks' checkpoint to one's."""
+    shutil.copytree(two_ranks.run_dir, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / f"step_{STEPS}")
+    with job_of(*SMALL, pairs, "resume=auto", out=tmp_path / "out") as job:
+        assert job.wait() == 0, job.output
+    assert f"resumed from step_{STEPS - 2}" in job.output
+    last, before = job.rows[-1], two_ranks.rows[-1]
+    assert last["eval/loss"] == pytest.approx(before["eval/loss"], rel=TRAINED, abs=TRAINED)
+
+
+@pytest.mark.slow
+def test_a_stop_request_saves_and_writes_no_model(pairs, tmp_path):
+    with job_of(*SMALL, "max_steps=1000", "epochs=100", pairs, out=tmp_path / "out") as job:
+        job.until(lambda: len(job.rows) >= 3, "three rows")
+        os.kill(job.process.pid, signal.SIGINT)
+        assert job.wait() == 0, job.output
+        assert "resume=auto goes on" in job.output
+        assert verify(job.checkpoint) == []
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_the_report_has_its_curves(two_ranks, tmp_path):
+    page = write_report(two_ranks.run_dir, tmp_path / "report.html").read_text()
+    for title in ("Loss", "Accuracy", "Scores", "Reliability", "Calibration error"):
+        assert f"<strong>{title}</strong>" in page
+    assert "Lag" not in page
+
+
+def test_bad_rows_are_named_before_anything_is_written(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(
+        '{"prompt": "1+1=", "chosen": "2"}\n{"prompt": "1", "chosen": "2", "rejected": "2"}'
+    )
+    with job_of(*SMALL, f"task.path={file}", out=tmp_path / "out") as job:
+        assert job.wait() == BAD_INPUT
+    assert f'{file}:1: no key "rejected"' in job.output
+    assert f"{file}:2: both answers are equal" in job.output
+    assert "Traceback" not in job.output and not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_head_of_two_labels_is_refused(two_ranks, pairs, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(two_ranks.run_dir, model)
+    raw = json.loads((model / "config.json").read_text())
+    raw["id2label"] = {"0": "bad", "1": "good"}
+    (model / "config.json").write_text(json.dumps(raw))
+    with job_of(*SMALL, f"model.path={model}", pairs, out=tmp_path / "out") as job:
+        assert job.wait() == BAD_INPUT
+    assert "gives 2 scores (bad, good)" in job.output
+
+
+def test_what_is_wrong_with_a_command_line_is_told_at_once(pairs, tmp_path):
+    given = [f"model.path={tmp_path}", pairs, "out=x", "lrr=1", "epochs=0", "loss.center_coef=-1"]
+    with pytest.raises(ConfigError) as refused:
+        check_command_line(given, kind=REWARD_MODEL)
+    said = str(refused.value)
+    assert "lrr" in said and "did you mean lr?" in said
+    assert "epochs=0" in said and "loss.center_coef=-1" in said
+    with pytest.raises(ConfigError, match="must divide the 3 ranks"):
+        check_command_line(
+            [TINY_PATH, pairs, "out=x", "trainer.replicate=2"], kind=REWARD_MODEL, world_size=3
+        )
+
+
+def test_table_6_of_async_rlhf(pairs):
+    given = ["+experiment=async_rlhf_table6", TINY_PATH, pairs, "out=x"]
+    config = compose_config(given, kind=REWARD_MODEL)
+    assert (config.lr, config.trainer.schedule, config.epochs) == (3e-6, "linear", 1.0)
+    assert (config.examples_per_step, config.task.max_tokens) == (256, 1024)
+
+
+def test_table_5_of_async_rlhf(pairs):
+    given = ["+experiment=async_rlhf_table5", TINY_PATH, pairs, "out=x"]
+    config = compose_config(given, kind=SFT)
+    trainer = config.trainer
+    assert (config.lr, trainer.schedule, config.epochs) == (5e-6, "linear", 2.0)
+    assert (config.examples_per_step, config.task.max_tokens) == (128, 4096)
+    assert (trainer.warmup_fraction, trainer.weight_decay) == (0.03, 0.0)
+
+
+@pytest.mark.slow
+def test_sft_killed_on_two_ranks_and_resumed_is_the_run_that_was_not(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", 300)
+    long = (*SMALL, "max_steps=16", rows)
+
+    def job(name: str, *more: str, ranks: int | None = 2) -> Job:
+        return job_of(*long, *more, out=tmp_path / name, ranks=ranks, recipe=SFT_RECIPE)
+
+    with job("whole") as whole:
+        assert whole.wait() == 0, whole.output
+    with job("out") as killed:
+        killed.until(lambda: (tmp_path / "out" / "checkpoints" / "latest").exists(), "a checkpoint")
+        os.kill(max(killed.rank_pids().items())[1], signal.SIGKILL)
+        assert killed.wait() != 0
+    with job("out", "resume=auto") as resumed:
+        assert resumed.wait() == 0, resumed.output
+    assert untimed(resumed.rows) == untimed(whole.rows)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    with job("alone", ranks=None) as alone:
+        assert alone.wait() == 0, alone.output
+    for ours, theirs in zip(whole.rows, alone.rows, strict=True):
+        if "eval/loss" in ours:
+            assert ours["eval/loss"] == pytest.approx(theirs["eval/loss"], rel=TRAINED)
+    assert whole.rows[-1]["eval/loss"] < whole.rows[0]["eval/loss"]
+
+
+@pytest.mark.slow
+def test_sft_begins_with_no_scorer(two_ranks, tmp_path):
+    model = f"model.path={two_ranks.run_dir}"
+    rows = write_rows(tmp_path / "rows.jsonl", 10)
+    with job_of(*SMALL, model, rows, out=tmp_path / "out", recipe=SFT_RECIPE) as job:
+        assert job.wait() == BAD_INPUT
+    assert "LlamaForSequenceClassification gives scores, no tokens" in job.output
+
+
+@pytest.mark.slow
+def test_a_reward_model_learns_synthetic_preferences(tmp_path):
+    data = write_pairs(tmp_path / "pairs.jsonl", 4000)
+    learn = ("lr=3e-4", "epochs=2", "examples_per_step=32", "trainer.schedule=linear")
+    limits = ("task.max_tokens=32", "model.dtype=float32", "eval.every=0")
+    with job_of(*learn, *limits, data, out=tmp_path / "out") as job:
+        assert job.wait() == 0, job.output
+    assert job.rows[0]["eval/accuracy"] < 0.7
+    assert job.rows[-1]["eval/accuracy"] >= 0.9

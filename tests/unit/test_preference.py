@@ -1,0 +1,318 @@
+"""Reward models' loss, packing, calibration and data, each against an independent way."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from llamarl.learning.preference import (
+    BINS,
+    BradleyTerry,
+    Preference,
+    bradley_terry,
+    held_out_columns,
+    held_out_sums,
+    pack_preferences,
+    pair_scores,
+)
+from llamarl.learning.preference_data import read_preference_data
+from llamarl.learning.supervised import ExampleOrder, SupervisedSettings, SupervisedUpdate
+from llamarl.models.attention import PackedAttention
+from llamarl.models.build import build_decoder, random_weights
+from llamarl.models.config import read_config, tiny_directory
+from llamarl.models.hf import load_tokenizer
+from llamarl.models.scorer import scores_at
+from tests.tolerances import rounding
+
+CPU = torch.device("cpu")
+CONFIG = read_config(tiny_directory()).as_scorer()
+SCORES = rounding(terms=CONFIG.hidden_size, depth=2 * CONFIG.num_hidden_layers)
+
+
+def scorer():
+    decoder = random_weights(build_decoder(CONFIG), seed=3)
+    for parameter in decoder.parameters():
+        parameter.data *= 1 + 4 * (parameter.dim() > 1)
+    return decoder
+
+
+def pairs_of(*sizes: tuple[int, int, int]) -> list[Preference]:
+    """Of random tokens: how many of the prompt and of either answer."""
+    draw = torch.Generator().manual_seed(5)
+
+    def ids(count: int) -> torch.Tensor:
+        return torch.randint(0, CONFIG.vocab_size, (count,), generator=draw)
+
+    return [Preference(ids(p), ids(c), ids(r), margin=0.5) for p, c, r in sizes]
+
+
+# --- The loss ---
+
+
+def test_the_loss_by_hand():
+    chosen, rejected = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])
+    margins = torch.tensor([0.0, 1.0])
+    # Differences less margins: 1 and -3.
+    expected = math.log(1 + math.exp(-1)) + math.log(1 + math.exp(3))
+    loss = bradley_terry(chosen, rejected, margins, center_coef=0.0)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    # Sums of scores: 1 and 2.
+    centred = bradley_terry(chosen, rejected, margins, center_coef=0.1)
+    assert centred.item() == pytest.approx(expected + 0.1 * (1 + 4), rel=1e-6)
+
+
+def test_the_gradient_is_that_of_the_formula_that_trl_trains_by():
+    draw = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 7, generator=draw, dtype=torch.float64, requires_grad=True)
+    margins = torch.rand(7, generator=draw, dtype=torch.float64)
+    ours = bradley_terry(scores[0], scores[1], margins, center_coef=0.05) / 7
+    (of_ours,) = torch.autograd.grad(ours, scores)
+    # RewardTrainer.compute_loss
+    theirs = -F.logsigmoid(scores[0] - scores[1] - margins).mean()
+    theirs = theirs + 0.05 * torch.mean((scores[0] + scores[1]) ** 2)
+    (of_theirs,) = torch.autograd.grad(theirs, scores)
+    torch.testing.assert_close(of_ours, of_theirs)
+
+
+def test_a_far_wrong_pair_has_a_finite_loss():
+    loss = bradley_terry(torch.tensor([-1e4]), torch.tensor([1e4]), torch.zeros(1), center_coef=0.0)
+    assert loss.item() == 2e4
+
+
+# --- Packing ---
+
+
+def test_a_prompt_is_packed_once_for_both_answers():
+    pair = Preference(torch.tensor([7, 8]), torch.tensor([1, 2]), torch.tensor([3]), margin=2.0)
+    batch = pack_preferences([pair, pair], CPU)
+    assert batch.input_ids.tolist() == [7, 8, 1, 2, 3] * 2
+    assert batch.positions.tolist() == [0, 1, 2, 3, 2] * 2
+    assert batch.cu_seqlens.tolist() == [0, 2, 4, 5, 7, 9, 10]
+    assert batch.parents.tolist() == [-1, 0, 0, -1, 3, 3]
+    assert (batch.chosen.tolist(), batch.rejected.tolist()) == ([3, 8], [4, 9])
+    assert batch.margins.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.machine
+def test_packed_scores_are_those_of_separate_sequences(float32_products):
+    decoder = scorer()
+    pairs = pairs_of((5, 3, 9), (1, 1, 1), (12, 2, 30))
+    batch = pack_preferences(pairs, CPU)
+    attention = PackedAttention(batch.cu_seqlens, batch.parents)
+
+    def alone(pair: Preference, answer: torch.Tensor) -> torch.Tensor:
+        tokens = torch.cat([pair.prompt_ids, answer])
+        whole = torch.tensor([0, tokens.numel()])
+        last = torch.tensor([tokens.numel() - 1])
+        places = torch.arange(tokens.numel())
+        return decoder(tokens, places, PackedAttention(whole), scores_at(last))[0, 0]
+
+    with torch.no_grad():
+        chosen, rejected = pair_scores(decoder, batch, attention)
+        for i, pair in enumerate(pairs):
+            for ours, answer in ((chosen, pair.chosen_ids), (rejected, pair.rejected_ids)):
+                theirs = alone(pair, answer)
+                assert float(ours[i] - theirs) == pytest.approx(0, abs=SCORES * float(chosen.std()))
+    assert chosen.std() > 0.01  # the scores do differ
+
+
+def gradients(budget: int) -> dict[str, torch.Tensor]:
+    """Of one step on the same pairs in microbatches of so many tokens, without its update."""
+    decoder = scorer()
+    optimizer = torch.optim.SGD(decoder.parameters(), lr=0.0)
+    settings = SupervisedSettings(
+        lr=0.0,
+        schedule="constant",
+        warmup_steps=0,
+        max_steps=1,
+        microbatch_tokens=budget,
+        max_grad_norm=None,
+    )
+    objective = BradleyTerry(center_coef=0.01)
+    update = SupervisedUpdate(decoder, optimizer, objective, settings, group=None, device=CPU)
+    row = update.run(pairs_of((5, 3, 9), (2, 4, 4), (12, 2, 10), (3, 1, 2)), 0)
+    assert row["loss/value"] > 0
+    return {name: p.grad for name, p in decoder.named_parameters()}
+
+
+@pytest.mark.machine
+def test_gradients_do_not_depend_on_what_is_packed_with_what(float32_products):
+    whole = gradients(budget=1000)
+    for name, gradient in gradients(budget=1).items():
+        scale = float(whole[name].abs().max())
+        torch.testing.assert_close(gradient, whole[name], rtol=0, atol=2 * SCORES * scale)
+    assert max(float(g.abs().max()) for g in whole.values()) > 1e-3
+
+
+# --- Held-out pairs ---
+
+
+def test_calibration_by_an_independent_way():
+    draw = np.random.default_rng(0)
+    chosen, rejected = draw.normal(size=(2, 500)) * 2
+    sums = held_out_sums(torch.tensor(chosen), torch.tensor(rejected), torch.zeros(500))
+    columns = held_out_columns({name: float(value) for name, value in sums.items()}, 500)
+    probability = 1 / (1 + np.exp(rejected - chosen))
+    confidence = np.maximum(probability, 1 - probability)
+    is_right = probability > 0.5
+    edges = np.linspace(0.5, 1, 11)
+    which = np.digitize(confidence, edges[1:-1])
+    error = 0.0
+    for i, name in enumerate(BINS):
+        of_bin = which == i
+        assert columns[f"calibration/pairs/{name}"] == of_bin.sum() > 0
+        share = is_right[of_bin].mean()
+        assert columns[f"calibration/accuracy/{name}"] == pytest.approx(share)
+        error += of_bin.mean() * abs(share - confidence[of_bin].mean())
+    assert columns["eval/calibration_error"] == pytest.approx(error)
+    assert columns["eval/accuracy"] == pytest.approx(is_right.mean())
+    assert columns["eval/margin"] == pytest.approx((chosen - rejected).mean())
+    assert columns["eval/loss"] == pytest.approx(-np.log(probability).mean())
+    assert columns["eval/score_std"] == pytest.approx(np.concatenate([chosen, rejected]).std())
+
+
+def test_an_equal_score_is_not_ranked_right():
+    sums = held_out_sums(torch.zeros(2), torch.zeros(2), torch.zeros(2))
+    columns = held_out_columns({name: float(value) for name, value in sums.items()}, 2)
+    assert columns["eval/accuracy"] == 0
+    assert columns["eval/calibration_error"] == pytest.approx(0.5)
+
+
+# --- The order of examples ---
+
+
+@pytest.mark.parametrize("per_step", [1, 3, 7, 50])
+def test_every_epoch_has_every_example_once(per_step):
+    order = ExampleOrder(num_examples=10, examples_per_step=per_step, epochs=2, seed=1)
+    seen = [n for step in range(order.num_steps) for n in order.of_step(step)]
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
+    assert seen[:10] != seen[10:] and len(seen) == 20
+
+
+def test_a_part_of_an_epoch_and_another_seed():
+    half = ExampleOrder(num_examples=10, examples_per_step=4, epochs=0.5, seed=1)
+    assert [len(half.of_step(step)) for step in range(half.num_steps)] == [4, 1]
+    other = ExampleOrder(num_examples=10, examples_per_step=4, epochs=0.5, seed=2)
+    assert other.of_step(0) != half.of_step(0)
+
+
+# --- Data ---
+
+
+@pytest.fixture
+def read(tmp_path):
+    """read(*rows, **task): the data of these rows, told to the embedded tokenizer."""
+
+    def read_rows(*rows: object, tokenizer=None, **task):
+        file = tmp_path / "pairs.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        values = {
+            "path": str(file),
+            "eval_path": None,
+            "num_eval": 1,
+            "max_tokens": 16,
+            "drop_long": False,
+            "chat": True,
+            "system_prompt": None,
+        }
+        own = tokenizer or load_tokenizer(tiny_directory())
+        return read_preference_data(SimpleNamespace(**{**values, **task}), own)
+
+    return read_rows
+
+
+GOOD = {"prompt": "1+1=", "chosen": "2", "rejected": "33"}
+
+
+def test_answers_end_with_the_end_token_and_prompts_are_apart(read):
+    (pair,) = read(GOOD | {"margin": 0.25}, num_eval=0).train
+    tokenizer = load_tokenizer(tiny_directory())
+    assert pair.prompt_ids.tolist() == tokenizer.encode("1+1=")
+    of_two = tokenizer("2", add_special_tokens=False)["input_ids"]
+    assert pair.chosen_ids.tolist() == [*of_two, tokenizer.eos_token_id]
+    assert pair.rejected_ids.numel() == 3 and pair.margin == 0.25
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        ({"prompt": "1+1=", "chosen": "2"}, 'no key "rejected"'),
+        ({"prompt": "1+1=", "chosen": "2", "rejected": None}, '"rejected" must be text'),
+        (GOOD | {"rejected": "2"}, "both answers are equal"),
+        (GOOD | {"prompt": " "}, '"prompt" must be text that is not empty'),
+        (GOOD | {"prompt": []}, '"prompt" is an empty list'),
+        (GOOD | {"margin": "much"}, '"margin" must be a finite number'),
+        (GOOD | {"margin": float("nan")}, '"margin" must be a finite number'),
+        (GOOD | {"margin": True}, '"margin" must be a finite number'),
+        (GOOD | {"chosen": "1" * 20}, "task.max_tokens=16"),
+        (GOOD | {"chosen": [{"role": "user", "content": "2"}]}, "not assistant"),
+        (GOOD | {"chosen": [{"role": "assistant"}]}, "message 1"),
+        (GOOD | {"prompt": [{"role": "user", "content": "1"}]}, "no chat template"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line(read, row, said):
+    with pytest.raises(ValueError, match=r"pairs\.jsonl:2: ") as refused:
+        read(GOOD, row)
+    assert said in str(refused.value)
+
+
+def test_pairs_that_are_too_long_are_left_out_where_that_is_asked_for(read, caplog):
+    data = read(GOOD, GOOD | {"chosen": "1" * 20}, GOOD, drop_long=True)
+    assert len(data.train) + len(data.held_out) == 2
+    assert "1 of 3 pairs are longer than task.max_tokens=16" in caplog.text
+    with pytest.raises(ValueError, match="no pair fits"):
+        read(GOOD | {"chosen": "1" * 20}, drop_long=True)
+
+
+def test_held_out_pairs_are_not_trained_on(read):
+    rows = [GOOD | {"chosen": str(i)} for i in range(40, 60)]
+    data = read(*rows, num_eval=2)
+    answers = [tuple(pair.chosen_ids.tolist()) for pair in data.train + data.held_out]
+    assert (len(data.train), len(data.held_out), len(set(answers))) == (18, 2, 20)
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {token: i for i, token in enumerate(["?", "<e>", "U", "A", "a", "b", "c"])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>", unk_token="?")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'U ' if m.role == 'user' else 'A ' }}{{ m.content }} "
+        "{% endfor %}"
+        "{% if add_generation_prompt %}A{% endif %}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "prompt, chosen",
+    [
+        ("a", "b"),
+        ("a", [{"role": "assistant", "content": "b"}]),
+        ("a", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]),
+        ([{"role": "user", "content": "a"}], "b"),
+        (
+            [{"role": "user", "content": "a"}],
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        ),
+    ],
+)
+def test_texts_and_messages_are_the_same_tokens(read, prompt, chosen):
+    row = {"prompt": prompt, "chosen": chosen, "rejected": "c"}
+    (pair,) = read(row, num_eval=0, tokenizer=chat_tokenizer()).train
+    assert pair.prompt_ids.tolist() == [2, 4, 3]
+    assert (pair.chosen_ids.tolist(), pair.rejected_ids.tolist()) == ([5, 1], [6, 1])
+
+
+def test_messages_that_do_not_repeat_the_prompt_are_refused(read):
+    chosen = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ValueError, match="do not begin with the prompt's"):
+        read({"prompt": "a", "chosen": chosen, "rejected": "c"}, tokenizer=chat_tokenizer())
