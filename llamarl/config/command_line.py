@@ -42,6 +42,7 @@ from llamarl.config.conversion import (
     to_config,
     to_values,
 )
+from llamarl.config.files import PARTS
 from llamarl.config.placement import idle_ranks, placement_of, resolve_placement
 from llamarl.config.rules import CONF_DIR, check
 from llamarl.config.schema import Config
@@ -169,6 +170,7 @@ def _read_override(text: str, groups: dict[str, set[str]], multirun: bool) -> _O
     for name in [f"{key}.{inner}" for inner in value] if is_section else [key]:
         # An option of a user's own loss may have any name.
         is_option = name.startswith("loss.") and name.count(".") == 1
+        is_option |= name.startswith(f"{PARTS}.")  # of a part that the user has named
         if not (is_option or name in known_keys() or name in groups):
             return Problem(name, "unknown key" + did_you_mean(name, known_keys()), (name,))
     points = [text]
@@ -226,7 +228,7 @@ def _problems_of(
     for _ in range(3):
         wrong = keys_of(problems)
         kept = {key: text for key, text in chosen.items() if key not in wrong}
-        stand_ins = [f"{key}=1" for key in required]  # a number, and a text
+        stand_ins = [f"++{key}=1" for key in required]  # a number, and a text
         try:
             config = to_config(compose(config_name, [*search, *kept.values(), *stand_ins]))
         except ConfigError as error:

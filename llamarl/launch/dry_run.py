@@ -15,6 +15,8 @@ from llamarl.launch.job import Job
 from llamarl.models.config import read_config
 from llamarl.models.sharding import num_parameters
 from llamarl.tasks.pool import check_reward
+from llamarl.tasks.source import Outcome
+from llamarl.types import Prompt
 
 _HELD_BYTES = 4 + 8 + 4  # of each parameter in the trainer: float32, Adam's moments, gradient
 _GIB = 1 << 30
@@ -25,11 +27,17 @@ def dry_run(job: Job) -> None:
 
     Rank 0 prints; errors are the run's own.
     """
-    reward = job.config.reward
-    fn = reward.fn or job.task.default_reward
     samples = [job.task.train_prompt(i) for i in range(min(3, job.task.num_train))]
     answers = [(p.text, str(p.meta.get("answer", "")), p.meta) for p in samples]
-    outcomes = check_reward(fn, answers, timeout_s=reward.timeout_s, memory_mb=reward.memory_mb)
+    scored = {}
+    for key, part in job.config.reward_parts.items():
+        if part.kind == "function":
+            scored[key] = check_reward(
+                part.fn or job.task.default_reward,
+                answers,
+                timeout_s=part.timeout_s,
+                memory_mb=part.memory_mb,
+            )
     if job.world.rank > 0:
         return
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(job.config))))
@@ -39,6 +47,17 @@ def dry_run(job: Job) -> None:
         hosted = [name for name, ranks in job.placement.items() if rank in ranks]
         print(f"rank {rank:<4}{', '.join(hosted) or '(nothing)'}")
     _print_sizes(job)
+    for key, part in job.config.reward_parts.items():
+        if part.kind == "function":
+            _print_samples(part.fn or job.task.default_reward, samples, scored[key])
+        else:
+            size = num_parameters(read_config(part.path))
+            print(f"reward   {part.path}, a model of {size:,} parameters in {part.dtype}")
+    print("dry run: nothing was started and nothing written")
+
+
+def _print_samples(fn: str, samples: list[Prompt], outcomes: list[Outcome]) -> None:
+    """What a function says of the reference answers."""
     print(f"reward   {fn}, here given the reference answers")
     for prompt, outcome in zip(samples, outcomes):
         score = f"{outcome.kind}: {outcome.reason}"
@@ -48,7 +67,6 @@ def dry_run(job: Job) -> None:
             f"sample   {prompt.prompt_ids.numel()} tokens  {prompt.text[:60]!r}  "
             f"answer {prompt.meta.get('answer')!r}  reward {score}"
         )
-    print("dry run: nothing was started and nothing written")
 
 
 def _print_sizes(job: Job) -> None:
