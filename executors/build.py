@@ -6,15 +6,20 @@ import dataclasses
 from functools import partial
 
 from executors.generator import Generator
+from executors.model_reward import ModelReward
 from executors.reference import FrozenReference, ResettingReference
-from executors.reward import RuleReward
+from executors.reward import Reward, RuleReward
 from executors.trainer import AdamSettings, FSDPTrainer
+from executors.weighted import Part, WeightedParts
 from llamarl.config.command_line import Config
+from llamarl.config.schema import FunctionSourceSettings, ModelSourceSettings
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
+from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import BuildEngine
 from llamarl.launch.job import Job
+from llamarl.launch.scorers import transcript_of
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import has_mark
@@ -22,11 +27,15 @@ from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.replay import Draw, ReplayBuffer
 from llamarl.learning.schedules import beta_at
 from llamarl.learning.shaping import Shaping
+from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
 from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings
+from llamarl.models.config import read_config
 from llamarl.models.lora import Lora
 from llamarl.models.parity import TOP
+from llamarl.models.scorer import label_of
 from llamarl.tasks.pool import RewardPool
+from llamarl.tasks.source import MakeSource
 
 
 def sampling_of(config: Config, job: Job) -> SamplingParams:
@@ -85,24 +94,79 @@ def build_generator(config: Config, job: Job) -> Generator:
     )
 
 
-def build_reward(config: Config, job: Job) -> RuleReward:
-    """The rewards of a function: the user's own, or the task's."""
+def build_reward(config: Config, job: Job) -> Reward:
+    """What scores, by reward.kind: a function, a model, or several of them."""
     r = config.reward
-    return RuleReward(
+    given = dict(
         prompts=job.prompts,
         eval_prompts=job.task.eval_prompt,
         decode=job.decode,
-        make_source=partial(
-            RewardPool,
-            r.fn or job.task.default_reward,
-            num_workers=r.num_workers,
-            timeout_s=r.timeout_s,
-            memory_mb=r.memory_mb,
-        ),
         group_size=config.group_size,
         num_eval_prompts=len(job.eval_prompts),
         num_eval_samples=config.eval.num_samples,
         max_error_rate=r.max_error_rate,
+    )
+    if r.kind == "function":
+        return RuleReward(**given, make_source=reward_pool(r, job))
+    return ModelReward(
+        **given,
+        parts=reward_parts(config, job),
+        replicate=r.replicate,
+        tensor_parallel=r.tensor_parallel,
+        reproducible=config.max_lag == 0,
+    )
+
+
+def build_scoring(config: Config, job: Job) -> WeightedParts:
+    """The same in this process alone, for a script that is no job."""
+    parts = reward_parts(config, job)
+    alone = ExecutorGroup("reward", (job.world.rank,), job.world.rank, job.world.device)
+    models = [ShardedScorer(p.what, alone) for p in parts if isinstance(p.what, ScorerSettings)]
+    return WeightedParts(
+        parts,
+        models=models,
+        run=lambda number, asked: models[number].scores(asked),
+        reproducible=True,
+        metrics=None,
+        on_result=lambda: None,
+    )
+
+
+def reward_parts(config: Config, job: Job) -> list[Part]:
+    """The functions and models that score, with their weights."""
+    if config.reward.kind != "parts":
+        return [_part(config.reward.kind, 1.0, config.reward, job)]
+    return [_part(name, part.weight, part, job) for name, part in config.reward.parts.items()]
+
+
+def _part(
+    name: str,
+    weight: float,
+    settings: FunctionSourceSettings | ModelSourceSettings,
+    job: Job,
+) -> Part:
+    if settings.kind == "function":
+        return Part(name, reward_pool(settings, job), weight)
+    scorer = ScorerSettings(
+        path=settings.path,
+        dtype=settings.dtype,
+        label=label_of(read_config(settings.path), settings.label),
+        microbatch_tokens=settings.microbatch_tokens,
+        scale=settings.scale,
+        shift=settings.shift,
+        transcript=transcript_of(job, settings),
+    )
+    return Part(name, scorer, weight)
+
+
+def reward_pool(settings: FunctionSourceSettings, job: Job) -> MakeSource:
+    """A function in worker processes: the user's own, or the task's."""
+    return partial(
+        RewardPool,
+        settings.fn or job.task.default_reward,
+        num_workers=settings.num_workers,
+        timeout_s=settings.timeout_s,
+        memory_mb=settings.memory_mb,
     )
 
 

@@ -84,6 +84,8 @@ class Meter(Protocol):
 
     def add_mean(self, name: str, value: float) -> None: ...
 
+    def add_sum(self, name: str, value: float) -> None: ...
+
     def report(self, step: int, values: dict) -> None: ...
 
 
@@ -203,6 +205,8 @@ class Executor:
     tensor_parallel: int = 1  # ranks, one after another, that share one copy of its model
     # Copies of the model that its ranks hold together, each sharded over the others.
     replicate: int = 1
+    # Of its ranks the first alone reads its channels, and has the others take part.
+    first_takes: bool = False
     # Where it shares its device, and leaves it to others between steps.
     turns: Turns | None = None
 

@@ -19,6 +19,7 @@ import argparse
 import json
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import llamarl  # noqa: F401  before torch: it says how torch's threads wait
@@ -26,7 +27,9 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 # isort: split
 import torch.distributed as dist
 
-from executors.build import sampling_of
+from executors.build import build_scoring, sampling_of
+from executors.reward import item_of
+from executors.scoring import score_all
 from llamarl.checkpoint.checkpointer import LATEST, MANIFEST, damage, verify
 from llamarl.comm.groups import init_world, threads_per_rank
 from llamarl.config.command_line import (
@@ -45,7 +48,6 @@ from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.tasks.evaluation import Evaluations, pass_at_k, score_of
-from llamarl.tasks.pool import RewardPool
 from llamarl.tasks.source import Outcome
 from llamarl.types import EvalCompletion, Prompt
 
@@ -120,7 +122,11 @@ def config_of(model: Path, run: Path | None, overrides: list[str]) -> Config:
     named = {word.partition("=")[0].lstrip("+") for word in given}
     values = to_values(config)
     named |= set(value_differences(to_values(compose_config([])), values))
-    for key, was in flat(to_values(load_config(run / "config.yaml"))).items():
+    old = to_values(load_config(run / "config.yaml"))
+    named_sections = {key.partition(".")[0] for key in named}
+    for section in {"task", "reward"} - named_sections:
+        values[section] = old.pop(section)  # of its kind, whatever ours is
+    for key, was in flat(old).items():
         section, _, name = key.rpartition(".")
         names = {section, key}
         if is_marked(key, "answers") and key not in OUR_OWN and not names & named:
@@ -278,18 +284,12 @@ def run(args: argparse.Namespace) -> None:
         cache_tokens=g.cache_tokens,
         prefill_chunk=g.prefill_chunk,
     )
-    r = config.reward
-    fn = r.fn or job.task.default_reward
-    with RewardPool(
-        fn, num_workers=r.num_workers, timeout_s=r.timeout_s, memory_mb=r.memory_mb
-    ) as pool:
-        pool.start()  # what is wrong with the function is told before any work
+    with closing(build_scoring(config, job)) as scoring:
+        scoring.start()  # what is wrong with a function is told before any work
         completions = answer(engine, job, prompts, k)
-        texts = [job.decode(c.token_ids.tolist()) for c in completions]
-        asked = [prompts[c.prompt_index] for c in completions]
-        outcomes = pool.score(
-            [(prompt.text, text, prompt.meta) for prompt, text in zip(asked, texts)]
-        )
+        items = [item_of(c, prompts[c.prompt_index], job.decode) for c in completions]
+        outcomes = score_all(scoring, items)
+    texts = [item.text for item in items]
     print(f"model    {model}, {config.task.kind}")
     print("\n".join(report(config, completions, outcomes, count, k)))
     write(args.out, prompts, completions, list(zip(texts, outcomes)))

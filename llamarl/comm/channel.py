@@ -106,13 +106,15 @@ class Channel:
 class Gather(Channel):
     """Many producers, few consumers: a ticket's records all go to one of them.
 
-    With spread=False everything goes to the first.
+    With spread=False everything goes to the first, and where that takes it for all.
     """
 
     spread: bool = field(default=True, kw_only=True)
 
     def route(self, record, num_destinations):
-        return [record.ticket % num_destinations if self.spread else 0]
+        if not self.spread or self.destination.first_takes:
+            return [0]
+        return [record.ticket % num_destinations]
 
 
 class Scatter(Channel):

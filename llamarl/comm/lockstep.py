@@ -5,7 +5,7 @@ inside the model's forward keep them together. JSON messages over the control (d
 there):
 
     message     from -> to        taken by             meaning
-    lockstep    leader -> peers   the peer's step      do this next
+    lockstep/X  leader -> peers   the peer's step      do this next, in executor X
     held        peer -> leader    the leader's step    this version is staged here
 
 New weights reach every rank of a replica on its own, and all must swap the same version. So what is
@@ -20,8 +20,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from llamarl.comm.control import Control
-from llamarl.executor import ExecutorGroup
+from llamarl.executor import ExecutorGroup, Mail
 
 LAST = "end"  # the command after which nothing more comes
 
@@ -33,13 +32,19 @@ class StagedVersion(Protocol):
 
 
 class Lockstep:
-    """A rank's place in its replica."""
+    """A rank's place in its replica: among all ranks of its executor where they act as one, else
+    among those that share a copy of the model.
+    """
 
-    def __init__(self, group: ExecutorGroup, control: Control):
+    def __init__(self, group: ExecutorGroup, control: Mail, *, as_one: bool = False):
         first = group.data_index * group.tensor_parallel
-        self.leader, *self.peers = group.ranks[first : first + group.tensor_parallel]
+        together = group.ranks if as_one else group.ranks[first : first + group.tensor_parallel]
+        self.leader, *self.peers = together
+        self.follows = group.rank != self.leader
         self.ended = False  # nothing more comes
         self._control = control
+        # Of each executor its own: a rank may follow in several.
+        self._topic = f"lockstep/{group.name}"
         self._told: deque[dict] = deque()  # peer: commands to do
         self._held: dict[int, int] = {}  # leader: peer -> the version that is staged there
         self._reported: int | None = None  # peer: what it last said of that
@@ -52,11 +57,11 @@ class Lockstep:
         Whatever is collective in it begins when the leader does it too.
         """
         for peer in self.peers:
-            self._control.post(peer, "lockstep", {"do": do, **what})
+            self._control.post(peer, self._topic, {"do": do, **what})
 
     def next(self) -> dict | None:
         """Peer: the next command, or None as long as there is none."""
-        self._told.extend(command for _, command in self._control.take("lockstep"))
+        self._told.extend(command for _, command in self._control.take(self._topic))
         if not self._told:
             return None
         if self._told[0]["do"] == LAST:

@@ -38,6 +38,7 @@ from llamarl.config.conversion import (
     show,
     to_config,
 )
+from llamarl.config.files import PARTS
 from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import CONF_DIR, check
 from llamarl.config.schema import Config
@@ -161,10 +162,12 @@ def _read_override(
     section, _, option = key.partition(".")
     for name in [f"{key}.{inner}" for inner in value] if is_section else [key]:
         known = known_keys(schema)
-        # An option of a user's own loss, or of a dataset, may have any name.
+        # An option of a user's own loss, or of a dataset, may have any name, and so may parts.
         is_option = name.startswith("loss.") and name.count(".") == 1
         if "task.options" in known:
             is_option = is_option or name.startswith("task.options.")
+        if PARTS in known:
+            is_option = is_option or name.startswith(f"{PARTS}.")
         if not (is_option or name in known or name in groups):
             return Problem(name, "unknown key" + did_you_mean(name, known), (name,))
     points = [text]
@@ -215,7 +218,7 @@ def _problems_of(
     for _ in range(3):
         wrong = keys_of(problems)
         kept = {key: text for key, text in chosen.items() if key not in wrong}
-        stand_ins = [f"{key}=1" for key in required]  # a number, and a text
+        stand_ins = [f"++{key}=1" for key in required]  # a number, and a text
         try:
             composed = compose(config_name, [*search, *kept.values(), *stand_ins])
             config = to_config(composed, kind.schema)

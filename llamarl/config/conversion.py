@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from llamarl.config.files import with_whole_parts
 from llamarl.config.loss_options import LOSS_OPTIONS
 from llamarl.config.schema import Config, LossSettings, Mark
 from llamarl.native.files import replace_text
@@ -149,6 +150,11 @@ def need(value: object, hint: object) -> str:
     """What a value that does not fit should have been: "need X", with the nearest word."""
     near = did_you_mean(value, names_of(hint)) if isinstance(value, str) else ""
     return f"need {describe(hint)}{near}"
+
+
+def _is_named(hint: object) -> bool:
+    """Whether a section holds sections by names that the user gives them."""
+    return get_origin(hint) is dict and bool(schemas_of(get_args(hint)[1]))
 
 
 _WORDS = {
@@ -283,14 +289,18 @@ class _Reader:
         for name, hint in _hints(schema).items():
             key = prefix + name
             schemas = schemas_of(hint)
+            is_named = _is_named(hint)
             if schema is LossSettings and name == "options":
                 read[name] = left
                 left = {}
             elif name not in left:
-                needed = "a section" if schemas else describe(hint)
+                needed = "a section" if schemas or is_named else describe(hint)
                 self._refuse(key, f"missing; need {needed}")
             elif schemas:
                 read[name] = self.section(left.pop(name), schemas, f"{key}.")
+            elif is_named:
+                _, inner = get_args(hint)
+                read[name] = self._named(left.pop(name), schemas_of(inner), key)
             elif left[name] == "???":
                 del left[name]
                 self._refuse(key, f"required: set {key}={name.upper()}")
@@ -302,6 +312,16 @@ class _Reader:
                     self._refuse(key, need(value, hint), value)
         self._refuse_unknown(left, prefix)
         return schema(**read) if len(read) == len(fields(schema)) else None
+
+    def _named(self, values: object, schemas: Sequence[type], key: str) -> dict[str, object]:
+        """Sections by name, each one of these dataclasses."""
+        if not isinstance(values, Mapping):
+            self._refuse(key, f"sections by name; such as {key}.NAME.kind", values)
+            return {}
+        read = {}
+        for name, section in values.items():
+            read[str(name)] = self.section(section, schemas, f"{key}.{name}.")
+        return read
 
     def _refuse_unknown(self, names: Iterable[object], prefix: str) -> None:
         for name in names:
@@ -325,9 +345,9 @@ def to_config(composed: DictConfig | Mapping[str, object], schema: type[Schema] 
     reader = _Reader(schema)
     values = written = composed
     if isinstance(composed, DictConfig):
-        written = OmegaConf.to_container(composed)
+        written = with_whole_parts(OmegaConf.to_container(composed))
         try:
-            values = OmegaConf.to_container(composed, resolve=True)
+            values = OmegaConf.to_container(OmegaConf.create(written), resolve=True)
         except OmegaConfBaseException as error:
             values = written
             reader.problems.append(Problem(str(error.full_key), str(error).splitlines()[0]))

@@ -8,7 +8,7 @@ from llamarl.config.conversion import Findings, show
 from llamarl.config.schema import Config
 from llamarl.models.config import ModelConfig, read_config, tiny_directory
 
-COLOCATED = ("trainer", "generator", "reference")  # executors with a model on the device
+COLOCATED = ("trainer", "generator", "reward", "reference")  # executors with a model on the device
 TINY_MODEL = tiny_directory()
 
 Ranks = tuple[int, ...]
@@ -67,7 +67,7 @@ def find_placement(c: Config, world_size: int, found: Findings) -> None:
     given = dataclasses.asdict(c.placement)
     together = given.pop("colocate")
     if together is not None and (len(together) < 2 or not set(together) <= set(COLOCATED)):
-        what = f"need two or three of {', '.join(COLOCATED)}; or null"
+        what = f"need two or more of {', '.join(COLOCATED)}; or null"
         found.add(what, "placement.colocate")
     elif together is not None:
         placed = [name for name in together if given[name]]
@@ -95,6 +95,8 @@ def find_placement(c: Config, world_size: int, found: Findings) -> None:
     except (OSError, ValueError):
         model = None  # told elsewhere
     _find_trainer(c, len(placed["trainer"]), model, found)
+    if c.scorers:
+        _find_scorers(c, placed, found)
     if c.generator.tensor_parallel > 1:
         _find_replicas(c, placed, world_size, found)
         if model is not None and model.num_attention_heads < c.generator.tensor_parallel:
@@ -138,6 +140,36 @@ def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: F
     if uneven:
         what = f"the trainer splits the model evenly, but it has {' and '.join(uneven)}"
         found.add(what, "trainer.tensor_parallel")
+
+
+def _find_scorers(c: Config, placed: dict[str, Ranks], found: Findings) -> None:
+    """Ranks that do not make whole copies of the models that score, or would wait for themselves:
+    all of them act as one, led by the first.
+    """
+    ranks = placed["reward"]
+    unit = c.reward.replicate * c.reward.tensor_parallel
+    if len(ranks) % unit:
+        what = f"{len(ranks)} ranks of placement.reward cannot be split so"
+        remedy = f"set placement.reward to a multiple of {unit} ranks"
+        found.add(f"{what}; {remedy}", "reward.replicate", "reward.tensor_parallel")
+    shared = sorted(set(ranks) & set(placed["trainer"]))
+    if len(shared) > 1 and c.max_lag != 0:
+        what = (
+            f"ranks {show(shared)} would share the scorer and the trainer, "
+            "and each wait in one for the other; place them apart, or max_lag=0"
+        )
+        found.add(what, "placement.reward", "placement.trainer")
+    m = c.generator.tensor_parallel
+    generator = placed["generator"]
+    for first in range(0, len(generator), m):
+        both = sorted(set(ranks) & set(generator[first : first + m]))
+        if len(both) > 1 and generator[first] != ranks[0]:
+            what = (
+                f"ranks {show(both)} would share the scorer and a replica of the generator that "
+                "another rank leads, and each wait in one for the other; "
+                f"begin both with rank {generator[first]}, or place them apart"
+            )
+            found.add(what, "placement.reward", "generator.tensor_parallel")
 
 
 def _find_replicas(c: Config, placed: dict[str, Ranks], world_size: int, found: Findings) -> None:

@@ -12,13 +12,10 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from llamarl.config.conversion import Findings, Problem, convert, did_you_mean, need
+from llamarl.config.files import CONF_DIR
 from llamarl.config.loss_options import LOSS_OPTIONS, declarations, declares
 from llamarl.config.placement import find_placement
 from llamarl.config.schema import Config, LossSettings, RowsSettings
-
-_PACKAGE = Path(__file__).resolve().parents[1]
-# An installed package has it inside, a checkout beside it.
-CONF_DIR = next(path for path in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if path.is_dir())
 
 Rule = tuple[str, bool, str]  # the keys, whether they are wrong, the remedy
 
@@ -44,6 +41,8 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
             found.add(what, "generator.kind")
     files = {f"task.{name}": getattr(config.task, name, None) for name in ("path", "eval_path")}
     files["model.path"] = config.model.path and f"{config.model.path}/config.json"
+    for key, scorer in config.scorers.items():
+        files[f"{key}.path"] = f"{scorer.path}/config.json"
     for key, file in files.items():
         if file and not Path(file).exists():
             found.add(f"no such file: {Path(file)}", key)
@@ -219,13 +218,31 @@ def _ahead_rules(c: Config) -> list[Rule]:
             "nothing is evaluated, so no target is reached; "
             "eval.num_prompts=500, or eval.target=null",
         ),
-        (
-            "task.answer_key reward.fn",
-            isinstance(c.task, RowsSettings) and c.task.answer_key is None and c.reward.fn is None,
-            "the task's own reward compares with an answer; "
-            "reward.fn=module:function, or task.answer_key=answer",
-        ),
+        *_reward_rules(c),
     ]
+
+
+def _reward_rules(c: Config) -> list[Rule]:
+    """Of what scores: functions without an answer to compare with, or nothing at all."""
+    has_no_answer = isinstance(c.task, RowsSettings) and c.task.answer_key is None
+    rules = []
+    for key, part in c.reward_parts.items():
+        if part.kind == "function":
+            what = "the task's own reward compares with an answer; "
+            remedy = f"{key}.fn=module:function, or task.answer_key=answer"
+            rules.append(
+                (f"task.answer_key {key}.fn", has_no_answer and part.fn is None, what + remedy)
+            )
+        elif part.scale == 0:
+            rules.append((f"{key}.scale", True, "makes every score the same; any other number"))
+    rules.append(
+        (
+            "reward.kind",
+            not c.reward_parts,
+            "needs parts: 'reward.parts={rm: {kind: model, path: DIR}}'",
+        )
+    )
+    return rules
 
 
 def _learning_rules(c: Config) -> list[Rule]:

@@ -156,11 +156,53 @@ class VLLMGeneratorSettings(GeneratorSettings):
 
 
 @settings_dataclass
-class RewardSettings:
+class FunctionSourceSettings:
+    kind: Literal["function"]
     fn: str | None
     num_workers: Count
     timeout_s: Positive
     memory_mb: Count
+
+
+@settings_dataclass
+class FunctionPartSettings(FunctionSourceSettings):
+    weight: float
+
+
+@settings_dataclass
+class FunctionRewardSettings(FunctionSourceSettings):
+    max_error_rate: Share
+
+
+@settings_dataclass
+class ModelSourceSettings:
+    kind: Literal["model"]
+    path: Text
+    label: str | None
+    dtype: Literal["float32", "bfloat16"]
+    microbatch_tokens: Count
+    scale: float
+    shift: float
+
+
+@settings_dataclass
+class ModelPartSettings(ModelSourceSettings):
+    weight: float
+
+
+@settings_dataclass
+class ModelRewardSettings(ModelSourceSettings):
+    replicate: Count
+    tensor_parallel: Count
+    max_error_rate: Share
+
+
+@settings_dataclass
+class PartsRewardSettings:
+    kind: Literal["parts"]
+    parts: dict[str, FunctionPartSettings | ModelPartSettings]  # by names of the user's own
+    replicate: Count
+    tensor_parallel: Count
     max_error_rate: Share
 
 
@@ -359,7 +401,7 @@ class Config:
         "data", "answers"
     )
     generator: NativeGeneratorSettings | VLLMGeneratorSettings = _marked("answers")
-    reward: RewardSettings = _marked("answers")
+    reward: FunctionRewardSettings | ModelRewardSettings | PartsRewardSettings = _marked("answers")
     reference: ReferenceSettings | ResettingReferenceSettings
     buffer: FifoBufferSettings | ReplayBufferSettings = _marked("answers")
     trainer: TrainerSettings
@@ -372,6 +414,18 @@ class Config:
         if self.buffer.kind == "replay" and self.buffer.completions_per_prompt is not None:
             return self.buffer.completions_per_prompt
         return self.group_size
+
+    @property
+    def reward_parts(self) -> dict[str, FunctionSourceSettings | ModelSourceSettings]:
+        """What scores, by key: "reward", or "reward.parts.NAME" of each part."""
+        if self.reward.kind != "parts":
+            return {"reward": self.reward}
+        return {f"reward.parts.{name}": part for name, part in self.reward.parts.items()}
+
+    @property
+    def scorers(self) -> dict[str, ModelSourceSettings]:
+        """The models among what scores, by key."""
+        return {key: part for key, part in self.reward_parts.items() if part.kind == "model"}
 
     @property
     def updates_in_flight(self) -> bool:

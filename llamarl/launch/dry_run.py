@@ -15,6 +15,8 @@ from llamarl.launch.job import Job
 from llamarl.models.config import read_config
 from llamarl.models.sharding import num_parameters
 from llamarl.tasks.pool import check_reward
+from llamarl.tasks.source import Outcome
+from llamarl.types import Prompt
 
 _HELD_BYTES = 4 + 8 + 4  # of each parameter in the trainer: float32, Adam's moments, gradient
 _GIB = 1 << 30
@@ -26,11 +28,17 @@ def dry_run(job: Job) -> None:
     Rank 0 prints; errors are the run's own.
     """
     c = job.config
-    reward = c.reward
-    fn = reward.fn or job.task.default_reward
     samples = [job.task.train_prompt(i) for i in range(min(3, job.task.num_train))]
     answers = [(p.text, str(p.meta.get("answer", "")), p.meta) for p in samples]
-    outcomes = check_reward(fn, answers, timeout_s=reward.timeout_s, memory_mb=reward.memory_mb)
+    scored = {}
+    for key, part in c.reward_parts.items():
+        if part.kind == "function":
+            scored[key] = check_reward(
+                part.fn or job.task.default_reward,
+                answers,
+                timeout_s=part.timeout_s,
+                memory_mb=part.memory_mb,
+            )
     if job.world.rank > 0:
         return
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(c))))
@@ -72,6 +80,17 @@ def dry_run(job: Job) -> None:
         f"weights  {plan.num_bytes:,} bytes a sync; how they travel: "
         f"python -m llamarl.ddma plan --model {job.model_path}"
     )
+    for key, part in c.reward_parts.items():
+        if part.kind == "function":
+            _print_samples(part.fn or job.task.default_reward, samples, scored[key])
+        else:
+            size = num_parameters(read_config(part.path))
+            print(f"reward   {part.path}, a model of {size:,} parameters in {part.dtype}")
+    print("dry run: nothing was started and nothing written")
+
+
+def _print_samples(fn: str, samples: list[Prompt], outcomes: list[Outcome]) -> None:
+    """What a function says of the reference answers."""
     print(f"reward   {fn}, here given the reference answers")
     for prompt, outcome in zip(samples, outcomes):
         score = f"{outcome.kind}: {outcome.reason}"
@@ -81,4 +100,3 @@ def dry_run(job: Job) -> None:
             f"sample   {prompt.prompt_ids.numel()} tokens  {prompt.text[:60]!r}  "
             f"answer {prompt.meta.get('answer')!r}  reward {score}"
         )
-    print("dry run: nothing was started and nothing written")

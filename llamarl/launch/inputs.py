@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llamarl.errors import BadInput
 from llamarl.launch.job import Job
+from llamarl.launch.scorers import check_scorers
 from llamarl.models.attention import rotary_of
 from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig, read_config
@@ -37,6 +38,7 @@ def check_inputs(job: Job) -> None:
         _check_model(job, model)
         _check_tokens(job, model.vocab_size)
         _check_task(job)
+        check_scorers(job)
         longest = c.task.max_prompt_tokens + c.max_new_tokens
         context = model.max_position_embeddings
         if longest > context:

@@ -14,6 +14,7 @@ from llamarl.comm.groups import World
 from llamarl.config.command_line import Config
 from llamarl.config.conversion import to_values
 from llamarl.config.placement import TINY_MODEL, placement_of
+from llamarl.config.schema import FunctionSourceSettings, ModelSourceSettings
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.executor import Executor
 from llamarl.launch.identity import Identity
@@ -21,6 +22,7 @@ from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning.replay import lag_bound
 from llamarl.models.config import read_json
 from llamarl.models.hf import load_tokenizer
+from llamarl.models.scorer import fingerprint
 from llamarl.observe import RowWriter, build_sinks
 from llamarl.tasks.base import Task, sample_digest
 from llamarl.tasks.build import build_task
@@ -101,8 +103,19 @@ class Job:
                 "training prompts": self.prompts.fingerprint,
                 "held-out prompts": f"{asked}, rows {self.task.eval_digest}, sample {sample}",
             },
-            reward=self.config.reward.fn or self.task.default_reward,
+            reward=" + ".join(map(self._identity_of, self.config.reward_parts.values())),
         )
+
+    def _identity_of(self, part: FunctionSourceSettings | ModelSourceSettings) -> str:
+        """What gives other rewards by another name; of a model, by what it is."""
+        if part.kind == "function":
+            what = part.fn or self.task.default_reward
+        else:
+            label = part.label or ""
+            what = f"(model {fingerprint(part.path)} {label} - {part.shift:g}) * {part.scale:g}"
+        if self.config.reward.kind == "parts":
+            what = f"{part.weight:g} * {what}"
+        return what
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -74,8 +74,10 @@ def launch(config: Config) -> Iterator[Job]:
             if config.dry_run:
                 dry_run(job)
                 raise SystemExit(0)
-            if config.reward.fn and world.rank == 0:  # which makes the directory
-                check_reward(config.reward.fn, [], memory_mb=config.reward.memory_mb)
+            if world.rank == 0:  # which makes the directory
+                for part in config.reward_parts.values():
+                    if part.kind == "function" and part.fn:
+                        check_reward(part.fn, [], memory_mb=part.memory_mb)
             _ = job.identity  # read here: what is wrong with the data is bad input
         job.directory = open_run(config, world, job.identity, job.prompts)
         ending.callback(job.directory.release)

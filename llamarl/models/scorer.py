@@ -12,6 +12,7 @@ Shapes: T tokens, N sequences, C labels, D model.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -19,11 +20,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from llamarl.models.build import Decoder, build_decoder
 from llamarl.models.config import ModelConfig, read_config
-from llamarl.models.fsdp import held_box, local
-from llamarl.models.hf import load_tokenizer, load_weights
+from llamarl.models.fsdp import held_box, local, wrap
+from llamarl.models.hf import SafetensorsDir, load_tokenizer, load_weights
 from llamarl.models.protocol import Head
 from llamarl.models.sharding import Box
 from llamarl.models.tp import TensorParallel
@@ -62,12 +64,15 @@ def load_scorer(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    mesh: DeviceMesh | None = None,
     tensor_parallel: TensorParallel | None = None,
 ) -> Decoder:
     """A scorer for inference, its weights frozen.
 
-    path: a ...ForSequenceClassification directory. ValueError naming it if it holds a language
-    model, or weights that do not fit.
+    path: a ...ForSequenceClassification directory. mesh: [shard], or [replicate, shard]: the ranks
+    that hold the same tensor-parallel part, over which FSDP2 shards it; each reads its own rows
+    alone. Collective over both from the first use on. ValueError naming the directory if it holds a
+    language model, or weights that do not fit.
     """
     config = read_config(path)
     if not config.labels:
@@ -75,6 +80,8 @@ def load_scorer(
             f"{path}: {config.architecture} has no score head; recipes/reward_model.py trains one"
         )
     decoder = build_decoder(config, dtype=dtype, tensor_parallel=tensor_parallel)
+    if mesh is not None and mesh.shape[-1] > 1:
+        wrap(decoder, mesh, dtype, cpu_offload=False, pin_memory=False)
     return load_weights(decoder, path, device=device).eval().requires_grad_(False)
 
 
@@ -106,6 +113,27 @@ def settle_pad_token(path: str | Path) -> None:
     tokenizer.save_pretrained(path)
     raw["pad_token_id"] = tokenizer.pad_token_id
     file.write_text(json.dumps(raw, indent=2))
+
+
+def fingerprint(path: str | Path) -> str:
+    """A SHA-256 of a scorer, wherever it lies: of its config and its head."""
+    path = Path(path)
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    head = SafetensorsDir(path).file_of[SCORE].get_tensor(SCORE)
+    digest.update(head.float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def label_of(config: ModelConfig, name: str | None) -> int:
+    """Which of a scorer's labels is called so; None: the only one. ValueError with all of them."""
+    labels = config.labels
+    if name is None and len(labels) == 1:
+        return 0
+    if name in labels:
+        return labels.index(name)
+    if name is None:
+        raise ValueError(f"gives {len(labels)} scores; name one of {', '.join(labels)}")
+    raise ValueError(f"has no label {name}; name one of {', '.join(labels)}")
 
 
 def scorer_fields(config: ModelConfig, like: str | Path) -> dict[str, object]:

@@ -19,7 +19,7 @@ import time
 from numbers import Integral
 from typing import TYPE_CHECKING, SupportsFloat
 
-from llamarl.observe.rates import MEAN, Counters, Row
+from llamarl.observe.rates import MEAN, SUM, Counters, Row
 from llamarl.observe.rows import RowWriter
 from llamarl.observe.trace import Trace
 
@@ -72,6 +72,10 @@ class Metrics:
         """
         self.add(f"{MEAN}{name}/sum", value)
         self.add(f"{MEAN}{name}/count", 1)
+
+    def add_sum(self, name: str, value: float) -> None:
+        """Add to a column that holds the sum of what came since the row before, of all ranks."""
+        self.add(f"{SUM}{name}", value)
 
     def span(self, track: str, name: str, start_s: float, end_s: float) -> None:
         """Put a bar into the trace; times are `time.monotonic()`."""

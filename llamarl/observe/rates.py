@@ -21,6 +21,7 @@ Row = dict[str, float | None]  # of metrics.jsonl, by column
 
 WINDOW_S = 1.0
 MEAN = "mean/"  # counters mean/NAME/sum and mean/NAME/count become column NAME
+SUM = "sum/"  # the growth of counter sum/NAME becomes column NAME
 # Executors whose idle share every row has, null where nothing was counted.
 ALWAYS = ("generator", "trainer")
 
@@ -140,6 +141,8 @@ class RateMeter:
                 count = since_previous(name)
                 total = since_previous(f"{kind}/sum")
                 values[kind.removeprefix(MEAN)] = total / count if count else None
+            elif name.startswith(SUM):
+                values[name.removeprefix(SUM)] = since_previous(name)
         for executor in ALWAYS:
             values[f"{executor}/idle_fraction"] = None
         for idle in idle_shares(change):

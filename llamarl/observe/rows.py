@@ -47,6 +47,7 @@ COLUMNS = """
 """.split()
 TIMING = re.compile(
     r"^time/|_per_s$|/idle_fraction|_stall_s$|^parity/canary|^weights/quantization_kl"
+    r"|^reward/.+/(mean|tokens|seconds)$"
 )
 
 log = logging.getLogger(__name__)

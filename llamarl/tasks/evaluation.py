@@ -115,12 +115,3 @@ class Evaluations:
             metrics["eval/pass_at_1_sampled"] = at_1 / n
             metrics["eval/pass_at_k"] = at_k / n
         return metrics
-
-    def missing(self) -> str | None:
-        """What the oldest version that was begun still waits for, in words; None if none was."""
-        if not self._answers:
-            return None
-        version = min(self._answers)
-        missing = self._num_completions - len(self._answers[version])
-        what = f"{missing} evaluation completions of policy version {version}"
-        return f"data: {what}, from the generator"

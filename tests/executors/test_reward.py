@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from executors import assembly
 from executors import reward as reward_module
 from executors.reward import RuleReward
 from llamarl.errors import RewardError
@@ -138,7 +139,7 @@ def build(tmp_path, monkeypatch):
 def settle(executor):
     """Step until there is nothing to do and no score is awaited."""
     give_up = time.monotonic() + DEADLINE_S
-    while executor.step() or executor._source.pending:
+    while executor.step() or executor._scoring.pending:
         assert time.monotonic() < give_up, executor.waiting_for()
     return executor.outputs["scored"].records
 
@@ -279,7 +280,7 @@ def test_some_errors_do_not(build, caplog):
     executor.inputs["completions"].records.extend(completion(i, 0, w) for i, w in enumerate(words))
     settle(executor)
     assert executor.metrics.counters["reward/errors"] == 40
-    assert len(caplog.records) == reward_module._LOGGED_REASONS
+    assert len(caplog.records) == assembly.LOGGED_REASONS
     assert "its completion is masked: RuntimeError: cannot score train 0" in caplog.text
 
 

@@ -51,6 +51,13 @@ def test_decode(tmp_path):
     assert "engine" in (tmp_path / "decode.json").read_text()
 
 
+def test_scoring(tmp_path):
+    size = ("--prompts", 2, "--group", 2, "--batch", 2, "--repeats", 1)
+    run("scoring", "--model", TINY_MODEL, *size, "--json", tmp_path / "scoring.json")
+    found = json.loads((tmp_path / "scoring.json").read_text())
+    assert found["ratio"] > 0 and found["scores_apart"] < 1e-4
+
+
 def test_machinery():
     assert json.loads(run("machinery", "--steps", 3, "--json").splitlines()[-1])
 

@@ -1,0 +1,129 @@
+"""GroupAssembler: outcomes become groups and evaluations, whatever scored them.
+
+(Completion, Outcome)     --its group is whole--> Group --there is room--> "scored"
+(EvalCompletion, Outcome) --a version has all--> eval/... metrics
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from llamarl.errors import RewardError
+from llamarl.executor import Meter, RecordSender
+from llamarl.tasks.evaluation import Evaluations
+from llamarl.tasks.source import Outcome
+from llamarl.types import Completion, EvalCompletion, Group, ScoredCompletion
+
+ERROR_WINDOW = 256  # outcomes over which the error rate is taken
+MIN_OUTCOMES = 64  # before a rate says anything
+LOGGED_REASONS = 20  # distinct ones; the counters go on
+
+log = logging.getLogger(__name__)
+
+Answer = Completion | EvalCompletion
+
+
+class GroupAssembler:
+    """Joins the scored completions of a ticket to a group, and those of an evaluation to metrics.
+
+    source: what messages call the reward. An error or an abstention is a NaN reward, which the
+    trainer masks, and in an evaluation a wrong answer.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        group_size: int,
+        num_eval_prompts: int,
+        num_eval_samples: int,
+        max_error_rate: float,
+    ):
+        self.whole: deque[Group] = deque()  # waiting for room
+        self._group_size = group_size
+        self._evaluations = Evaluations(num_eval_prompts, num_eval_samples)
+        self._errors = ErrorRate(source, max_error_rate)
+        # By ticket, those scored so far while the group is not whole.
+        self._begun: dict[int, list[ScoredCompletion]] = {}
+
+    def settle(self, completion: Answer, outcome: Outcome) -> None:
+        """Enter an outcome into its evaluation, or into its group, which may be whole with it."""
+        if isinstance(completion, EvalCompletion):
+            self._evaluations.add(completion, outcome)
+            return
+        scored = ScoredCompletion(
+            completion=completion,
+            outcome=outcome.kind,
+            reward=outcome.value,
+            reason=outcome.reason,
+        )
+        group = self._begun.setdefault(completion.ticket, [])
+        group.append(scored)
+        if len(group) == self._group_size:
+            del self._begun[completion.ticket]
+            self.whole.append(Group.of(group))
+
+    def settle_all(self, settled: Iterable[tuple[Answer, Outcome]], metrics: Meter) -> None:
+        """Enter what a source has scored, and count it. RewardError when too much are errors."""
+        kinds: Counter[str] = Counter()
+        for completion, outcome in settled:
+            kinds[outcome.kind] += 1
+            self._errors.add(outcome)
+            self.settle(completion, outcome)
+        if kinds:
+            metrics.add("reward/scored", kinds["score"])
+            metrics.add("reward/errors", kinds["error"])
+            self._errors.check()
+
+    def report(self, metrics: Meter) -> None:
+        """Report the evaluations that are whole."""
+        for version, values in self._evaluations.finished():
+            metrics.report(version, values)
+
+    def send(self, sink: RecordSender) -> bool:
+        """Send whole groups while there is room. True if any was sent."""
+        has_sent = False
+        while self.whole and sink.has_room():
+            sink.put(self.whole.popleft())
+            has_sent = True
+        return has_sent
+
+
+class ErrorRate:
+    """The share of errors among the newest ERROR_WINDOW outcomes, and what they said."""
+
+    def __init__(self, source: str, max_error_rate: float):
+        self._source = source  # its name
+        self._max = max_error_rate
+        # The reason of an error, None for anything else.
+        self._newest: deque[str | None] = deque(maxlen=ERROR_WINDOW)
+        self._logged: set[str] = set()
+
+    def add(self, outcome: Outcome) -> None:
+        """Count an outcome; log an error that says something new."""
+        if outcome.kind != "error":
+            self._newest.append(None)
+            return
+        reason = outcome.reason
+        self._newest.append(reason)
+        if reason not in self._logged and len(self._logged) < LOGGED_REASONS:
+            self._logged.add(reason)
+            log.warning("reward %s: error, its completion is masked: %s", self._source, reason)
+
+    def check(self) -> None:
+        """RewardError if the rate is above its limit."""
+        num_outcomes = len(self._newest)
+        if num_outcomes < MIN_OUTCOMES:
+            return
+        reasons = Counter(reason for reason in self._newest if reason is not None)
+        rate = reasons.total() / num_outcomes
+        if rate > self._max:
+            commonest = reasons.most_common(3)
+            examples = "".join(f"\n  {count} x {reason}" for reason, count in commonest)
+            raise RewardError(
+                f"reward {self._source}: {rate:.0%} of the last {num_outcomes} scores are errors, "
+                f"above reward.max_error_rate={self._max:g}; "
+                f"correct what scores, or raise the limit:{examples}"
+            )

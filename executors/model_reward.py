@@ -1,0 +1,152 @@
+"""ModelReward: rewards of models that score, alone or weighed with other sources.
+
+    completions --> source   --Outcome--> weighted sum --> GroupAssembler --> "scored"
+                --> a batch is whole --> model, on all ranks
+
+A reward is the sum of weight times score over its parts; what one part cannot score has none. The
+first rank takes all completions, runs the sources and says what the models score next. The others
+do nothing but their share of that: a model is sharded over them (FSDP2, tensor parallelism), or
+each has a copy.
+
+    loop step    consumes              waits for               unblocked by
+    first rank   completions           sources; room           the sources; the trainer
+                 a batch of tokens     the others' share       the others
+    another      the first's commands  -                       the first rank
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from executors.reward import Reward
+from executors.weighted import Part, WeightedParts
+from llamarl.comm.lockstep import LAST, Lockstep
+from llamarl.executor import POLL_S
+from llamarl.learning.scoring import Asked
+from llamarl.learning.sharded_scorer import (
+    ScorerSettings,
+    ShardedScorer,
+    broadcast,
+    from_words,
+    to_words,
+)
+from llamarl.models.fsdp import local
+
+END_S = 15.0  # a rank waits no longer for the first one's last command
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ModelReward(Reward):
+    """The weighted sum of what models, and sources beside them, say of a completion.
+
+    replicate: copies of each model, each sharded over an equal share of the ranks.
+    tensor_parallel: ranks, one after another, that share each layer. reproducible: what is computed
+    together never depends on what came when.
+    """
+
+    parts: Sequence[Part]
+    replicate: int = 1
+    tensor_parallel: int = 1
+    reproducible: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._torn = False
+
+    @property
+    def first_takes(self) -> bool:
+        """With a model all ranks act as one."""
+        return any(isinstance(part.what, ScorerSettings) for part in self.parts)
+
+    @property
+    def follows(self) -> bool:
+        return self.first_takes and self._lockstep.follows
+
+    @property
+    def finishes_on_stop(self) -> bool:
+        """A rank takes part to the end in what the first one has begun."""
+        return self.follows
+
+    def setup(self) -> None:
+        """Load the models, each rank its own part, and start the sources."""
+        self._lockstep = Lockstep(self.group, self.control, as_one=self.first_takes)
+        self._models = []
+        for part in self.parts:
+            if isinstance(part.what, ScorerSettings):
+                self._models.append(ShardedScorer(part.what, self.group))
+        if not self.follows:
+            super().setup()
+
+    def make_scoring(self) -> WeightedParts:
+        """All parts, on the first rank."""
+        return WeightedParts(
+            self.parts,
+            models=self._models,
+            reproducible=self.reproducible,
+            run=self._run,
+            metrics=self.metrics,
+            on_result=self.control.wake,
+        )
+
+    def step(self) -> bool:
+        """Score; or, on another rank than the first, take part in it."""
+        return self._follow() if self.follows else super().step()
+
+    def waiting_for(self) -> str | None:
+        """What it waits for, in words; the first rank alone is owed anything."""
+        return None if self.follows else super().waiting_for()
+
+    def offloadable(self) -> list[Tensor]:
+        """The tensors that may leave the device while others use it."""
+        tensors = []
+        for model in self._models:
+            tensors += [local(parameter) for parameter in model.decoder.parameters()]
+        return tensors
+
+    def teardown(self) -> None:
+        """Take part in what was begun, then close the sources."""
+        if hasattr(self, "_models"):
+            self._part_ways()
+        super().teardown()
+
+    def _run(self, number: int, asked: Sequence[Asked]) -> Tensor:
+        """The scores [N] of what is asked of a model, with all ranks."""
+        words = to_words(asked)
+        self._lockstep.tell("score", model=number, size=words.numel())
+        self.claim_device()
+        broadcast(words, self.group)
+        return self._models[number].scores(asked)
+
+    def _follow(self) -> bool:
+        command = self._lockstep.next()
+        if command is None:
+            return False
+        self._torn = True  # until it is done: after a failure in it nothing can follow
+        self.claim_device()
+        words = torch.empty(command["size"], dtype=torch.int64)
+        broadcast(words, self.group)
+        self._models[command["model"]].scores(from_words(words))
+        self._torn = False
+        return True
+
+    def _part_ways(self) -> None:
+        """The first rank says that it begins nothing more; another first takes part in what it has
+        begun.
+        """
+        try:
+            if not self.follows:
+                self._lockstep.tell(LAST)
+                return
+            until = time.monotonic() + END_S
+            while time.monotonic() < until:
+                if self._lockstep.ended or self._torn or self.control.failure:
+                    return
+                if not self._follow():
+                    self.control.wait(POLL_S)
+        except RuntimeError:
+            pass  # the others have left already, and say why

@@ -1,0 +1,254 @@
+"""WeightedParts: what several sources and models say of a completion becomes one score.
+
+    submit --> each source ------------------- Outcome --+--> sum of weight * value --> poll
+    release --> each model's queue --a round-- Outcome --+
+
+An item that one part calls an error, or abstains from, has no score, whatever the others say of it.
+"""
+
+from __future__ import annotations
+
+import math
+import os.path
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from executors.scoring import Item
+from llamarl.executor import Meter
+from llamarl.learning.scoring import Asked
+from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
+from llamarl.tasks.source import MakeSource, Outcome, Outcomes, RewardSource
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a reward: a source of scores, or a model."""
+
+    name: str
+    what: MakeSource | ScorerSettings
+    weight: float = 1.0
+
+
+Run = Callable[[int, Sequence[Asked]], Tensor]  # (number of a model, what is asked) -> scores [N]
+
+
+class WeightedParts:
+    """Scores items by all parts; is a Scoring (executors/scoring.py).
+
+    models: those of the parts that are models, in order, and run: has one of them score, on all its
+    ranks. reproducible: batches are not computed together. metrics: gets of each part
+    reward/NAME/mean, and of a model what it took; None: nobody asks.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        models: Sequence[ShardedScorer],
+        run: Run,
+        reproducible: bool,
+        metrics: Meter | None,
+        on_result: Callable[[], None],
+    ):
+        self.name = " + ".join(part.name for part in parts)
+        self._parts = parts
+        self._run = run
+        self._metrics = metrics
+        self._sources: dict[str, RewardSource] = {}
+        self._queues: dict[str, ModelQueue] = {}
+        for part in parts:
+            if isinstance(part.what, ScorerSettings):
+                model = models[len(self._queues)]
+                self._queues[part.name] = ModelQueue(model, reproducible=reproducible)
+            else:
+                self._sources[part.name] = part.what(on_result=on_result)
+        self._items: dict[int, Item] = {}
+        self._said: dict[int, dict[str, Outcome]] = {}  # of each item, by part
+        self._done: Outcomes = []
+
+    @property
+    def pending(self) -> int:
+        """The number of items that a source or a model has to score now."""
+        of_sources = [source.pending for source in self._sources.values()]
+        of_models = [queue.pending for queue in self._queues.values()]
+        return max(of_sources + of_models)
+
+    def start(self) -> None:
+        """Start the sources."""
+        for source in self._sources.values():
+            source.start()
+
+    def submit(self, key: int, item: Item) -> None:
+        """Give an item to the sources; the models have it with its batch."""
+        self._items[key] = item
+        self._said[key] = {}
+        for source in self._sources.values():
+            source.submit(key, item.prompt.text, item.text, item.prompt.meta)
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Put a batch into the models' queues."""
+        batch = {key: self._items[key] for key in keys}
+        for name, queue in self._queues.items():
+            for key, outcome in queue.put(batch):
+                self._enter(name, key, outcome)
+
+    def poll(self) -> Outcomes:
+        """Let every model score a round, take what the sources have scored, and return the items
+        that all parts have spoken of.
+        """
+        for number, (name, queue) in enumerate(self._queues.items()):
+            if queue.pending:
+                began = time.monotonic()
+                keys, asked = queue.next_round()
+                scores_N = self._run(number, asked)
+                if self._metrics is not None:
+                    self._metrics.add_sum(f"reward/{name}/seconds", time.monotonic() - began)
+                    num_tokens = sum(one.num_tokens for one in asked)
+                    self._metrics.add_sum(f"reward/{name}/tokens", num_tokens)
+                for key, value in zip(keys, scores_N.tolist()):
+                    self._enter(name, key, queue.outcome_of(value))
+        for name, source in self._sources.items():
+            for key, outcome in source.poll():
+                self._enter(name, key, outcome)
+        done = self._done
+        self._done = []
+        return done
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until a source may have scored, where no model has work."""
+        if any(queue.pending for queue in self._queues.values()):
+            return True
+        waiting = [source for source in self._sources.values() if source.pending]
+        return bool(waiting) and waiting[0].wait(timeout_s)
+
+    def close(self) -> None:
+        """Close the sources and drop what is pending."""
+        for source in self._sources.values():
+            source.close()
+        for queue in self._queues.values():
+            queue.clear()
+
+    def _enter(self, name: str, key: int, outcome: Outcome) -> None:
+        """Note what a part says of an item, which may be the last word on it."""
+        is_counted = outcome.kind == "score" and not self._items[key].is_held_out
+        if is_counted and self._metrics is not None:
+            self._metrics.add_mean(f"reward/{name}/mean", outcome.value)
+        said = self._said[key]
+        said[name] = outcome
+        if len(said) == len(self._parts):
+            del self._items[key]
+            del self._said[key]
+            self._done.append((key, self._sum(said)))
+
+    def _sum(self, said: dict[str, Outcome]) -> Outcome:
+        """The outcome of all parts, which does not depend on who spoke first."""
+        total = 0.0
+        abstention = None
+        for part in self._parts:
+            outcome = said[part.name]
+            if outcome.kind == "error":
+                return Outcome.error(self._reason(part, outcome))
+            if outcome.kind == "abstain":
+                abstention = abstention or Outcome.abstain(self._reason(part, outcome))
+                continue
+            total += part.weight * outcome.value
+        return abstention or finite(total)
+
+    def _reason(self, part: Part, outcome: Outcome) -> str:
+        if len(self._parts) == 1:
+            return outcome.reason
+        return f"{part.name}: {outcome.reason}"
+
+
+class ModelQueue:
+    """Batches that wait for a model, and how many of them it scores at a time."""
+
+    def __init__(self, model: ShardedScorer, *, reproducible: bool):
+        self._model = model
+        self._reproducible = reproducible
+        self._num_batches = 0
+        # (number of its batch, keys, what is asked), of one prompt each
+        self._waiting: deque[tuple[int, list[int], Asked]] = deque()
+        self.pending = 0  # items
+
+    def put(self, batch: dict[int, Item]) -> Outcomes:
+        """Queue the items of a batch by their prompts. The errors of those that are too long, or
+        empty.
+        """
+        errors: Outcomes = []
+        context = self._model.decoder.config.max_position_embeddings
+        by_prompt: dict[tuple[int, ...], dict[int, Item]] = {}
+        for key, item in batch.items():
+            prompt = tuple(item.prompt.prompt_ids.tolist())
+            by_prompt.setdefault(prompt, {})[key] = item
+        for items in by_prompt.values():
+            tokens = {}
+            for key, item in items.items():
+                tokens[key] = self._tokens_of(item)
+                size = tokens[key].numel()
+                if not 0 < size <= context:
+                    del tokens[key]
+                    what = f"{size} tokens, and the scorer reads 1 to {context}"
+                    errors.append((key, Outcome.error(what)))
+            if tokens:
+                asked = asked_of(list(tokens.values()))
+                self._waiting.append((self._num_batches, list(tokens), asked))
+                self.pending += len(tokens)
+        self._num_batches += 1
+        return errors
+
+    def next_round(self) -> tuple[list[int], list[Asked]]:
+        """The keys of what is scored next, and what is asked: as much as fills a microbatch on each
+        rank. Where it must be reproducible, of one batch alone.
+        """
+        first, _, _ = self._waiting[0]
+        keys: list[int] = []
+        asked: list[Asked] = []
+        room = self._model.tokens_a_round
+        while self._waiting:
+            number, own, one = self._waiting[0]
+            is_over = asked and one.num_tokens > room
+            if is_over or (self._reproducible and number != first):
+                break
+            self._waiting.popleft()
+            keys += own
+            asked.append(one)
+            room -= one.num_tokens
+        self.pending -= len(keys)
+        return keys, asked
+
+    def outcome_of(self, score: float) -> Outcome:
+        """(score - shift) * scale; an error if that is no finite number."""
+        settings = self._model.settings
+        return finite((score - settings.shift) * settings.scale)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._waiting.clear()
+        self.pending = 0
+
+    def _tokens_of(self, item: Item) -> Tensor:
+        """All tokens [P + L] of an item, as the model reads it."""
+        transcript = self._model.settings.transcript
+        if transcript is None:
+            return torch.cat([item.prompt.prompt_ids, item.token_ids])
+        ids = transcript.ids(item.prompt.text, item.text, has_ended=item.has_ended)
+        return torch.tensor(ids, dtype=torch.int64)
+
+
+def asked_of(sequences: list[Tensor]) -> Asked:
+    """Sequences as completions of what they all begin with."""
+    shared = len(os.path.commonprefix([tokens.tolist() for tokens in sequences]))
+    return Asked(sequences[0][:shared], tuple(tokens[shared:] for tokens in sequences))
+
+
+def finite(value: float) -> Outcome:
+    """A score, or the error that it is none."""
+    if not math.isfinite(value):
+        return Outcome.error(f"the score is {value}")
+    return Outcome("score", value, "")

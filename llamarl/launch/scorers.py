@@ -1,0 +1,76 @@
+"""The models that score, as the user gave them: looked at before any weight is read."""
+
+from __future__ import annotations
+
+import logging
+
+from llamarl.config.schema import ModelSourceSettings
+from llamarl.launch.job import Job
+from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.hf import load_tokenizer, weights_of
+from llamarl.models.scorer import label_of
+from llamarl.tasks.transcript import Transcript, same_tokens
+
+log = logging.getLogger("llamarl")
+
+
+def check_scorers(job: Job) -> None:
+    """Directory, labels, weights, split and tokenizer of every model that scores. ValueError or
+    OSError naming what is wrong.
+    """
+    for key, scorer in job.config.scorers.items():
+        config = read_config(scorer.path)
+        if not config.labels:
+            raise ValueError(
+                f"{key}.path={scorer.path}: {config.architecture} is a language model, without a "
+                "head that scores; need a ...ForSequenceClassification directory"
+            )
+        try:
+            label_of(config, scorer.label)
+        except ValueError as error:
+            raise ValueError(
+                f"{key}.label={scorer.label or 'null'}: {scorer.path} {error}"
+            ) from error
+        weights_of(scorer.path, config)
+        heads = config.num_attention_heads
+        if job.config.reward.tensor_parallel > heads:
+            raise ValueError(
+                f"reward.tensor_parallel={job.config.reward.tensor_parallel}: {scorer.path} has "
+                f"{heads} query heads, fewer than ranks to split them over; at most {heads}"
+            )
+        _check_length(job, key, scorer, config)
+
+
+def _check_length(job: Job, key: str, scorer: ModelSourceSettings, config: ModelConfig) -> None:
+    """That it reads the policy's longest sequence, or what other tokens it has."""
+    transcript = transcript_of(job, scorer)
+    if transcript is not None:
+        if job.world.rank == 0:
+            how = "its chat template" if transcript.chat else "plain text"
+            log.warning(
+                "%s.path=%s has another vocabulary than the policy: it reads completions anew, as "
+                "%s",
+                key,
+                scorer.path,
+                how,
+            )
+        return
+    task = job.config.task
+    longest = task.max_prompt_tokens + job.config.max_new_tokens
+    context = config.max_position_embeddings
+    if longest > context:
+        raise ValueError(
+            f"{key}.path={scorer.path}: its context is {context} tokens, but "
+            f"task.max_prompt_tokens + max_new_tokens = {longest}; lower one of them"
+        )
+
+
+def transcript_of(job: Job, scorer: ModelSourceSettings) -> Transcript | None:
+    """How a model reads what was sampled in other tokens than its own; None where they are the
+    same.
+    """
+    theirs = load_tokenizer(scorer.path)
+    if same_tokens(job.tokenizer, theirs):
+        return None
+    task = job.config.task
+    return Transcript(theirs, chat=task.chat, system_prompt=task.system_prompt)

@@ -1,0 +1,259 @@
+"""ModelReward alone, with fakes on both sides and a small random scorer."""
+
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from executors.model_reward import ModelReward
+from executors.weighted import Part, asked_of
+from llamarl.executor import ExecutorGroup
+from llamarl.learning.sharded_scorer import ScorerSettings
+from llamarl.models.config import tiny_directory
+from llamarl.models.hf import load_tokenizer
+from llamarl.tasks.source import Outcome
+from llamarl.tasks.transcript import Transcript, same_tokens
+from llamarl.types import Completion, EvalCompletion, Prompt
+from tests.executors.test_reward import FakeControl, FakeMetrics, FakeReceiver, FakeSender
+from tests.scorers import asked_for, transformers_scores, write_scorer
+from tests.tolerances import rounding
+
+pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
+SCORES = rounding(terms=24, depth=2 * 2, size=2.0)
+SIZE = 3
+ASKED = asked_for(4, SIZE)  # of ticket i, and of held-out prompt i
+
+
+class Metrics(FakeMetrics):
+    def __init__(self):
+        super().__init__()
+        self.means: dict[str, list[float]] = {}
+        self.sums = Counter()
+
+    def add_mean(self, name, value):
+        self.means.setdefault(name, []).append(value)
+
+    def add_sum(self, name, value):
+        self.sums[name] += value
+
+
+class Lengths:
+    """A source: the number of words of a completion; an error for none, None for "hm"."""
+
+    name = "lengths"
+
+    def __init__(self, *, on_result):
+        self._known = []
+
+    @property
+    def pending(self):
+        return len(self._known)
+
+    def start(self): ...
+
+    def submit(self, key, prompt, completion, meta):
+        words = len(completion.split(","))
+        outcome = Outcome("score", float(words), "")
+        if words == meta.get("error_at"):
+            outcome = Outcome.error("cannot count")
+        if words == meta.get("abstain_at"):
+            outcome = Outcome.abstain("does not care to")
+        self._known.append((key, outcome))
+
+    def poll(self):
+        known, self._known = self._known, []
+        return known
+
+    def close(self):
+        self._known = []
+
+
+def prompt(i, **meta):
+    return Prompt(ASKED[i].prompt_ids, f"question {i}", meta)
+
+
+def completion(ticket, sample, *, finish_reason="stop"):
+    ids = ASKED[ticket].completions[sample]
+    return Completion(
+        ticket,
+        sample,
+        ASKED[ticket].prompt_ids,
+        ids,
+        torch.zeros(len(ids)),
+        torch.zeros_like(ids),
+        finish_reason,
+    )
+
+
+def answer(i):
+    ids = ASKED[i].completions[0]
+    return EvalCompletion(
+        prompt_index=i,
+        greedy=True,
+        sample_index=0,
+        token_ids=ids,
+        policy_versions=torch.full_like(ids, 5),
+        finish_reason="stop",
+    )
+
+
+def words(ids):
+    return ",".join(map(str, ids))
+
+
+@pytest.fixture
+def scorer(tmp_path):
+    """Transformers' model; its directory is tmp_path."""
+    return write_scorer(tmp_path)
+
+
+@pytest.fixture
+def build(tmp_path):
+    def build(parts=None, *, meta=None, reproducible=False, **changes):
+        model = ScorerSettings(path=str(tmp_path), dtype="float32", **changes)
+        executor = ModelReward(
+            prompts=[prompt(i, **(meta or {})) for i in range(len(ASKED))],
+            eval_prompts=prompt,
+            decode=words,
+            group_size=SIZE,
+            num_eval_prompts=len(ASKED),
+            parts=parts or [Part("model", model)],
+            reproducible=reproducible,
+        )
+        group = ExecutorGroup("reward", (0,), 0, torch.device("cpu"))
+        inputs = {"completions": FakeReceiver(), "evaluations": FakeReceiver()}
+        executor.attach(group, inputs, {"scored": FakeSender()}, FakeControl(), Metrics())
+        executor.setup()
+        return executor
+
+    return build
+
+
+def feed(executor, *records):
+    executor.inputs["completions"].records.extend(records)
+    while executor.step():
+        pass
+    return {group.ticket: group for group in executor.outputs["scored"].records}
+
+
+def all_of(ticket):
+    return [completion(ticket, sample) for sample in range(SIZE)]
+
+
+def close_to(rewards, wanted):
+    torch.testing.assert_close(rewards, wanted, rtol=0, atol=SCORES)
+
+
+def test_rewards_are_the_models_scores_of_the_sampled_tokens(build, scorer):
+    executor = build()
+    first, second = all_of(0), all_of(2)
+    groups = feed(executor, first[2], second[0], first[0])
+    assert groups == {}
+    assert executor.waiting_for().startswith("data: 2 groups are begun; ticket 0 lacks 1")
+    groups = feed(executor, first[1], *second[1:])
+    for ticket, group in groups.items():
+        close_to(group.rewards, transformers_scores(scorer, [ASKED[ticket]]))
+    assert sorted(groups) == [0, 2] and executor.waiting_for() is None
+    assert executor.metrics.counters["reward/scored"] == 2 * SIZE
+    assert len(executor.metrics.means["reward/model/mean"]) == 2 * SIZE
+    assert executor.metrics.sums["reward/model/tokens"] >= 6
+    executor.teardown()
+
+
+def test_a_score_is_shifted_and_scaled(build, scorer):
+    group = feed(build(scale=-2.0, shift=0.5), *all_of(1))[1]
+    close_to(group.rewards / 2, -(transformers_scores(scorer, [ASKED[1]]) - 0.5))
+
+
+def test_held_out_answers_are_scored_by_the_same_model(build, scorer):
+    executor = build()
+    executor.inputs["evaluations"].records.extend(answer(i) for i in range(len(ASKED)))
+    assert feed(executor) == {}
+    ((version, values),) = executor.metrics.reports
+    wanted = transformers_scores(scorer, ASKED)[::SIZE].mean()
+    assert version == 5 and values["eval/reward"] == pytest.approx(float(wanted), abs=SCORES)
+    assert not executor.metrics.means  # they are no part of what is trained on
+
+
+def test_an_aborted_completion_is_masked_and_holds_up_nobody(build, scorer):
+    group = feed(build(), *all_of(0)[:2], completion(0, 2, finish_reason="aborted"))[0]
+    assert group.outcomes == ("score", "score", "abstain") and group.rewards[2].isnan()
+    close_to(group.rewards[:2], transformers_scores(scorer, [ASKED[0]])[:2])
+
+
+def test_a_score_that_is_not_finite_is_an_error(build, scorer, tmp_path):
+    held = load_file(tmp_path / "model.safetensors")
+    held["score.weight"][0, 3] = float("nan")
+    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    executor = build()
+    group = feed(executor, *all_of(0))[0]
+    assert group.outcomes == ("error",) * SIZE and group.rewards.isnan().all()
+    assert executor.metrics.counters["reward/errors"] == SIZE
+    assert not executor.metrics.means
+
+
+def test_what_is_too_long_for_the_scorer_is_an_error(build, tmp_path):
+    sizes = [a.prompt_ids.numel() + c.numel() for a in ASKED[:1] for c in a.completions]
+    write_scorer(tmp_path, max_position_embeddings=max(sizes) - 1)
+    group = feed(build(), *all_of(0))[0]
+    assert [o == "error" for o in group.outcomes] == [size == max(sizes) for size in sizes]
+
+
+def test_a_reproducible_reward_has_the_same_bits_in_any_order(build, scorer):
+    in_turn = [record for ticket in range(4) for record in all_of(ticket)]
+    alone = feed(build(reproducible=True), *in_turn)
+    mixed = feed(build(reproducible=True), *reversed(in_turn))
+    for ticket, group in alone.items():
+        assert torch.equal(group.rewards, mixed[ticket].rewards)
+
+
+def test_parts_are_weighed_and_added(build, scorer, tmp_path):
+    model = ScorerSettings(path=str(tmp_path), dtype="float32")
+    parts = [Part("rm", model, 2.0), Part("words", Lengths, -0.5), Part("again", model, 1.0)]
+    executor = build(parts)
+    group = feed(executor, *all_of(3))[3]
+    lengths = torch.tensor([float(len(c)) for c in ASKED[3].completions])
+    wanted = 3 * transformers_scores(scorer, [ASKED[3]]) - 0.5 * lengths
+    torch.testing.assert_close(group.rewards, wanted, rtol=0, atol=3 * SCORES)
+    means = executor.metrics.means
+    assert sorted(means) == ["reward/again/mean", "reward/rm/mean", "reward/words/mean"]
+    assert sorted(means["reward/words/mean"]) == sorted(lengths.tolist())
+
+
+def test_what_one_part_cannot_score_has_no_reward(build, scorer, tmp_path):
+    model = ScorerSettings(path=str(tmp_path), dtype="float32")
+    lengths = [len(c) for c in ASKED[3].completions]
+    assert len(set(lengths)) == SIZE
+    meta = {"error_at": lengths[0], "abstain_at": lengths[1]}
+    executor = build([Part("rm", model), Part("words", Lengths)], meta=meta)
+    group = feed(executor, *all_of(3))[3]
+    assert group.outcomes == ("error", "abstain", "score")
+    assert group.rewards.isnan().tolist() == [True, True, False]
+    assert executor.metrics.counters["reward/errors"] == 1
+
+
+def test_another_tokenizers_model_reads_the_text(build, scorer, tmp_path):
+    """Of the prompt's text and the completion's, with its own end token behind what has ended."""
+    theirs = load_tokenizer(tiny_directory())
+    transcript = Transcript(theirs, chat=False, system_prompt=None)
+    ended = completion(0, 0)
+    cut = completion(0, 1, finish_reason="length")
+    gone = completion(0, 2, finish_reason="aborted")
+    group = feed(build(transcript=transcript), ended, cut, gone)[0]
+    read = []
+    for record, end in ((ended, [theirs.eos_token_id]), (cut, [])):
+        text = "question 0" + words(record.token_ids.tolist())
+        read.append(torch.tensor(theirs.encode(text) + end))
+    close_to(group.rewards[:2], transformers_scores(scorer, [asked_of(read)]))
+
+
+def test_a_chat_template_closes_the_turn(tmp_path):
+    theirs = load_tokenizer(tiny_directory())
+    theirs.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}={% endfor %}"
+    )
+    transcript = Transcript(theirs, chat=True, system_prompt="9")
+    wanted = theirs.encode("s9=u1+1=a2=", add_special_tokens=False)
+    assert transcript.ids("1+1", "2", has_ended=True) == wanted
+    assert same_tokens(theirs, load_tokenizer(tiny_directory()))

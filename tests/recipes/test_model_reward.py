@@ -1,0 +1,113 @@
+"""reward=model as a user starts it: on two ranks, on ranks that share the scorer, killed and gone
+on with, and judged afterwards.
+"""
+
+import os
+import signal
+
+import pytest
+
+from recipes import evaluate
+from tests.launching import SMALL, Job, untimed
+from tests.scorers import write_scorer
+from tests.tolerances import rounding
+
+EXIT_FAILED = 1
+SCORES = rounding(terms=24, depth=2 * 2, size=2.0)
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("scorer")
+    write_scorer(path)
+    return ("reward=model", f"reward.path={path}")
+
+
+@pytest.fixture(scope="module")
+def run(scorer, tmp_path_factory):
+    """A synchronous one on two ranks."""
+    run_dir = tmp_path_factory.mktemp("model_reward") / "run"
+    with Job(*SMALL, *scorer, "max_lag=0", run_dir=run_dir, ranks=2) as job:
+        assert job.wait() == 0, job.output
+        yield job
+
+
+def test_a_policy_is_trained_against_a_model_on_two_ranks(run):
+    last = run.rows[-1]
+    assert last["reward/error_rate"] == 0 and last["eval/errors"] == 0
+    assert last["reward/model/mean"] == pytest.approx(last["reward/mean"], abs=0.5)
+    assert last["reward/model/tokens"] > 0 and last["reward/model/seconds"] > 0
+
+
+def test_evaluate_says_what_the_run_said(run, capsys, tmp_path):
+    out = tmp_path / "answers.jsonl"
+    assert evaluate.main([str(run.checkpoint), "--out", str(out)]) == 0
+    assert f"reward {run.rows[-1]['eval/reward']:.4g} of 20" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["reward.tensor_parallel=2", "reward.tensor_parallel=1"])
+def test_ranks_that_share_the_scorer_reward_alike(run, scorer, tmp_path, split):
+    placed = ("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1,2]")
+    with Job(
+        *SMALL, *scorer, *placed, split, "max_lag=0", run_dir=tmp_path / "run", ranks=3
+    ) as job:
+        assert job.wait() == 0, job.output
+    for name in ("eval/reward", "reward/mean"):
+        ours, theirs = job.rows[:2], run.rows[:2]
+        for one, other in zip(ours, theirs):
+            if other.get(name) is not None:
+                assert one[name] == pytest.approx(other[name], abs=SCORES)
+
+
+@pytest.mark.slow
+def test_synchronous_runs_are_alike_to_the_bit(run, scorer, tmp_path):
+    with Job(*SMALL, *scorer, "max_lag=0", run_dir=tmp_path / "run", ranks=2) as job:
+        assert job.wait() == 0, job.output
+    assert untimed(job.rows) == untimed(run.rows)
+
+
+@pytest.mark.slow
+def test_executors_that_take_turns_train_the_same(scorer, tmp_path):
+    parts = (
+        "reward=parts",
+        f"reward.parts={{rm: {{kind: model, path: {scorer[1].split('=')[1]}}}, "
+        "exact: {kind: function, weight: 0.5}}",
+        "max_lag=0",
+        "placement.colocate=[trainer,generator,reward]",
+    )
+    found = []
+    for offload in ("true", "false"):
+        run_dir = tmp_path / offload
+        with Job(*SMALL, *parts, f"offload={offload}", run_dir=run_dir, ranks=2) as job:
+            assert job.wait() == 0, job.output
+        found.append(untimed(job.rows))
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [1, 2])
+def test_a_killed_rank_of_a_scorer_costs_no_step_that_was_trained(scorer, tmp_path, killed):
+    """Rank 1 leads it, and rank 2 follows."""
+    given = (
+        *SMALL,
+        *scorer,
+        "placement.trainer=[0]",
+        "placement.generator=[0]",
+        "placement.reward=[1,2]",
+        "checkpoint.every=1000",
+        "eval.every=0",
+    )
+    run_dir = tmp_path / "run"
+    with Job(*given, "max_steps=100000", run_dir=run_dir, ranks=3) as job:
+        job.until(lambda: len(job.rows) >= 3, "three steps")
+        os.kill(job.rank_pids()[killed], signal.SIGKILL)
+        assert job.wait() == EXIT_FAILED, job.output
+        assert f"rank {killed} (reward)" in job.output
+        assert "was sealed after that" in job.output, job.output
+        step = int(job.checkpoint.name.removeprefix("step_"))
+        assert step >= 3
+    more = f"max_steps={step + 2}"
+    with Job(*given, more, "resume=auto", run_dir=run_dir, ranks=3) as job:
+        assert job.wait() == 0, job.output
+        assert [row["step"] for row in job.rows] == list(range(1, step + 3))

@@ -1,0 +1,135 @@
+"""Models that score and cannot be used: told before anything starts, by key."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from llamarl.comm.groups import World
+from llamarl.config.command_line import ConfigError, check_command_line, compose_config
+from llamarl.errors import BadInput
+from llamarl.launch.inputs import check_inputs
+from llamarl.launch.job import Job
+from llamarl.launch.run_directory import RunDirectory
+from llamarl.models.config import tiny_directory
+from llamarl.models.scorer import fingerprint
+from tests.scorers import write_scorer
+
+MODEL = "reward=model"
+
+
+def job(*overrides: str) -> Job:
+    world = World(0, 1, torch.device("cpu"))
+    return Job(compose_config(list(overrides)), world, RunDirectory(Path("."), None))
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(BadInput) as error:
+        check_inputs(job(*overrides))
+    return str(error.value)
+
+
+def complaint(*overrides: str, ranks: int = 1) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_command_line(list(overrides), world_size=ranks)
+    return str(error.value)
+
+
+def test_a_scorer_is_taken(tmp_path):
+    write_scorer(tmp_path / "rm")
+    check_inputs(job(MODEL, f"reward.path={tmp_path}/rm"))
+
+
+def test_a_path_is_required_and_must_be_there(tmp_path):
+    assert "required: set reward.path=PATH" in complaint(MODEL)
+    assert "no such file" in complaint(MODEL, f"reward.path={tmp_path}/nowhere")
+    parts = "reward.parts={rm: {kind: model}}"
+    assert "required: set reward.parts.rm.path=PATH" in complaint("reward=parts", parts)
+
+
+def test_a_language_model_has_no_head(tmp_path):
+    shutil.copytree(tiny_directory(), tmp_path / "lm")
+    said = refusal(MODEL, f"reward.path={tmp_path}/lm")
+    assert said.startswith(f"reward.path={tmp_path}/lm: LlamaForCausalLM is a language model")
+
+
+def test_one_of_several_labels_is_named(tmp_path):
+    write_scorer(tmp_path / "rm", labels=("toxic", "fine"))
+    path = f"reward.path={tmp_path}/rm"
+    assert "gives 2 scores; name one of toxic, fine" in refusal(MODEL, path)
+    assert "has no label fin; name one of toxic, fine" in refusal(MODEL, path, "reward.label=fin")
+    check_inputs(job(MODEL, path, "reward.label=fine"))
+
+
+def test_a_context_that_is_too_short_is_told(tmp_path):
+    write_scorer(tmp_path / "rm", max_position_embeddings=100)
+    said = refusal(MODEL, f"reward.path={tmp_path}/rm", "task.max_prompt_tokens=99")
+    assert "its context is 100 tokens, but task.max_prompt_tokens + max_new_tokens = 105" in said
+
+
+def test_a_scorer_needs_its_tokenizer(tmp_path):
+    write_scorer(tmp_path / "rm")
+    (tmp_path / "rm" / "tokenizer_config.json").unlink()
+    assert "no tokenizer_config.json" in refusal(MODEL, f"reward.path={tmp_path}/rm")
+
+
+def test_another_vocabulary_is_noticed(tmp_path, caplog):
+    write_scorer(tmp_path / "rm")
+    file = tmp_path / "rm" / "tokenizer.json"
+    raw = json.loads(file.read_text())
+    vocabulary = raw["model"]["vocab"]
+    vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
+    file.write_text(json.dumps(raw))
+    check_inputs(job(MODEL, f"reward.path={tmp_path}/rm"))
+    assert "has another vocabulary than the policy: it reads completions anew" in caplog.text
+
+
+def test_parts_take_what_they_do_not_set_from_the_files_of_their_kinds(tmp_path):
+    parts = "reward.parts={rm: {kind: model, path: DIR}, brief: {kind: function, weight: 0.2}}"
+    config = compose_config(
+        ["reward=parts", parts.replace("DIR", str(tiny_directory())), "reward.parts.rm.scale=3"]
+    )
+    rm, brief = config.reward.parts["rm"], config.reward.parts["brief"]
+    assert (rm.weight, rm.scale, rm.dtype, rm.microbatch_tokens) == (1.0, 3.0, "float32", 8192)
+    assert (brief.weight, brief.fn, brief.num_workers) == (0.2, None, 1)
+    assert list(config.scorers) == ["reward.parts.rm"]
+
+
+@pytest.mark.parametrize(
+    "parts, said",
+    [
+        ("{}", "needs parts"),
+        ("{rm: {kind: modle}}", "did you mean model?"),
+        ("{rm: {kind: function, scale: 2}}", "only reward.parts.rm=model has it"),
+        ("{rm: {kind: function, timeout: 2}}", "unknown key"),
+        ("{rm: {kind: function, weight: much}}", "need a number"),
+        ("{rm: 3}", "a section"),
+        ("3", "sections by name"),
+    ],
+)
+def test_parts_that_cannot_be(parts, said):
+    assert said in complaint("reward=parts", f"reward.parts={parts}")
+
+
+def test_ranks_that_cannot_share_a_scorer(tmp_path):
+    write_scorer(tmp_path / "rm")
+    given = [MODEL, f"reward.path={tmp_path}/rm", "placement.trainer=[0,1]"]
+    said = complaint(*given, "placement.reward=[0,1]", ranks=3)
+    assert "would share the scorer and the trainer" in said
+    check_command_line([*given, "placement.reward=[0,1]", "max_lag=0"], world_size=3)
+    said = complaint(*given, "placement.reward=[2,3,4]", "reward.replicate=2", ranks=5)
+    assert "a multiple of 2 ranks" in said
+    split = ["placement.generator=[2,3]", "generator.tensor_parallel=2"]
+    check_command_line([*given, *split, "placement.reward=[2,3]"], world_size=4)
+    said = complaint(*given, *split, "placement.reward=[3,2]", ranks=4)
+    assert "begin both with rank 2" in said
+
+
+def test_a_scorer_is_known_by_what_it_is(tmp_path):
+    write_scorer(tmp_path / "rm")
+    write_scorer(tmp_path / "other", seed=1)
+    shutil.copytree(tmp_path / "rm", tmp_path / "moved")
+    assert fingerprint(tmp_path / "rm") == fingerprint(tmp_path / "moved")
+    assert fingerprint(tmp_path / "rm") != fingerprint(tmp_path / "other")
