@@ -98,6 +98,7 @@ def build_reward(config: Config, job: Job) -> RuleReward:
             num_workers=r.num_workers,
             timeout_s=r.timeout_s,
             memory_mb=r.memory_mb,
+            **job.conversation,
         ),
         group_size=config.group_size,
         num_eval_prompts=len(job.eval_prompts),

@@ -67,6 +67,9 @@ class RuleReward(Executor):
         # What is in the source, by key.
         self._submitted: dict[int, Completion | EvalCompletion] = {}
         self._keys = itertools.count()
+        self._groups = Batches(self.group_size)  # by ticket
+        # By version.
+        self._asked = Batches(self.num_eval_prompts * (1 + self.num_eval_samples))
         # By ticket, those scored so far while the group is not whole.
         self._begun: dict[int, list[ScoredCompletion]] = {}
         self._whole: deque[Group] = deque()  # waiting for room
@@ -104,11 +107,11 @@ class RuleReward(Executor):
         if self._source.pending:
             what = f"{self._source.pending} by {self._source.name}"
             return f"scores: {what}, from the reward workers"
-        if self._begun:
-            ticket = min(self._begun)
-            missing = self.group_size - len(self._begun[ticket])
-            what = f"ticket {ticket} lacks {missing} completions"
-            return f"data: {len(self._begun)} groups are begun; {what} from the generator"
+        begun = self._groups.begun
+        if begun:
+            ticket = min(begun)
+            what = f"ticket {ticket} lacks {self._groups.missing(ticket)} completions"
+            return f"data: {len(begun)} groups are begun; {what} from the generator"
         return self._evaluations.missing()
 
     def teardown(self) -> None:
@@ -122,26 +125,34 @@ class RuleReward(Executor):
         """
         evaluations = self.inputs["evaluations"].take(self._room())
         for answer in evaluations:
-            self._submit(answer, self.eval_prompts(answer.prompt_index))
+            key = self._submit(answer, self.eval_prompts(answer.prompt_index))
+            if answer.token_ids.numel():  # else no version sampled it: its evaluation was given up
+                version = int(answer.policy_versions[0])
+                place = (answer.prompt_index, answer.greedy, answer.sample_index)
+                self._source.release(self._asked.add(version, place, key))
         # While groups wait for room no more are made; the completions stay in their channel.
         room = 0 if self._whole else self._room()
         completions = self.inputs["completions"].take(room)
         for completion in completions:
-            self._submit(completion, self.prompts[completion.ticket])
+            key = self._submit(completion, self.prompts[completion.ticket])
+            keys = self._groups.add(completion.ticket, completion.sample_index, key)
+            self._source.release(keys)
         return bool(evaluations or completions)
 
     def _room(self) -> int:
         """How many completions the source may still be given."""
         return max(0, MAX_PENDING - self._source.pending)
 
-    def _submit(self, completion: Completion | EvalCompletion, prompt: Prompt) -> None:
+    def _submit(self, completion: Completion | EvalCompletion, prompt: Prompt) -> int | None:
+        """Give the source a completion. Its key; None if it is not to be scored."""
         if completion.finish_reason == "aborted":
             self._settle(completion, Outcome.abstain("the completion was aborted"))
-            return
+            return None
         key = next(self._keys)
         self._submitted[key] = completion
         text = self.decode(completion.token_ids.tolist())
         self._source.submit(key, prompt.text, text, prompt.meta)
+        return key
 
     def _settle(self, completion: Completion | EvalCompletion, outcome: Outcome) -> None:
         """Enter an outcome into its evaluation, or into its group, which may be whole with it."""
@@ -168,6 +179,30 @@ class RuleReward(Executor):
             sink.put(self._whole.popleft())
             has_sent = True
         return has_sent
+
+
+class Batches:
+    """Completions that came, by the batch that they are of, until it is whole."""
+
+    def __init__(self, size: int):
+        self._size = size
+        # Of each batch the keys by place, None for what is not scored.
+        self.begun: dict[int, dict[object, int | None]] = {}
+
+    def add(self, batch: int, place: object, key: int | None) -> list[int]:
+        """Enter one completion. The keys of its batch, in the order of their places, if it is whole
+        with it; else none.
+        """
+        come = self.begun.setdefault(batch, {})
+        come[place] = key
+        if len(come) < self._size:
+            return []
+        del self.begun[batch]
+        return [come[place] for place in sorted(come) if come[place] is not None]
+
+    def missing(self, batch: int) -> int:
+        """How many completions a batch that was begun still lacks."""
+        return self._size - len(self.begun[batch])
 
 
 class ErrorRate:

@@ -285,7 +285,11 @@ def run(args: argparse.Namespace) -> None:
     r = config.reward
     fn = r.fn or job.task.default_reward
     with RewardPool(
-        fn, num_workers=r.num_workers, timeout_s=r.timeout_s, memory_mb=r.memory_mb
+        fn,
+        num_workers=r.num_workers,
+        timeout_s=r.timeout_s,
+        memory_mb=r.memory_mb,
+        **job.conversation,
     ) as pool:
         pool.start()  # what is wrong with the function is told before any work
         completions = answer(engine, job, prompts, k)

@@ -29,7 +29,8 @@ def dry_run(job: Job) -> None:
     fn = reward.fn or job.task.default_reward
     samples = [job.task.train_prompt(i) for i in range(min(3, job.task.num_train))]
     answers = [(p.text, str(p.meta.get("answer", "")), p.meta) for p in samples]
-    outcomes = check_reward(fn, answers, timeout_s=reward.timeout_s, memory_mb=reward.memory_mb)
+    limits = dict(timeout_s=reward.timeout_s, memory_mb=reward.memory_mb)
+    outcomes = check_reward(fn, answers, **limits, **job.conversation)
     if job.world.rank > 0:
         return
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(job.config))))

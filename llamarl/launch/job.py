@@ -97,6 +97,13 @@ class Job:
             reward=self.config.reward.fn or self.task.default_reward,
         )
 
+    @property
+    def conversation(self) -> dict[str, object]:
+        """How a prompt was put to the model, as RewardPool takes it: chat and system_prompt."""
+        task = self.config.task
+        chat = bool(task.chat and self.tokenizer.chat_template)
+        return {"chat": chat, "system_prompt": task.system_prompt}
+
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Every token that ends a completion, by the tokenizer and generation_config.json."""
