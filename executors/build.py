@@ -16,6 +16,7 @@ from llamarl.inference import SamplingParams
 from llamarl.inference.build import NativeSettings, VLLMSettings
 from llamarl.inference.protocol import EngineSettings
 from llamarl.launch.job import Job
+from llamarl.launch.sources import source_of
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import has_mark
@@ -27,7 +28,6 @@ from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings
 from llamarl.models.lora import Lora
 from llamarl.models.parity import TOP
-from llamarl.tasks.pool import RewardPool
 
 
 def sampling_of(config: Config, job: Job) -> SamplingParams:
@@ -86,24 +86,16 @@ def build_generator(config: Config, job: Job) -> Generator:
 
 
 def build_reward(config: Config, job: Job) -> RuleReward:
-    """The rewards of a function: the user's own, or the task's."""
-    r = config.reward
+    """The rewards of a function, the user's own or the task's, or of a judge."""
     return RuleReward(
         prompts=job.prompts,
         eval_prompts=job.task.eval_prompt,
         decode=job.decode,
-        make_source=partial(
-            RewardPool,
-            r.fn or job.task.default_reward,
-            num_workers=r.num_workers,
-            timeout_s=r.timeout_s,
-            memory_mb=r.memory_mb,
-            **job.conversation,
-        ),
+        make_source=source_of(config.reward, job),
         group_size=config.group_size,
         num_eval_prompts=len(job.eval_prompts),
         num_eval_samples=config.eval.num_samples,
-        max_error_rate=r.max_error_rate,
+        max_error_rate=config.reward.max_error_rate,
     )
 
 

@@ -16,6 +16,7 @@ data or an --out that cannot be used.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -48,9 +49,9 @@ from llamarl.inference.evaluation import eval_completion, submit
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
+from llamarl.launch.sources import source_of
 from llamarl.tasks.evaluation import Evaluations, pass_at_k, score_of
-from llamarl.tasks.pool import RewardPool
-from llamarl.tasks.source import Outcome
+from llamarl.tasks.source import Outcome, score_all
 from llamarl.types import EvalCompletion, Prompt
 
 # What is as the engine here is, whatever the run's generator was.
@@ -282,22 +283,14 @@ def run(args: argparse.Namespace) -> None:
         cache_tokens=g.cache_tokens,
         prefill_chunk=g.prefill_chunk,
     )
-    r = config.reward
-    fn = r.fn or job.task.default_reward
-    with RewardPool(
-        fn,
-        num_workers=r.num_workers,
-        timeout_s=r.timeout_s,
-        memory_mb=r.memory_mb,
-        **job.conversation,
-    ) as pool:
-        pool.start()  # what is wrong with the function is told before any work
+    source = source_of(config.reward, job)(on_result=lambda: None)
+    with contextlib.closing(source):
+        source.start()  # what is wrong with it is told before any work
         completions = answer(engine, job, prompts, k)
         texts = [job.decode(c.token_ids.tolist()) for c in completions]
         asked = [prompts[c.prompt_index] for c in completions]
-        outcomes = pool.score(
-            [(prompt.text, text, prompt.meta) for prompt, text in zip(asked, texts)]
-        )
+        samples = [(prompt.text, text, prompt.meta) for prompt, text in zip(asked, texts)]
+        outcomes = score_all(source, samples)
     print(f"model    {model}, {config.task.kind}")
     print("\n".join(report(config, completions, outcomes, count, k)))
     write(args.out, prompts, completions, list(zip(texts, outcomes)))

@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from llamarl.config.conversion import Findings, Problem, convert, did_you_mean, need
 from llamarl.config.loss_options import LOSS_OPTIONS, declarations, declares
 from llamarl.config.placement import find_placement
-from llamarl.config.schema import Config, LossSettings, RowsSettings
+from llamarl.config.schema import Config, JudgeSourceSettings, LossSettings, RowsSettings
+from llamarl.words.urls import url_problem
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # An installed package has it inside, a checkout beside it.
@@ -44,6 +45,7 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
         if what := vllm_problem():
             found.add(what, "generator.kind")
     _find_files(config, found)
+    _find_credentials(config, found)
     _find_loss(config.loss, found)
     return found.problems
 
@@ -57,6 +59,8 @@ def _find_broken(rules: list[Rule], found: Findings) -> None:
 def _find_files(c: Config, found: Findings) -> None:
     """Data, a model or a checkpoint that is not there."""
     files = {f"task.{name}": getattr(c.task, name, None) for name in ("path", "eval_path")}
+    if c.reward.kind == "judge":
+        files["reward.template"] = c.reward.template
     files["model.path"] = c.model.path and f"{c.model.path}/config.json"
     for key, file in files.items():
         if file and not Path(file).exists():
@@ -193,13 +197,67 @@ def _run_rules(c: Config) -> list[Rule]:
             "nothing is evaluated, so no target is reached; "
             "eval.num_prompts=500, or eval.target=null",
         ),
+        *_reward_rules(c),
+    ]
+
+
+def _reward_rules(c: Config) -> list[Rule]:
+    """Of what scores."""
+    has_no_answer = isinstance(c.task, RowsSettings) and c.task.answer_key is None
+    if c.reward.kind == "judge":
+        return _judge_rules(c, "reward", c.reward, has_no_answer=has_no_answer)
+    return [
         (
             "task.answer_key reward.fn",
-            isinstance(c.task, RowsSettings) and c.task.answer_key is None and c.reward.fn is None,
+            has_no_answer and c.reward.fn is None,
             "the task's own reward compares with an answer; "
             "reward.fn=module:function, or task.answer_key=answer",
         ),
     ]
+
+
+def _judge_rules(
+    c: Config, key: str, judge: JudgeSourceSettings, *, has_no_answer: bool
+) -> list[Rule]:
+    """Of a judge whose settings are under a key, and of what it compares."""
+    is_evaluated = c.eval.every > 0 and c.eval.num_prompts > 0
+    compares = judge.ask == "group"
+    return [
+        (
+            f"{key}.lowest {key}.highest",
+            judge.lowest >= judge.highest,
+            "leaves no room for a score; lowest is the worst one",
+        ),
+        (
+            f"{key}.ask group_size",
+            compares and c.group_size < 2,
+            "compares the completions of a prompt; group_size=2 or more",
+        ),
+        (
+            f"{key}.ask eval.num_samples",
+            compares and is_evaluated and c.eval.num_samples == 0,
+            "in an evaluation a greedy completion has none of its prompt to be compared with; "
+            f"eval.num_samples=1, eval.every=0, or {key}.ask=reference",
+        ),
+        (
+            f"{key}.ask task.answer_key",
+            judge.ask == "reference" and has_no_answer,
+            "compares with the prompt's answer; task.answer_key=answer",
+        ),
+    ]
+
+
+def _find_credentials(c: Config, found: Findings) -> None:
+    """A judge's url or key that cannot be used. The values are not shown: they may be secret."""
+    if c.reward.kind != "judge":
+        return
+    what = url_problem(c.reward.url)
+    if what is not None:
+        found.problems.append(Problem("reward.url", what, ("reward.url",)))
+    variable = c.reward.api_key_env
+    if variable is not None and not variable.isidentifier():
+        what = "is no name of an environment variable; export the key there, and give the name"
+        found.problems.append(Problem("reward.api_key_env", what, ("reward.api_key_env",)))
 
 
 def _device_rules(c: Config, num_hosts: int) -> list[Rule]:

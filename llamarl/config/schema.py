@@ -29,6 +29,7 @@ from llamarl.words.choices import (
     Advantages,
     Estimator,
     Governor,
+    JudgeAsk,
     Priority,
     Quantized,
     Schedule,
@@ -146,11 +147,38 @@ class VLLMGeneratorSettings(GeneratorSettings):
 
 
 @settings_dataclass
-class RewardSettings:
+class FunctionSourceSettings:
+    kind: Literal["function"]
     fn: str | None
     num_workers: Count
     timeout_s: Positive
     memory_mb: Count
+
+
+@settings_dataclass
+class FunctionRewardSettings(FunctionSourceSettings):
+    max_error_rate: Annotated[float, Range(0, 1)]
+
+
+@settings_dataclass
+class JudgeSourceSettings:
+    kind: Literal["judge"]
+    url: Text
+    model: Text
+    api_key_env: str | None
+    ask: JudgeAsk
+    template: str | None
+    lowest: float
+    highest: float
+    max_parallel: Count
+    timeout_s: Positive
+    max_retries: Natural
+    max_tokens: Count | None
+    temperature: NonNegative | None
+
+
+@settings_dataclass
+class JudgeRewardSettings(JudgeSourceSettings):
     max_error_rate: Annotated[float, Range(0, 1)]
 
 
@@ -358,7 +386,7 @@ class Config:
         Mark.DATA, Mark.ANSWERS
     )
     generator: NativeGeneratorSettings | VLLMGeneratorSettings = _marked(Mark.ANSWERS)
-    reward: RewardSettings = _marked(Mark.ANSWERS)
+    reward: FunctionRewardSettings | JudgeRewardSettings = _marked(Mark.ANSWERS)
     reference: NoReferenceSettings | FrozenReferenceSettings | ResettingReferenceSettings
     buffer: FifoBufferSettings | ReplayBufferSettings = _marked(Mark.ANSWERS)
     trainer: TrainerSettings

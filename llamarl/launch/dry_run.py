@@ -12,9 +12,9 @@ from llamarl.config.command_line import to_values
 from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.plan import make_plan
 from llamarl.launch.job import Job
+from llamarl.launch.sources import check_source
 from llamarl.models.config import read_config
 from llamarl.models.sharding import num_parameters
-from llamarl.tasks.pool import check_reward
 
 _HELD_BYTES = 4 + 8 + 4  # of each parameter in the trainer: float32, Adam's moments, gradient
 _GIB = 1 << 30
@@ -25,12 +25,9 @@ def dry_run(job: Job) -> None:
 
     Rank 0 prints; errors are the run's own.
     """
-    reward = job.config.reward
-    fn = reward.fn or job.task.default_reward
     samples = [job.task.train_prompt(i) for i in range(min(3, job.task.num_train))]
     answers = [(p.text, str(p.meta.get("answer", "")), p.meta) for p in samples]
-    limits = dict(timeout_s=reward.timeout_s, memory_mb=reward.memory_mb)
-    outcomes = check_reward(fn, answers, **limits, **job.conversation)
+    outcomes = check_source(job.config.reward, job, answers)
     if job.world.rank > 0:
         return
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(job.config))))
@@ -40,7 +37,7 @@ def dry_run(job: Job) -> None:
         hosted = [name for name, ranks in job.placement.items() if rank in ranks]
         print(f"rank {rank:<4}{', '.join(hosted) or '(nothing)'}")
     _print_sizes(job)
-    print(f"reward   {fn}, here given the reference answers")
+    print(f"reward   {job.identity.reward}, here given the reference answers")
     for prompt, outcome in zip(samples, outcomes):
         score = f"{outcome.kind}: {outcome.reason}"
         if outcome.kind == "score":

@@ -3,7 +3,7 @@
     config    the resolved config; the keys that the schema marks IDENTITY must be the same
     prompts   fingerprints of the training prompts and of the held-out ones, by what they are and
               not by where they came from
-    reward    the import path of the function that scores
+    reward    what scores: the import path of a function, or a judge and what it is asked
 
 The config alone cannot tell whether ticket 7 is still the prompt that it was: the data may have
 changed under the same path, or lie elsewhere unchanged. So prompts are compared by fingerprint, and
@@ -59,6 +59,6 @@ def differences(old: Identity, new: Identity) -> list[Difference]:
         what = f"other {' and '.join(others)}: {reasons or THE_DATA}"
         found.append(Difference(what, permit="data"))
     if old.reward != new.reward:
-        what = f"another reward (reward.fn): {old.reward} in the checkpoint, {new.reward} now"
+        what = f"another reward: {old.reward} in the checkpoint, {new.reward} now"
         found.append(Difference(what, permit="reward"))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Mapping
 from functools import cached_property
@@ -94,8 +95,20 @@ class Job:
                 "training prompts": self.prompts.fingerprint,
                 "held-out prompts": f"{asked}, rows {self.task.eval_digest}, sample {sample}",
             },
-            reward=self.config.reward.fn or self.task.default_reward,
+            reward=self._reward,
         )
+
+    @property
+    def _reward(self) -> str:
+        """What gives other rewards by another name."""
+        r = self.config.reward
+        if r.kind == "function":
+            return r.fn or self.task.default_reward
+        template = "none"
+        if r.template is not None:
+            template = hashlib.sha256(Path(r.template).read_bytes()).hexdigest()[:16]
+        numbers = f"{r.lowest:g} to {r.highest:g}, at most {r.max_tokens} tokens at {r.temperature}"
+        return f"judge {r.model}, asked for {r.ask}, template {template}, {numbers}"
 
     @property
     def conversation(self) -> dict[str, object]:

@@ -36,7 +36,7 @@ from llamarl.launch.dry_run import dry_run
 from llamarl.launch.inputs import bad_input, check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory, open_run
-from llamarl.tasks.pool import check_reward
+from llamarl.launch.sources import check_source
 
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
@@ -116,8 +116,8 @@ def _job(config: Config) -> Job:
         if config.dry_run:
             dry_run(job)
             raise SystemExit(0)
-        if config.reward.fn and world.rank == 0:  # which makes the directory
-            check_reward(config.reward.fn, [], memory_mb=config.reward.memory_mb)
+        if world.rank == 0:  # which makes the directory
+            check_source(config.reward, job, [])
         _ = job.identity  # read here: what is wrong with the data is bad input
     return job
 

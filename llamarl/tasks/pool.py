@@ -45,7 +45,7 @@ from pathlib import Path
 from llamarl.errors import RewardError
 from llamarl.tasks import worker as worker_script
 from llamarl.tasks.forms import Form
-from llamarl.tasks.source import Outcome, Outcomes
+from llamarl.tasks.source import Outcome, Outcomes, score_all
 
 BATCH = 64  # calls in flight a worker
 START_S = 120.0  # for a worker to import the user's module
@@ -388,15 +388,7 @@ class RewardPool:
         """The outcomes of (prompt, completion, meta) samples, in order, as one batch. Blocks;
         nothing else may be pending.
         """
-        assert not self.pending, "score needs the pool to itself"
-        for i, sample in enumerate(samples):
-            self.submit(i, *sample)
-        self.release(range(len(samples)))
-        outcomes = dict(self.poll())
-        while self.pending:
-            self.wait(1.0)
-            outcomes.update(self.poll())
-        return [outcomes[i] for i in range(len(samples))]
+        return score_all(self, samples)
 
     def close(self) -> None:
         """Kill all workers. What is pending is dropped."""

@@ -2,8 +2,8 @@
 
     submit(key, prompt, completion, meta) --> release(keys) --> poll() --> [(key, Outcome)]
 
-RewardPool (pool.py) is one: a plain function in worker processes. A judge behind a server, a reward
-model or an environment is another, once it has RewardSource's members;
+RewardPool (pool.py) is one: a plain function in worker processes. Judge (judge.py), a model
+behind a server, is another; an environment is one more, once it has RewardSource's members;
 tests/unit/test_reward_contract.py holds every source to them.
 """
 
@@ -88,6 +88,23 @@ class RewardSource(Protocol):
 
     def close(self) -> None:
         """Drop what is pending and free everything. A second call does nothing."""
+
+
+def score_all(
+    source: RewardSource, samples: Sequence[tuple[str, str, dict[str, object]]]
+) -> list[Outcome]:
+    """The outcomes of (prompt, completion, meta) samples, in order, as one batch. Blocks; nothing
+    else may be pending.
+    """
+    assert not source.pending, "the samples need the source to themselves"
+    for key, sample in enumerate(samples):
+        source.submit(key, *sample)
+    source.release(range(len(samples)))
+    outcomes = dict(source.poll())
+    while source.pending:
+        source.wait(1.0)
+        outcomes.update(source.poll())
+    return [outcomes[key] for key in range(len(samples))]
 
 
 class MakeSource(Protocol):

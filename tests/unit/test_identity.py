@@ -62,7 +62,7 @@ def identity(prompts="a", reward="r", **config):
         ),
         (
             identity(reward="s"),
-            [Difference("another reward (reward.fn): r in the checkpoint, s now", "reward")],
+            [Difference("another reward: r in the checkpoint, s now", "reward")],
         ),
     ],
 )

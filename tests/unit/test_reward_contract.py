@@ -4,12 +4,16 @@ import math
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
+from llamarl.tasks.endpoint import EndpointSettings
+from llamarl.tasks.judge import Judge
 from llamarl.tasks.pool import RewardPool
 from llamarl.tasks.source import Outcome
+from tests.judge_server import JudgeServer, Reply
 
 PATIENCE_S = 60.0
 MODULE = '''
@@ -90,13 +94,53 @@ class ThreadSource:
         return Outcome("score", float(len(prompt) + meta["extra"]), "")
 
 
+class JudgedSource(Judge):
+    """A judge who reads the two numbers of a sum and answers with it. Rewards of a judge lie
+    between 0 and 1: here they are multiplied by its highest number, a power of two.
+    """
+
+    highest = 1024
+
+    def __init__(self, *, on_result):
+        self._server = JudgeServer(self._reply).__enter__()
+        super().__init__(
+            EndpointSettings(url=self._server.url, model="wise"),
+            template="{prompt}|{completion}|{answer}",
+            lowest=0,
+            highest=self.highest,
+            on_result=on_result,
+        )
+
+    def submit(self, key, prompt, completion, meta):
+        super().submit(key, prompt, completion, meta | {"answer": meta["extra"]})
+
+    def poll(self):
+        return [(key, self._enlarged(outcome)) for key, outcome in super().poll()]
+
+    def close(self):
+        super().close()
+        self._server.__exit__()
+
+    @staticmethod
+    def _reply(question):
+        prompt, completion, extra = question.split("|")
+        if completion == "error":
+            return Reply(status=400, body=f"cannot score {prompt}".encode())
+        return f"Score: {len(prompt) + int(extra)}"
+
+    def _enlarged(self, outcome):
+        return replace(outcome, value=outcome.value * self.highest)
+
+
 SOURCES = {
     "a function": partial(RewardPool, "scoring:score"),
     "a function in two processes": partial(RewardPool, "scoring:score", num_workers=2),
     "a function of all completions": partial(RewardPool, "scoring:score_all"),
     "a function of TRL's form": partial(RewardPool, "scoring:trl_style", num_workers=2),
     "a thread": ThreadSource,
+    "a judge": JudgedSource,
 }
+NEVER_ABSTAINS = (JudgedSource,)
 
 
 @pytest.fixture(params=list(SOURCES))
@@ -168,9 +212,11 @@ def test_an_error_and_an_abstention_are_no_score_and_say_why(source):
         source.submit(key, "prompt", completion, {"extra": key})
     source.release(range(3))
     outcomes = dict(collect(source))
-    assert [outcomes[key].kind for key in range(3)] == ["error", "abstain", "score"]
-    assert math.isnan(outcomes[0].value) and math.isnan(outcomes[1].value)
-    assert "cannot score prompt" in outcomes[0].reason and outcomes[1].reason
+    assert (outcomes[0].kind, outcomes[2].kind) == ("error", "score")
+    assert math.isnan(outcomes[0].value) and "cannot score prompt" in outcomes[0].reason
+    if not isinstance(source, NEVER_ABSTAINS):
+        assert outcomes[1].kind == "abstain" and outcomes[1].reason
+        assert math.isnan(outcomes[1].value)
     assert outcomes[2] == Outcome("score", 8.0, "")
 
 
