@@ -12,7 +12,7 @@ from executors.reward import Reward, RuleReward
 from executors.trainer import AdamSettings, FSDPTrainer
 from executors.weighted import Part, WeightedParts
 from llamarl.config.command_line import Config
-from llamarl.config.schema import FunctionSourceSettings, ModelSourceSettings
+from llamarl.config.schema import AnySourceSettings
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
 from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams
@@ -20,6 +20,7 @@ from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import BuildEngine
 from llamarl.launch.job import Job
 from llamarl.launch.scorers import transcript_of
+from llamarl.launch.sources import source_of
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import has_mark
@@ -34,8 +35,6 @@ from llamarl.models.config import read_config
 from llamarl.models.lora import Lora
 from llamarl.models.parity import TOP
 from llamarl.models.scorer import label_of
-from llamarl.tasks.pool import RewardPool
-from llamarl.tasks.source import MakeSource
 
 
 def sampling_of(config: Config, job: Job) -> SamplingParams:
@@ -95,7 +94,7 @@ def build_generator(config: Config, job: Job) -> Generator:
 
 
 def build_reward(config: Config, job: Job) -> Reward:
-    """What scores, by reward.kind: a function, a model, or several of them."""
+    """What scores, by reward.kind: a function, a model, a judge, or several of them."""
     r = config.reward
     given = dict(
         prompts=job.prompts,
@@ -106,8 +105,8 @@ def build_reward(config: Config, job: Job) -> Reward:
         num_eval_samples=config.eval.num_samples,
         max_error_rate=r.max_error_rate,
     )
-    if r.kind == "function":
-        return RuleReward(**given, make_source=reward_pool(r, job))
+    if r.kind in ("function", "judge"):
+        return RuleReward(**given, make_source=source_of(r, job))
     return ModelReward(
         **given,
         parts=reward_parts(config, job),
@@ -133,20 +132,15 @@ def build_scoring(config: Config, job: Job) -> WeightedParts:
 
 
 def reward_parts(config: Config, job: Job) -> list[Part]:
-    """The functions and models that score, with their weights."""
+    """What scores, with its weights."""
     if config.reward.kind != "parts":
         return [_part(config.reward.kind, 1.0, config.reward, job)]
     return [_part(name, part.weight, part, job) for name, part in config.reward.parts.items()]
 
 
-def _part(
-    name: str,
-    weight: float,
-    settings: FunctionSourceSettings | ModelSourceSettings,
-    job: Job,
-) -> Part:
-    if settings.kind == "function":
-        return Part(name, reward_pool(settings, job), weight)
+def _part(name: str, weight: float, settings: AnySourceSettings, job: Job) -> Part:
+    if settings.kind != "model":
+        return Part(name, source_of(settings, job), weight)
     scorer = ScorerSettings(
         path=settings.path,
         dtype=settings.dtype,
@@ -157,17 +151,6 @@ def _part(
         transcript=transcript_of(job, settings),
     )
     return Part(name, scorer, weight)
-
-
-def reward_pool(settings: FunctionSourceSettings, job: Job) -> MakeSource:
-    """A function in worker processes: the user's own, or the task's."""
-    return partial(
-        RewardPool,
-        settings.fn or job.task.default_reward,
-        num_workers=settings.num_workers,
-        timeout_s=settings.timeout_s,
-        memory_mb=settings.memory_mb,
-    )
 
 
 def build_references(config: Config, job: Job) -> list[FrozenReference]:

@@ -2,9 +2,8 @@
 
     submit(key, item) --> release(keys of a whole batch) --> poll() --> [(key, Outcome)]
 
-A RewardSource reads texts and scores each item as it comes (SourceScoring). A model reads tokens,
-and computes a prompt once for all its completions, so that it waits for the batch that they are in
-(executors/weighted.py).
+A RewardSource reads texts (SourceScoring). A model reads tokens, and computes a prompt once for all
+its completions, so that it waits for the batch that they are in (executors/weighted.py).
 """
 
 from __future__ import annotations
@@ -61,12 +60,13 @@ class Scoring(Protocol):
 
 
 class SourceScoring:
-    """A RewardSource as Scoring: it has no use for tokens, nor for batches."""
+    """A RewardSource as Scoring: it has no use for tokens."""
 
     def __init__(self, source: RewardSource):
         self.source = source
         self.name = source.name
         self.start = source.start
+        self.release = source.release
         self.poll = source.poll
         self.wait = source.wait
         self.close = source.close
@@ -77,9 +77,6 @@ class SourceScoring:
 
     def submit(self, key: int, item: Item) -> None:
         self.source.submit(key, item.prompt.text, item.text, item.prompt.meta)
-
-    def release(self, keys: Sequence[int]) -> None:
-        pass
 
 
 def score_all(scoring: Scoring, items: Sequence[Item]) -> list[Outcome]:

@@ -91,9 +91,12 @@ class WeightedParts:
             source.submit(key, item.prompt.text, item.text, item.prompt.meta)
 
     def release(self, keys: Sequence[int]) -> None:
-        """Put a batch into the models' queues."""
-        batch = {key: self._items[key] for key in keys}
+        """Put a batch into the models' queues, and tell the sources."""
+        for source in self._sources.values():
+            source.release(keys)
         for name, queue in self._queues.items():
+            # All there: no item is done before the models have spoken of it.
+            batch = {key: self._items[key] for key in keys}
             for key, outcome in queue.put(batch):
                 self._enter(name, key, outcome)
 

@@ -285,7 +285,7 @@ def run(args: argparse.Namespace) -> None:
         prefill_chunk=g.prefill_chunk,
     )
     with closing(build_scoring(config, job)) as scoring:
-        scoring.start()  # what is wrong with a function is told before any work
+        scoring.start()  # what is wrong with a source is told before any work
         completions = answer(engine, job, prompts, k)
         items = [item_of(c, prompts[c.prompt_index], job.decode) for c in completions]
         outcomes = score_all(scoring, items)

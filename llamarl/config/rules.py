@@ -15,7 +15,8 @@ from llamarl.config.conversion import Findings, Problem, convert, did_you_mean, 
 from llamarl.config.files import CONF_DIR
 from llamarl.config.loss_options import LOSS_OPTIONS, declarations, declares
 from llamarl.config.placement import find_placement
-from llamarl.config.schema import Config, LossSettings, RowsSettings
+from llamarl.config.schema import Config, JudgeSourceSettings, LossSettings, RowsSettings
+from llamarl.words.urls import url_problem
 
 Rule = tuple[str, bool, str]  # the keys, whether they are wrong, the remedy
 
@@ -41,13 +42,17 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
             found.add(what, "generator.kind")
     files = {f"task.{name}": getattr(config.task, name, None) for name in ("path", "eval_path")}
     files["model.path"] = config.model.path and f"{config.model.path}/config.json"
-    for key, scorer in config.scorers.items():
-        files[f"{key}.path"] = f"{scorer.path}/config.json"
+    for key, part in config.reward_parts.items():
+        if part.kind == "model":
+            files[f"{key}.path"] = f"{part.path}/config.json"
+        elif part.kind == "judge":
+            files[f"{key}.template"] = part.template
     for key, file in files.items():
         if file and not Path(file).exists():
             found.add(f"no such file: {Path(file)}", key)
     if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
         found.add("no such directory; need auto, never or a checkpoint's directory", "resume")
+    _find_credentials(config, found)
     _find_loss(config.loss, found)
     return found.problems
 
@@ -223,7 +228,7 @@ def _ahead_rules(c: Config) -> list[Rule]:
 
 
 def _reward_rules(c: Config) -> list[Rule]:
-    """Of what scores: functions without an answer to compare with, or nothing at all."""
+    """Of what scores: something without an answer to compare with, or nothing at all."""
     has_no_answer = isinstance(c.task, RowsSettings) and c.task.answer_key is None
     rules = []
     for key, part in c.reward_parts.items():
@@ -233,6 +238,8 @@ def _reward_rules(c: Config) -> list[Rule]:
             rules.append(
                 (f"task.answer_key {key}.fn", has_no_answer and part.fn is None, what + remedy)
             )
+        elif part.kind == "judge":
+            rules += _judge_rules(c, key, part, has_no_answer=has_no_answer)
         elif part.scale == 0:
             rules.append((f"{key}.scale", True, "makes every score the same; any other number"))
     rules.append(
@@ -243,6 +250,51 @@ def _reward_rules(c: Config) -> list[Rule]:
         )
     )
     return rules
+
+
+def _judge_rules(
+    c: Config, key: str, judge: JudgeSourceSettings, *, has_no_answer: bool
+) -> list[Rule]:
+    """Of a judge whose settings are under a key, and of what it compares."""
+    is_evaluated = c.eval.every > 0 and c.eval.num_prompts > 0
+    compares = judge.ask == "group"
+    return [
+        (
+            f"{key}.lowest {key}.highest",
+            judge.lowest >= judge.highest,
+            "leaves no room for a score; lowest is the worst one",
+        ),
+        (
+            f"{key}.ask group_size",
+            compares and c.group_size < 2,
+            "compares the completions of a prompt; group_size=2 or more",
+        ),
+        (
+            f"{key}.ask eval.num_samples",
+            compares and is_evaluated and c.eval.num_samples == 0,
+            "in an evaluation a greedy completion has none of its prompt to be compared with; "
+            f"eval.num_samples=1, eval.every=0, or {key}.ask=reference",
+        ),
+        (
+            f"{key}.ask task.answer_key",
+            judge.ask == "reference" and has_no_answer,
+            "compares with the prompt's answer; task.answer_key=answer",
+        ),
+    ]
+
+
+def _find_credentials(c: Config, found: Findings) -> None:
+    """Urls or keys of judges that cannot be used. The values are not shown: they may be secret."""
+    for key, judge in c.reward_parts.items():
+        if judge.kind != "judge":
+            continue
+        what = url_problem(judge.url)
+        if what is not None:
+            found.problems.append(Problem(f"{key}.url", what, (f"{key}.url",)))
+        variable = judge.api_key_env
+        if variable is not None and not variable.isidentifier():
+            what = "is no name of an environment variable; export the key there, and give the name"
+            found.problems.append(Problem(f"{key}.api_key_env", what, (f"{key}.api_key_env",)))
 
 
 def _learning_rules(c: Config) -> list[Rule]:

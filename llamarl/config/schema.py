@@ -38,6 +38,7 @@ from llamarl.words.choices import (
     Advantages,
     Estimator,
     Governor,
+    JudgeAsk,
     Priority,
     Quantized,
     Schedule,
@@ -198,9 +199,40 @@ class ModelRewardSettings(ModelSourceSettings):
 
 
 @settings_dataclass
+class JudgeSourceSettings:
+    kind: Literal["judge"]
+    url: Text
+    model: Text
+    api_key_env: str | None
+    ask: JudgeAsk
+    template: str | None
+    lowest: float
+    highest: float
+    max_parallel: Count
+    timeout_s: Positive
+    max_retries: Natural
+    max_tokens: Count | None
+    temperature: NonNegative | None
+
+
+@settings_dataclass
+class JudgePartSettings(JudgeSourceSettings):
+    weight: float
+
+
+@settings_dataclass
+class JudgeRewardSettings(JudgeSourceSettings):
+    max_error_rate: Share
+
+
+AnySourceSettings = FunctionSourceSettings | ModelSourceSettings | JudgeSourceSettings
+AnyPartSettings = FunctionPartSettings | ModelPartSettings | JudgePartSettings
+
+
+@settings_dataclass
 class PartsRewardSettings:
     kind: Literal["parts"]
-    parts: dict[str, FunctionPartSettings | ModelPartSettings]  # by names of the user's own
+    parts: dict[str, AnyPartSettings]  # by names of the user's own
     replicate: Count
     tensor_parallel: Count
     max_error_rate: Share
@@ -401,7 +433,9 @@ class Config:
         "data", "answers"
     )
     generator: NativeGeneratorSettings | VLLMGeneratorSettings = _marked("answers")
-    reward: FunctionRewardSettings | ModelRewardSettings | PartsRewardSettings = _marked("answers")
+    reward: (
+        FunctionRewardSettings | ModelRewardSettings | JudgeRewardSettings | PartsRewardSettings
+    ) = _marked("answers")
     reference: ReferenceSettings | ResettingReferenceSettings
     buffer: FifoBufferSettings | ReplayBufferSettings = _marked("answers")
     trainer: TrainerSettings
@@ -416,7 +450,7 @@ class Config:
         return self.group_size
 
     @property
-    def reward_parts(self) -> dict[str, FunctionSourceSettings | ModelSourceSettings]:
+    def reward_parts(self) -> dict[str, AnySourceSettings]:
         """What scores, by key: "reward", or "reward.parts.NAME" of each part."""
         if self.reward.kind != "parts":
             return {"reward": self.reward}

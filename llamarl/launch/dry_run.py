@@ -12,9 +12,9 @@ from llamarl.config.conversion import to_values
 from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.plan import make_plan
 from llamarl.launch.job import Job
+from llamarl.launch.sources import check_source
 from llamarl.models.config import read_config
 from llamarl.models.sharding import num_parameters
-from llamarl.tasks.pool import check_reward
 from llamarl.tasks.source import Outcome
 from llamarl.types import Prompt
 
@@ -32,13 +32,8 @@ def dry_run(job: Job) -> None:
     answers = [(p.text, str(p.meta.get("answer", "")), p.meta) for p in samples]
     scored = {}
     for key, part in c.reward_parts.items():
-        if part.kind == "function":
-            scored[key] = check_reward(
-                part.fn or job.task.default_reward,
-                answers,
-                timeout_s=part.timeout_s,
-                memory_mb=part.memory_mb,
-            )
+        if part.kind != "model":
+            scored[key] = check_source(part, job, answers, key=key)
     if job.world.rank > 0:
         return
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(c))))
@@ -81,17 +76,17 @@ def dry_run(job: Job) -> None:
         f"python -m llamarl.ddma plan --model {job.model_path}"
     )
     for key, part in c.reward_parts.items():
-        if part.kind == "function":
-            _print_samples(part.fn or job.task.default_reward, samples, scored[key])
-        else:
+        if part.kind == "model":
             size = num_parameters(read_config(part.path))
             print(f"reward   {part.path}, a model of {size:,} parameters in {part.dtype}")
+        else:
+            _print_samples(job.name_of(part), samples, scored[key])
     print("dry run: nothing was started and nothing written")
 
 
-def _print_samples(fn: str, samples: list[Prompt], outcomes: list[Outcome]) -> None:
-    """What a function says of the reference answers."""
-    print(f"reward   {fn}, here given the reference answers")
+def _print_samples(name: str, samples: list[Prompt], outcomes: list[Outcome]) -> None:
+    """What a function or a judge says of the reference answers."""
+    print(f"reward   {name}, here given the reference answers")
     for prompt, outcome in zip(samples, outcomes):
         score = f"{outcome.kind}: {outcome.reason}"
         if outcome.kind == "score":

@@ -3,7 +3,8 @@
     config    the resolved config; the keys that the schema marks IDENTITY must be the same
     prompts   fingerprints of the training prompts and of the held-out ones, by what they are and
               not by where they came from
-    reward    what scores: import paths of functions, digests of models
+    reward    what scores: import paths of functions, digests of models, judges and what they are
+              asked
 
 The config alone cannot tell whether ticket 7 is still the prompt that it was: the data may have
 changed under the same path, or lie elsewhere unchanged. So prompts are compared by fingerprint, and

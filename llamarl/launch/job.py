@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from llamarl.comm.groups import World
 from llamarl.config.command_line import Config
 from llamarl.config.conversion import to_values
 from llamarl.config.placement import TINY_MODEL, placement_of
-from llamarl.config.schema import FunctionSourceSettings, ModelSourceSettings
+from llamarl.config.schema import AnySourceSettings
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.executor import Executor
 from llamarl.launch.identity import Identity
@@ -103,19 +104,42 @@ class Job:
                 "training prompts": self.prompts.fingerprint,
                 "held-out prompts": f"{asked}, rows {self.task.eval_digest}, sample {sample}",
             },
-            reward=" + ".join(map(self._identity_of, self.config.reward_parts.values())),
+            reward=self._reward,
         )
 
-    def _identity_of(self, part: FunctionSourceSettings | ModelSourceSettings) -> str:
-        """What gives other rewards by another name; of a model, by what it is."""
+    @property
+    def _reward(self) -> str:
+        """What gives other rewards by another name."""
+        named = []
+        for part in self.config.reward_parts.values():
+            name = self.name_of(part)
+            if self.config.reward.kind == "parts":
+                name = f"{part.weight:g} * {name}"
+            named.append(name)
+        return " + ".join(named)
+
+    def name_of(self, part: AnySourceSettings) -> str:
+        """What scores, so that what gives other scores has another name: of a model, what it is; of
+        a judge, what it is asked.
+        """
         if part.kind == "function":
-            what = part.fn or self.task.default_reward
-        else:
+            return part.fn or self.task.default_reward
+        if part.kind == "model":
             label = part.label or ""
-            what = f"(model {fingerprint(part.path)} {label} - {part.shift:g}) * {part.scale:g}"
-        if self.config.reward.kind == "parts":
-            what = f"{part.weight:g} * {what}"
-        return what
+            return f"(model {fingerprint(part.path)} {label} - {part.shift:g}) * {part.scale:g}"
+        template = "none"
+        if part.template is not None:
+            template = hashlib.sha256(Path(part.template).read_bytes()).hexdigest()[:16]
+        length = f"at most {part.max_tokens} tokens at {part.temperature}"
+        numbers = f"{part.lowest:g} to {part.highest:g}, {length}"
+        return f"judge {part.model}, asked for {part.ask}, template {template}, {numbers}"
+
+    @property
+    def conversation(self) -> dict[str, object]:
+        """How a prompt was put to the model, as RewardPool takes it: chat and system_prompt."""
+        task = self.config.task
+        chat = bool(task.chat and self.tokenizer.chat_template)
+        return {"chat": chat, "system_prompt": task.system_prompt}
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ from llamarl.launch.dry_run import dry_run
 from llamarl.launch.inputs import bad_input, check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory, open_run
-from llamarl.tasks.pool import check_reward
+from llamarl.launch.sources import check_source
 
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
@@ -75,9 +75,9 @@ def launch(config: Config) -> Iterator[Job]:
                 dry_run(job)
                 raise SystemExit(0)
             if world.rank == 0:  # which makes the directory
-                for part in config.reward_parts.values():
-                    if part.kind == "function" and part.fn:
-                        check_reward(part.fn, [], memory_mb=part.memory_mb)
+                for key, part in config.reward_parts.items():
+                    if part.kind != "model":
+                        check_source(part, job, [], key=key)
             _ = job.identity  # read here: what is wrong with the data is bad input
         job.directory = open_run(config, world, job.identity, job.prompts)
         ending.callback(job.directory.release)

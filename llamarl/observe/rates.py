@@ -47,7 +47,7 @@ KNOBS = {
     ),
     ("generator", "weights"): "set generator.in_flight_updates=true and max_lag of at least 1",
     ("generator", "no work"): _MORE_RANKS,
-    ("reward", "scores"): "raise reward.num_workers",
+    ("reward", "scores"): "raise reward.num_workers, or reward.max_parallel of a judge",
     ("reward", "room"): _SLOW_TRAINER,
     ("reference", "room"): _SLOW_TRAINER,
 }

@@ -1,17 +1,19 @@
 """A pool of reward workers: a hard timeout, and an error that is never a score.
 
-    submit(key, prompt, completion, meta)
-      --> queue --> up to BATCH items in a worker's pipe --> poll() --> [(key, Outcome)]
+    submit(key, prompt, completion, meta) [--> release(keys)]
+      --> queue --> up to BATCH calls in a worker's pipe --> poll() --> [(key, Outcome)]
 
-A worker (worker.py) is a subprocess in a session of its own, with limits on memory and CPU time. It
-scores its items in order and answers each as it completes. When one overruns `timeout_s`, it is
-killed with all that it started, and another worker starts; that item alone is an error, those
-behind it go back to the head of the queue. The clock of an item starts when the item before it
-finished, by the worker's own time stamps, so that a pool that is polled rarely kills nobody early.
+A call scores one item, or all of a prompt's that were released together, if the function takes them
+so (forms.py). A worker (worker.py) is a subprocess in a session of its own, with limits on memory
+and CPU time. It makes its calls in order and answers each as it completes. When one overruns
+`timeout_s` an item, it is killed with all that it started, and another worker starts; the items of
+that call alone are errors, the calls behind it go back to the head of the queue. The clock of a
+call starts when the call before it finished, by the worker's own time stamps, so that a pool that
+is polled rarely kills nobody early.
 
 What this protects from: exceptions, hangs (also in C code), NaN, exit, crashes, runaway memory,
-prints without end (worker.MAX_PRINTED_BYTES a worker), and processes that an item starts and leaves
-running: they are killed when the item ends, and when the worker or this process does, however that
+prints without end (worker.MAX_PRINTED_BYTES a worker), and processes that a call starts and leaves
+running: they are killed when the call ends, and when the worker or this process does, however that
 is. A process that is to serve many items is started while the module is imported.
 
 What it does not: it is no sandbox. A reward function, and code it runs, has this user's rights:
@@ -35,16 +37,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from llamarl.errors import RewardError
 from llamarl.tasks import worker as worker_script
-from llamarl.tasks.source import Outcome, Outcomes
+from llamarl.tasks.forms import Form
+from llamarl.tasks.source import Outcome, Outcomes, score_all
 
-BATCH = 64  # items in flight a worker
+BATCH = 64  # calls in flight a worker
 START_S = 120.0  # for a worker to import the user's module
 # For a worker whose output has ended to exit by itself, so that its own exit code is told.
 EXIT_S = 0.5
@@ -61,12 +64,37 @@ Sample = tuple[str, str, dict]  # prompt, completion and meta
 
 
 @dataclass(slots=True)
-class _Item:
-    """One completion to score, as the line that a worker reads."""
+class _Call:
+    """Completions to score together, as the line that a worker reads."""
 
-    key: int
+    keys: list[int]
     line: bytes
     sent_at: float = math.inf  # when the last byte of it was in the worker's pipe
+
+    @classmethod
+    def of(cls, items: Mapping[int, _Item]) -> _Call:
+        """The call for items, by key."""
+        columns = [
+            json.dumps(list(items)),
+            _array(item.prompt for item in items.values()),
+            _array(item.completion for item in items.values()),
+            _array(item.meta for item in items.values()),
+        ]
+        return cls(list(items), _array(columns).encode() + b"\n")
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One completion to score, each field as JSON."""
+
+    prompt: str
+    completion: str
+    meta: str
+
+
+def _array(values: Iterable[str]) -> str:
+    """JSON values as a JSON array."""
+    return f"[{', '.join(values)}]"
 
 
 class _Worker:
@@ -94,28 +122,28 @@ class _Worker:
         os.set_blocking(self.stdin, False)
         self._timeout_s = timeout_s
         self._received = b""
-        self.in_flight: deque[_Item] = deque()  # oldest first; the first is the one being scored
-        self.unsent: deque[_Item] = deque()  # the last of these, which the pipe was too full for
+        self.in_flight: deque[_Call] = deque()  # oldest first; the first is the one being scored
+        self.unsent: deque[_Call] = deque()  # the last of these, which the pipe was too full for
         self._num_written = 0  # bytes of the first unsent one that are in the pipe
         self.ready = False  # it has imported the function
         self.ended = False  # its output has
         self.astray = False  # it said what it was not asked; nothing more of it counts
-        self.free_at = time.monotonic()  # when it started, was ready, or finished its last item
+        self.free_at = time.monotonic()  # when it started, was ready, or finished its last call
 
-    def send(self, items: Sequence[_Item]) -> None:
-        """Give it items to score, behind those that it has; `flush` writes them."""
-        for item in items:
-            item.sent_at = math.inf
-        self.in_flight.extend(items)
-        self.unsent.extend(items)
+    def send(self, calls: Sequence[_Call]) -> None:
+        """Give it calls to make, behind those that it has; `flush` writes them."""
+        for call in calls:
+            call.sent_at = math.inf
+        self.in_flight.extend(calls)
+        self.unsent.extend(calls)
 
     def flush(self) -> None:
         """Write as much as the pipe takes now."""
         try:
             while self.unsent:
-                item = self.unsent[0]
-                self._num_written += os.write(self.stdin, item.line[self._num_written :])
-                if self._num_written == len(item.line):
+                call = self.unsent[0]
+                self._num_written += os.write(self.stdin, call.line[self._num_written :])
+                if self._num_written == len(call.line):
                     self.unsent.popleft().sent_at = time.monotonic()
                     self._num_written = 0
         except (BlockingIOError, BrokenPipeError):
@@ -139,8 +167,8 @@ class _Worker:
                     message = None
                 yield message
 
-    def current(self) -> _Item | None:
-        """The item that is being scored; None while the worker has none, or not all of it."""
+    def current(self) -> _Call | None:
+        """The call that is being made; None while the worker has none, or not all of it."""
         if not self.in_flight:
             return None
         first = self.in_flight[0]
@@ -151,10 +179,10 @@ class _Worker:
         """When it must have said something, by time.monotonic(); infinite while it owes nothing."""
         if not self.ready:
             return self.free_at + START_S
-        item = self.current()
-        if item is None:
+        call = self.current()
+        if call is None:
             return math.inf
-        return max(item.sent_at, self.free_at) + self._timeout_s
+        return max(call.sent_at, self.free_at) + self._timeout_s * len(call.keys)
 
     def kill(self) -> str:
         """End it and all that it started, within 2 KILL_S. Returns how the worker itself ended, in
@@ -237,9 +265,11 @@ class RewardPool:
         with RewardPool("llamarl.tasks.rewards:exact_match", num_workers=2) as pool:
             pool.score([("12+34=", "46", {"answer": "46"})])    # [Outcome("score", 1.0, "")]
 
-    num_workers: processes. timeout_s: seconds by the clock for an item. memory_mb: MiB of address
-    space for a worker; all above 0. on_result: called in a thread of the pool's when there is
-    something to poll, so that a waiting loop need not ask.
+    num_workers: processes. timeout_s: seconds by the clock for an item; a call for n of them may
+    take n times as long. memory_mb: MiB of address space for a worker; all above 0. chat: the
+    prompts were turns of a chat template, after system_prompt if there is one; a function of TRL's
+    form then gets messages. on_result: called in a thread of the pool's when there is something to
+    poll, so that a waiting loop need not ask.
 
     The function sees this process's sys.path and its current directory. Workers end with the thread
     that made the pool: make it in a thread that lives as long.
@@ -252,6 +282,8 @@ class RewardPool:
         num_workers: int = 1,
         timeout_s: float = 5.0,
         memory_mb: int = 1024,
+        chat: bool = False,
+        system_prompt: str | None = None,
         on_result: Callable[[], None] = lambda: None,
     ):
         self.name = fn
@@ -263,11 +295,16 @@ class RewardPool:
             "path": list(dict.fromkeys(path)),
             "memory_mb": memory_mb,
             "timeout_s": timeout_s,
+            "chat": chat,
+            "system_prompt": system_prompt,
             "parent": os.getpid(),
             "bell": self._bell.rings,
         }
         self._new_worker = partial(_Worker, fn, json.dumps(setup), self._bell.rings, timeout_s)
-        self._queue: deque[_Item] = deque()
+        self._form: Form | None = None  # of the function; None until a worker has imported it
+        self._held: dict[int, _Item] = {}  # of no call yet, by key
+        self._released: list[Sequence[int]] = []  # keys, while the form is not known
+        self._queue: deque[_Call] = deque()
         self._failed_starts = 0
         self._workers = [self._new_worker() for _ in range(num_workers)]
 
@@ -279,16 +316,36 @@ class RewardPool:
 
     @property
     def pending(self) -> int:
-        """The number of items that were submitted and that `poll` has not returned."""
-        return len(self._queue) + sum(len(worker.in_flight) for worker in self._workers)
+        """The number of items that were submitted and that `poll` has not returned; without those
+        that wait for the rest of their batch.
+        """
+        calls = list(self._queue)
+        for worker in self._workers:
+            calls += worker.in_flight
+        num_held = len(self._held) if self._form is None else 0
+        return num_held + sum(len(call.keys) for call in calls)
 
     def submit(self, key: int, prompt: str, completion: str, meta: dict) -> None:
         """Queue an item; `poll` starts it. Keys name items for the caller alone. TypeError if meta
         is not JSON.
         """
         assert self._workers, "submit on a closed pool"
-        line = json.dumps([key, prompt, completion, meta]).encode() + b"\n"
-        self._queue.append(_Item(key, line))
+        item = _Item(
+            prompt=json.dumps(prompt), completion=json.dumps(completion), meta=json.dumps(meta)
+        )
+        if self._form == "single":
+            self._queue.append(_Call.of({key: item}))
+        else:
+            self._held[key] = item
+
+    def release(self, keys: Sequence[int]) -> None:
+        """These items are all of a batch: a function that takes a prompt's completions together is
+        called with them now.
+        """
+        if self._form is None:
+            self._released.append(keys)
+        elif self._form != "single":
+            self._queue.extend(self._calls_of(keys))
 
     def poll(self) -> Outcomes:
         """The outcomes that have become known since the last call, by key. Hands out queued items
@@ -327,23 +384,18 @@ class RewardPool:
             self.poll()
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """The outcomes of (prompt, completion, meta) samples, in order. Blocks; nothing else may be
-        pending.
+        """The outcomes of (prompt, completion, meta) samples, in order, as one batch. Blocks;
+        nothing else may be pending.
         """
-        assert not self.pending, "score needs the pool to itself"
-        for i, sample in enumerate(samples):
-            self.submit(i, *sample)
-        outcomes = dict(self.poll())
-        while self.pending:
-            self.wait(1.0)
-            outcomes.update(self.poll())
-        return [outcomes[i] for i in range(len(samples))]
+        return score_all(self, samples)
 
     def close(self) -> None:
         """Kill all workers. What is pending is dropped."""
         if not self._workers:
             return
         self._queue.clear()
+        self._held.clear()
+        self._released.clear()
         while self._workers:
             self._workers.pop(0).close()
         self._bell.close()
@@ -353,25 +405,50 @@ class RewardPool:
             match message:
                 case ["failed", why]:
                     raise ValueError(f"reward.fn={self.name}: {why}")
-                case ["ready"]:
+                case ["ready", form]:
                     worker.ready = True
                     worker.free_at = time.monotonic()
-                case [key, kind, value, reason, finished_at] if (
-                    worker.in_flight and worker.in_flight[0].key == key
+                    self._learn(form)
+                case [keys, [*verdicts], finished_at] if (
+                    worker.in_flight
+                    and worker.in_flight[0].keys == keys
+                    and len(verdicts) == len(keys)
                 ):
                     worker.in_flight.popleft()
                     worker.free_at = finished_at
                     self._failed_starts = 0
-                    number = math.nan if value is None else value
-                    outcomes.append((key, Outcome(kind, number, reason)))
+                    for key, (kind, value, reason) in zip(keys, verdicts):
+                        number = math.nan if value is None else value
+                        outcomes.append((key, Outcome(kind, number, reason)))
                 case _:
                     worker.astray = True
                     return
 
+    def _learn(self, form: Form) -> None:
+        """A worker says which form the function has: what came before is queued now."""
+        if self._form is not None:
+            return
+        self._form = form
+        if form == "single":
+            self._queue.extend(_Call.of({key: item}) for key, item in self._held.items())
+            self._held.clear()
+        else:
+            for keys in self._released:
+                self._queue.extend(self._calls_of(keys))
+        self._released.clear()
+
+    def _calls_of(self, keys: Sequence[int]) -> list[_Call]:
+        """The calls for held items: one for each prompt, in the order in which they were given."""
+        by_prompt: dict[tuple[str, str], dict[int, _Item]] = {}
+        for key in keys:
+            item = self._held.pop(key)
+            by_prompt.setdefault((item.prompt, item.meta), {})[key] = item
+        return [_Call.of(items) for items in by_prompt.values()]
+
     def _replace(self, worker: _Worker, outcomes: Outcomes) -> _Worker:
-        """A worker in the place of one that died, overran or is astray. Its first item is an error,
-        and its others go back into the queue. RewardError at the MAX_FAILED_STARTS-th in a row that
-        ended before its first item.
+        """A worker in the place of one that died, overran or is astray. The items of its first call
+        are errors, and its other calls go back into the queue. RewardError at the
+        MAX_FAILED_STARTS-th in a row that ended before its first call.
         """
         suspect = worker.current()
         has_died = worker.ended
@@ -396,15 +473,21 @@ class RewardPool:
                 )
         elif worker.in_flight and worker.in_flight[0] is suspect:
             worker.in_flight.popleft()
-            reason = what or f"took longer than reward.timeout_s={self._timeout_s:g}"
-            outcomes.append((suspect.key, Outcome.error(reason)))
+            reason = what or self._late(suspect)
+            outcomes += [(key, Outcome.error(reason)) for key in suspect.keys]
         self._queue.extendleft(reversed(worker.in_flight))
         worker.in_flight.clear()
         worker.close()
         return self._new_worker()
 
+    def _late(self, call: _Call) -> str:
+        limit = f"took longer than reward.timeout_s={self._timeout_s:g}"
+        count = len(call.keys)
+        return limit if count == 1 else f"{limit} for each of the {count} completions of a call"
+
     def _hand_out(self) -> None:
-        share = min(BATCH, math.ceil(self.pending / len(self._workers)))
+        num_calls = len(self._queue) + sum(len(worker.in_flight) for worker in self._workers)
+        share = min(BATCH, math.ceil(num_calls / len(self._workers)))
         for worker in self._workers:
             count = min(len(self._queue), share - len(worker.in_flight))
             if worker.ready and count > 0:
@@ -416,7 +499,7 @@ def check_reward(fn: str, samples: Sequence[Sample], **limits) -> list[Outcome]:
     """The outcomes of (prompt, completion, meta) samples by the function at import path `fn`, in
     order. Blocks.
 
-    limits: timeout_s and memory_mb, as RewardPool's.
+    limits: timeout_s, memory_mb, chat and system_prompt, as RewardPool's.
     ValueError names what is wrong: no module, no function (and the nearest name), parameters that
     do not fit, or an error on every sample.
     """

@@ -1,16 +1,16 @@
 """What a source of scores is: the part of a reward that the reward executor asks of.
 
-    submit(key, prompt, completion, meta) --> the source --> poll() --> [(key, Outcome)]
+    submit(key, prompt, completion, meta) --> release(keys) --> poll() --> [(key, Outcome)]
 
-RewardPool (pool.py) is one: a plain function in worker processes. A judge behind a server, a reward
-model or an environment is another, once it has RewardSource's members;
+RewardPool (pool.py) is one: a plain function in worker processes. Judge (judge.py), a model
+behind a server, is another; an environment is one more, once it has RewardSource's members;
 tests/unit/test_reward_contract.py holds every source to them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -45,6 +45,7 @@ class RewardSource(Protocol):
         source = make_source(on_result=wake)
         source.start()
         source.submit(0, "12+34=", "46", {"answer": "46"})
+        source.release([0])
         source.wait(timeout_s=1.0)
         source.poll()        # [(0, Outcome("score", 1.0, ""))], or [] if it is not known yet
         source.close()
@@ -58,7 +59,9 @@ class RewardSource(Protocol):
 
     @property
     def pending(self) -> int:
-        """The number of items that were submitted and that `poll` has not returned."""
+        """The number of items that were submitted and that `poll` has not returned; without those
+        that wait for the rest of their batch.
+        """
 
     def start(self) -> None:
         """Block until items can be scored. ValueError says what the user has to change."""
@@ -67,6 +70,12 @@ class RewardSource(Protocol):
         """Take one item; the call does not block. `poll` returns the key with the outcome, once.
 
         key: unique among what is pending. meta: JSON values; TypeError for others.
+        """
+
+    def release(self, keys: Sequence[int]) -> None:
+        """These items are all of a batch, such as the completions of a ticket: what compares those
+        of one prompt begins with them. What scores each by itself has begun already, and does
+        nothing here.
         """
 
     def poll(self) -> Outcomes:
@@ -79,6 +88,23 @@ class RewardSource(Protocol):
 
     def close(self) -> None:
         """Drop what is pending and free everything. A second call does nothing."""
+
+
+def score_all(
+    source: RewardSource, samples: Sequence[tuple[str, str, dict[str, object]]]
+) -> list[Outcome]:
+    """The outcomes of (prompt, completion, meta) samples, in order, as one batch. Blocks; nothing
+    else may be pending.
+    """
+    assert not source.pending, "the samples need the source to themselves"
+    for key, sample in enumerate(samples):
+        source.submit(key, *sample)
+    source.release(range(len(samples)))
+    outcomes = dict(source.poll())
+    while source.pending:
+        source.wait(1.0)
+        outcomes.update(source.poll())
+    return [outcomes[key] for key in range(len(samples))]
 
 
 class MakeSource(Protocol):

@@ -3,10 +3,12 @@ it as a script.
 
     rank -- guard, which the pool starts -- worker, its fork, in a session of its own -- children
 
-    argv    the function's import path, {"path", "memory_mb", "timeout_s", "parent", "bell"}
-    stdin   [key, prompt, completion, meta], an item each
-    stdout  ["ready"] or ["failed", why], once
-            [key, kind, value or null, reason, finished_at], in the order of the items
+    argv    the function's import path, and {"path", "memory_mb", "timeout_s", "parent", "bell",
+            "chat", "system_prompt"}
+    stdin   [keys, prompts, completions, metas], a call each: of one completion, or of all those of
+            a prompt if the function takes them together (forms.py)
+    stdout  ["ready", form] or ["failed", why], once
+            [keys, [[kind, value or null, reason], ...], finished_at], in the order of the calls
     bell    one byte after each line of stdout, into the descriptor that the pool gave for it
 
 One JSON value a line; finished_at is time.monotonic(), which all processes of a machine share. Both
@@ -16,14 +18,13 @@ go to stderr and its reads find an empty stdin. Standard library only: it starts
 On Linux the guard runs none of the user's code. It passes on what the worker prints, at most
 MAX_PRINTED_BYTES. When the worker ends, the pool asks for its end (SIGTERM) or the rank dies, it
 kills all that is left below it, whatever session that is in, and ends as the worker ended. The
-worker kills what an item left running before it answers for the item; what was started while the
+worker kills what a call left running before it answers for the call; what was started while the
 module was imported lives on. Elsewhere there is no guard: the worker notices the end of its stdin.
 """
 
 from __future__ import annotations
 
 import ctypes
-import inspect
 import json
 import math
 import numbers
@@ -48,7 +49,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _HEARD = (signal.SIGCHLD, signal.SIGTERM)  # by the guard
 
-RewardFunction = Callable[[str, str, dict], float | None]
+Call = Callable[[list[str], list[str], list[dict]], list]  # forms.py
 # What became of one item: the kind of its Outcome ("score", "abstain" or "error"); the score, None
 # unless there is one; and why there is none.
 Verdict = tuple[str, float | None, str]
@@ -83,24 +84,30 @@ def main(path: str, setup: dict) -> None:
     except ValueError as error:
         send(["failed", str(error)])
         return
+    # Not at the top: this file runs as a script, which finds llamarl once sys.path is set.
+    from llamarl.tasks.forms import call_of, form_of
+
+    call = call_of(function, chat=setup["chat"], system_prompt=setup["system_prompt"])
     kept = _children()
-    send(["ready"])
+    send(["ready", form_of(function)])
     for line in commands:
-        key, prompt, completion, meta = json.loads(line)
-        _limit_cpu(setup["timeout_s"])
-        verdict = score(function, prompt, completion, meta)
+        keys, prompts, completions, metas = json.loads(line)
+        _limit_cpu(setup["timeout_s"] * len(keys))
+        verdicts = score(call, prompts, completions, metas)
         kill_children(but=kept)
-        send([key, *verdict, time.monotonic()])
+        send([keys, verdicts, time.monotonic()])
 
 
-def score(function: RewardFunction, prompt: str, completion: str, meta: dict) -> Verdict:
-    """The verdict on one item. Only a finite number is a score."""
+def score(
+    call: Call, prompts: list[str], completions: list[str], metas: list[dict]
+) -> list[Verdict]:
+    """The verdicts on the items of one call. Only a finite number is a score."""
     try:
-        return _verdict(function(prompt, completion, meta))
-    # The user's code may raise anything; whatever it is becomes a typed error of this item and ends
-    # nothing else.
+        return [_verdict(value) for value in call(prompts, completions, metas)]
+    # The user's code may raise anything; whatever it is becomes a typed error of these items and
+    # ends nothing else.
     except BaseException as error:
-        return ("error", None, _short(_describe(error)))
+        return [("error", None, _short(_describe(error)))] * len(completions)
 
 
 def _verdict(value: object) -> Verdict:
@@ -120,12 +127,13 @@ def _verdict(value: object) -> Verdict:
     return ("score", number, "")
 
 
-def resolve(path: str) -> RewardFunction:
+def resolve(path: str) -> Callable:
     """The reward function at the import path "module:function".
 
     ValueError says what is wrong with the path, the module or the function's parameters.
     """
     # Not at the top: this file runs as a script, which finds llamarl once `main` has set sys.path.
+    from llamarl.tasks.forms import check_signature
     from llamarl.words.names import NoFunction, import_function
 
     module_name, _, name = path.partition(":")
@@ -137,25 +145,8 @@ def resolve(path: str) -> RewardFunction:
         is_missing = isinstance(error, ModuleNotFoundError)
         remedy = "; install it, or change the module" if is_missing else ""
         raise ValueError(f"importing {module_name} failed: {_describe(error)}{remedy}") from error
-    _check_signature(function, name)
+    check_signature(function, name)
     return function
-
-
-def _check_signature(function: RewardFunction, name: str) -> None:
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(
-            f"{name} is async; a reward is a plain function (prompt, completion, meta) -> float"
-        )
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some functions written in C have none; calling will tell
-        return
-    try:
-        signature.bind("prompt", "completion", {})
-    except TypeError as error:
-        raise ValueError(
-            f"{name}{signature} cannot be called as {name}(prompt, completion, meta): {error}"
-        ) from error
 
 
 def _describe(error: BaseException) -> str:

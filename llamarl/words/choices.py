@@ -22,6 +22,8 @@ TRANSPORTS = get_args(Transport)
 Priority = Literal["softmax", "uniform"]
 PRIORITIES = get_args(Priority)
 
+JudgeAsk = Literal["score", "reference", "group"]
+
 Whiten = Literal["none", "rewards", "advantages", "both", "completions"]
 
 Estimator = Literal["k1", "k2", "k3"]

@@ -45,6 +45,7 @@ class Lengths:
 
     def __init__(self, *, on_result):
         self._known = []
+        self.batches: list[list[int]] = []
 
     @property
     def pending(self):
@@ -60,6 +61,9 @@ class Lengths:
         if words == meta.get("abstain_at"):
             outcome = Outcome.abstain("does not care to")
         self._known.append((key, outcome))
+
+    def release(self, keys):
+        self.batches.append(list(keys))
 
     def poll(self):
         known, self._known = self._known, []
@@ -219,6 +223,17 @@ def test_parts_are_weighed_and_added(build, scorer, tmp_path):
     means = executor.metrics.means
     assert sorted(means) == ["reward/again/mean", "reward/rm/mean", "reward/words/mean"]
     assert sorted(means["reward/words/mean"]) == sorted(lengths.tolist())
+
+
+def test_sources_without_a_model_are_weighed_too_and_hear_of_whole_groups(build):
+    """One of them may have scored everything before the group is whole."""
+    executor = build([Part("words", Lengths, 0.5), Part("again", Lengths, 2.0)])
+    feed(executor, *all_of(3)[:1])
+    group = feed(executor, *all_of(3)[1:])[3]
+    lengths = torch.tensor([float(len(c)) for c in ASKED[3].completions])
+    torch.testing.assert_close(group.rewards, 2.5 * lengths, rtol=0, atol=0)
+    for source in executor._scoring._sources.values():
+        assert source.batches == [[0, 1, 2]]
 
 
 def test_what_one_part_cannot_score_has_no_reward(build, scorer, tmp_path):

@@ -25,6 +25,11 @@ def score(prompt, completion, meta):
     if completion == "abstain":
         return None
     return float(completion == meta["answer"])
+
+
+def rank(prompts, completions, metas):
+    """The share of its group's completions that each equals."""
+    return [completions.count(c) / len(completions) for c in completions]
 '''
 WORDS = ["error", "abstain", "right", "wrong"]  # token id -> text; prompt i has the answer "right"
 
@@ -175,6 +180,30 @@ def test_an_error_or_an_abstention_is_nan_and_never_zero(build):
     assert group.outcomes == ("error", "abstain", "score")
     assert group.rewards.isnan().tolist() == [True, True, False] and group.rewards[2] == 0.0
     assert executor.metrics.counters == {"reward/scored": 1, "reward/errors": 1}
+
+
+def test_a_function_over_completions_sees_whole_groups_and_whole_evaluations(build):
+    executor = build(fn="scoring:rank", group_size=3, num_eval_prompts=2, num_eval_samples=1)
+    feed = executor.inputs["completions"].records
+    feed.extend([completion(7, 2, "wrong"), completion(8, 0, "right"), completion(7, 0, "right")])
+    settle(executor)
+    waited_for = "data: 2 groups are begun; ticket 7 lacks 1 completions from the generator"
+    assert executor.waiting_for() == waited_for
+    feed.append(completion(7, 1, "right"))
+    feed.append(completion(8, 1, "right"))
+    feed.append(completion(8, 2, "", finish_reason="aborted"))
+    groups = {group.ticket: group for group in settle(executor)}
+    assert groups[7].rewards.tolist() == pytest.approx([2 / 3, 2 / 3, 1 / 3])
+    assert groups[8].rewards[:2].tolist() == [1.0, 1.0] and groups[8].rewards[2].isnan()
+
+    answers = executor.inputs["evaluations"].records
+    answers.extend([answer(0, 0, "right"), answer(0, 1, "wrong"), answer(1, 0, "right")])
+    settle(executor)
+    assert executor.metrics.reports == []
+    answers.append(answer(1, 1, "right"))
+    settle(executor)
+    ((version, metrics),) = executor.metrics.reports
+    assert version == 3 and metrics["eval/reward"] == pytest.approx((0.5 + 1.0) / 2)
 
 
 def test_an_aborted_completion_abstains_without_being_scored(build):

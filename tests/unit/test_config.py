@@ -94,7 +94,8 @@ def test_every_choice_of_every_group_fits_the_schema(group, tmp_path, monkeypatc
     (tmp_path / "config.json").touch()
     data = [f"task.path={tmp_path}"]
     line = ["loss=tb", "beta_schedule.final=0.1", "beta_schedule.end_step=9"]
-    needed = {"jsonl": data, "gsm8k": data, "hf_dataset": data}
+    judge = ["reward.url=http://127.0.0.1:8000/v1", "reward.model=m"]
+    needed = {"jsonl": data, "gsm8k": data, "hf_dataset": data, "judge": judge}
     needed |= {"linear": line, "cut": [*line, "beta_schedule.cut_step=3"]}
     needed |= {"model": [f"reward.path={tmp_path}"]}
     needed |= {"parts": ["reward.parts={brief: {kind: function}}"]}
@@ -285,6 +286,11 @@ def test_all_problems_are_told_at_once_wrong_values_hide_no_combination():
             ["task=jsonl", "task.path=.", "task.answer_key=null"],
             "task.answer_key=null reward.fn=null",
         ),
+        (["reward=judge", "reward.url=http://h/v1"], "reward.model"),
+        (
+            ["reward=judge", "reward.url=http://h/v1", "reward.model=m", "reward.template=nowhere"],
+            "reward.template=nowhere",
+        ),
         (["eval.target=0.9", "eval.every=0"], "eval.target=0.9 eval.every=0"),
         (["eval.target=0.9", "eval.num_prompts=0"], "eval.target=0.9 eval.num_prompts=0"),
         (
@@ -360,6 +366,43 @@ def test_a_key_of_an_earlier_release_is_answered_with_its_name_of_today():
     assert complaints("reference.enabled=true") == {
         "reference.enabled": "unknown key; it is called reference.kind now"
     }
+
+
+JUDGE = ("reward=judge", "reward.url=http://127.0.0.1:8000/v1", "reward.model=m")
+
+
+@pytest.mark.parametrize(
+    "given, where, what",
+    [
+        (["reward.url=http://me:secret@h/v1"], "reward.url", "holds a user name"),
+        (["reward.url=file:///x"], "reward.url", "needs the form http://HOST:PORT/v1"),
+        (["reward.api_key_env=sk-secret"], "reward.api_key_env", "is no name of an environment"),
+        (["reward.highest=1"], "reward.lowest=1.0 reward.highest=1.0", "leaves no room"),
+        (
+            ["reward.ask=group", "eval.every=0", "group_size=1"],
+            "reward.ask=group group_size=1",
+            "group_size=2 or more",
+        ),
+        (["reward.ask=group"], "reward.ask=group eval.num_samples=0", "eval.num_samples=1"),
+        (
+            ["reward.ask=reference", "task=jsonl", "task.path=.", "task.answer_key=null"],
+            "reward.ask=reference task.answer_key=null",
+            "task.answer_key=answer",
+        ),
+    ],
+)
+def test_a_judge_that_cannot_judge_is_refused_and_no_credentials_are_shown(given, where, what):
+    found = complaints(*JUDGE, *given)
+    assert what in found[where]
+    assert "secret" not in str(found)
+
+
+def test_a_judge_asks_as_it_is_told():
+    assert not complaints(*JUDGE)
+    assert not complaints(*JUDGE, "reward.ask=group", "eval.num_samples=1")
+    assert not complaints(*JUDGE, "reward.ask=reference", "reward.api_key_env=MY_KEY")
+    # A number for each completion needs no answer.
+    assert not complaints(*JUDGE, "task=jsonl", "task.path=.", "task.answer_key=null")
 
 
 def test_data_without_answers_needs_a_reward_of_its_own():

@@ -4,12 +4,16 @@ import math
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
+from llamarl.tasks.endpoint import EndpointSettings
+from llamarl.tasks.judge import Judge
 from llamarl.tasks.pool import RewardPool
 from llamarl.tasks.source import Outcome
+from tests.judge_server import JudgeServer, Reply
 
 PATIENCE_S = 60.0
 MODULE = '''
@@ -18,6 +22,14 @@ def score(prompt, completion, meta):
     if completion == "error":
         raise RuntimeError("cannot score " + prompt)
     return None if completion == "abstain" else float(len(prompt) + meta["extra"])
+
+
+def score_all(prompts, completions, metas):
+    return [score(*one) for one in zip(prompts, completions, metas)]
+
+
+def trl_style(prompts, completions, extra, **columns):
+    return [score(p, c, {"extra": e}) for p, c, e in zip(prompts, completions, extra)]
 '''
 
 
@@ -44,6 +56,9 @@ class ThreadSource:
         self.pending += 1
         self._asked.append((key, prompt, completion, meta))
         self._is_asked.release()
+
+    def release(self, keys):
+        pass
 
     def poll(self):
         self._is_known.clear()
@@ -79,11 +94,53 @@ class ThreadSource:
         return Outcome("score", float(len(prompt) + meta["extra"]), "")
 
 
+class JudgedSource(Judge):
+    """A judge who reads the two numbers of a sum and answers with it. Rewards of a judge lie
+    between 0 and 1: here they are multiplied by its highest number, a power of two.
+    """
+
+    highest = 1024
+
+    def __init__(self, *, on_result):
+        self._server = JudgeServer(self._reply).__enter__()
+        super().__init__(
+            EndpointSettings(url=self._server.url, model="wise"),
+            template="{prompt}|{completion}|{answer}",
+            lowest=0,
+            highest=self.highest,
+            on_result=on_result,
+        )
+
+    def submit(self, key, prompt, completion, meta):
+        super().submit(key, prompt, completion, meta | {"answer": meta["extra"]})
+
+    def poll(self):
+        return [(key, self._enlarged(outcome)) for key, outcome in super().poll()]
+
+    def close(self):
+        super().close()
+        self._server.__exit__()
+
+    @staticmethod
+    def _reply(question):
+        prompt, completion, extra = question.split("|")
+        if completion == "error":
+            return Reply(status=400, body=f"cannot score {prompt}".encode())
+        return f"Score: {len(prompt) + int(extra)}"
+
+    def _enlarged(self, outcome):
+        return replace(outcome, value=outcome.value * self.highest)
+
+
 SOURCES = {
     "a function": partial(RewardPool, "scoring:score"),
     "a function in two processes": partial(RewardPool, "scoring:score", num_workers=2),
+    "a function of all completions": partial(RewardPool, "scoring:score_all"),
+    "a function of TRL's form": partial(RewardPool, "scoring:trl_style", num_workers=2),
     "a thread": ThreadSource,
+    "a judge": JudgedSource,
 }
+NEVER_ABSTAINS = (JudgedSource,)
 
 
 @pytest.fixture(params=list(SOURCES))
@@ -128,6 +185,7 @@ def test_every_item_is_answered_once_under_its_key(source):
     keys = [7, 0, 3, *range(100, 300)]
     for key in keys:
         source.submit(key, "p" * (key % 5), "c", {"extra": key})
+    source.release(keys)
     outcomes = collect(source)
     assert sorted(key for key, _ in outcomes) == sorted(keys)
     assert {key: outcome.value for key, outcome in outcomes} == {k: k % 5 + k for k in keys}
@@ -138,6 +196,7 @@ def test_what_is_pending_was_submitted_and_not_yet_returned(source):
     assert source.pending == 0
     for key in range(3):
         source.submit(key, "p", "c", {"extra": 0})
+    source.release(range(3))
     assert source.pending == 3
     returned = 0
     give_up = time.monotonic() + PATIENCE_S
@@ -150,18 +209,23 @@ def test_what_is_pending_was_submitted_and_not_yet_returned(source):
 
 def test_an_error_and_an_abstention_are_no_score_and_say_why(source):
     for key, completion in enumerate(("error", "abstain", "c")):
-        source.submit(key, "prompt", completion, {"extra": 1})
+        source.submit(key, "prompt", completion, {"extra": key})
+    source.release(range(3))
     outcomes = dict(collect(source))
-    assert [outcomes[key].kind for key in range(3)] == ["error", "abstain", "score"]
-    assert math.isnan(outcomes[0].value) and math.isnan(outcomes[1].value)
-    assert "cannot score prompt" in outcomes[0].reason and outcomes[1].reason
-    assert outcomes[2] == Outcome("score", 7.0, "")
+    assert (outcomes[0].kind, outcomes[2].kind) == ("error", "score")
+    assert math.isnan(outcomes[0].value) and "cannot score prompt" in outcomes[0].reason
+    if not isinstance(source, NEVER_ABSTAINS):
+        assert outcomes[1].kind == "abstain" and outcomes[1].reason
+        assert math.isnan(outcomes[1].value)
+    assert outcomes[2] == Outcome("score", 8.0, "")
 
 
 def test_it_goes_on_after_an_error(source):
     source.submit(0, "p", "error", {"extra": 0})
+    source.release([0])
     collect(source)
     source.submit(1, "pp", "c", {"extra": 0})
+    source.release([1])
     assert collect(source) == [(1, Outcome("score", 2.0, ""))]
 
 
@@ -170,6 +234,7 @@ def test_who_waits_is_told_of_a_result(make):
     source = make(on_result=heard.set)
     source.start()
     source.submit(0, "p", "c", {"extra": 0})
+    source.release([0])
     outcomes = source.poll()
     if not outcomes:
         assert heard.wait(PATIENCE_S)
@@ -185,6 +250,7 @@ def test_a_wait_with_nothing_to_come_ends_by_itself(source):
 def test_closing_drops_what_is_pending_and_may_be_done_twice(source):
     for key in range(5):
         source.submit(key, "p", "c", {"extra": 0})
+    source.release(range(4))
     source.close()
     assert source.pending == 0
     source.close()

@@ -107,6 +107,16 @@ def test_parts_take_what_they_do_not_set_from_the_files_of_their_kinds(tmp_path)
         ("{rm: {kind: function, weight: much}}", "need a number"),
         ("{rm: 3}", "a section"),
         ("3", "sections by name"),
+        ("{j: {kind: judge, url: 'http://h/v1'}}", "required: set reward.parts.j.model=MODEL"),
+        ("{j: {kind: judge, url: h, model: m}}", "needs the form http://HOST:PORT/v1"),
+        (
+            "{j: {kind: judge, url: 'http://h/v1', model: m, template: nowhere}}",
+            "reward.parts.j.template=nowhere   no such file",
+        ),
+        (
+            "{j: {kind: judge, url: 'http://h/v1', model: m, ask: group}}",
+            "reward.parts.j.ask=reference",
+        ),
     ],
 )
 def test_parts_that_cannot_be(parts, said):

@@ -1,0 +1,84 @@
+"""What scores, as the user gave it: a function in worker processes, or a judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from llamarl.config.schema import FunctionSourceSettings, JudgeSourceSettings
+from llamarl.launch.job import Job
+from llamarl.tasks.pool import RewardPool, Sample, check_reward
+from llamarl.tasks.source import MakeSource, Outcome, score_all
+
+TextSourceSettings = FunctionSourceSettings | JudgeSourceSettings  # of what reads texts
+
+
+def source_of(settings: TextSourceSettings, job: Job) -> MakeSource:
+    """How to make the source. ValueError or OSError for a template that cannot be read."""
+    if settings.kind == "function":
+        return partial(
+            RewardPool,
+            settings.fn or job.task.default_reward,
+            num_workers=settings.num_workers,
+            timeout_s=settings.timeout_s,
+            memory_mb=settings.memory_mb,
+            **job.conversation,
+        )
+    # Most runs have no use for an HTTP client.
+    from llamarl.tasks.endpoint import EndpointSettings
+    from llamarl.tasks.judge import Judge
+
+    endpoint = EndpointSettings(
+        url=settings.url,
+        model=settings.model,
+        api_key_env=settings.api_key_env,
+        max_parallel=settings.max_parallel,
+        timeout_s=settings.timeout_s,
+        max_retries=settings.max_retries,
+        max_tokens=settings.max_tokens,
+        temperature=settings.temperature,
+    )
+    return partial(
+        Judge,
+        endpoint,
+        ask=settings.ask,
+        template=read_template(settings.template),
+        lowest=settings.lowest,
+        highest=settings.highest,
+    )
+
+
+def check_source(
+    settings: TextSourceSettings, job: Job, samples: Sequence[Sample], *, key: str
+) -> list[Outcome]:
+    """The outcomes of samples, in order. ValueError if the source cannot be used, or fails on all
+    of them. key: where its settings are. A task's own function is not tried without samples.
+    """
+    if settings.kind == "function":
+        if not (settings.fn or samples):
+            return []
+        limits = dict(timeout_s=settings.timeout_s, memory_mb=settings.memory_mb)
+        fn = settings.fn or job.task.default_reward
+        return check_reward(fn, samples, **limits, **job.conversation)
+    judge = source_of(settings, job)(on_result=lambda: None)
+    try:
+        judge.start()
+        outcomes = score_all(judge, samples)
+    finally:
+        judge.close()
+    if outcomes and all(outcome.kind == "error" for outcome in outcomes):
+        raise ValueError(
+            f"{key}.url={settings.url}: failed on all {len(outcomes)} samples: {outcomes[0].reason}"
+        )
+    return outcomes
+
+
+def read_template(file: str | None) -> str | None:
+    """The text of a judge's template; None if there is no file. ValueError if it is no text."""
+    if file is None:
+        return None
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the judge's template {file}: not UTF-8: {error.reason}") from error

@@ -1,0 +1,287 @@
+"""An OpenAI-compatible endpoint: a question goes out, the text of the reply comes back.
+
+    ask(question) --> POST URL/chat/completions --> text | Failed: down, slow, refused, nonsense
+
+Requests go to the given url and nowhere else: no redirect is followed, and neither proxies nor
+credentials are taken from the environment or from files, save for the key that the user names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import ipaddress
+import json
+import logging
+import os
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+import httpx
+
+from llamarl.words.urls import url_problem
+
+FIRST_PAUSE_S = 0.5  # before the first retry; each further one waits twice as long
+LONGEST_PAUSE_S = 30.0
+LONGEST_ASKED_S = 300.0  # what a server may ask to wait (Retry-After)
+JITTER = 0.5  # a pause is shorter by up to this share, so that retries do not come all at once
+MAX_REPLY_BYTES = 1 << 20
+_SHOWN_CHARACTERS = 200  # of what a server says
+_PROBE = "Reply with the word yes."
+# What may be gone at the next try: too early, too many, or the server's own trouble.
+_PASSING = frozenset((408, 425, 429, 500, 502, 503, 504))
+
+FailureKind = Literal["down", "slow", "refused", "nonsense"]
+
+log = logging.getLogger(__name__)
+
+
+class Failed(Exception):
+    """A question has no usable reply. The message says why, and holds no credentials.
+
+    kind: down: no connection, or it broke; slow: no reply in time; refused: the server said no;
+    nonsense: what it said cannot be read. may_pass: asking again may help. retry_after_s: the
+    server asks to wait so long first.
+    """
+
+    def __init__(
+        self,
+        kind: FailureKind,
+        message: str,
+        *,
+        may_pass: bool = False,
+        retry_after_s: float | None = None,
+    ):
+        super().__init__(f"judge {kind}: {message}")
+        self.kind = kind
+        self.may_pass = may_pass
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndpointSettings:
+    """url: as an OpenAI client takes it, such as http://127.0.0.1:8000/v1. model: its name there.
+    api_key_env: the name of the environment variable that holds the key; None: no key is sent.
+
+    max_parallel: requests at a time. timeout_s: for one request, from its start to the last byte of
+    its reply. max_retries: after a request that failed in a way that may pass. max_tokens and
+    temperature: of the reply; None: the server's own.
+    """
+
+    url: str
+    model: str
+    api_key_env: str | None = None
+    max_parallel: int = 16
+    timeout_s: float = 60.0
+    max_retries: int = 5
+    max_tokens: int | None = 1024
+    temperature: float | None = 0.0
+
+
+class Endpoint:
+    """Asks one endpoint, many questions at a time. Made, used and closed in one event loop.
+
+    ValueError for a url or a key that cannot be used.
+    """
+
+    def __init__(self, settings: EndpointSettings):
+        check_url(settings.url)
+        self._settings = settings
+        self._key = read_key(settings.api_key_env)
+        self.counts: Counter[str] = Counter()  # requests, retries
+        self._places = asyncio.Semaphore(settings.max_parallel)
+        self._random = random.Random()
+        # Each request would be a line of the log.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        headers = {"Accept-Encoding": "identity"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+            _warn_of_open_key(settings)
+        self._client = httpx.AsyncClient(
+            headers=headers,
+            timeout=None,  # _fetch has one for the whole of a request
+            trust_env=False,
+            follow_redirects=False,
+            limits=httpx.Limits(max_connections=settings.max_parallel),
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+    async def probe(self) -> None:
+        """Ask one question whose answer does not matter. Failed if there is none."""
+        await self._reply(_PROBE)
+
+    async def ask(self, question: str) -> str:
+        """The text of the reply. Failed if there is none, or not the whole of one."""
+        text, is_cut = await self._reply(question)
+        if is_cut:
+            raise Failed("nonsense", "the reply was cut off; raise reward.max_tokens")
+        return text
+
+    async def _reply(self, question: str) -> tuple[str, bool]:
+        """The text of the reply, and whether it was cut off at max_tokens."""
+        body: dict[str, object] = {
+            "model": self._settings.model,
+            "messages": [{"role": "user", "content": question}],
+        }
+        for name in ("max_tokens", "temperature"):
+            value = getattr(self._settings, name)
+            if value is not None:
+                body[name] = value
+        # A request keeps its place while it waits to be tried again: a server that is short of
+        # breath is asked less.
+        async with self._places:
+            return self._read(await self._insist(body))
+
+    async def _insist(self, body: dict[str, object]) -> bytes:
+        """The content of the reply, after as many tries as it may take."""
+        num_retries = 0
+        while True:
+            try:
+                return await self._fetch(body)
+            except Failed as failure:
+                if not failure.may_pass or num_retries == self._settings.max_retries:
+                    raise
+                pause_s = self._pause_s(num_retries, failure.retry_after_s)
+            await asyncio.sleep(pause_s)
+            num_retries += 1
+            self.counts["retries"] += 1
+
+    async def _fetch(self, body: dict[str, object]) -> bytes:
+        """The content of a reply with status 200."""
+        self.counts["requests"] += 1
+        url = f"{self._settings.url.rstrip('/')}/chat/completions"
+        timeout_s = self._settings.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                async with self._client.stream("POST", url, json=body) as response:
+                    content = await _content_of(response)
+        except TimeoutError as error:
+            what = f"no reply in reward.timeout_s={timeout_s:g}"
+            raise Failed("slow", what, may_pass=True) from error
+        except httpx.RequestError as error:
+            what = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise Failed("down", self._shown(what), may_pass=True) from error
+        if response.status_code == httpx.codes.OK:
+            return content
+        raise self._refusal(response, content)
+
+    def _refusal(self, response: httpx.Response, content: bytes) -> Failed:
+        """Why there is no reply, for a status other than 200."""
+        status = response.status_code
+        what = f"HTTP {status}: {self._shown(content.decode(errors='replace'))}"
+        if response.has_redirect_location:
+            target = self._shown(response.headers["location"])
+            what = f"HTTP {status}, a redirect to {target}, which is not followed; set reward.url"
+        if status in (401, 403):
+            what += "; reward.api_key_env names the variable that holds the key"
+        if status not in _PASSING:
+            return Failed("refused", what)
+        retry_after_s = seconds_of(response.headers.get("retry-after"))
+        if retry_after_s is not None and retry_after_s > LONGEST_ASKED_S:
+            return Failed("refused", f"{what}; it asks to wait more than {LONGEST_ASKED_S:g} s")
+        return Failed("refused", what, may_pass=True, retry_after_s=retry_after_s)
+
+    def _pause_s(self, num_retries: int, retry_after_s: float | None) -> float:
+        """Seconds until the next try: what the server asks for at least, else exponentially more
+        each time, with jitter.
+        """
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**num_retries)
+        jittered_s = pause_s * (1 - JITTER * self._random.random())
+        return jittered_s if retry_after_s is None else retry_after_s + jittered_s * JITTER
+
+    def _read(self, content: bytes) -> tuple[str, bool]:
+        try:
+            choice = json.loads(content)["choices"][0]
+            text = choice["message"]["content"]
+            is_cut = choice.get("finish_reason") == "length"
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            shown = self._shown(content.decode(errors="replace"))
+            raise Failed("nonsense", f"no chat completion: {shown}") from error
+        if is_cut and text is None:  # all of it went into thoughts
+            text = ""
+        if not isinstance(text, str):
+            raise Failed("nonsense", f"its content is no text, but {type(text).__name__}")
+        return text, is_cut
+
+    def _shown(self, text: str) -> str:
+        """A part of what a server says, on one line and without the key, should it repeat it."""
+        if self._key is not None:
+            text = text.replace(self._key, "(the key)")
+        return shown(text)
+
+
+def shown(text: str) -> str:
+    """The beginning of a text, on one printable line."""
+    line = " ".join(text.split())
+    if len(line) > _SHOWN_CHARACTERS:
+        line = f"{line[:_SHOWN_CHARACTERS]}..."
+    return "".join(c if c.isprintable() else "?" for c in line)
+
+
+async def _content_of(response: httpx.Response) -> bytes:
+    """All of a reply, of any status."""
+    content = b""
+    async for chunk in response.aiter_bytes():
+        content += chunk
+        if len(content) > MAX_REPLY_BYTES:
+            raise Failed("nonsense", f"the reply is longer than {MAX_REPLY_BYTES} bytes")
+    return content
+
+
+def seconds_of(retry_after: str | None) -> float | None:
+    """The seconds that a Retry-After header asks for, as a number or as a date; None if it asks for
+    nothing that can be read (RFC 9110, 10.2.3).
+    """
+    if retry_after is None:
+        return None
+    if retry_after.strip().isdecimal():
+        return float(retry_after)
+    try:
+        then = email.utils.parsedate_to_datetime(retry_after)
+    except ValueError:
+        return None
+    return max(0.0, then.timestamp() - time.time())
+
+
+def check_url(url: str) -> None:
+    """ValueError if it is no endpoint's."""
+    problem = url_problem(url)
+    if problem is not None:
+        raise ValueError(f"reward.url {problem}")
+
+
+def read_key(name: str | None) -> str | None:
+    """The key in an environment variable; None if no variable is named. ValueError, which does not
+    show the key, if there is none or it fits no header.
+    """
+    if name is None:
+        return None
+    key = os.environ.get(name, "").strip()
+    if not key:
+        raise ValueError(
+            f"reward.api_key_env={name}: the environment has no such variable, or it is empty; "
+            f"export {name}=... on the reward's host, or reward.api_key_env=null"
+        )
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"reward.api_key_env={name}: its value fits no HTTP header")
+    return key
+
+
+def _warn_of_open_key(settings: EndpointSettings) -> None:
+    """Warn if the key travels unencrypted to another host."""
+    parts = urlsplit(settings.url)
+    if parts.scheme == "https" or parts.hostname == "localhost":
+        return
+    try:
+        is_here = ipaddress.ip_address(parts.hostname).is_loopback
+    except ValueError:
+        is_here = False
+    if not is_here:
+        log.warning("reward.url=%s: the key travels unencrypted; use https", settings.url)

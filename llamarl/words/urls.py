@@ -1,0 +1,22 @@
+"""Urls that a user gives. Standard library only."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+
+def url_problem(url: str) -> str | None:
+    """What is wrong with an endpoint's url, in words that do not repeat it; None if nothing is."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        return f"is no url: {error}"
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        return (
+            "holds a user name, a password or a query, which would stand in logs and checkpoints; "
+            "put the key into an environment variable and name it: reward.api_key_env=NAME"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return "needs the form http://HOST:PORT/v1"
+    return None

@@ -1,0 +1,69 @@
+"""Runs that a judge rewards, from the command line to the rows of metrics."""
+
+import pytest
+
+from tests.judge_server import JudgeServer, Reply
+from tests.launching import Job
+
+BAD_INPUT = 2  # the exit code
+KEY = "sk-a-secret-that-must-not-be-seen"
+
+
+def longer(question):
+    """A judge of pairs who prefers the longer answer."""
+    a, rest = question.split("</answer_a>")
+    first = a.rpartition("<answer_a>")[2]
+    second = rest.partition("<answer_b>")[2].partition("</answer_b>")[0]
+    if len(first) == len(second):
+        return "Verdict: tie"
+    return f"Verdict: {'A' if len(first) > len(second) else 'B'}"
+
+
+def run_judged_by(server, folder, *overrides):
+    """The job, which has ended, and its exit code."""
+    job = Job(
+        "reward=judge",
+        f"reward.url={server.url}",
+        "reward.model=wise",
+        "reward.api_key_env=JUDGE_KEY",
+        "eval.every=0",
+        "groups_per_step=8",
+        "group_size=4",
+        *overrides,
+        run_dir=folder / "run",
+        env={"JUDGE_KEY": KEY},
+    )
+    with job:
+        return job, job.wait()
+
+
+def test_a_run_learns_from_a_judge_and_writes_no_key(tmp_path):
+    with JudgeServer(longer) as server:
+        job, code = run_judged_by(server, tmp_path, "reward.ask=group", "max_steps=2")
+    assert code == 0, job.output
+    assert len(job.rows) == 2
+    for row in job.rows:
+        assert row["reward/mean"] == pytest.approx(0.5)  # of each pair one point is given
+        assert row["reward/std"] > 0 and row["reward/error_rate"] == 0
+    assert {headers["Authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
+    files = [file for file in job.run_dir.rglob("*") if file.is_file()]
+    assert files and not any(KEY.encode() in file.read_bytes() for file in files)
+    assert KEY not in job.output
+
+
+def test_a_judge_who_answers_nonsense_ends_the_run(tmp_path):
+    with JudgeServer(lambda question: "lovely") as server:
+        job, code = run_judged_by(server, tmp_path, "max_steps=50")
+    assert code == 1
+    assert "above reward.max_error_rate=0.1" in job.output
+    assert 'judge nonsense: no "Score: N" in the reply: lovely' in job.output
+    assert "Traceback" not in job.output
+
+
+def test_a_judge_who_refuses_is_bad_input(tmp_path):
+    reply = Reply(status=401, body=f"unknown key {KEY}".encode())
+    with JudgeServer(lambda question: "", probe_reply=reply) as server:
+        job, code = run_judged_by(server, tmp_path)
+    assert code == BAD_INPUT and not job.run_dir.exists()
+    assert f"reward.url={server.url}: judge refused: HTTP 401" in job.output
+    assert KEY not in job.output

@@ -1,0 +1,385 @@
+"""A judge behind an endpoint: what it is asked, what its replies become, and each way to fail."""
+
+import email.utils
+import logging
+import re
+import socket
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from llamarl.tasks import endpoint as endpoint_module
+from llamarl.tasks.endpoint import EndpointSettings, Failed, seconds_of
+from llamarl.tasks.judge import Judge, choice_in, number_in
+from llamarl.tasks.source import Outcome
+from llamarl.words.urls import url_problem
+from tests.judge_server import HANG_UP, NO_REPLY, JudgeServer, Reply
+
+PATIENCE_S = 60.0
+KEY = "sk-a-secret-that-must-not-be-seen"
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(endpoint_module, "FIRST_PAUSE_S", 0.001)
+
+
+@contextmanager
+def started(server, **options):
+    """A judge of the server's, started."""
+    given = {"url": server.url, "model": "wise"}
+    for name in ("api_key_env", "max_parallel", "timeout_s", "max_retries", "max_tokens"):
+        if name in options:
+            given[name] = options.pop(name)
+    judge = Judge(EndpointSettings(**given), **options)
+    try:
+        judge.start()
+        yield judge
+    finally:
+        judge.close()
+
+
+def judged(judge, items):
+    """The outcomes of (prompt, completion, meta), one batch, in order."""
+    for key, item in enumerate(items):
+        judge.submit(key, *item)
+    judge.release(range(len(items)))
+    outcomes = {}
+    give_up = time.monotonic() + PATIENCE_S
+    while judge.pending:
+        assert time.monotonic() < give_up
+        judge.wait(0.1)
+        outcomes.update(judge.poll())
+    return [outcomes[key] for key in range(len(items))]
+
+
+def outcomes_of(reply, items, **options):
+    with JudgeServer(reply) as server, started(server, **options) as judge:
+        return judged(judge, items)
+
+
+def one_outcome(reply, **options):
+    (outcome,) = outcomes_of(reply, [("p", "c", {})], **options)
+    return outcome
+
+
+def between(question, tag):
+    return re.search(f"<{tag}>\n(.*)\n</{tag}>", question, re.DOTALL)[1]
+
+
+def longer(question):
+    """A fair judge of pairs: the longer answer is better."""
+    a, b = (len(between(question, f"answer_{place}")) for place in "ab")
+    verdict = "tie" if a == b else "A" if a > b else "B"
+    return f"They differ.\nVerdict: {verdict}"
+
+
+# --- What it is asked, and what that becomes ---
+
+
+def test_a_number_becomes_a_reward_from_0_to_1():
+    with JudgeServer(lambda q: f"Fine. Score: {len(between(q, 'answer'))}") as server:
+        with started(server) as judge:
+            outcomes = judged(judge, [("Why?", "c" * size, {}) for size in (1, 4, 10)])
+    assert [outcome.value for outcome in outcomes] == pytest.approx([0.0, 3 / 9, 1.0])
+    body = min(server.bodies, key=lambda body: len(body["messages"][0]["content"]))
+    assert body["model"] == "wise" and body["temperature"] == 0.0 and body["max_tokens"] == 1024
+    assert between(server.questions[0], "request") == "Why?"
+    assert "from 1 (useless) to 10" in server.questions[0]
+    assert set(server.paths) == {"/v1/chat/completions"}
+
+
+def test_a_template_of_ones_own_is_filled_once():
+    template = "{answer}|{prompt}|{completion}|{lowest}|{highest}|{other}"
+    with JudgeServer(lambda q: "5") as server:
+        with started(server, template=template, lowest=0, highest=5) as judge:
+            (outcome,) = judged(judge, [("{completion}", "{prompt}", {"answer": "{a}"})])
+    assert server.questions == ["{a}|{completion}|{prompt}|0|5|{other}"]
+    assert outcome == Outcome("score", 1.0, "")
+
+
+@pytest.mark.parametrize(
+    "ask, template, what", [("score", "{a}{b}", "{completion}"), ("group", "{a}", "{b}")]
+)
+def test_a_template_without_what_is_judged_is_refused(ask, template, what):
+    settings = EndpointSettings(url="http://127.0.0.1:1/v1", model="wise")
+    with pytest.raises(ValueError, match=f"reward.template lacks {re.escape(what)}"):
+        Judge(settings, ask=ask, template=template)
+
+
+def test_a_group_is_compared_pair_by_pair_in_both_orders():
+    items = [("p", text, {"answer": "x"}) for text in ("aa", "a", "aaa", "bb")]
+    with JudgeServer(longer) as server, started(server, ask="group") as judge:
+        outcomes = judged(judge, items)
+    # "aa" loses to "aaa", ties with "bb", beats "a"
+    assert [outcome.value for outcome in outcomes] == pytest.approx([1.5 / 3, 0.0, 1.0, 1.5 / 3])
+    orders = {(between(q, "answer_a"), between(q, "answer_b")) for q in server.questions}
+    texts = [text for _, text, _ in items]
+    assert orders == {(a, b) for a in texts for b in texts if a != b}
+    assert len(server.questions) == 12
+
+
+def test_who_prefers_a_place_has_no_preference(caplog):
+    caplog.set_level(logging.INFO)
+    items = [("p", text, {}) for text in ("a", "b", "c")]
+    outcomes = outcomes_of(lambda q: "Verdict: A", items, ask="group")
+    assert [outcome.value for outcome in outcomes] == [0.5, 0.5, 0.5]
+    assert "3 order_ties, 3 pairs, 7 requests" in caplog.text
+
+
+def test_only_completions_of_one_prompt_are_compared_and_equal_ones_are_not_asked_about():
+    items = [("p", "a", {}), ("q", "bb", {}), ("p", "a", {}), ("q", "b", {}), ("r", "a", {})]
+    with JudgeServer(longer) as server, started(server, ask="group") as judge:
+        outcomes = judged(judge, items)
+    assert [outcome.value for outcome in outcomes[:4]] == [0.5, 1.0, 0.5, 0.0]
+    assert outcomes[4].kind == "abstain" and "no other completion" in outcomes[4].reason
+    assert len(server.questions) == 2
+
+
+def test_a_completion_is_compared_with_the_prompts_own_answer():
+    items = [("p", text, {"answer": "four"}) for text in ("five5", "six", "four", "nine")]
+    outcomes = outcomes_of(longer, [*items, ("p", "x", {})], ask="reference")
+    assert [outcome.value for outcome in outcomes[:4]] == [1.0, 0.0, 0.5, 0.5]
+    assert outcomes[4].kind == "error" and "set task.answer_key" in outcomes[4].reason
+
+
+@pytest.mark.parametrize(
+    "reply, number",
+    [
+        ("Score: 7", 7),
+        ("It has 3 faults.\n**Score:** 4/10", 4),
+        ("Score: 3. No, wait.\nscore = **6.5**", 6.5),
+        (" 8 ", 8),
+        ("8/10.", 8),
+        ("I would say 7 of 10", None),
+        ("Score (1-10): 7", None),
+        ("Score: 7-8", None),
+        ("Score: N", None),
+        ("", None),
+    ],
+)
+def test_only_a_number_that_is_said_to_be_the_score_is_one(reply, number):
+    assert number_in(reply) == number
+
+
+@pytest.mark.parametrize(
+    "reply, choice",
+    [
+        ("Verdict: A", "a"),
+        ("A is worse.\n**Verdict:** B.\n", "b"),
+        ("Verdict: A\nOn second thought:\nverdict: tie", "tie"),
+        ("so [[B]]", "b"),
+        ("B", "b"),
+        ("**A**", "a"),
+        ("Verdict: A is as good as B", None),
+        ("Verdict: a", None),
+        ("A or B", None),
+        ("", None),
+    ],
+)
+def test_only_what_is_said_to_be_the_verdict_is_one(reply, choice):
+    assert choice_in(reply) == choice
+
+
+# --- What fails ---
+
+
+@pytest.mark.parametrize(
+    "reply, reason",
+    [
+        ("lovely", 'judge nonsense: no "Score: N" in the reply: lovely'),
+        ("Score: 11", "judge nonsense: the score 11 is not within 1 to 10"),
+        (Reply(body=b"<html>"), "judge nonsense: no chat completion: <html>"),
+        (Reply(body=b"[]"), "judge nonsense: no chat completion: []"),
+        (Reply(text=None), "judge nonsense: its content is no text, but NoneType"),
+        (Reply(text="Score: 1", finish_reason="length"), "raise reward.max_tokens"),
+        (Reply(body=b"x" * (1 << 21)), "the reply is longer than 1048576 bytes"),
+        (Reply(status=400, body=b"no such\nmodel"), "judge refused: HTTP 400: no such model"),
+        (
+            Reply(status=307, headers={"Location": "http://10.0.0.1/"}),
+            "a redirect to http://10.0.0.1/, which is not followed",
+        ),
+        (
+            Reply(status=429, headers={"Retry-After": "3600"}, body=b""),
+            "it asks to wait more than 300 s",
+        ),
+    ],
+)
+def test_what_will_not_pass_is_an_error_at_once(reply, reason):
+    with JudgeServer(lambda q: reply) as server, started(server) as judge:
+        (outcome,) = judged(judge, [("p", "c", {})])
+    assert outcome.kind == "error" and outcome.value != outcome.value
+    assert reason in outcome.reason
+    assert len(server.questions) == 1
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_what_may_pass_is_asked_again(status):
+    replies = [Reply(status=status, body=b"busy"), Reply(status=status, body=b"busy"), "Score: 10"]
+    with JudgeServer(lambda q: replies.pop(0)) as server, started(server) as judge:
+        (outcome,) = judged(judge, [("p", "c", {})])
+    assert outcome == Outcome("score", 1.0, "") and len(server.questions) == 3
+
+
+def test_after_the_last_retry_it_is_an_error():
+    with JudgeServer(lambda q: Reply(status=503, body=b"busy")) as server:
+        with started(server, max_retries=2) as judge:
+            (outcome,) = judged(judge, [("p", "c", {})])
+    assert outcome.kind == "error" and "judge refused: HTTP 503: busy" in outcome.reason
+    assert len(server.questions) == 3
+
+
+def test_a_server_that_asks_to_wait_is_given_its_time():
+    replies = [Reply(status=429, headers={"Retry-After": "1"}, body=b""), "Score: 10"]
+    times = []
+
+    def reply(question):
+        times.append(time.monotonic())
+        return replies.pop(0)
+
+    assert one_outcome(reply).value == 1.0
+    assert times[1] - times[0] >= 1.0
+
+
+def test_pauses_grow_and_are_not_equal(monkeypatch):
+    monkeypatch.setattr(endpoint_module, "FIRST_PAUSE_S", 1.0)
+    endpoint = endpoint_module.Endpoint(EndpointSettings(url="http://127.0.0.1:1/v1", model="wise"))
+    for num_retries, longest_s in ((0, 1.0), (3, 8.0), (20, 30.0)):
+        pauses = {endpoint._pause_s(num_retries, None) for _ in range(100)}
+        assert len(pauses) > 1
+        assert longest_s / 2 <= min(pauses) and max(pauses) <= longest_s
+    assert endpoint._pause_s(0, 7.0) >= 7.0
+
+
+def test_seconds_of_a_retry_after():
+    assert seconds_of(None) is None and seconds_of("soon") is None
+    assert seconds_of("12") == 12.0
+    assert seconds_of(email.utils.formatdate(time.time() - 100)) == 0.0
+    assert seconds_of(email.utils.formatdate(time.time() + 1e6)) > 1e5
+
+
+def test_a_slow_judge_costs_its_own_completion_alone():
+    def reply(question):
+        return NO_REPLY if between(question, "answer") == "slow" else "Score: 10"
+
+    items = [("p", text, {}) for text in ("fast", "slow", "also fast")]
+    outcomes = outcomes_of(reply, items, timeout_s=2.0, max_retries=0)
+    assert [outcome.kind for outcome in outcomes] == ["score", "error", "score"]
+    assert outcomes[1].reason == "judge slow: no reply in reward.timeout_s=2"
+
+
+def test_a_failed_pair_masks_both_of_it_and_nobody_else():
+    def reply(question):
+        both = {between(question, "answer_a"), between(question, "answer_b")}
+        return "who knows" if both == {"a", "bb"} else longer(question)
+
+    items = [("p", text, {}) for text in ("a", "bb", "ccc")]
+    outcomes = outcomes_of(reply, items, ask="group")
+    assert [outcome.kind for outcome in outcomes] == ["error", "error", "score"]
+    assert "judge nonsense" in outcomes[0].reason and outcomes[2].value == 1.0
+
+
+def test_a_judge_that_goes_down_is_named():
+    with JudgeServer(lambda q: HANG_UP) as server, started(server, max_retries=1) as judge:
+        (outcome,) = judged(judge, [("p", "c", {})])
+    assert outcome.kind == "error" and outcome.reason.startswith("judge down: ")
+    assert len(server.questions) == 2
+
+
+def test_no_more_than_max_parallel_requests_are_under_way():
+    def reply(question):
+        time.sleep(0.02)
+        return "Score: 10"
+
+    with JudgeServer(reply) as server, started(server, max_parallel=3) as judge:
+        outcomes = judged(judge, [("p", str(i), {}) for i in range(30)])
+    assert {outcome.value for outcome in outcomes} == {1.0}
+    assert server.most_at_once <= 3
+
+
+# --- The start ---
+
+
+def test_a_judge_that_is_down_is_told_at_the_start():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody listens there
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
+        judge = Judge(EndpointSettings(url=url, model="wise", max_retries=1))
+        with pytest.raises(ValueError, match=f"reward.url={url}: judge down: Connect"):
+            judge.start()
+        judge.close()
+
+
+def test_a_judge_that_refuses_is_told_at_the_start():
+    with JudgeServer(lambda q: "", probe_reply=Reply(status=401, body=b"who?")) as server:
+        with pytest.raises(ValueError, match="HTTP 401: who.; reward.api_key_env names"):
+            with started(server):
+                pass
+
+
+@pytest.mark.parametrize(
+    "url, problem",
+    [
+        ("https://me:secret@host/v1", "holds a user name, a password"),
+        ("https://host/v1?key=secret", "a query"),
+        ("file:///etc/passwd", "needs the form"),
+        ("host:8000/v1", "needs the form"),
+        ("http://host:port/v1", "is no url"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_refused_and_not_repeated(url, problem):
+    with pytest.raises(ValueError) as error:
+        Judge(EndpointSettings(url=url, model="wise"))
+    assert problem in str(error.value) and "secret" not in str(error.value)
+    assert url_problem("http://[::1]:8000/v1") is None
+
+
+# --- Credentials ---
+
+
+def test_the_key_is_sent_and_stands_nowhere_else(monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("MY_KEY", KEY)
+    replies = ["Score: 10", Reply(status=400, body=f"bad key {KEY}".encode())]
+    with JudgeServer(lambda q: replies.pop(0)) as server:
+        with started(server, api_key_env="MY_KEY", max_parallel=1) as judge:
+            outcomes = judged(judge, [("p", "c", {}), ("p", "d", {})])
+            assert KEY not in judge.name and KEY not in repr(judge._settings)
+    assert {headers["Authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
+    assert sorted(outcome.kind for outcome in outcomes) == ["error", "score"]
+    assert any("bad key (the key)" in outcome.reason for outcome in outcomes)
+    assert KEY not in caplog.text
+
+
+def test_without_a_name_no_key_is_sent_whatever_the_environment_holds(monkeypatch):
+    for name in ("OPENAI_API_KEY", "http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    with JudgeServer(lambda q: "Score: 10") as server, started(server) as judge:
+        assert judged(judge, [("p", "c", {})]) == [Outcome("score", 1.0, "")]
+    assert all("Authorization" not in headers for headers in server.headers)
+
+
+@pytest.mark.parametrize("value", [None, "", "two\nlines", "h\N{LATIN SMALL LETTER E WITH ACUTE}"])
+def test_a_key_that_is_missing_or_fits_no_header_is_refused_unseen(monkeypatch, value):
+    monkeypatch.delenv("MY_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MY_KEY", value)
+    with pytest.raises(ValueError, match="reward.api_key_env=MY_KEY") as error:
+        Judge(EndpointSettings(url="http://127.0.0.1:1/v1", model="m", api_key_env="MY_KEY"))
+    assert not value or value not in str(error.value)
+
+
+def test_a_key_that_travels_unencrypted_to_another_host_is_warned_of(monkeypatch, caplog):
+    monkeypatch.setenv("MY_KEY", KEY)
+    for url in ("http://127.0.0.1:1/v1", "http://localhost:1/v1", "https://judge.example/v1"):
+        endpoint_module.Endpoint(EndpointSettings(url=url, model="m", api_key_env="MY_KEY"))
+    assert not caplog.records
+    url = "http://judge.example/v1"
+    endpoint_module.Endpoint(EndpointSettings(url=url, model="m", api_key_env="MY_KEY"))
+    assert "the key travels unencrypted" in caplog.text and KEY not in caplog.text
+
+
+def test_a_failure_says_its_kind():
+    assert str(Failed("slow", "no reply")) == "judge slow: no reply"

@@ -1,0 +1,184 @@
+"""Reward functions over all completions of a prompt: their own form, and TRL's."""
+
+import time
+
+import pytest
+
+from llamarl.tasks.forms import batched, form_of
+from llamarl.tasks.pool import RewardPool, check_reward
+from llamarl.tasks.source import Outcome
+
+USER_MODULE = '''
+import time
+
+from llamarl.tasks.forms import batched
+
+
+def rank(prompts, completions, metas):
+    """Of each completion the number of those that it is longer than."""
+    assert len(set(prompts)) == 1 and all(meta == metas[0] for meta in metas)
+    return [sum(len(one) > len(other) for other in completions) for one in completions]
+
+
+@batched
+def count(questions, answers, rows):
+    return (float(len(answers)) for _ in questions)
+
+
+def odd(prompts, completions, metas):
+    return {"none": None, "short": [1.0], "text": "12", "number": 2.0,
+            "values": [float("nan"), float("inf"), None, "1", 0.5]}[metas[0]["what"]]
+
+
+def hang_on_two(prompts, completions, metas):
+    if len(completions) == 2:
+        time.sleep(1000)
+    return [1.0] * len(completions)
+
+
+def slow(prompts, completions, metas):
+    time.sleep(0.3 * len(completions))
+    return [1.0] * len(completions)
+
+
+def trl(prompts, completions, answer, **kwargs):
+    """TRL's GRPOTrainer calls it by keywords, with the other columns of the data set."""
+    kwargs["log_metric"]("accuracy", 1.0)
+    assert set(kwargs) == {"level", "log_extra", "log_metric"}, kwargs
+    return [None if c == "skip" else float(c == a) for c, a in zip(completions, answer)]
+
+
+def trl_chat(completions, prompts, **kwargs):
+    assert prompts[0] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1+1="},
+    ]
+    assert [m["role"] for c in completions for m in c] == ["assistant"] * len(completions)
+    return [float(completion[0]["content"]) for completion in completions]
+
+
+def trl_narrow(completions):
+    return [1.0 for _ in completions]
+
+
+async def trl_later(completions, **kwargs):
+    return [2.0 for _ in completions]
+
+
+def needs_tokens(completions, completion_ids, **kwargs):
+    return []
+
+
+def needs_more(prompts, completions, metas, more):
+    return []
+'''
+
+
+@pytest.fixture(autouse=True)
+def user_directory(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(USER_MODULE)
+    monkeypatch.chdir(tmp_path)
+
+
+def score(name, samples, **options):
+    with RewardPool(f"my_rewards:{name}", **options) as pool:
+        return pool.score(samples)
+
+
+def values(name, samples, **options):
+    outcomes = score(name, samples, **options)
+    assert {outcome.kind for outcome in outcomes} == {"score"}, outcomes
+    return [outcome.value for outcome in outcomes]
+
+
+def test_a_function_over_completions_gets_those_of_one_prompt_in_one_call():
+    samples = [("p", "a", {"n": 1}), ("q", "aaa", {}), ("p", "aa", {"n": 1}), ("q", "a", {})]
+    assert values("rank", samples) == [0, 1, 1, 0]
+
+
+def test_a_mark_says_it_where_the_names_do_not():
+    assert values("count", [("p", str(i), {}) for i in range(3)]) == [3, 3, 3]
+    assert form_of(batched(lambda a, b, c: [])) == "batch"
+    assert form_of(lambda prompt, completion, meta: 0.0) == "single"
+
+
+def test_a_group_waits_until_it_is_released():
+    with RewardPool("my_rewards:rank") as pool:
+        pool.start()
+        for key, text in enumerate(("a", "aa", "b")):
+            pool.submit(key, "p", text, {})
+        assert pool.pending == 0 and not pool.wait(0.2) and pool.poll() == []
+        pool.release([0, 1])
+        assert pool.pending == 2
+        outcomes = {}
+        while pool.pending:
+            pool.wait(1.0)
+            outcomes.update(pool.poll())
+        assert {key: outcome.value for key, outcome in outcomes.items()} == {0: 0, 1: 1}
+
+
+@pytest.mark.parametrize(
+    "what, reason",
+    [
+        ("none", "returned NoneType None; need a list of 5, one for each completion"),
+        ("short", "returned 1 values for 5 completions"),
+        ("text", "returned str '12'; need a list of 5"),
+        ("number", "returned float 2.0; need a list of 5"),
+        ("no such", "KeyError: 'no such'"),
+    ],
+)
+def test_what_is_no_list_of_the_right_length_is_an_error_of_each(what, reason):
+    outcomes = score("odd", [("p", str(i), {"what": what}) for i in range(5)])
+    assert [outcome.kind for outcome in outcomes] == ["error"] * 5
+    assert all(reason in outcome.reason for outcome in outcomes)
+
+
+def test_each_value_of_a_list_is_judged_by_itself():
+    outcomes = score("odd", [("p", str(i), {"what": "values"}) for i in range(5)])
+    kinds = [outcome.kind for outcome in outcomes]
+    assert kinds == ["error", "error", "abstain", "error", "score"]
+    assert "finite" in outcomes[0].reason and outcomes[4] == Outcome("score", 0.5, "")
+
+
+def test_a_call_that_overruns_costs_its_own_completions_alone():
+    samples = [("p", "1", {}), ("q", "1", {}), ("p", "2", {}), ("r", "1", {})]
+    outcomes = score("hang_on_two", samples, timeout_s=0.5)
+    assert [outcome.kind for outcome in outcomes] == ["error", "score", "error", "score"]
+    limit = "took longer than reward.timeout_s=0.5 for each of the 2 completions"
+    assert limit in outcomes[0].reason
+
+
+def test_the_time_limit_of_a_call_is_that_of_each_completion():
+    before = time.monotonic()
+    assert values("slow", [("p", str(i), {}) for i in range(8)], timeout_s=1.5) == [1.0] * 8
+    assert time.monotonic() - before > 1.5
+
+
+def test_a_function_of_trls_form_gets_the_meta_as_columns():
+    meta = {"answer": "2", "level": 3, "prompt": "1+1="}
+    outcomes = score("trl", [("1+1=", text, meta) for text in ("2", "3", "skip")])
+    assert [outcome.kind for outcome in outcomes] == ["score", "score", "abstain"]
+    assert [outcome.value for outcome in outcomes[:2]] == [1.0, 0.0]
+
+
+def test_a_function_of_trls_form_gets_messages_where_the_prompt_was_a_chat():
+    samples = [("1+1=", "2", {}), ("1+1=", "3", {})]
+    assert values("trl_chat", samples, chat=True, system_prompt="Be brief.") == [2, 3]
+
+
+def test_a_function_of_trls_form_takes_what_it_names_and_may_be_async():
+    assert values("trl_narrow", [("p", "c", {"answer": "x"})]) == [1.0]
+    assert values("trl_later", [("p", "c", {}), ("p", "d", {})]) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("needs_tokens", "completion_ids is not handed over; give it a default"),
+        ("needs_more", "needs_more(prompts, completions, metas): missing a required argument"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_told_at_the_start(name, reason):
+    with pytest.raises(ValueError) as error:
+        check_reward(f"my_rewards:{name}", [])
+    assert reason in str(error.value)
