@@ -180,12 +180,15 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
     critic = None
     if t.advantages == "gae":
         critic = CriticSettings(
-            lr=t.value_lr,
+            lr=config.critic_lr,
             coef=t.value_coef,
             clip=t.value_clip,
             gamma=t.gamma,
             gae_lambda=t.gae_lambda,
         )
+    critic_path = None
+    if t.critic.trunk == "own":
+        critic_path = t.critic.path or str(job.model_path)
     lora = None
     if t.lora.rank:
         lora = Lora(
@@ -213,6 +216,8 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         evaluate_at=job.eval_due,
         checkpoint_at=job.checkpoint_due,
         critic_settings=critic,
+        critic_path=critic_path,
+        critic_seed=config.seed,
         lora=lora,
         ema_decay=t.ema_decay,
         step_options=step_options(config),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from llamarl.config.conversion import Findings, show
 from llamarl.config.schema import Config, PlacementSettings
@@ -105,10 +106,7 @@ def find_placement(c: Config, world_size: int, found: Findings) -> None:
     if found.problems:
         return
     placed = placement_of(c, world_size)
-    try:
-        model = read_config(c.model.path or TINY_MODEL)
-    except (OSError, ValueError):
-        model = None  # told elsewhere
+    model = _model_at(c.model.path or TINY_MODEL)
     _find_trainer(c, len(placed["trainer"]), model, found)
     if c.generator.tensor_parallel > 1:
         _find_replicas(c, placed, world_size, found)
@@ -132,17 +130,31 @@ def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: F
         found.add(f"{ranks} cannot be split so; {remedy}", *keys)
     else:
         _find_shares(c, num_ranks // t, found)
-    if t == 1 or model is None:
+    if t == 1:
         return
+    critic = c.trainer.critic.path and _model_at(c.trainer.critic.path)
+    for noun, split in {"model": model, "value model": critic}.items():
+        uneven = _uneven_parts(split, t) if split else []
+        if uneven:
+            what = f"the trainer splits the {noun} evenly, but it has {' and '.join(uneven)}"
+            found.add(what, "trainer.tensor_parallel")
+
+
+def _uneven_parts(model: ModelConfig, ranks: int) -> list[str]:
+    """What tensor-parallel ranks cannot share evenly."""
     parts = {
         "query heads": model.num_attention_heads,
         "key/value heads": model.num_key_value_heads,
         "hidden units (intermediate_size)": model.intermediate_size,
     }
-    uneven = [f"{count} {what}" for what, count in parts.items() if count % t]
-    if uneven:
-        what = f"the trainer splits the model evenly, but it has {' and '.join(uneven)}"
-        found.add(what, "trainer.tensor_parallel")
+    return [f"{count} {what}" for what, count in parts.items() if count % ranks]
+
+
+def _model_at(path: str | Path) -> ModelConfig | None:
+    try:
+        return read_config(path)
+    except (OSError, ValueError):
+        return None  # told elsewhere
 
 
 def _find_shares(c: Config, dp_ranks: int, found: Findings) -> None:

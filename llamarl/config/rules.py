@@ -58,6 +58,8 @@ def _find_files(c: Config, found: Findings) -> None:
     """Data, a model or a checkpoint that is not there."""
     files = {f"task.{name}": getattr(c.task, name, None) for name in ("path", "eval_path")}
     files["model.path"] = c.model.path and f"{c.model.path}/config.json"
+    critic = c.trainer.critic.path
+    files["trainer.critic.path"] = critic and f"{critic}/config.json"
     for key, file in files.items():
         if file and not Path(file).exists():
             found.add(f"no such file: {Path(file)}", key)
@@ -281,6 +283,18 @@ def _learning_rules(c: Config) -> list[Rule]:
             by_token and t.whiten == "completions",
             "gae gives each token its own advantage, none of a completion; "
             "trainer.whiten=advantages",
+        ),
+        (
+            "trainer.critic.trunk trainer.advantages",
+            t.critic.trunk == "own" and not by_token,
+            "nothing asks a value model: its values are for trainer.advantages=gae; "
+            "or trainer.critic.trunk=shared",
+        ),
+        (
+            "trainer.critic.path trainer.critic.trunk",
+            t.critic.path is not None and t.critic.trunk == "shared",
+            "a head on the policy's trunk starts as no other model; "
+            "trainer.critic.trunk=own, or trainer.critic.path=null",
         ),
         (
             "trainer.lora.rank trainer.tensor_parallel",

@@ -36,6 +36,7 @@ from llamarl.words.choices import (
     Whiten,
 )
 
+HEAD_LR = 1e-3  # of a value head, where trainer.value_lr is null
 Seed = Annotated[int, Range(0, 2**63 - 1)]  # what torch and the counters of sampling hold
 
 
@@ -225,6 +226,12 @@ class LoraSettings:
 
 
 @settings_dataclass
+class CriticModelSettings:
+    trunk: Literal["shared", "own"]
+    path: str | None  # None: an own trunk starts as the policy
+
+
+@settings_dataclass
 class TrainerSettings:
     replicate: Count
     tensor_parallel: Count
@@ -255,7 +262,8 @@ class TrainerSettings:
     whiten: Whiten
     gamma: Annotated[float, Range(0, 1)]
     gae_lambda: Annotated[float, Range(0, 1)]
-    value_lr: Positive
+    critic: CriticModelSettings
+    value_lr: Positive | None
     value_coef: NonNegative
     value_clip: Positive | None
 
@@ -371,6 +379,16 @@ class Config:
         if self.buffer.kind == "replay" and self.buffer.completions_per_prompt is not None:
             return self.buffer.completions_per_prompt
         return self.group_size
+
+    @property
+    def critic_lr(self) -> float:
+        """The learning rate of the critic's own parameters: where none is set, that of the policy
+        for a whole model, and much more for a head that starts at 0.
+        """
+        t = self.trainer
+        if t.value_lr is not None:
+            return t.value_lr
+        return self.lr if t.critic.trunk == "own" else HEAD_LR
 
     @property
     def updates_in_flight(self) -> bool:

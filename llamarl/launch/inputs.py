@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from llamarl.errors import BadInput
 from llamarl.launch.job import Job
 from llamarl.models.attention import Rotary
 from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig, read_config
-from llamarl.models.hf import SafetensorsDir, check_weights
+from llamarl.models.hf import SafetensorsDir, check_weights, load_tokenizer
 from llamarl.models.quantize import quantize_decoder
+from llamarl.models.scorer import SCORE
 from llamarl.models.sharding import parameter_shapes
 
 log = logging.getLogger("llamarl")
@@ -35,6 +37,8 @@ def check_inputs(job: Job) -> None:
         _check_model(job, model)
         _check_tokens(job, model.vocab_size)
         _check_task(job)
+        if c.trainer.critic.path:
+            _check_critic(job, model)
         longest = c.task.max_prompt_tokens + c.max_new_tokens
         context = model.max_position_embeddings
         if longest > context:
@@ -51,10 +55,7 @@ def _check_model(job: Job, model: ModelConfig) -> None:
             f"{job.model_path / 'config.json'}: {model.architecture} gives scores, no tokens; "
             "model.path is the policy, a language model"
         )
-    try:
-        Rotary(model.head_dim, model.rope_theta, model.rope_scaling)
-    except (ValueError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"{job.model_path / 'config.json'}: {error}") from error
+    _check_rotary(job.model_path / "config.json", model)
     check_weights(SafetensorsDir(job.model_path), parameter_shapes(model))
     g = job.config.generator
     if g.kind == "native" and g.quantize != "none":
@@ -63,6 +64,53 @@ def _check_model(job: Job, model: ModelConfig) -> None:
             quantize_decoder(decoder, g.quantize, tuple(g.quantize_exclude))
         except ValueError as error:
             raise ValueError(f"generator.quantize_exclude={g.quantize_exclude}: {error}") from error
+
+
+def _check_rotary(file: Path, model: ModelConfig) -> None:
+    try:
+        Rotary(model.head_dim, model.rope_theta, model.rope_scaling)
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _check_critic(job: Job, policy: ModelConfig) -> None:
+    """A value model reads the policy's tokens and says one number of each."""
+    c = job.config
+    path = Path(c.trainer.critic.path)
+    file = path / "config.json"
+    model = read_config(path)
+    if len(model.labels) > 1:
+        labels = ", ".join(model.labels)
+        raise ValueError(
+            f"{file}: a head of {len(model.labels)} labels ({labels}); a value model "
+            "(trainer.critic.path) says one number: num_labels=1"
+        )
+    if model.vocab_size < policy.vocab_size or _other_tokens(job, path):
+        raise ValueError(
+            f"{path}: another vocabulary than the policy's, {job.model_path}; a value model "
+            "(trainer.critic.path) reads the policy's tokens"
+        )
+    longest = c.task.max_prompt_tokens + c.max_new_tokens
+    if longest > model.max_position_embeddings:
+        raise ValueError(
+            f"{file}: the value model's context is {model.max_position_embeddings}, but "
+            f"task.max_prompt_tokens + max_new_tokens = {longest}; lower one of them"
+        )
+    _check_rotary(file, model)
+    may_lack = () if model.labels else (SCORE,)
+    shapes = parameter_shapes(model if model.labels else model.as_scorer())
+    check_weights(SafetensorsDir(path), shapes, may_lack=may_lack)
+
+
+def _other_tokens(job: Job, path: Path) -> bool:
+    """Whether the directory's tokenizer, where it has one, gives a token of the policy's another
+    id.
+    """
+    if not (path / "tokenizer_config.json").is_file():
+        return False
+    theirs = load_tokenizer(path).get_vocab()
+    ours = job.tokenizer.get_vocab()
+    return any(theirs.get(token) != index for token, index in ours.items())
 
 
 def _check_tokens(job: Job, vocab_size: int) -> None:

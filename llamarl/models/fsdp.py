@@ -98,6 +98,14 @@ def is_split(decoder: LanguageModel, name: str) -> bool:
     return _tensor_box(decoder, name).lengths != parameter_shapes(decoder.config)[name]
 
 
+def tensor_groups(decoder: LanguageModel, names: Iterable[str]) -> list[dist.ProcessGroup | None]:
+    """Of each parameter with these Hugging Face names the ranks that hold its other tensor-parallel
+    parts; None: each rank holds it whole.
+    """
+    tp = decoder.tensor_parallel
+    return [tp.group if is_split(decoder, name) else None for name in names]
+
+
 def held_box(decoder: LanguageModel, name: str, parameter: nn.Parameter) -> Box:
     """The part of a parameter that this rank holds."""
     if decoder.tensor_parallel is None:
