@@ -109,7 +109,7 @@ def build_reward(config: Config, job: Job) -> RuleReward:
 def build_references(config: Config, job: Job) -> list[FrozenReference]:
     """None, or one."""
     reference = config.reference
-    if reference.kind == "none":
+    if not reference.placed:
         return []
     settings = dict(
         model_path=str(job.model_path),
@@ -257,6 +257,7 @@ def _update_of(config: Config, loss_fn: Callable) -> UpdateSettings:
             reward_kl_estimator=t.reward_kl_estimator,
         ),
         filter_groups=t.filter_groups,
+        adapters_off_reference=config.reference.kind == "adapters_off",
         recomputes_kv=g.recompute_kv,
     )
 

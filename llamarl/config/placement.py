@@ -60,14 +60,14 @@ def resolve_placement(
 
 
 def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:
-    """Executor name -> its ranks in this run; no reference if there is none."""
+    """Executor name -> its ranks in this run; no reference if none has ranks of its own."""
     placed = resolve_placement(
         config.placement,
         world_size,
         groups_per_step=config.groups_per_step,
         tensor_parallel=config.generator.tensor_parallel,
     )
-    if not config.reference.enabled:
+    if not config.reference.placed:
         del placed["reference"]
     return placed
 

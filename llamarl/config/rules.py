@@ -336,6 +336,12 @@ def _reference_rules(c: Config) -> list[Rule]:
     absent, resets = kind == "none", kind == "reset"
     return [
         (
+            "reference.kind trainer.lora.rank",
+            kind == "adapters_off" and c.trainer.lora.rank == 0,
+            "is the trainer's weights without their adapters, and there are none: every weight is "
+            "trained; trainer.lora.rank=16, or reference=frozen",
+        ),
+        (
             "trainer.reward_kl_coef reference.kind",
             absent and c.trainer.reward_kl_coef > 0,
             "needs a reference: reference=frozen, or trainer.reward_kl_coef=0",

@@ -160,6 +160,7 @@ class NoReferenceSettings:
     kind: Literal["none"]
 
     enabled: ClassVar[bool] = False
+    placed: ClassVar[bool] = False
     reset_every: ClassVar[None] = None
 
 
@@ -168,6 +169,16 @@ class FrozenReferenceSettings:
     kind: Literal["frozen"]
 
     enabled: ClassVar[bool] = True
+    placed: ClassVar[bool] = True  # an executor, on ranks of its own or shared
+    reset_every: ClassVar[None] = None
+
+
+@settings_dataclass
+class AdaptersOffReferenceSettings:
+    kind: Literal["adapters_off"]
+
+    enabled: ClassVar[bool] = True
+    placed: ClassVar[bool] = False  # the trainer's own weights
     reset_every: ClassVar[None] = None
 
 
@@ -177,6 +188,7 @@ class ResettingReferenceSettings:
     reset_every: Count
 
     enabled: ClassVar[bool] = True
+    placed: ClassVar[bool] = True
 
 
 @settings_dataclass
@@ -367,7 +379,12 @@ class Config:
     )
     generator: NativeGeneratorSettings | VLLMGeneratorSettings = _marked(Mark.ANSWERS)
     reward: RewardSettings = _marked(Mark.ANSWERS)
-    reference: NoReferenceSettings | FrozenReferenceSettings | ResettingReferenceSettings
+    reference: (
+        NoReferenceSettings
+        | FrozenReferenceSettings
+        | ResettingReferenceSettings
+        | AdaptersOffReferenceSettings
+    )
     buffer: FifoBufferSettings | ReplayBufferSettings = _marked(Mark.ANSWERS)
     trainer: TrainerSettings
     loss: LossSettings

@@ -2,6 +2,7 @@
 backward, check, update.
 
     step (policy version v -> v + 1)
+      reference logprobs of every token, no gradient     where it is these weights without adapters
       old values of every token, no gradient             with a critic
       rewards -> shaped -> advantages                    llamarl.learning.targets
       T passes (updates_per_batch) over
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -51,6 +52,7 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import drop_gradients, next_backward, tensor_groups
 from llamarl.models.hf import named_parameters_hf
+from llamarl.models.lora import adapters_off
 from llamarl.models.parity import Canary, Sequence
 from llamarl.types import Group, PackedBatch
 
@@ -85,6 +87,8 @@ class UpdateSettings:
     # The generator computes its K/V cache anew under new weights; else a completion that began
     # under older ones goes on with theirs, and its logprobs are not the trainer's.
     recomputes_kv: bool = False
+    # Groups come without reference logprobs: these weights say them, with their adapters off.
+    adapters_off_reference: bool = False
 
     @property
     def updates_per_step(self) -> int:
@@ -190,6 +194,8 @@ class PolicyUpdate:
         NotFinite; ParityError.
         """
         s = self.settings
+        if s.adapters_off_reference:
+            groups = self._with_reference(groups, version, stop)
         trained = with_signal(groups, s.shaping) if s.filter_groups else groups
         parts = s.minibatches_per_step
         bounds = [len(trained) * i // parts for i in range(parts + 1)]
@@ -257,6 +263,39 @@ class PolicyUpdate:
             top_ids=likeliest.indices.tolist() if top else [],
             top_logprobs=likeliest.values.tolist() if top else [],
         )
+
+    @torch.no_grad()
+    def _with_reference(
+        self, groups: list[Group], version: int, stop: Callable[[], bool]
+    ) -> list[Group]:
+        """Collective: the groups with ref_logprobs, of every completion, by the weights that
+        training started from. NotFinite.
+        """
+        # Packed as if every completion were trained on, as an executor would: none is left out.
+        alike = []
+        for g in groups:
+            size = g.lengths.numel()
+            alike.append(replace(g, rewards=torch.ones(size), finish_reasons=("stop",) * size))
+        everything = [Targets.of(g, g.rewards) for g in alike]
+        logprobs_C = torch.zeros(sum(g.token_ids.numel() for g in groups))
+        with adapters_off(self.decoder):
+            for microbatch in self._minibatch(alike, everything).microbatches:
+                self._agree_to_go_on(stop)
+                batch = to_device(microbatch, self._device)
+                attention = PackedAttention(batch.cu_seqlens, batch.parents)
+                head = make_head(batch.labels, batch.rows, temperature=self.settings.temperature)
+                logprobs, _ = self.decoder(batch.input_ids, batch.positions, attention, head)
+                logprobs_C[microbatch.places] = logprobs.float().cpu()
+        total = self.ranks.sum(logprobs=float(logprobs_C.sum()))["logprobs"]
+        if not math.isfinite(total):
+            raise NotFinite(
+                f"trainer, step {version}: the reference's logprobs sum to {total}; nothing was "
+                "changed. The weights of model.path, or what they compute in "
+                "trainer.compute_dtype, are not finite"
+            )
+        sizes = [g.token_ids.numel() for g in groups]
+        own_logprobs = logprobs_C.split(sizes)
+        return [replace(g, ref_logprobs=own) for g, own in zip(groups, own_logprobs, strict=True)]
 
     @torch.no_grad()
     def _old_values(self, groups: list[Group], version: int, stop: Callable[[], bool]) -> Tensor:

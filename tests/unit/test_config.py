@@ -93,6 +93,7 @@ def test_every_choice_of_every_group_fits_the_schema(group, tmp_path, monkeypatc
     line = ["loss=tb", "beta_schedule.final=0.1", "beta_schedule.end_step=9"]
     needed = {"jsonl": data, "gsm8k": data, "hf_dataset": data}
     needed |= {"linear": line, "cut": [*line, "beta_schedule.cut_step=3"]}
+    needed |= {"adapters_off": ["trainer.lora.rank=4"]}
     for file in (CONF_DIR / group).glob("*.yaml"):
         given = [f"model.path={tmp_path}", *needed.get(file.stem, ())]
         assert complaints(f"{group}={file.stem}", *given) == {}, file
@@ -146,7 +147,10 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
         ("placement.trainer=0", "need a list of ranks such as [0,1] or null"),
         ("task.system_prompt=[q]", "need a text or null"),
         ("task.chat=[a]", "need true or false"),
-        ("reference.kind=frosen", "need none or frozen or reset; did you mean frozen?"),
+        (
+            "reference.kind=frosen",
+            "need none or frozen or reset or adapters_off; did you mean frozen?",
+        ),
         ("buffer.kind=null", "need fifo or replay"),
         ("buffer.kind=[fifo]", "need fifo or replay"),
         ("seed=9223372036854775808", "need a whole number between 0 and 9223372036854775807"),
