@@ -218,6 +218,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         critic_settings=critic,
         critic_path=critic_path,
         critic_seed=config.seed,
+        own_reference=None if config.reference.placed else config.reference.kind,
         lora=lora,
         ema_decay=t.ema_decay,
         step_options=step_options(config),
@@ -257,7 +258,6 @@ def _update_of(config: Config, loss_fn: Callable) -> UpdateSettings:
             reward_kl_estimator=t.reward_kl_estimator,
         ),
         filter_groups=t.filter_groups,
-        adapters_off_reference=config.reference.kind == "adapters_off",
         recomputes_kv=g.recompute_kv,
     )
 

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
+from typing import Literal
 
 import torch
 
@@ -42,7 +43,7 @@ from llamarl.models.parity import Prompts, canary_sequences
 from llamarl.models.sharded_state import Shard, box_from, optimizer_tensors, set_steps, steps_of
 from llamarl.models.sharding import num_parameters, parameter_shapes
 from llamarl.models.tp import TensorParallel
-from llamarl.models.training import training_decoder
+from llamarl.models.training import frozen_decoder, training_decoder
 from llamarl.types import Group
 
 SHORT_S = 0.02  # a wait for data up to this is none
@@ -74,6 +75,8 @@ class FSDPTrainer(Executor):
     critic_path: directory that a value model of its own starts as; None: the critic is a head on
     the policy's trunk. critic_seed: of that model's head, where the directory has none.
     ema_decay: keep an exponential moving average of the weights, and export it too.
+    own_reference: what says the reference logprobs of groups that come without: the decoder with
+    its adapters off, or a frozen copy of the starting weights in model_dtype, sharded as it is.
     step_options(step): options of the loss that change from step to step.
     resets_reference(version): whether the reference takes that version's weights. canary_prompts,
     canary_top: see llamarl.models.parity. evaluate_at(version): whether that version must be
@@ -101,6 +104,7 @@ class FSDPTrainer(Executor):
     critic_settings: CriticSettings | None = None
     critic_path: str | None = None
     critic_seed: int = 0
+    own_reference: Literal["none", "adapters_off", "sharded"] | None = None
     lora: Lora | None = None
     ema_decay: float | None = None
     step_options: Callable[[int], dict[str, float]] = lambda step: {}
@@ -111,6 +115,7 @@ class FSDPTrainer(Executor):
         self.version = 0
         self.done = False
         self._published = -1
+        self._frozen: list[torch.nn.Parameter] = []  # of a reference of its own
         self._wait_since = time.monotonic()
 
     # --- Life ---
@@ -131,6 +136,11 @@ class FSDPTrainer(Executor):
         trained = [p for _, p in self._parameters]
         self.optimizer = self._optimizer_of(trained, self.settings.lr)
         self.critic = self._load_critic() if self.critic_settings else None
+        self._reference = None
+        if self.own_reference == "adapters_off":
+            self._reference = self.decoder
+        elif self.own_reference == "sharded":
+            self._reference = self._load_reference()
         self._average = None
         if self.ema_decay is not None:
             self._average = WeightAverage(trained, self.optimizer, self.ema_decay)
@@ -142,6 +152,7 @@ class FSDPTrainer(Executor):
             group=self.group.process_group if self.group.size > 1 else None,
             device=self.group.device,
             critic=self.critic,
+            reference=self._reference,
             step_options=self.step_options,
         )
         self.weights = self.outputs["policy"]
@@ -184,21 +195,36 @@ class FSDPTrainer(Executor):
                 "trainer.cpu_offload: this trainer computes on a CPU, so its weights are in host "
                 "memory anyway"
             )
-        tensor_parallel = None
-        if g.tensor_parallel > 1:
-            tensor_parallel = TensorParallel(
-                g.tensor_index, g.tensor_parallel, g.tensor_group, split_vocabulary=False
-            )
         return training_decoder(
             path,
             mesh=g.data_mesh(),
             device=g.device,
             compute_dtype=getattr(torch, self.compute_dtype),
             activation_checkpointing=self.activation_checkpointing,
-            tensor_parallel=tensor_parallel,
+            tensor_parallel=self._peers(),
             lora=lora,
             cpu_offload=self.cpu_offload,
             score_seed=score_seed,
+        )
+
+    def _load_reference(self) -> Decoder:
+        reference = frozen_decoder(
+            self.model_path,
+            mesh=self.group.data_mesh(),
+            device=self.group.device,
+            dtype=getattr(torch, self.model_dtype),
+            tensor_parallel=self._peers(),
+            cpu_offload=self.cpu_offload,
+        )
+        self._frozen = list(reference.parameters())
+        return reference
+
+    def _peers(self) -> TensorParallel | None:
+        g = self.group
+        if g.tensor_parallel == 1:
+            return None
+        return TensorParallel(
+            g.tensor_index, g.tensor_parallel, g.tensor_group, split_vocabulary=False
         )
 
     def step(self) -> bool:
@@ -475,7 +501,7 @@ class FSDPTrainer(Executor):
     def offloadable(self) -> list[torch.Tensor]:
         """Weights, their average and the optimizer's moments; gradients end with the step."""
         self.optimizer.zero_grad(set_to_none=True)
-        own = [*self._all_parameters, *optimizer_tensors(self.optimizer)]
+        own = [*self._all_parameters, *self._frozen, *optimizer_tensors(self.optimizer)]
         tensors = [local(tensor) for tensor in own]
         if self.critic:
             tensors += self.critic.offloadable()

@@ -174,11 +174,13 @@ class FrozenReferenceSettings:
 
 
 @settings_dataclass
-class AdaptersOffReferenceSettings:
-    kind: Literal["adapters_off"]
+class TrainersReferenceSettings:
+    """One that the trainer itself asks, before its update."""
+
+    kind: Literal["adapters_off", "sharded"]
 
     enabled: ClassVar[bool] = True
-    placed: ClassVar[bool] = False  # the trainer's own weights
+    placed: ClassVar[bool] = False
     reset_every: ClassVar[None] = None
 
 
@@ -383,7 +385,7 @@ class Config:
         NoReferenceSettings
         | FrozenReferenceSettings
         | ResettingReferenceSettings
-        | AdaptersOffReferenceSettings
+        | TrainersReferenceSettings
     )
     buffer: FifoBufferSettings | ReplayBufferSettings = _marked(Mark.ANSWERS)
     trainer: TrainerSettings

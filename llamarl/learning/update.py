@@ -2,7 +2,7 @@
 backward, check, update.
 
     step (policy version v -> v + 1)
-      reference logprobs of every token, no gradient     where it is these weights without adapters
+      reference logprobs of every token, no gradient     with a reference of the trainer's own
       old values of every token, no gradient             with a critic
       rewards -> shaped -> advantages                    llamarl.learning.targets
       T passes (updates_per_batch) over
@@ -50,7 +50,7 @@ from llamarl.learning.targets import Targets, make_targets, with_signal
 from llamarl.learning.values import Critic, value_loss
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
-from llamarl.models.fsdp import drop_gradients, next_backward, tensor_groups
+from llamarl.models.fsdp import drop_gradients, next_backward, reshard, tensor_groups
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.lora import adapters_off
 from llamarl.models.parity import Canary, Sequence
@@ -87,8 +87,6 @@ class UpdateSettings:
     # The generator computes its K/V cache anew under new weights; else a completion that began
     # under older ones goes on with theirs, and its logprobs are not the trainer's.
     recomputes_kv: bool = False
-    # Groups come without reference logprobs: these weights say them, with their adapters off.
-    adapters_off_reference: bool = False
 
     @property
     def updates_per_step(self) -> int:
@@ -150,6 +148,8 @@ class PolicyUpdate:
     Ranks that share a tensor-parallel decoder are given the same groups; in sums over ranks they
     count once. A rank's groups are cut into minibatches in the order given, as evenly as they go.
     step_options(step): options of the loss that change from step to step, over those that it has.
+    reference: frozen, sharded as the decoder is; says the reference logprobs of groups, which then
+    come without. The decoder itself: with its adapters off.
     """
 
     def __init__(
@@ -162,6 +162,7 @@ class PolicyUpdate:
         group: dist.ProcessGroup | None,
         device: torch.device,
         critic: Critic | None = None,
+        reference: Decoder | None = None,
         step_options: Callable[[int], dict[str, float]] = lambda step: {},
     ):
         self.decoder = decoder
@@ -169,6 +170,7 @@ class PolicyUpdate:
         self.loss_fn = loss_fn
         self.settings = settings
         self.critic = critic
+        self.reference = reference
         self.step_options = step_options
         self._device = device
         tp = decoder.tensor_parallel
@@ -194,7 +196,7 @@ class PolicyUpdate:
         NotFinite; ParityError.
         """
         s = self.settings
-        if s.adapters_off_reference:
+        if self.reference is not None:
             groups = self._with_reference(groups, version, stop)
         trained = with_signal(groups, s.shaping) if s.filter_groups else groups
         parts = s.minibatches_per_step
@@ -278,20 +280,21 @@ class PolicyUpdate:
             alike.append(replace(g, rewards=torch.ones(size), finish_reasons=("stop",) * size))
         everything = [Targets.of(g, g.rewards) for g in alike]
         logprobs_C = torch.zeros(sum(g.token_ids.numel() for g in groups))
-        with adapters_off(self.decoder):
+        with adapters_off(self.reference):
             for microbatch in self._minibatch(alike, everything).microbatches:
                 self._agree_to_go_on(stop)
                 batch = to_device(microbatch, self._device)
                 attention = PackedAttention(batch.cu_seqlens, batch.parents)
                 head = make_head(batch.labels, batch.rows, temperature=self.settings.temperature)
-                logprobs, _ = self.decoder(batch.input_ids, batch.positions, attention, head)
+                logprobs, _ = self.reference(batch.input_ids, batch.positions, attention, head)
                 logprobs_C[microbatch.places] = logprobs.float().cpu()
+        if self.reference is not self.decoder:
+            reshard(self.reference)
         total = self.ranks.sum(logprobs=float(logprobs_C.sum()))["logprobs"]
         if not math.isfinite(total):
             raise NotFinite(
                 f"trainer, step {version}: the reference's logprobs sum to {total}; nothing was "
-                "changed. The weights of model.path, or what they compute in "
-                "trainer.compute_dtype, are not finite"
+                "changed. The weights of model.path, or what is computed with them, are not finite"
             )
         sizes = [g.token_ids.numel() for g in groups]
         own_logprobs = logprobs_C.split(sizes)

@@ -64,6 +64,12 @@ def next_backward(decoder: LanguageModel, *, last: bool) -> None:
         decoder.set_reshard_after_backward(last)
 
 
+def reshard(decoder: LanguageModel) -> None:
+    """Give back what a forward without backward leaves whole: embedding, last norm and head."""
+    if isinstance(decoder, FSDPModule):
+        decoder.reshard()
+
+
 def drop_gradients(decoder: LanguageModel) -> None:
     """Forget what microbatches have added up so far, on a step that ends before its last one."""
     if decoder.masters is not None:

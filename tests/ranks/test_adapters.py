@@ -38,7 +38,7 @@ LORA = [
 OWN_REFERENCE = ["reference=adapters_off", "loss.kl_coef=0.1"]
 CASES = {
     "lora": [*LORA, *OWN_REFERENCE, "trainer.ema_decay=0.5"],
-    "whole": ["trainer.ema_decay=0.5"],
+    "whole": ["reference=sharded", "loss.kl_coef=0.1", "trainer.ema_decay=0.5"],
 }
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,5 +1,5 @@
-"""reference=adapters_off: the trainer's weights without their adapters say what a frozen reference
-says.
+"""References of the trainer's own, its weights without their adapters and a sharded copy: they say
+what a frozen reference says.
 """
 
 import dataclasses
@@ -47,7 +47,8 @@ def adapted():
 def update(**changes):
     loss = regularised(policy_gradient, kl_coef=0.5)
     decoder = adapted()
-    made = update_of(decoder, loss, adapters_off_reference=True, microbatch_tokens=17, **changes)
+    made = update_of(decoder, loss, microbatch_tokens=17, **changes)
+    made.reference = decoder
     trained = [p for p in decoder.parameters() if p.requires_grad]
     made.optimizer = torch.optim.SGD(trained, lr=123.0)
     return made
@@ -86,7 +87,7 @@ def test_it_says_what_a_frozen_reference_says():
 
 def test_a_step_is_that_with_a_frozen_reference():
     ours, theirs = update(), update()
-    theirs.settings = dataclasses.replace(theirs.settings, adapters_off_reference=False)
+    theirs.reference = None
     groups = groups_of()
     given = [
         dataclasses.replace(g, ref_logprobs=scores)
@@ -145,3 +146,19 @@ def test_a_run_with_it(tmp_path):
         rows = job.rows[1:]
     assert rows[0]["kl/ref"] == pytest.approx(0.0, abs=1e-6)  # the adapters start at 0
     assert rows[1]["kl/ref"] > 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_run_with_a_reference_that_is_sharded_as_the_trainer_is(tmp_path, ranks):
+    """Its values are those of a frozen one: the same run, seen by its metrics."""
+    shared = (*SMALL, "loss.kl_coef=0.1", "max_lag=0", "lr=1e-3", "max_steps=2")
+    placed = ("placement.trainer=[0,1]",) if ranks else ()
+    kinds = {}
+    for kind in ("frozen", "sharded"):
+        run_dir = tmp_path / kind
+        with Job(f"reference={kind}", *shared, *placed, run_dir=run_dir, ranks=ranks) as job:
+            assert job.wait() == 0, job.output
+            kinds[kind] = [row["kl/ref"] for row in job.rows[1:]]
+    assert kinds["sharded"] == pytest.approx(kinds["frozen"], rel=1e-3, abs=1e-6)
+    assert kinds["sharded"][1] > 1e-5
