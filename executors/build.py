@@ -156,7 +156,7 @@ def _part(name: str, weight: float, settings: AnySourceSettings, job: Job) -> Pa
 def build_references(config: Config, job: Job) -> list[FrozenReference]:
     """None, or one."""
     reference = config.reference
-    if reference.kind == "none":
+    if not reference.placed:
         return []
     settings = dict(
         model_path=str(job.model_path),
@@ -225,12 +225,15 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
     critic = None
     if t.advantages == "gae":
         critic = CriticSettings(
-            lr=t.value_lr,
+            lr=config.critic_lr,
             coef=t.value_coef,
             clip=t.value_clip,
             gamma=t.gamma,
             gae_lambda=t.gae_lambda,
         )
+    critic_path = None
+    if t.critic.trunk == "own":
+        critic_path = t.critic.path or str(job.model_path)
     lora = None
     if t.lora.rank:
         lora = Lora(
@@ -289,6 +292,9 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         evaluate_at=job.eval_due,
         checkpoint_at=partial(_is_due, config.checkpoint.every),
         critic_settings=critic,
+        critic_path=critic_path,
+        critic_seed=config.seed,
+        own_reference=None if config.reference.placed else config.reference.kind,
         lora=lora,
         ema_decay=t.ema_decay,
         step_options=step_options,

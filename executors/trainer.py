@@ -13,12 +13,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import operator
 import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
+from typing import Literal
 
 import torch
 
@@ -29,7 +29,8 @@ from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.ema import WeightAverage
 from llamarl.learning.optim import build_optimizer, settle_moments
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
-from llamarl.learning.values import Critic, CriticSettings
+from llamarl.learning.values import Critic, CriticSettings, OwnCritic, SharedCritic
+from llamarl.models.build import Decoder
 from llamarl.models.fsdp import (
     held_box,
     is_split,
@@ -42,7 +43,7 @@ from llamarl.models.parity import Prompts, canary_sequences
 from llamarl.models.sharded_state import Shard, box_from, optimizer_tensors, set_steps, steps_of
 from llamarl.models.sharding import num_parameters, parameter_shapes
 from llamarl.models.tp import TensorParallel
-from llamarl.models.training import training_decoder
+from llamarl.models.training import frozen_decoder, training_decoder
 
 SHORT_S = 0.02  # a wait for data up to this is none
 EMA = "_ema"  # behind the name of an exported directory: the averaged weights
@@ -70,7 +71,11 @@ class FSDPTrainer(Executor):
     replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel:
     ranks, one after another, that share each layer and train on the same groups. lora: train
     adapters alone; generators, a reference that is reset and directories get merged weights.
+    critic_path: directory that a value model of its own starts as; None: the critic is a head on
+    the policy's trunk. critic_seed: of that model's head, where the directory has none.
     ema_decay: keep an exponential moving average of the weights, and export it too.
+    own_reference: what says the reference logprobs of groups that come without: the decoder with
+    its adapters off, or a frozen copy of the starting weights in model_dtype, sharded as it is.
     step_options(step): options of the loss that change from step to step.
     resets_reference(version): whether the reference takes that version's weights. canary_prompts,
     canary_top: see llamarl.models.parity. evaluate_at(version): whether that version must be
@@ -96,6 +101,9 @@ class FSDPTrainer(Executor):
     evaluate_at: Callable[[int], bool]
     checkpoint_at: Callable[[int], bool]
     critic_settings: CriticSettings | None = None
+    critic_path: str | None = None
+    critic_seed: int = 0
+    own_reference: Literal["none", "adapters_off", "sharded"] | None = None
     lora: Lora | None = None
     ema_decay: float | None = None
     step_options: Callable[[int], dict[str, float]] = lambda step: {}
@@ -106,33 +114,14 @@ class FSDPTrainer(Executor):
         self.version = 0
         self.done = False
         self._published = -1
+        self._frozen: list[torch.nn.Parameter] = []  # of a reference of its own
         self._wait_since = time.monotonic()
 
     # --- Life ---
 
     def setup(self) -> None:
         """Load the decoder, and make what trains it. Collective over the trainer's ranks."""
-        g = self.group
-        if self.cpu_offload and g.device.type == "cpu":
-            log.warning(
-                "trainer.cpu_offload: this trainer computes on a CPU, so its weights are in host "
-                "memory anyway"
-            )
-        tensor_parallel = None
-        if g.tensor_parallel > 1:
-            tensor_parallel = TensorParallel(
-                g.tensor_index, g.tensor_parallel, g.tensor_group, split_vocabulary=False
-            )
-        self.decoder = training_decoder(
-            self.model_path,
-            mesh=g.data_mesh(),
-            device=g.device,
-            compute_dtype=getattr(torch, self.compute_dtype),
-            activation_checkpointing=self.activation_checkpointing,
-            tensor_parallel=tensor_parallel,
-            lora=self.lora,
-            cpu_offload=self.cpu_offload,
-        )
+        self.decoder = self._load_decoder(self.model_path, lora=self.lora)
         named = named_parameters_hf(self.decoder)
         # What is trained and saved, adapters and no frozen weights; and what the policy is to
         # everybody else.
@@ -143,21 +132,13 @@ class FSDPTrainer(Executor):
         # As they are now: after a forward FSDP shows its root's gathered ones.
         self._all_parameters = list(self.decoder.parameters())
         trained = [shard.parameter for shard in self._shards]
-        self.optimizer = build_optimizer(
-            trained,
-            lr=self.settings.lr,
-            **dataclasses.asdict(self.adam),
-        )
-        self.critic = None
-        if self.critic_settings:
-            self.critic = Critic(
-                self.decoder.config.hidden_size,
-                self.critic_settings,
-                betas=self.adam.betas,
-                eps=self.adam.eps,
-                mesh=self.group.data_mesh(),
-                device=self.group.device,
-            )
+        self.optimizer = self._optimizer_of(trained, self.settings.lr)
+        self.critic = self._load_critic() if self.critic_settings else None
+        self._reference = None
+        if self.own_reference == "adapters_off":
+            self._reference = self.decoder
+        elif self.own_reference == "sharded":
+            self._reference = self._load_reference()
         self._average = None
         if self.ema_decay is not None:
             self._average = WeightAverage(trained, self.optimizer, self.ema_decay)
@@ -169,12 +150,73 @@ class FSDPTrainer(Executor):
             group=self.group.process_group if self.group.size > 1 else None,
             device=self.group.device,
             critic=self.critic,
+            reference=self._reference,
             step_options=self.step_options,
         )
         self.weights = self.outputs["policy"]
         self.reference_weights = self.outputs.get(REFERENCE_WEIGHTS)
         for weights in self.outputs.values():
             weights.bind(self.decoder.config, self._policy.parameters, self.group.tensor_group)
+
+    def _optimizer_of(
+        self, parameters: Iterable[torch.nn.Parameter], lr: float
+    ) -> torch.optim.Optimizer:
+        return build_optimizer(parameters, lr=lr, **dataclasses.asdict(self.adam))
+
+    def _load_critic(self) -> Critic:
+        settings = self.critic_settings
+        if self.critic_path is None:
+            return SharedCritic(
+                self.decoder.config.hidden_size,
+                settings,
+                betas=self.adam.betas,
+                eps=self.adam.eps,
+                mesh=self.group.data_mesh(),
+                device=self.group.device,
+            )
+        trunk = self._load_decoder(self.critic_path, score_seed=self.critic_seed)
+        return OwnCritic(trunk, settings, self._optimizer_of(trunk.parameters(), settings.lr))
+
+    def _load_decoder(
+        self, path: str, *, lora: Lora | None = None, score_seed: int | None = None
+    ) -> Decoder:
+        g = self.group
+        if self.cpu_offload and g.device.type == "cpu":
+            log.warning(
+                "trainer.cpu_offload: this trainer computes on a CPU, so its weights are in host "
+                "memory anyway"
+            )
+        return training_decoder(
+            path,
+            mesh=g.data_mesh(),
+            device=g.device,
+            compute_dtype=getattr(torch, self.compute_dtype),
+            activation_checkpointing=self.activation_checkpointing,
+            tensor_parallel=self._peers(),
+            lora=lora,
+            cpu_offload=self.cpu_offload,
+            score_seed=score_seed,
+        )
+
+    def _load_reference(self) -> Decoder:
+        reference = frozen_decoder(
+            self.model_path,
+            mesh=self.group.data_mesh(),
+            device=self.group.device,
+            dtype=getattr(torch, self.model_dtype),
+            tensor_parallel=self._peers(),
+            cpu_offload=self.cpu_offload,
+        )
+        self._frozen = list(reference.parameters())
+        return reference
+
+    def _peers(self) -> TensorParallel | None:
+        g = self.group
+        if g.tensor_parallel == 1:
+            return None
+        return TensorParallel(
+            g.tensor_index, g.tensor_parallel, g.tensor_group, split_vocabulary=False
+        )
 
     def step(self) -> bool:
         arrived = self._receive()
@@ -293,8 +335,8 @@ class FSDPTrainer(Executor):
     # --- Checkpoints ---
 
     def state_dict(self) -> dict:
-        """This rank's shard: trained weights (float32) and their average, Adam's moments, the value
-        head, the buffer; and which part of the model they are.
+        """This rank's shard: trained weights (float32) and their average, Adam's moments, the
+        critic's, the buffer; and which part of the model they are.
 
         What several ranks hold is stored by the first of them alone.
         """
@@ -309,8 +351,8 @@ class FSDPTrainer(Executor):
         state |= self.buffer.state_dict() if is_first_peer else {"buffered": []}
         if not is_first_replica:
             return state
-        if self.critic and is_first_peer:
-            state |= self.critic.state_dict()
+        if self.critic:
+            state |= self.critic.state_dict(is_first_peer=is_first_peer)
         for shard in self._shards:
             if not is_first_peer and not is_split(self.decoder, shard.name):
                 continue
@@ -352,10 +394,7 @@ class FSDPTrainer(Executor):
         parameters = [shard.parameter for shard in self._shards]
         set_steps(self.optimizer, parameters, float(parts[0]["adam_step"]))
         if self.critic:
-            loaded = [self.critic.load_state_dict(part) for part in parts]
-            if not any(loaded):
-                message = "the checkpoint has no value head: this run's starts at 0"
-                warnings.warn(message, stacklevel=2)
+            self._load_critic_state(parts)
         names = chain.from_iterable(parts)
         if self._average and not any(name.startswith("ema/") for name in names):
             log.warning(
@@ -373,6 +412,18 @@ class FSDPTrainer(Executor):
         )
         self._published = -1
 
+    def _load_critic_state(self, parts: list[dict]) -> None:
+        """ValueError where a value model's weights are not there; a head then starts at 0."""
+        missing = self.critic.load_state_dict(parts)
+        if missing and self.critic.trunk is not None:
+            raise ValueError(
+                f"the checkpoint lacks {missing} elements of this rank's value model "
+                "(trainer.critic.trunk=own): it was saved without one, or with another"
+            )
+        if missing:
+            message = "the checkpoint has no value head: this run's starts at 0"
+            warnings.warn(message, stacklevel=2)
+
     def _check_fits(self, part: dict) -> None:
         """ValueError if a saved part is of other adapters, or of tensors that this model does not
         have, or of larger ones.
@@ -387,10 +438,7 @@ class FSDPTrainer(Executor):
         shapes |= parameter_shapes(self.decoder.config)
         for name, saved in part["boxes"].items():
             shape = shapes.get(name)
-            box = box_from(saved)
-            ends = map(operator.add, box.offsets, box.lengths)
-            has_sides = shape is not None and len(shape) == len(box.lengths)
-            if not (has_sides and all(map(operator.le, ends, shape))):
+            if shape is None or not box_from(saved).fits(shape):
                 raise ValueError(
                     f"the checkpoint's {name} does not fit this run's model, where its shape is "
                     f"{shape}{_OTHER_MODEL}"
@@ -437,7 +485,7 @@ class FSDPTrainer(Executor):
     def offloadable(self) -> list[torch.Tensor]:
         """Weights, their average and the optimizer's moments; gradients end with the step."""
         self.optimizer.zero_grad(set_to_none=True)
-        own = [*self._all_parameters, *optimizer_tensors(self.optimizer)]
+        own = [*self._all_parameters, *self._frozen, *optimizer_tensors(self.optimizer)]
         tensors = [local(tensor) for tensor in own]
         if self.critic:
             tensors += self.critic.offloadable()

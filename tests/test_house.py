@@ -329,7 +329,8 @@ GUIDES = "\n".join(
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 OVERRIDE = re.compile(r"^\+?[a-z_]+(?:\.[a-z_]+)*=[^=]*$")
-USERS = {"DIR": str(TINY), "FILE": "train.jsonl"}  # what a placeholder stands for in a check
+# What a placeholder stands for in a check.
+USERS = {"DIR": str(TINY), "RM_DIR": str(TINY), "FILE": "train.jsonl"}
 
 
 def blocks(language: str, text: str = GUIDES) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from llamarl.config.conversion import Findings, show
 from llamarl.config.schema import Config
@@ -15,8 +16,8 @@ Ranks = tuple[int, ...]
 
 
 def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:
-    """Executor name -> its ranks in this run, with every null filled in; no reference if there is
-    none.
+    """Executor name -> its ranks in this run, with every null filled in; no reference if none
+    has ranks of its own.
 
     Trainers take the first half of the ranks (as many as divide groups_per_step, and leave a
     multiple of generator.tensor_parallel if that can be), generators the rest, as far as it makes
@@ -51,7 +52,7 @@ def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:
         "generator": tuple(generator),
         "reward": tuple(given["reward"] or spare[-1:]),
     }
-    if config.reference.kind != "none":
+    if config.reference.placed:
         placed["reference"] = tuple(given["reference"] or spare[-1:])
     return placed
 
@@ -90,10 +91,7 @@ def find_placement(c: Config, world_size: int, found: Findings) -> None:
     if found.problems:
         return
     placed = placement_of(c, world_size)
-    try:
-        model = read_config(c.model.path or TINY_MODEL)
-    except (OSError, ValueError):
-        model = None  # told elsewhere
+    model = _model_at(c.model.path or TINY_MODEL)
     _find_trainer(c, len(placed["trainer"]), model, found)
     if c.scorers:
         _find_scorers(c, placed, found)
@@ -129,17 +127,31 @@ def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: F
             what = f"{ranks} cannot cut their groups into {n} minibatches each"
             remedy = f"need a multiple of {unit} groups"
             found.add(f"{what}; {remedy}", "groups_per_step", "trainer.minibatches_per_step")
-    if t == 1 or model is None:
+    if t == 1:
         return
+    critic = c.trainer.critic.path and _model_at(c.trainer.critic.path)
+    for noun, split in {"model": model, "value model": critic}.items():
+        uneven = _uneven_parts(split, t) if split else []
+        if uneven:
+            what = f"the trainer splits the {noun} evenly, but it has {' and '.join(uneven)}"
+            found.add(what, "trainer.tensor_parallel")
+
+
+def _uneven_parts(model: ModelConfig, ranks: int) -> list[str]:
+    """What tensor-parallel ranks cannot share evenly."""
     parts = {
         "query heads": model.num_attention_heads,
         "key/value heads": model.num_key_value_heads,
         "hidden units (intermediate_size)": model.intermediate_size,
     }
-    uneven = [f"{count} {what}" for what, count in parts.items() if count % t]
-    if uneven:
-        what = f"the trainer splits the model evenly, but it has {' and '.join(uneven)}"
-        found.add(what, "trainer.tensor_parallel")
+    return [f"{count} {what}" for what, count in parts.items() if count % ranks]
+
+
+def _model_at(path: str | Path) -> ModelConfig | None:
+    try:
+        return read_config(path)
+    except (OSError, ValueError):
+        return None  # told elsewhere
 
 
 def _find_scorers(c: Config, placed: dict[str, Ranks], found: Findings) -> None:

@@ -28,6 +28,7 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
         *_memory_rules(config, num_hosts),
         *_ahead_rules(config),
         *_learning_rules(config),
+        *_reference_rules(config),
         *_replay_rules(config),
     ]
     found = Findings(config)
@@ -42,6 +43,8 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
             found.add(what, "generator.kind")
     files = {f"task.{name}": getattr(config.task, name, None) for name in ("path", "eval_path")}
     files["model.path"] = config.model.path and f"{config.model.path}/config.json"
+    critic = config.trainer.critic.path
+    files["trainer.critic.path"] = critic and f"{critic}/config.json"
     for key, part in config.reward_parts.items():
         if part.kind == "model":
             files[f"{key}.path"] = f"{part.path}/config.json"
@@ -298,11 +301,7 @@ def _find_credentials(c: Config, found: Findings) -> None:
 
 
 def _learning_rules(c: Config) -> list[Rule]:
-    """Of advantages, of completions or of tokens; of adapters; of schedules; of the reference, and
-    what compares with it.
-    """
-    kind = c.reference.kind
-    absent, resets = kind == "none", kind == "reset"
+    """Of advantages, of completions or of tokens; of the critic; of adapters; of schedules."""
     t, fn = c.trainer, c.loss.fn
     adapts, decays = t.lora.rank > 0, t.decay_steps is not None
     has_beta = isinstance(c.loss.options.get("beta"), int | float)
@@ -336,6 +335,18 @@ def _learning_rules(c: Config) -> list[Rule]:
             "trainer.whiten=advantages",
         ),
         (
+            "trainer.critic.trunk trainer.advantages",
+            t.critic.trunk == "own" and not by_token,
+            "nothing asks a value model: its values are for trainer.advantages=gae; "
+            "or trainer.critic.trunk=shared",
+        ),
+        (
+            "trainer.critic.path trainer.critic.trunk",
+            t.critic.path is not None and t.critic.trunk == "shared",
+            "a head on the policy's trunk starts as no other model; "
+            "trainer.critic.trunk=own, or trainer.critic.path=null",
+        ),
+        (
             "trainer.lora.rank trainer.tensor_parallel",
             adapts and t.tensor_parallel > 1,
             "adapters of split projections are not supported; "
@@ -365,6 +376,20 @@ def _learning_rules(c: Config) -> list[Rule]:
             "beta_schedule.kind loss.fn",
             c.beta_schedule.kind != "constant" and not has_beta,
             "needs a loss with an option beta, and its first value: loss.beta=0.01",
+        ),
+    ]
+
+
+def _reference_rules(c: Config) -> list[Rule]:
+    """Of the reference, and what compares with it."""
+    kind = c.reference.kind
+    absent, resets = kind == "none", kind == "reset"
+    return [
+        (
+            "reference.kind trainer.lora.rank",
+            kind == "adapters_off" and c.trainer.lora.rank == 0,
+            "is the trainer's weights without their adapters, and there are none: every weight is "
+            "trained; trainer.lora.rank=16, or reference=frozen",
         ),
         (
             "trainer.reward_kl_coef reference.kind",

@@ -46,6 +46,7 @@ from llamarl.words.choices import (
     Whiten,
 )
 
+HEAD_LR = 1e-3  # of a value head, where trainer.value_lr is null
 Seed = Annotated[int, Range(0, 2**63 - 1)]  # what torch and the counters of sampling hold
 
 
@@ -240,17 +241,26 @@ class PartsRewardSettings:
 
 @settings_dataclass
 class ReferenceSettings:
-    """No reference, or one that stays as it is."""
+    """No reference, or one that stays as it is: in an executor (frozen), or one that the trainer
+    itself asks before its update.
+    """
 
-    kind: Literal["none", "frozen"]
+    kind: Literal["none", "frozen", "adapters_off", "sharded"]
 
     reset_every: ClassVar[None] = None
+
+    @property
+    def placed(self) -> bool:
+        """Whether it is an executor, on ranks of its own or shared."""
+        return self.kind == "frozen"
 
 
 @settings_dataclass
 class ResettingReferenceSettings:
     kind: Literal["reset"]
     reset_every: Count
+
+    placed: ClassVar[bool] = True
 
 
 @settings_dataclass
@@ -300,6 +310,12 @@ class LoraSettings:
 
 
 @settings_dataclass
+class CriticModelSettings:
+    trunk: Literal["shared", "own"]
+    path: str | None  # None: an own trunk starts as the policy
+
+
+@settings_dataclass
 class TrainerSettings:
     replicate: Count
     tensor_parallel: Count
@@ -330,7 +346,8 @@ class TrainerSettings:
     whiten: Whiten
     gamma: Share
     gae_lambda: Share
-    value_lr: Positive
+    critic: CriticModelSettings
+    value_lr: Positive | None
     value_coef: NonNegative
     value_clip: Positive | None
 
@@ -460,6 +477,16 @@ class Config:
     def scorers(self) -> dict[str, ModelSourceSettings]:
         """The models among what scores, by key."""
         return {key: part for key, part in self.reward_parts.items() if part.kind == "model"}
+
+    @property
+    def critic_lr(self) -> float:
+        """The learning rate of the critic's own parameters: where none is set, that of the policy
+        for a whole model, and much more for a head that starts at 0.
+        """
+        t = self.trainer
+        if t.value_lr is not None:
+            return t.value_lr
+        return self.lr if t.critic.trunk == "own" else HEAD_LR
 
     @property
     def updates_in_flight(self) -> bool:

@@ -57,6 +57,11 @@ def dry_run(job: Job) -> None:
 
     num_held = sum(source.box(model, parameter, 0).numel for parameter in parameters)
     trainer_bytes = num_held * (_HELD_BYTES + 2 * dtype.itemsize)
+    if c.trainer.critic.trunk == "own":
+        critic = read_config(c.trainer.critic.path or job.model_path)
+        trainer_bytes += num_parameters(critic) * _HELD_BYTES / (shards * trainer_tp)
+    if c.reference.kind == "sharded":
+        trainer_bytes += num_parameters(model) * dtype.itemsize / (shards * trainer_tp)
     longest = c.task.max_prompt_tokens + c.max_new_tokens
     cache_tokens = generator.cache_tokens or generator.max_slots * longest
     token_elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim

@@ -13,8 +13,9 @@ from llamarl.launch.scorers import check_scorers
 from llamarl.models.attention import rotary_of
 from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig, read_config
-from llamarl.models.hf import weights_of
+from llamarl.models.hf import load_tokenizer, weights_of
 from llamarl.models.quantize import quantize_decoder
+from llamarl.models.scorer import SCORE
 
 _OTHER_VOCABULARY = "but config.json says vocab_size={}; fetch both again"
 
@@ -39,6 +40,8 @@ def check_inputs(job: Job) -> None:
         _check_tokens(job, model.vocab_size)
         _check_task(job)
         check_scorers(job)
+        if c.trainer.critic.path:
+            _check_critic(job, model)
         longest = c.task.max_prompt_tokens + c.max_new_tokens
         context = model.max_position_embeddings
         if longest > context:
@@ -55,10 +58,7 @@ def _check_model(job: Job, model: ModelConfig) -> None:
             f"{job.model_path / 'config.json'}: {model.architecture} gives scores, no tokens; "
             "model.path is the policy, a language model"
         )
-    try:
-        rotary_of(model)
-    except (ValueError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"{job.model_path / 'config.json'}: {error}") from error
+    _check_rotary(job.model_path / "config.json", model)
     g = job.config.generator
     if g.kind == "vllm" and model.traits.names:
         raise ValueError(
@@ -73,6 +73,54 @@ def _check_model(job: Job, model: ModelConfig) -> None:
             quantize_decoder(decoder, g.quantize, tuple(g.quantize_exclude))
         except ValueError as error:
             raise ValueError(f"generator.quantize_exclude={g.quantize_exclude}: {error}") from error
+
+
+def _check_rotary(file: Path, model: ModelConfig) -> None:
+    try:
+        rotary_of(model)
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _check_critic(job: Job, policy: ModelConfig) -> None:
+    """A value model reads the policy's tokens and says one number of each."""
+    c = job.config
+    path = Path(c.trainer.critic.path)
+    file = path / "config.json"
+    model = read_config(path)
+    if len(model.labels) > 1:
+        labels = ", ".join(model.labels)
+        raise ValueError(
+            f"{file}: a head of {len(model.labels)} labels ({labels}); a value model "
+            "(trainer.critic.path) says one number: num_labels=1"
+        )
+    if model.vocab_size < policy.vocab_size or _other_tokens(job, path):
+        raise ValueError(
+            f"{path}: another vocabulary than the policy's, {job.model_path}; a value model "
+            "(trainer.critic.path) reads the policy's tokens"
+        )
+    longest = c.task.max_prompt_tokens + c.max_new_tokens
+    if longest > model.max_position_embeddings:
+        raise ValueError(
+            f"{file}: the value model's context is {model.max_position_embeddings}, but "
+            f"task.max_prompt_tokens + max_new_tokens = {longest}; lower one of them"
+        )
+    _check_rotary(file, model)
+    if model.labels:
+        weights_of(path, model)
+    else:
+        weights_of(path, model.as_scorer(), may_lack=(SCORE,))
+
+
+def _other_tokens(job: Job, path: Path) -> bool:
+    """Whether the directory's tokenizer, where it has one, gives a token of the policy's another
+    id.
+    """
+    if not (path / "tokenizer_config.json").is_file():
+        return False
+    theirs = load_tokenizer(path).get_vocab()
+    ours = job.tokenizer.get_vocab()
+    return any(theirs.get(token) != index for token, index in ours.items())
 
 
 def _check_tokens(job: Job, vocab_size: int) -> None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from llamarl.executor import ExecutorGroup
 from llamarl.learning.scoring import Asked, filler, pack_scored, score
+from llamarl.models.fsdp import reshard
 from llamarl.models.scorer import load_scorer
 from llamarl.models.tp import TensorParallel
 from llamarl.tasks.transcript import Transcript
@@ -76,8 +76,7 @@ class ShardedScorer:
         for batch in own + [filler()] * (num_rounds - len(own)):
             scores_NC = score(self.decoder, batch, self._group.device)
             scores_N[batch.places] = scores_NC[:, self.settings.label]
-        if isinstance(self.decoder, FSDPModule):  # its root stays whole for a backward otherwise
-            self.decoder.reshard()
+        reshard(self.decoder)
         if self._group.size > 1:
             if self._group.tensor_index:
                 scores_N.zero_()  # the first of those that share a copy speaks for them

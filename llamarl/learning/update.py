@@ -2,7 +2,8 @@
 backward, check, update.
 
     step (policy version v -> v + 1)
-      old values of every token, no gradient             with a value head
+      reference logprobs of every token, no gradient     with a reference of the trainer's own
+      old values of every token, no gradient             with a critic
       rewards -> shaped -> advantages                    llamarl.learning.targets
       T passes (updates_per_batch) over
         N minibatches (minibatches_per_step) of whole groups, one optimizer update each
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -49,9 +50,9 @@ from llamarl.learning.targets import Targets, make_targets, with_signal
 from llamarl.learning.values import Critic, value_loss
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
-from llamarl.models.fsdp import drop_gradients, is_split, next_backward
-from llamarl.models.heads import only_values, with_values
+from llamarl.models.fsdp import drop_gradients, next_backward, reshard, tensor_groups
 from llamarl.models.hf import named_parameters_hf
+from llamarl.models.lora import adapters_off
 from llamarl.models.parity import Canary, Sequence
 from llamarl.types import Group, PackedBatch
 
@@ -149,6 +150,8 @@ class PolicyUpdate:
     Ranks that share a tensor-parallel decoder are given the same groups; in sums over ranks they
     count once. A rank's groups are cut into minibatches in the order given, as evenly as they go.
     step_options(step): options of the loss that change from step to step, over those that it has.
+    reference: frozen, sharded as the decoder is; says the reference logprobs of groups, which then
+    come without. The decoder itself: with its adapters off.
     """
 
     def __init__(
@@ -161,6 +164,7 @@ class PolicyUpdate:
         group: dist.ProcessGroup | None,
         device: torch.device,
         critic: Critic | None = None,
+        reference: Decoder | None = None,
         step_options: Callable[[int], dict[str, float]] = lambda step: {},
     ):
         self.decoder = decoder
@@ -168,21 +172,24 @@ class PolicyUpdate:
         self.loss_fn = loss_fn
         self.settings = settings
         self.critic = critic
+        self.reference = reference
         self.step_options = step_options
         self._device = device
         tp = decoder.tensor_parallel
         self.ranks = Ranks(group, device, tp)
-        # Of each parameter the ranks that hold its other parts; None: each holds it whole.
-        self._tensor_groups: list[dist.ProcessGroup | None] = []
+        names = [name for name, _ in named_parameters_hf(decoder)]
+        self._tensor_groups = tensor_groups(decoder, names)
+        parameters = list(decoder.parameters())
+        split_over = list(self._tensor_groups)
+        if critic is not None:
+            parameters += critic.parameters
+            split_over += critic.tensor_groups
         self._copied: list[torch.nn.Parameter] = []  # those that tensor-parallel ranks all hold
-        named = named_parameters_hf(decoder)
-        for (name, _), parameter in zip(named, decoder.parameters(), strict=True):
-            is_part = tp is not None and is_split(decoder, name)
-            self._tensor_groups.append(tp.group if is_part else None)
-            if tp is not None and not is_part:
-                self._copied.append(parameter)
-        if tp is not None and critic is not None:
-            self._copied += critic.parameters
+        if tp is not None:
+            self._copied = [p for p, peers in zip(parameters, split_over) if peers is None]
+        self._models = [decoder]
+        if critic is not None and critic.trunk is not None:
+            self._models.append(critic.trunk)
 
     def run(self, groups: list[Group], version: int, stop: Stop) -> StepResult:
         """Step `version` -> version + 1 on this rank's groups.
@@ -191,6 +198,8 @@ class PolicyUpdate:
         NotFinite; ParityError.
         """
         s = self.settings
+        if self.reference is not None:
+            groups = self._with_reference(groups, version, stop)
         trained = with_signal(groups, s.shaping) if s.filter_groups else groups
         parts = s.minibatches_per_step
         bounds = [len(trained) * i // parts for i in range(parts + 1)]
@@ -260,6 +269,38 @@ class PolicyUpdate:
         )
 
     @torch.no_grad()
+    def _with_reference(self, groups: list[Group], version: int, stop: Stop) -> list[Group]:
+        """Collective: the groups with ref_logprobs, of every completion, by the weights that
+        training started from. NotFinite.
+        """
+        # Packed as if every completion were trained on, as an executor would: none is left out.
+        alike = []
+        for g in groups:
+            size = g.lengths.numel()
+            alike.append(replace(g, rewards=torch.ones(size), finish_reasons=("stop",) * size))
+        everything = [Targets.of(g, g.rewards) for g in alike]
+        logprobs_C = torch.zeros(sum(g.token_ids.numel() for g in groups))
+        with adapters_off(self.reference):
+            for microbatch in self._minibatch(alike, everything).microbatches:
+                self._agree_to_go_on(stop)
+                batch = to_device(microbatch, self._device)
+                attention = PackedAttention(batch.cu_seqlens, batch.parents)
+                head = make_head(batch.labels, batch.rows, temperature=self.settings.temperature)
+                logprobs, _ = self.reference(batch.input_ids, batch.positions, attention, head)
+                logprobs_C[microbatch.places] = logprobs.float().cpu()
+        if self.reference is not self.decoder:
+            reshard(self.reference)
+        total = self.ranks.sum(logprobs=float(logprobs_C.sum()))["logprobs"]
+        if not math.isfinite(total):
+            raise NotFinite(
+                f"trainer, step {version}: the reference's logprobs sum to {total}; nothing was "
+                "changed. The weights of model.path, or what is computed with them, are not finite"
+            )
+        sizes = [g.token_ids.numel() for g in groups]
+        own_logprobs = logprobs_C.split(sizes)
+        return [replace(g, ref_logprobs=own) for g, own in zip(groups, own_logprobs, strict=True)]
+
+    @torch.no_grad()
     def _old_values(self, groups: list[Group], version: int, stop: Stop) -> Tensor:
         """Collective: [C] values of all groups' completion tokens, end to end; 0 of those that are
         not trained on. NotFinite.
@@ -270,13 +311,12 @@ class PolicyUpdate:
             self._agree_to_go_on(stop)
             batch = to_device(microbatch, self._device)
             attention = PackedAttention(batch.cu_seqlens, batch.parents)
-            head = only_values(self.critic.head, batch.rows)
-            values_R = self.decoder(batch.input_ids, batch.positions, attention, head)
+            values_R = self.critic.values(self.decoder, batch, attention)
             values_C[microbatch.places] = values_R.cpu()
         total = self.ranks.sum(values=float(values_C.sum()))["values"]
         if not math.isfinite(total):
             raise NotFinite(
-                f"trainer, step {version}: the value head's values sum to {total}; nothing was "
+                f"trainer, step {version}: the critic's values sum to {total}; nothing was "
                 "changed. Lower trainer.value_lr"
             )
         return values_C
@@ -302,7 +342,8 @@ class PolicyUpdate:
         for i, microbatch in enumerate(minibatch.microbatches, start=1):
             if update_id.is_first:
                 self._agree_to_go_on(stop)
-            next_backward(self.decoder, last=i == len(minibatch.microbatches))
+            for model in self._models:
+                next_backward(model, last=i == len(minibatch.microbatches))
             self._forward_backward(microbatch, minibatch, update_id, tally)
         if update_id.is_first:
             self._agree_to_go_on(stop)
@@ -341,24 +382,17 @@ class PolicyUpdate:
             entropy_grad=has_mark(self.loss_fn, "uses_entropy"),
         )
         if self.critic:
-            head = with_values(head, self.critic.head, batch.rows)
+            head = self.critic.beside(head, batch.rows)
         attention = PackedAttention(batch.cu_seqlens, batch.parents)
         logprobs, entropy, *values = self.decoder(batch.input_ids, batch.positions, attention, head)
         loss, of_loss = self._policy_loss(batch, minibatch, update_id, logprobs, entropy)
         sums = lag_histogram(update_id.version - batch.policy_versions)
         sums["entropy"] = entropy.detach().sum()
         metrics = metrics_of_loss({**of_loss, **sums})
-        if self.critic:
-            of_values, of_value_loss = value_loss(
-                values[0],
-                batch.old_values,
-                batch.returns,
-                value_clip=self.critic.settings.clip,
-                num_loss_tokens=minibatch.num_loss_tokens,
-            )
-            loss = loss + self.critic.settings.coef * of_values
-            metrics |= metrics_of_loss(of_value_loss)
-            metrics["value/loss"] = Metric(of_values.detach(), Reduction.UPDATE_MEAN)
+        if values:
+            of_values, of_critic = self._value_loss(values[0], batch, minibatch)
+            loss = loss + of_values
+            metrics |= of_critic
         differences = logprobs.detach() - batch.generator_logprobs
         if update_id.is_first and batch.labels.numel():
             is_fresh = self._is_fresh(batch, update_id.version)
@@ -366,12 +400,35 @@ class PolicyUpdate:
         # FSDP averages gradients over data-parallel ranks; the denominator is global already.
         (loss * self.ranks.data_size).backward()
         tally.loss = tally.loss + loss.detach()
+        if self.critic and not values:
+            # After the policy's backward: the activations of one model are held at a time.
+            own_values = self.critic.values(self.decoder, batch, attention)
+            of_values, of_critic = self._value_loss(own_values, batch, minibatch)
+            (of_values * self.ranks.data_size).backward()
+            tally.loss = tally.loss + of_values.detach()
+            metrics |= of_critic
         tally.log_ratio = tally.log_ratio + differences.sum()
         tally.labels += batch.labels.numel()
         # A filler's one token is computed in vain.
         tally.tokens += batch.input_ids.numel() if batch.labels.numel() else 0
         tally.places += attention.padded_tokens
         join(tally.metrics, metrics)
+
+    def _value_loss(
+        self, values: Tensor, batch: PackedBatch, minibatch: Packing
+    ) -> tuple[Tensor, Metrics]:
+        """The microbatch's share of the values' loss, times its coefficient, and its metrics."""
+        settings = self.critic.settings
+        loss, sums = value_loss(
+            values,
+            batch.old_values,
+            batch.returns,
+            value_clip=settings.clip,
+            num_loss_tokens=minibatch.num_loss_tokens,
+        )
+        metrics = metrics_of_loss(sums)
+        metrics["value/loss"] = Metric(loss.detach(), Reduction.UPDATE_MEAN)
+        return settings.coef * loss, metrics
 
     def _policy_loss(
         self,
@@ -424,11 +481,12 @@ class PolicyUpdate:
         """Collective. StepAborted on all ranks if one wants to stop."""
         if self.ranks.any(stop()):
             self._zero_grad()
-            drop_gradients(self.decoder)
+            for model in self._models:
+                drop_gradients(model)
             raise StepAborted
 
     def _checked(self, tally: _Tally, update_id: _UpdateId) -> Metrics:
-        """Collective: the loss, and the norms of the policy's and the value head's gradients before
+        """Collective: the loss, and the norms of the policy's and the critic's gradients before
         each is clipped. NotFinite.
         """
         most = self.settings.max_grad_norm
@@ -438,7 +496,9 @@ class PolicyUpdate:
         total = self.ranks.sum(loss=float(tally.loss), log_ratio=float(tally.log_ratio))
         found = {"loss/value": total["loss"], "grad_norm": norm}
         if self.critic:
-            found["value/grad_norm"] = float(clip_grad_norm(self.critic.parameters, most))
+            critic = self.critic
+            of_critic = clip_grad_norm(critic.parameters, most, tensor_groups=critic.tensor_groups)
+            found["value/grad_norm"] = float(of_critic)
         if all(map(math.isfinite, (*found.values(), total["log_ratio"]))):
             return {name: Metric(value, Reduction.UPDATE_MEAN) for name, value in found.items()}
         self._zero_grad()
@@ -448,7 +508,7 @@ class PolicyUpdate:
                 f"{update_id.index} updates of this step are in the weights already; go on from "
                 "the last checkpoint (resume=auto)"
             )
-        of_values = f" (value head: {found['value/grad_norm']})" if self.critic else ""
+        of_values = f" (critic: {found['value/grad_norm']})" if self.critic else ""
         raise NotFinite(
             f"trainer, {update_id}: loss {total['loss']}, gradient norm {norm}{of_values}, sum of "
             f"log ratios {total['log_ratio']}; {state}. Tickets on this rank: "

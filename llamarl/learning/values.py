@@ -1,40 +1,51 @@
-"""The critic of PPO: a value head on the policy's own trunk, its optimizer, and what it is trained
-towards.
+"""The critic of PPO, its optimizer, and what it is trained towards. Its trunk is the policy's own,
+or that of a value model.
 
     A_t = sum_l (gamma lambda)^l delta_{t+l}        (GAE; OPPO eq. 1)
     delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     return_t = A_t + V(s_t)
 
 V(s_t) is the value of the hidden state that predicts token t, as it was before the step ("old");
-after a completion's last token V is 0, whether it ended by itself or was cut off. The head is the
+after a completion's last token V is 0, whether it ended by itself or was cut off. A critic is the
 trainer's alone: it is in checkpoints, sharded like the policy, and neither travels to generators
 nor is exported.
+
+    SharedCritic   a scalar head on the policy's trunk, which its loss trains too
+    OwnCritic      a decoder of its own with a scalar head (llamarl.models.scorer); the policy's
+                   gradients know nothing of it
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from llamarl.learning.losses.common import LossAndMetrics, half_square, per_token
-from llamarl.learning.optim import build_optimizer, set_lr
-from llamarl.models.fsdp import local, local_rows
-from llamarl.models.heads import value_head
+from llamarl.learning.optim import build_optimizer, set_lr, settle_moments
+from llamarl.models.attention import PackedAttention
+from llamarl.models.build import Decoder
+from llamarl.models.fsdp import held_box, local, local_rows, tensor_groups
+from llamarl.models.heads import only_values, value_head, with_values
+from llamarl.models.hf import named_parameters_hf
+from llamarl.models.protocol import Head
+from llamarl.models.scorer import scores_at
 from llamarl.models.sharded_state import Shard, box_from, optimizer_tensors, set_steps, steps_of
-from llamarl.models.sharding import Box
+from llamarl.models.sharding import Box, parameter_shapes
+from llamarl.types import PackedBatch
 
 _SAVED_AS = {"weights": "value/", "moments": "value/"}  # prefixes, see sharded_state
 
 
 @dataclass(frozen=True, slots=True)
 class CriticSettings:
-    """lr: of the head alone, by the policy's schedule. coef: of its loss. clip: how far a value may
-    move, None: any way.
+    """lr: of the critic's own parameters, by the policy's schedule. coef: of its loss. clip: how
+    far a value may move, None: any way.
     """
 
     lr: float
@@ -45,7 +56,99 @@ class CriticSettings:
 
 
 class Critic:
-    """The value head and its AdamW, without weight decay.
+    """Says values, and learns them beside the policy: its parameters, their optimizer, and their
+    part of a checkpoint.
+
+    tensor_groups: as `llamarl.models.fsdp.tensor_groups` gives them, one a shard.
+    """
+
+    trunk: Decoder | None = None  # None: the policy's
+
+    def __init__(
+        self,
+        settings: CriticSettings,
+        shards: list[Shard],
+        optimizer: torch.optim.Optimizer,
+        tensor_groups: Sequence[dist.ProcessGroup | None],
+    ):
+        self.settings = settings
+        self.optimizer = optimizer
+        self.tensor_groups = tensor_groups
+        self.shards = shards
+        # The shards, also while FSDP holds them whole.
+        self.parameters = [shard.parameter for shard in shards]
+
+    def values(self, policy: Decoder, batch: PackedBatch, attention: PackedAttention) -> Tensor:
+        """Collective: [R] float32, the values of the hidden states at the batch's rows."""
+        raise NotImplementedError
+
+    def beside(self, head: Head, rows: Tensor) -> Head:
+        """The head of the policy's forward, which gives values too where the trunk is shared."""
+        raise NotImplementedError
+
+    def step(self, factor: float) -> None:
+        """One optimizer step at `factor` times its learning rate."""
+        set_lr(self.optimizer, self.settings.lr * factor)
+        self.optimizer.step()
+
+    # --- Checkpoints ---
+
+    def state_dict(self, *, is_first_peer: bool = True) -> dict:
+        """This rank's shards and their moments, and which boxes they are.
+
+        is_first_peer: whether it also saves what all tensor-parallel ranks hold.
+        """
+        state: dict = {"value_rows": {}, "value_step": steps_of(self.optimizer)}
+        for shard, group in zip(self.shards, self.tensor_groups, strict=True):
+            if not is_first_peer and group is None:
+                continue
+            state["value_rows"][shard.name] = [shard.box.offsets, shard.box.lengths]
+            state |= shard.state(self.optimizer, **_SAVED_AS)
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, parts: Iterable[Mapping]) -> int:
+        """Take what the ranks' parts hold of this rank's shards. Returns how many elements of these
+        they lack. ValueError if a part is of another value model.
+        """
+        missing = sum(shard.box.numel for shard in self.shards)
+        steps = 0.0
+        for part in parts:
+            saved = part.get("value_rows", {})
+            self._check_fits(saved)
+            steps = max(steps, float(part.get("value_step", 0.0)))
+            for shard in self.shards:
+                if shard.name in saved:
+                    theirs = box_from(saved[shard.name])
+                    missing -= shard.load(part, theirs, self.optimizer, **_SAVED_AS)
+        settle_moments(self.optimizer)
+        if not missing:
+            set_steps(self.optimizer, self.parameters, steps)
+        return missing
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of its whole parameters, by the names that they are saved under."""
+        raise NotImplementedError
+
+    def _check_fits(self, saved: Mapping[str, list]) -> None:
+        for name, box in saved.items():
+            shape = self.shapes.get(name)
+            if shape is None or not box_from(box).fits(shape):
+                raise ValueError(
+                    f"the checkpoint's critic has {name}, which this run's has not, or in another "
+                    "shape; resume with the trainer.critic.trunk and trainer.critic.path that it "
+                    "was trained with"
+                )
+
+    def offloadable(self) -> Iterable[Tensor]:
+        """The parameters and their moments; gradients end with the step."""
+        self.optimizer.zero_grad()
+        return [local(t) for t in (*self.parameters, *optimizer_tensors(self.optimizer))]
+
+
+class SharedCritic(Critic):
+    """A value head on the policy's trunk, and its AdamW without weight decay.
 
     mesh: as of the decoder; None for one rank.
     """
@@ -60,50 +163,62 @@ class Critic:
         mesh: DeviceMesh | None,
         device: torch.device,
     ):
-        self.settings = settings
         self.head = value_head(dim, mesh=mesh, device=device)
-        # The shards, also while FSDP holds them whole.
-        self.parameters = list(self.head.parameters())
-        self._shards = [
+        shards = [
             Shard(name, parameter, held_rows(parameter))
             for name, parameter in self.head.named_parameters()
         ]
-        self.optimizer = build_optimizer(
-            self.parameters, lr=settings.lr, betas=betas, eps=eps, weight_decay=0.0
+        optimizer = build_optimizer(
+            self.head.parameters(), lr=settings.lr, betas=betas, eps=eps, weight_decay=0.0
         )
+        super().__init__(settings, shards, optimizer, [None] * len(shards))
 
-    def step(self, factor: float) -> None:
-        """One optimizer step at `factor` times its learning rate."""
-        set_lr(self.optimizer, self.settings.lr * factor)
-        self.optimizer.step()
+    def values(self, policy: Decoder, batch: PackedBatch, attention: PackedAttention) -> Tensor:
+        """By a forward of the policy that makes no logits."""
+        head = only_values(self.head, batch.rows)
+        return policy(batch.input_ids, batch.positions, attention, head)
 
-    # --- Checkpoints ---
+    def beside(self, head: Head, rows: Tensor) -> Head:
+        """What `head` gives, and values."""
+        return with_values(head, self.head, rows)
 
-    def state_dict(self) -> dict:
-        """This rank's shard of the head and of its moments, and which rows they are."""
-        state: dict = {"value_rows": {}, "value_step": steps_of(self.optimizer)}
-        for shard in self._shards:
-            state["value_rows"][shard.name] = [shard.box.offsets, shard.box.lengths]
-            state |= shard.state(self.optimizer, **_SAVED_AS)
-        return state
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the head's weight and bias."""
+        return {name: tuple(p.shape) for name, p in zip(("weight", "bias"), self.parameters)}
 
-    @torch.no_grad()
-    def load_state_dict(self, part: Mapping) -> bool:
-        """Take what one rank's part holds of this rank's shard. False if that rank saved nothing of
-        a value head.
-        """
-        if "value_rows" not in part:
-            return False
-        for shard in self._shards:
-            theirs = box_from(part["value_rows"][shard.name])
-            shard.load(part, theirs, self.optimizer, **_SAVED_AS)
-        set_steps(self.optimizer, self.parameters, part["value_step"])
-        return True
 
-    def offloadable(self) -> Iterable[Tensor]:
-        """The head and its moments; gradients end with the step."""
-        self.optimizer.zero_grad()
-        return [local(t) for t in (*self.parameters, *optimizer_tensors(self.optimizer))]
+class OwnCritic(Critic):
+    """A value model of its own: a scorer with one label, sharded as training_decoder left it.
+
+    optimizer: over its parameters.
+    """
+
+    trunk: Decoder
+
+    def __init__(self, trunk: Decoder, settings: CriticSettings, optimizer: torch.optim.Optimizer):
+        self.trunk = trunk
+        shards = [
+            Shard(name, parameter, held_box(trunk, name, parameter))
+            for name, parameter in named_parameters_hf(trunk)
+        ]
+        split_over = tensor_groups(trunk, [shard.name for shard in shards])
+        super().__init__(settings, shards, optimizer, split_over)
+
+    def values(self, policy: Decoder, batch: PackedBatch, attention: PackedAttention) -> Tensor:
+        """By its own forward: the scores of the rows."""
+        head = scores_at(batch.rows)
+        values_R1 = self.trunk(batch.input_ids, batch.positions, attention, head)
+        return values_R1.squeeze(1)
+
+    def beside(self, head: Head, rows: Tensor) -> Head:
+        """`head` alone."""
+        return head
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of its trunk, by Hugging Face names."""
+        return parameter_shapes(self.trunk.config)
 
 
 def held_rows(parameter: torch.nn.Parameter) -> Box:

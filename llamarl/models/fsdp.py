@@ -64,6 +64,12 @@ def next_backward(decoder: LanguageModel, *, last: bool) -> None:
         decoder.set_reshard_after_backward(last)
 
 
+def reshard(decoder: LanguageModel) -> None:
+    """Give back what a forward without backward leaves whole: embedding, last norm and head."""
+    if isinstance(decoder, FSDPModule):
+        decoder.reshard()
+
+
 def drop_gradients(decoder: LanguageModel) -> None:
     """Forget what microbatches have added up so far, on a step that ends before its last one."""
     if decoder.masters is not None:
@@ -96,6 +102,14 @@ def is_split(decoder: LanguageModel, name: str) -> bool:
     if decoder.tensor_parallel is None:
         return False
     return _tensor_box(decoder, name).lengths != parameter_shapes(decoder.config)[name]
+
+
+def tensor_groups(decoder: LanguageModel, names: Iterable[str]) -> list[dist.ProcessGroup | None]:
+    """Of each parameter with these Hugging Face names the ranks that hold its other tensor-parallel
+    parts; None: each rank holds it whole.
+    """
+    tp = decoder.tensor_parallel
+    return [tp.group if is_split(decoder, name) else None for name in names]
 
 
 def held_box(decoder: LanguageModel, name: str, parameter: nn.Parameter) -> Box:

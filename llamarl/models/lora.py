@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -50,11 +51,14 @@ class LoraLinear(nn.Linear):
         self.weight = base.weight
         self.bias = base.bias
         self.scaling = alpha / rank
+        self.adapts = True  # see adapters_off
         self.lora_a = nn.Parameter(base.weight.new_empty(rank, base.in_features))
         self.lora_b = nn.Parameter(base.weight.new_empty(base.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
         frozen = F.linear(x, self.weight, self.bias)
+        if not self.adapts:
+            return frozen
         low = F.linear(x, self.lora_a) * self.scaling
         return frozen + F.linear(low, self.lora_b)
 
@@ -105,6 +109,21 @@ def reset_lora(decoder: nn.Module, lora: Lora) -> None:
             a = a[first : first + count]
         local(module.lora_a).copy_(a)
         local(module.lora_b).zero_()
+
+
+@contextmanager
+def adapters_off(decoder: nn.Module) -> Iterator[None]:
+    """Inside, the decoder computes as its frozen weights alone do: as the model that it began
+    as.
+    """
+    adapted = [module for module in decoder.modules() if isinstance(module, LoraLinear)]
+    for module in adapted:
+        module.adapts = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.adapts = True
 
 
 class PolicyWeights:

@@ -10,6 +10,7 @@ ranks need is held by each of them.
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from dataclasses import dataclass
 
@@ -36,6 +37,13 @@ class Box:
     @property
     def numel(self) -> int:
         return math.prod(self.lengths)
+
+    def fits(self, shape: Shape) -> bool:
+        """Whether it is of a tensor of this shape."""
+        if len(shape) != len(self.lengths):
+            return False
+        ends = map(operator.add, self.offsets, self.lengths)
+        return all(map(operator.le, ends, shape))
 
     def cut(self, dim: int, first: int, count: int) -> Box:
         """This box with `count` of its places in `dim`, from its own place `first` on."""

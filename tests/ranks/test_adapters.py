@@ -35,7 +35,11 @@ LORA = [
     "trainer.lora.targets=[q_proj,o_proj,down_proj]",
     "trainer.lora.alpha=6",
 ]  # rank 3: none on one of 4 shards
-CASES = {"lora": [*LORA, "trainer.ema_decay=0.5"], "whole": ["trainer.ema_decay=0.5"]}
+OWN_REFERENCE = ["reference=adapters_off", "loss.kl_coef=0.1"]
+CASES = {
+    "lora": [*LORA, *OWN_REFERENCE, "trainer.ema_decay=0.5"],
+    "whole": ["reference=sharded", "loss.kl_coef=0.1", "trainer.ema_decay=0.5"],
+}
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 23,

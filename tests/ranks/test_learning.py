@@ -27,7 +27,7 @@ from llamarl.learning.packing import filler, pack
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.targets import Targets
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
-from llamarl.learning.values import Critic, CriticSettings
+from llamarl.learning.values import CriticSettings, SharedCritic
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder
 from llamarl.types import Group
@@ -208,7 +208,7 @@ def ppo_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     everyone = init_device_mesh("cpu", (ranks,)) if ranks > 1 else None
     shaping = Shaping(missing_eos_penalty=-1.0, reward_kl_coef=0.05, whiten="both")
     settings = dataclasses.replace(SETTINGS, updates_per_batch=2, shaping=shaping)
-    critic = Critic(
+    critic = SharedCritic(
         12,
         CriticSettings(0.05, 0.5, 0.2, 0.9, 0.8),
         betas=(0.9, 0.99),
@@ -412,9 +412,10 @@ def test_whole_groups_and_value_heads_learn_the_same_on_two_ranks(ranks, kind):
 
 def test_what_ranks_save_of_a_value_head_is_the_whole_of_it(ranks):
     settings = CriticSettings(0.05, 0.5, 0.2, 0.9, 0.8)
-    critic = Critic(
+    critic = SharedCritic(
         12, settings, betas=(0.9, 0.99), eps=1e-4, mesh=None, device=torch.device("cpu")
     )
+    parts = []
     for i, rank in enumerate(ranks):
         part = {
             name.removeprefix(f"ppo/saved{i}/"): value
@@ -425,13 +426,9 @@ def test_what_ranks_save_of_a_value_head_is_the_whole_of_it(ranks):
         assert (
             wn == 6 and bn == 1 - i
         )  # twelve weights are shared evenly, the bias is the first rank's
-        critic.load_state_dict(
-            {
-                **part,
-                "value_rows": {"weight": [[w0], [wn]], "bias": [[b0], [bn]]},
-                "value_step": 4.0,
-            }
-        )
+        rows = {"weight": [[w0], [wn]], "bias": [[b0], [bn]]}
+        parts.append({**part, "value_rows": rows, "value_step": 4.0})
+    assert critic.load_state_dict(parts) == 0
     for name, p in zip(("weight", "bias"), critic.parameters):
         assert torch.equal(p.detach(), ranks[0][f"ppo/head/{name}"])
         assert critic.optimizer.state[p]["exp_avg_sq"].abs().sum() > 0

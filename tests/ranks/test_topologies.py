@@ -25,7 +25,7 @@ from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.optim import share_gradients
 from llamarl.learning.update import UpdateSettings
-from llamarl.learning.values import CriticSettings, held_rows
+from llamarl.learning.values import CriticSettings
 from llamarl.models.build import Decoder
 from llamarl.models.config import read_config
 from llamarl.models.fsdp import held_box, local
@@ -69,10 +69,9 @@ BASE = {
 STEPS, GROUPS = 2, 4  # groups a step: one for each data-parallel rank at most
 MAX_NORM = 0.01  # well below the norm, so that clipping shows
 ADAM = AdamSettings(betas=(0.9, 0.99), eps=1e-4, weight_decay=0.1)
-CRITIC = CriticSettings(
-    lr=0.05, coef=0.5, clip=0.2, gamma=0.9, gae_lambda=0.8
-)  # of the untied model
-VALUE_SHAPES = {"value.weight": (12,), "value.bias": (1,)}
+# The untied model's is a head on its trunk, the tied one's a model of its own.
+CRITIC = CriticSettings(lr=0.05, coef=0.5, clip=0.2, gamma=0.9, gae_lambda=0.8)
+OF_CRITIC = "value."  # before the names of its parameters
 LOSS = VALUES = rounding(
     terms=20, depth=2 * 2 * 2
 )  # of the largest: width, and the layers there and back
@@ -178,7 +177,9 @@ def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Recorder
         canary_top=0,
         evaluate_at=lambda version: False,
         checkpoint_at=lambda version: False,
-        critic_settings=CRITIC if model.name == "untied" else None,
+        critic_settings=CRITIC,
+        critic_path=str(model) if model.name == "tied" else None,
+        critic_seed=3,
     )
     recorder = Recorder()
     trainer.attach(group, {}, {"policy": recorder}, recorder, recorder, recorder, recorder)
@@ -187,22 +188,30 @@ def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Recorder
 
 
 def parameters_of(trainer: FSDPTrainer) -> dict[str, torch.nn.Parameter]:
-    """The policy's, and those of a value head."""
-    values = zip(VALUE_SHAPES, trainer.critic.parameters, strict=True) if trainer.critic else ()
-    return {shard.name: shard.parameter for shard in trainer._shards} | dict(values)
+    """The policy's, and those of the critic."""
+    policy = {shard.name: shard.parameter for shard in trainer._shards}
+    values = {f"{OF_CRITIC}{shard.name}": shard.parameter for shard in trainer.critic.shards}
+    return policy | values
+
+
+def shapes_of(config) -> dict[str, tuple[int, ...]]:
+    """Of the whole parameters of both."""
+    shapes = {"weight": (config.hidden_size,), "bias": (1,)}
+    if config.tie_word_embeddings:
+        shapes = parameter_shapes(config.as_scorer())
+    values = {f"{OF_CRITIC}{name}": shape for name, shape in shapes.items()}
+    return parameter_shapes(config) | values
 
 
 def box_of(trainer: FSDPTrainer, name: str, parameter: torch.nn.Parameter) -> Box:
-    return (
-        held_rows(parameter) if name in VALUE_SHAPES else held_box(trainer.decoder, name, parameter)
-    )
+    if not name.startswith(OF_CRITIC):
+        return held_box(trainer.decoder, name, parameter)
+    boxes = {shard.name: shard.box for shard in trainer.critic.shards}
+    return boxes[name.removeprefix(OF_CRITIC)]
 
 
 def moments_of(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
-    states = {
-        **trainer.optimizer.state,
-        **(trainer.critic.optimizer.state if trainer.critic else {}),
-    }
+    states = {**trainer.optimizer.state, **trainer.critic.optimizer.state}
     state = {name: states[p] for name, p in parameters_of(trainer).items()}
     return {
         f"{key}/{name}": local(s[key])
@@ -402,7 +411,7 @@ class Left:
     def __init__(self, stem: Path, ranks: int, config):
         self.ranks = [json.loads(Path(f"{stem}.rank{r}.json").read_text()) for r in range(ranks)]
         parts = [load_file(f"{stem}.rank{r}.safetensors") for r in range(ranks)]
-        shapes = parameter_shapes(config) | VALUE_SHAPES
+        shapes = shapes_of(config)
         self.whole: dict[str, torch.Tensor] = {}
         self.copies: dict[str, torch.Tensor] = {}
         for key in parts[0]:
@@ -546,7 +555,7 @@ def test_the_exported_model_is_what_the_ranks_hold(directory, model, left, topol
         for name, value in left(topology).whole.items()
         if name.startswith("weight/")
     }
-    assert exported.keys() == held.keys() - VALUE_SHAPES.keys()
+    assert exported.keys() == {name for name in held if not name.startswith(OF_CRITIC)}
     assert all(torch.equal(exported[name], held[name]) for name in exported)
 
 

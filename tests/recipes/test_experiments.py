@@ -18,6 +18,15 @@ NAMES = sorted(
 )
 
 
+# Those whose value model starts as a reward model.
+OWN_CRITICS = ("async_rlhf_table4", "async_rlhf_table7_ppo")
+
+
+def critic_of(name, directory):
+    """What such an experiment needs beside its model and data."""
+    return [f"trainer.critic.path={directory}"] if name in OWN_CRITICS else []
+
+
 @pytest.fixture
 def given(tmp_path):
     """A model whose context is long enough, and data."""
@@ -41,8 +50,8 @@ def loss_of(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_it_is_accepted_on_ranks_and_fits_its_model(name, ranks, given):
-    overrides = [f"+experiment={name}", *given]
+def test_it_is_accepted_on_ranks_and_fits_its_model(name, ranks, given, tmp_path):
+    overrides = [f"+experiment={name}", *given, *critic_of(name, tmp_path)]
     check_command_line(overrides, world_size=ranks)
     config = compose_config(overrides)
     longest = config.task.max_prompt_tokens + config.max_new_tokens

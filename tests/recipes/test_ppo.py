@@ -21,7 +21,7 @@ PPO = (
     "max_lag=0",
     "lr=2e-5",
 )
-UPDATES = 4  # a step
+OWN = ("loss=ppo", "trainer.advantages=gae", "trainer.critic.trunk=own")
 
 
 def saved(checkpoint, rank=0):
@@ -50,23 +50,38 @@ def test_ppo_runs_and_its_head_is_in_checkpoints_alone(tmp_path, ranks):
     assert not [name for name in exported if "value" in name]
 
 
+def test_a_value_model_of_its_own_is_in_checkpoints_and_not_in_what_is_exported(tmp_path):
+    overrides = (*SMALL, *PPO, "trainer.critic.trunk=own", "max_steps=1")
+    with Job(*overrides, run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+        row, state = job.rows[1], saved(job.checkpoint)
+        exported = load_file(job.checkpoint / "hf" / "model.safetensors")
+    assert row["value/loss"] > 0 and row["value/grad_norm"] > 0
+    trunk = {name.removeprefix("model/") for name in state if name.startswith("model/")}
+    own = {f"value/{name}" for name in (*trunk, "score.weight")}
+    assert own | {"value/exp_avg/score.weight"} <= state.keys()
+    assert exported.keys() == trunk
+
+
 @pytest.mark.slow
-def test_a_resumed_ppo_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path):
-    with Job(*SMALL, *PPO, run_dir=tmp_path / "whole") as job:
+@pytest.mark.parametrize("trunk", ["shared", "own"])
+def test_a_resumed_ppo_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path, trunk):
+    settings = (*SMALL, *PPO, f"trainer.critic.trunk={trunk}")
+    with Job(*settings, run_dir=tmp_path / "whole") as job:
         assert job.wait() == 0, job.output
         rows, want = untimed(job.rows), saved(job.checkpoint)
-    with Job(*SMALL, *PPO, "max_steps=2", run_dir=tmp_path / "run") as job:
+    with Job(*settings, "max_steps=2", run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
-    with Job(*SMALL, *PPO, "resume=auto", run_dir=tmp_path / "run") as job:
+    with Job(*settings, "resume=auto", run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
         assert "resumed from step_2" in job.output
         assert untimed(job.rows) == rows
         got = saved(job.checkpoint)
-    assert {name for name in got if name.startswith("value/")} >= {
-        "value/weight",
-        "value/bias",
-        "value/exp_avg_sq/weight",
+    of_critic = {
+        "shared": {"value/weight", "value/bias", "value/exp_avg_sq/weight"},
+        "own": {"value/score.weight", "value/exp_avg_sq/model.norm.weight"},
     }
+    assert got.keys() >= of_critic[trunk]
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -86,6 +101,19 @@ def test_a_resumed_ppo_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path
             "cannot cut their groups into 3 minibatches each; need a multiple of 3 groups",
         ),
         (("group_size=1",), "or trainer.advantages=gae"),
+        (
+            ("trainer.critic.trunk=own",),
+            "its values are for trainer.advantages=gae; or trainer.critic.trunk=shared",
+        ),
+        (
+            ("loss=ppo", "trainer.advantages=gae", "trainer.critic.path=DIR"),
+            "trainer.critic.trunk=own, or trainer.critic.path=null",
+        ),
+        (
+            (*OWN, "trainer.critic.path=/nowhere"),
+            "no such file: /nowhere/config.json",
+        ),
+        (("trainer.critic.trunk=onw",), "need shared or own"),
         (("trainer.gamma=1.5",), "trainer.gamma=1.5"),
         (("trainer.whiten=all",), "need none or rewards or advantages or both"),
     ],

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from llamarl.config.command_line import CONF_DIR, ConfigError, compose_config
 from tests.launching import Job
 from tests.recipes.test_experiments import NAMES as ALL
-from tests.recipes.test_experiments import given  # noqa: F401
+from tests.recipes.test_experiments import OWN_CRITICS, critic_of, given  # noqa: F401
 
 # TBA's have runs of their own in test_replay_runs.py.
 NAMES = [name for name in ALL if not name.startswith("tba_")]
@@ -16,8 +16,12 @@ TABLE_4 = ("async_rlhf_table4", "async_rlhf_table4_rloo", "async_rlhf_table4_onl
 
 
 @pytest.fixture
-def settings(given):  # noqa: F811
-    return lambda name, *overrides: compose_config([f"+experiment={name}", *given, *overrides])
+def settings(given, tmp_path):  # noqa: F811
+    def settings_of(name, *overrides):
+        given_too = critic_of(name, tmp_path)
+        return compose_config([f"+experiment={name}", *given, *given_too, *overrides])
+
+    return settings_of
 
 
 def completions(config):
@@ -104,6 +108,15 @@ def test_every_file_says_how_gradients_are_clipped(name, settings):
 def test_every_file_with_a_value_head_says_its_rate(name, settings):
     has_head = settings(name).trainer.advantages == "gae"
     assert ("value_lr" in own_trainer_keys(name)) == has_head
+
+
+@pytest.mark.parametrize("name", OWN_CRITICS)
+def test_ppo_of_async_rlhf_has_a_value_model_that_starts_as_the_reward_model(
+    name, settings, tmp_path
+):
+    c = settings(name)
+    assert (c.trainer.critic.trunk, c.trainer.critic.path) == ("own", str(tmp_path))
+    assert c.critic_lr == c.lr  # one rate for both
 
 
 def test_oppo_llamarl_and_magistral(settings):

@@ -145,6 +145,59 @@ def test_a_context_that_is_too_short(model):
     assert "the model's context is 512; lower one of them" in refusal(model, "max_new_tokens=1000")
 
 
+# --- The value model ---
+
+
+def value_model(model: Path, **values) -> Path:
+    """What a reward model's directory is, made of the policy's."""
+    path = Path(shutil.copytree(model, model.parent / "critic"))
+    change(path / "config.json", architectures=["LlamaForSequenceClassification"])
+    change(path / "config.json", **{"id2label": {"0": "reward"}, **values})
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"score.weight": torch.zeros(1, 192)}, path / "model.safetensors")
+    return path
+
+
+def own_critic(path: Path) -> tuple[str, ...]:
+    return (
+        "loss=ppo",
+        "trainer.advantages=gae",
+        "trainer.critic.trunk=own",
+        f"trainer.critic.path={path}",
+    )
+
+
+def test_a_reward_model_and_a_language_model_can_start_a_value_model(model):
+    check_inputs(job(model, *own_critic(value_model(model))))
+    check_inputs(job(model, *own_critic(model)))
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"id2label": {"0": "bad", "1": "good"}}, "a head of 2 labels (bad, good)"),
+        ({"vocab_size": 40}, "another vocabulary than the policy's"),
+        ({"max_position_embeddings": 8}, "the value model's context is 8, but"),
+        ({"intermediate_size": 100}, "weights do not fit config.json"),
+    ],
+)
+def test_a_value_model_that_does_not_fit_is_refused(model, changes, said):
+    path = value_model(model, **changes)
+    message = refusal(model, *own_critic(path))
+    assert message.startswith(str(path)) and said in message
+
+
+def test_a_value_model_of_other_tokens_is_refused(model):
+    path = value_model(model)
+    file = path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(tokenizer))
+    assert "another vocabulary than the policy's" in refusal(model, *own_critic(path))
+
+
 def test_fragments_that_keep_no_projection_are_refused_where_something_is_quantised(model):
     check_inputs(job(model, "generator.quantize_exclude=[foo]"))
     message = refusal(

@@ -99,6 +99,7 @@ def test_every_choice_of_every_group_fits_the_schema(group, tmp_path, monkeypatc
     needed |= {"linear": line, "cut": [*line, "beta_schedule.cut_step=3"]}
     needed |= {"model": [f"reward.path={tmp_path}"]}
     needed |= {"parts": ["reward.parts={brief: {kind: function}}"]}
+    needed |= {"adapters_off": ["trainer.lora.rank=4"]}
     for file in (CONF_DIR / group).glob("*.yaml"):
         given = [f"model.path={tmp_path}", *needed.get(file.stem, ())]
         assert complaints(f"{group}={file.stem}", *given) == {}, file
@@ -152,7 +153,10 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
         ("placement.trainer=0", "need a list of ranks such as [0,1] or null"),
         ("task.system_prompt=[q]", "need a text or null"),
         ("task.chat=[a]", "need true or false"),
-        ("reference.kind=frosen", "need none or frozen or reset; did you mean frozen?"),
+        (
+            "reference.kind=frosen",
+            "need none or frozen or adapters_off or sharded or reset; did you mean frozen?",
+        ),
         ("buffer.kind=null", "need fifo or replay"),
         ("buffer.kind=[fifo]", "need fifo or replay"),
         ("seed=9223372036854775808", "need a whole number between 0 and 9223372036854775807"),
@@ -649,7 +653,7 @@ def placed_by(placement, world_size, groups_per_step=64, tensor_parallel=1):
         placement=placement,
         groups_per_step=groups_per_step,
         generator=SimpleNamespace(tensor_parallel=tensor_parallel),
-        reference=SimpleNamespace(kind="frozen"),
+        reference=SimpleNamespace(kind="frozen", placed=True),
     )
     return placement_of(config, world_size)
 
