@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -31,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from llamarl.config.conversion import (
     ConfigError,
     Problem,
+    Schema,
     did_you_mean,
     keys_of,
     known_keys,
@@ -45,7 +47,7 @@ from llamarl.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True)
-class JobKind:
+class JobKind(Generic[Schema]):
     """What command lines of a kind of job are read as.
 
     file: its values, in conf/ and without .yaml. check(config, world_size, local_world_size): what
@@ -53,9 +55,9 @@ class JobKind:
     """
 
     file: str
-    schema: type
-    check: Callable[[object, int, int | None], list[Problem]]
-    idle_ranks: Callable[[object, int], list[int]] = lambda config, world_size: []
+    schema: type[Schema]
+    check: Callable[[Schema, int, int | None], list[Problem]]
+    idle_ranks: Callable[[Schema, int], list[int]] = lambda config, world_size: []
 
 
 RL = JobKind("config", Config, check=check, idle_ranks=idle_ranks)  # the main job
@@ -118,7 +120,7 @@ def check_command_line(
     return accepted
 
 
-def compose_config(overrides: list[str], kind: JobKind = RL) -> Config:
+def compose_config(overrides: list[str], kind: JobKind[Schema] = RL) -> Schema:
     """The checked config of a command line for one process, for a script that is no Hydra job: of
     the kind's schema. ConfigError as above.
     """
@@ -240,7 +242,7 @@ def _problems_of(
     return problems
 
 
-def main(recipe: Callable[[object], None], kind: JobKind = RL) -> Callable[[], None]:
+def main(recipe: Callable[[Schema], None], kind: JobKind[Schema] = RL) -> Callable[[], None]:
     """Decorator: run a recipe with the checked config of its command line, under Hydra (--help,
     --cfg job, --multirun).
 

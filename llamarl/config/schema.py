@@ -316,9 +316,10 @@ class CriticModelSettings:
 
 
 @settings_dataclass
-class TrainerSettings:
+class ShardedTrainerSettings:
+    """What every trainer has that shards a decoder."""
+
     replicate: Count
-    tensor_parallel: Count
     microbatch_tokens: Count
     max_grad_norm: Positive | None
     optimizer: Literal["adamw", "adamw8bit"]
@@ -327,12 +328,17 @@ class TrainerSettings:
     beta2: Beta
     eps: Positive
     schedule: Schedule
-    warmup_steps: Natural
-    decay_steps: Count | None
-    advantages: Advantages
     compute_dtype: Literal["float32", "bfloat16"]
     activation_checkpointing: bool
     cpu_offload: bool
+
+
+@settings_dataclass
+class TrainerSettings(ShardedTrainerSettings):
+    tensor_parallel: Count
+    warmup_steps: Natural
+    decay_steps: Count | None
+    advantages: Advantages
     lora: LoraSettings
     ema_decay: Annotated[float, Range(0, 0.9999999)] | None
     parity_tolerance: Positive
