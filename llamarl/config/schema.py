@@ -93,6 +93,14 @@ class AdditionSettings(TaskSettings):
 
 
 @settings_dataclass
+class QuestionsSettings(TaskSettings):
+    kind: Literal["questions"]
+    name: Literal["sum", "larger"]
+    least: Natural
+    most: Natural
+
+
+@settings_dataclass
 class RowsSettings(TaskSettings):
     """Rows of prompts and answers under keys that the user names."""
 
@@ -452,9 +460,9 @@ class Config:
     weights: WeightsSettings
     metrics: MetricsSettings = _marked("outward")
     model: ModelSettings
-    task: AdditionSettings | RowsSettings | GSM8KSettings | ReasoningGymSettings = _marked(
-        "data", "answers"
-    )
+    task: (
+        AdditionSettings | QuestionsSettings | RowsSettings | GSM8KSettings | ReasoningGymSettings
+    ) = _marked("data", "answers")
     generator: NativeGeneratorSettings | VLLMGeneratorSettings = _marked("answers")
     reward: (
         FunctionRewardSettings | ModelRewardSettings | JudgeRewardSettings | PartsRewardSettings

@@ -2,6 +2,8 @@
 
     kind           prompts                           held out for evaluation        reward
     addition       "12+34="; needs no files          500 pairs, always the same     exact_match
+    questions      name: sum or larger; of numbers   a part of the pairs            numeric_match
+                   from least to most
     jsonl          path: a JSONL file; prompt_key,   eval_path, or a part of path   exact_match
                    answer_key
     gsm8k          path: JSONL with "question" and   eval_path, or a part of path   numeric_match
@@ -24,9 +26,10 @@ from pathlib import Path
 from llamarl.tasks.addition import addition_examples
 from llamarl.tasks.base import Example, ListTask, PromptMaker, Task, Tokenizer
 from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, gsm8k_row, read_jsonl, row_to_example
+from llamarl.tasks.questions import question_examples
 from llamarl.words.names import nearest
 
-KINDS = ("addition", "jsonl", "gsm8k", "hf_dataset", "reasoning_gym")
+KINDS = ("addition", "questions", "jsonl", "gsm8k", "hf_dataset", "reasoning_gym")
 EXACT_MATCH = "llamarl.tasks.rewards:exact_match"
 NUMERIC_MATCH = "llamarl.tasks.rewards:numeric_match"
 
@@ -41,6 +44,8 @@ def build_task(
     answer_key: str | None = "answer",
     name: str | None = None,
     options: Mapping[str, object] | None = None,
+    least: int = 1,
+    most: int = 20,
     chat: bool = True,
     system_prompt: str | None = None,
     max_prompt_tokens: int = 512,
@@ -48,7 +53,8 @@ def build_task(
     seed: int = 0,
 ) -> Task:
     """The task of a kind (see the table above). num_eval: the most prompts to hold out where no
-    evaluation data is given. options: parameters of the reasoning_gym dataset.
+    evaluation data is given. options: parameters of the reasoning_gym dataset. least,
+    most: the range of a question's numbers.
 
     ValueError or FileNotFoundError, saying what to change, for an unknown kind, missing settings or
     bad data.
@@ -83,16 +89,18 @@ def build_task(
 
     if kind == "addition":
         train, held_out = addition_examples()
+    elif kind == "questions":
+        train, held_out = question_examples(name, least, most), None
     else:
         train, held_out = read(path)
-        if eval_path is not None:
-            eval_train, eval_held_out = read(eval_path)
-            held_out = eval_train if eval_held_out is None else eval_held_out
-        elif held_out is None:
-            kept, held = hold_out(len(train), num_eval)
-            held_out = _select(train, held)
-            train = _select(train, kept)
-    default_reward = NUMERIC_MATCH if kind == "gsm8k" else EXACT_MATCH
+    if eval_path is not None:
+        eval_train, eval_held_out = read(eval_path)
+        held_out = eval_train if eval_held_out is None else eval_held_out
+    if held_out is None:
+        kept, held = hold_out(len(train), num_eval)
+        held_out = _select(train, held)
+        train = _select(train, kept)
+    default_reward = NUMERIC_MATCH if kind in ("gsm8k", "questions") else EXACT_MATCH
     return ListTask(kind, train, held_out, maker, default_reward=default_reward)
 
 

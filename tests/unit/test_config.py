@@ -319,11 +319,11 @@ def test_what_cannot_work_together_is_refused(overrides, where):
     [
         ("task=addition", "task.path=nowhere", "task=jsonl or hf_dataset or gsm8k"),
         ("task=addition", "task.eval_path=nowhere", "task=jsonl or hf_dataset or gsm8k"),
-        ("task=addition", "task.name=chain_sum", "task=reasoning_gym"),
+        ("task=addition", "task.name=chain_sum", "task=questions or reasoning_gym"),
         ("task=reasoning_gym", "task.path=nowhere", "task=jsonl or hf_dataset or gsm8k"),
         ("task=gsm8k", "task.prompt_key=q", "task=jsonl or hf_dataset"),
         ("task=gsm8k", "task.answer_key=gold", "task=jsonl or hf_dataset"),
-        ("task=jsonl", "task.name=chain_sum", "task=reasoning_gym"),
+        ("task=jsonl", "task.name=chain_sum", "task=questions or reasoning_gym"),
         ("buffer=fifo", "buffer.max_size=100", "buffer=replay"),
         ("buffer=fifo", "+buffer={max_size: 100}", "buffer=replay"),
         ("reference=none", "reference.reset_every=50", "reference=reset"),
