@@ -35,6 +35,7 @@ from llamarl.models.config import read_config
 from llamarl.models.lora import Lora
 from llamarl.models.parity import TOP
 from llamarl.models.scorer import label_of
+from llamarl.tasks.source import MakeSource
 
 
 def sampling_of(config: Config, job: Job) -> SamplingParams:
@@ -106,7 +107,7 @@ def build_reward(config: Config, job: Job) -> Reward:
         max_error_rate=r.max_error_rate,
     )
     if r.kind in ("function", "judge"):
-        return RuleReward(**given, make_source=source_of(r, job))
+        return RuleReward(**given, make_source=source_of(r, job, section="reward"))
     return ModelReward(
         **given,
         parts=reward_parts(config, job),
@@ -133,15 +134,22 @@ def build_scoring(config: Config, job: Job) -> WeightedParts:
 
 def reward_parts(config: Config, job: Job) -> list[Part]:
     """What scores, with its weights."""
-    if config.reward.kind != "parts":
-        return [_part(config.reward.kind, 1.0, config.reward, job)]
-    return [_part(name, part.weight, part, job) for name, part in config.reward.parts.items()]
+    r = config.reward
+    if r.kind != "parts":
+        return [Part(r.kind, _what_scores(r, job, section="reward"))]
+    parts = []
+    for name, part in r.parts.items():
+        what = _what_scores(part, job, section=f"reward.parts.{name}")
+        parts.append(Part(name, what, part.weight))
+    return parts
 
 
-def _part(name: str, weight: float, settings: AnySourceSettings, job: Job) -> Part:
+def _what_scores(
+    settings: AnySourceSettings, job: Job, *, section: str
+) -> MakeSource | ScorerSettings:
     if settings.kind != "model":
-        return Part(name, source_of(settings, job), weight)
-    scorer = ScorerSettings(
+        return source_of(settings, job, section=section)
+    return ScorerSettings(
         path=settings.path,
         dtype=settings.dtype,
         label=label_of(read_config(settings.path), settings.label),
@@ -150,7 +158,6 @@ def _part(name: str, weight: float, settings: AnySourceSettings, job: Job) -> Pa
         shift=settings.shift,
         transcript=transcript_of(job, settings),
     )
-    return Part(name, scorer, weight)
 
 
 def build_references(config: Config, job: Job) -> list[FrozenReference]:

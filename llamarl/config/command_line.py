@@ -34,6 +34,7 @@ from llamarl.config.conversion import (
     Problem,
     Schema,
     did_you_mean,
+    echoing,
     keys_of,
     known_keys,
     sections_of_kinds,
@@ -237,6 +238,7 @@ def _problems_of(
             if not found:
                 return [*problems, Problem(config_name, " ".join(str(error).split()))]
         else:
+            wrong |= echoing(OmegaConf.to_container(composed), required)
             return problems + [p for p in kind.check(config, *ranks) if wrong.isdisjoint(p.keys)]
         problems += [problem for problem in found if wrong.isdisjoint(problem.keys)]
     return problems

@@ -77,7 +77,7 @@ def launch(config: Config) -> Iterator[Job]:
             if world.rank == 0:  # which makes the directory
                 for key, part in config.reward_parts.items():
                     if part.kind != "model":
-                        check_source(part, job, [], key=key)
+                        check_source(part, job, [], section=key)
             _ = job.identity  # read here: what is wrong with the data is bad input
         job.directory = open_run(config, world, job.identity, job.prompts)
         ending.callback(job.directory.release)

@@ -340,6 +340,7 @@ def test_a_key_of_another_kind_is_refused_with_the_kinds_that_have_it(chosen, ov
 def test_a_null_takes_back_what_an_experiment_sets_for_another_kind(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     given = [f"model.path={tmp_path}", f"task.path={tmp_path}", "beta_schedule=linear"]
+    given.append("reward=function")
     found = complaints("+experiment=tba_table3", *given)
     assert found == {"beta_schedule.cut_step": "only beta_schedule=cut has it"}
     assert complaints("+experiment=tba_table3", *given, "beta_schedule.cut_step=null") == {}
