@@ -775,6 +775,7 @@ def test_a_run_whose_first_steps_bring_no_signal_says_what_to_try(caplog):
     assert "first 3 steps brought no signal" in record.message
     assert "max_new_tokens (75% of completions are cut off)" in record.message
     assert "numeric_match" in record.message
+    assert max(map(len, record.message.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
