@@ -251,6 +251,8 @@ def save_directory(decoder, like: Path, out: Path, dtype: torch.dtype) -> None:
     check_replaceable(out)
     fresh = out.with_name(f".{out.name}.new")
     old = out.with_name(f".{out.name}.old")
+    if old.is_dir() and not out.exists():
+        old.rename(out)  # a process that was killed between the two renames below left it so
     for left_over in (fresh, old):
         if left_over.is_dir():
             shutil.rmtree(left_over)
