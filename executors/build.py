@@ -7,6 +7,7 @@ from functools import partial
 
 from executors.generator import Generator
 from executors.model_reward import ModelReward
+from executors.pairing import PairMaker
 from executors.reference import FrozenReference, ResettingReference
 from executors.reward import Reward, RuleReward
 from executors.trainer import AdamSettings, FSDPTrainer
@@ -15,10 +16,11 @@ from llamarl.config.command_line import Config
 from llamarl.config.schema import AnySourceSettings
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
 from llamarl.executor import ExecutorGroup
-from llamarl.inference import SamplingParams
+from llamarl.inference import Engine, SamplingParams
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import BuildEngine
 from llamarl.launch.job import Job
+from llamarl.launch.preferences import PreferencesJob
 from llamarl.launch.scorers import transcript_of
 from llamarl.launch.sources import source_of
 from llamarl.learning.buffer import GroupBuffer
@@ -35,6 +37,7 @@ from llamarl.models.config import read_config
 from llamarl.models.lora import Lora
 from llamarl.models.parity import TOP
 from llamarl.models.scorer import label_of
+from llamarl.tasks.pairs import PairRule
 from llamarl.tasks.source import MakeSource
 
 
@@ -129,6 +132,47 @@ def build_scoring(config: Config, job: Job) -> WeightedParts:
         reproducible=True,
         metrics=None,
         on_result=lambda: None,
+    )
+
+
+def engine_alone(config: Config, job: Job) -> Engine:
+    """The native engine with the model as it was saved, for a script that is no job."""
+    g = config.generator
+    return Engine.from_hf(
+        job.model_path,
+        dtype=config.model.dtype,
+        device=job.world.device,
+        max_slots=g.max_slots,
+        max_len=config.task.max_prompt_tokens + config.max_new_tokens,
+        cache_tokens=g.cache_tokens,
+        prefill_chunk=g.prefill_chunk,
+    )
+
+
+def build_pair_maker(job: PreferencesJob, scoring: WeightedParts) -> PairMaker:
+    """What makes the pairs of recipes/preferences.py. scoring: started."""
+    config, run = job.config, job.run_job
+    settings = run.config
+    sampling = sampling_of(settings, run)
+    parts = settings.reward_parts.values()
+    rule = PairRule(
+        pairing=config.pairing,
+        compares=any(part.kind == "judge" and part.ask == "group" for part in parts),
+        label_noise=config.label_noise,
+        margin_coef=config.margin_coef,
+        seed=config.seed,
+    )
+    return PairMaker(
+        engine=engine_alone(settings, run),
+        scoring=scoring,
+        sampling=dataclasses.replace(sampling, n=config.samples),
+        chunk_tokens=config.generator.chunk_tokens,
+        prompt_of=job.prompt,
+        reference_of=job.reference,
+        tokenizer=run.tokenizer,
+        prompts=job.prompt_maker,
+        rule=rule,
+        max_error_rate=config.reward.max_error_rate,
     )
 
 

@@ -27,7 +27,7 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 # isort: split
 import torch.distributed as dist
 
-from executors.build import build_scoring, sampling_of
+from executors.build import build_scoring, engine_alone, sampling_of
 from executors.reward import item_of
 from executors.scoring import score_all
 from llamarl.checkpoint.checkpointer import LATEST, MANIFEST, damage, verify
@@ -44,6 +44,7 @@ from llamarl.config.conversion import flat, is_marked, load_config, to_values, v
 from llamarl.errors import CheckpointError
 from llamarl.inference import Engine
 from llamarl.inference.evaluation import eval_completion, submit
+from llamarl.inference.offline import completions_of
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
@@ -147,9 +148,8 @@ def answer(
     for j, prompt in enumerate(prompts):
         submit(engine, j, prompt, sampling, num_samples)
     completions = []
-    while engine.num_live or engine.num_waiting:
-        engine.step(job.config.generator.chunk_tokens)
-        completions += [eval_completion(stream, c) for stream, c in engine.pop_finished()]
+    for finished in completions_of(engine, job.config.generator.chunk_tokens):
+        completions += [eval_completion(stream, c) for stream, c in finished]
     return sorted(completions, key=lambda c: (c.prompt_index, number_of(c)))
 
 
@@ -274,16 +274,7 @@ def run(args: argparse.Namespace) -> None:
     check_writable(args.out)
     prompts = [job.task.eval_prompt(j) for j in range(count)]
     k = config.eval.num_samples if args.samples is None else args.samples
-    g = config.generator
-    engine = Engine.from_hf(
-        model,
-        dtype=config.model.dtype,
-        device=world.device,
-        max_slots=g.max_slots,
-        max_len=config.task.max_prompt_tokens + config.max_new_tokens,
-        cache_tokens=g.cache_tokens,
-        prefill_chunk=g.prefill_chunk,
-    )
+    engine = engine_alone(config, job)
     with closing(build_scoring(config, job)) as scoring:
         scoring.start()  # what is wrong with a source is told before any work
         completions = answer(engine, job, prompts, k)

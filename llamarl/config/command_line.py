@@ -132,6 +132,17 @@ def compose_config(overrides: list[str], kind: JobKind[Schema] = RL) -> Schema:
         return to_config(compose(kind.file, accepted), kind.schema)
 
 
+def default_config(kind: JobKind = RL) -> Config:
+    """The config of an empty command line; also while another is read or runs."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    if GlobalHydra.instance().is_initialized():
+        return to_config(compose(kind.file), kind.schema)
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return to_config(compose(kind.file), kind.schema)
+
+
 @dataclass(frozen=True, slots=True)
 class _Override:
     """One word of a command line, as Hydra wants it."""

@@ -64,13 +64,12 @@ def build_task(
         raise ValueError(f"task.kind={kind}: unknown; did you mean {near}?")
     if path is None and kind in ("jsonl", "gsm8k", "hf_dataset"):
         raise ValueError(f"task.kind={kind} needs task.path")
-    instruction = GSM8K_INSTRUCTION if kind == "gsm8k" else ""
-    maker = PromptMaker(
+    maker = prompt_maker(
+        kind,
         tokenizer,
         chat=chat,
         system_prompt=system_prompt,
         max_prompt_tokens=max_prompt_tokens,
-        instruction=instruction,
     )
     if kind == "reasoning_gym":
         from llamarl.tasks.procedural import ReasoningGymTask
@@ -102,6 +101,24 @@ def build_task(
         train = _select(train, kept)
     default_reward = NUMERIC_MATCH if kind in ("gsm8k", "questions") else EXACT_MATCH
     return ListTask(kind, train, held_out, maker, default_reward=default_reward)
+
+
+def prompt_maker(
+    kind: str,
+    tokenizer: Tokenizer,
+    *,
+    chat: bool,
+    system_prompt: str | None,
+    max_prompt_tokens: int,
+) -> PromptMaker:
+    """What makes the prompts of a task of this kind."""
+    return PromptMaker(
+        tokenizer,
+        chat=chat,
+        system_prompt=system_prompt,
+        max_prompt_tokens=max_prompt_tokens,
+        instruction=GSM8K_INSTRUCTION if kind == "gsm8k" else "",
+    )
 
 
 def _select(examples: Sequence[Example], places: Sequence[int]) -> Sequence[Example]:
