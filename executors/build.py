@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 
 from executors.generator import Generator
+from executors.gold import GoldSettings
 from executors.model_reward import ModelReward
 from executors.reference import FrozenReference, ResettingReference
 from executors.reward import Reward, RuleReward
+from executors.scoring import Item
 from executors.trainer import AdamSettings, FSDPTrainer
 from executors.weighted import Part, WeightedParts
 from llamarl.config.command_line import Config
@@ -18,6 +21,7 @@ from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import BuildEngine
+from llamarl.launch.gold import reference_ids, reference_texts
 from llamarl.launch.job import Job
 from llamarl.launch.scorers import transcript_of
 from llamarl.launch.sources import source_of
@@ -35,6 +39,7 @@ from llamarl.models.config import read_config
 from llamarl.models.lora import Lora
 from llamarl.models.parity import TOP
 from llamarl.models.scorer import label_of
+from llamarl.types import Prompt
 
 
 def sampling_of(config: Config, job: Job) -> SamplingParams:
@@ -104,6 +109,7 @@ def build_reward(config: Config, job: Job) -> Reward:
         num_eval_prompts=len(job.eval_prompts),
         num_eval_samples=config.eval.num_samples,
         max_error_rate=r.max_error_rate,
+        gold=build_gold(config, job),
     )
     if r.kind in ("function", "judge"):
         return RuleReward(**given, make_source=source_of(r, job))
@@ -114,6 +120,49 @@ def build_reward(config: Config, job: Job) -> Reward:
         tensor_parallel=r.tensor_parallel,
         reproducible=config.max_lag == 0,
     )
+
+
+def build_gold(config: Config, job: Job) -> GoldSettings | None:
+    """What judges evaluations besides the reward; None if nothing does."""
+    if config.gold is None and config.eval.base is None:
+        return None
+    texts = None
+    if config.gold is not None:
+        texts = reference_texts(job.eval_prompts, config.eval.reference_key)
+    return gold_settings(config, job, references_of(job, job.eval_prompts, texts))
+
+
+def gold_settings(config: Config, job: Job, references: list[Item] | None) -> GoldSettings:
+    """The same with references of another origin."""
+    scorer = None
+    if config.gold is not None:
+        scorer = _part(config.eval.gold, 1.0, config.gold, job, fn_key="eval.gold")
+    return GoldSettings(
+        scorer=scorer,
+        base_path=config.eval.base,
+        references=None if references is None else tuple(references),
+        dtype=config.model.dtype,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+    )
+
+
+def references_of(
+    job: Job, prompts: Sequence[Prompt], texts: Sequence[str] | None
+) -> list[Item] | None:
+    """Texts as completions that ended by themselves, one to each prompt; None without texts."""
+    if texts is None:
+        return None
+    items = []
+    for prompt, text in zip(prompts, texts):
+        item = Item(
+            prompt=prompt,
+            token_ids=reference_ids(job, text),
+            text=text,
+            has_ended=True,
+            is_held_out=True,
+        )
+        items.append(item)
+    return items
 
 
 def build_scoring(config: Config, job: Job) -> WeightedParts:
@@ -138,9 +187,16 @@ def reward_parts(config: Config, job: Job) -> list[Part]:
     return [_part(name, part.weight, part, job) for name, part in config.reward.parts.items()]
 
 
-def _part(name: str, weight: float, settings: AnySourceSettings, job: Job) -> Part:
+def _part(
+    name: str,
+    weight: float,
+    settings: AnySourceSettings,
+    job: Job,
+    *,
+    fn_key: str = "reward.fn",
+) -> Part:
     if settings.kind != "model":
-        return Part(name, source_of(settings, job), weight)
+        return Part(name, source_of(settings, job, fn_key=fn_key), weight)
     scorer = ScorerSettings(
         path=settings.path,
         dtype=settings.dtype,

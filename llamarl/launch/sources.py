@@ -14,8 +14,10 @@ from llamarl.tasks.source import MakeSource, Outcome, score_all
 TextSourceSettings = FunctionSourceSettings | JudgeSourceSettings  # of what reads texts
 
 
-def source_of(settings: TextSourceSettings, job: Job) -> MakeSource:
-    """How to make the source. ValueError or OSError for a template that cannot be read."""
+def source_of(settings: TextSourceSettings, job: Job, *, fn_key: str = "reward.fn") -> MakeSource:
+    """How to make the source. fn_key: what the user sets a function by. ValueError or OSError for a
+    template that cannot be read.
+    """
     if settings.kind == "function":
         return partial(
             RewardPool,
@@ -23,6 +25,7 @@ def source_of(settings: TextSourceSettings, job: Job) -> MakeSource:
             num_workers=settings.num_workers,
             timeout_s=settings.timeout_s,
             memory_mb=settings.memory_mb,
+            fn_key=fn_key,
             **job.conversation,
         )
     # Most runs have no use for an HTTP client.

@@ -268,8 +268,8 @@ class RewardPool:
     num_workers: processes. timeout_s: seconds by the clock for an item; a call for n of them may
     take n times as long. memory_mb: MiB of address space for a worker; all above 0. chat: the
     prompts were turns of a chat template, after system_prompt if there is one; a function of TRL's
-    form then gets messages. on_result: called in a thread of the pool's when there is something to
-    poll, so that a waiting loop need not ask.
+    form then gets messages. fn_key: what the user sets the function by. on_result: called in a
+    thread of the pool's when there is something to poll, so that a waiting loop need not ask.
 
     The function sees this process's sys.path and its current directory. Workers end with the thread
     that made the pool: make it in a thread that lives as long.
@@ -284,9 +284,11 @@ class RewardPool:
         memory_mb: int = 1024,
         chat: bool = False,
         system_prompt: str | None = None,
+        fn_key: str = "reward.fn",
         on_result: Callable[[], None] = lambda: None,
     ):
         self.name = fn
+        self._fn_key = fn_key
         self._timeout_s = timeout_s
         here = os.getcwd()
         path = [here, *(folder or here for folder in sys.path), _OUR_ROOT]
@@ -404,7 +406,7 @@ class RewardPool:
         for message in worker.read():
             match message:
                 case ["failed", why]:
-                    raise ValueError(f"reward.fn={self.name}: {why}")
+                    raise ValueError(f"{self._fn_key}={self.name}: {why}")
                 case ["ready", form]:
                     worker.ready = True
                     worker.free_at = time.monotonic()
@@ -467,7 +469,7 @@ class RewardPool:
             if self._failed_starts >= MAX_FAILED_STARTS:
                 what = what or f"importing it took longer than {START_S:.0f} s"
                 raise RewardError(
-                    f"reward.fn={self.name}: {what} before it scored anything, "
+                    f"{self._fn_key}={self.name}: {what} before it scored anything, "
                     f"{MAX_FAILED_STARTS} times in a row; "
                     "call it by hand, or raise reward.memory_mb if it imports much"
                 )
