@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 
 from executors.generator import Generator
+from executors.gold import GoldSettings
 from executors.model_reward import ModelReward
 from executors.pairing import PairMaker
 from executors.reference import FrozenReference, ResettingReference
 from executors.reward import Reward, RuleReward
+from executors.scoring import Item
 from executors.trainer import AdamSettings, FSDPTrainer
 from executors.weighted import Part, WeightedParts
 from llamarl.config.command_line import Config
@@ -19,6 +22,7 @@ from llamarl.executor import ExecutorGroup
 from llamarl.inference import Engine, SamplingParams
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import BuildEngine
+from llamarl.launch.gold import reference_ids, reference_texts
 from llamarl.launch.job import Job
 from llamarl.launch.preferences import PreferencesJob
 from llamarl.launch.scorers import transcript_of
@@ -39,6 +43,7 @@ from llamarl.models.parity import TOP
 from llamarl.models.scorer import label_of
 from llamarl.tasks.pairs import PairRule
 from llamarl.tasks.source import MakeSource
+from llamarl.types import Prompt
 
 
 def sampling_of(config: Config, job: Job) -> SamplingParams:
@@ -108,6 +113,7 @@ def build_reward(config: Config, job: Job) -> Reward:
         num_eval_prompts=len(job.eval_prompts),
         num_eval_samples=config.eval.num_samples,
         max_error_rate=r.max_error_rate,
+        gold=build_gold(config, job),
     )
     if r.kind in ("function", "judge"):
         return RuleReward(**given, make_source=source_of(r, job, section="reward"))
@@ -118,6 +124,50 @@ def build_reward(config: Config, job: Job) -> Reward:
         tensor_parallel=r.tensor_parallel,
         reproducible=config.max_lag == 0,
     )
+
+
+def build_gold(config: Config, job: Job) -> GoldSettings | None:
+    """What judges evaluations besides the reward; None if nothing does."""
+    if config.gold is None and config.eval.base is None:
+        return None
+    texts = None
+    if config.gold is not None:
+        texts = reference_texts(job.eval_prompts, config.eval.reference_key)
+    return gold_settings(config, job, references_of(job, job.eval_prompts, texts))
+
+
+def gold_settings(config: Config, job: Job, references: list[Item] | None) -> GoldSettings:
+    """The same with references of another origin."""
+    scorer = None
+    if config.gold is not None:
+        what = _what_scores(config.gold, job, section="reward", fn_key="eval.gold")
+        scorer = Part(config.eval.gold, what)
+    return GoldSettings(
+        scorer=scorer,
+        base_path=config.eval.base,
+        references=None if references is None else tuple(references),
+        dtype=config.model.dtype,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+    )
+
+
+def references_of(
+    job: Job, prompts: Sequence[Prompt], texts: Sequence[str] | None
+) -> list[Item] | None:
+    """Texts as completions that ended by themselves, one to each prompt; None without texts."""
+    if texts is None:
+        return None
+    items = []
+    for prompt, text in zip(prompts, texts):
+        item = Item(
+            prompt=prompt,
+            token_ids=reference_ids(job, text),
+            text=text,
+            has_ended=True,
+            is_held_out=True,
+        )
+        items.append(item)
+    return items
 
 
 def build_scoring(config: Config, job: Job) -> WeightedParts:
@@ -189,10 +239,10 @@ def reward_parts(config: Config, job: Job) -> list[Part]:
 
 
 def _what_scores(
-    settings: AnySourceSettings, job: Job, *, section: str
+    settings: AnySourceSettings, job: Job, *, section: str, fn_key: str = ""
 ) -> MakeSource | ScorerSettings:
     if settings.kind != "model":
-        return source_of(settings, job, section=section)
+        return source_of(settings, job, section=section, fn_key=fn_key)
     return ScorerSettings(
         path=settings.path,
         dtype=settings.dtype,

@@ -47,6 +47,9 @@ from llamarl.words.choices import (
 )
 
 HEAD_LR = 1e-3  # of a value head, where trainer.value_lr is null
+# Of a gold scorer that is a function: an answer, and the address space of its one worker.
+GOLD_TIMEOUT_S = 30.0
+GOLD_MEMORY_MB = 4096
 Seed = Annotated[int, Range(0, 2**63 - 1)]  # what torch and the counters of sampling hold
 
 
@@ -402,6 +405,10 @@ class EvalSettings:
     num_prompts: Natural = _marked("data")
     num_samples: Natural
     target: float | None = _marked("outward")
+    gold: str | None
+    gold_label: str | None
+    reference_key: str | None
+    base: str | None
 
 
 @settings_dataclass
@@ -491,6 +498,30 @@ class Config:
     def scorers(self) -> dict[str, ModelSourceSettings]:
         """The models among what scores, by key."""
         return {key: part for key, part in self.reward_parts.items() if part.kind == "model"}
+
+    @property
+    def gold(self) -> FunctionSourceSettings | ModelSourceSettings | None:
+        """What judges evaluations besides the reward: eval.gold as a source of scores."""
+        gold = self.eval.gold
+        if gold is None:
+            return None
+        if ":" in gold:
+            return FunctionSourceSettings(
+                kind="function",
+                fn=gold,
+                num_workers=1,
+                timeout_s=GOLD_TIMEOUT_S,
+                memory_mb=GOLD_MEMORY_MB,
+            )
+        return ModelSourceSettings(
+            kind="model",
+            path=gold,
+            label=self.eval.gold_label,
+            dtype=self.model.dtype,
+            microbatch_tokens=self.trainer.microbatch_tokens,
+            scale=1.0,
+            shift=0.0,
+        )
 
     @property
     def critic_lr(self) -> float:

@@ -14,9 +14,12 @@ from llamarl.tasks.source import MakeSource, Outcome, score_all
 TextSourceSettings = FunctionSourceSettings | JudgeSourceSettings  # of what reads texts
 
 
-def source_of(settings: TextSourceSettings, job: Job, *, section: str) -> MakeSource:
-    """How to make the source. section: of the configuration, where its settings are. ValueError or
-    OSError for a template that cannot be read.
+def source_of(
+    settings: TextSourceSettings, job: Job, *, section: str, fn_key: str = ""
+) -> MakeSource:
+    """How to make the source. section: of the configuration, where its settings are. fn_key: the
+    key that names the function, where it is not section.fn. ValueError or OSError for a template
+    that cannot be read.
     """
     if settings.kind == "function":
         return partial(
@@ -26,6 +29,7 @@ def source_of(settings: TextSourceSettings, job: Job, *, section: str) -> MakeSo
             timeout_s=settings.timeout_s,
             memory_mb=settings.memory_mb,
             section=section,
+            fn_key=fn_key,
             **job.conversation,
         )
     # Most runs have no use for an HTTP client.

@@ -270,7 +270,7 @@ class RewardPool:
     prompts were turns of a chat template, after system_prompt if there is one; a function of TRL's
     form then gets messages. on_result: called in a thread of the pool's when there is something to
     poll, so that a waiting loop need not ask. section: of the configuration, which messages name
-    keys of.
+    keys of. fn_key: the key that names the function, where it is not section.fn.
 
     The function sees this process's sys.path and its current directory. Workers end with the thread
     that made the pool: make it in a thread that lives as long.
@@ -287,9 +287,11 @@ class RewardPool:
         system_prompt: str | None = None,
         on_result: Callable[[], None] = lambda: None,
         section: str = "reward",
+        fn_key: str = "",
     ):
         self.name = fn
         self._section = section
+        self._fn_key = fn_key or f"{section}.fn"
         self._timeout_s = timeout_s
         here = os.getcwd()
         path = [here, *(folder or here for folder in sys.path), _OUR_ROOT]
@@ -407,7 +409,7 @@ class RewardPool:
         for message in worker.read():
             match message:
                 case ["failed", why]:
-                    raise ValueError(f"{self._section}.fn={self.name}: {why}")
+                    raise ValueError(f"{self._fn_key}={self.name}: {why}")
                 case ["ready", form]:
                     worker.ready = True
                     worker.free_at = time.monotonic()
@@ -470,7 +472,7 @@ class RewardPool:
             if self._failed_starts >= MAX_FAILED_STARTS:
                 what = what or f"importing it took longer than {START_S:.0f} s"
                 raise RewardError(
-                    f"{self._section}.fn={self.name}: {what} before it scored anything, "
+                    f"{self._fn_key}={self.name}: {what} before it scored anything, "
                     f"{MAX_FAILED_STARTS} times in a row; "
                     f"call it by hand, or raise {self._section}.memory_mb if it imports much"
                 )

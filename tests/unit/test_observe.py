@@ -728,7 +728,8 @@ def test_the_report_is_self_contained_and_shows_curves_causes_and_knobs(tmp_path
     assert {"Reward", "Evaluation", "Entropy", "Ratio, raw", "Lag", "Idle: trainer"} <= set(titles)
     assert (
         "KL to the reference" not in titles
-        and "Not measured in this run: KL to the reference, KL to the generator" in text
+        and "Not measured in this run: Gold score, Win rate, " in text
+        and ", KL to the reference, KL to the generator" in text
     )
     for _, source in page.images:
         assert b"</svg>" in base64.b64decode(source.removeprefix("data:image/svg+xml;base64,"))
