@@ -213,12 +213,12 @@ def build_pair_maker(job: PreferencesJob, scoring: WeightedParts) -> PairMaker:
         seed=config.seed,
     )
     return PairMaker(
-        engine=engine_alone(settings, run),
+        engine=engine_alone(settings, run) if config.samples else None,
         scoring=scoring,
-        sampling=dataclasses.replace(sampling, n=config.samples),
+        sampling=dataclasses.replace(sampling, n=max(1, config.samples)),
         chunk_tokens=config.generator.chunk_tokens,
         prompt_of=job.prompt,
-        reference_of=job.reference,
+        references_of=job.references,
         tokenizer=run.tokenizer,
         prompts=job.prompt_maker,
         rule=rule,

@@ -1,7 +1,7 @@
 """PairMaker: prompts become preference pairs, in one process.
 
     prompts --engine--> completions --Scoring--> Outcomes --PairRule--> lines, Tally
-       |--reference--> candidates --|
+       |--references--> candidates -|
 
 While a batch of prompts is scored the next one is sampled, so that a judge's time costs little.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +23,7 @@ from executors.weighted import WeightedParts
 from llamarl.inference import Engine, SamplingParams
 from llamarl.inference.offline import completions_of
 from llamarl.tasks.base import PromptMaker
-from llamarl.tasks.pairs import REFERENCE, Candidate, PairRule, Tally, label, row_of
+from llamarl.tasks.pairs import Candidate, PairRule, Tally, label, row_of
 from llamarl.tasks.source import Outcome
 from llamarl.types import Completion, Prompt
 
@@ -53,20 +53,21 @@ class _Batch:
 class PairMaker:
     """Samples completions of prompts, has them scored, and pairs them.
 
-    scoring: started, and nobody else's. sampling: its n is the number of completions. prompt_of,
-    reference_of: of a number, and of a prompt; None where there is no reference. tokenizer: of the
-    policy. RewardError when more than max_error_rate of what is scored are errors.
+    engine: None: nothing is sampled. scoring: started, and nobody else's. sampling: its n is the
+    number of completions. prompt_of: of a number. references_of: a prompt's own answers, by key.
+    tokenizer: of the policy. RewardError when more than max_error_rate of what is scored are
+    errors.
     """
 
     def __init__(
         self,
         *,
-        engine: Engine,
+        engine: Engine | None,
         scoring: WeightedParts,
         sampling: SamplingParams,
         chunk_tokens: int,
         prompt_of: Callable[[int], Prompt],
-        reference_of: Callable[[Prompt], str | None],
+        references_of: Callable[[Prompt], Mapping[str, str]],
         tokenizer,
         prompts: PromptMaker,
         rule: PairRule,
@@ -77,7 +78,7 @@ class PairMaker:
         self._sampling = sampling
         self._chunk_tokens = chunk_tokens
         self._prompt_of = prompt_of
-        self._reference_of = reference_of
+        self._references_of = references_of
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._rule = rule
@@ -100,9 +101,14 @@ class PairMaker:
         """Sample the completions of prompts, and hand each prompt's to what scores."""
         batch = _Batch({}, Tally(prompts=len(numbers)))
         for number in numbers:
-            prompt = self._prompt_of(number)
-            batch.answered[number] = _Answered(prompt)
-            self._engine.submit(number, prompt.prompt_ids, self._sampling, stream=STREAM)
+            batch.answered[number] = _Answered(self._prompt_of(number))
+        if self._engine is None:
+            for number, answered in batch.answered.items():
+                self._submit(number, answered, [], batch.tally)
+            return batch
+        for number, answered in batch.answered.items():
+            prompt_ids = answered.prompt.prompt_ids
+            self._engine.submit(number, prompt_ids, self._sampling, stream=STREAM)
         samples: dict[int, list[Completion]] = {number: [] for number in numbers}
         for finished in completions_of(self._engine, self._chunk_tokens):
             for _, completion in finished:
@@ -123,7 +129,8 @@ class PairMaker:
             tally.completions += 1
             tally.cut += not item.has_ended
             self._add(answered, completion.sample_index, item, tally)
-        self._add_reference(answered, tally)
+        for key, text in self._references_of(answered.prompt).items():
+            self._add_reference(answered, key, text, tally)
         count = len(answered.candidates)
         if count < 2:
             return
@@ -134,11 +141,10 @@ class PairMaker:
             self._scoring.release(list(keys.values()))
             answered.batches.append(keys)
 
-    def _add_reference(self, answered: _Answered, tally: Tally) -> None:
-        """The prompt's own answer is a candidate, unless it is longer than a sample may be."""
-        text = self._reference_of(answered.prompt)
-        if text is None:
-            return
+    def _add_reference(self, answered: _Answered, key: str, text: str, tally: Tally) -> None:
+        """An answer of the prompt's own is a candidate, unless it is longer than a sample may
+        be.
+        """
         ids = [*self._ids(text), self._tokenizer.eos_token_id]
         if len(ids) > self._sampling.max_new_tokens:
             tally.long_references += 1
@@ -151,7 +157,7 @@ class PairMaker:
             is_held_out=False,
         )
         tally.references += 1
-        self._add(answered, REFERENCE, item, tally)
+        self._add(answered, key, item, tally)
 
     def _add(self, answered: _Answered, origin: int | str, item: Item, tally: Tally) -> None:
         """Make an item a candidate, unless it says nothing."""

@@ -4,7 +4,7 @@
         reward=model reward.path=GOLD_DIR out=PAIRS.jsonl
     # A judge compares three completions and the row's own answer, each two in both orders.
     python recipes/preferences.py model.path=SFT_DIR task.path=PROMPTS.jsonl samples=3 \
-        include_reference=true reward=judge reward.url=http://127.0.0.1:8000/v1 \
+        references=[answer] reward=judge reward.url=http://127.0.0.1:8000/v1 \
         reward.model=NAME reward.ask=group out=PAIRS.jsonl
 
 The same command goes on where it was, if it was killed. docs/reward_models.md tells the rest,

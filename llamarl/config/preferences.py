@@ -62,9 +62,8 @@ class PreferencesConfig:
     seed: Seed = _marked("identity")
     split: Literal["train", "held_out", "all"] = _marked("identity")
     num_prompts: Count | None = _marked("identity")
-    samples: Count = _marked("identity")
-    include_reference: bool = _marked("identity")
-    reference_key: Text = _marked("identity")
+    samples: Natural = _marked("identity")
+    references: list[Text] = _marked("identity")
     pairing: Pairing = _marked("identity")
     label_noise: Share = _marked("identity")
     margin_coef: NonNegative = _marked("identity")
@@ -106,9 +105,9 @@ def check(
     if world_size > 1:
         what = "pairs are made by one process: start it with python"
         found.problems.append(Problem(f"{world_size} ranks", what))
-    if config.samples + config.include_reference < 2:
-        what = "has nothing to be compared with; samples=2 or more, or include_reference=true"
-        found.add(what, "samples", "include_reference")
+    if config.samples + len(config.references) < 2:
+        what = "has nothing to be compared with; samples=2 or more, or references=[answer]"
+        found.add(what, "samples", "references")
     split = ("reward.replicate", "reward.tensor_parallel")
     if config.reward.kind in ("model", "parts"):
         if config.reward.replicate * config.reward.tensor_parallel > 1:

@@ -81,11 +81,9 @@ class PreferencesJob:
             return task.train_prompt(number)
         return task.eval_prompt(number - task.num_train)
 
-    def reference(self, prompt: Prompt) -> str | None:
-        """The row's own answer, where it is one of the candidates."""
-        if not self.config.include_reference:
-            return None
-        return str(prompt.meta[self.config.reference_key])
+    def references(self, prompt: Prompt) -> dict[str, str]:
+        """The row's own answers that are candidates, by their keys."""
+        return {key: str(prompt.meta[key]) for key in self.config.references}
 
     @property
     def prompt_maker(self) -> PromptMaker:
@@ -175,8 +173,8 @@ class PreferencesJob:
 
     def _announce(self, num_done: int) -> None:
         c = self.config
-        reference = " and the reference" if c.include_reference else ""
-        print(f"pairs    {c.samples} completions{reference} of {self.num_prompts:,} prompts")
+        own = "".join(f" and the row's {key}" for key in c.references)
+        print(f"pairs    {c.samples} completions{own} of {self.num_prompts:,} prompts")
         print(f"model    {self.run_job.model_path}, {c.task.kind} ({c.split})")
         print(f"labels   reward={c.reward.kind}, pairing={c.pairing}")
         if num_done:
@@ -221,7 +219,7 @@ def launch_preferences(config: PreferencesConfig) -> Iterator[PreferencesJob]:
             _check_prompts(job)
             for key, part in run.config.reward_parts.items():
                 if part.kind != "model":
-                    check_source(part, run, [], key=key)
+                    check_source(part, run, [], section=key)
             job.open()
         ending.callback(job.draft.close)
         yield job
@@ -251,13 +249,11 @@ def _check_prompts(job: PreferencesJob) -> None:
 def _check_prompt(prompt: Prompt, config: PreferencesConfig) -> None:
     if not prompt.text.strip():
         raise ValueError("it is blank; leave the row out")
-    if not config.include_reference:
-        return
-    key = config.reference_key
-    check_keys(prompt.meta, key, None)
-    value = prompt.meta[key]
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f'"{key}" is no text, or empty; set reference_key to the answer\'s key')
+    for key in config.references:
+        check_keys(prompt.meta, key, None)
+        value = prompt.meta[key]
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError(f'"{key}" is no text, or empty; references=[KEY] names answers')
 
 
 def _model_digest(path: Path) -> str:

@@ -21,14 +21,13 @@ from typing import Literal
 from llamarl.words.choices import Pairing
 
 Turns = str | list[dict[str, str]]  # what a model reads of a prompt: a text, or messages
-REFERENCE = "reference"  # in the place of a sample's number
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """An answer to a prompt that may stand in a pair."""
 
-    origin: int | Literal["reference"]  # which sample it is
+    origin: int | str  # which sample it is; of the row's own answers, the key
     text: str
     token_ids: tuple[int, ...]  # of the text alone, by which a reward model knows it
 

@@ -121,7 +121,7 @@ def made_by(*, pairing="all", compares=False, references=True, scoring=None, bat
         sampling=SamplingParams(max_new_tokens=4, n=3),
         chunk_tokens=1,
         prompt_of=prompt_of,
-        reference_of=lambda prompt: prompt.meta["answer"] if references else None,
+        references_of=lambda prompt: dict(prompt.meta) if references else {},
         tokenizer=TOKENIZER,
         prompts=prompts,
         rule=rule,
@@ -147,7 +147,7 @@ def test_all_pairs_by_hand():
         (1, "25", "24", 1.5),
     ]
     assert [row["rejected_sample"] for row in rows] == [0, 1, 2, 0]
-    assert {row["chosen_sample"] for row in rows} == {"reference"}
+    assert {row["chosen_sample"] for row in rows} == {"answer"}
     assert (first.prompts, first.completions, first.references) == (2, 6, 2)
     assert (first.pairs, first.ties, first.equal_texts) == (4, 2, 1)
     assert (first.empty, first.unscored, first.difference) == (1, 1, 7.5)

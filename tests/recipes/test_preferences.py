@@ -107,7 +107,7 @@ def read(file: Path, model: Path | None = None):
 
 
 def test_a_functions_pairs(make, tmp_path):
-    code, said, rows = make(CLOSENESS, "include_reference=true")
+    code, said, rows = make(CLOSENESS, "references=[answer]")
     assert code == 0, said
     assert f"prompts       {NUM_PROMPTS}\n" in said
     assert f"completions   {NUM_PROMPTS * 3}," in said
@@ -117,9 +117,9 @@ def test_a_functions_pairs(make, tmp_path):
         answer = str(eval(row["prompt"].rstrip("=")))
         for side in ("chosen", "rejected"):
             assert row[f"{side}_score"] == closeness(row["prompt"], row[side], {"answer": answer})
-            assert row[f"{side}_sample"] != "reference" or row[side] == answer
+            assert row[f"{side}_sample"] != "answer" or row[side] == answer
         assert row["chosen_score"] > row["rejected_score"] and row["margin"] == 0.0
-    references = [row["chosen_sample"] == "reference" for row in rows]
+    references = [row["chosen_sample"] == "answer" for row in rows]
     assert any(references) and not all(references)
     assert [file.name for file in tmp_path.glob("pairs*")] == ["pairs.jsonl"]
     pairs = read(tmp_path / "pairs.jsonl")
@@ -243,7 +243,7 @@ def judged_by(server):
 
 def test_a_judges_verdicts_are_the_labels(make):
     with JudgeServer(larger) as server:
-        code, said, rows = make(*judged_by(server), "include_reference=true", "num_prompts=20")
+        code, said, rows = make(*judged_by(server), "references=[answer]", "num_prompts=20")
     assert code == 0, said
     assert len(rows) > 10 and len(server.questions) >= 2 * len(rows)
     for row in rows:
@@ -270,16 +270,32 @@ def test_held_out_prompts_are_pairs_of_their_own(make):
 
 def test_a_reference_may_be_another_key(make):
     given = (
-        "include_reference=true",
-        "reference_key=human",
+        "references=[human]",
         "reward.fn=tests.labels:length",
     )
     code, said, rows = make(*given, "num_prompts=10")
     assert code == 0, said
-    assert any(row["chosen"].endswith("!") and row["chosen_sample"] == "reference" for row in rows)
-    code, said, _ = make("include_reference=true", "reference_key=humn", CLOSENESS, out="other")
+    assert any(row["chosen"].endswith("!") and row["chosen_sample"] == "human" for row in rows)
+    code, said, _ = make("references=[humn]", CLOSENESS, out="other")
     assert code == BAD_INPUT
     assert 'no key "humn"; did you mean "human"?' in said and "prompt 0, " in said
+
+
+def test_pairs_are_labelled_anew(make, tmp_path):
+    """By another judge, as Async RLHF's are: the longer is better, whatever was chosen before."""
+    rows = [
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3=3"},
+        {"prompt": "1+2=", "chosen": "3+0", "rejected": "4"},
+        {"prompt": "1+3=", "chosen": "13", "rejected": "31"},
+    ]
+    file = tmp_path / "old.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    anew = (f"task.path={file}", "task.answer_key=null", "samples=0", "split=all")
+    code, said, made = make(*anew, "references=[chosen,rejected]", "reward.fn=tests.labels:length")
+    assert code == 0, said
+    labelled = {row["chosen"]: (row["rejected"], row["chosen_sample"]) for row in made}
+    assert labelled == {"3=3": ("2", "rejected"), "3+0": ("4", "chosen")}
+    assert "ties          1\n" in said and "completions   0," in said
 
 
 @pytest.mark.parametrize(
@@ -317,7 +333,7 @@ def test_a_command_line_is_refused_at_once(prompts):
     assert "label_nois" in said and "did you mean label_noise?" in said
     assert "did you mean best_worst?" in said and "lr " in said
     assert "2 ranks" in said
-    assert "samples=1 include_reference=false" in said
+    assert "samples=1 references=[]" in said
     words = [MODEL, prompts, "out=x", "reward=model", f"reward.path={tiny_directory()}"]
     with pytest.raises(ConfigError, match="in one process here"):
         check_command_line([*words, "reward.replicate=2"], kind=PREFERENCES)
@@ -334,7 +350,7 @@ def test_a_reward_model_learns_what_labelled_the_pairs(prompts, tmp_path):
         "num_prompts=1500",
         "max_new_tokens=4",
     )
-    words = (MODEL, "model.dtype=float32", *sampling, gold, "include_reference=true")
+    words = (MODEL, "model.dtype=float32", *sampling, gold, "references=[answer]")
     pairs = tmp_path / "pairs.jsonl"
     with Job(*words, run_dir=pairs, recipe=RECIPE, directory_key="out") as made:
         assert made.wait() == 0, made.output

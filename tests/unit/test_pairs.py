@@ -119,7 +119,7 @@ def test_the_share_of_flipped_pairs_is_the_noise(noise):
 
 
 def test_a_row_has_the_form_of_its_prompt():
-    pair = label(candidate(0, "2"), candidate("reference", "3"), (0.5, 2.0), is_flipped=False)
+    pair = label(candidate(0, "2"), candidate("answer", "3"), (0.5, 2.0), is_flipped=False)
     assert row_of(pair, "1+2=", number=7, margin_coef=2.0) == {
         "prompt": "1+2=",
         "chosen": "3",
@@ -127,7 +127,7 @@ def test_a_row_has_the_form_of_its_prompt():
         "margin": 3.0,
         "chosen_score": 2.0,
         "rejected_score": 0.5,
-        "chosen_sample": "reference",
+        "chosen_sample": "answer",
         "rejected_sample": 0,
         "flipped": False,
         "number": 7,
