@@ -5,9 +5,16 @@
     python recipes/compare.py runs/* --y reward/mean --x kl/ref --out plots
 
 Runs that differ only in their seed are one line: a mean, and a band from the least to the greatest.
-Prints a table and writes OUT/progress.png (the value over seconds and over steps) and
-OUT/pareto.png (the value against KL to the reference, for runs that have one). Exit status: 0, or 2
-for a directory or a column that cannot be used.
+Prints a table and writes into OUT
+
+    progress.png   the value over seconds and over steps
+    pareto.png     the value against KL to the reference, for runs that have one
+    win_rate.png   win rate by gold against perplexity under the base, for runs with eval.gold and
+                   eval.base: a point an evaluation (Async RLHF, figures 3 to 8)
+    gold.png       the reward of held-out answers and their gold score over the root of the KL, for
+                   runs with eval.gold and a reference (Gao et al. 2022, figure 1)
+
+Exit status: 0, or 2 for a directory or a column that cannot be used.
 
     time-to-reward    seconds (time/wall_s) at which the first row has a value of at least the
                       target (OPPO, 4.1)
@@ -30,8 +37,20 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
-from llamarl.observe.compare import KL, Run, Variants, load_runs, variants_of
+from llamarl.observe.compare import (
+    GOLD,
+    KL,
+    PERPLEXITY,
+    REMEDIES,
+    ROOT_KL,
+    WIN_RATE,
+    Run,
+    Variants,
+    load_runs,
+    variants_of,
+)
 from llamarl.observe.report import COLOURS, LOOK, marker_of, moving_mean, smoothing_width
 from llamarl.observe.rows import EVALUATED
 
@@ -45,8 +64,13 @@ TITLES = {
     SECONDS: "seconds",
     STEP: "step",
     "kl/ref": "KL to the reference, nats a token",
+    ROOT_KL: "√KL to the first policy, √nats a completion",
+    GOLD: "gold score, held-out prompts",
+    WIN_RATE: "win rate by gold over references",
+    PERPLEXITY: "perplexity of the answers under the base model",
 }
 LEGEND_WIDTH = 110  # characters that fit one row of a legend
+LAST_STEP = "Large dots: the last step"
 SMALL_GREY = {"fontsize": "small", "color": "#777777", "loc": "left"}
 
 
@@ -98,6 +122,12 @@ def run(args: argparse.Namespace) -> None:
             print(f"compare: {what}; record it with reference=frozen", file=sys.stderr)
     if measured:
         figures["pareto.png"] = draw_pareto(measured, x, y)
+    judged = with_columns(variants, PERPLEXITY, WIN_RATE)
+    if judged:
+        figures["win_rate.png"] = draw_win_rate(judged)
+    optimised = with_columns(variants, ROOT_KL, GOLD)
+    if optimised:
+        figures["gold.png"] = draw_gold(optimised)
     for name, figure in figures.items():
         args.out.mkdir(parents=True, exist_ok=True)
         figure.savefig(args.out / name, dpi=150)
@@ -109,6 +139,20 @@ def all_have(runs: Sequence[Run], column: str) -> bool:
     return all(column in run.columns for run in runs)
 
 
+def with_columns(variants: Variants, x: str, y: str) -> Variants:
+    """The variants all of whose runs have these columns; of those that lack x alone, says so."""
+    found = {}
+    for label, runs in variants.items():
+        if not all_have(runs, y):
+            continue
+        if all_have(runs, x):
+            found[label] = runs
+        else:
+            what = f"{label}: {y} without {TITLES[x]}, so not drawn over it{REMEDIES[x]}"
+            print(f"compare: {what}", file=sys.stderr)
+    return found
+
+
 class Figures(NamedTuple):
     """A run in numbers; NaN for what it did not get to or has not recorded."""
 
@@ -117,6 +161,9 @@ class Figures(NamedTuple):
     seconds: float  # to the target
     steps: float  # to the target
     kl: float  # the last
+    gold: float  # the last
+    win_rate: float  # the last
+    perplexity: float  # the last
 
 
 def reachable(runs: Sequence[Run], y: str) -> float:
@@ -130,16 +177,21 @@ def measure(run: Run, y: str, target: float) -> Figures:
     is_there = value >= target
     first = is_there.argmax()
     reached = is_there[first]
-    kl = math.nan
-    if KL in run.columns:
-        kl = run.values(KL)[0, -1]
     return Figures(
         final=value[-1],
         best=value.max(),
         seconds=wall_s[first] if reached else math.nan,
         steps=step[first] if reached else math.nan,
-        kl=kl,
+        kl=_last(run, KL),
+        gold=_last(run, GOLD),
+        win_rate=_last(run, WIN_RATE),
+        perplexity=_last(run, PERPLEXITY),
     )
+
+
+def _last(run: Run, column: str) -> float:
+    """NaN for a column that the run has not."""
+    return run.values(column)[0, -1] if column in run.columns else math.nan
 
 
 def table(variants: Variants, y: str, target: float) -> list[str]:
@@ -148,10 +200,13 @@ def table(variants: Variants, y: str, target: float) -> list[str]:
     """
     to_target = f"s to {target:.4g}"
     head = ["", "runs", f"{y} at the end", "best", to_target, "steps", f"{KL} at the end"]
+    all_runs = list(itertools.chain.from_iterable(variants.values()))
+    judged = [c for c in (GOLD, WIN_RATE, PERPLEXITY) if any(c in run.columns for run in all_runs)]
+    head += [f"{column} at the end" for column in judged]
     rows = [head]
     for label, runs in variants.items():
         figures = np.array([measure(run, y, target) for run in runs])
-        final, best, seconds, steps, kl = figures.T
+        final, best, seconds, steps, kl, *last = figures.T
         num_runs = len(runs)
         num_there = np.isfinite(steps).sum()
         there = f" ({num_there} of {num_runs})" if num_there < num_runs else ""
@@ -164,6 +219,9 @@ def table(variants: Variants, y: str, target: float) -> list[str]:
             _spread(steps, 0),
             _spread(kl, 4),
         ]
+        for column, values in zip((GOLD, WIN_RATE, PERPLEXITY), last):
+            if column in judged:
+                cells.append(_spread(values, 3))
         rows.append(cells)
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
@@ -255,6 +313,45 @@ def draw_pareto(variants: Variants, x: str, y: str) -> Figure:
     step a dot.
     """
     figure, (axes,) = _figure(1)
+    _draw_paths(axes, variants, x, y)
+    axes.set_title(LAST_STEP, **SMALL_GREY)
+    _legend(figure, axes)
+    return figure
+
+
+def draw_win_rate(variants: Variants) -> Figure:
+    """The plot of win rate against perplexity, a point an evaluation; of a variant's only run with
+    the intervals of 95 %.
+    """
+    figure, (axes,) = _figure(1)
+    axes.axhline(0.5, color="#999999", linewidth=0.8, linestyle=(0, (4, 3)))
+    _draw_paths(axes, variants, PERPLEXITY, WIN_RATE)
+    for runs, look in zip(variants.values(), looks(list(variants))):
+        if len(runs) == 1:
+            columns = (PERPLEXITY, f"{WIN_RATE}_low", f"{WIN_RATE}_high")
+            xs, low, high = runs[0].values(*columns)
+            axes.vlines(xs, low, high, color=look["color"], linewidth=0.8, alpha=0.3)
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    how = f"{LAST_STEP}. Dashed: as good as the references. Bars: 95 %, of a run alone"
+    axes.set_title(how, **SMALL_GREY)
+    _legend(figure, axes)
+    return figure
+
+
+def draw_gold(variants: Variants) -> Figure:
+    """The plots of the reward that is trained on and of gold over the root of the KL, a point an
+    evaluation: where the first goes on rising and the second falls, the reward is over-optimised.
+    """
+    figure, both = _figure(2, share_y=False)
+    for axes, y in zip(both, (EVALUATED, GOLD)):
+        _draw_paths(axes, variants, ROOT_KL, y)
+    both[0].set_title("What is trained on (the proxy)", **SMALL_GREY)
+    both[1].set_title(f"What is not (gold). {LAST_STEP}", **SMALL_GREY)
+    _legend(figure, both[0])
+    return figure
+
+
+def _draw_paths(axes: Axes, variants: Variants, x: str, y: str) -> None:
     for (label, runs), look in zip(variants.items(), looks(list(variants))):
         paths = [path(run, x, y) for run in runs]
         if len(paths) > 1:
@@ -265,9 +362,6 @@ def draw_pareto(variants: Variants, x: str, y: str) -> Figure:
         dot = {"marker": "o", "markersize": 8, "markeredgecolor": "white", "zorder": 5}
         axes.plot(xs[-1], ys[-1], color=look["color"], **dot)
     axes.set(xlabel=TITLES.get(x, x), ylabel=TITLES.get(y, y))
-    axes.set_title("Large dots: the last step", **SMALL_GREY)
-    _legend(figure, axes)
-    return figure
 
 
 def draw_progress(variants: Variants, y: str, target: float) -> Figure:
@@ -294,9 +388,9 @@ def _draw_mean(axes: Axes, xs: np.ndarray, ys: np.ndarray, **look) -> None:
     axes.plot(xs, ys, linewidth=1.6, marker=marker_of(len(xs)), **look)
 
 
-def _figure(panels: int) -> tuple[Figure, Sequence[Axes]]:
+def _figure(panels: int, *, share_y: bool = True) -> tuple[Figure, Sequence[Axes]]:
     figure = Figure(figsize=(7.2 if panels == 1 else 11, 4.8), layout="constrained")
-    all_axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
+    all_axes = figure.subplots(1, panels, sharey=share_y, squeeze=False)[0]
     for axes in all_axes:
         axes.margins(x=0.03)
     return figure, all_axes

@@ -27,9 +27,18 @@ from llamarl.observe.report import Columns, read_columns
 from llamarl.observe.rows import EVALUATED, FILE_NAME
 
 KL = "kl/ref"
+LENGTH = "completion/length_mean"
+ROOT_KL = "kl/root"  # made of these two, in no row
+GOLD = "eval/gold"
+WIN_RATE = "eval/win_rate"
+PERPLEXITY = "eval/perplexity"
 REMEDIES = {  # what records a column that is missing
     KL: "; record it with reference=frozen",
+    ROOT_KL: "; record it with reference=frozen",
     EVALUATED: "; record it with eval.every and eval.num_prompts",
+    GOLD: "; record it with eval.gold",
+    WIN_RATE: "; record it with eval.gold and eval.reference_key",
+    PERPLEXITY: "; record it with eval.base",
 }
 # What names a variant best, where several keys tell the variants apart equally well.
 TELLING = (
@@ -98,8 +107,27 @@ def load_runs(directories: Sequence[str | Path]) -> list[Run]:
                     f"{config}: no such file; a run writes it beside {FILE_NAME}"
                 )
             columns = read_columns(path / FILE_NAME)
-            runs[path.resolve()] = Run(path, load_config(config), columns)
+            run = Run(path, load_config(config), columns)
+            columns.update(root_kl(run))
+            runs[path.resolve()] = run
     return list(runs.values())
+
+
+def root_kl(run: Run) -> Columns:
+    """The column ROOT_KL: the square root of the KL of whole completions to the model that training
+    began with, in square roots of nats, which is Gao et al.'s measure of how far a policy is (2022,
+    section 3). None where no such model was asked.
+
+    kl/ref is a mean over tokens; times the mean length it is the KL of a completion. A step's
+    completions are of the policy before it. The policy of step 0 is that model.
+    """
+    has_all = {KL, LENGTH} <= run.columns.keys()
+    if not has_all or run.config.reference.kind == "reset":
+        return {}
+    whole = run.columns[KL] * run.columns[LENGTH]
+    found = np.sqrt(np.maximum(whole, 0))
+    found[run.columns["step"] == 0] = 0
+    return {ROOT_KL: found}
 
 
 def variants_of(runs: Sequence[Run]) -> tuple[Variants, list[str]]:

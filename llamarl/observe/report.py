@@ -84,7 +84,7 @@ PANELS = (
     Panel(
         "Win rate",
         {
-            "eval/win_rate": "by gold, 95 % of it shaded",
+            "eval/win_rate": "by gold; shaded: 95 %",
             "eval/win_rate_length_controlled": "at equal lengths",
         },
         "Held-out answers that gold prefers to the references; a tie is half a win.",
