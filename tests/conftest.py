@@ -11,10 +11,14 @@ from pathlib import Path
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 from tests.launching import SMALL, Job  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 
+# How long an example takes says nothing where many processes share a core.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 MAX_WORKERS = 4  # each has a pool of ranks, some hundred MiB apiece
 
 
