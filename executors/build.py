@@ -264,6 +264,8 @@ def build_references(config: Config, job: Job) -> list[FrozenReference]:
         model_dtype=config.model.dtype,
         temperature=config.temperature,
         microbatch_tokens=config.trainer.microbatch_tokens,
+        replicate=reference.replicate,
+        reproducible=config.max_lag == 0,
     )
     if reference.kind == "frozen":
         return [FrozenReference(**settings)]

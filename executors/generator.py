@@ -20,7 +20,6 @@ this; the others do what it tells them, in its order, and send nothing (llamarl.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Iterable
@@ -29,8 +28,8 @@ from itertools import chain
 
 import torch
 
-from llamarl.comm.lockstep import LAST, Lockstep
-from llamarl.executor import POLL_S, Executor
+from llamarl.comm.lockstep import Lockstep
+from llamarl.executor import Executor
 from llamarl.inference import SamplingParams, evaluation
 from llamarl.inference.partials import pack, unpack
 from llamarl.inference.protocol import BuildEngine, GenerationEngine, ResumableEngine
@@ -40,7 +39,6 @@ from llamarl.tickets.prompts import PromptStream
 from llamarl.types import Completion, Prompt
 
 TRAIN = 0  # stream of the engine; the others are evaluation's
-END_S = 15.0  # a peer waits no longer for its leader's last command
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +80,6 @@ class Generator(Executor):
     def __post_init__(self):
         self.version = -1
         self._sampled = 0  # tokens
-        self._torn = False
         self._evaluating = 0  # completions of held-out prompts still to finish
         # Of the tickets whose groups are not whole, kept by the first rank of a replica alone:
         self._begun: dict[int, float] = {}  # when each began here, seconds
@@ -152,9 +149,8 @@ class Generator(Executor):
                 f"have sampled {sampled} and {self._sampled} tokens: their logits were not the "
                 "same; are their machines and libraries alike?"
             )
-        self._torn = True  # until it is done: after a failure in it nothing can follow
-        self._commands[do](**command)
-        self._torn = False
+        with self.replica.taking_part():
+            self._commands[do](**command)
         return True
 
     def waiting_for(self) -> str | None:
@@ -313,23 +309,8 @@ class Generator(Executor):
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
-            with contextlib.suppress(RuntimeError):  # others have left already, and say why
-                self._part()
+            self.replica.part(self._follow)
         if hasattr(self, "weights"):
             self.weights.close()
         if hasattr(self, "engine"):
             self.engine.close()
-
-    def _part(self) -> None:
-        """The leader says that it begins nothing more; a peer first takes part in what it has
-        begun.
-        """
-        if not self.follows:
-            self.replica.tell(LAST)
-            return
-        until = time.monotonic() + END_S
-        while time.monotonic() < until:
-            if self.replica.ended or self._torn or self.control.failure:
-                return
-            if not self._follow():
-                self.control.wait(POLL_S)

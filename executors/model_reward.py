@@ -16,7 +16,6 @@ each has a copy.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,8 +24,7 @@ from torch import Tensor
 
 from executors.reward import Reward
 from executors.weighted import Part, WeightedParts
-from llamarl.comm.lockstep import LAST, Lockstep
-from llamarl.executor import POLL_S
+from llamarl.comm.lockstep import Lockstep
 from llamarl.learning.scoring import Asked
 from llamarl.learning.sharded_scorer import (
     ScorerSettings,
@@ -36,8 +34,6 @@ from llamarl.learning.sharded_scorer import (
     to_words,
 )
 from llamarl.models.fsdp import local
-
-END_S = 15.0  # a rank waits no longer for the first one's last command
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -53,10 +49,6 @@ class ModelReward(Reward):
     replicate: int = 1
     tensor_parallel: int = 1
     reproducible: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        self._torn = False
 
     @property
     def first_takes(self) -> bool:
@@ -111,7 +103,7 @@ class ModelReward(Reward):
     def teardown(self) -> None:
         """Take part in what was begun, then close the sources."""
         if hasattr(self, "_models"):
-            self._part_ways()
+            self._lockstep.part(self._follow)
         super().teardown()
 
     def _run(self, number: int, asked: Sequence[Asked]) -> Tensor:
@@ -126,27 +118,9 @@ class ModelReward(Reward):
         command = self._lockstep.next()
         if command is None:
             return False
-        self._torn = True  # until it is done: after a failure in it nothing can follow
-        self.claim_device()
-        words = torch.empty(command["size"], dtype=torch.int64)
-        broadcast(words, self.group)
-        self._models[command["model"]].scores(from_words(words))
-        self._torn = False
+        with self._lockstep.taking_part():
+            self.claim_device()
+            words = torch.empty(command["size"], dtype=torch.int64)
+            broadcast(words, self.group)
+            self._models[command["model"]].scores(from_words(words))
         return True
-
-    def _part_ways(self) -> None:
-        """The first rank says that it begins nothing more; another first takes part in what it has
-        begun.
-        """
-        try:
-            if not self.follows:
-                self._lockstep.tell(LAST)
-                return
-            until = time.monotonic() + END_S
-            while time.monotonic() < until:
-                if self._lockstep.ended or self._torn or self.control.failure:
-                    return
-                if not self._follow():
-                    self.control.wait(POLL_S)
-        except RuntimeError:
-            pass  # the others have left already, and say why

@@ -1,10 +1,15 @@
 """FrozenReference: adds the logprobs of the model that training started from. ResettingReference:
 of the policy as it was every so many steps.
 
-loop step    consumes            waits for              unblocked by      produces
-weights      a staged version    word from the trainer  the same          -
-score        a batch of groups   groups                 the reward        them with ref_logprobs
-                                 the version they need  the trainer
+The ranks of a reference hold its model together, sharded (FSDP2), or several copies of it, and act
+as one. The first takes all groups and says what all score next; the others do their share of it.
+
+    loop step    consumes              waits for              unblocked by
+    first rank   a staged version      word from the trainer  the same
+                 a batch of groups     groups                 the reward
+                                       the version they need  the trainer
+                                       the others' share      the others
+    another      the first's commands  -                      the first rank
 """
 
 from __future__ import annotations
@@ -16,15 +21,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from llamarl.comm.lockstep import Lockstep
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET
-from llamarl.errors import TimedOut
+from llamarl.errors import NotFinite, TimedOut
 from llamarl.executor import Executor
-from llamarl.learning.logprobs import make_head
-from llamarl.learning.packing import pack, to_device
-from llamarl.learning.targets import Targets
-from llamarl.models.attention import PackedAttention
-from llamarl.models.build import build_decoder, read_config
-from llamarl.models.hf import load_weights, named_parameters_hf
+from llamarl.learning.sharded_reference import ShardedReference, asked_of
+from llamarl.learning.sharded_scorer import broadcast, from_words, to_words
+from llamarl.models.fsdp import held_box, local
+from llamarl.models.hf import named_parameters_hf
+from llamarl.models.sharded_state import Shard, box_from
+from llamarl.models.sharding import overlap
 from llamarl.types import Group
 
 
@@ -34,73 +40,121 @@ class FrozenReference(Executor):
     trained at.
 
     model_path: a Hugging Face directory. model_dtype: a name in torch, such as "bfloat16".
-    groups_per_batch: the most groups that one step scores.
+    replicate: copies of the model, each sharded over an equal share of the ranks. groups_per_batch:
+    the most groups that one step scores, per rank. reproducible: what a group gets never depends on
+    what came when.
     """
 
     name = "reference"
     version = 0  # policy version of the weights
+    first_takes = True
 
     model_path: str
     model_dtype: str
     temperature: float
     microbatch_tokens: int
+    replicate: int = 1
     groups_per_batch: int = 8
+    reproducible: bool = False
+
+    @property
+    def follows(self) -> bool:
+        return self._lockstep.follows
+
+    @property
+    def finishes_on_stop(self) -> bool:
+        """A rank takes part to the end in what the first one has begun."""
+        return self.follows
 
     def setup(self) -> None:
-        """Load the model."""
-        dtype = getattr(torch, self.model_dtype)
-        decoder = build_decoder(read_config(self.model_path), dtype=dtype)
-        decoder = load_weights(decoder, self.model_path, device=self.group.device)
-        self.decoder = decoder.eval().requires_grad_(False)
+        """Load the model, each rank its own part."""
+        self._lockstep = Lockstep(self.group, self.control, as_one=True)
+        self._commands = {"score": self._score_told}
+        self._model = ShardedReference(
+            self.model_path,
+            dtype=getattr(torch, self.model_dtype),
+            temperature=self.temperature,
+            microbatch_tokens=self.microbatch_tokens,
+            group=self.group,
+        )
+        self.decoder = self._model.decoder
         (source,) = self.inputs.keys() - {REFERENCE_WEIGHTS}
         self._source = self.inputs[source]
         (self._sink,) = self.outputs.values()
 
     def step(self) -> bool:
-        """Score a batch of groups if there is room for them. True if there was any."""
+        """Score a batch of groups, if there are any and room for them; or, on another rank than the
+        first, take part in it. True if there was work.
+        """
+        return self._follow() if self.follows else self._lead()
+
+    def _lead(self) -> bool:
         if not self._sink.has_room():
             return False
         groups = self._next_groups()
-        if groups:
-            self.claim_device()
-        for group in groups:
-            logprobs = self.score(group)
+        for group, logprobs in zip(groups, self.score(groups)):
             scored = replace(group, ref_logprobs=logprobs, ref_version=self.version)
             self._sink.put(scored)
         return bool(groups)
 
     def _next_groups(self) -> list[Group]:
         """The groups that have come and may be scored now."""
-        return self._source.take(self.groups_per_batch)
+        return self._source.take(self.groups_per_batch * self.group.size)
+
+    def score(self, groups: list[Group]) -> list[torch.Tensor]:
+        """With all ranks: the logprobs [T] of each group's tokens, in their order: float32, nats.
+        NotFinite names the group whose are not.
+        """
+        if not groups:
+            return []
+        asked = [asked_of(group) for group in groups]
+        words = to_words(asked)
+        self._lockstep.tell("score", size=words.numel())
+        self.claim_device()
+        broadcast(words, self.group)
+        found = self._model.logprobs(asked, together=not self.reproducible)
+        for group, logprobs in zip(groups, found):
+            if not logprobs.isfinite().all():
+                raise NotFinite(
+                    f"reference on rank {self.group.rank}, ticket {group.ticket}: its logprobs sum "
+                    f"to {float(logprobs.sum())}. The weights of version {self.version}, or what "
+                    f"is computed with them, are not finite; version 0 is {self.model_path}"
+                )
+        return found
+
+    def _follow(self) -> bool:
+        command = self._next_command()
+        if command is None:
+            return False
+        with self._lockstep.taking_part():
+            self._commands[command.pop("do")](**command)
+        return True
+
+    def _next_command(self) -> dict | None:
+        """What the first rank has told to do next, once it may be done."""
+        return self._lockstep.next()
+
+    def _score_told(self, size: int) -> None:
+        """Take part in `score`."""
+        self.claim_device()
+        words = torch.empty(size, dtype=torch.int64)
+        broadcast(words, self.group)
+        self._model.logprobs(from_words(words), together=not self.reproducible)
 
     def waiting_for(self) -> str | None:
         """What it waits for, in words; None for groups, which nobody owes it."""
-        if self._sink.has_room():
+        if self.follows or self._sink.has_room():
             return None
         return f"room: in channel {self._sink.name}, which the trainer empties"
 
     def offloadable(self) -> list[torch.Tensor]:
         """The tensors that may leave the device while others use it."""
-        return list(self.decoder.parameters())
+        return [local(parameter) for parameter in self.decoder.parameters()]
 
-    @torch.inference_mode()
-    def score(self, group: Group) -> torch.Tensor:
-        """The logprobs [T] of a group's tokens, in their order: float32, nats."""
-        # Packed as if every completion were trained on: none must be left out.
-        size = group.lengths.numel()
-        alike = replace(group, rewards=torch.ones(size), finish_reasons=("stop",) * size)
-        targets = [Targets.of(alike, alike.rewards)]
-        packing = pack(
-            [alike], targets, budget_tokens=self.microbatch_tokens, drop_zero_advantage=False
-        )
-        out = torch.empty(group.token_ids.numel())
-        for microbatch in packing.microbatches:
-            batch = to_device(microbatch, self.group.device)
-            attention = PackedAttention(batch.cu_seqlens, batch.parents)
-            head = make_head(batch.labels, batch.rows, temperature=self.temperature)
-            logprobs, _ = self.decoder(batch.input_ids, batch.positions, attention, head)
-            out[microbatch.places] = logprobs.float().cpu()
-        return out
+    def teardown(self) -> None:
+        """Take part in what was begun."""
+        if hasattr(self, "_model"):
+            self._lockstep.part(self._follow)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -110,7 +164,8 @@ class ResettingReference(FrozenReference):
 
     A group whose newest token is of policy version g is scored by the reference of version g - g %
     reset_every or later: until that one has come, it waits. So with max_lag=0 which version scores
-    a group does not depend on timing.
+    a group does not depend on timing. Each rank gets its own shard of a version, and all swap it
+    between the same two batches.
 
     reset_every: steps (TBA's rho). timeout_s: how long a checkpoint waits for a version.
     """
@@ -121,18 +176,26 @@ class ResettingReference(FrozenReference):
     def __post_init__(self):
         self._due: list[int] = []  # versions that the trainer says it has sent, oldest first
         self._early: list[Group] = []  # that need a later version
+        self._told: dict | None = None  # a command that may not be done yet
+        self._newest = math.inf  # no version beyond this may be swapped in now
 
     def setup(self) -> None:
         """Load the model, and let the trainer's weights flow into it."""
         super().setup()
+        self._commands["swap"] = self._swap
+        named = list(named_parameters_hf(self.decoder))
+        self._shards = [Shard(name, p, held_box(self.decoder, name, p)) for name, p in named]
         self.weights = self.inputs[REFERENCE_WEIGHTS]
-        self.weights.bind(self.decoder.config, list(named_parameters_hf(self.decoder)))
+        self.weights.bind(self.decoder.config, named)
 
     def step(self) -> bool:
         """Take in a version that has come, then score the groups that need none that is newer."""
         # A checkpoint that was asked for before this version was made must not hold it.
-        has_swapped = not self.control.has("save") and self._swap()
-        has_scored = super().step()
+        self._newest = -1 if self.control.has("save") else math.inf
+        if self.follows:
+            return self._follow()
+        has_swapped = self._swap_next()
+        has_scored = self._lead()
         return has_swapped or has_scored
 
     def _next_groups(self) -> list[Group]:
@@ -153,17 +216,35 @@ class ResettingReference(FrozenReference):
             return f"weights: {version}, to score ticket {first.ticket} with"
         return super().waiting_for()
 
-    def _swap(self, newest: float = math.inf) -> bool:
-        """Take in the next version that the trainer has told of, up to `newest`, if it has come.
-        True if it had.
-        """
+    def _may_swap(self) -> bool:
+        """Whether the trainer has told of a version, and no checkpoint forbids it."""
         self._due += [message["version"] for _, message in self.control.take(RESET)]
-        if not self._due or self._due[0] > newest or self.weights.staged is None:
+        return bool(self._due) and self._due[0] <= self._newest
+
+    def _swap_next(self) -> bool:
+        """The first rank: have all swap the next version that the trainer has told of, if it has
+        come to all. True if it had.
+        """
+        if not self._may_swap() or self._lockstep.agreed(self.weights.staged) is None:
             return False
+        self._lockstep.tell("swap", version=self._due[0])
+        self._swap(self._due[0])
+        return True
+
+    def _next_command(self) -> dict | None:
+        # In the order of the trainer's own words: a checkpoint is before the version it was made
+        # before, though the first rank may be past it already.
+        self._lockstep.report(self.weights.staged)
+        command = self._told or super()._next_command()
+        waits = command is not None and command["do"] == "swap" and not self._may_swap()
+        self._told = command if waits else None
+        return None if waits else command
+
+    def _swap(self, version: int) -> None:
         self.claim_device()
         self.version = self.weights.swap().version
-        self._due.remove(self.version)
-        return True
+        assert self.version == version, f"version {self.version} came, not {version}"
+        self._due.remove(version)
 
     def offloadable(self) -> list[torch.Tensor]:
         """The tensors that may leave a GPU while others use it."""
@@ -173,7 +254,8 @@ class ResettingReference(FrozenReference):
         return super().offloadable()
 
     def teardown(self) -> None:
-        """Close the weights' channel, if it was opened."""
+        """Take part in what was begun, then close the weights' channel, if it was opened."""
+        super().teardown()
         if hasattr(self, "weights"):
             self.weights.close()
 
@@ -183,8 +265,11 @@ class ResettingReference(FrozenReference):
         """Take in what was sent up to that step and is still on its way. TimedOut if it does not
         come.
         """
+        self._newest = step
         until = time.monotonic() + self.timeout_s
-        while self._swap(step) or (self._due and self._due[0] <= step):
+        while self._may_swap():
+            if self._follow() if self.follows else self._swap_next():
+                continue
             self.control.check()
             self.control.wait(0.005)
             if time.monotonic() > until:
@@ -194,21 +279,32 @@ class ResettingReference(FrozenReference):
                 )
 
     def state_dict(self) -> dict:
-        """The version and, from the first rank and once it is not the one that training started
-        from, its weights.
+        """The version and, of the first copy and once it is not the one that training started from,
+        this rank's shard of the weights.
         """
-        state = {"version": self.version}
-        if self.version and self.group.index == 0:
-            for name, parameter in named_parameters_hf(self.decoder):
-                state[f"model/{name}"] = parameter.detach().contiguous()
+        state: dict = {"version": self.version, "boxes": {}}
+        if not self.version or self.group.replica > 0:
+            return state
+        for shard in self._shards:
+            state["boxes"][shard.name] = [shard.box.offsets, shard.box.lengths]
+            state[f"model/{shard.name}"] = local(shard.parameter).contiguous()
         return state
 
     @torch.no_grad()
     def load_state_dict(self, parts: Iterable[dict]) -> None:
-        """Every rank takes what the first one saved."""
-        first = next(iter(parts))
-        self.version = int(first["version"])
-        if not self.version:
-            return
-        for name, parameter in named_parameters_hf(self.decoder):
-            parameter.copy_(first[f"model/{name}"])
+        """From all ranks' parts, whatever their number was: each rank takes its own rows."""
+        missing = {shard.name: shard.box.numel for shard in self._shards}  # elements
+        for part in parts:
+            self.version = int(part["version"])
+            for shard in self._shards:
+                if shard.name not in part["boxes"]:
+                    continue
+                theirs = box_from(part["boxes"][shard.name])
+                shard.copy_overlap(shard.parameter, part, f"model/{shard.name}", theirs)
+                missing[shard.name] -= overlap(shard.box, theirs).numel
+        absent = [name for name, elements in missing.items() if elements]
+        if self.version and absent:
+            raise ValueError(
+                f"the checkpoint's reference, of version {self.version}, lacks "
+                f"{', '.join(absent[:5])}, or parts of it: it is of another model"
+            )

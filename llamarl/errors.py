@@ -41,8 +41,8 @@ class LagExceeded(RuntimeError):
 
 
 class NotFinite(RuntimeError):
-    """The loss or the gradient of an update is NaN or infinite; that update was not made. The
-    message says what the weights are.
+    """The loss or the gradient of an update, or a reference's logprobs, are NaN or infinite; no
+    update was made of them. The message says what the weights are.
     """
 
 

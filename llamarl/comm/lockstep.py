@@ -6,7 +6,7 @@ there):
 
     message     from -> to        taken by             meaning
     lockstep/X  leader -> peers   the peer's step      do this next, in executor X
-    held        peer -> leader    the leader's step    this version is staged here
+    held/X      peer -> leader    the leader's step    this version is staged here
 
 New weights reach every rank of a replica on its own, and all must swap the same version. So what is
 staged stays until the leader, once all hold it, has all swap it, or skip it for a newer one that
@@ -17,12 +17,16 @@ nothing and takes the newest.
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
-from llamarl.executor import ExecutorGroup, Mail
+from llamarl.executor import POLL_S, ExecutorGroup, Mail
 
 LAST = "end"  # the command after which nothing more comes
+END_S = 15.0  # a peer waits no longer for it
 
 
 class StagedVersion(Protocol):
@@ -43,8 +47,10 @@ class Lockstep:
         self.follows = group.rank != self.leader
         self.ended = False  # nothing more comes
         self._control = control
-        # Of each executor its own: a rank may follow in several.
+        # Of each executor its own: a rank may lead or follow in several.
         self._topic = f"lockstep/{group.name}"
+        self._held_topic = f"held/{group.name}"
+        self._is_torn = False  # a command has failed midway
         self._told: deque[dict] = deque()  # peer: commands to do
         self._held: dict[int, int] = {}  # leader: peer -> the version that is staged there
         self._reported: int | None = None  # peer: what it last said of that
@@ -68,17 +74,41 @@ class Lockstep:
             self.ended = True
         return None if self.ended else self._told.popleft()
 
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Peer: around what a command asks for, after a failure in which nothing can follow."""
+        self._is_torn = True
+        yield
+        self._is_torn = False
+
+    def part(self, follow: Callable[[], bool]) -> None:
+        """The last call: the leader says that it begins nothing more; a peer takes part, by
+        `follow`, in what it has begun.
+        """
+        try:
+            if not self.follows:
+                self.tell(LAST)
+                return
+            until = time.monotonic() + END_S
+            while time.monotonic() < until:
+                if self.ended or self._is_torn or self._control.failure:
+                    return
+                if not follow():
+                    self._control.wait(POLL_S)
+        except RuntimeError:
+            pass  # the others have left already, and say why
+
     # --- Versions ---
 
     def report(self, staged: StagedVersion | None) -> None:
         """Peer: tell the leader of a version that is staged here."""
         if staged is not None and staged.version != self._reported:
             self._reported = staged.version
-            self._control.post(self.leader, "held", {"version": staged.version})
+            self._control.post(self.leader, self._held_topic, {"version": staged.version})
 
     def agreed(self, staged: StagedVersion | None) -> int | None:
         """Leader: the version that is staged, if every rank of the replica has it; or None."""
-        for peer, message in self._control.take("held"):
+        for peer, message in self._control.take(self._held_topic):
             self._held[peer] = message["version"]
         if staged is None or any(self._held.get(peer) != staged.version for peer in self.peers):
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 from llamarl.config.conversion import Findings, show
@@ -93,8 +94,7 @@ def find_placement(c: Config, world_size: int, found: Findings) -> None:
     placed = placement_of(c, world_size)
     model = _model_at(c.model.path or TINY_MODEL)
     _find_trainer(c, len(placed["trainer"]), model, found)
-    if c.scorers:
-        _find_scorers(c, placed, found)
+    _find_shared_models(c, placed, found)
     if c.generator.tensor_parallel > 1:
         _find_replicas(c, placed, world_size, found)
         if model is not None and model.num_attention_heads < c.generator.tensor_parallel:
@@ -154,34 +154,64 @@ def _model_at(path: str | Path) -> ModelConfig | None:
         return None  # told elsewhere
 
 
-def _find_scorers(c: Config, placed: dict[str, Ranks], found: Findings) -> None:
-    """Ranks that do not make whole copies of the models that score, or would wait for themselves:
-    all of them act as one, led by the first.
+def _find_shared_models(c: Config, placed: dict[str, Ranks], found: Findings) -> None:
+    """Ranks that do not make whole copies of what they share, the models that score or the
+    reference, or would wait for themselves: all of an executor act as one, led by the first.
     """
-    ranks = placed["reward"]
-    unit = c.reward.replicate * c.reward.tensor_parallel
-    if len(ranks) % unit:
-        what = f"{len(ranks)} ranks of placement.reward cannot be split so"
-        remedy = f"set placement.reward to a multiple of {unit} ranks"
-        found.add(f"{what}; {remedy}", "reward.replicate", "reward.tensor_parallel")
+    if c.scorers:
+        sizes = {"reward.replicate": c.reward.replicate}
+        sizes["reward.tensor_parallel"] = c.reward.tensor_parallel
+        _find_copies("reward", placed, sizes, found)
+        _find_waits("reward", "scorer", c, placed, found)
+    if not c.reference.placed:
+        return
+    sizes = {"reference.replicate": c.reference.replicate}
+    _find_copies("reference", placed, sizes, found)
+    _find_waits("reference", "reference", c, placed, found)
+    both = sorted(set(placed["reward"]) & set(placed["reference"]))
+    leader = placed["reward"][0]
+    if c.scorers and len(both) > 1 and leader != placed["reference"][0]:
+        what = (
+            f"ranks {show(both)} would share the scorer and the reference, which other ranks lead, "
+            f"and each wait in one for the other; begin both with rank {leader}, or place them "
+            "apart"
+        )
+        found.add(what, "placement.reward", "placement.reference")
+
+
+def _find_copies(
+    name: str, placed: dict[str, Ranks], sizes: dict[str, int], found: Findings
+) -> None:
+    """Ranks of an executor that do not make whole copies; sizes: by key, what divides them."""
+    num_ranks = len(placed[name])
+    unit = math.prod(sizes.values())
+    if num_ranks % unit:
+        what = f"{num_ranks} ranks of placement.{name} cannot be split so"
+        remedy = f"set placement.{name} to a multiple of {unit} ranks"
+        found.add(f"{what}; {remedy}", *sizes)
+
+
+def _find_waits(name: str, noun: str, c: Config, placed: dict[str, Ranks], found: Findings) -> None:
+    """Ranks of an executor whose ranks act as one that would wait for themselves in another."""
+    ranks = placed[name]
     shared = sorted(set(ranks) & set(placed["trainer"]))
     if len(shared) > 1 and c.max_lag != 0:
         what = (
-            f"ranks {show(shared)} would share the scorer and the trainer, "
+            f"ranks {show(shared)} would share the {noun} and the trainer, "
             "and each wait in one for the other; place them apart, or max_lag=0"
         )
-        found.add(what, "placement.reward", "placement.trainer")
+        found.add(what, f"placement.{name}", "placement.trainer")
     m = c.generator.tensor_parallel
     generator = placed["generator"]
     for first in range(0, len(generator), m):
         both = sorted(set(ranks) & set(generator[first : first + m]))
         if len(both) > 1 and generator[first] != ranks[0]:
             what = (
-                f"ranks {show(both)} would share the scorer and a replica of the generator that "
+                f"ranks {show(both)} would share the {noun} and a replica of the generator that "
                 "another rank leads, and each wait in one for the other; "
                 f"begin both with rank {generator[first]}, or place them apart"
             )
-            found.add(what, "placement.reward", "generator.tensor_parallel")
+            found.add(what, f"placement.{name}", "generator.tensor_parallel")
 
 
 def _find_replicas(c: Config, placed: dict[str, Ranks], world_size: int, found: Findings) -> None:

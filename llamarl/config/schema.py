@@ -252,24 +252,28 @@ class PartsRewardSettings:
 
 @settings_dataclass
 class ReferenceSettings:
-    """No reference, or one that stays as it is: in an executor (frozen), or one that the trainer
-    itself asks before its update.
-    """
+    """No reference, or one that the trainer itself asks before its update."""
 
-    kind: Literal["none", "frozen", "adapters_off", "sharded"]
+    kind: Literal["none", "adapters_off", "sharded"]
 
     reset_every: ClassVar[None] = None
+    placed: ClassVar[bool] = False  # whether it is an executor, on ranks of its own or shared
 
-    @property
-    def placed(self) -> bool:
-        """Whether it is an executor, on ranks of its own or shared."""
-        return self.kind == "frozen"
+
+@settings_dataclass
+class FrozenReferenceSettings:
+    kind: Literal["frozen"]
+    replicate: Count
+
+    reset_every: ClassVar[None] = None
+    placed: ClassVar[bool] = True
 
 
 @settings_dataclass
 class ResettingReferenceSettings:
     kind: Literal["reset"]
     reset_every: Count
+    replicate: Count
 
     placed: ClassVar[bool] = True
 
@@ -474,7 +478,7 @@ class Config:
     reward: (
         FunctionRewardSettings | ModelRewardSettings | JudgeRewardSettings | PartsRewardSettings
     ) = _marked("answers")
-    reference: ReferenceSettings | ResettingReferenceSettings
+    reference: ReferenceSettings | FrozenReferenceSettings | ResettingReferenceSettings
     buffer: FifoBufferSettings | ReplayBufferSettings = _marked("answers")
     trainer: TrainerSettings
     loss: LossSettings

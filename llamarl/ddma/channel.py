@@ -24,7 +24,8 @@ RESET = "reset"
 
 @dataclass(frozen=True)
 class Weights(Channel):
-    """Policy weights, shard to shard: from a trainer to the executor that computes with them.
+    """Policy weights, shard to shard: from a trainer to the executor that computes with them. Each
+    rank of that has an end of its own, for its part of a copy.
 
     dtype: the one that they travel in, which is the destination's. quantize: "none", or the form in
     which projections travel, "fp8" or "int8"; exclude: fragments of the names of those that stay in
@@ -46,12 +47,15 @@ class Weights(Channel):
         replicate = self.source.replicate
         source_tp = self.source.tensor_parallel
         tp = self.destination.tensor_parallel
+        copies = len(destinations) // tp
+        if self.destination.first_takes:  # its ranks act as one, and share what they hold
+            copies = self.destination.replicate
         route = WeightsRoute(
             self.name,
             sources=sources,
             destinations=destinations,
             source=Source(len(sources) // (replicate * source_tp), replicate, source_tp),
-            destination=Destination(tp, len(destinations) // tp),
+            destination=Destination(tp, copies, fsdp=len(destinations) // (tp * copies)),
             on_host=context.on_host,
             dtype=getattr(torch, self.dtype),
             quantize=self.quantize,

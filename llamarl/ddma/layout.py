@@ -5,6 +5,8 @@ metadata is gathered.
                HSDP replicas of FSDP2 shards of tensor-parallel parts
     generator  rank = replica * tp + t
                replicas of tensor-parallel parts
+    reference  rank = replica * fsdp + shard
+               replicas of FSDP2 shards
 
 Parameters go by their Hugging Face names. What travels has the generator's dtype; a quantised
 weight travels as one byte an element and a float32 scale a row, which is a parameter of its own.
@@ -94,26 +96,41 @@ class Source:
         shard, t = divmod(rank % num_shards, self.tp)
         name = p.name.removesuffix(SCALE)
         part = tensor_parallel_box(config, name, p.shape, t, self.tp, split_vocabulary=False)
-        rows = part.lengths[0]
-        chunk = -(-rows // self.fsdp)
-        first = min(shard * chunk, rows)
-        return part.cut(0, first, min(chunk, rows - first))
+        return _shard_of(part, shard, self.fsdp)
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """How the generators hold it."""
+    """How those hold it that compute with it: generators in tensor-parallel parts, a reference in
+    FSDP2's shards.
+    """
 
     tp: int = 1
     replicas: int = 1
+    fsdp: int = 1
+
+    @property
+    def parts(self) -> int:
+        """The ranks that hold a replica together."""
+        return self.fsdp * self.tp
 
     @property
     def num_ranks(self) -> int:
-        return self.tp * self.replicas
+        return self.parts * self.replicas
 
-    def box(self, config: ModelConfig, p: Parameter, t: int) -> Box:
-        """What tensor-parallel rank t of a replica holds of a parameter."""
-        return tensor_parallel_box(config, p.name.removesuffix(SCALE), p.shape, t, self.tp)
+    def box(self, config: ModelConfig, p: Parameter, part: int) -> Box:
+        """What rank `part` of a replica holds of a parameter."""
+        shard, t = divmod(part, self.tp)
+        whole = tensor_parallel_box(config, p.name.removesuffix(SCALE), p.shape, t, self.tp)
+        return _shard_of(whole, shard, self.fsdp)
+
+
+def _shard_of(box: Box, shard: int, num_shards: int) -> Box:
+    """The rows of it that FSDP2 gives to a shard: a ceil-sized chunk, less or none on the last."""
+    rows = box.lengths[0]
+    chunk = -(-rows // num_shards)
+    first = min(shard * chunk, rows)
+    return box.cut(0, first, min(chunk, rows - first))
 
 
 def parameters_to_send(
@@ -152,11 +169,11 @@ def buffer_of(
     config: ModelConfig,
     parameters: list[Parameter],
     destination: Destination,
-    t: int,
+    part: int,
     *,
     fuse: bool = False,
 ) -> Buffer:
-    """The buffer of tensor-parallel rank t.
+    """The buffer of rank `part` of a replica.
 
     fuse: the members of FUSED lie end to end, so that each group is one tensor too.
     """
@@ -172,7 +189,7 @@ def buffer_of(
     for p in parameters:
         for name in runs.get(p.name, ()):
             member = by_name[name]
-            held[name] = Piece(member, destination.box(config, member, t), start)
+            held[name] = Piece(member, destination.box(config, member, part), start)
             start = held[name].end
         start = aligned(start)
     return Buffer(held, fused, start)

@@ -1,7 +1,7 @@
 """Which box of which parameter goes from which trainer rank to which generator rank. Pure.
 
     plan = make_plan(config, parameters, Source(fsdp=4), Destination(tp=2, replicas=2))
-    plan.pieces(source=0, t=1)  # what trainer rank 0 holds of what tensor-parallel rank 1 needs
+    plan.pieces(source=0, part=1)  # what trainer rank 0 holds of what rank 1 of a replica needs
     plan.feeders(d)             # who sends it to generator rank d: trainer ranks, or the replica
                                 # before it
 
@@ -27,7 +27,7 @@ from llamarl.ddma.layout import Destination, Parameter, Piece, Source
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import Box, aligned, overlap, span
 
-_Boxes = dict[tuple[int, int], Box]  # by (trainer rank, tensor-parallel rank)
+_Boxes = dict[tuple[int, int], Box]  # by (trainer rank, rank in a replica)
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class Plan:
     roots: int
     _cache: dict = field(default_factory=dict, repr=False, compare=False)
 
-    def pieces(self, source: int, t: int, start: int = 0) -> list[Piece]:
-        """What trainer rank `source` sends to tensor-parallel rank t of each replica that it feeds,
-        in parameter order. In its slot they lie from byte `start` on, each on a cache line.
+    def pieces(self, source: int, part: int, start: int = 0) -> list[Piece]:
+        """What trainer rank `source` sends to rank `part` of each replica that it feeds, in
+        parameter order. In its slot they lie from byte `start` on, each on a cache line.
         """
         out = []
         for p in self.parameters:
             boxes, num_bytes = self._crossing(p)
-            if num_bytes[source, t]:
-                piece = Piece(p, boxes[source, t], start)
+            if num_bytes[source, part]:
+                piece = Piece(p, boxes[source, part], start)
                 start = aligned(piece.end)
                 out.append(piece)
         return out
@@ -65,24 +65,24 @@ class Plan:
 
     def feeders(self, d: int) -> tuple[list[int], int | None]:
         """Who sends to generator rank d: (trainer ranks, None), or ([], a generator rank)."""
-        replica, t = divmod(d, self.destination.tp)
+        replica, part = divmod(d, self.destination.parts)
         if replica >= self.roots:
-            return [], d - self.roots * self.destination.tp
+            return [], d - self.roots * self.destination.parts
         feeders = []
         for source in range(self.source.num_ranks):
-            if self.bytes_to[source, t] and replica in self.feeds(source):
+            if self.bytes_to[source, part] and replica in self.feeds(source):
                 feeders.append(source)
         return feeders, None
 
     def follower(self, d: int) -> int | None:
         """The generator rank that d forwards its weights to."""
-        after = d + self.roots * self.destination.tp
+        after = d + self.roots * self.destination.parts
         return after if after < self.destination.num_ranks else None
 
     @cached_property
     def bytes_to(self) -> np.ndarray:
-        """[sources, tp] int64: bytes that a trainer rank sends to each replica that it feeds."""
-        total = np.zeros((self.source.num_ranks, self.destination.tp), np.int64)
+        """[sources, parts] int64: bytes that a trainer rank sends to each replica that it feeds."""
+        total = np.zeros((self.source.num_ranks, self.destination.parts), np.int64)
         for p in self.parameters:
             _, num_bytes = self._crossing(p)
             total += num_bytes
@@ -90,12 +90,12 @@ class Plan:
 
     @cached_property
     def shard_bytes(self) -> np.ndarray:
-        """[tp]: bytes of a generator rank's shard."""
-        total = np.zeros(self.destination.tp, np.int64)
-        for t in range(self.destination.tp):
+        """[parts]: bytes of a generator rank's shard."""
+        total = np.zeros(self.destination.parts, np.int64)
+        for part in range(self.destination.parts):
             for p in self.parameters:
-                box = self.destination.box(self.config, p, t)
-                total[t] += box.numel * p.dtype.itemsize
+                box = self.destination.box(self.config, p, part)
+                total[part] += box.numel * p.dtype.itemsize
         return total
 
     @property
@@ -111,8 +111,8 @@ class Plan:
         return self.roots % self.source.replicate == 0
 
     def _crossing(self, p: Parameter) -> tuple[_Boxes, np.ndarray]:
-        """What crosses of a parameter: the box from each trainer rank to each tensor-parallel rank,
-        and [sources, tp] its bytes, 0 where nothing is sent.
+        """What crosses of a parameter: the box from each trainer rank to each rank of a replica,
+        and [sources, parts] its bytes, 0 where nothing is sent.
         """
         _, _, in_layers = p.name.partition("layers.")
         _, _, part = in_layers.partition(".")  # layers are alike
@@ -124,16 +124,16 @@ class Plan:
     def _cut(self, p: Parameter) -> tuple[_Boxes, np.ndarray]:
         """What crosses of a parameter and its like: holders of the same bytes cut them by rows."""
         boxes: _Boxes = {}
-        tp = self.destination.tp
-        num_bytes = np.zeros((self.source.num_ranks, tp), np.int64)
+        parts = self.destination.parts
+        num_bytes = np.zeros((self.source.num_ranks, parts), np.int64)
         for held, ranks in self._holders(p):
-            for t in range(tp):
-                common = overlap(held, self.destination.box(self.config, p, t))
+            for part in range(parts):
+                common = overlap(held, self.destination.box(self.config, p, part))
                 rows = common.lengths[0]
                 for place, rank in enumerate(ranks):
                     box = common.cut(0, *span(rows, place, len(ranks)))
-                    boxes[rank, t] = box
-                    num_bytes[rank, t] = box.numel * p.dtype.itemsize
+                    boxes[rank, part] = box
+                    num_bytes[rank, part] = box.numel * p.dtype.itemsize
         return boxes, num_bytes
 
     def _holders(self, p: Parameter) -> list[tuple[Box, list[int]]]:
@@ -160,7 +160,7 @@ def make_plan(
     ValueError if the trainer's ranks together do not hold what a generator rank needs.
     """
     # Roots at which a trainer rank sends what a generator rank takes.
-    enough = max(1, source.num_ranks // destination.tp)
+    enough = max(1, source.num_ranks // destination.parts)
     wanted_roots = {"direct": destination.replicas, "chain": 1, "auto": enough}
     roots = min(destination.replicas, wanted_roots[feed])
     plan = Plan(config, parameters, source, destination, roots=roots)
@@ -169,6 +169,6 @@ def make_plan(
     if missing.any():
         raise ValueError(
             f"the trainer's ranks hold {missing.tolist()} bytes less than generator ranks "
-            f"0..{destination.tp - 1} need"
+            f"0..{destination.parts - 1} need"
         )
     return plan

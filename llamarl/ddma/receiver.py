@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from llamarl.ddma.forwarder import Forwarder
 from llamarl.ddma.layout import FUSED, Buffer, buffer_of
@@ -25,6 +26,7 @@ from llamarl.ddma.protocol import MAX_RETRIES, LinkContext, Outgoing, work_behin
 from llamarl.ddma.route import WeightsRoute
 from llamarl.errors import LinkTimeout, PeerDied, WeightsError
 from llamarl.models.config import ModelConfig
+from llamarl.models.fsdp import local
 
 # Buckets that may arrive before the thread of their link, which works behind the model, comes to
 # look at them.
@@ -61,17 +63,23 @@ class WeightsReceiver:
         """Receive into these parameters from now on.
 
         They are this rank's parts, in the dtype that travels, or several of them in one
-        (layout.FUSED). WeightsError if one has another shape or dtype than what will come.
+        (layout.FUSED); plain, or DTensors that FSDP2 has sharded. WeightsError if one has another
+        shape or dtype than what will come, or if nothing will.
         """
         route = self._route
         plan = route.plan(config)
         me = route.destinations.index(route.rank)
-        t = me % route.destination.tp
+        part = me % route.destination.parts
+        if not plan.shard_bytes[part]:
+            raise WeightsError(
+                f"rank {route.rank}: none of the model's rows fall to it, among the "
+                f"{route.destination.parts} ranks of {self._route.name}; place it on fewer"
+            )
         names = " ".join(name for name, _ in parameters)
         fuse = any(group in names for group in FUSED)
-        of = buffer_of(config, plan.parameters, route.destination, t, fuse=fuse)
-        buffers = self._make_buffers(of.num_bytes, parameters[0][1].device)
+        of = buffer_of(config, plan.parameters, route.destination, part, fuse=fuse)
         self._parameters = [parameter for _, parameter in parameters]
+        buffers = self._make_buffers(of.num_bytes, parameters[0][1].device)
         self._views = {flat.data_ptr(): _views_of(flat, of, parameters) for flat in buffers}
         whole = buckets_of(of.held.values(), route.bucket_bytes)
         after = plan.follower(me)
@@ -85,14 +93,15 @@ class WeightsReceiver:
             buffers,
             self._incoming(plan, me, whole),
             follower=follower,
-            in_order=route.destination.tp > 1,
+            in_order=route.destination.parts > 1,
         )
 
     def _make_buffers(self, num_bytes: int, device: torch.device) -> list[Tensor]:
-        """Two that change places; or one where graphs hold the parameters' addresses, on a GPU, and
-        weights are copied over.
+        """Two that change places; or one where others hold the parameters' addresses, graphs on a
+        GPU or FSDP, and weights are copied over.
         """
-        self._exchange = device.type == "cpu"
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
+        self._exchange = device.type == "cpu" and not is_sharded
         if self._route.on_device:
             where = {"dtype": torch.uint8, "device": device}
         else:
@@ -110,7 +119,7 @@ class WeightsReceiver:
         links = []
         for source in feeders:
             peer = route.sources[source]
-            pieces = plan.pieces(source, me % route.destination.tp)
+            pieces = plan.pieces(source, me % route.destination.parts)
             buckets = buckets_of(pieces, route.bucket_bytes)
             links.append(Incoming(route.link_from(peer), buckets, f"trainer rank {peer}"))
         return links
@@ -133,7 +142,7 @@ class WeightsReceiver:
     def swap(self) -> Staged | None:
         """Put the staged version in place, if there is one, and return it.
 
-        On a CPU that is an exchange of pointers, on a GPU one copy.
+        On a CPU that is an exchange of pointers, on a GPU or into shards one copy.
         """
         with self._subscriber.handover() as (staged, buffer):
             if staged is None:
@@ -143,8 +152,10 @@ class WeightsReceiver:
                 for parameter, view in zip(self._parameters, views):
                     parameter.data = view
             else:
-                torch._foreach_copy_(self._parameters, views, non_blocking=True)
-                torch.cuda.current_stream().synchronize()  # then the buffer may be written again
+                targets = [local(parameter) for parameter in self._parameters]
+                torch._foreach_copy_(targets, views, non_blocking=True)
+                if targets[0].is_cuda:
+                    torch.cuda.current_stream().synchronize()  # the buffer may be written again
             return staged
 
     def close(self) -> None:
@@ -169,10 +180,10 @@ def _views_of(flat: Tensor, of: Buffer, parameters: list[tuple[str, nn.Parameter
         dtype = first.parameter.dtype
         rows = sum(held.box.lengths[0] for held in members)
         shape = (rows, *first.box.lengths[1:])
-        if parameter.dtype != dtype or tuple(parameter.shape) != shape:
+        held = tuple(local(parameter).shape)
+        if parameter.dtype != dtype or held != shape:
             raise WeightsError(
-                f"{name}: the generator holds {tuple(parameter.shape)} {parameter.dtype}, "
-                f"{shape} {dtype} would come"
+                f"{name}: the generator holds {held} {parameter.dtype}, {shape} {dtype} would come"
             )
         run = flat[first.start : members[-1].end]
         views.append(run.view(dtype).view(shape))

@@ -51,10 +51,10 @@ class WeightsRoute:
     def __post_init__(self):
         feeding = list(itertools.product(self.sources, self.destinations))
         # A rank may forward to the same part of any later replica.
-        tp = self.destination.tp
+        parts = self.destination.parts
         forwarding: list[tuple[int, int]] = []
         for index, rank in enumerate(self.destinations):
-            forwarding += [(rank, later) for later in self.destinations[index + tp :: tp]]
+            forwarding += [(rank, later) for later in self.destinations[index + parts :: parts]]
         ranks = self.ranks
         if self.on_host:
             ranks = [replace(info, gpu=None) for info in ranks]

@@ -80,13 +80,13 @@ class WeightsSender:
         rank = route.sources.index(route.rank)
         links: list[Outgoing] = []
         buckets: list[Bucket] = []
-        for t in range(route.destination.tp):
+        for part in range(route.destination.parts):
             start = aligned(buckets[-1].end) if buckets else 0
-            carried = buckets_of(plan.pieces(rank, t, start), route.bucket_bytes)
+            carried = buckets_of(plan.pieces(rank, part, start), route.bucket_bytes)
             if not carried:
                 continue
             for replica in plan.feeds(rank):
-                d = replica * route.destination.tp + t
+                d = replica * route.destination.parts + part
                 link = route.link_to(route.destinations[d])
                 links.append(Outgoing(link, len(buckets), carried))
             buckets += carried

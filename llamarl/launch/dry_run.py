@@ -72,10 +72,16 @@ def dry_run(job: Job) -> None:
         f"model    {num_elements:,} parameters ({c.model.dtype} in the generator, "
         "float32 in the trainer)"
     )
-    print(
+    memory = (
         f"memory   {trainer_bytes / _GIB:.2f} GiB a trainer rank and activations; "
         f"{generator_bytes / _GIB:.2f} GiB a generator rank"
     )
+    if c.reference.placed:
+        shards = len(job.placement["reference"]) // c.reference.replicate
+        copies = 1 if c.reference.kind == "frozen" else 2  # with what the next version comes into
+        reference_bytes = num_elements * dtype.itemsize * copies / shards
+        memory += f"; {reference_bytes / _GIB:.2f} GiB a reference rank"
+    print(memory)
     print(
         f"weights  {plan.num_bytes:,} bytes a sync; how they travel: "
         f"python -m llamarl.ddma plan --model {job.model_path}"

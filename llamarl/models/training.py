@@ -26,11 +26,11 @@ def frozen_decoder(
     cpu_offload: bool = False,
 ) -> Decoder:
     """A decoder that is asked and never trained, held in dtype and sharded as `training_decoder`
-    shards: arguments and errors are its own.
+    shards: arguments and errors are its own. A rank that holds it whole needs no FSDP.
     """
     decoder = build_decoder(read_config(path), dtype=dtype, tensor_parallel=tensor_parallel)
     decoder.requires_grad_(False)
-    if cpu_offload or (mesh is not None and mesh.size() > 1):
+    if cpu_offload or (mesh is not None and mesh.shape[-1] > 1):
         pin_memory = device.type == "cuda"
         wrap(decoder, mesh, dtype, cpu_offload=cpu_offload, pin_memory=pin_memory)
     holder = torch.device("cpu") if cpu_offload else device

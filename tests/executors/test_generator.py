@@ -761,7 +761,7 @@ def test_a_peer_samples_what_its_leader_samples_and_sends_nothing(replica):
         and peer.tickets.asked == []
     )
     assert "generator/tokens" in leader.metrics and "generator/tokens" not in peer.metrics
-    assert {topic for _, topic in peer.control.posts} == {"held"} and {
+    assert {topic for _, topic in peer.control.posts} == {"held/generator"} and {
         rank for rank, _ in leader.control.posts
     } == {5}
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from executors import reference as reference_module
 from executors.reference import FrozenReference
+from llamarl.errors import NotFinite
 from llamarl.executor import ExecutorGroup
+from llamarl.learning import sharded_reference
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf
@@ -75,23 +76,23 @@ def model(tmp_path_factory):
 @pytest.fixture
 def packings(monkeypatch):
     """What is packed during the test."""
-    made, pack = [], reference_module.pack
+    made, pack = [], sharded_reference.pack
 
     def watched(*args, **options):
         made.append(pack(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(reference_module, "pack", watched)
+    monkeypatch.setattr(sharded_reference, "pack", watched)
     return made
 
 
-def executor(model, *, temperature=1.0, microbatch_tokens=1000, groups_per_batch=8):
+def executor(model, *, temperature=1.0, microbatch_tokens=1000, **settings):
     made = FrozenReference(
         model_path=str(model),
         model_dtype="float32",
         temperature=temperature,
         microbatch_tokens=microbatch_tokens,
-        groups_per_batch=groups_per_batch,
+        **settings,
     )
     group = ExecutorGroup("reference", (0,), 0, torch.device("cpu"))
     made.attach(
@@ -116,6 +117,11 @@ def group(ticket=0, lengths=(3, 1, 6, 2), prompt=4):
         finish_reasons=("stop",) * size,
         outcomes=("score",) * size,
     )
+
+
+def scored(ours, g):
+    (logprobs,) = ours.score([g])
+    return logprobs
 
 
 @torch.no_grad()
@@ -149,7 +155,7 @@ def one_by_one(model, g, temperature=1.0):
 )
 def test_scores_are_those_of_each_sequence_alone(model, packings, budget, lengths, microbatches):
     g = group(lengths=lengths)
-    got, want = executor(model, microbatch_tokens=budget).score(g), one_by_one(model, g)
+    got, want = scored(executor(model, microbatch_tokens=budget), g), one_by_one(model, g)
     assert (got.dtype, got.device.type, got.shape) == (torch.float32, "cpu", g.token_ids.shape)
     assert want.std() > 1
     torch.testing.assert_close(got, want, atol=LOGPROBS, rtol=0)
@@ -158,7 +164,7 @@ def test_scores_are_those_of_each_sequence_alone(model, packings, budget, length
 
 def test_the_order_is_the_groups_though_microbatches_hold_another(model, packings):
     g = group(lengths=(1, 2, 7), prompt=2)
-    got = executor(model, microbatch_tokens=8).score(g)
+    got = scored(executor(model, microbatch_tokens=8), g)
     places = [b.places.tolist() for p in packings for b in p.microbatches]
     assert places == [[0, 3, 4, 5, 6, 7, 8, 9], [1, 2]]
     torch.testing.assert_close(got, one_by_one(model, g), atol=LOGPROBS, rtol=0)
@@ -166,11 +172,11 @@ def test_the_order_is_the_groups_though_microbatches_hold_another(model, packing
 
 def test_the_temperature_is_the_policys(model):
     g = group()
-    cool = executor(model, temperature=0.5).score(g)
+    cool = scored(executor(model, temperature=0.5), g)
     torch.testing.assert_close(
         cool, one_by_one(model, g, temperature=0.5), atol=2 * LOGPROBS, rtol=0
     )
-    assert (cool - executor(model).score(g)).abs().max() > 0.1
+    assert (cool - scored(executor(model), g)).abs().max() > 0.1
 
 
 def test_masked_and_aborted_completions_are_scored_too(model):
@@ -183,16 +189,16 @@ def test_masked_and_aborted_completions_are_scored_too(model):
     }
     values |= {"outcomes": ("error", "score", "score", "abstain")}
     torch.testing.assert_close(
-        executor(model).score(Group(**values)), one_by_one(model, g), atol=LOGPROBS, rtol=0
+        scored(executor(model), Group(**values)), one_by_one(model, g), atol=LOGPROBS, rtol=0
     )
 
 
 def test_completions_without_tokens_take_no_place(model):
     g = group(lengths=(0, 3, 0, 2))
     torch.testing.assert_close(
-        executor(model).score(g), one_by_one(model, g), atol=LOGPROBS, rtol=0
+        scored(executor(model), g), one_by_one(model, g), atol=LOGPROBS, rtol=0
     )
-    assert executor(model).score(group(lengths=(0, 0))).shape == (0,)
+    assert scored(executor(model), group(lengths=(0, 0))).shape == (0,)
 
 
 def test_a_step_passes_groups_on_in_order_with_scores_and_nothing_else_changed(model):
@@ -218,10 +224,32 @@ def test_a_full_channel_stops_it_before_it_takes_anything(model):
     assert ours.waiting_for() == "room: in channel referenced, which the trainer empties"
 
 
+@pytest.mark.filterwarnings("ignore:sequences longer")
+@pytest.mark.parametrize("budget", [1000, 16])
+def test_together_groups_share_microbatches_and_alone_they_keep_their_bits(model, packings, budget):
+    groups = [group(ticket, lengths=(ticket + 1, 2)) for ticket in range(4)]
+    ours = executor(model, microbatch_tokens=budget, reproducible=True)
+    alone = [scored(ours, g) for g in groups]
+    beside = ours.score(groups)
+    assert len(packings) == 2 * len(groups)
+    assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True))
+    together = executor(model, microbatch_tokens=budget).score(groups)
+    assert len(packings) == 2 * len(groups) + 1
+    for found, wanted in zip(together, alone, strict=True):
+        torch.testing.assert_close(found, wanted, atol=LOGPROBS, rtol=0)
+
+
+def test_logprobs_that_are_not_finite_are_an_error_that_names_the_ticket(model):
+    ours = executor(model)
+    ours.decoder.layers[0].attn.q_proj.weight.data.fill_(NAN)
+    with pytest.raises(NotFinite, match="reference on rank 0, ticket 7: its logprobs sum to nan"):
+        ours.score([group(7)])
+
+
 def test_scoring_leaves_weights_and_gradients_alone(model):
     ours = executor(model)
     before = [p.clone() for p in ours.decoder.parameters()]
-    ours.score(group())
+    scored(ours, group())
     assert all(
         torch.equal(p, b) and p.grad is None and not p.requires_grad
         for p, b in zip(ours.decoder.parameters(), before)

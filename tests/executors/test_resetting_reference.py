@@ -70,6 +70,9 @@ class FakeControl:
     def has(self, topic):
         return bool(self.mail[topic])
 
+    def post(self, rank, topic, payload):
+        raise AssertionError("a rank alone has nobody to tell")
+
     def check(self):
         pass
 
@@ -164,10 +167,10 @@ def test_scores_are_those_of_the_version_that_was_taken_in(executor):
     )
     alone.attach(executor.group, {"scored": FakeChannel()}, {"groups": FakeChannel()}, None, None)
     alone.setup()
-    assert torch.equal(alone.score(group(0, 0, 0)), before)
+    assert torch.equal(alone.score([group(0, 0, 0)])[0], before)
     for p in alone.decoder.parameters():
         p.data *= 1.01
-    assert torch.equal(alone.score(group(0, 0, 0)), after) and not torch.equal(before, after)
+    assert torch.equal(alone.score([group(0, 0, 0)])[0], after) and not torch.equal(before, after)
 
 
 def test_no_version_is_taken_in_that_the_trainer_has_not_told_of_or_ahead_of_a_snapshot(executor):
@@ -201,16 +204,16 @@ def test_a_snapshot_does_not_wait_for_ever():
 
 
 def test_a_resumed_reference_has_the_weights_of_its_version(executor):
-    assert [k for k in executor.state_dict()] == ["version"], (
-        "the starting weights are where the model is"
-    )
+    start = executor.state_dict()
+    assert start == {"version": 0, "boxes": {}}, "the starting weights are where the model is"
     reset(executor, 10)
     executor.step()
     state, resumed = executor.state_dict(), make()
     resumed.load_state_dict(iter([state]))
     assert resumed.version == 10 and torch.equal(
-        resumed.score(group(0, 12, 12)), executor.score(group(0, 12, 12))
+        resumed.score([group(0, 12, 12)])[0], executor.score([group(0, 12, 12)])[0]
     )
     names = {f"model/{name}" for name, _ in named_parameters_hf(executor.decoder)}
-    assert state.keys() == names | {"version"}
+    assert state.keys() == names | {"version", "boxes"}
+    assert {f"model/{name}" for name in state["boxes"]} == names
     assert ResettingReference.has_state() and not FrozenReference.has_state()

@@ -155,7 +155,7 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
         ("task.chat=[a]", "need true or false"),
         (
             "reference.kind=frosen",
-            "need none or frozen or adapters_off or sharded or reset; did you mean frozen?",
+            "need none or adapters_off or sharded or frozen or reset; did you mean frozen?",
         ),
         ("buffer.kind=null", "need fifo or replay"),
         ("buffer.kind=[fifo]", "need fifo or replay"),

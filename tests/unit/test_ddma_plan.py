@@ -227,10 +227,17 @@ def topologies(draw):
     )
     dtype = draw(st.sampled_from([torch.bfloat16, torch.float32]))
     source = Source(draw(st.integers(1, 4)), draw(st.integers(1, 3)), tp)
-    destination = Destination(draw(st.integers(1, min(4, per_kv * kv))), draw(st.integers(1, 4)))
+    destination = Destination(
+        draw(st.integers(1, min(4, per_kv * kv))),
+        draw(st.integers(1, 4)),
+        fsdp=draw(st.sampled_from([1, 1, 2, 3])),
+    )
+    parameters = parameters_to_send(config, dtype, quantized, keep)
+    # A rank that holds nothing is refused where it binds.
+    assume(make_plan(config, parameters, source, destination).shard_bytes.all())
     return (
         config,
-        parameters_to_send(config, dtype, quantized, keep),
+        parameters,
         source,
         destination,
         draw(st.sampled_from(["direct", "chain", "auto"])),
@@ -265,6 +272,15 @@ def payload_of(buckets, full) -> torch.Tensor:
     return flat
 
 
+def part_of(config, p: Parameter, destination: Destination, part: int) -> Box:
+    """What a rank must hold: of its tensor-parallel part what torch says that FSDP2 gives it."""
+    shard, t = divmod(part, destination.tp)
+    name = p.name.removesuffix(SCALE)
+    whole = tensor_parallel_box(config, name, p.shape, t, destination.tp)
+    lengths, offsets = torch_box(whole.lengths, (destination.fsdp,), [shard], [Shard(0)])
+    return whole.cut(0, offsets[0], lengths[0])
+
+
 def assert_delivers(plan, fuse=False, limit=1 << 20) -> None:
     """Carry all that the plan says, by hand, and compare every generator rank's buffer with the
     full tensors.
@@ -277,8 +293,8 @@ def assert_delivers(plan, fuse=False, limit=1 << 20) -> None:
     )
     full, carried, buffers = stamps(parameters), 0, []
     for d in range(destination.num_ranks):
-        t = d % destination.tp
-        of = buffer_of(config, parameters, destination, t, fuse=fuse)
+        part = d % destination.parts
+        of = buffer_of(config, parameters, destination, part, fuse=fuse)
         buffer, writes = (
             torch.zeros(of.num_bytes, dtype=torch.uint8),
             torch.zeros(of.num_bytes, dtype=torch.int32),
@@ -286,23 +302,22 @@ def assert_delivers(plan, fuse=False, limit=1 << 20) -> None:
         feeders, upstream = plan.feeders(d)
         assert bool(feeders) == (upstream is None)
         for s in feeders:
-            pieces = plan.pieces(s, t)
+            pieces = plan.pieces(s, part)
             for piece in pieces:  # a sender sends what it holds
                 assert_within(piece.box, source.box(config, piece.parameter, s))
-            assert sum(piece.num_bytes for piece in pieces) == plan.bytes_to[s, t]
+            assert sum(piece.num_bytes for piece in pieces) == plan.bytes_to[s, part]
             buckets = buckets_of(pieces, limit)
             carry(buckets, payload_of(buckets, full), of, buffer, writes)
         if upstream is not None:
-            assert plan.follower(upstream) == d and upstream < d and upstream % destination.tp == t
+            assert plan.follower(upstream) == d and upstream < d
+            assert upstream % destination.parts == part
             carry(buckets_of(of.held.values(), limit), buffers[upstream], of, buffer, writes)
         inside = torch.zeros(of.num_bytes, dtype=torch.int32)
         for name, held in of.held.items():
-            whole = tensor_parallel_box(
-                config, name.removesuffix(SCALE), held.parameter.shape, t, destination.tp
-            )
-            assert held.box == whole
+            own = part_of(config, held.parameter, destination, part)
+            assert held.box.lengths == own.lengths and (held.box == own or not own.numel)
             assert torch.equal(
-                buffer[held.start : held.start + held.num_bytes], box_of(full[name], whole)
+                buffer[held.start : held.start + held.num_bytes], box_of(full[name], own)
             ), (name, d)
             inside[held.start : held.start + held.num_bytes] += 1
         assert (
@@ -365,9 +380,9 @@ def test_every_generator_has_one_feed_and_each_forwards_at_most_once(topology):
         assert [u for u, after in enumerate(followed) if after == d] == (
             [] if upstream is None else [upstream]
         )
-        replica = d // destination.tp
+        replica = d // destination.parts
         for s in range(source.num_ranks):
-            sends = replica in plan.feeds(s) and bool(plan.pieces(s, d % destination.tp))
+            sends = replica in plan.feeds(s) and bool(plan.pieces(s, d % destination.parts))
             assert sends == (s in feeders)
     if feed == "direct":
         assert plan.roots == destination.replicas and followed == [None] * destination.num_ranks
@@ -386,14 +401,14 @@ def test_the_copies_of_a_receiver_are_those_of_the_index_arithmetic(topology):
         make_plan(config, parameters, source, destination, feed="direct"),
         stamps(parameters),
     )
-    for t in range(destination.tp):
-        of = buffer_of(config, parameters, destination, t, fuse=fuse)
+    for part in range(destination.parts):
+        of = buffer_of(config, parameters, destination, part, fuse=fuse)
         want, got = (
             torch.zeros(of.num_bytes, dtype=torch.uint8),
             torch.zeros(of.num_bytes, dtype=torch.uint8),
         )
-        for s in plan.feeders(t)[0]:
-            buckets = buckets_of(plan.pieces(s, t), limit)
+        for s in plan.feeders(part)[0]:
+            buckets = buckets_of(plan.pieces(s, part), limit)
             payload = payload_of(buckets, full)
             carry(buckets, payload, of, want, torch.zeros(of.num_bytes, dtype=torch.int32))
             for bucket in buckets:
@@ -411,8 +426,8 @@ def test_a_fused_tensor_is_its_members_end_to_end(topology):
     config, parameters, _, destination, *_ = topology
     full = stamps(parameters)
     dtypes = {p.name: p.dtype for p in parameters}
-    for t in range(destination.tp):
-        of = buffer_of(config, parameters, destination, t, fuse=True)
+    for part in range(destination.parts):
+        of = buffer_of(config, parameters, destination, part, fuse=True)
         buffer = torch.zeros(of.num_bytes, dtype=torch.uint8)
         for name, held in of.held.items():
             buffer[held.start : held.start + held.num_bytes] = box_of(full[name], held.box)
@@ -423,7 +438,7 @@ def test_a_fused_tensor_is_its_members_end_to_end(topology):
                 buffer[first : first + size],
                 torch.cat([box_of(full[m], of.held[m].box) for m in members]),
             )
-        assert not buffer_of(config, parameters, destination, t).fused
+        assert not buffer_of(config, parameters, destination, part).fused
 
 
 def test_attention_and_mlp_are_what_fuses():

@@ -72,7 +72,7 @@ def frozen_scores(groups):
     where = ExecutorGroup("reference", (0,), 0, CPU)
     reference.attach(where, {"scored": None}, {"groups": None}, None, None)
     reference.setup()
-    return [reference.score(g) for g in groups]
+    return reference.score(groups)
 
 
 def test_it_says_what_a_frozen_reference_says():

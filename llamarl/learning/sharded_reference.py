@@ -1,0 +1,119 @@
+"""A language model that says how likely given tokens are, over the ranks of an executor: sharded,
+or a copy on each.
+
+first rank: asked --to_words--> broadcast --> logprobs --+
+the others:                     broadcast --from_words--> logprobs
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llamarl.executor import ExecutorGroup
+from llamarl.learning.logprobs import make_head
+from llamarl.learning.packing import filler, pack, to_device
+from llamarl.learning.scoring import Asked
+from llamarl.learning.targets import Targets
+from llamarl.models.attention import PackedAttention
+from llamarl.models.fsdp import reshard
+from llamarl.models.training import frozen_decoder
+from llamarl.types import Group, PackedBatch
+
+
+class ShardedReference:
+    """A frozen model over the ranks of an executor. Every call is collective over them.
+
+    path: a Hugging Face directory. dtype: of its weights. temperature: that logits are divided by.
+    microbatch_tokens: packed tokens a forward, per rank.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        dtype: torch.dtype,
+        temperature: float,
+        microbatch_tokens: int,
+        group: ExecutorGroup,
+    ):
+        self._temperature = temperature
+        self._microbatch_tokens = microbatch_tokens
+        self._group = group
+        mesh = group.data_mesh() if group.size > 1 else None
+        self.decoder = frozen_decoder(path, mesh=mesh, device=group.device, dtype=dtype)
+
+    @torch.no_grad()
+    def logprobs(self, asked: Sequence[Asked], *, together: bool) -> list[Tensor]:
+        """For each prompt the logprobs [T] of its completions' tokens, end to end: float32, nats,
+        on the CPU; the same on all ranks, of which each computes its share.
+
+        together: a microbatch may hold completions of several prompts. Else the values of one do
+        not depend on what is asked beside it.
+        """
+        groups = [_group_of(one) for one in asked]
+        sizes = [group.token_ids.numel() for group in groups]
+        microbatches = self._packed(groups, together)
+        data_size = self._group.data_size
+        own = microbatches[self._group.data_index :: data_size]
+        num_fillers = math.ceil(len(microbatches) / data_size) - len(own)
+        logprobs_C = torch.zeros(sum(sizes))
+        for microbatch, places in own:
+            logprobs_C[places] = self._forward(microbatch)
+        for _ in range(num_fillers):
+            self._forward(filler())
+        reshard(self.decoder)
+        if self._group.size > 1:
+            dist.all_reduce(logprobs_C, group=self._group.process_group)
+        return list(logprobs_C.split(sizes))
+
+    def _packed(self, groups: list[Group], together: bool) -> list[tuple[PackedBatch, Tensor]]:
+        """Microbatches, and where their labels are among the tokens of all groups."""
+        found = []
+        first = 0
+        for batch in [groups] if together else [[group] for group in groups]:
+            packing = pack(
+                batch,
+                [Targets.of(group, group.rewards) for group in batch],
+                budget_tokens=self._microbatch_tokens,
+                drop_zero_advantage=False,
+            )
+            for microbatch in packing.microbatches:
+                found.append((microbatch, microbatch.places + first))
+            first += sum(group.token_ids.numel() for group in batch)
+        return found
+
+    def _forward(self, microbatch: PackedBatch) -> Tensor:
+        """The logprobs [R] of a microbatch's labels, on the CPU."""
+        batch = to_device(microbatch, self._group.device)
+        attention = PackedAttention(batch.cu_seqlens, batch.parents)
+        head = make_head(batch.labels, batch.rows, temperature=self._temperature)
+        logprobs, _ = self.decoder(batch.input_ids, batch.positions, attention, head)
+        return logprobs.float().cpu()
+
+
+def asked_of(group: Group) -> Asked:
+    """All completions of a group, whatever their rewards say."""
+    return Asked(group.prompt_ids, group.token_ids.split(group.lengths.tolist()))
+
+
+def _group_of(asked: Asked) -> Group:
+    """As if every completion were trained on, so that packing leaves none out."""
+    lengths = [completion.numel() for completion in asked.completions]
+    zeros = torch.zeros(sum(lengths))
+    return Group(
+        ticket=0,
+        prompt_ids=asked.prompt_ids,
+        lengths=torch.tensor(lengths),
+        token_ids=torch.cat(asked.completions),
+        generator_logprobs=zeros,
+        policy_versions=zeros.long(),
+        ref_logprobs=zeros[:0],
+        rewards=torch.ones(len(lengths)),
+        finish_reasons=("stop",) * len(lengths),
+        outcomes=("score",) * len(lengths),
+    )

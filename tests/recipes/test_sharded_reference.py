@@ -1,0 +1,64 @@
+"""A reference over ranks of its own, as a user places it: whole or sharded the run is the same to
+the bit, whatever version the reference is of; resumed, and killed.
+"""
+
+import os
+import signal
+
+import pytest
+
+from tests.launching import SMALL, Job, untimed
+
+EXIT_FAILED = 1
+SYNCHRONOUS = (*SMALL, "loss.kl_coef=0.1", "max_lag=0", "lr=1e-3", "eval.every=0")
+PLACED = ("placement.trainer=[0,1]", "placement.generator=[0]", "placement.reward=[1]")
+WHOLE = "placement.reference=[2]"
+SHARDED = "placement.reference=[2,3]"
+COPIES = (SHARDED, "reference.replicate=2")
+RESET = ("reference=reset", "reference.reset_every=1")
+END = 4
+
+
+def run_to(end, *overrides, run_dir):
+    """The rows of a run to step `end`, which has ended well."""
+    given = (*SYNCHRONOUS, *PLACED, *overrides, f"max_steps={end}")
+    with Job(*given, run_dir=run_dir, ranks=4) as job:
+        assert job.wait() == 0, job.output
+    return untimed(job.rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [("reference=frozen",), RESET])
+def test_a_sharded_reference_trains_what_a_whole_one_does(tmp_path, kind):
+    whole = run_to(END, *kind, WHOLE, run_dir=tmp_path / "whole")
+    assert whole[-1]["kl/ref"] > 0
+    for name, placed in {"sharded": (SHARDED,), "copies": COPIES}.items():
+        assert run_to(END, *kind, *placed, run_dir=tmp_path / name) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, killed", [("frozen", 2), ("frozen", 3), ("reset", 3)])
+def test_a_killed_rank_of_a_reference_is_named_and_the_run_ends(tmp_path, kind, killed):
+    """Rank 2 leads it, and rank 3 follows. A frozen one is where the model is; what was taken from
+    the policy is lost with its rank.
+    """
+    given = (*SMALL, "loss.kl_coef=0.1", "checkpoint.every=1000", "eval.every=0")
+    placed = ("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1]")
+    endless = "max_steps=100000"
+    run = (*given, *placed, SHARDED, f"reference={kind}", endless)
+    with Job(*run, run_dir=tmp_path / "run", ranks=4) as job:
+        job.until(lambda: len(job.rows) >= 2, "two steps")
+        os.kill(job.rank_pids()[killed], signal.SIGKILL)
+        assert job.wait() == EXIT_FAILED, job.output
+        assert f"rank {killed} (reference)" in job.output, job.output
+        assert ("was sealed after that" in job.output) == (kind == "frozen"), job.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [(SHARDED,), (WHOLE,), COPIES])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path, after):
+    """On as many ranks as it was saved on, and on others."""
+    whole = run_to(END, *RESET, WHOLE, run_dir=tmp_path / "whole")
+    run_dir = tmp_path / "sharded"
+    run_to(2, *RESET, SHARDED, "checkpoint.every=2", run_dir=run_dir)
+    assert run_to(END, *RESET, *after, "resume=auto", run_dir=run_dir) == whole
