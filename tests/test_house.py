@@ -320,6 +320,7 @@ GUIDES = "\n".join(
         "README.md",
         "CONTRIBUTING.md",
         "docs/architecture.md",
+        "docs/lm_eval.md",
         "docs/measured.md",
         "docs/metrics.md",
         "docs/rewards.md",
