@@ -112,9 +112,10 @@ def made_run(args: argparse.Namespace, task: str, mode: str, seed: int) -> dict:
     if it fails.
     """
     run_dir = args.runs / f"{task}-{mode}-{seed}"
-    settings = [*COMMON, f"model.path={args.model.absolute()}", *TASKS[task], *args.overrides]
+    settings = [*COMMON, *TASKS[task], *args.overrides]
     if not (run_dir / "finished").exists():
-        overrides = [*settings, MODES[mode], f"seed={seed}", "resume=auto"]
+        model = f"model.path={args.model.absolute()}"
+        overrides = [model, *settings, MODES[mode], f"seed={seed}", "resume=auto"]
         command = job_command(run_dir.absolute(), overrides)
         done = run_process(command, timeout_s=args.timeout_s)
         if done.status or done.timed_out:
