@@ -396,9 +396,8 @@ class _LinkReader:
             header = self._link.recv(timeout_s=self._context.timeout_s)
         except LinkTimeout as error:
             raise self._stopped(version, missing, error) from error
-        assert (header.kind, header.version) == (kind, version), (
-            f"{kind.name} should come: {header}"
-        )
+        if (header.kind, header.version) != (kind, version):
+            raise WeightsError(f"{kind.name} of version {version} should come: {header}")
         return header
 
     def _stopped(self, version: int, missing: list[int], error: LinkTimeout) -> WeightsError:
