@@ -22,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch.distributed as dist
@@ -257,6 +257,11 @@ DP_RANK_SEED = 20  # of the pre-set permutation
 
 def dp_rank_of(ticket: int, num_dp_ranks: int) -> int:
     """The data-parallel trainer rank that trains on a ticket."""
+    return _permutation(num_dp_ranks)[ticket % num_dp_ranks]
+
+
+@lru_cache
+def _permutation(num_dp_ranks: int) -> list[int]:
     dp_ranks = list(range(num_dp_ranks))
     random.Random(DP_RANK_SEED).shuffle(dp_ranks)
-    return dp_ranks[ticket % num_dp_ranks]
+    return dp_ranks

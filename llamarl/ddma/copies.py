@@ -50,8 +50,7 @@ class Parts:
             move.start = start
             move.rows = 1 if is_run else len(target)
             move.width = target.nbytes // move.rows
-            row_stride = 0 if is_run else target.stride(0)
-            move.stride = row_stride * target.itemsize
+            move.stride = move.width if is_run else target.stride(0) * target.itemsize
 
 
 class Copier:
@@ -80,6 +79,32 @@ class Copier:
             )
         target.copy_(source)
         return self.digest(target.contiguous())
+
+    def copy_columns(self, targets: list[Tensor], sources: list[Tensor]) -> list[int | Tensor]:
+        """`copy` of several sources, and the digest of each.
+
+        Columns of the same rows are read row by row: half a row at a time is read at half the
+        speed.
+        """
+        each_alone = self.method != "lanes" or len(sources) == 1
+        if each_alone or not _can_pack_columns(targets, sources):
+            return list(map(self.copy, targets, sources))
+        count = len(sources)
+        first = sources[0]
+        addresses = ctypes.c_void_p * count
+        numbers = ctypes.c_uint64 * count
+        digests = numbers()
+        copy_kernels().pack_columns(
+            count,
+            addresses(*(target.data_ptr() for target in targets)),
+            addresses(*(source.data_ptr() for source in sources)),
+            numbers(*(source.shape[1] * source.itemsize for source in sources)),
+            first.stride(0) * first.itemsize,
+            len(first),
+            first.dtype != targets[0].dtype,
+            digests,
+        )
+        return list(digests)
 
     def copy_parts(self, source: Tensor, parts: Parts) -> int:
         """Copy the parts of `source` [bytes] uint8 to their places, and fold their digests.
@@ -141,6 +166,16 @@ def _can_pack(target: Tensor, source: Tensor) -> bool:
         return False
     dtypes = (source.dtype, target.dtype)
     return dtypes == (torch.float32, torch.bfloat16) or source.dtype == target.dtype
+
+
+def _can_pack_columns(targets: list[Tensor], sources: list[Tensor]) -> bool:
+    """Whether the kernel can in one call: columns of the same rows, in the same dtypes."""
+    kinds = set()
+    for target, source in zip(targets, sources, strict=True):
+        if source.dim() != 2 or target.shape != source.shape or not _can_pack(target, source):
+            return False
+        kinds.add((len(source), source.stride(), source.dtype, target.dtype))
+    return len(kinds) == 1
 
 
 def _device_digest(flat: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ travels.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llamarl.ddma.copies import fold
+from llamarl.ddma.layout import Piece
 from llamarl.ddma.payload import Bucket, Progress
 from llamarl.ddma.plan import Plan
 from llamarl.ddma.route import WeightsRoute
@@ -42,6 +44,7 @@ class Staging:
         self._buckets = buckets
         self._tensor_group = tensor_group
         self._device = local(next(iter(parameters.values()))).device
+        self._beside = _pieces_side_by_side(buckets)
         rank = route.sources.index(route.rank)
         self._boxes = {p.name: route.source.box(plan.config, p, rank) for p in plan.parameters}
         self._quantized: dict[str, Tensor] = {}  # what does not travel as it is held
@@ -76,25 +79,40 @@ class Staging:
         """Copy the shard into a slot [bytes] uint8. Marks each bucket as it becomes whole."""
         held = {name: local(p) for name, p in self._parameters.items()}
         held |= self._quantized
-        copier = self._route.copier
-        # Then the digests are known when a bucket is whole.
-        in_one_pass = copier.method == "lanes" and self._device.type == "cpu"
+        if self._route.copier.method == "lanes" and self._device.type == "cpu":
+            self._fill_in_one_pass(slot, progress, held)
+            return
         for bucket in self._buckets:
-            targets = []
-            sources = []
-            for piece in bucket.pieces:
-                targets.append(piece.view_in(slot))
-                part = piece.box.within(self._boxes[piece.name])
-                sources.append(held[piece.name][part])
-            if in_one_pass:
-                progress.mark(digest=fold(map(copier.copy, targets, sources)))
-                continue
+            targets = [piece.view_in(slot) for piece in bucket.pieces]
+            sources = [self._part(held, piece) for piece in bucket.pieces]
             torch._foreach_copy_(targets, sources, non_blocking=True)
             event = None
             if self._device.type == "cuda":
                 event = torch.cuda.Event()
                 event.record()
             progress.mark(event)
+
+    def _fill_in_one_pass(self, slot: Tensor, progress: Progress, held: dict[str, Tensor]) -> None:
+        """The same, with digests that are known when a bucket is whole.
+
+        What other links carry of a piece's rows is copied with it, before its own bucket's turn.
+        """
+        digests: dict[int, int] = {}  # of what has been copied, by where it starts in the slot
+        for bucket in self._buckets:
+            for piece in bucket.pieces:
+                if piece.start in digests:
+                    continue
+                columns = self._beside[piece.start]
+                targets = [column.view_in(slot) for column in columns]
+                sources = [self._part(held, column) for column in columns]
+                found = self._route.copier.copy_columns(targets, sources)
+                for column, digest in zip(columns, found):
+                    digests[column.start] = digest
+            progress.mark(digest=fold(digests[piece.start] for piece in bucket.pieces))
+
+    def _part(self, held: dict[str, Tensor], piece: Piece) -> Tensor:
+        """A piece's part of this rank's shard."""
+        return held[piece.name][piece.box.within(self._boxes[piece.name])]
 
     def _largest_of_split_rows(self) -> dict[str, Tensor]:
         """Collective over the ranks that hold parts of one row: its absmax, for quantised weights.
@@ -116,3 +134,15 @@ class Staging:
         dist.all_reduce(every, dist.ReduceOp.MAX, group=self._tensor_group)
         parts = every.split([len(rows) for rows in largest.values()])
         return dict(zip(largest, parts))
+
+
+def _pieces_side_by_side(buckets: list[Bucket]) -> dict[int, list[Piece]]:
+    """Where a piece starts in the slot -> all pieces of its rows, itself among them."""
+    of_rows: dict[tuple, list[Piece]] = defaultdict(list)
+    beside: dict[int, list[Piece]] = {}
+    for bucket in buckets:
+        for piece in bucket.pieces:
+            columns = of_rows[piece.name, piece.box.offsets[0], piece.box.lengths[0]]
+            columns.append(piece)
+            beside[piece.start] = columns
+    return beside

@@ -206,16 +206,32 @@ static void pack_cast(packer *p, const uint32_t *restrict from, uint64_t count) 
     }
 }
 
-/* Rows to a contiguous target. width: in bytes of the source. casts: float32 to bfloat16, of which the digest is. */
-uint64_t pack_rows(char *target, const char *source, uint64_t width, uint64_t source_stride, uint64_t rows, int casts) {
-    packer p = {.target = target};
-    begin(&p.d);
-    for (uint64_t row = 0; row < rows; row++) {
-        const char *from = source + row * source_stride;
-        if (casts) pack_cast(&p, (const uint32_t *)from, width / 4);
-        else pack_copy(&p, from, width);
+/* Columns of the same rows, each of which becomes contiguous: row i of each is read before row i + 1 of any, so that what lies
+   side by side is read in one run. widths: in bytes of the source. casts: float32 to bfloat16, of which the digests are. */
+void pack_columns(uint64_t count, char *const *targets, const char *const *sources, const uint64_t *widths,
+                  uint64_t source_stride, uint64_t rows, int casts, uint64_t *digests) {
+    packer packers[count];
+    for (uint64_t i = 0; i < count; i++) {
+        begin(&packers[i].d);
+        packers[i].target = targets[i];
+        packers[i].waiting = packers[i].total = 0;
     }
-    flush(&p);
+    for (uint64_t row = 0; row < rows; row++)
+        for (uint64_t i = 0; i < count; i++) {
+            const char *from = sources[i] + row * source_stride;
+            if (casts) pack_cast(&packers[i], (const uint32_t *)from, widths[i] / 4);
+            else pack_copy(&packers[i], from, widths[i]);
+        }
+    for (uint64_t i = 0; i < count; i++) {
+        flush(&packers[i]);
+        digests[i] = end(&packers[i].d, packers[i].total);
+    }
     fence();
-    return end(&p.d, p.total);
+}
+
+/* The same of one column. */
+uint64_t pack_rows(char *target, const char *source, uint64_t width, uint64_t source_stride, uint64_t rows, int casts) {
+    uint64_t digest;
+    pack_columns(1, &target, &source, &width, source_stride, rows, casts, &digest);
+    return digest;
 }

@@ -30,6 +30,9 @@ def copy_kernels() -> ctypes.CDLL | None:
     kernels.digest_of.restype = count
     kernels.pack_rows.argtypes = [address, address, count, count, count, ctypes.c_int]
     kernels.pack_rows.restype = count
+    runs = [address, address, address]
+    kernels.pack_columns.argtypes = [count, *runs, count, count, ctypes.c_int, address]
+    kernels.pack_columns.restype = None
     kernels.copy_moves.argtypes = [count, address, address, address]
     kernels.copy_moves.restype = None
     return kernels

@@ -127,6 +127,45 @@ def test_a_copy_is_torchs_copy_with_the_digest_of_what_is_there(
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=60, deadline=None)
 @given(
+    st.sampled_from(
+        [
+            (torch.bfloat16, torch.float32),
+            (torch.float32, torch.float32),
+            (torch.int8, torch.int8),
+            (torch.float16, torch.float32),
+        ]
+    ),
+    st.lists(
+        st.tuples(st.integers(0, 300), st.integers(1, 700), st.integers(0, 40)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 30),
+)
+def test_columns_of_the_same_rows_are_copied_as_each_alone_would_be(method, dtypes, pieces, rows):
+    target_dtype, source_dtype = dtypes
+    whole = (torch.randn(rows + 1, 1000) * 30).to(source_dtype)
+    if rows == 0:
+        whole = whole[0]
+    sources, targets, arounds = [], [], []
+    for start, width, first in pieces:
+        source = whole[..., start : start + width]
+        around = torch.zeros(first + source.numel() + 5, dtype=target_dtype)
+        sources.append(source)
+        targets.append(around[first : first + source.numel()].view(source.shape))
+        arounds.append(around)
+    digests = Copier(method).copy_columns(targets, sources)
+    for target, source, found in zip(targets, sources, digests):
+        assert torch.equal(target, source.to(target_dtype))
+        assert fold([found]) == digest(target, method)
+    for around, target in zip(arounds, targets):
+        target.zero_()
+        assert not around.any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=60, deadline=None)
+@given(
     st.lists(
         st.tuples(
             st.sampled_from(["flat", "whole", "columns"]),
