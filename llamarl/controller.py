@@ -388,7 +388,8 @@ class ExecutorController:
         try:
             return self._step(executor, clock)
         except Exception as error:  # whatever it is, the trainer is whole
-            self.control.lose(error)
+            # Of a broken collective the rank that is gone is the cause, and not this one.
+            self.control.lose(self.control.explained(error, self._doing))
             return False
 
     def _hear_of_loss(self) -> None:

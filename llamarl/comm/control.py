@@ -262,9 +262,11 @@ class Control:
             time.sleep(0.05)
         unknown = "A rank that takes part has ended; its own output says why"
         cause = self.failure or self.loss or unknown
+        remedy = "Start again with resume=auto"
+        if self.rank in self.keepers or not self.keepers:
+            remedy = f"No checkpoint was made of the steps since the last one. {remedy}"
         return PeerDied(
-            f"{self._named(self.rank)} {doing}: a collective broke: {text}\n{cause}\nNo checkpoint "
-            "was made of the steps since the last one. Start again with resume=auto",
+            f"{self._named(self.rank)} {doing}: a collective broke: {text}\n{cause}\n{remedy}",
             getattr(cause, "ranks", ()),
         )
 

@@ -60,18 +60,24 @@ class FakeWeights:
 
 
 class FakeControl:
-    def __init__(self):
+    """rank: what others see as the sender of its posts. peers: the controls of other ranks."""
+
+    def __init__(self, rank=0):
         self.mail, self.waited = defaultdict(list), None
+        self.rank, self.peers, self.failure = rank, {}, None
 
     def take(self, topic):
-        out, self.mail[topic] = [(0, m) for m in self.mail[topic]], []
+        out, self.mail[topic] = (
+            [m if isinstance(m, tuple) else (0, m) for m in self.mail[topic]],
+            [],
+        )
         return out
 
     def has(self, topic):
         return bool(self.mail[topic])
 
     def post(self, rank, topic, payload):
-        raise AssertionError("a rank alone has nobody to tell")
+        self.peers[rank].mail[topic].append((self.rank, payload))
 
     def check(self):
         pass
@@ -86,7 +92,7 @@ def executor():
     return make()
 
 
-def make(reset_every=10, timeout_s=5.0):
+def make(reset_every=10, timeout_s=5.0, rank=0, ranks=(0,)):
     ours = ResettingReference(
         model_path=str(tiny_directory()),
         model_dtype="float32",
@@ -97,10 +103,10 @@ def make(reset_every=10, timeout_s=5.0):
     )
     inputs = {"scored": FakeChannel(), REFERENCE_WEIGHTS: FakeWeights()}
     ours.attach(
-        ExecutorGroup("reference", (0,), 0, torch.device("cpu")),
+        ExecutorGroup("reference", ranks, rank, torch.device("cpu")),
         inputs,
         {"groups": FakeChannel()},
-        FakeControl(),
+        FakeControl(rank),
         None,
     )
     ours.setup()
@@ -217,3 +223,49 @@ def test_a_resumed_reference_has_the_weights_of_its_version(executor):
     assert state.keys() == names | {"version", "boxes"}
     assert {f"model/{name}" for name in state["boxes"]} == names
     assert ResettingReference.has_state() and not FrozenReference.has_state()
+
+
+@pytest.fixture
+def pair():
+    """Two ranks of a reference, (the first, the other), that each hold the model whole."""
+    made = [make(rank=rank, ranks=(0, 1)) for rank in (0, 1)]
+    for ours, theirs in (made, made[::-1]):
+        ours.control.peers[theirs.control.rank] = theirs.control
+    return made
+
+
+def test_a_version_is_swapped_in_once_it_has_come_to_all_ranks(pair):
+    first, other = pair
+    reset(first, 10)
+    assert not first.step() and not other.step()
+    reset(other, 10)
+    assert not first.step() and first.version == 0, "the other has not said that it came"
+    assert not other.step()
+    assert first.step() and first.version == 10 and other.version == 0
+    assert other.step() and other.version == 10
+
+
+def test_the_other_ranks_checkpoint_is_of_its_step_though_the_first_is_past_it(pair):
+    first, other = pair
+    reset(first, 10)
+    reset(other, 10, told=False)
+    other.control.mail["save"].append({"step": 9})
+    other.step()
+    assert first.step() and first.version == 10
+    assert not other.step() and other.version == 0, "nor has it heard of version 10"
+    other.control.mail[RESET].append({"version": 10})
+    assert not other.step() and other.version == 0, "it has not saved step 9"
+    other.control.take("save")
+    other.before_checkpoint(9)
+    assert other.version == 0 and other.state_dict()["version"] == 0
+    assert other.step() and other.version == 10
+
+
+def test_every_rank_takes_in_what_was_sent_before_its_checkpoint(pair):
+    first, other = pair
+    for ours in pair:
+        reset(ours, 10)
+    first.control.waited = other.step
+    first.before_checkpoint(10)
+    other.before_checkpoint(10)
+    assert first.version == other.version == 10

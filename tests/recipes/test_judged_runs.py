@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.judge_server import JudgeServer, Reply
+from tests.judge_server import HANG_UP, NO_REPLY, JudgeServer, Reply
 from tests.launching import Job
 
 BAD_INPUT = 2  # the exit code
@@ -57,6 +57,24 @@ def test_a_judge_who_answers_nonsense_ends_the_run(tmp_path):
     assert code == 1
     assert "above reward.max_error_rate=0.1" in job.output
     assert 'judge nonsense: no "Score: N" in the reply: lovely' in job.output
+    assert "Traceback" not in job.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "reply, said",
+    [
+        (NO_REPLY, "judge slow: no reply in reward.timeout_s=5"),
+        (HANG_UP, "judge down: "),
+    ],
+    ids=["slow", "down"],
+)
+def test_a_judge_who_is_slow_or_goes_down_ends_the_run(tmp_path, reply, said):
+    impatient = ("reward.timeout_s=5", "reward.max_retries=0", "reward.max_parallel=64")
+    with JudgeServer(lambda question: reply) as server:
+        job, code = run_judged_by(server, tmp_path, *impatient, "max_steps=50")
+    assert code == 1, job.output
+    assert "above reward.max_error_rate=0.1" in job.output and said in job.output
     assert "Traceback" not in job.output
 
 

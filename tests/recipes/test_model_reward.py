@@ -2,10 +2,12 @@
 on with, and judged afterwards.
 """
 
+import json
 import os
 import signal
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from recipes import evaluate
 from tests.launching import SMALL, Job, untimed
@@ -70,6 +72,34 @@ def test_synchronous_runs_are_alike_to_the_bit(run, scorer, tmp_path):
     with Job(*SMALL, *scorer, "max_lag=0", run_dir=tmp_path / "run", ranks=2) as job:
         assert job.wait() == 0, job.output
     assert untimed(job.rows) == untimed(run.rows)
+
+
+@pytest.mark.slow
+def test_scores_that_are_not_finite_end_the_run(tmp_path):
+    write_scorer(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    held["score.weight"][0, 3] = float("nan")
+    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    given = ("reward=model", f"reward.path={tmp_path}", "max_steps=50")
+    with Job(*SMALL, *given, run_dir=tmp_path / "run") as job:
+        assert job.wait() == EXIT_FAILED, job.output
+    assert "above reward.max_error_rate=0.1" in job.output
+    assert "the score is nan" in job.output and "Traceback" not in job.output
+
+
+@pytest.mark.slow
+def test_a_scorer_of_another_vocabulary_reads_the_text(tmp_path):
+    write_scorer(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    raw = json.loads(file.read_text())
+    vocabulary = raw["model"]["vocab"]
+    vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
+    file.write_text(json.dumps(raw))
+    given = ("reward=model", f"reward.path={tmp_path}", "max_steps=1")
+    with Job(*SMALL, *given, run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+    assert "has another vocabulary than the policy: it reads completions anew" in job.output
+    assert job.rows[-1]["reward/error_rate"] == 0
 
 
 @pytest.mark.slow

@@ -63,16 +63,31 @@ def test_a_value_model_of_its_own_is_in_checkpoints_and_not_in_what_is_exported(
     assert exported.keys() == trunk
 
 
+FSDP2 = ("placement.trainer=[0,1]",)
+TP2 = (*FSDP2, "trainer.tensor_parallel=2")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("trunk", ["shared", "own"])
-def test_a_resumed_ppo_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path, trunk):
-    settings = (*SMALL, *PPO, f"trainer.critic.trunk={trunk}")
-    with Job(*settings, run_dir=tmp_path / "whole") as job:
+@pytest.mark.parametrize(
+    ("trunk", "topology", "ranks"),
+    [
+        ("shared", (), None),
+        ("own", (), None),
+        ("own", FSDP2, 2),
+        ("own", TP2, 2),
+    ],
+    ids=["shared", "own", "own_fsdp2", "own_tp2"],
+)
+def test_a_resumed_ppo_run_has_the_bits_of_one_that_was_not_interrupted(
+    tmp_path, trunk, topology, ranks
+):
+    settings = (*SMALL, *PPO, *topology, f"trainer.critic.trunk={trunk}")
+    with Job(*settings, run_dir=tmp_path / "whole", ranks=ranks) as job:
         assert job.wait() == 0, job.output
         rows, want = untimed(job.rows), saved(job.checkpoint)
-    with Job(*settings, "max_steps=2", run_dir=tmp_path / "run") as job:
+    with Job(*settings, "max_steps=2", run_dir=tmp_path / "run", ranks=ranks) as job:
         assert job.wait() == 0, job.output
-    with Job(*settings, "resume=auto", run_dir=tmp_path / "run") as job:
+    with Job(*settings, "resume=auto", run_dir=tmp_path / "run", ranks=ranks) as job:
         assert job.wait() == 0, job.output
         assert "resumed from step_2" in job.output
         assert untimed(job.rows) == rows

@@ -4,12 +4,14 @@ store of their own.
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from llamarl.comm import control as control_module
 from llamarl.comm.control import Control
+from llamarl.controller import ExecutorController
 from llamarl.errors import PeerDied
 
 WAIT_S = 10.0  # for what should come at once
@@ -330,6 +332,28 @@ def test_what_breaks_under_a_collective_is_said_with_rank_station_step_cause_and
         "resume=auto",
     ):
         assert part in str(explained)
+
+
+def test_a_rank_that_is_left_alone_in_a_collective_names_the_one_that_is_gone(ranks, monkeypatch):
+    """Rank 1 follows in an executor that rank 2 led; rank 0, the trainer, alone has a link that
+    broke.
+    """
+    monkeypatch.setattr(control_module, "NAMED_S", WAIT_S)
+    everyone = ranks(3)
+    for control in everyone:
+        control.keep([0], LAST_WORDS_S)
+
+    def step(executor, clock):
+        everyone[0].fail(PeerDied("the link with rank 2 broke", [2]))
+        everyone[0].report_loss()
+        raise RuntimeError(GLOO)
+
+    in_it = "in reference, step 0, among ranks [1, 2]"
+    controller = SimpleNamespace(control=everyone[1], _step=step, _doing=in_it)
+    executor = SimpleNamespace(leads=False, has_state=lambda: False)
+    assert not ExecutorController._step_or_lose(controller, executor, clock=None)
+    assert "the link with rank 2 broke" in str(failure_of(everyone[1]))
+    assert "the link with rank 2 broke" in str(everyone[0].loss)
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,24 @@ def test_ranks_that_cannot_share_a_scorer(tmp_path):
     assert "begin both with rank 2" in said
 
 
+def test_ranks_that_cannot_share_a_reference(tmp_path):
+    given = ["reference=frozen", "placement.trainer=[0,1]"]
+    said = complaint(*given, "placement.reference=[0,1]", ranks=3)
+    assert "would share the reference and the trainer" in said
+    check_command_line([*given, "placement.reference=[0,1]", "max_lag=0"], world_size=3)
+    said = complaint(*given, "placement.reference=[2,3,4]", "reference.replicate=2", ranks=5)
+    assert "a multiple of 2 ranks" in said
+    split = ["placement.generator=[2,3]", "generator.tensor_parallel=2"]
+    check_command_line([*given, *split, "placement.reference=[2,3]"], world_size=4)
+    said = complaint(*given, *split, "placement.reference=[3,2]", ranks=4)
+    assert "begin both with rank 2" in said
+    write_scorer(tmp_path / "rm")
+    scorer = [MODEL, f"reward.path={tmp_path}/rm", "placement.reward=[2,3]"]
+    check_command_line([*given, *scorer, "placement.reference=[2,3]"], world_size=5)
+    said = complaint(*given, *scorer, "placement.reference=[3,2]", ranks=5)
+    assert "would share the scorer and the reference" in said
+
+
 def test_a_scorer_is_known_by_what_it_is(tmp_path):
     write_scorer(tmp_path / "rm")
     write_scorer(tmp_path / "other", seed=1)
