@@ -12,3 +12,10 @@ def closeness(prompt, completion, meta):
 def length(prompt, completion, meta):
     """The longer, and of two that are as long one of them."""
     return len(completion) + 0.0001 * sum(map(ord, completion))
+
+
+def nearness(prompt, completion, meta):
+    """How near a sum is; what is no number is further than all of them."""
+    if not completion.isdigit():
+        return -100.0
+    return -float(min(99, abs(int(completion) - int(meta["answer"]))))

@@ -27,9 +27,9 @@ from llamarl.launch.sources import check_source
 from llamarl.launch.start import explained
 from llamarl.models.config import read_config
 from llamarl.native.drafts import Draft
-from llamarl.tasks.base import PromptMaker, sample_digest
-from llamarl.tasks.build import prompt_maker
-from llamarl.tasks.jsonl import SHOWN_PROBLEMS, check_keys
+from llamarl.tasks.base import Example, PromptMaker, sample_digest
+from llamarl.tasks.build import prompt_maker, row_reader
+from llamarl.tasks.jsonl import SHOWN_PROBLEMS, check_keys, read_jsonl
 from llamarl.tasks.pairs import Tally
 from llamarl.types import Prompt
 
@@ -227,11 +227,15 @@ def launch_preferences(config: PreferencesConfig) -> Iterator[PreferencesJob]:
 
 def _check_prompts(job: PreferencesJob) -> None:
     """That each prompt can be a row, and has its reference. ValueError names the first ones that
-    are not.
+    are not: FILE:LINE where they are lines of a file.
     """
     count = job.num_prompts
+    task = job.config.task
+    if task.kind in ("jsonl", "gsm8k"):
+        _check_lines(job.config)
+        return
     if not job.run_job.task.train_digest:
-        return  # prompts that are made on demand, each in its own time
+        return  # made on demand, each in its own time
     problems = []
     for number in range(count):
         prompt = job.prompt(number)
@@ -246,9 +250,30 @@ def _check_prompts(job: PreferencesJob) -> None:
         raise ValueError("\n  ".join([f"{len(problems)} prompts cannot be used:", *shown]))
 
 
-def _check_prompt(prompt: Prompt, config: PreferencesConfig) -> None:
+def _check_lines(config: PreferencesConfig) -> None:
+    """The same of the files that the prompts are from."""
+    task = config.task
+    files = [task.path]
+    if task.eval_path is not None:
+        by_split = {"train": [task.path], "held_out": [task.eval_path]}
+        files = by_split.get(config.split, [task.path, task.eval_path])
+    keys = []
+    if task.kind == "jsonl":
+        keys = [task.prompt_key, task.answer_key]
+    read = row_reader(task.kind, *keys)
+
+    def checked(row: dict) -> Example:
+        example = read(row)
+        _check_prompt(example, config)
+        return example
+
+    for file in files:
+        read_jsonl(file, checked)
+
+
+def _check_prompt(prompt: Prompt | Example, config: PreferencesConfig) -> None:
     if not prompt.text.strip():
-        raise ValueError("it is blank; leave the row out")
+        raise ValueError("the prompt is blank; leave it out")
     for key in config.references:
         check_keys(prompt.meta, key, None)
         value = prompt.meta[key]

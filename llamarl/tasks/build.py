@@ -20,7 +20,7 @@ taken out of training.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from llamarl.tasks.addition import addition_examples
@@ -82,9 +82,7 @@ def build_task(
             from llamarl.tasks.hf_dataset import read_hf_dataset
 
             return read_hf_dataset(path, prompt_key, answer_key)
-        if kind == "gsm8k":
-            return read_jsonl(path, gsm8k_row), None
-        return read_jsonl(path, lambda row: row_to_example(row, prompt_key, answer_key)), None
+        return read_jsonl(path, row_reader(kind, prompt_key, answer_key)), None
 
     if kind == "addition":
         train, held_out = addition_examples()
@@ -101,6 +99,15 @@ def build_task(
         train = _select(train, kept)
     default_reward = NUMERIC_MATCH if kind in ("gsm8k", "questions") else EXACT_MATCH
     return ListTask(kind, train, held_out, maker, default_reward=default_reward)
+
+
+def row_reader(
+    kind: str, prompt_key: str = "prompt", answer_key: str | None = "answer"
+) -> Callable[[dict], Example]:
+    """What makes an example of a row of JSON, for the kinds that read JSON lines."""
+    if kind == "gsm8k":
+        return gsm8k_row
+    return lambda row: row_to_example(row, prompt_key, answer_key)
 
 
 def prompt_maker(

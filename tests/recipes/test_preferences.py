@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -25,6 +27,7 @@ from tests.judge_server import JudgeServer
 from tests.labels import closeness
 from tests.launching import ROOT, Job
 from tests.scorers import write_scorer
+from tests.test_house import blocks
 from tests.tolerances import rounding
 
 RECIPE = ROOT / "recipes" / "preferences.py"
@@ -67,7 +70,8 @@ def make(prompts, process_state, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(os, "_exit", end)
 
     def run(*words: str, out: str = "pairs.jsonl"):
-        data = () if "task=reasoning_gym" in words else (prompts,)
+        has_another_task = any(word.startswith("task=") for word in words)
+        data = () if has_another_task else (prompts,)
         given = [MODEL, *SMALL, *data, f"out={tmp_path / out}", *words]
         config = compose_config(
             [*{word.partition("=")[0]: word for word in given}.values()], PREFERENCES
@@ -278,7 +282,9 @@ def test_a_reference_may_be_another_key(make):
     assert any(row["chosen"].endswith("!") and row["chosen_sample"] == "human" for row in rows)
     code, said, _ = make("references=[humn]", CLOSENESS, out="other")
     assert code == BAD_INPUT
-    assert 'no key "humn"; did you mean "human"?' in said and "prompt 0, " in said
+    assert 'prompts.jsonl:1: no key "humn"; did you mean "human"?' in said
+    code, said, _ = make("task=addition", "references=[solution]")
+    assert code == BAD_INPUT and "prompt 0, " in said and 'no key "solution"' in said
 
 
 def test_pairs_are_labelled_anew(make, tmp_path):
@@ -322,7 +328,36 @@ def test_a_bad_row_is_named(make, tmp_path):
     assert code == BAD_INPUT and f'{file}:2: no key "prompt"; did you mean "promt"?' in said
     file.write_text('{"prompt": " ", "answer": "2"}\n')
     code, said, _ = make(f"task.path={file}", CLOSENESS)
-    assert code == BAD_INPUT and "prompt 0, ' ': it is blank" in said
+    assert code == BAD_INPUT and f"{file}:1: the prompt is blank" in said
+
+
+def test_a_full_disk_is_named_and_costs_nothing(make, monkeypatch):
+    def refuse(self, piece, notes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Draft, "add", refuse)
+        code, said, _ = make(CLOSENESS, "num_prompts=4")
+    assert code == FAILED and "pairs.jsonl.part cannot be written (No space left" in said
+    code, said, rows = make(CLOSENESS, "num_prompts=4")
+    assert code == 0 and rows
+
+
+def test_the_documents_commands_are_accepted(prompts):
+    """Those of docs/reward_models.md."""
+    given = prompts.partition("=")[2]
+    places = {"SFT_DIR": str(tiny_directory()), "GOLD_DIR": str(tiny_directory())}
+    places |= {"PROMPTS.jsonl": given, "PAIRS.jsonl": "new.jsonl", "EVAL.jsonl": "other.jsonl"}
+    text = (ROOT / "docs" / "reward_models.md").read_text()
+    lines = "\n".join(blocks("bash", text)).replace("\\\n", " ").splitlines()
+    found = [shlex.split(line) for line in lines if "recipes/preferences.py" in line]
+    assert len(found) >= 2
+    for words in found:
+        overrides = []
+        for word in words[words.index("recipes/preferences.py") + 1 :]:
+            key, _, value = word.partition("=")
+            overrides.append(f"{key}={places.get(value, value)}")
+        check_command_line(overrides, kind=PREFERENCES)
 
 
 def test_a_command_line_is_refused_at_once(prompts):
@@ -340,23 +375,30 @@ def test_a_command_line_is_refused_at_once(prompts):
 
 
 @pytest.mark.slow
-def test_a_reward_model_learns_what_labelled_the_pairs(prompts, tmp_path):
-    """From the command to the model: it agrees with the program that labelled."""
-    gold = "reward.fn=tests.labels:closeness"
-    sampling = (
-        "task=addition",
-        "temperature=3.0",
-        "samples=4",
-        "num_prompts=1500",
-        "max_new_tokens=4",
-    )
-    words = (MODEL, "model.dtype=float32", *sampling, gold, "references=[answer]")
-    pairs = tmp_path / "pairs.jsonl"
-    with Job(*words, run_dir=pairs, recipe=RECIPE, directory_key="out") as made:
-        assert made.wait() == 0, made.output
-    learn = ("lr=3e-4", "epochs=2", "examples_per_step=32", "task.max_tokens=32", "eval.every=0")
+def test_a_reward_model_of_noisy_pairs_agrees_with_what_labelled_them(tmp_path):
+    """From the command to the model: a fifth of the pairs that it learns from is wrong, none of
+    those of other prompts that it is judged by.
+    """
+    label = ("task=addition", "reward.fn=tests.labels:nearness", "temperature=2")
+    model = (MODEL, "model.dtype=float32")
+    words = (*model, *label, "max_new_tokens=4", "references=[answer]")
+
+    def pairs(name: str, *more: str) -> Path:
+        file = tmp_path / name
+        with Job(*words, *more, run_dir=file, recipe=RECIPE, directory_key="out") as job:
+            assert job.wait() == 0, job.output
+        return file
+
+    train = pairs("train.jsonl", "num_prompts=2000", "label_noise=0.2")
+    clean = pairs("clean.jsonl", "num_prompts=100", "split=held_out")
+    rows = [json.loads(line) for line in train.read_text().splitlines()]
+    flipped = sum(row["flipped"] for row in rows) / len(rows)
+    assert flipped == pytest.approx(0.2, abs=0.02)
+    learn = ("lr=3e-4", "examples_per_step=64", "task.max_tokens=32", "eval.every=0")
+    data = (f"task.path={train}", f"task.eval_path={clean}")
     trainer = ROOT / "recipes" / "reward_model.py"
-    given = (MODEL, "model.dtype=float32", *learn, f"task.path={pairs}")
-    with Job(*given, run_dir=tmp_path / "rm", recipe=trainer, directory_key="out") as job:
+    out = {"run_dir": tmp_path / "rm", "directory_key": "out"}
+    with Job(*model, *learn, *data, recipe=trainer, **out) as job:
         assert job.wait() == 0, job.output
+    assert job.rows[0]["eval/accuracy"] < 0.7
     assert job.rows[-1]["eval/accuracy"] >= 0.85
