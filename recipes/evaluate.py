@@ -304,9 +304,10 @@ def judgement_lines(config: Config, judgement: Judgement, against: str) -> list[
     if judged.gold_N is not None:
         masked = found["eval/gold_masked"]
         left_out = f", {masked} answers without a score left out" if masked else ""
-        lines.append(f"gold     {found['eval/gold']:.4g} by {config.eval.gold}{left_out}")
+        mean = shown_score(found["eval/gold"])
+        lines.append(f"gold     {mean} by {config.eval.gold}{left_out}")
     if judged.against_N is not None:
-        lines[-1] += f"; {found['eval/gold_references']:.4g} of {against}"
+        lines[-1] += f"; {shown_score(found['eval/gold_references'])} of {against}"
         wins_N = judged.wins_N
         ties = int((wins_N == 0.5).sum())
         rate = win_rate(wins_N)
@@ -320,6 +321,11 @@ def judgement_lines(config: Config, judgement: Judgement, against: str) -> list[
     if judged.logprobs_N is not None:
         lines.append(f"base     perplexity {judged.perplexity:.4g} under {config.eval.base}")
     return lines
+
+
+def shown_score(mean: float | None) -> str:
+    """A mean score; "-" where nothing has one."""
+    return "-" if mean is None else f"{mean:.4g}"
 
 
 def shown_rate(rate: WinRate | None) -> str:

@@ -5,6 +5,7 @@ each evaluation, and how likely the model that the policy began as finds the ans
 import json
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -210,6 +211,15 @@ def test_evaluate_beats_the_answers_of_rows_of_files_and_of_models(judged, tmp_p
     said, lines = judged("--gold", GOLD_FN, "--against", tiny_directory())
     assert "win rate 50.0% [" in said and f"{len(lines)} ties" in said
     assert "no pair's lengths tell it from quality" in said
+
+
+@pytest.mark.usefixtures("process_state")
+def test_gold_that_is_the_reward_says_what_the_reward_says(judged, gold):
+    path, _ = gold
+    said, lines = judged("reward=model", f"reward.path={path}", "--gold", path)
+    assert all(line["gold"] == pytest.approx(line["score"], abs=SCORES) for line in lines)
+    mean = re.search(r"^gold     (\S+) by ", said, re.MULTILINE)[1]
+    assert f"greedy   reward {mean} of {len(lines)} held-out prompts" in said
 
 
 @pytest.mark.usefixtures("process_state")
