@@ -150,7 +150,7 @@ class Gold:
     def poll(self) -> list[tuple[int, Judged]]:
         """Score a microbatch with each model, and return the versions that are judged with it.
 
-        RewardError if nothing of an evaluation could be scored; NotFinite for a log-probability
+        RewardError if all of an evaluation are errors; NotFinite for a log-probability
         that is no number.
         """
         if self._scoring is not None:
@@ -191,7 +191,7 @@ class Gold:
 
     def _scores(self, keys: list[int], what: str) -> np.ndarray:
         """[N] of these keys, NaN for those that have no score, of which a warning says why.
-        RewardError if none has one.
+        RewardError if all are errors.
         """
         outcomes = [self._outcomes.pop(key) for key in keys]
         unscored = Counter(one.reason or one.kind for one in outcomes if one.kind != "score")
@@ -199,7 +199,7 @@ class Gold:
             count = unscored.total()
             (reason, _), *_ = unscored.most_common(1)
             said = f"gold {self.name}: {count} of {len(keys)} {what} have no score: {reason}"
-            if count == len(keys):
+            if all(outcome.kind == "error" for outcome in outcomes):
                 raise RewardError(f"{said}; correct what scores, or leave eval.gold out")
             log.warning("%s; they are left out of eval/gold and eval/win_rate", said)
         return np.array([outcome.value for outcome in outcomes], dtype=np.float64)

@@ -149,6 +149,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if given is not None:
             # Whatever the run did: here all of this is evaluated.
             args.overrides += [f"eval.{key}='{given}'", "eval.every=1"]
+    if args.against != REFERENCES:
+        args.overrides.append("eval.reference_key=null")  # the rows need have no answers
     return args
 
 
@@ -205,7 +207,6 @@ class Judgement(NamedTuple):
     """What gold and base say, and of what."""
 
     judged: Judged
-    prompt_indices: list[int]
     against: list[Item] | None
 
 
@@ -226,7 +227,9 @@ def find_against(given: str, job: Job, prompts: list[Prompt]) -> Callable[[], li
         return partial(references_of, job, prompts, texts)
     model, _ = find_model(given)
     own = dataclasses.replace(config.model, path=str(model))
-    other = Job(dataclasses.replace(config, model=own), job.world, job.directory)
+    # Nothing judges it but as what is compared with.
+    unjudged = dataclasses.replace(config.eval, gold=None, gold_label=None, base=None)
+    other = Job(dataclasses.replace(config, model=own, eval=unjudged), job.world, job.directory)
     check_inputs(other)
     return partial(answers_of, other, job, prompts)
 
@@ -270,10 +273,8 @@ def answers_of(other: Job, job: Job, prompts: list[Prompt]) -> list[Item]:
     return references_of(job, prompts, [item.text for item in items])
 
 
-def judge(
-    job: Job, items: list[Item], against: Callable[[], list[Item]] | None, prompt_indices: list[int]
-) -> Judgement:
-    """What gold and base say of greedy answers, in the order of their prompts."""
+def judge(job: Job, items: list[Item], against: Callable[[], list[Item]] | None) -> Judgement:
+    """What gold and base say of greedy answers, one to each prompt, in order."""
     others = None if against is None else against()
     gold = Gold(gold_settings(job.config, job, others), job.world.device)
     gold.start()
@@ -284,7 +285,7 @@ def judge(
             gold.wait(1.0)
             judged = gold.poll()
     ((_, said),) = judged
-    return Judgement(judged=said, prompt_indices=prompt_indices, against=others)
+    return Judgement(judged=said, against=others)
 
 
 def judgement_lines(config: Config, judgement: Judgement, against: str) -> list[str]:
@@ -295,9 +296,10 @@ def judgement_lines(config: Config, judgement: Judgement, against: str) -> list[
     if judged.gold_N is not None:
         masked = found["eval/gold_masked"]
         left_out = f", {masked} answers without a score left out" if masked else ""
-        lines.append(f"gold     {found['eval/gold']:.4g} by {config.eval.gold}{left_out}")
+        mean = shown_score(found["eval/gold"])
+        lines.append(f"gold     {mean} by {config.eval.gold}{left_out}")
     if judged.against_N is not None:
-        lines[-1] += f"; {found['eval/gold_references']:.4g} of {against}"
+        lines[-1] += f"; {shown_score(found['eval/gold_references'])} of {against}"
         wins_N = judged.wins_N
         ties = int((wins_N == 0.5).sum())
         rate = win_rate(wins_N)
@@ -313,6 +315,11 @@ def judgement_lines(config: Config, judgement: Judgement, against: str) -> list[
     return lines
 
 
+def shown_score(mean: float | None) -> str:
+    """A mean score; "-" where nothing has one."""
+    return "-" if mean is None else f"{mean:.4g}"
+
+
 def shown_rate(rate: WinRate | None) -> str:
     """A share and its interval of 95 %."""
     if rate is None:
@@ -326,7 +333,7 @@ def judged_columns(judgement: Judgement | None) -> dict[int, dict[str, object]]:
     if judgement is None:
         return columns
     judged = judgement.judged
-    for place, number in enumerate(judgement.prompt_indices):
+    for place in range(judged.num_tokens_N.size):
         own: dict[str, object] = {}
         if judged.gold_N is not None:
             own["gold"] = number_or_none(judged.gold_N[place])
@@ -335,7 +342,7 @@ def judged_columns(judgement: Judgement | None) -> dict[int, dict[str, object]]:
             own["gold_against"] = number_or_none(judged.against_N[place])
         if judged.logprobs_N is not None:
             own["base_logprob"] = float(judged.logprobs_N[place])
-        columns[number] = own
+        columns[place] = own
     return columns
 
 
@@ -477,9 +484,8 @@ def run(args: argparse.Namespace) -> None:
     judgement = None
     if config.gold is not None or config.eval.base is not None:
         del engine  # the scorers' memory
-        greedy = [(c.prompt_index, item) for c, item in zip(completions, items) if c.greedy]
-        numbers, answers = zip(*greedy)
-        judgement = judge(job, list(answers), against, list(numbers))
+        greedy = [item for c, item in zip(completions, items) if c.greedy]
+        judgement = judge(job, greedy, against)
         print("\n".join(judgement_lines(config, judgement, args.against)))
     scored = list(zip([item.text for item in items], outcomes))
     write(args.out, prompts, completions, scored, judged_columns(judgement))

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from llamarl.config.conversion import to_values
 from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.plan import make_plan
+from llamarl.launch.gold import check_gold_function
 from llamarl.launch.job import Job
 from llamarl.launch.sources import check_source
 from llamarl.models.config import read_config
@@ -34,6 +35,7 @@ def dry_run(job: Job) -> None:
     for key, part in c.reward_parts.items():
         if part.kind != "model":
             scored[key] = check_source(part, job, answers, section=key)
+    check_gold_function(job)
     if job.world.rank > 0:
         return
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(c))))
@@ -92,6 +94,14 @@ def dry_run(job: Job) -> None:
             print(f"reward   {part.path}, a model of {size:,} parameters in {part.dtype}")
         else:
             _print_samples(job.name_of(part), samples, scored[key])
+    if c.gold is not None and c.gold.kind == "function":
+        print(f"gold     {c.eval.gold}")
+    whole = {"gold": c.gold and c.gold.kind == "model" and c.eval.gold, "base": c.eval.base}
+    for name, path in whole.items():
+        if path:
+            size = num_parameters(read_config(path))
+            what = f"{path}, a model of {size:,} parameters in {c.model.dtype}"
+            print(f"{name}     {what}, whole on the reward's first rank")
     print("dry run: nothing was started and nothing written")
 
 

@@ -5,6 +5,8 @@ each evaluation, and how likely the model that the policy began as finds the ans
 import json
 import math
 import os
+import re
+import shutil
 
 import pytest
 import torch
@@ -204,12 +206,40 @@ def test_evaluate_beats_the_answers_of_rows_of_files_and_of_models(judged, tmp_p
         others.append({"prompt": line["prompt"], "completion": "wrong", "sample": 1})
         others.append({"prompt": line["prompt"], "completion": "1000", "sample": 0})
     file.write_text("".join(json.dumps(other) + "\n" for other in others))
-    said, lines = judged("--gold", GOLD_FN, "--against", file)
+    # Where the rows have none under this key it is not missed.
+    said, lines = judged("--gold", GOLD_FN, "--against", file, "eval.reference_key=summary")
     assert {line["against"] for line in lines} == {"1000"}
     assert "win rate 100.0% [88.6%, 100.0%]" in said  # 30 of 30: Wilson's 1 / (1 + z^2 / 30)
     said, lines = judged("--gold", GOLD_FN, "--against", tiny_directory())
     assert "win rate 50.0% [" in said and f"{len(lines)} ties" in said
     assert "no pair's lengths tell it from quality" in said
+
+
+@pytest.mark.usefixtures("process_state")
+def test_a_model_of_other_tokens_may_be_beaten_too(judged, tmp_path):
+    other = shutil.copytree(tiny_directory(), tmp_path / "other")
+    raw = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = raw["model"]["vocab"]
+    vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
+    (other / "tokenizer.json").write_text(json.dumps(raw))
+    said, lines = judged("--gold", GOLD_FN, "--against", other, "--base", tiny_directory())
+    assert f"over {other}" in said and "perplexity" in said
+    texts = [(line["completion"], line["against"]) for line in lines]
+    assert any(ours != theirs for ours, theirs in texts)
+    unseen = [line for line in lines if not set("78") & set(line["prompt"])]
+    assert unseen and all(
+        line["against"] == line["completion"].translate(str.maketrans("78", "87"))
+        for line in unseen
+    )
+
+
+@pytest.mark.usefixtures("process_state")
+def test_gold_that_is_the_reward_says_what_the_reward_says(judged, gold):
+    path, _ = gold
+    said, lines = judged("reward=model", f"reward.path={path}", "--gold", path)
+    assert all(line["gold"] == pytest.approx(line["score"], abs=SCORES) for line in lines)
+    mean = re.search(r"^gold     (\S+) by ", said, re.MULTILINE)[1]
+    assert f"greedy   reward {mean} of {len(lines)} held-out prompts" in said
 
 
 @pytest.mark.usefixtures("process_state")

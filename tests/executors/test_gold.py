@@ -1,0 +1,198 @@
+"""Gold alone: what has no score is in no figure, what is no number ends the run, and evaluations
+are judged in their order.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from executors import gold as gold_module
+from executors.gold import Gold, GoldSettings
+from executors.scoring import Item
+from executors.weighted import Part
+from llamarl.errors import NotFinite, RewardError
+from llamarl.learning.sharded_scorer import ScorerSettings
+from llamarl.models.config import tiny_directory
+from llamarl.tasks.source import Outcome
+from llamarl.types import Prompt
+from tests.scorers import write_scorer
+from tests.tolerances import rounding
+
+CPU = torch.device("cpu")
+SCORES = rounding(terms=24, depth=2 * 2, size=2.0)
+
+
+def item(text, *, prompt=0, tokens=(3, 4)):
+    return Item(
+        prompt=Prompt(torch.tensor([1 + prompt, 2]), f"prompt {prompt}", {}),
+        token_ids=torch.tensor(tokens),
+        text=text,
+        has_ended=True,
+        is_held_out=True,
+    )
+
+
+class Lengths:
+    """A source that scores a text by its length, once it is asked a second time; "error" and
+    "abstain" are what they say.
+    """
+
+    name = "lengths"
+
+    def __init__(self, *, on_result):
+        self._asked = []
+        self._ready = []
+        self.closed = False
+
+    @property
+    def pending(self):
+        return len(self._asked) + len(self._ready)
+
+    def start(self):
+        pass
+
+    def submit(self, key, prompt, completion, meta):
+        self._asked.append((key, completion))
+
+    def release(self, keys):
+        pass
+
+    def poll(self):
+        done = self._ready
+        self._ready = [(key, self._outcome(text)) for key, text in self._asked]
+        self._asked = []
+        return done
+
+    def _outcome(self, text):
+        if text == "error":
+            return Outcome.error("it broke")
+        if text == "abstain":
+            return Outcome.abstain("nothing to say")
+        return Outcome("score", float(len(text)), "")
+
+    def wait(self, timeout_s):
+        return True
+
+    def close(self):
+        self.closed = True
+
+
+def make(references, *, what=Lengths, base=None):
+    scorer = None if what is None else Part("lengths", what)
+    settings = GoldSettings(
+        scorer=scorer,
+        base_path=base,
+        references=references,
+        dtype="float32",
+        microbatch_tokens=8,
+    )
+    gold = Gold(settings, CPU)
+    gold.start()
+    return gold
+
+
+def judged(gold, count=1):
+    """What it says of so many evaluations."""
+    found = []
+    for _ in range(100):
+        found += gold.poll()
+        if len(found) == count:
+            return found
+        gold.wait(0.0)
+    raise AssertionError(f"{len(found)} of {count}")
+
+
+def test_what_has_no_score_is_masked_on_either_side(caplog):
+    texts = ("aa", "a", "a", "error")
+    gold = make(tuple(item(text) for text in texts))
+    gold.begin(0, [item("aaa"), item("abstain"), item("a"), item("aaaa")])
+    ((version, said),) = judged(gold)
+    assert version == 0
+    assert said.gold_N[[0, 2, 3]].tolist() == [3, 1, 4] and math.isnan(said.gold_N[1])
+    assert said.wins_N[[0, 2]].tolist() == [1, 0.5] and np.isnan(said.wins_N[[1, 3]]).all()
+    assert said.metrics()["eval/gold_masked"] == 1
+    assert "1 of 4 reference answers have no score: it broke" in caplog.text
+    assert "1 of 4 answers of policy version 0 have no score: nothing to say" in caplog.text
+
+
+def test_references_are_scored_once_and_evaluations_judged_in_order():
+    gold = make((item("aa"),))
+    gold.begin(3, [item("a")])
+    gold.begin(5, [item("aaa")])
+    assert gold.pending == 2
+    found = judged(gold, 2)
+    assert [(version, said.wins_N.tolist()) for version, said in found] == [(3, [0.0]), (5, [1.0])]
+    assert gold.pending == 0 and not gold.is_computing
+
+
+@pytest.mark.parametrize("references, answers", [(("error",), ("a",)), (("a",), ("error",))])
+def test_nothing_that_could_be_scored_ends_the_run(references, answers):
+    gold = make(tuple(item(text) for text in references))
+    gold.begin(2, [item(text) for text in answers])
+    with pytest.raises(RewardError, match="1 of 1 .*it broke; correct what scores"):
+        judged(gold)
+
+
+def test_a_gold_that_abstains_from_all_says_nothing(caplog):
+    gold = make((item("a"),))
+    gold.begin(0, [item("abstain")])
+    ((_, said),) = judged(gold)
+    found = said.metrics()
+    assert found["eval/gold"] is None and found["eval/win_rate"] is None
+    assert found["eval/gold_masked"] == 1 and "nothing to say" in caplog.text
+
+
+def test_a_log_probability_that_is_no_number_ends_the_run(monkeypatch):
+    gold = make(None, what=None, base=str(tiny_directory()))
+    nan = torch.full((2,), math.nan, dtype=torch.float64)
+    monkeypatch.setattr(gold_module, "answer_logprobs", lambda *_: nan)
+    gold.begin(7, [item("a"), item("b", tokens=(5, 6))])
+    with pytest.raises(NotFinite, match="policy version 7 to held-out prompt 0 is nan"):
+        judged(gold)
+
+
+def test_a_scorer_of_weights_that_are_no_numbers_gives_no_score(tmp_path):
+    write_scorer(tmp_path)
+    gold = make(None, what=ScorerSettings(path=str(tmp_path), dtype="float32"))
+    gold._models[0].decoder.score.weight.data[:] = math.nan
+    gold.begin(0, [item("a")])
+    with pytest.raises(RewardError, match="the score is nan"):
+        judged(gold)
+
+
+def test_models_work_a_microbatch_at_a_call(tmp_path, monkeypatch):
+    write_scorer(tmp_path)
+    settings = ScorerSettings(path=str(tmp_path), dtype="float32", microbatch_tokens=8)
+    gold = make(None, what=settings, base=str(tiny_directory()))
+    sizes = []
+    real = gold_module.answer_logprobs
+
+    def counted(decoder, batch, device):
+        sizes.append(batch.input_ids.numel())
+        return real(decoder, batch, device)
+
+    monkeypatch.setattr(gold_module, "answer_logprobs", counted)
+    answers = [item(str(j), prompt=j, tokens=(3, 4, 5)) for j in range(6)]
+    gold.begin(0, answers)  # of 4 fed tokens each, two a microbatch
+    for expected in (1, 2, 3):
+        assert gold.is_computing
+        found = gold.poll()
+        assert len(sizes) == expected
+    found += [] if found else judged(gold)
+    assert sizes == [8, 8, 8] and len(found) == 1
+    alone = make(None, what=settings, base=str(tiny_directory()))
+    alone.begin(0, answers[:1])
+    ((_, first),) = judged(alone)
+    ((_, all_of_them),) = found
+    assert all_of_them.gold_N[0] == pytest.approx(first.gold_N[0], abs=SCORES)
+    assert len(gold.tensors()) > len(list(gold._base.parameters()))
+
+
+def test_closing_frees_the_source():
+    gold = make(None)
+    source = gold._scoring._sources["lengths"]
+    gold.begin(0, [item("a")])
+    gold.close()
+    assert source.closed and gold.pending == 0
