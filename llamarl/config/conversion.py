@@ -354,9 +354,15 @@ def to_config(composed: DictConfig | Mapping[str, object], schema: type[Schema] 
     config = reader.section(values, (schema,), "")
     if reader.problems:
         # But for those of a value that is written as another's ("${model.dtype}"), wrong with it.
-        wrong = {"${" + key + "}" for key in keys_of(reader.problems)}
+        wrong = set()
+        for key in keys_of(reader.problems):
+            wrong |= {"${" + key + "}", "${oc.select:" + key}
         as_written = flat(written)
-        echoes = [p for p in reader.problems if p.keys and str(as_written.get(p.keys[0])) in wrong]
+        echoes = []
+        for problem in reader.problems:
+            value = as_written.get(problem.keys[0]) if problem.keys else None
+            if str(value).partition(",")[0] in wrong:
+                echoes.append(problem)
         raise ConfigError([problem for problem in reader.problems if problem not in echoes])
     return config
 
