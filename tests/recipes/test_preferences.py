@@ -389,11 +389,11 @@ def test_a_reward_model_of_noisy_pairs_agrees_with_what_labelled_them(tmp_path):
             assert job.wait() == 0, job.output
         return file
 
-    train = pairs("train.jsonl", "num_prompts=2000", "label_noise=0.2")
+    train = pairs("train.jsonl", "num_prompts=1000", "label_noise=0.2")
     clean = pairs("clean.jsonl", "num_prompts=100", "split=held_out")
     rows = [json.loads(line) for line in train.read_text().splitlines()]
     flipped = sum(row["flipped"] for row in rows) / len(rows)
-    assert flipped == pytest.approx(0.2, abs=0.02)
+    assert flipped == pytest.approx(0.2, abs=0.025)
     learn = ("lr=3e-4", "examples_per_step=64", "task.max_tokens=32", "eval.every=0")
     data = (f"task.path={train}", f"task.eval_path={clean}")
     trainer = ROOT / "recipes" / "reward_model.py"

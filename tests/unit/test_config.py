@@ -28,11 +28,12 @@ from llamarl.config.conversion import (
     value_differences,
 )
 from llamarl.config.loss_options import LOSS_OPTIONS, declares
-from llamarl.config.placement import placement_of
+from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.config.schema import PlacementSettings
 
 RECIPE = """
 from llamarl.config.command_line import main
+from llamarl.models.config import tiny_directory
 
 @main
 def run(config):
@@ -931,3 +932,13 @@ def test_a_cut_needs_its_step_and_what_fits_is_accepted():
         and config.resumes_partials
         and config.trained_per_prompt == config.group_size
     )
+
+
+def test_what_is_wrong_with_a_key_is_not_said_again_of_one_that_follows_it():
+    words = ["trainer.microbatch_tokens=few", "reward=model", f"reward.path={TINY_MODEL}"]
+    with pytest.raises(ConfigError) as refused:
+        compose_config(words)
+    (problem,) = refused.value.problems
+    assert problem.where == "trainer.microbatch_tokens=few"
+    config = compose_config(["trainer.microbatch_tokens=77", *words[1:]])
+    assert config.reward.microbatch_tokens == 77
