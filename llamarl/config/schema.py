@@ -93,6 +93,11 @@ class AdditionSettings(TaskSettings):
 
 
 @settings_dataclass
+class FactsSettings(TaskSettings):
+    kind: Literal["facts"]
+
+
+@settings_dataclass
 class RowsSettings(TaskSettings):
     """Rows of prompts and answers under keys that the user names."""
 
@@ -446,8 +451,8 @@ class Config:
     weights: WeightsSettings
     metrics: MetricsSettings = _marked("outward")
     model: ModelSettings
-    task: AdditionSettings | RowsSettings | GSM8KSettings | ReasoningGymSettings = _marked(
-        "data", "answers"
+    task: AdditionSettings | FactsSettings | RowsSettings | GSM8KSettings | ReasoningGymSettings = (
+        _marked("data", "answers")
     )
     generator: NativeGeneratorSettings | VLLMGeneratorSettings = _marked("answers")
     reward: (

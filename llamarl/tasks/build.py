@@ -8,6 +8,8 @@
                    "answer"
     hf_dataset     path: a dataset directory;        eval_path, its test or valid-  exact_match
                    prompt_key, answer_key            ation split, or a part of path
+    facts          posts to summarise; needs no      500 posts, always the same     facts:gold
+                   files; seed
     reasoning_gym  name: such as chain_sum; seed     questions of a seed of their   reasoning_gym
                                                      own                            _score
 
@@ -23,12 +25,14 @@ from pathlib import Path
 
 from llamarl.tasks.addition import addition_examples
 from llamarl.tasks.base import Example, ListTask, PromptMaker, Task, Tokenizer
+from llamarl.tasks.facts import facts_posts
 from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, gsm8k_row, read_jsonl, row_to_example
 from llamarl.words.names import nearest
 
-KINDS = ("addition", "jsonl", "gsm8k", "hf_dataset", "reasoning_gym")
+KINDS = ("addition", "jsonl", "gsm8k", "hf_dataset", "facts", "reasoning_gym")
 EXACT_MATCH = "llamarl.tasks.rewards:exact_match"
 NUMERIC_MATCH = "llamarl.tasks.rewards:numeric_match"
+DEFAULT_REWARDS = {"gsm8k": NUMERIC_MATCH, "facts": "llamarl.tasks.facts:gold"}  # else EXACT_MATCH
 
 
 def build_task(
@@ -83,6 +87,11 @@ def build_task(
 
     if kind == "addition":
         train, held_out = addition_examples()
+    elif kind == "facts":
+        train, held_out = (
+            [Example(post.text, {"answer": post.summary}) for post in posts]
+            for posts in facts_posts(seed)
+        )
     else:
         train, held_out = read(path)
         if eval_path is not None:
@@ -92,7 +101,7 @@ def build_task(
             kept, held = hold_out(len(train), num_eval)
             held_out = _select(train, held)
             train = _select(train, kept)
-    default_reward = NUMERIC_MATCH if kind == "gsm8k" else EXACT_MATCH
+    default_reward = DEFAULT_REWARDS.get(kind, EXACT_MATCH)
     return ListTask(kind, train, held_out, maker, default_reward=default_reward)
 
 
