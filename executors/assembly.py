@@ -77,10 +77,9 @@ class GroupAssembler:
             metrics.add("reward/errors", kinds["error"])
             self._errors.check()
 
-    def report(self, metrics: Meter) -> None:
-        """Report the evaluations that are whole."""
-        for version, values in self._evaluations.finished():
-            metrics.report(version, values)
+    def evaluated(self) -> list[tuple[int, dict[str, float]]]:
+        """The evaluations that are whole, once: (version, metrics)."""
+        return self._evaluations.finished()
 
     def send(self, sink: RecordSender) -> bool:
         """Send whole groups while there is room. True if any was sent."""

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 
 from executors.generator import Generator
+from executors.gold import GoldSettings
 from executors.model_reward import ModelReward
+from executors.pairing import PairMaker
 from executors.reference import FrozenReference, ResettingReference
 from executors.reward import Reward, RuleReward
+from executors.scoring import Item
 from executors.trainer import AdamSettings, FSDPTrainer
 from executors.weighted import Part, WeightedParts
 from llamarl.config.command_line import Config
 from llamarl.config.schema import AnySourceSettings
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
 from llamarl.executor import ExecutorGroup
-from llamarl.inference import SamplingParams
+from llamarl.inference import Engine, SamplingParams
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import BuildEngine
+from llamarl.launch.gold import reference_ids, reference_texts
 from llamarl.launch.job import Job
+from llamarl.launch.preferences import PreferencesJob
 from llamarl.launch.scorers import transcript_of
 from llamarl.launch.sources import source_of
 from llamarl.learning.buffer import GroupBuffer
@@ -35,6 +41,9 @@ from llamarl.models.config import read_config
 from llamarl.models.lora import Lora
 from llamarl.models.parity import TOP
 from llamarl.models.scorer import label_of
+from llamarl.tasks.pairs import PairRule
+from llamarl.tasks.source import MakeSource
+from llamarl.types import Prompt
 
 
 def sampling_of(config: Config, job: Job) -> SamplingParams:
@@ -104,9 +113,10 @@ def build_reward(config: Config, job: Job) -> Reward:
         num_eval_prompts=len(job.eval_prompts),
         num_eval_samples=config.eval.num_samples,
         max_error_rate=r.max_error_rate,
+        gold=build_gold(config, job),
     )
     if r.kind in ("function", "judge"):
-        return RuleReward(**given, make_source=source_of(r, job))
+        return RuleReward(**given, make_source=source_of(r, job, section="reward"))
     return ModelReward(
         **given,
         parts=reward_parts(config, job),
@@ -114,6 +124,50 @@ def build_reward(config: Config, job: Job) -> Reward:
         tensor_parallel=r.tensor_parallel,
         reproducible=config.max_lag == 0,
     )
+
+
+def build_gold(config: Config, job: Job) -> GoldSettings | None:
+    """What judges evaluations besides the reward; None if nothing does."""
+    if config.gold is None and config.eval.base is None:
+        return None
+    texts = None
+    if config.gold is not None:
+        texts = reference_texts(job.eval_prompts, config.eval.reference_key)
+    return gold_settings(config, job, references_of(job, job.eval_prompts, texts))
+
+
+def gold_settings(config: Config, job: Job, references: list[Item] | None) -> GoldSettings:
+    """The same with references of another origin."""
+    scorer = None
+    if config.gold is not None:
+        what = _what_scores(config.gold, job, section="reward", fn_key="eval.gold")
+        scorer = Part(config.eval.gold, what)
+    return GoldSettings(
+        scorer=scorer,
+        base_path=config.eval.base,
+        references=None if references is None else tuple(references),
+        dtype=config.model.dtype,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+    )
+
+
+def references_of(
+    job: Job, prompts: Sequence[Prompt], texts: Sequence[str] | None
+) -> list[Item] | None:
+    """Texts as completions that ended by themselves, one to each prompt; None without texts."""
+    if texts is None:
+        return None
+    items = []
+    for prompt, text in zip(prompts, texts):
+        item = Item(
+            prompt=prompt,
+            token_ids=reference_ids(job, text),
+            text=text,
+            has_ended=True,
+            is_held_out=True,
+        )
+        items.append(item)
+    return items
 
 
 def build_scoring(config: Config, job: Job) -> WeightedParts:
@@ -131,17 +185,65 @@ def build_scoring(config: Config, job: Job) -> WeightedParts:
     )
 
 
+def engine_alone(config: Config, job: Job) -> Engine:
+    """The native engine with the model as it was saved, for a script that is no job."""
+    g = config.generator
+    return Engine.from_hf(
+        job.model_path,
+        dtype=config.model.dtype,
+        device=job.world.device,
+        max_slots=g.max_slots,
+        max_len=config.task.max_prompt_tokens + config.max_new_tokens,
+        cache_tokens=g.cache_tokens,
+        prefill_chunk=g.prefill_chunk,
+    )
+
+
+def build_pair_maker(job: PreferencesJob, scoring: WeightedParts) -> PairMaker:
+    """What makes the pairs of recipes/preferences.py. scoring: started."""
+    config, run = job.config, job.run_job
+    settings = run.config
+    sampling = sampling_of(settings, run)
+    parts = settings.reward_parts.values()
+    rule = PairRule(
+        pairing=config.pairing,
+        compares=any(part.kind == "judge" and part.ask == "group" for part in parts),
+        label_noise=config.label_noise,
+        margin_coef=config.margin_coef,
+        seed=config.seed,
+    )
+    return PairMaker(
+        engine=engine_alone(settings, run),
+        scoring=scoring,
+        sampling=dataclasses.replace(sampling, n=config.samples),
+        chunk_tokens=config.generator.chunk_tokens,
+        prompt_of=job.prompt,
+        reference_of=job.reference,
+        tokenizer=run.tokenizer,
+        prompts=job.prompt_maker,
+        rule=rule,
+        max_error_rate=config.reward.max_error_rate,
+    )
+
+
 def reward_parts(config: Config, job: Job) -> list[Part]:
     """What scores, with its weights."""
-    if config.reward.kind != "parts":
-        return [_part(config.reward.kind, 1.0, config.reward, job)]
-    return [_part(name, part.weight, part, job) for name, part in config.reward.parts.items()]
+    r = config.reward
+    if r.kind != "parts":
+        return [Part(r.kind, _what_scores(r, job, section="reward"))]
+    parts = []
+    for name, part in r.parts.items():
+        what = _what_scores(part, job, section=f"reward.parts.{name}")
+        parts.append(Part(name, what, part.weight))
+    return parts
 
 
-def _part(name: str, weight: float, settings: AnySourceSettings, job: Job) -> Part:
+def _what_scores(
+    settings: AnySourceSettings, job: Job, *, section: str, fn_key: str = ""
+) -> MakeSource | ScorerSettings:
     if settings.kind != "model":
-        return Part(name, source_of(settings, job), weight)
-    scorer = ScorerSettings(
+        return source_of(settings, job, section=section, fn_key=fn_key)
+    return ScorerSettings(
         path=settings.path,
         dtype=settings.dtype,
         label=label_of(read_config(settings.path), settings.label),
@@ -150,7 +252,6 @@ def _part(name: str, weight: float, settings: AnySourceSettings, job: Job) -> Pa
         shift=settings.shift,
         transcript=transcript_of(job, settings),
     )
-    return Part(name, scorer, weight)
 
 
 def build_references(config: Config, job: Job) -> list[FrozenReference]:

@@ -103,7 +103,7 @@ class ModelReward(Reward):
 
     def offloadable(self) -> list[Tensor]:
         """The tensors that may leave the device while others use it."""
-        tensors = []
+        tensors = list(super().offloadable())
         for model in self._models:
             tensors += [local(parameter) for parameter in model.decoder.parameters()]
         return tensors

@@ -3,6 +3,7 @@ RewardSource, such as a plain function in worker processes.
 
     completions --decode--> Scoring --Outcome--> GroupAssembler --a group is whole--> "scored"
     evaluations --decode--> Scoring --Outcome--> GroupAssembler --a version has all--> eval/...
+                                                     --greedy answers--> Gold, if any --> eval/...
 
 It keeps no state: a score is a function of its completion, and what was not trained on comes again
 on resume.
@@ -11,10 +12,13 @@ on resume.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
+
 from executors.assembly import Answer, GroupAssembler
+from executors.gold import Gold, GoldSettings
 from executors.scoring import Item, Scoring, SourceScoring
 from llamarl.executor import Executor
 from llamarl.tasks.source import MakeSource, Outcome
@@ -33,6 +37,7 @@ class Reward(Executor):
               "evaluations": EvalCompletions, of which one policy version sampled each
     produces  "scored": a Group as soon as its group_size completions are scored
               metrics eval/... of a version as soon as all completions of its held-out prompts are
+              with gold, of its first rank: what it says of them too
     waits for what scores; the generator, while a group or an evaluation is begun and not whole;
               room in "scored"
 
@@ -50,6 +55,7 @@ class Reward(Executor):
     num_eval_prompts: int
     num_eval_samples: int = 0
     max_error_rate: float = 0.5
+    gold: GoldSettings | None = None
 
     def __post_init__(self):
         # What is being scored or waits for its batch, by key.
@@ -57,6 +63,10 @@ class Reward(Executor):
         self._keys = itertools.count()
         self._groups = Batches(self.group_size)  # by ticket
         self._evaluations = Batches(self.num_eval_prompts * (1 + self.num_eval_samples))
+        # With gold: by version its greedy answers by prompt, and its metrics until gold has spoken.
+        self._greedy: dict[int, dict[int, Item]] = {}
+        self._reported: dict[int, dict[str, float]] = {}
+        self._gold: Gold | None = None
 
     def make_scoring(self) -> Scoring:
         """What scores, not started yet."""
@@ -75,6 +85,9 @@ class Reward(Executor):
             max_error_rate=self.max_error_rate,
         )
         self._scoring.start()
+        if self.gold is not None and self.group.index == 0:  # which gets all evaluations
+            self._gold = Gold(self.gold, self.group.device, on_result=self.control.wake)
+            self._gold.start()
 
     def step(self) -> bool:
         """Hand on what came, and send on what is scored. True if there was any."""
@@ -82,10 +95,10 @@ class Reward(Executor):
         outcomes = self._scoring.poll()
         settled = [(self._submitted.pop(key), outcome) for key, outcome in outcomes]
         self._assembler.settle_all(settled, self.metrics)
-        self._assembler.report(self.metrics)
+        has_judged = self._report()
         (sink,) = self.outputs.values()  # to the trainer, or to a reference before it
         has_sent = self._assembler.send(sink)
-        return has_sent or bool(outcomes) or has_taken
+        return has_sent or bool(outcomes) or has_taken or has_judged
 
     def waiting_for(self) -> str | None:
         """What it waits for, in words that begin with the cause: room, scores or data."""
@@ -94,6 +107,9 @@ class Reward(Executor):
         if self._scoring.pending:
             what = f"{self._scoring.pending} by {self._scoring.name}"
             return f"scores: {what}, from the reward workers"
+        if self._reported:
+            version = min(self._reported)
+            return f"scores: eval.gold's of the evaluation of policy version {version}"
         if self._groups.begun:
             ticket = min(self._groups.begun)
             what = f"ticket {ticket} lacks {self._groups.missing(ticket)} completions"
@@ -108,6 +124,31 @@ class Reward(Executor):
         """Close what scores, if there is anything."""
         if hasattr(self, "_scoring"):
             self._scoring.close()
+        if self._gold is not None:
+            self._gold.close()
+
+    def offloadable(self) -> Iterable[torch.Tensor]:
+        """The tensors that may leave the device while others use it."""
+        return [] if self._gold is None else self._gold.tensors()
+
+    def _report(self) -> bool:
+        """Report the evaluations that are whole, with what gold says of them; let it do a piece of
+        its work. True if it has some.
+        """
+        for version, values in self._assembler.evaluated():
+            if self._gold is None:
+                self.metrics.report(version, values)
+                continue
+            answers = self._greedy.pop(version)
+            self._reported[version] = values
+            self._gold.begin(version, [answers[j] for j in sorted(answers)])
+        if not self._reported:
+            return False
+        self.claim_device()
+        judged = self._gold.poll()
+        for version, said in judged:
+            self.metrics.report(version, self._reported.pop(version) | said.metrics())
+        return bool(judged) or self._gold.is_computing
 
     def _take(self) -> bool:
         """Hand on what came, evaluations first: a row of metrics waits for them. True if there was
@@ -120,6 +161,7 @@ class Reward(Executor):
                 version = int(answer.policy_versions[0])
                 place = (answer.prompt_index, answer.greedy, answer.sample_index)
                 self._scoring.release(self._evaluations.add(version, place, key))
+                self._keep(version, answer)
         # While groups wait for room no more are made; the completions stay in their channel.
         room = 0 if self._assembler.whole else self._room()
         completions = self.inputs["completions"].take(room)
@@ -128,6 +170,13 @@ class Reward(Executor):
             keys = self._groups.add(completion.ticket, completion.sample_index, key)
             self._scoring.release(keys)
         return bool(evaluations or completions)
+
+    def _keep(self, version: int, answer: EvalCompletion) -> None:
+        """Keep what gold is to judge."""
+        if self._gold is not None and answer.greedy:
+            prompt = self.eval_prompts(answer.prompt_index)
+            item = item_of(answer, prompt, self.decode)
+            self._greedy.setdefault(version, {})[answer.prompt_index] = item
 
     def _room(self) -> int:
         """How many completions may still be handed on."""

@@ -10,7 +10,6 @@ checkpoint  -                         -
 from __future__ import annotations
 
 import dataclasses
-import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,14 @@ from llamarl.learning.supervised import (
 from llamarl.models.fsdp import held_box, whole_parameters
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.models.scorer import scorer_fields, settle_pad_token
-from llamarl.models.sharded_state import Shard, box_from, set_steps, steps_of
+from llamarl.models.sharded_state import (
+    Shard,
+    box_from,
+    check_complete,
+    check_fits,
+    set_steps,
+    steps_of,
+)
 from llamarl.models.sharding import num_parameters, parameter_shapes
 from llamarl.models.training import training_decoder
 
@@ -178,39 +184,20 @@ class SupervisedTrainer(Executor):
         other shapes.
         """
         missing = {shard.name: shard.box.numel for shard in self._shards}  # elements
+        shapes = parameter_shapes(self.decoder.config)
         steps = 0.0
         for part in parts:
-            self._check_fits(part)
+            check_fits(part["boxes"], shapes)
             self.version = int(part["version"])
             steps = max(steps, float(part["adam_step"]))
             for shard in self._shards:
                 if shard.name in part["boxes"]:
                     theirs = box_from(part["boxes"][shard.name])
                     missing[shard.name] -= shard.load(part, theirs, self.optimizer, **_SAVED_AS)
-        absent = [name for name, elements in missing.items() if elements]
-        if absent:
-            raise ValueError(
-                f"the checkpoint lacks {', '.join(absent[:5])}, or parts of it: it is another "
-                "model's; resume with the model.path that it was trained from"
-            )
+        check_complete(missing)
         settle_moments(self.optimizer)
         set_steps(self.optimizer, [p for _, p in self._parameters], steps)
         self._evaluated = self.version
-
-    def _check_fits(self, part: dict) -> None:
-        """ValueError if a saved part is of tensors that this model does not have, or of larger
-        ones.
-        """
-        shapes = parameter_shapes(self.decoder.config)
-        for name, saved in part["boxes"].items():
-            box = box_from(saved)
-            shape = shapes.get(name, ())
-            ends = tuple(map(operator.add, box.offsets, box.lengths))
-            if len(ends) != len(shape) or any(map(operator.gt, ends, shape)):
-                raise ValueError(
-                    f"the checkpoint's {name} does not fit this run's model, where its shape is "
-                    f"{shape}; resume with the model.path that it was trained from"
-                )
 
     @property
     def export_bytes(self) -> int:

@@ -40,7 +40,15 @@ from llamarl.models.fsdp import (
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.models.lora import Lora, PolicyWeights
 from llamarl.models.parity import Prompts, canary_sequences
-from llamarl.models.sharded_state import Shard, box_from, optimizer_tensors, set_steps, steps_of
+from llamarl.models.sharded_state import (
+    Shard,
+    box_from,
+    check_complete,
+    check_fits,
+    optimizer_tensors,
+    set_steps,
+    steps_of,
+)
 from llamarl.models.sharding import num_parameters, parameter_shapes
 from llamarl.models.tp import TensorParallel
 from llamarl.models.training import frozen_decoder, training_decoder
@@ -48,7 +56,6 @@ from llamarl.models.training import frozen_decoder, training_decoder
 SHORT_S = 0.02  # a wait for data up to this is none
 EMA = "_ema"  # behind the name of an exported directory: the averaged weights
 _SAVED_AS = {"weights": "model/", "moments": ""}  # prefixes, see llamarl.models.sharded_state
-_OTHER_MODEL = ": it is another model's; resume with the model.path that it was trained from"
 
 log = logging.getLogger(__name__)
 
@@ -384,12 +391,7 @@ class FSDPTrainer(Executor):
                 averaged = f"ema/{shard.name}"
                 if self._average and averaged in part:
                     shard.copy_overlap(self._average.of(shard.parameter), part, averaged, theirs)
-        absent = [name for name, elements in missing.items() if elements]
-        if absent:
-            raise ValueError(
-                f"the checkpoint lacks {', '.join(absent[:5])}, or parts of it, which this run's "
-                f"model has{_OTHER_MODEL}"
-            )
+        check_complete(missing)
         settle_moments(self.optimizer)
         parameters = [shard.parameter for shard in self._shards]
         set_steps(self.optimizer, parameters, float(parts[0]["adam_step"]))
@@ -436,13 +438,7 @@ class FSDPTrainer(Executor):
             )
         shapes = {shard.name: tuple(shard.parameter.shape) for shard in self._shards}
         shapes |= parameter_shapes(self.decoder.config)
-        for name, saved in part["boxes"].items():
-            shape = shapes.get(name)
-            if shape is None or not box_from(saved).fits(shape):
-                raise ValueError(
-                    f"the checkpoint's {name} does not fit this run's model, where its shape is "
-                    f"{shape}{_OTHER_MODEL}"
-                )
+        check_fits(part["boxes"], shapes)
 
     @property
     def export_bytes(self) -> int:

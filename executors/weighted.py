@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os.path
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -77,6 +77,14 @@ class WeightedParts:
         of_sources = [source.pending for source in self._sources.values()]
         of_models = [queue.pending for queue in self._queues.values()]
         return max(of_sources + of_models)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What judges among the sources have counted: "pairs" compared, "order_ties", ..."""
+        counts: Counter[str] = Counter()
+        for source in self._sources.values():
+            counts.update(getattr(source, "counts", {}))
+        return counts
 
     def start(self) -> None:
         """Start the sources."""

@@ -1,35 +1,52 @@
 """How well a model answers a task's held-out prompts: pass@1 greedily, pass@k sampled as in
-training. One process.
+training; and by a scorer that it was not trained against, how often it wins. One process.
 
     # as the run was configured: the accuracy that it reported
     python recipes/evaluate.py RUN_DIR/checkpoints/latest
     python recipes/evaluate.py RUN_DIR/checkpoints/step_50 --samples 16 temperature=0.8
     python recipes/evaluate.py HF_DIR --num-prompts 100 \\
         task=gsm8k task.path=train.jsonl task.eval_path=test.jsonl
+    # win rate of its greedy answers over those of the rows, and their perplexity under a model
+    python recipes/evaluate.py RUN_DIR/checkpoints/latest --gold RM_DIR --base SFT_DIR
+    # the same over another model's answers, or those of a file such as --out makes
+    python recipes/evaluate.py DIR --gold my_module:gold --against OTHER_DIR task=...
 
 Keys of the main job's config (key=value) say which task, reward and sampling; beside a run's
 config.yaml they change what they name. Each completion becomes a line of --out. The weights are
-taken as they were saved: not quantised, not split. Exit status: 0, or 2 for a directory, a key,
+taken as they were saved: not quantised, not split. Gold judges greedy answers (docs/rewards.md).
+Exit status: 0, or 2 for a directory, a key,
 data or an --out that cannot be used.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 
 # isort: split
 import torch.distributed as dist
 
-from executors.build import build_scoring, sampling_of
+from executors.build import (
+    build_scoring,
+    engine_alone,
+    gold_settings,
+    references_of,
+    sampling_of,
+)
+from executors.gold import Gold
 from executors.reward import item_of
-from executors.scoring import score_all
+from executors.scoring import Item, score_all
 from llamarl.checkpoint.checkpointer import LATEST, MANIFEST, damage, verify
 from llamarl.comm.groups import init_world, threads_per_rank
 from llamarl.config.command_line import (
@@ -44,13 +61,19 @@ from llamarl.config.conversion import flat, is_marked, load_config, to_values, v
 from llamarl.errors import CheckpointError
 from llamarl.inference import Engine
 from llamarl.inference.evaluation import eval_completion, submit
+from llamarl.inference.offline import completions_of
+from llamarl.launch.gold import reference_texts
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.tasks.evaluation import Evaluations, pass_at_k, score_of
+from llamarl.tasks.jsonl import read_jsonl
 from llamarl.tasks.source import Outcome
+from llamarl.tasks.transcript import same_tokens
+from llamarl.tasks.win_rate import Judged, WinRate, length_controlled_interval, win_rate
 from llamarl.types import EvalCompletion, Prompt
 
+REFERENCES = "references"
 # What is as the engine here is, whatever the run's generator was.
 OUR_OWN = (
     "generator.kind",
@@ -81,6 +104,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--samples", type=int, help="sampled completions a prompt; eval.num_samples if not given"
     )
     parser.add_argument(
+        "--gold",
+        metavar="DIR|FN",
+        help="what judges: a scorer's directory, or module:function; eval.gold if not given",
+    )
+    parser.add_argument(
+        "--against",
+        default=REFERENCES,
+        metavar="DIR|FILE",
+        help="whose answers are to be beaten: references are those of the task's rows, under "
+        "eval.reference_key",
+    )
+    parser.add_argument(
+        "--base",
+        metavar="DIR",
+        help="the language model that finds the answers so or so likely; eval.base if not given",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         default=Path("evaluation.jsonl"),
@@ -105,6 +145,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if wrong:
         parser.error("; ".join(wrong))
     args.directory = directories[0]
+    for key, given in (("gold", args.gold), ("base", args.base)):
+        if given is not None:
+            # Whatever the run did: here all of this is evaluated.
+            args.overrides += [f"eval.{key}='{given}'", "eval.every=1"]
     return args
 
 
@@ -147,15 +191,157 @@ def answer(
     for j, prompt in enumerate(prompts):
         submit(engine, j, prompt, sampling, num_samples)
     completions = []
-    while engine.num_live or engine.num_waiting:
-        engine.step(job.config.generator.chunk_tokens)
-        completions += [eval_completion(stream, c) for stream, c in engine.pop_finished()]
+    for finished in completions_of(engine, job.config.generator.chunk_tokens):
+        completions += [eval_completion(stream, c) for stream, c in finished]
     return sorted(completions, key=lambda c: (c.prompt_index, number_of(c)))
 
 
 def number_of(completion: EvalCompletion) -> int:
     """Which of its prompt's completions it is: 0 is the greedy one, 1 .. k are those sampled."""
     return 0 if completion.greedy else completion.sample_index + 1
+
+
+class Judgement(NamedTuple):
+    """What gold and base say, and of what."""
+
+    judged: Judged
+    prompt_indices: list[int]
+    against: list[Item] | None
+
+
+def find_against(given: str, job: Job, prompts: list[Prompt]) -> Callable[[], list[Item]] | None:
+    """How to come to the answers that are to be beaten, one to each prompt; None if there are none.
+    What is wrong with them is told here: ValueError or OSError.
+    """
+    config = job.config
+    if config.gold is None:
+        if given != REFERENCES:
+            raise ValueError(f"--against {given}: needs what judges; --gold DIR|module:function")
+        return None
+    if given == REFERENCES:
+        texts = reference_texts(prompts, config.eval.reference_key)
+        return None if texts is None else partial(references_of, job, prompts, texts)
+    if Path(given).is_file():
+        texts = read_answers(Path(given), prompts)
+        return partial(references_of, job, prompts, texts)
+    model, _ = find_model(given)
+    own = dataclasses.replace(config.model, path=str(model))
+    other = Job(dataclasses.replace(config, model=own), job.world, job.directory)
+    check_inputs(other)
+    return partial(answers_of, other, job, prompts)
+
+
+def read_answers(file: Path, prompts: list[Prompt]) -> list[str]:
+    """The greedy answer of a file to each of these prompts. ValueError naming FILE:LINE of a bad
+    line, or the first prompt without an answer.
+    """
+
+    def answer_of(row: dict) -> tuple[str, str] | None:
+        texts = (row.get("prompt"), row.get("completion"))
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError('need "prompt" and "completion", as texts')
+        return None if row.get("sample") else texts
+
+    rows = read_jsonl(file, answer_of)
+    answers = dict(row for row in rows if row is not None)
+    texts = []
+    for number, prompt in enumerate(prompts):
+        if prompt.text not in answers:
+            raise ValueError(
+                f"--against {file}: has no greedy answer to held-out prompt {number}, "
+                f"{prompt.text[:40]!r}; make it from the same rows"
+            )
+        texts.append(answers[prompt.text])
+    return texts
+
+
+def answers_of(other: Job, job: Job, prompts: list[Prompt]) -> list[Item]:
+    """The greedy answers of another model, in the tokens of the one that is evaluated."""
+    theirs = [other.task.eval_prompt(j) for j in range(min(len(prompts), other.task.num_eval))]
+    if [prompt.text for prompt in theirs] != [prompt.text for prompt in prompts]:
+        raise ValueError(
+            f"--against {other.model_path}: not all held-out prompts fit task.max_prompt_tokens in "
+            "its tokens; raise it"
+        )
+    completions = answer(engine_alone(other.config, other), other, theirs, 0)
+    items = [item_of(c, p, other.decode) for c, p in zip(completions, prompts)]
+    if same_tokens(other.tokenizer, job.tokenizer):
+        return items
+    return references_of(job, prompts, [item.text for item in items])
+
+
+def judge(
+    job: Job, items: list[Item], against: Callable[[], list[Item]] | None, prompt_indices: list[int]
+) -> Judgement:
+    """What gold and base say of greedy answers, in the order of their prompts."""
+    others = None if against is None else against()
+    gold = Gold(gold_settings(job.config, job, others), job.world.device)
+    gold.start()
+    with closing(gold):
+        gold.begin(0, items)
+        judged = gold.poll()
+        while not judged:
+            gold.wait(1.0)
+            judged = gold.poll()
+    ((_, said),) = judged
+    return Judgement(judged=said, prompt_indices=prompt_indices, against=others)
+
+
+def judgement_lines(config: Config, judgement: Judgement, against: str) -> list[str]:
+    """The lines to print about it."""
+    judged = judgement.judged
+    found = judged.metrics()
+    lines = []
+    if judged.gold_N is not None:
+        masked = found["eval/gold_masked"]
+        left_out = f", {masked} answers without a score left out" if masked else ""
+        lines.append(f"gold     {found['eval/gold']:.4g} by {config.eval.gold}{left_out}")
+    if judged.against_N is not None:
+        lines[-1] += f"; {found['eval/gold_references']:.4g} of {against}"
+        wins_N = judged.wins_N
+        ties = int((wins_N == 0.5).sum())
+        rate = win_rate(wins_N)
+        what = f"over {against}, {ties} ties" if rate else "nothing could be compared"
+        lines.append(f"win rate {shown_rate(rate)} {what}")
+        controlled = length_controlled_interval(wins_N, judged.longer_N, seed=config.seed)
+        ours, theirs = judged.num_tokens_N.mean(), judged.against_tokens_N.mean()
+        lengths = f"mean length {ours:.1f} tokens, theirs {theirs:.1f}"
+        how = "at equal lengths" if controlled else "no pair's lengths tell it from quality"
+        lines.append(f"length   {shown_rate(controlled)} {how}; {lengths}")
+    if judged.logprobs_N is not None:
+        lines.append(f"base     perplexity {judged.perplexity:.4g} under {config.eval.base}")
+    return lines
+
+
+def shown_rate(rate: WinRate | None) -> str:
+    """A share and its interval of 95 %."""
+    if rate is None:
+        return "-"
+    return f"{rate.share:.1%} [{rate.low:.1%}, {rate.high:.1%}]"
+
+
+def judged_columns(judgement: Judgement | None) -> dict[int, dict[str, object]]:
+    """By prompt, what a line of --out says of its greedy answer besides."""
+    columns: dict[int, dict[str, object]] = {}
+    if judgement is None:
+        return columns
+    judged = judgement.judged
+    for place, number in enumerate(judgement.prompt_indices):
+        own: dict[str, object] = {}
+        if judged.gold_N is not None:
+            own["gold"] = number_or_none(judged.gold_N[place])
+        if judgement.against is not None:
+            own["against"] = judgement.against[place].text
+            own["gold_against"] = number_or_none(judged.against_N[place])
+        if judged.logprobs_N is not None:
+            own["base_logprob"] = float(judged.logprobs_N[place])
+        columns[number] = own
+    return columns
+
+
+def number_or_none(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(value) else float(value)
 
 
 def check_writable(out: Path) -> None:
@@ -173,8 +359,11 @@ def write(
     prompts: list[Prompt],
     completions: list[EvalCompletion],
     scored: list[tuple[str, Outcome]],
+    judged: dict[int, dict[str, object]],
 ) -> None:
-    """Write a line of JSON for each completion, with its text and its outcome."""
+    """Write a line of JSON for each completion, with its text and its outcome, and of each greedy
+    one by prompt what was judged.
+    """
     with out.open("w") as file:
         for c, (text, outcome) in zip(completions, scored):
             line = {
@@ -187,6 +376,8 @@ def write(
                 "num_tokens": c.token_ids.numel(),
                 "finish_reason": c.finish_reason,
             }
+            if c.greedy:
+                line |= judged.get(c.prompt_index, {})
             file.write(json.dumps(line) + "\n")
 
 
@@ -273,26 +464,25 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("no held-out prompts: set eval.num_prompts, or task.eval_path=FILE")
     check_writable(args.out)
     prompts = [job.task.eval_prompt(j) for j in range(count)]
+    against = find_against(args.against, job, prompts)
     k = config.eval.num_samples if args.samples is None else args.samples
-    g = config.generator
-    engine = Engine.from_hf(
-        model,
-        dtype=config.model.dtype,
-        device=world.device,
-        max_slots=g.max_slots,
-        max_len=config.task.max_prompt_tokens + config.max_new_tokens,
-        cache_tokens=g.cache_tokens,
-        prefill_chunk=g.prefill_chunk,
-    )
+    engine = engine_alone(config, job)
     with closing(build_scoring(config, job)) as scoring:
         scoring.start()  # what is wrong with a source is told before any work
         completions = answer(engine, job, prompts, k)
         items = [item_of(c, prompts[c.prompt_index], job.decode) for c in completions]
         outcomes = score_all(scoring, items)
-    texts = [item.text for item in items]
     print(f"model    {model}, {config.task.kind}")
     print("\n".join(report(config, completions, outcomes, count, k)))
-    write(args.out, prompts, completions, list(zip(texts, outcomes)))
+    judgement = None
+    if config.gold is not None or config.eval.base is not None:
+        del engine  # the scorers' memory
+        greedy = [(c.prompt_index, item) for c, item in zip(completions, items) if c.greedy]
+        numbers, answers = zip(*greedy)
+        judgement = judge(job, list(answers), against, list(numbers))
+        print("\n".join(judgement_lines(config, judgement, args.against)))
+    scored = list(zip([item.text for item in items], outcomes))
+    write(args.out, prompts, completions, scored, judged_columns(judgement))
     print(f"written  {args.out}")
 
 

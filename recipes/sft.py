@@ -197,7 +197,9 @@ def train(
     optimizer = build_optimizer(
         decoder.parameters(), lr=args.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01
     )
-    bar, last, loss = progress.add_task("sft", total=args.max_steps), float("nan"), float("nan")
+    bar = progress.add_task("sft", total=args.max_steps)
+    last = float("nan")
+    loss = float("nan")
     for step in range(args.max_steps + 1):
         if sft.total(stop.signum):
             return step, last
@@ -249,6 +251,8 @@ def save_directory(decoder, like: Path, out: Path, dtype: torch.dtype) -> None:
     check_replaceable(out)
     fresh = out.with_name(f".{out.name}.new")
     old = out.with_name(f".{out.name}.old")
+    if old.is_dir() and not out.exists():
+        old.rename(out)  # a process that was killed between the two renames below left it so
     for left_over in (fresh, old):
         if left_over.is_dir():
             shutil.rmtree(left_over)

@@ -340,8 +340,8 @@ class Checkpointer:
         absent = [name for name in files if not (writing / name).is_file()]
         if absent:
             raise CheckpointError(
-                f"{writing}: the leader does not see {', '.join(absent)}; put run_dir where all "
-                "hosts see the same files"
+                f"{writing}: the leader does not see {', '.join(absent)}; put the run's "
+                "directory where all hosts see the same files"
             )
         parts: dict[str, list[int]] = {}
         for name, rank in self._expected:

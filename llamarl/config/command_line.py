@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -31,7 +32,9 @@ from omegaconf.errors import OmegaConfBaseException
 from llamarl.config.conversion import (
     ConfigError,
     Problem,
+    Schema,
     did_you_mean,
+    echoing,
     keys_of,
     known_keys,
     sections_of_kinds,
@@ -45,7 +48,7 @@ from llamarl.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True)
-class JobKind:
+class JobKind(Generic[Schema]):
     """What command lines of a kind of job are read as.
 
     file: its values, in conf/ and without .yaml. check(config, world_size, local_world_size): what
@@ -53,9 +56,9 @@ class JobKind:
     """
 
     file: str
-    schema: type
-    check: Callable[[object, int, int | None], list[Problem]]
-    idle_ranks: Callable[[object, int], list[int]] = lambda config, world_size: []
+    schema: type[Schema]
+    check: Callable[[Schema, int, int | None], list[Problem]]
+    idle_ranks: Callable[[Schema, int], list[int]] = lambda config, world_size: []
 
 
 RL = JobKind("config", Config, check=check, idle_ranks=idle_ranks)  # the main job
@@ -118,7 +121,7 @@ def check_command_line(
     return accepted
 
 
-def compose_config(overrides: list[str], kind: JobKind = RL) -> Config:
+def compose_config(overrides: list[str], kind: JobKind[Schema] = RL) -> Schema:
     """The checked config of a command line for one process, for a script that is no Hydra job: of
     the kind's schema. ConfigError as above.
     """
@@ -127,6 +130,17 @@ def compose_config(overrides: list[str], kind: JobKind = RL) -> Config:
     accepted = check_command_line(overrides, kind=kind)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         return to_config(compose(kind.file, accepted), kind.schema)
+
+
+def default_config(kind: JobKind = RL) -> Config:
+    """The config of an empty command line; also while another is read or runs."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    if GlobalHydra.instance().is_initialized():
+        return to_config(compose(kind.file), kind.schema)
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return to_config(compose(kind.file), kind.schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,12 +249,13 @@ def _problems_of(
             if not found:
                 return [*problems, Problem(config_name, " ".join(str(error).split()))]
         else:
+            wrong |= echoing(OmegaConf.to_container(composed), required)
             return problems + [p for p in kind.check(config, *ranks) if wrong.isdisjoint(p.keys)]
         problems += [problem for problem in found if wrong.isdisjoint(problem.keys)]
     return problems
 
 
-def main(recipe: Callable[[object], None], kind: JobKind = RL) -> Callable[[], None]:
+def main(recipe: Callable[[Schema], None], kind: JobKind[Schema] = RL) -> Callable[[], None]:
     """Decorator: run a recipe with the checked config of its command line, under Hydra (--help,
     --cfg job, --multirun).
 

@@ -346,19 +346,43 @@ def to_config(composed: DictConfig | Mapping[str, object], schema: type[Schema] 
     values = written = composed
     if isinstance(composed, DictConfig):
         written = with_whole_parts(OmegaConf.to_container(composed))
-        try:
-            values = OmegaConf.to_container(OmegaConf.create(written), resolve=True)
-        except OmegaConfBaseException as error:
-            values = written
-            reader.problems.append(Problem(str(error.full_key), str(error).splitlines()[0]))
+        values = _resolved(written, reader.problems)
     config = reader.section(values, (schema,), "")
     if reader.problems:
-        # But for those of a value that is written as another's ("${model.dtype}"), wrong with it.
-        wrong = {"${" + key + "}" for key in keys_of(reader.problems)}
-        as_written = flat(written)
-        echoes = [p for p in reader.problems if p.keys and str(as_written.get(p.keys[0])) in wrong]
-        raise ConfigError([problem for problem in reader.problems if problem not in echoes])
+        echoes = echoing(written, keys_of(reader.problems))
+        own = [p for p in reader.problems if not (p.keys and p.keys[0] in echoes)]
+        raise ConfigError(own or reader.problems)
     return config
+
+
+def _resolved(written: dict, problems: list[Problem]) -> dict:
+    """The values with what they say of each other ("${model.dtype}") filled in; what cannot be is a
+    problem, and stays as it is written.
+    """
+    config = OmegaConf.create(written)
+    try:
+        return OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException:
+        pass  # told below, key by key
+    for key, value in flat(written).items():
+        if "${" not in str(value):
+            continue
+        try:
+            OmegaConf.update(config, key, OmegaConf.select(config, key))
+        except OmegaConfBaseException as error:
+            what = f"{show(value)}: {str(error).splitlines()[0]}"
+            problems.append(Problem(key, what, (key,)))
+    return OmegaConf.to_container(config)
+
+
+def echoing(written: Mapping[str, object], keys: Iterable[str]) -> set[str]:
+    """The keys whose values are written as those of these keys, and so are wrong with them."""
+    references = ["${" + key + "}" for key in keys]
+    echoes = set()
+    for key, value in flat(written).items():
+        if any(reference in str(value) for reference in references):
+            echoes.add(key)
+    return echoes
 
 
 def to_values(config: object) -> dict[str, object]:

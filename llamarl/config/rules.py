@@ -50,6 +50,9 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
             files[f"{key}.path"] = f"{part.path}/config.json"
         elif part.kind == "judge":
             files[f"{key}.template"] = part.template
+    files["eval.base"] = config.eval.base and f"{config.eval.base}/config.json"
+    if config.gold is not None and config.gold.kind == "model":
+        files["eval.gold"] = f"{config.gold.path}/config.json"
     for key, file in files.items():
         if file and not Path(file).exists():
             found.add(f"no such file: {Path(file)}", key)
@@ -226,7 +229,32 @@ def _ahead_rules(c: Config) -> list[Rule]:
             "nothing is evaluated, so no target is reached; "
             "eval.num_prompts=500, or eval.target=null",
         ),
+        *_gold_rules(c),
         *_reward_rules(c),
+    ]
+
+
+def _gold_rules(c: Config) -> list[Rule]:
+    """Of what judges evaluations besides the reward."""
+    is_evaluated = c.eval.every > 0 and c.eval.num_prompts > 0
+    is_model = c.gold is not None and c.gold.kind == "model"
+    rules = []
+    for key in ("eval.gold", "eval.base"):
+        is_given = getattr(c.eval, key.removeprefix("eval.")) is not None
+        rules.append(
+            (
+                f"{key} eval.every eval.num_prompts",
+                is_given and not is_evaluated,
+                f"nothing is evaluated; eval.every=10 eval.num_prompts=500, or {key}=null",
+            )
+        )
+    return [
+        *rules,
+        (
+            "eval.gold_label eval.gold",
+            c.eval.gold_label is not None and not is_model,
+            "only a scorer's directory has labels; eval.gold_label=null, or eval.gold=DIR",
+        ),
     ]
 
 

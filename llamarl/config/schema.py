@@ -47,6 +47,9 @@ from llamarl.words.choices import (
 )
 
 HEAD_LR = 1e-3  # of a value head, where trainer.value_lr is null
+# Of a gold scorer that is a function: an answer, and the address space of its one worker.
+GOLD_TIMEOUT_S = 30.0
+GOLD_MEMORY_MB = 4096
 Seed = Annotated[int, Range(0, 2**63 - 1)]  # what torch and the counters of sampling hold
 
 
@@ -98,6 +101,14 @@ class FactsSettings(TaskSettings):
 
 
 @settings_dataclass
+class QuestionsSettings(TaskSettings):
+    kind: Literal["questions"]
+    name: Literal["sum", "larger"]
+    least: Natural
+    most: Natural
+
+
+@settings_dataclass
 class RowsSettings(TaskSettings):
     """Rows of prompts and answers under keys that the user names."""
 
@@ -120,6 +131,16 @@ class ReasoningGymSettings(TaskSettings):
     kind: Literal["reasoning_gym"]
     name: Text
     options: dict[str, object]  # the dataset's own parameters
+
+
+AnyTaskSettings = (
+    AdditionSettings
+    | FactsSettings
+    | QuestionsSettings
+    | RowsSettings
+    | GSM8KSettings
+    | ReasoningGymSettings
+)
 
 
 @settings_dataclass
@@ -321,9 +342,10 @@ class CriticModelSettings:
 
 
 @settings_dataclass
-class TrainerSettings:
+class ShardedTrainerSettings:
+    """What every trainer has that shards a decoder."""
+
     replicate: Count
-    tensor_parallel: Count
     microbatch_tokens: Count
     max_grad_norm: Positive | None
     optimizer: Literal["adamw", "adamw8bit"]
@@ -332,12 +354,17 @@ class TrainerSettings:
     beta2: Beta
     eps: Positive
     schedule: Schedule
-    warmup_steps: Natural
-    decay_steps: Count | None
-    advantages: Advantages
     compute_dtype: Literal["float32", "bfloat16"]
     activation_checkpointing: bool
     cpu_offload: bool
+
+
+@settings_dataclass
+class TrainerSettings(ShardedTrainerSettings):
+    tensor_parallel: Count
+    warmup_steps: Natural
+    decay_steps: Count | None
+    advantages: Advantages
     lora: LoraSettings
     ema_decay: Annotated[float, Range(0, 0.9999999)] | None
     parity_tolerance: Positive
@@ -393,6 +420,10 @@ class EvalSettings:
     num_prompts: Natural = _marked("data")
     num_samples: Natural
     target: float | None = _marked("outward")
+    gold: str | None
+    gold_label: str | None
+    reference_key: str | None
+    base: str | None
 
 
 @settings_dataclass
@@ -451,9 +482,7 @@ class Config:
     weights: WeightsSettings
     metrics: MetricsSettings = _marked("outward")
     model: ModelSettings
-    task: AdditionSettings | FactsSettings | RowsSettings | GSM8KSettings | ReasoningGymSettings = (
-        _marked("data", "answers")
-    )
+    task: AnyTaskSettings = _marked("data", "answers")
     generator: NativeGeneratorSettings | VLLMGeneratorSettings = _marked("answers")
     reward: (
         FunctionRewardSettings | ModelRewardSettings | JudgeRewardSettings | PartsRewardSettings
@@ -482,6 +511,30 @@ class Config:
     def scorers(self) -> dict[str, ModelSourceSettings]:
         """The models among what scores, by key."""
         return {key: part for key, part in self.reward_parts.items() if part.kind == "model"}
+
+    @property
+    def gold(self) -> FunctionSourceSettings | ModelSourceSettings | None:
+        """What judges evaluations besides the reward: eval.gold as a source of scores."""
+        gold = self.eval.gold
+        if gold is None:
+            return None
+        if ":" in gold:
+            return FunctionSourceSettings(
+                kind="function",
+                fn=gold,
+                num_workers=1,
+                timeout_s=GOLD_TIMEOUT_S,
+                memory_mb=GOLD_MEMORY_MB,
+            )
+        return ModelSourceSettings(
+            kind="model",
+            path=gold,
+            label=self.eval.gold_label,
+            dtype=self.model.dtype,
+            microbatch_tokens=self.trainer.microbatch_tokens,
+            scale=1.0,
+            shift=0.0,
+        )
 
     @property
     def critic_lr(self) -> float:

@@ -12,15 +12,15 @@ from typing import Annotated, ClassVar, Literal
 
 from llamarl.config.command_line import JobKind, main
 from llamarl.config.conversion import Findings, Problem
-from llamarl.config.ranges import Beta, Count, Natural, NonNegative, Positive, Range, Text
+from llamarl.config.ranges import Count, Natural, NonNegative, Positive, Range, Text
 from llamarl.config.schema import (
     CheckpointSettings,
     MetricsSettings,
     Seed,
+    ShardedTrainerSettings,
     _marked,
     settings_dataclass,
 )
-from llamarl.words.choices import Schedule
 
 Fraction = Annotated[float, Range(0, 0.999999)]
 
@@ -45,20 +45,8 @@ class RowsSettings:
 
 
 @settings_dataclass
-class SupervisedTrainerSettings:
-    replicate: Count
-    microbatch_tokens: Count
-    max_grad_norm: Positive | None
-    optimizer: Literal["adamw", "adamw8bit"]
-    weight_decay: NonNegative
-    beta1: Beta
-    beta2: Beta
-    eps: Positive
-    schedule: Schedule
+class SupervisedTrainerSettings(ShardedTrainerSettings):
     warmup_fraction: Fraction
-    compute_dtype: Literal["float32", "bfloat16"]
-    activation_checkpointing: bool
-    cpu_offload: bool
 
 
 @settings_dataclass

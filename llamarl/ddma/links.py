@@ -35,7 +35,9 @@ from llamarl.native.shared_memory import map_shared, path_of, shared_file
 
 NUM_SLOTS = 2
 POLL_S = 0.0002
-FOREVER_S = 7 * 24 * 3600.0  # a link may be silent for long
+# A link may be silent between two versions, as long as a step or an evaluation takes. Its threads
+# wait for that; who waits for them has a deadline (`publish`, for a slot that comes free).
+FOREVER_S = 7 * 24 * 3600.0
 _TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 _COUNTER_BYTES = 64  # the last cache line of a slot's memory holds its counter
 

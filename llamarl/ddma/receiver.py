@@ -365,6 +365,8 @@ class _LinkReader:
         begin = self._link.recv()
         if begin.kind == Kind.CLOSE:
             return False
+        if begin.kind != Kind.BEGIN:
+            raise _unexpected(begin, "BEGIN or CLOSE")
         must_load = begin.more["must_load"]
         evaluate = begin.more["evaluate"]
         version = begin.version
@@ -391,14 +393,13 @@ class _LinkReader:
         )
 
     def _next(self, kind: Kind, version: int, missing: list[int]) -> Header:
-        """The next header of this version, which is of this kind, or WeightsError."""
+        """The next header, which is of this kind and version, or WeightsError."""
         try:
             header = self._link.recv(timeout_s=self._context.timeout_s)
         except LinkTimeout as error:
             raise self._stopped(version, missing, error) from error
-        assert (header.kind, header.version) == (kind, version), (
-            f"{kind.name} should come: {header}"
-        )
+        if (header.kind, header.version) != (kind, version):
+            raise _unexpected(header, f"{kind.name} of version {version}")
         return header
 
     def _stopped(self, version: int, missing: list[int], error: LinkTimeout) -> WeightsError:
@@ -446,3 +447,8 @@ class _LinkReader:
             scratch=place,
             staged=begin.more["first"] + i + 1 if begin.more["staging"] else 0,
         )
+
+
+def _unexpected(header: Header, expected: str) -> WeightsError:
+    came = f"{header.kind.name} of version {header.version}"
+    return WeightsError(f"{came} came where {expected} was expected")

@@ -41,7 +41,8 @@ class SlotCache:
         self.capacity = _BLOCK  # places of a row
         if self._fixed:
             # The last two rows are for `score` and for the prompt that is prefilled in pieces.
-            self.rows = min(max_slots, self.rows_of(max_len)) + 2
+            affordable = self.rows_of(max_len)
+            self.rows = min(max_slots, affordable) + 2
             self.capacity = self.max_len
         self.layers = [self._empty() for _ in decoder.layers]
 
@@ -62,18 +63,20 @@ class SlotCache:
             raise IndexError(f"{rows} rows of {length} tokens in a cache of {held}")
         # Doubling, so that growing costs little; within the budget, where longer rows may mean
         # fewer.
+        needed = _whole_blocks(length)
         if length > self.capacity:
-            doubled = max(_whole_blocks(length), 2 * self.capacity)
+            doubled = max(needed, 2 * self.capacity)
             self.capacity = min(doubled, self.max_len)
         if rows * self.capacity > self.budget:
-            self.capacity = _whole_blocks(length)
+            self.capacity = needed
         affordable = self.budget // self.capacity
-        self.rows = max(rows, min(self.rows, affordable))
+        keepable = min(self.rows, affordable)
+        self.rows = max(rows, keepable)
         for i, old in enumerate(self.layers):
-            kept = old[:, : self.rows, :, : self.capacity]
-            rows_kept, places_kept = kept.shape[1], kept.shape[3]
             new = self._empty()
-            new[:, :rows_kept, :, :places_kept] = kept
+            kept = old[:, : self.rows, :, : self.capacity]
+            _, num_rows, _, num_places, _ = kept.shape
+            new[:, :num_rows, :, :num_places] = kept
             self.layers[i] = new
 
     def _empty(self) -> Tensor:
@@ -96,9 +99,11 @@ class SlotCache:
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first `length` places of slots `source` to slots `target`."""
+        end = _whole_blocks(length)
         for layer in self.layers:
-            places = layer[:, :, :, : _whole_blocks(length)]
-            places.index_copy_(1, target, places.index_select(1, source))
+            places = layer[:, :, :, :end]
+            moved = places.index_select(1, source)
+            places.index_copy_(1, target, moved)
 
 
 class Prefill:
@@ -124,7 +129,8 @@ class Extend:
     def __init__(self, cache: SlotCache, slot: int, positions_T: Tensor):
         self._cache = cache
         self._slot = slot
-        self.longest = int(positions_T[-1]) + 1
+        last = int(positions_T[-1])
+        self.longest = last + 1
         self._positions = positions_T
         self._slots = torch.full_like(positions_T, slot)
         places = torch.arange(self.longest, device=cache.device)
@@ -134,8 +140,9 @@ class Extend:
         keys, values = self._cache.write(layer, self._slots, self._positions, k_TJK, v_TJK)
         k_1JLK = keys[self._slot, None, :, : self.longest].contiguous()
         v_1JLK = values[self._slot, None, :, : self.longest].contiguous()
-        q_1HTK = q_THK.transpose(0, 1)[None]
-        return fused(q_1HTK, k_1JLK, v_1JLK, self._seen)[0].transpose(0, 1)
+        q_HTK = q_THK.transpose(0, 1)
+        (out_HTK,) = fused(q_HTK[None], k_1JLK, v_1JLK, self._seen)
+        return out_HTK.transpose(0, 1)
 
 
 class Decode:
@@ -171,7 +178,8 @@ class Decode:
         keys, values = self._cache.write(layer, self._slots, self._positions, k_NJK, v_NJK)
         k_NJLK = keys[self._rows, :, : self._length]
         v_NJLK = values[self._rows, :, : self._length]
-        q_NJRK = q_NHK.unflatten(1, (self._cache.num_kv_heads, -1))
+        kv_heads = self._cache.num_kv_heads
+        q_NJRK = q_NHK.unflatten(1, (kv_heads, -1))
         if not self._by_products:
             seen = F.scaled_dot_product_attention(q_NJRK, k_NJLK, v_NJLK, attn_mask=self._bias_N11L)
             return seen.reshape(q_NHK.shape)
@@ -182,11 +190,13 @@ class Decode:
         products = torch.bmm(keys, queries.mT).mT
         scores = products.unflatten(0, q_NJRK.shape[:2])
         scale = self._cache.head_dim**-0.5
-        weights = (self._bias_N11L + scores * scale).softmax(-1)
-        weights = weights.to(keys.dtype).flatten(0, 1)
-        seen = torch.bmm(weights, v_NJLK.flatten(0, 1))
+        biased = self._bias_N11L + scores * scale
+        weights = biased.softmax(-1).to(keys.dtype)
+        values = v_NJLK.flatten(0, 1)
+        seen = torch.bmm(weights.flatten(0, 1), values)
         return seen.reshape(q_NHK.shape)
 
 
 def _whole_blocks(length: int) -> int:
-    return -(-length // _BLOCK) * _BLOCK
+    blocks = -(-length // _BLOCK)
+    return blocks * _BLOCK

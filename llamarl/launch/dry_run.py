@@ -33,7 +33,7 @@ def dry_run(job: Job) -> None:
     scored = {}
     for key, part in c.reward_parts.items():
         if part.kind != "model":
-            scored[key] = check_source(part, job, answers, key=key)
+            scored[key] = check_source(part, job, answers, section=key)
     if job.world.rank > 0:
         return
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(c))))

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llamarl.errors import BadInput
+from llamarl.launch.gold import check_gold
 from llamarl.launch.job import Job
-from llamarl.launch.scorers import check_scorers
+from llamarl.launch.scorers import check_scorers, other_tokens
 from llamarl.models.attention import rotary_of
 from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig, read_config
-from llamarl.models.hf import load_tokenizer, weights_of
+from llamarl.models.hf import weights_of
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.scorer import SCORE
 
@@ -40,6 +41,7 @@ def check_inputs(job: Job) -> None:
         _check_tokens(job, model.vocab_size)
         _check_task(job)
         check_scorers(job)
+        check_gold(job)
         if c.trainer.critic.path:
             _check_critic(job, model)
         longest = c.task.max_prompt_tokens + c.max_new_tokens
@@ -94,7 +96,7 @@ def _check_critic(job: Job, policy: ModelConfig) -> None:
             f"{file}: a head of {len(model.labels)} labels ({labels}); a value model "
             "(trainer.critic.path) says one number: num_labels=1"
         )
-    if model.vocab_size < policy.vocab_size or _other_tokens(job, path):
+    if model.vocab_size < policy.vocab_size or other_tokens(job, path):
         raise ValueError(
             f"{path}: another vocabulary than the policy's, {job.model_path}; a value model "
             "(trainer.critic.path) reads the policy's tokens"
@@ -110,17 +112,6 @@ def _check_critic(job: Job, policy: ModelConfig) -> None:
         weights_of(path, model)
     else:
         weights_of(path, model.as_scorer(), may_lack=(SCORE,))
-
-
-def _other_tokens(job: Job, path: Path) -> bool:
-    """Whether the directory's tokenizer, where it has one, gives a token of the policy's another
-    id.
-    """
-    if not (path / "tokenizer_config.json").is_file():
-        return False
-    theirs = load_tokenizer(path).get_vocab()
-    ours = job.tokenizer.get_vocab()
-    return any(theirs.get(token) != index for token, index in ours.items())
 
 
 def _check_tokens(job: Job, vocab_size: int) -> None:

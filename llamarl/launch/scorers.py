@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from llamarl.config.schema import ModelSourceSettings
 from llamarl.launch.job import Job
@@ -19,26 +20,30 @@ def check_scorers(job: Job) -> None:
     OSError naming what is wrong.
     """
     for key, scorer in job.config.scorers.items():
-        config = read_config(scorer.path)
-        if not config.labels:
-            raise ValueError(
-                f"{key}.path={scorer.path}: {config.architecture} is a language model, without a "
-                "head that scores; need a ...ForSequenceClassification directory"
-            )
-        try:
-            label_of(config, scorer.label)
-        except ValueError as error:
-            raise ValueError(
-                f"{key}.label={scorer.label or 'null'}: {scorer.path} {error}"
-            ) from error
-        weights_of(scorer.path, config)
+        config = check_scorer(job, scorer, key=f"{key}.path", label_key=f"{key}.label")
         heads = config.num_attention_heads
         if job.config.reward.tensor_parallel > heads:
             raise ValueError(
                 f"reward.tensor_parallel={job.config.reward.tensor_parallel}: {scorer.path} has "
                 f"{heads} query heads, fewer than ranks to split them over; at most {heads}"
             )
-        _check_length(job, key, scorer, config)
+
+
+def check_scorer(job: Job, scorer: ModelSourceSettings, *, key: str, label_key: str) -> ModelConfig:
+    """Directory, label, weights and tokenizer of a model that scores. ValueError or OSError."""
+    config = read_config(scorer.path)
+    if not config.labels:
+        raise ValueError(
+            f"{key}={scorer.path}: {config.architecture} is a language model, without a "
+            "head that scores; need a ...ForSequenceClassification directory"
+        )
+    try:
+        label_of(config, scorer.label)
+    except ValueError as error:
+        raise ValueError(f"{label_key}={scorer.label or 'null'}: {scorer.path} {error}") from error
+    weights_of(scorer.path, config)
+    _check_length(job, key, scorer, config)
+    return config
 
 
 def _check_length(job: Job, key: str, scorer: ModelSourceSettings, config: ModelConfig) -> None:
@@ -48,8 +53,7 @@ def _check_length(job: Job, key: str, scorer: ModelSourceSettings, config: Model
         if job.world.rank == 0:
             how = "its chat template" if transcript.chat else "plain text"
             log.warning(
-                "%s.path=%s has another vocabulary than the policy: it reads completions anew, as "
-                "%s",
+                "%s=%s has another vocabulary than the policy: it reads completions anew, as %s",
                 key,
                 scorer.path,
                 how,
@@ -60,7 +64,7 @@ def _check_length(job: Job, key: str, scorer: ModelSourceSettings, config: Model
     context = config.max_position_embeddings
     if longest > context:
         raise ValueError(
-            f"{key}.path={scorer.path}: its context is {context} tokens, but "
+            f"{key}={scorer.path}: its context is {context} tokens, but "
             f"task.max_prompt_tokens + max_new_tokens = {longest}; lower one of them"
         )
 
@@ -74,3 +78,14 @@ def transcript_of(job: Job, scorer: ModelSourceSettings) -> Transcript | None:
         return None
     task = job.config.task
     return Transcript(theirs, chat=task.chat, system_prompt=task.system_prompt)
+
+
+def other_tokens(job: Job, path: Path) -> bool:
+    """Whether the directory's tokenizer, where it has one, gives a token of the policy's another
+    id.
+    """
+    if not (path / "tokenizer_config.json").is_file():
+        return False
+    theirs = load_tokenizer(path).get_vocab()
+    ours = job.tokenizer.get_vocab()
+    return any(theirs.get(token) != index for token, index in ours.items())

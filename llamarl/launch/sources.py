@@ -14,8 +14,13 @@ from llamarl.tasks.source import MakeSource, Outcome, score_all
 TextSourceSettings = FunctionSourceSettings | JudgeSourceSettings  # of what reads texts
 
 
-def source_of(settings: TextSourceSettings, job: Job) -> MakeSource:
-    """How to make the source. ValueError or OSError for a template that cannot be read."""
+def source_of(
+    settings: TextSourceSettings, job: Job, *, section: str, fn_key: str = ""
+) -> MakeSource:
+    """How to make the source. section: of the configuration, where its settings are. fn_key: the
+    key that names the function, where it is not section.fn. ValueError or OSError for a template
+    that cannot be read.
+    """
     if settings.kind == "function":
         return partial(
             RewardPool,
@@ -23,6 +28,8 @@ def source_of(settings: TextSourceSettings, job: Job) -> MakeSource:
             num_workers=settings.num_workers,
             timeout_s=settings.timeout_s,
             memory_mb=settings.memory_mb,
+            section=section,
+            fn_key=fn_key,
             **job.conversation,
         )
     # Most runs have no use for an HTTP client.
@@ -38,6 +45,7 @@ def source_of(settings: TextSourceSettings, job: Job) -> MakeSource:
         max_retries=settings.max_retries,
         max_tokens=settings.max_tokens,
         temperature=settings.temperature,
+        section=section,
     )
     return partial(
         Judge,
@@ -50,27 +58,26 @@ def source_of(settings: TextSourceSettings, job: Job) -> MakeSource:
 
 
 def check_source(
-    settings: TextSourceSettings, job: Job, samples: Sequence[Sample], *, key: str
+    settings: TextSourceSettings, job: Job, samples: Sequence[Sample], *, section: str
 ) -> list[Outcome]:
     """The outcomes of samples, in order. ValueError if the source cannot be used, or fails on all
-    of them. key: where its settings are. A task's own function is not tried without samples.
+    of them. section: as source_of's. A task's own function is not tried without samples.
     """
     if settings.kind == "function":
         if not (settings.fn or samples):
             return []
         limits = dict(timeout_s=settings.timeout_s, memory_mb=settings.memory_mb)
         fn = settings.fn or job.task.default_reward
-        return check_reward(fn, samples, **limits, **job.conversation)
-    judge = source_of(settings, job)(on_result=lambda: None)
+        return check_reward(fn, samples, section=section, **limits, **job.conversation)
+    judge = source_of(settings, job, section=section)(on_result=lambda: None)
     try:
         judge.start()
         outcomes = score_all(judge, samples)
     finally:
         judge.close()
     if outcomes and all(outcome.kind == "error" for outcome in outcomes):
-        raise ValueError(
-            f"{key}.url={settings.url}: failed on all {len(outcomes)} samples: {outcomes[0].reason}"
-        )
+        what = f"failed on all {len(outcomes)} samples: {outcomes[0].reason}"
+        raise ValueError(f"{section}.url={settings.url}: {what}")
     return outcomes
 
 

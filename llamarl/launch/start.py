@@ -33,6 +33,7 @@ from llamarl.errors import (
     WeightsError,
 )
 from llamarl.launch.dry_run import dry_run
+from llamarl.launch.gold import check_gold_function
 from llamarl.launch.inputs import bad_input, check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory, open_run
@@ -77,7 +78,8 @@ def launch(config: Config) -> Iterator[Job]:
             if world.rank == 0:  # which makes the directory
                 for key, part in config.reward_parts.items():
                     if part.kind != "model":
-                        check_source(part, job, [], key=key)
+                        check_source(part, job, [], section=key)
+                check_gold_function(job)
             _ = job.identity  # read here: what is wrong with the data is bad input
         job.directory = open_run(config, world, job.identity, job.prompts)
         ending.callback(job.directory.release)

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -201,12 +202,16 @@ def launch_supervised(
         try:
             job.directory = open_run(config, world, job.identity)
         except RunDirectoryError as error:
-            # What is said of the main job's directory, in this one's word.
-            raise RunDirectoryError(str(error).replace("run_dir", "out")) from error
+            raise RunDirectoryError(_in_own_words(str(error))) from error
         ending.callback(job.directory.release)
         if world.rank == 0:
             job.announce()
         yield job
+
+
+def _in_own_words(message: str) -> str:
+    """What is said of the main job's key run_dir, said of `out`; directories of that name stay."""
+    return re.sub(r"(?<![\w./-])run_dir(?![\w/-])", "out", message)
 
 
 def _check_head(config: SupervisedConfig, model: ModelConfig) -> None:

@@ -21,14 +21,17 @@ STD_EPS = 1e-4  # TRL's; keeps a group of almost equal rewards from being blown 
 
 def group_mean(rewards: Tensor) -> Tensor:
     """A_i = r_i - mean(r)        (LlamaRL; Dr. GRPO)"""
-    return _centred(rewards)[0].to(wide_dtype(rewards))
+    centred, _ = _centred(rewards)
+    return centred.to(wide_dtype(rewards))
 
 
 def group_mean_std(rewards: Tensor) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-4), std over n - 1        (GRPO, as TRL has it)"""
     centred, count = _centred(rewards)
-    variance = centred.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)
-    return (centred / (variance.sqrt() + STD_EPS)).to(wide_dtype(rewards))
+    others = (count - 1).clamp(min=1)
+    variance = centred.square().sum(-1, keepdim=True) / others
+    scaled = centred / (variance.sqrt() + STD_EPS)
+    return scaled.to(wide_dtype(rewards))
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
@@ -36,7 +39,9 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     TBA, eq. 6)
     """
     centred, count = _centred(rewards)
-    return (centred * count / (count - 1).clamp(min=1)).to(wide_dtype(rewards))
+    others = (count - 1).clamp(min=1)
+    scaled = centred * count / others
+    return scaled.to(wide_dtype(rewards))
 
 
 ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -63,15 +68,18 @@ def gae(
     # left: tokens of the same completion that come after
     ends = lengths.cumsum(0).repeat_interleave(lengths, output_size=size)
     left = ends - 1 - torch.arange(size, device=v.device)
-    advantages = rewards.detach().double() + gamma * _from_later(v, 1, left) - v
+    v_next = _from_later(v, 1, left)
+    advantages = rewards.detach().double() + gamma * v_next - v
     longest = int(lengths.max()) if lengths.numel() else 0
     # After a pass with a step, each place holds its sum over the next 2 * step deltas.
     step = 1
     while step < longest:
-        advantages = advantages + (gamma * lam) ** step * _from_later(advantages, step, left)
+        later = _from_later(advantages, step, left)
+        advantages = advantages + (gamma * lam) ** step * later
         step *= 2
+    returns = advantages + v
     dtype = wide_dtype(values)
-    return advantages.to(dtype), (advantages + v).to(dtype)
+    return advantages.to(dtype), returns.to(dtype)
 
 
 def _from_later(x: Tensor, step: int, left: Tensor) -> Tensor:
@@ -105,8 +113,10 @@ def _first_of_the_highest(rewards: Tensor, groups: Tensor, valid: Tensor) -> tup
     known = torch.where(valid, rewards, nothing)
     highest = nothing.scatter_reduce(0, groups, known, "amax")
     place = torch.arange(size, device=rewards.device)
-    candidates = torch.where(valid & (known == highest[groups]), place, size)
-    first = torch.full_like(place, size).scatter_reduce(0, groups, candidates, "amin")
+    is_highest = valid & (known == highest[groups])
+    candidates = torch.where(is_highest, place, size)
+    none = torch.full_like(place, size)
+    first = none.scatter_reduce(0, groups, candidates, "amin")
     return first.clamp(max=size - 1), highest
 
 

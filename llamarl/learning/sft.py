@@ -153,10 +153,8 @@ def pair_loss(decoder: Decoder, batch: PairBatch, *, num_loss_tokens: int) -> Te
     """-sum of log p(label) over the trained rows / num_loss_tokens, nats. num_loss_tokens: the R of
     the whole global batch.
     """
-    head = make_head(batch.labels[batch.rows], batch.rows)
-    attention = PackedAttention(batch.cu_seqlens)
-    logprobs_R, _ = decoder(batch.input_ids, batch.positions, attention, head)
-    return -logprobs_R.sum() / num_loss_tokens
+    loss, _, _ = NextToken().loss(decoder, batch)
+    return loss / num_loss_tokens
 
 
 @torch.no_grad()

@@ -45,62 +45,68 @@ ACTIVATIONS = {  # as config.json names them
 }
 
 
-class FeedForward(nn.Module):
-    """w2(silu(w1 x) * w3 x): torchtune's, under its names. w1 is the gate, w2 goes down, w3 up.
+class _FeedForward(nn.Module):
+    """Up into hidden units and, by w2, down again.
 
     With tensor parallelism it holds the rank's share of the hidden units, and every rank returns
     the sum of what all make of theirs.
     """
 
+    w2: nn.Linear
+
     def __init__(self, config: ModelConfig, tp: TensorParallel | None):
         super().__init__()
-        dim = config.hidden_size
-        hidden_dim = config.intermediate_size
-        if tp:
-            hidden_dim = span(hidden_dim, tp.rank, tp.size)[1]
         self.tp = tp
-        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+        self.hidden_dim = config.intermediate_size
+        if tp:
+            self.hidden_dim = span(config.intermediate_size, tp.rank, tp.size)[1]
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """The hidden units."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp:
             x = copied(x, self.tp)
-        gate, up = projections(x, self.w1, self.w3)
-        (y,) = projections(swiglu(gate, up), self.w2)
+        (y,) = projections(self.hidden(x), self.w2)
         if self.tp:
             y = summed(y, self.tp)
         return y
 
 
-class PlainFeedForward(nn.Module):
-    """w2(act(w3 x)), both with a bias. w3 goes up, w2 down, as in FeedForward.
-
-    With tensor parallelism it holds the rank's share of the hidden units, and every rank returns
-    the sum of what all make of theirs.
-    """
+class FeedForward(_FeedForward):
+    """w2(silu(w1 x) * w3 x): torchtune's, under its names. w1 is the gate, w2 goes down, w3 up."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel | None):
-        super().__init__()
+        super().__init__(config, tp)
         dim = config.hidden_size
-        hidden_dim = config.intermediate_size
-        if tp:
-            hidden_dim = span(hidden_dim, tp.rank, tp.size)[1]
-        self.tp = tp
+        self.w1 = nn.Linear(dim, self.hidden_dim, bias=False)
+        self.w2 = nn.Linear(self.hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, self.hidden_dim, bias=False)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        gate, up = projections(x, self.w1, self.w3)
+        return swiglu(gate, up)
+
+
+class PlainFeedForward(_FeedForward):
+    """w2(act(w3 x)), both with a bias. w3 goes up, w2 down, as in FeedForward."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel | None):
+        super().__init__(config, tp)
+        dim = config.hidden_size
         self.activation = ACTIVATIONS[config.activation]
-        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=True)
+        self.w2 = nn.Linear(self.hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, self.hidden_dim, bias=True)
         # Beside the projection: of all ranks' sum, and not of each rank's part.
         self.down_bias = nn.Parameter(torch.zeros(dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.tp:
-            x = copied(x, self.tp)
+    def hidden(self, x: Tensor) -> Tensor:
         (up,) = projections(x, self.w3)
-        (y,) = projections(self.activation(up), self.w2)
-        if self.tp:
-            y = summed(y, self.tp)
-        return y + self.down_bias
+        return self.activation(up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.down_bias
 
 
 class Layer(nn.Module):

@@ -163,13 +163,17 @@ class _AddRmsNorm(Function):
         grad_y = grad_y.contiguous()
         if grad_h is not None:
             grad_h = grad_h.contiguous()
+        _, needs_change, needs_scale, _ = ctx.needs_input_grad
         grad_x = torch.empty_like(h)
-        sums_D = torch.empty_like(scale_D, dtype=torch.float32)
+        sums_D = None
+        if needs_scale:  # not where adapters alone are trained
+            sums_D = torch.empty_like(scale_D, dtype=torch.float32)
         tensors = (grad_x, sums_D, grad_h, grad_y, h, inverse_T, scale_D)
         sizes = (inverse_T.numel(), scale_D.numel())
         call_kernel(kernels(h).rms_norm_backward, *tensors, *sizes)
-        grad_change = grad_x if ctx.needs_input_grad[1] else None
-        return grad_x, grad_change, sums_D.to(scale_D.dtype), None
+        grad_change = grad_x if needs_change else None
+        grad_scale = sums_D.to(scale_D.dtype) if needs_scale else None
+        return grad_x, grad_change, grad_scale, None
 
 
 # --- The MLP's gate ---

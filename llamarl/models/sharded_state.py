@@ -27,6 +27,8 @@ from llamarl.models.sharding import Box, overlap
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+_OTHER_MODEL = ": it is another model's; resume with the model.path that it was trained from"
+
 
 def box_of(part: Mapping, name: str, index: tuple[slice, ...]) -> Tensor:
     """part[name][index]; where the part has a method `box`, without reading the rest."""
@@ -119,6 +121,29 @@ def box_from(saved: list) -> Box:
     """The box of [offsets, lengths], as JSON gives them back."""
     offsets, lengths = saved
     return Box(tuple(offsets), tuple(lengths))
+
+
+def check_fits(boxes: Mapping[str, list], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """ValueError if the boxes of a saved part are of tensors that a model of these shapes does not
+    have, or of larger ones.
+    """
+    for name, saved in boxes.items():
+        shape = shapes.get(name)
+        if shape is None or not box_from(saved).fits(shape):
+            raise ValueError(
+                f"the checkpoint's {name} does not fit this run's model, where its shape is "
+                f"{shape}{_OTHER_MODEL}"
+            )
+
+
+def check_complete(missing: Mapping[str, int]) -> None:
+    """ValueError if elements of a parameter were in no part; missing: how many, by its name."""
+    absent = [name for name, elements in missing.items() if elements]
+    if absent:
+        raise ValueError(
+            f"the checkpoint lacks {', '.join(absent[:5])}, or parts of it, which this run's "
+            f"model has{_OTHER_MODEL}"
+        )
 
 
 def steps_of(optimizer: torch.optim.Optimizer) -> float:

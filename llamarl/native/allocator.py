@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
+import os
 
 _M_TRIM_THRESHOLD = -1  # malloc.h
 _M_MMAP_MAX = -4
@@ -13,6 +15,8 @@ _NEVER = -1
 _MADV_HUGEPAGE = 14  # bits/mman-linux.h
 _HUGE_PAGE = 2 << 20
 _HEAP_BYTES = 4 << 30  # of addresses; memory is what is written to
+
+log = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -24,12 +28,15 @@ def keep_freed_memory() -> None:
     again at the next allocation: about 4,000 page faults and a quarter of the time of a decode step
     of the tiny model with 512 rows. What is larger than 32 MiB, as the gradient of a large
     vocabulary's head, would come from mmap and go back whatever its thresholds say; so none does.
+    A malloc that refuses these settings stays as it is, and a line of the log says so.
     """
-    libc = ctypes.CDLL(None)
+    libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "mallopt"):
         return
-    libc.mallopt(_M_MMAP_MAX, 0)
-    libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+    for setting, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER)):
+        if not libc.mallopt(setting, value):
+            log.info("freed memory goes back: malloc refuses setting %d", setting)
+            return
     _use_huge_pages(libc)
 
 
@@ -38,7 +45,9 @@ def _use_huge_pages(libc: ctypes.CDLL) -> None:
 
     A training step reads and writes all weights, gradients and moments: with small pages a
     twentieth of it goes into looking their addresses up. Where the kernel gives no such addresses
-    or pages, memory is as it was.
+    (a limit of `ulimit -v` or of memory that may be promised) or no such pages, the heap goes on as
+    it was, and a line of the log says why. Where the kernel counts what is promised
+    (vm.overcommit_memory=2), addresses that it does give count like memory.
     """
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
@@ -46,8 +55,14 @@ def _use_huge_pages(libc: ctypes.CDLL) -> None:
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     start = libc.malloc(_HEAP_BYTES)
     if start is None:
+        log.info("no huge pages: %s for a heap of %d bytes", _last_error(), _HEAP_BYTES)
         return
     libc.free(start)
     first = -(-start // _HUGE_PAGE) * _HUGE_PAGE
     end = (start + _HEAP_BYTES) // _HUGE_PAGE * _HUGE_PAGE
-    libc.madvise(first, end - first, _MADV_HUGEPAGE)
+    if libc.madvise(first, end - first, _MADV_HUGEPAGE):
+        log.info("no huge pages: %s", _last_error())
+
+
+def _last_error() -> str:
+    return os.strerror(ctypes.get_errno())

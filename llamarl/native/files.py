@@ -31,6 +31,13 @@ def replace_text(file: str | Path, text: str) -> None:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
+    put_in_place(new, file)
+
+
+def put_in_place(new: Path, file: Path) -> None:
+    """Give a file that is whole on the disk another's name in the same directory, for good also
+    after a power cut.
+    """
     os.replace(new, file)
     directory = os.open(file.parent, os.O_RDONLY)
     try:

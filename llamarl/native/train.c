@@ -89,7 +89,7 @@ void rms_norm(elem *restrict y, float *restrict inverse, elem *h, const elem *x,
     }
 }
 
-/* n = h inverse, s = g scale:  dh = inverse (s - n mean(s n)) + of_h,  dscale = sum_t g n. of_h may be NULL. */
+/* n = h inverse, s = g scale:  dh = inverse (s - n mean(s n)) + of_h,  dscale = sum_t g n. of_h and dscale may be NULL. */
 void rms_norm_backward(elem *restrict dh, float *restrict dscale, const elem *restrict of_h, const elem *restrict g,
                        const elem *restrict h, const float *restrict inverse, const elem *restrict scale, i64 rows, i64 dim,
                        int threads) {
@@ -112,6 +112,7 @@ void rms_norm_backward(elem *restrict dh, float *restrict dscale, const elem *re
             for (i64 i = 0; i < dim; i++) to[i] = narrow(r * (widen(of_y[i]) * widen(scale[i]) - widen(own[i]) * back));
         }
     }
+    if (!dscale) return;
     enum { COLUMNS = 64 };
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (i64 first = 0; first < dim; first += COLUMNS) {

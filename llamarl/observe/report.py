@@ -52,6 +52,7 @@ class Panel:
     log: bool = False
     percent: bool = False
     smooth: bool = True  # where there are many rows
+    band: tuple[str, str] | None = None  # columns: the first series' least and greatest
     from_zero: bool = True
 
 
@@ -72,6 +73,36 @@ PANELS = (
         "Mean reward over held-out prompts.",
         smooth=False,
         from_zero=False,
+    ),
+    Panel(
+        "Gold score",
+        {"eval/gold": "answers", "eval/gold_references": "what they are compared with"},
+        "Mean over held-out prompts, by a scorer that nothing is trained on.",
+        smooth=False,
+        from_zero=False,
+    ),
+    Panel(
+        "Win rate",
+        {
+            "eval/win_rate": "by gold, 95 % of it shaded",
+            "eval/win_rate_length_controlled": "at equal lengths",
+        },
+        "Held-out answers that gold prefers to the references; a tie is half a win.",
+        percent=True,
+        smooth=False,
+        band=("eval/win_rate_low", "eval/win_rate_high"),
+    ),
+    Panel(
+        "Perplexity under the base model",
+        {"eval/perplexity": "of held-out answers"},
+        "How far the policy is from eval.base: it rises as they part.",
+        smooth=False,
+        from_zero=False,
+    ),
+    Panel(
+        "Length of held-out answers",
+        {"eval/length_mean": "tokens, mean"},
+        smooth=False,
     ),
     Panel("Loss", {"loss/value": ""}, "A policy-gradient loss need not fall.", from_zero=False),
     Panel("Gradient norm", {"grad_norm": "before clipping"}),
@@ -332,6 +363,11 @@ def draw(columns: Columns, panel: Panel) -> Figure:
             values = moving_mean(values, width)
         marker = marker_of(len(steps))
         axes.plot(steps, values[known], color=colour, marker=marker, label=label)
+    if panel.band and columns.keys() >= set(panel.band):
+        least, greatest = (columns[name] for name in panel.band)
+        known = ~np.isnan(least)
+        edges = (least[known], greatest[known])
+        axes.fill_between(columns["step"][known], *edges, color=COLOURS[0], alpha=0.15, linewidth=0)
     if panel.log:
         axes.set_yscale("log")
     elif panel.from_zero:

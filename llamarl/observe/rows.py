@@ -35,6 +35,8 @@ COLUMNS = """
     step policy_version
     reward/mean reward/std reward/error_rate
     eval/reward eval/accuracy eval/pass_at_1_sampled eval/pass_at_k
+    eval/gold eval/gold_references eval/win_rate eval/win_rate_low eval/win_rate_high
+    eval/win_rate_length_controlled eval/perplexity eval/length_mean
     loss/value grad_norm entropy kl/ref
     ratio/mean ratio/max ratio/capped_fraction lag/mean lag/max
     tokens/trained tokens/generated tokens/deadline_truncated

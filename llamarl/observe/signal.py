@@ -33,21 +33,20 @@ class SignalWatch:
 
 
 def no_signal(row: Row) -> str:
-    """What to try, in the order of what it costs."""
-    cut = row.get("completion/truncated_fraction") or 0.0
-    remedies = []
-    if cut >= MANY_CUT:
-        remedies.append(f"a larger max_new_tokens ({cut:.0%} of completions are cut off)")
-    remedies += [
-        "another reward.fn (exact_match gives 0 to an answer within a sentence, "
-        "llamarl.tasks.rewards:numeric_match reads the number)",
-        "an easier task (task.options.*)",
-        "a larger group_size",
-        "a warm start (recipes/sft.py)",
-    ]
-    return (
+    """Says so in a line or two, and then what to try, in the order of what it costs."""
+    lines = [
         f"the first {FIRST_STEPS} steps brought no signal: every completion got the reward "
-        f"{row['reward/mean']:g}, so nothing is learned from them. Try "
-        + ", or ".join(remedies)
-        + ". recipes/evaluate.py shows what the model answers"
-    )
+        f"{row['reward/mean']:g},",
+        "so nothing is learned from them. recipes/evaluate.py shows what the model answers. Try",
+    ]
+    cut = row.get("completion/truncated_fraction") or 0.0
+    if cut >= MANY_CUT:
+        lines.append(f"  - a larger max_new_tokens ({cut:.0%} of completions are cut off)")
+    lines += [
+        "  - another reward.fn (exact_match gives 0 to an answer within a sentence,",
+        "    llamarl.tasks.rewards:numeric_match reads the number)",
+        "  - an easier task (task.options.*)",
+        "  - a larger group_size",
+        "  - a warm start (recipes/sft.py)",
+    ]
+    return "\n".join(lines)

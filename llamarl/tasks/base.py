@@ -124,14 +124,20 @@ class PromptMaker:
         self.max_prompt_tokens = max_prompt_tokens
         self._overhead = len(self.ids("")) + BOUNDARY_TOKENS
 
-    def ids(self, text: str) -> list[int]:
-        """The prompt ids [P] of a question."""
+    def turns(self, text: str) -> str | list[dict[str, str]]:
+        """What the model reads of a question: messages for the chat template, or a text."""
         text += self._instruction
         if not self._chat:
-            return list(self._tokenizer.encode(text))
-        messages = [*self._system, {"role": "user", "content": text}]
+            return text
+        return [*self._system, {"role": "user", "content": text}]
+
+    def ids(self, text: str) -> list[int]:
+        """The prompt ids [P] of a question."""
+        turns = self.turns(text)
+        if isinstance(turns, str):
+            return list(self._tokenizer.encode(turns))
         ids = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            turns, add_generation_prompt=True, tokenize=True, return_dict=False
         )
         return list(ids)
 

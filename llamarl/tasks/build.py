@@ -2,6 +2,8 @@
 
     kind           prompts                           held out for evaluation        reward
     addition       "12+34="; needs no files          500 pairs, always the same     exact_match
+    questions      name: sum or larger; of numbers   a part of the pairs            numeric_match
+                   from least to most
     jsonl          path: a JSONL file; prompt_key,   eval_path, or a part of path   exact_match
                    answer_key
     gsm8k          path: JSONL with "question" and   eval_path, or a part of path   numeric_match
@@ -25,14 +27,19 @@ from pathlib import Path
 
 from llamarl.tasks.addition import addition_examples
 from llamarl.tasks.base import Example, ListTask, PromptMaker, Task, Tokenizer
-from llamarl.tasks.facts import facts_posts
+from llamarl.tasks.facts import Post, facts_posts
 from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, gsm8k_row, read_jsonl, row_to_example
+from llamarl.tasks.questions import question_examples
 from llamarl.words.names import nearest
 
-KINDS = ("addition", "jsonl", "gsm8k", "hf_dataset", "facts", "reasoning_gym")
+KINDS = ("addition", "facts", "questions", "jsonl", "gsm8k", "hf_dataset", "reasoning_gym")
 EXACT_MATCH = "llamarl.tasks.rewards:exact_match"
 NUMERIC_MATCH = "llamarl.tasks.rewards:numeric_match"
-DEFAULT_REWARDS = {"gsm8k": NUMERIC_MATCH, "facts": "llamarl.tasks.facts:gold"}  # else EXACT_MATCH
+DEFAULT_REWARDS = {  # EXACT_MATCH for all others
+    "facts": "llamarl.tasks.facts:gold",
+    "gsm8k": NUMERIC_MATCH,
+    "questions": NUMERIC_MATCH,
+}
 
 
 def build_task(
@@ -45,6 +52,8 @@ def build_task(
     answer_key: str | None = "answer",
     name: str | None = None,
     options: Mapping[str, object] | None = None,
+    least: int = 1,
+    most: int = 20,
     chat: bool = True,
     system_prompt: str | None = None,
     max_prompt_tokens: int = 512,
@@ -52,7 +61,8 @@ def build_task(
     seed: int = 0,
 ) -> Task:
     """The task of a kind (see the table above). num_eval: the most prompts to hold out where no
-    evaluation data is given. options: parameters of the reasoning_gym dataset.
+    evaluation data is given. options: parameters of the reasoning_gym dataset. least,
+    most: the range of a question's numbers.
 
     ValueError or FileNotFoundError, saying what to change, for an unknown kind, missing settings or
     bad data.
@@ -62,13 +72,12 @@ def build_task(
         raise ValueError(f"task.kind={kind}: unknown; did you mean {near}?")
     if path is None and kind in ("jsonl", "gsm8k", "hf_dataset"):
         raise ValueError(f"task.kind={kind} needs task.path")
-    instruction = GSM8K_INSTRUCTION if kind == "gsm8k" else ""
-    maker = PromptMaker(
+    maker = prompt_maker(
+        kind,
         tokenizer,
         chat=chat,
         system_prompt=system_prompt,
         max_prompt_tokens=max_prompt_tokens,
-        instruction=instruction,
     )
     if kind == "reasoning_gym":
         from llamarl.tasks.procedural import ReasoningGymTask
@@ -88,21 +97,48 @@ def build_task(
     if kind == "addition":
         train, held_out = addition_examples()
     elif kind == "facts":
-        train, held_out = (
-            [Example(post.text, {"answer": post.summary}) for post in posts]
-            for posts in facts_posts(seed)
-        )
+        train, held_out = facts_examples(seed)
+    elif kind == "questions":
+        train, held_out = question_examples(name, least, most), None
     else:
         train, held_out = read(path)
-        if eval_path is not None:
-            eval_train, eval_held_out = read(eval_path)
-            held_out = eval_train if eval_held_out is None else eval_held_out
-        elif held_out is None:
-            kept, held = hold_out(len(train), num_eval)
-            held_out = _select(train, held)
-            train = _select(train, kept)
+    if eval_path is not None:
+        eval_train, eval_held_out = read(eval_path)
+        held_out = eval_train if eval_held_out is None else eval_held_out
+    if held_out is None:
+        kept, held = hold_out(len(train), num_eval)
+        held_out = _select(train, held)
+        train = _select(train, kept)
     default_reward = DEFAULT_REWARDS.get(kind, EXACT_MATCH)
     return ListTask(kind, train, held_out, maker, default_reward=default_reward)
+
+
+def prompt_maker(
+    kind: str,
+    tokenizer: Tokenizer,
+    *,
+    chat: bool,
+    system_prompt: str | None,
+    max_prompt_tokens: int,
+) -> PromptMaker:
+    """What makes the prompts of a task of this kind."""
+    return PromptMaker(
+        tokenizer,
+        chat=chat,
+        system_prompt=system_prompt,
+        max_prompt_tokens=max_prompt_tokens,
+        instruction=GSM8K_INSTRUCTION if kind == "gsm8k" else "",
+    )
+
+
+def facts_examples(seed: int) -> tuple[list[Example], list[Example]]:
+    """(training, held out) examples of the task facts: a post, with its gold summary as answer."""
+    train, held_out = facts_posts(seed)
+    return _post_examples(train), _post_examples(held_out)
+
+
+def _post_examples(posts: Sequence[Post]) -> list[Example]:
+    return [Example(post.text, {"answer": post.summary}) for post in posts]
 
 
 def _select(examples: Sequence[Example], places: Sequence[int]) -> Sequence[Example]:

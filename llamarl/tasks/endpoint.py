@@ -69,7 +69,8 @@ class EndpointSettings:
 
     max_parallel: requests at a time. timeout_s: for one request, from its start to the last byte of
     its reply. max_retries: after a request that failed in a way that may pass. max_tokens and
-    temperature: of the reply; None: the server's own.
+    temperature: of the reply; None: the server's own. section: of the configuration, which messages
+    name keys of.
     """
 
     url: str
@@ -80,6 +81,7 @@ class EndpointSettings:
     max_retries: int = 5
     max_tokens: int | None = 1024
     temperature: float | None = 0.0
+    section: str = "reward"
 
 
 class Endpoint:
@@ -89,9 +91,9 @@ class Endpoint:
     """
 
     def __init__(self, settings: EndpointSettings):
-        check_url(settings.url)
+        check_url(settings)
         self._settings = settings
-        self._key = read_key(settings.api_key_env)
+        self._key = read_key(settings)
         self.counts: Counter[str] = Counter()  # requests, retries
         self._places = asyncio.Semaphore(settings.max_parallel)
         self._random = random.Random()
@@ -121,7 +123,8 @@ class Endpoint:
         """The text of the reply. Failed if there is none, or not the whole of one."""
         text, is_cut = await self._reply(question)
         if is_cut:
-            raise Failed("nonsense", "the reply was cut off; raise reward.max_tokens")
+            remedy = f"raise {self._settings.section}.max_tokens"
+            raise Failed("nonsense", f"the reply was cut off; {remedy}")
         return text
 
     async def _reply(self, question: str) -> tuple[str, bool]:
@@ -163,7 +166,7 @@ class Endpoint:
                 async with self._client.stream("POST", url, json=body) as response:
                     content = await _content_of(response)
         except TimeoutError as error:
-            what = f"no reply in reward.timeout_s={timeout_s:g}"
+            what = f"no reply in {self._settings.section}.timeout_s={timeout_s:g}"
             raise Failed("slow", what, may_pass=True) from error
         except httpx.RequestError as error:
             what = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -174,13 +177,15 @@ class Endpoint:
 
     def _refusal(self, response: httpx.Response, content: bytes) -> Failed:
         """Why there is no reply, for a status other than 200."""
+        section = self._settings.section
         status = response.status_code
         what = f"HTTP {status}: {self._shown(content.decode(errors='replace'))}"
         if response.has_redirect_location:
             target = self._shown(response.headers["location"])
-            what = f"HTTP {status}, a redirect to {target}, which is not followed; set reward.url"
+            remedy = f"which is not followed; set {section}.url"
+            what = f"HTTP {status}, a redirect to {target}, {remedy}"
         if status in (401, 403):
-            what += "; reward.api_key_env names the variable that holds the key"
+            what += f"; {section}.api_key_env names the variable that holds the key"
         if status not in _PASSING:
             return Failed("refused", what)
         retry_after_s = seconds_of(response.headers.get("retry-after"))
@@ -250,27 +255,29 @@ def seconds_of(retry_after: str | None) -> float | None:
     return max(0.0, then.timestamp() - time.time())
 
 
-def check_url(url: str) -> None:
-    """ValueError if it is no endpoint's."""
-    problem = url_problem(url)
+def check_url(settings: EndpointSettings) -> None:
+    """ValueError if its url is no endpoint's."""
+    problem = url_problem(settings.url)
     if problem is not None:
-        raise ValueError(f"reward.url {problem}")
+        raise ValueError(f"{settings.section}.url {problem}")
 
 
-def read_key(name: str | None) -> str | None:
-    """The key in an environment variable; None if no variable is named. ValueError, which does not
-    show the key, if there is none or it fits no header.
+def read_key(settings: EndpointSettings) -> str | None:
+    """The key in the environment variable that is named; None if none is. ValueError, which does
+    not show the key, if there is none or it fits no header.
     """
+    name = settings.api_key_env
     if name is None:
         return None
+    setting = f"{settings.section}.api_key_env"
     key = os.environ.get(name, "").strip()
     if not key:
         raise ValueError(
-            f"reward.api_key_env={name}: the environment has no such variable, or it is empty; "
-            f"export {name}=... on the reward's host, or reward.api_key_env=null"
+            f"{setting}={name}: the environment has no such variable, or it is empty; "
+            f"export {name}=... on the reward's host, or {setting}=null"
         )
     if not (key.isascii() and key.isprintable()):
-        raise ValueError(f"reward.api_key_env={name}: its value fits no HTTP header")
+        raise ValueError(f"{setting}={name}: its value fits no HTTP header")
     return key
 
 
@@ -284,4 +291,5 @@ def _warn_of_open_key(settings: EndpointSettings) -> None:
     except ValueError:
         is_here = False
     if not is_here:
-        log.warning("reward.url=%s: the key travels unencrypted; use https", settings.url)
+        url = f"{settings.section}.url={settings.url}"
+        log.warning("%s: the key travels unencrypted; use https", url)

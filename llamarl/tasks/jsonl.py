@@ -7,9 +7,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TypeVar
 
 from llamarl.tasks.base import Example
 from llamarl.words.names import nearest
+
+Made = TypeVar("Made")
 
 SHOWN_PROBLEMS = 10
 GSM8K_INSTRUCTION = (
@@ -17,9 +20,9 @@ GSM8K_INSTRUCTION = (
 )
 
 
-def read_jsonl(path: str | Path, to_example: Callable[[dict], Example]) -> list[Example]:
-    """All examples of a file, without its blank lines. `to_example` makes one of a row, and raises
-    ValueError for a row that is not right.
+def read_jsonl(path: str | Path, make: Callable[[dict], Made]) -> list[Made]:
+    """What `make` makes of each row of a file, without its blank lines. It raises ValueError for a
+    row that is not right.
 
     ValueError names FILE:LINE for each bad line (the first SHOWN_PROBLEMS), FileNotFoundError says
     that there is no file.
@@ -29,7 +32,7 @@ def read_jsonl(path: str | Path, to_example: Callable[[dict], Example]) -> list[
         raise FileNotFoundError(
             f"{path}: no such file; set task.path or task.eval_path to a JSONL file"
         )
-    examples = []
+    made = []
     problems = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -40,7 +43,7 @@ def read_jsonl(path: str | Path, to_example: Callable[[dict], Example]) -> list[
                     row = json.loads(text)
                     if not isinstance(row, dict):
                         raise ValueError(f"need a JSON object, this is {type(row).__name__}")
-                    examples.append(to_example(row))
+                    made.append(make(row))
             except json.JSONDecodeError as error:
                 what = f"not JSON: {error.msg} at column {error.colno}"
                 problems.append(f"{path}:{number}: {what}")
@@ -51,9 +54,9 @@ def read_jsonl(path: str | Path, to_example: Callable[[dict], Example]) -> list[
         if len(problems) > len(shown):
             shown.append(f"and {len(problems) - len(shown)} more")
         raise ValueError("\n  ".join([f"{len(problems)} bad lines:", *shown]))
-    if not examples:
+    if not made:
         raise ValueError(f"{path}: empty; need at least one JSON object a line")
-    return examples
+    return made
 
 
 def row_to_example(row: dict, prompt_key: str, answer_key: str | None) -> Example:

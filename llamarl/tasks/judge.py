@@ -109,15 +109,17 @@ class Judge:
         highest: float = 10.0,
         on_result: Callable[[], None] | None = None,
     ):
-        check_url(endpoint.url)
-        read_key(endpoint.api_key_env)
+        check_url(endpoint)
+        read_key(endpoint)
+        section = endpoint.section
         if not lowest < highest:
-            raise ValueError(f"reward.lowest={lowest:g} is not below reward.highest={highest:g}")
+            bounds = f"{section}.lowest={lowest:g} is not below {section}.highest={highest:g}"
+            raise ValueError(bounds)
         self.name = f"{endpoint.model} at {endpoint.url}"
         self.counts: Counter[str] = Counter()  # pairs, order_ties, and failures by their kind
         self._settings = endpoint
         self._ask = ask
-        self._template = template_of(ask, template)
+        self._template = template_of(ask, template, section=section)
         self._lowest = lowest
         self._highest = highest
         self._on_result = on_result or (lambda: None)
@@ -146,7 +148,8 @@ class Judge:
         self._thread.start()
         self._has_begun.wait()  # ends: each request has its timeout, and there are so many tries
         if isinstance(self._failure, Failed):
-            raise ValueError(f"reward.url={self._settings.url}: {self._failure}")
+            where = f"{self._settings.section}.url={self._settings.url}"
+            raise ValueError(f"{where}: {self._failure}")
         self._raise_failure()
 
     def submit(self, key: int, prompt: str, completion: str, meta: dict[str, object]) -> None:
@@ -278,7 +281,7 @@ class Judge:
         except Failed as failure:
             outcome = self._error_of(failure)
         except LookupError:
-            remedy = "set task.answer_key, or reward.ask=score"
+            remedy = f"set task.answer_key, or {self._settings.section}.ask=score"
             outcome = Outcome.error(f"the prompt's meta has no 'answer'; {remedy}")
         self._tell(key, outcome)
 
@@ -366,14 +369,17 @@ class Judge:
         return _PLACES.sub(lambda place: filled.get(place[1], place[0]), self._template)
 
 
-def template_of(ask: JudgeAsk, template: str | None) -> str:
-    """The question's template; ValueError if the user's own lacks what is judged."""
+def template_of(ask: JudgeAsk, template: str | None, *, section: str) -> str:
+    """The question's template; ValueError if the user's own lacks what is judged. section: of the
+    configuration, whose keys it names.
+    """
     if template is None:
         return SCORE_TEMPLATE if ask == "score" else PAIR_TEMPLATE
     needed = ("{completion}",) if ask == "score" else ("{a}", "{b}")
     missing = [place for place in needed if place not in template]
     if missing:
-        raise ValueError(f"reward.template lacks {' and '.join(missing)}, for reward.ask={ask}")
+        lacks = f"{section}.template lacks {' and '.join(missing)}"
+        raise ValueError(f"{lacks}, for {section}.ask={ask}")
     return template
 
 

@@ -269,7 +269,8 @@ class RewardPool:
     take n times as long. memory_mb: MiB of address space for a worker; all above 0. chat: the
     prompts were turns of a chat template, after system_prompt if there is one; a function of TRL's
     form then gets messages. on_result: called in a thread of the pool's when there is something to
-    poll, so that a waiting loop need not ask.
+    poll, so that a waiting loop need not ask. section: of the configuration, which messages name
+    keys of. fn_key: the key that names the function, where it is not section.fn.
 
     The function sees this process's sys.path and its current directory. Workers end with the thread
     that made the pool: make it in a thread that lives as long.
@@ -285,8 +286,12 @@ class RewardPool:
         chat: bool = False,
         system_prompt: str | None = None,
         on_result: Callable[[], None] = lambda: None,
+        section: str = "reward",
+        fn_key: str = "",
     ):
         self.name = fn
+        self._section = section
+        self._fn_key = fn_key or f"{section}.fn"
         self._timeout_s = timeout_s
         here = os.getcwd()
         path = [here, *(folder or here for folder in sys.path), _OUR_ROOT]
@@ -404,7 +409,7 @@ class RewardPool:
         for message in worker.read():
             match message:
                 case ["failed", why]:
-                    raise ValueError(f"reward.fn={self.name}: {why}")
+                    raise ValueError(f"{self._fn_key}={self.name}: {why}")
                 case ["ready", form]:
                     worker.ready = True
                     worker.free_at = time.monotonic()
@@ -467,9 +472,9 @@ class RewardPool:
             if self._failed_starts >= MAX_FAILED_STARTS:
                 what = what or f"importing it took longer than {START_S:.0f} s"
                 raise RewardError(
-                    f"reward.fn={self.name}: {what} before it scored anything, "
+                    f"{self._fn_key}={self.name}: {what} before it scored anything, "
                     f"{MAX_FAILED_STARTS} times in a row; "
-                    "call it by hand, or raise reward.memory_mb if it imports much"
+                    f"call it by hand, or raise {self._section}.memory_mb if it imports much"
                 )
         elif worker.in_flight and worker.in_flight[0] is suspect:
             worker.in_flight.popleft()
@@ -481,7 +486,7 @@ class RewardPool:
         return self._new_worker()
 
     def _late(self, call: _Call) -> str:
-        limit = f"took longer than reward.timeout_s={self._timeout_s:g}"
+        limit = f"took longer than {self._section}.timeout_s={self._timeout_s:g}"
         count = len(call.keys)
         return limit if count == 1 else f"{limit} for each of the {count} completions of a call"
 
@@ -495,19 +500,21 @@ class RewardPool:
             worker.flush()
 
 
-def check_reward(fn: str, samples: Sequence[Sample], **limits) -> list[Outcome]:
+def check_reward(
+    fn: str, samples: Sequence[Sample], *, section: str = "reward", **limits
+) -> list[Outcome]:
     """The outcomes of (prompt, completion, meta) samples by the function at import path `fn`, in
     order. Blocks.
 
-    limits: timeout_s, memory_mb, chat and system_prompt, as RewardPool's.
+    section and limits, which are timeout_s, memory_mb, chat and system_prompt: as RewardPool's.
     ValueError names what is wrong: no module, no function (and the nearest name), parameters that
     do not fit, or an error on every sample.
     """
-    with RewardPool(fn, **limits) as pool:
+    with RewardPool(fn, section=section, **limits) as pool:
         pool.start()
         checked = pool.score(samples)
     if checked and all(outcome.kind == "error" for outcome in checked):
         raise ValueError(
-            f"reward.fn={fn}: failed on all {len(checked)} samples: {checked[0].reason}"
+            f"{section}.fn={fn}: failed on all {len(checked)} samples: {checked[0].reason}"
         )
     return checked

@@ -160,7 +160,7 @@ def _describe(error: BaseException) -> str:
     text = f"{type(error).__name__}: {message}".removesuffix(": ")
     signs = ("failed to map segment", "annot allocate memory")
     is_of_memory = isinstance(error, MemoryError) or any(sign in text for sign in signs)
-    remedy = "; reward.memory_mb is its limit" if is_of_memory else ""
+    remedy = "; the reward's memory_mb is its limit" if is_of_memory else ""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     return f"{text} ({Path(frame.f_code.co_filename).name}:{line}){remedy}"
 
@@ -187,7 +187,7 @@ def _limit_memory(memory_mb: int) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
     except (ValueError, OSError) as error:  # macOS does not offer it
-        reason = f"reward.memory_mb={memory_mb} is not in force here: {error}"
+        reason = f"the reward's memory_mb={memory_mb} is not in force here: {error}"
         print(f"llamarl: {reason}", file=sys.stderr)
 
 

@@ -24,6 +24,8 @@ PRIORITIES = get_args(Priority)
 
 JudgeAsk = Literal["score", "reference", "group"]
 
+Pairing = Literal["all", "best_worst", "random"]
+
 Whiten = Literal["none", "rewards", "advantages", "both", "completions"]
 
 Estimator = Literal["k1", "k2", "k3"]

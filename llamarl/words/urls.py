@@ -15,7 +15,7 @@ def url_problem(url: str) -> str | None:
     if "@" in parts.netloc or parts.query or parts.fragment:
         return (
             "holds a user name, a password or a query, which would stand in logs and checkpoints; "
-            "put the key into an environment variable and name it: reward.api_key_env=NAME"
+            "put the key into an environment variable and name that: api_key_env=NAME"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         return "needs the form http://HOST:PORT/v1"

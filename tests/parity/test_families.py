@@ -26,6 +26,7 @@ from llamarl.models.quantize import QuantizedLinear, quantize_decoder
 from llamarl.models.stored import to_stored
 from llamarl.models.training import training_decoder
 from tests.engines import generate
+from tests.random_models import save_drawn
 from tests.tolerances import assert_same_greedy, margins_of, rounding
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
@@ -73,12 +74,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(params=CONFIGS)
 def directory(request, tmp_path) -> Path:
     """A random model that transformers saved, whose every weight shows in the logits."""
-    model = AutoModelForCausalLM.from_config(CONFIGS[request.param])
-    draw = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=draw)
-        parameter.data = noise * 0.2 + (parameter.dim() == 1)
-    model.save_pretrained(tmp_path)
+    save_drawn(AutoModelForCausalLM.from_config(CONFIGS[request.param]), tmp_path)
     return tmp_path
 
 

@@ -28,6 +28,7 @@ from llamarl.models.families import FAMILIES, Family
 from llamarl.models.protocol import LanguageModel
 from llamarl.models.sharding import num_parameters, parameter_shapes
 from llamarl.models.stored import stored_parameters
+from tests.random_models import SIZES, save_drawn
 from tests.tolerances import rounding
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
@@ -42,16 +43,6 @@ SHARED_GRADIENTS = rounding(
 EMBEDDING = "model.embed_tokens.weight"
 LENGTH = 60  # tokens; beyond the original context of the llama3 scaling below
 
-SIZES = {
-    "vocab_size": 53,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -114,17 +105,9 @@ CONFIGS = {
 }
 
 
-def make_directory(config, path, seed=0):
-    """A random model that transformers saved; weights so large that every one of them shows in the
-    logits.
-    """
-    model = AutoModelForCausalLM.from_config(config)
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2 + (
-            parameter.dim() == 1
-        )
-    model.save_pretrained(path)
+def make_directory(config, path):
+    """A random model that transformers saved."""
+    save_drawn(AutoModelForCausalLM.from_config(config), path)
     return path
 
 

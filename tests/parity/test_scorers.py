@@ -25,20 +25,11 @@ from llamarl.models.hf import export, named_parameters_hf
 from llamarl.models.scorer import load_scorer, scorer_fields, scores_at
 from llamarl.models.sharding import num_parameters
 from llamarl.models.training import training_decoder
+from tests.random_models import SIZES, save_drawn
 from tests.tolerances import rounding
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
 
-SIZES = {
-    "vocab_size": 53,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, num_labels=1, tie_word_embeddings=True),
     "mistral": MistralConfig(**SIZES, num_labels=1, sliding_window=None, head_dim=16),
@@ -50,16 +41,6 @@ CONFIGS = {
 SCORES = rounding(terms=48, depth=2 * 3, size=2.0)  # width and layers, and how scores deviate
 LENGTHS = (7, 23, 12)
 CPU = torch.device("cpu")
-
-
-def drawn(model, path, seed=0):
-    """The model with weights so large that every one of them shows, saved."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = noise * 0.2 + (parameter.dim() == 1)
-    model.save_pretrained(path)
-    return model.eval()
 
 
 def sequences() -> list[torch.Tensor]:
@@ -89,21 +70,21 @@ def transformers_scores(model) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_scores_are_those_of_transformers(name, tmp_path):
-    theirs = drawn(AutoModelForSequenceClassification.from_config(CONFIGS[name]), tmp_path)
+    theirs = save_drawn(AutoModelForSequenceClassification.from_config(CONFIGS[name]), tmp_path)
     ours = load_scorer(tmp_path, device=CPU, dtype=torch.float32)
     torch.testing.assert_close(scores_of(ours), transformers_scores(theirs), rtol=0, atol=SCORES)
     assert num_parameters(ours.config) == sum(p.numel() for p in ours.parameters())
 
 
 def test_labels_are_named(tmp_path):
-    drawn(AutoModelForSequenceClassification.from_config(CONFIGS["qwen2"]), tmp_path)
+    save_drawn(AutoModelForSequenceClassification.from_config(CONFIGS["qwen2"]), tmp_path)
     config = read_config(tmp_path)
     assert config.labels == ("toxic", "rude", "fine")
     assert config.family == "Qwen2"
 
 
 def test_a_scorer_begins_as_a_language_model_and_loads_in_transformers(tmp_path):
-    drawn(AutoModelForCausalLM.from_config(CONFIGS["llama"]), tmp_path / "policy")
+    save_drawn(AutoModelForCausalLM.from_config(CONFIGS["llama"]), tmp_path / "policy")
     made = training_decoder(
         tmp_path / "policy", mesh=None, device=CPU, compute_dtype=torch.float32, score_seed=3
     )
@@ -129,7 +110,7 @@ def test_a_scorer_begins_as_a_language_model_and_loads_in_transformers(tmp_path)
 
 
 def test_the_trunk_is_the_language_models(tmp_path):
-    drawn(AutoModelForCausalLM.from_config(CONFIGS["llama"]), tmp_path)
+    save_drawn(AutoModelForCausalLM.from_config(CONFIGS["llama"]), tmp_path)
     made = training_decoder(
         tmp_path, mesh=None, device=CPU, compute_dtype=torch.float32, score_seed=3
     )
@@ -140,13 +121,13 @@ def test_the_trunk_is_the_language_models(tmp_path):
 
 
 def test_a_language_model_is_no_scorer(tmp_path):
-    drawn(AutoModelForCausalLM.from_config(CONFIGS["llama"]), tmp_path)
+    save_drawn(AutoModelForCausalLM.from_config(CONFIGS["llama"]), tmp_path)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no score head"):
         load_scorer(tmp_path, device=CPU, dtype=torch.float32)
 
 
 def test_an_end_token_stands_for_an_absent_pad(tmp_path):
-    drawn(AutoModelForCausalLM.from_config(CONFIGS["llama"]), tmp_path)
+    save_drawn(AutoModelForCausalLM.from_config(CONFIGS["llama"]), tmp_path)
     file = tmp_path / "config.json"
     raw = json.loads(file.read_text())
     file.write_text(json.dumps(raw | {"pad_token_id": None, "eos_token_id": [5, 6]}))

@@ -6,25 +6,32 @@ import json
 
 import pytest
 
-from llamarl.config.command_line import CONF_DIR, check_command_line, compose_config
+from llamarl.config.command_line import (
+    CONF_DIR,
+    ConfigError,
+    check_command_line,
+    compose_config,
+)
 from llamarl.models.config import read_config
 from tests.loss_problems import SECTIONS
 
-OTHER_JOBS = ("recipes/reward_model.py", "recipes/sft.py")
+# How a file gives the command of another job.
+OTHER_JOBS = ("\n# recipes/reward_model.py", "\n# recipes/sft.py")
 NAMES = sorted(
     file.stem
     for file in (CONF_DIR / "experiment").glob("*.yaml")
     if not any(job in file.read_text() for job in OTHER_JOBS)
 )
-
-
-# Those whose value model starts as a reward model.
+# Those whose value model starts as the reward model.
 OWN_CRITICS = ("async_rlhf_table4", "async_rlhf_table7_ppo")
+# Those that a reward model scores, in the paper.
+TABLES = ("async_rlhf_table4", "async_rlhf_table7", "tba_table3")
+MODEL_REWARDS = tuple(name for name in NAMES if name.startswith(TABLES))
 
 
-def critic_of(name, directory):
+def reward_of(name, directory):
     """What such an experiment needs beside its model and data."""
-    return [f"trainer.critic.path={directory}"] if name in OWN_CRITICS else []
+    return [f"reward.path={directory}"] if name in MODEL_REWARDS else []
 
 
 @pytest.fixture
@@ -51,7 +58,7 @@ def loss_of(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_it_is_accepted_on_ranks_and_fits_its_model(name, ranks, given, tmp_path):
-    overrides = [f"+experiment={name}", *given, *critic_of(name, tmp_path)]
+    overrides = [f"+experiment={name}", *given, *reward_of(name, tmp_path)]
     check_command_line(overrides, world_size=ranks)
     config = compose_config(overrides)
     longest = config.task.max_prompt_tokens + config.max_new_tokens
@@ -59,8 +66,21 @@ def test_it_is_accepted_on_ranks_and_fits_its_model(name, ranks, given, tmp_path
     assert config.loss.fn == SECTIONS[loss_of(name)]["fn"]
 
 
-def test_what_the_papers_tables_say(given):
-    two, three, four = (compose_config([f"+experiment=tba_table{n}", *given]) for n in (2, 3, 4))
+def test_the_papers_rewards_are_models(given, tmp_path):
+    assert len(MODEL_REWARDS) == 6
+    for name in NAMES:
+        given_too = reward_of(name, tmp_path)
+        config = compose_config([f"+experiment={name}", *given, *given_too])
+        assert (config.reward.kind == "model") == (name in MODEL_REWARDS)
+
+
+def test_what_the_papers_tables_say(given, tmp_path):
+    made = {}
+    for number in (2, 3, 4):
+        name = f"tba_table{number}"
+        given_too = reward_of(name, tmp_path)
+        made[number] = compose_config([f"+experiment={name}", *given, *given_too])
+    two, three, four = made.values()
     batches = [c.groups_per_step * c.trained_per_prompt for c in (two, three, four)]
     assert batches == [140, 160, 512] and [c.max_steps for c in (two, three, four)] == [
         1000,
@@ -77,6 +97,18 @@ def test_what_the_papers_tables_say(given):
         50,
         "fifo",
     )
+
+
+def test_a_reward_model_that_is_not_given_is_told_once(given):
+    """The value model's path, and all else that is written as it, is not told again."""
+    with pytest.raises(ConfigError) as error:
+        compose_config(["+experiment=async_rlhf_table4", *given])
+    assert [problem.where for problem in error.value.problems] == ["reward.path"]
+    with pytest.raises(ConfigError) as error:
+        compose_config(["+experiment=async_rlhf_table4", "reward=function", *given])
+    assert [problem.where for problem in error.value.problems] == ["trainer.critic.path"]
+    policys = ("reward=function", "trainer.critic.path=null")
+    compose_config(["+experiment=async_rlhf_table4", *policys, *given])
 
 
 def test_the_command_line_still_changes_an_experiment(given):

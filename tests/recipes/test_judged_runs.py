@@ -60,6 +60,19 @@ def test_a_judge_who_answers_nonsense_ends_the_run(tmp_path):
     assert "Traceback" not in job.output
 
 
+@pytest.mark.slow
+def test_a_judge_among_other_parts_is_named_by_its_own_keys(tmp_path):
+    reply = Reply(status=401, body=b"who?")
+    with JudgeServer(lambda question: "", probe_reply=reply) as server:
+        taste = {"kind": "judge", "url": server.url, "model": "wise"}
+        parts = [f"reward.parts.taste.{name}={value}" for name, value in taste.items()]
+        rules = "reward.parts.rules.kind=function"
+        with Job("reward=parts", rules, *parts, run_dir=tmp_path / "run") as job:
+            assert job.wait() == BAD_INPUT
+    assert f"reward.parts.taste.url={server.url}: judge refused: HTTP 401" in job.output
+    assert "reward.parts.taste.api_key_env names the variable" in job.output
+
+
 def test_a_judge_who_refuses_is_bad_input(tmp_path):
     reply = Reply(status=401, body=f"unknown key {KEY}".encode())
     with JudgeServer(lambda question: "", probe_reply=reply) as server:

@@ -8,7 +8,8 @@ from omegaconf import OmegaConf
 from llamarl.config.command_line import CONF_DIR, ConfigError, compose_config
 from tests.launching import Job
 from tests.recipes.test_experiments import NAMES as ALL
-from tests.recipes.test_experiments import OWN_CRITICS, critic_of, given  # noqa: F401
+from tests.recipes.test_experiments import OWN_CRITICS, given, reward_of  # noqa: F401
+from tests.scorers import write_scorer
 
 # TBA's have runs of their own in test_replay_runs.py.
 NAMES = [name for name in ALL if not name.startswith("tba_")]
@@ -18,7 +19,7 @@ TABLE_4 = ("async_rlhf_table4", "async_rlhf_table4_rloo", "async_rlhf_table4_onl
 @pytest.fixture
 def settings(given, tmp_path):  # noqa: F811
     def settings_of(name, *overrides):
-        given_too = critic_of(name, tmp_path)
+        given_too = reward_of(name, tmp_path)
         return compose_config([f"+experiment={name}", *given, *given_too, *overrides])
 
     return settings_of
@@ -179,7 +180,9 @@ def test_a_value_that_others_are_made_from_must_be_right_itself(settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs_at_a_reduced_size(name, tmp_path):
+    write_scorer(tmp_path)
     small = (
+        *reward_of(name, tmp_path),
         "model=tiny",
         "task=addition",
         "task.max_prompt_tokens=16",

@@ -204,7 +204,11 @@ REPLAYED = (
             (*REPLAYED, "trainer.warmup_steps=1", "trainer.decay_steps=1"),
             [0.012, 0.008, 0.004],
         ),
-        ("tba_table3", (*REPLAYED, "beta_schedule.cut_step=1"), [1.0, 0.05, 0.05]),
+        (
+            "tba_table3",
+            (*REPLAYED, "beta_schedule.cut_step=1", "reward=function"),
+            [1.0, 0.05, 0.05],
+        ),
         ("tba_table4", ("reference.reset_every=1", "max_lag=0"), None),
     ],
 )

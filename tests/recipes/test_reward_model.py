@@ -214,6 +214,16 @@ def test_bad_rows_are_named_before_anything_is_written(tmp_path):
     assert "Traceback" not in job.output and not (tmp_path / "out").exists()
 
 
+def test_a_used_directory_is_refused_by_the_name_of_its_key_and_its_own(pairs, tmp_path):
+    out = tmp_path / "run_dir"  # as the main job calls what is `out` here
+    out.mkdir()
+    (out / "config.yaml").touch()
+    with job_of(*SMALL, pairs, out=out) as job:
+        assert job.wait() == BAD_INPUT
+    assert f"{out} holds a run already" in job.output
+    assert "choose another out" in job.output
+
+
 @pytest.mark.slow
 def test_a_head_of_two_labels_is_refused(two_ranks, pairs, tmp_path):
     model = tmp_path / "model"

@@ -219,6 +219,21 @@ def test_saving_replaces_a_model_directory_and_nothing_else(recipe, tmp_path):
     assert (out / "original").is_dir() and (out / "config.json").is_file()
 
 
+def test_a_save_that_was_killed_between_its_renames_loses_no_model(recipe, tmp_path, monkeypatch):
+    decoder, out = tiny_decoder(), tmp_path / "out"
+    recipe.save_directory(decoder, tiny_directory(), out, torch.bfloat16)
+    names = {file.name for file in out.iterdir()}
+    out.rename(tmp_path / ".out.old")
+
+    def killed(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recipe, "export", killed)
+    with pytest.raises(KeyboardInterrupt):
+        recipe.save_directory(decoder, tiny_directory(), out, torch.bfloat16)
+    assert {file.name for file in out.iterdir()} == names
+
+
 def test_random_weights_are_a_function_of_the_seed_and_the_norms_are_one():
     first, same, other = (
         random_weights(build_decoder(read_config(tiny_directory())), seed=s) for s in (5, 5, 6)

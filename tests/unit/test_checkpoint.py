@@ -216,7 +216,7 @@ def test_files_that_the_leader_does_not_see_are_an_error_that_says_what_to_share
     (leader.begin(20) / "trainer.rank1.json").unlink()
     with pytest.raises(
         CheckpointError,
-        match="does not see trainer.rank1.json; put run_dir where all hosts see the same files",
+        match="does not see trainer.rank1.json; put the run's directory where all hosts see",
     ):
         list(writing)
 

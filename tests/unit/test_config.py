@@ -319,11 +319,11 @@ def test_what_cannot_work_together_is_refused(overrides, where):
     [
         ("task=addition", "task.path=nowhere", "task=jsonl or hf_dataset or gsm8k"),
         ("task=addition", "task.eval_path=nowhere", "task=jsonl or hf_dataset or gsm8k"),
-        ("task=addition", "task.name=chain_sum", "task=reasoning_gym"),
+        ("task=addition", "task.name=chain_sum", "task=questions or reasoning_gym"),
         ("task=reasoning_gym", "task.path=nowhere", "task=jsonl or hf_dataset or gsm8k"),
         ("task=gsm8k", "task.prompt_key=q", "task=jsonl or hf_dataset"),
         ("task=gsm8k", "task.answer_key=gold", "task=jsonl or hf_dataset"),
-        ("task=jsonl", "task.name=chain_sum", "task=reasoning_gym"),
+        ("task=jsonl", "task.name=chain_sum", "task=questions or reasoning_gym"),
         ("buffer=fifo", "buffer.max_size=100", "buffer=replay"),
         ("buffer=fifo", "+buffer={max_size: 100}", "buffer=replay"),
         ("reference=none", "reference.reset_every=50", "reference=reset"),
@@ -340,6 +340,7 @@ def test_a_key_of_another_kind_is_refused_with_the_kinds_that_have_it(chosen, ov
 def test_a_null_takes_back_what_an_experiment_sets_for_another_kind(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     given = [f"model.path={tmp_path}", f"task.path={tmp_path}", "beta_schedule=linear"]
+    given.append("reward=function")
     found = complaints("+experiment=tba_table3", *given)
     assert found == {"beta_schedule.cut_step": "only beta_schedule=cut has it"}
     assert complaints("+experiment=tba_table3", *given, "beta_schedule.cut_step=null") == {}

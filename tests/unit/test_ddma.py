@@ -348,6 +348,31 @@ def test_the_old_version_serves_while_a_new_one_is_damaged_and_the_run_then_ends
     assert torch.equal(ends.live, bytes_of(0))
 
 
+@pytest.mark.parametrize(
+    "came, instead_of, expected",
+    [
+        (Header(Kind.END, 0), Kind.END, "END of version 1"),
+        (Header(Kind.VERDICT, 1), Kind.END, "END of version 1"),
+        (Header(Kind.END, 1), Kind.BEGIN, "BEGIN or CLOSE"),
+    ],
+)
+def test_a_header_out_of_turn_is_named_with_its_sender(came, instead_of, expected):
+    def out_of_turn(header):
+        is_it = (header.kind, header.version) == (instead_of, 1)
+        return [came if is_it else header]
+
+    ends = Ends(SpyLink(out_of_turn))
+    ends.publish(0), ends.receive(0)
+    ends.publish(1)
+    with pytest.raises(WeightsError) as raised:
+        raise failure_of(ends.receiving)
+    assert str(raised.value) == (
+        f"weights 'policy' on rank 0, from trainer rank 0: {came.kind.name} of version "
+        f"{came.version} came where {expected} was expected; the version in use is unchanged"
+    )
+    assert ends.swap() is None and torch.equal(ends.live, bytes_of(0))
+
+
 @LINKS
 def test_a_version_that_stops_on_its_way_ends_within_the_deadline(kind):
     class Cut(kind):

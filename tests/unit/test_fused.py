@@ -80,6 +80,30 @@ def test_the_stream_passes_a_norm_without_a_change():
     assert torch.equal(h, x) and torch.equal(x.grad, torch.ones(3, 8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_scale_costs_no_gradient_and_changes_no_other(monkeypatch, dtype):
+    sums = []
+
+    def noting(kernel, *arguments):
+        if kernel.__name__ == "rms_norm_backward":
+            sums.append(arguments[1])
+        call_kernel(kernel, *arguments)
+
+    call_kernel = fused.call_kernel
+    monkeypatch.setattr(fused, "call_kernel", noting)
+    found = []
+    for is_trained in (True, False):
+        x = random(7, 33, dtype=dtype).requires_grad_()
+        scale = random(33, seed=1, dtype=dtype).requires_grad_(is_trained)
+        h, y = fused.add_rms_norm(x, None, scale, 1e-5)
+        (h + y * y).sum().backward()
+        assert (scale.grad is not None) == is_trained
+        found.append(x.grad)
+    assert torch.equal(*found)
+    if fused.kernels(x) is not None:
+        assert sums[0] is not None and sums[1] is None
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu(monkeypatch, dtype):
     check(monkeypatch, fused.swiglu, [4 * random(9, 37), random(9, 37, seed=1)], dtype)

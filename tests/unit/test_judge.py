@@ -301,12 +301,14 @@ def test_no_more_than_max_parallel_requests_are_under_way():
 # --- The start ---
 
 
-def test_a_judge_that_is_down_is_told_at_the_start():
+@pytest.mark.parametrize("section", ["reward", "reward.parts.taste"])
+def test_a_judge_that_is_down_is_told_at_the_start(section):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # nobody listens there
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
-        judge = Judge(EndpointSettings(url=url, model="wise", max_retries=1))
-        with pytest.raises(ValueError, match=f"reward.url={url}: judge down: Connect"):
+        settings = EndpointSettings(url=url, model="wise", max_retries=1, section=section)
+        judge = Judge(settings)
+        with pytest.raises(ValueError, match=f"^{section}.url={url}: judge down: Connect"):
             judge.start()
         judge.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from llamarl.learning.sft import NextToken, Pair
 from llamarl.learning.sft_data import read_sft_data
-from llamarl.learning.supervised import SupervisedSettings, SupervisedUpdate
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.models.training import training_decoder
+from tests.supervised import task_of, update_that_keeps_weights
 from tests.tolerances import rounding
 
 CPU = torch.device("cpu")
@@ -37,16 +36,7 @@ def rows() -> list[Pair]:
 @pytest.mark.parametrize("budget", [1, 1000])
 def test_loss_and_gradient_are_those_of_transformers(budget, float32_products):
     decoder = training_decoder(tiny_directory(), mesh=None, device=CPU, compute_dtype=torch.float32)
-    optimizer = torch.optim.SGD(decoder.parameters(), lr=0.0)
-    settings = SupervisedSettings(
-        lr=0.0,
-        schedule="constant",
-        warmup_steps=0,
-        max_steps=1,
-        microbatch_tokens=budget,
-        max_grad_norm=None,
-    )
-    update = SupervisedUpdate(decoder, optimizer, NextToken(), settings, group=None, device=CPU)
+    update = update_that_keeps_weights(decoder, NextToken(), budget)
     row = update.run(rows(), 0)
     evaluated = update.evaluate(rows())
 
@@ -72,17 +62,9 @@ def test_rows_that_are_too_long_are_left_out_or_named(tmp_path, caplog):
     file = tmp_path / "rows.jsonl"
     lines = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "1+1=", "completion": "2" * 30}]
     file.write_text("\n".join(map(json.dumps, lines)))
-    task = {
-        "path": str(file),
-        "eval_path": None,
-        "num_eval": 0,
-        "max_tokens": 16,
-        "chat": True,
-        "system_prompt": None,
-    }
     tokenizer = load_tokenizer(tiny_directory())
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: 36 tokens"):
-        read_sft_data(SimpleNamespace(**task, drop_long=False), tokenizer)
-    data = read_sft_data(SimpleNamespace(**task, drop_long=True), tokenizer)
+        read_sft_data(task_of(file), tokenizer)
+    data = read_sft_data(task_of(file, drop_long=True), tokenizer)
     assert len(data.train) == 1
     assert "1 of 2 rows have more than 16 tokens" in caplog.text

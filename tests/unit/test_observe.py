@@ -728,7 +728,8 @@ def test_the_report_is_self_contained_and_shows_curves_causes_and_knobs(tmp_path
     assert {"Reward", "Evaluation", "Entropy", "Ratio, raw", "Lag", "Idle: trainer"} <= set(titles)
     assert (
         "KL to the reference" not in titles
-        and "Not measured in this run: KL to the reference, KL to the generator" in text
+        and "Not measured in this run: Gold score, Win rate, " in text
+        and ", KL to the reference, KL to the generator" in text
     )
     for _, source in page.images:
         assert b"</svg>" in base64.b64decode(source.removeprefix("data:image/svg+xml;base64,"))
@@ -775,6 +776,7 @@ def test_a_run_whose_first_steps_bring_no_signal_says_what_to_try(caplog):
     assert "first 3 steps brought no signal" in record.message
     assert "max_new_tokens (75% of completions are cut off)" in record.message
     assert "numeric_match" in record.message
+    assert max(map(len, record.message.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,12 +23,13 @@ from llamarl.learning.preference import (
     pair_scores,
 )
 from llamarl.learning.preference_data import read_preference_data
-from llamarl.learning.supervised import ExampleOrder, SupervisedSettings, SupervisedUpdate
+from llamarl.learning.supervised import ExampleOrder
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, random_weights
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.models.scorer import scores_at
+from tests.supervised import task_of, update_that_keeps_weights
 from tests.tolerances import rounding
 
 CPU = torch.device("cpu")
@@ -127,17 +127,7 @@ def test_packed_scores_are_those_of_separate_sequences(float32_products):
 def gradients(budget: int) -> dict[str, torch.Tensor]:
     """Of one step on the same pairs in microbatches of so many tokens, without its update."""
     decoder = scorer()
-    optimizer = torch.optim.SGD(decoder.parameters(), lr=0.0)
-    settings = SupervisedSettings(
-        lr=0.0,
-        schedule="constant",
-        warmup_steps=0,
-        max_steps=1,
-        microbatch_tokens=budget,
-        max_grad_norm=None,
-    )
-    objective = BradleyTerry(center_coef=0.01)
-    update = SupervisedUpdate(decoder, optimizer, objective, settings, group=None, device=CPU)
+    update = update_that_keeps_weights(decoder, BradleyTerry(center_coef=0.01), budget)
     row = update.run(pairs_of((5, 3, 9), (2, 4, 4), (12, 2, 10), (3, 1, 2)), 0)
     assert row["loss/value"] > 0
     return {name: p.grad for name, p in decoder.named_parameters()}
@@ -214,17 +204,8 @@ def read(tmp_path):
     def read_rows(*rows: object, tokenizer=None, **task):
         file = tmp_path / "pairs.jsonl"
         file.write_text("\n".join(map(json.dumps, rows)))
-        values = {
-            "path": str(file),
-            "eval_path": None,
-            "num_eval": 1,
-            "max_tokens": 16,
-            "drop_long": False,
-            "chat": True,
-            "system_prompt": None,
-        }
         own = tokenizer or load_tokenizer(tiny_directory())
-        return read_preference_data(SimpleNamespace(**{**values, **task}), own)
+        return read_preference_data(task_of(file, **{"num_eval": 1, **task}), own)
 
     return read_rows
 

@@ -220,7 +220,7 @@ def test_memory_cpu_time_and_core_dumps_are_limited():
     assert (
         outcomes[0].kind == "error"
         and "MemoryError" in outcomes[0].reason
-        and "reward.memory_mb" in outcomes[0].reason
+        and "memory_mb" in outcomes[0].reason
     )
     assert [o.value for o in outcomes[1:3]] == [256 << 20, 0]
     least = 4 * os.cpu_count()

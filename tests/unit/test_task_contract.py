@@ -61,6 +61,8 @@ def make(kind, folder):
         return Doubling(
             PromptMaker(CharTokenizer(), max_prompt_tokens=MAX_PROMPT_TOKENS, **no_chat)
         )
+    if kind == "questions":
+        settings |= {"name": "sum"}
     if kind == "reasoning_gym":
         settings |= {"name": "chain_sum"}
     if kind in ("jsonl", "gsm8k"):
@@ -80,6 +82,7 @@ def make(kind, folder):
 KINDS = (
     "addition",
     "facts",
+    "questions",
     "jsonl",
     "gsm8k",
     "hf_dataset",

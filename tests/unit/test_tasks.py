@@ -72,6 +72,35 @@ def test_addition_is_the_fixed_split_that_figures_are_compared_on():
     )
 
 
+# --- questions ---
+
+
+@pytest.mark.parametrize("name, count", [("sum", 400), ("larger", 380)])
+def test_questions_are_all_pairs_of_which_a_tenth_is_held_out(name, count):
+    settings = {"name": name, "least": 1, "most": 20, "max_prompt_tokens": 128}
+    task = build_task("questions", CharTokenizer(), **settings)
+    asked = [task.eval_prompt(j) for j in range(task.num_eval)]
+    asked += [task.train_prompt(i) for i in range(task.num_train)]
+    assert len({prompt.text for prompt in asked}) == len(asked) == count
+    assert task.num_eval == count // 10
+    for prompt in asked:
+        a, b = map(int, re.findall(r"\d+", prompt.text))
+        assert 1 <= min(a, b) and max(a, b) <= 20
+        assert prompt.meta["answer"] == str(a + b if name == "sum" else max(a, b))
+    assert task.default_reward.endswith(":numeric_match")
+    score = numeric_match(prompt.text, f"It is {prompt.meta['answer']}.", prompt.meta)
+    assert score == 1.0
+
+
+@pytest.mark.parametrize(
+    "name, most, what",
+    [("sums", 20, "did you mean sum?"), (None, 20, "sum and larger"), ("sum", 1, "task.most=1")],
+)
+def test_questions_that_there_are_not_are_refused(name, most, what):
+    with pytest.raises(ValueError, match=re.escape(what)):
+        build_task("questions", CharTokenizer(), name=name, most=most)
+
+
 # -- JSONL and GSM8K
 # --------------------------------------------------------------------------------------------------
 

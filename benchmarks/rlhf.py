@@ -1,0 +1,373 @@
+"""Async RLHF's questions on the synthetic TL;DR of recipes/rlhf.py: what a policy gains by a reward
+model, in the eyes of gold, and at which distance from the SFT model.
+
+    python recipes/rlhf.py out=PIPELINE
+    python benchmarks/rlhf.py --pipeline PIPELINE [--study STUDY ...] [--seeds 3] [--jobs 2]
+                              [--runs DIR] [--json FILE] [--plots DIR] [--text FILE] [overrides ...]
+
+overoptimisation  RLOO with the KL to the SFT model held, a little, and not at all: proxy and gold
+                  over sqrt(KL) (Gao et al. 2022)
+minibatches       N = 1, 4, 16 minibatches a step, off-policy by construction, of PPO, RLOO,
+                  Proximal RLOO, Online DPO and Best-of-2: win rate against KL (Async RLHF, 3.2)
+sync              max_lag 1 against 0 on two ranks at equal steps, with seconds (3.5)
+
+All runs of a study train on as many completions, and begin with PIPELINE's SFT model against its
+reward model. The win rate is that of gold over the sloppy teacher's summaries of 500 held-out
+posts, greedy; KL is the reference's k3 estimate, nats a completion, at temperature 1. Runs of the
+first two studies are one process of one thread each. --runs keeps finished ones. --text: a Markdown
+file whose tables are written anew, each between its markers `<!-- table STUDY -->` and
+`<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import forked
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from offpolicy_results import refresh
+from running import machine, run_job
+
+RESULTS = Path(__file__).parent / "results"
+GOLD = "llamarl.tasks.facts:gold"
+PROXY, GOLD_MEAN, WIN_RATE = "eval/reward", "eval/gold", "eval/win_rate"
+KL, LENGTH, STEP, SECONDS = "kl/ref", "completion/length_mean", "step", "time/wall_s"
+KEPT = (PROXY, GOLD_MEAN, WIN_RATE, KL, LENGTH, STEP, SECONDS, "lag/mean", "eval/perplexity")
+COMPLETIONS = 128  # a minibatch
+UPDATES = 64
+LOSSES = ("ppo", "rloo", "proximal_rloo", "online_dpo", "best_of_n")
+MINIBATCHES = (1, 4, 16)
+KL_COEFS = ("0", "0.02", "0.1")
+RATES = {"ppo": "1e-4", "best_of_n": "5e-5"}
+RATE = "1e-4"
+STUDIES = ("overoptimisation", "minibatches", "sync")
+TITLES = {
+    PROXY: "reward model's score",
+    GOLD_MEAN: "gold",
+    WIN_RATE: "gold's win rate over the teacher",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One setting. panel: the plot, or the table's column, that it is in; curve: its name there."""
+
+    panel: str
+    curve: str
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """An evaluation. kl: nats a completion."""
+
+    step: int
+    seconds: float
+    proxy: float
+    gold: float
+    win_rate: float
+    kl: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The evaluations of a case, run by run, in the order of the seeds."""
+
+    case: Case
+    runs: tuple[tuple[Point, ...], ...]
+
+    def last(self, name: str) -> list[float]:
+        """A measure after the last step, of each run."""
+        return [getattr(points[-1], name) for points in self.runs]
+
+
+# --- Settings ---
+
+
+def common(pipeline: Path) -> tuple[str, ...]:
+    """The overrides of all runs."""
+    rows = (
+        "task=jsonl",
+        f"task.path={pipeline}/teacher.jsonl",
+        f"task.eval_path={pipeline}/teacher_held_out.jsonl",
+        "task.answer_key=completion",
+        "task.chat=false",
+        "task.max_prompt_tokens=64",
+        "max_new_tokens=32",
+    )
+    judged = (f"eval.gold={GOLD}", "eval.reference_key=completion", "eval.num_prompts=500")
+    models = (
+        "model=hf",
+        f"model.path={pipeline}/sft",
+        "model.dtype=float32",
+        "reward=model",
+        f"reward.path={pipeline}/reward_model",
+        "reference=frozen",
+    )
+    return (*models, *rows, *judged, "threads=1", "checkpoint.every=0", "metrics.trace=false")
+
+
+def own_critic(pipeline: Path) -> tuple[str, ...]:
+    """PPO's value model, which starts as the reward model (Async RLHF, 2.1)."""
+    start = f"trainer.critic.path={pipeline}/reward_model"
+    return (
+        "trainer.advantages=gae",
+        "trainer.whiten=advantages",
+        "trainer.critic.trunk=own",
+        start,
+    )
+
+
+def settings(loss: str, *, minibatches: int = 1, max_lag: int = 0) -> tuple[str, ...]:
+    """Overrides of UPDATES optimizer updates with a loss."""
+    size = 1 if loss == "ppo" else 2
+    groups = COMPLETIONS * minibatches // size
+    return (
+        f"loss={loss}",
+        f"group_size={size}",
+        f"groups_per_step={groups}",
+        f"trainer.minibatches_per_step={minibatches}",
+        f"max_steps={UPDATES // minibatches}",
+        f"eval.every={max(1, 8 // minibatches)}",
+        f"lr={RATES.get(loss, RATE)}",
+        f"max_lag={max_lag}",
+    )
+
+
+def overoptimisation_cases() -> list[Case]:
+    """RLOO, four times as long and at twice the rate: far enough to leave what was learned from."""
+    far = (f"max_steps={4 * UPDATES}", "eval.every=16", "lr=2e-4")
+    return [
+        Case("", f"kl_coef {coef}", (*settings("rloo"), *far, f"loss.kl_coef={coef}"))
+        for coef in KL_COEFS
+    ]
+
+
+def minibatch_cases() -> list[Case]:
+    return [
+        Case(f"N = {count}", loss, settings(loss, minibatches=count))
+        for count in MINIBATCHES
+        for loss in LOSSES
+    ]
+
+
+def sync_cases() -> list[Case]:
+    return [
+        Case(loss, f"max_lag {lag}", settings(loss, max_lag=lag))
+        for loss in ("online_dpo", "rloo")
+        for lag in (0, 1)
+    ]
+
+
+# --- Runs ---
+
+
+def points_of(rows: list[dict]) -> tuple[Point, ...]:
+    """The evaluations of a run that have gold's say. The KL is that of the step's own completions;
+    before the first step it is 0.
+    """
+    points = []
+    for row in rows:
+        if row.get(GOLD_MEAN) is None:
+            continue
+        per_token = row.get(KL) or 0.0
+        points.append(
+            Point(
+                step=row[STEP],
+                seconds=row[SECONDS],
+                proxy=row[PROXY],
+                gold=row[GOLD_MEAN],
+                win_rate=row[WIN_RATE],
+                kl=per_token * (row.get(LENGTH) or 0.0),
+            )
+        )
+    return tuple(points)
+
+
+def made_apart(cases: list[Case], args: argparse.Namespace) -> list[Curve]:
+    """Each run in one process, args.jobs at a time, seed by seed."""
+    forked.KEPT.update(KEPT)
+    wanted = {(case, seed): words_of(case, seed, args) for seed in args.seed for case in cases}
+    if args.jobs:
+        forked.make(args.runs, list(wanted.values()), jobs=args.jobs)
+    curves = []
+    for case in cases:
+        runs = [forked.load_run(args.runs, wanted[case, seed]) for seed in args.seed]
+        curves.append(Curve(case, tuple(points_of(run.rows) for run in runs if run is not None)))
+    return [curve for curve in curves if curve.runs]
+
+
+def made_on_two_ranks(cases: list[Case], args: argparse.Namespace) -> list[Curve]:
+    """Each run on two ranks, one after the other, the two modes of a loss in turn."""
+    found: dict[Case, list[tuple[Point, ...]]] = {case: [] for case in cases}
+    for seed in args.seed:
+        for case in cases:
+            words = words_of(case, seed, args)
+            folder = args.runs / forked.store(args.runs, words).stem
+            rows_file = folder.with_suffix(".rows")
+            if not rows_file.exists():
+                rows = run_job(folder, list(words))
+                rows_file.write_text(json.dumps(rows))
+                print(f"{rows[-1][SECONDS]:5.0f} s  {case.panel}, {case.curve}, seed {seed}")
+            found[case].append(points_of(json.loads(rows_file.read_text())))
+    return [Curve(case, tuple(runs)) for case, runs in found.items()]
+
+
+def words_of(case: Case, seed: int, args: argparse.Namespace) -> tuple[str, ...]:
+    pipeline = args.pipeline.absolute()
+    critic = own_critic(pipeline) if "loss=ppo" in case.overrides else ()
+    return (*common(pipeline), *critic, *case.overrides, f"seed={seed}", *args.overrides)
+
+
+def study(name: str, args: argparse.Namespace) -> list[Curve]:
+    if name == "sync":
+        return made_on_two_ranks(sync_cases(), args)
+    cases = overoptimisation_cases() if name == "overoptimisation" else minibatch_cases()
+    return made_apart(cases, args)
+
+
+# --- Tables ---
+
+
+def spread(values: Iterable[float], form: str = ".2f") -> str:
+    """Mean, and the range over seeds."""
+    values = list(values)
+    return f"{statistics.mean(values):{form}} ({min(values):{form}}–{max(values):{form}})"
+
+
+def table(name: str, curves: list[Curve]) -> str:
+    """A study's Markdown table, a row a curve."""
+    head = ["", "", "win rate, %", "gold", "highest gold", "proxy", "KL, nats", "seconds"]
+    rows = [head, ["---"] * len(head)]
+    for curve in curves:
+        highest = [max(point.gold for point in points) for points in curve.runs]
+        rows.append(
+            [
+                curve.case.panel,
+                curve.case.curve,
+                spread([100 * rate for rate in curve.last("win_rate")], ".1f"),
+                spread(curve.last("gold"), ".3f"),
+                spread(highest, ".3f"),
+                spread(curve.last("proxy")),
+                spread(curve.last("kl"), ".1f"),
+                spread(curve.last("seconds"), ".0f"),
+            ]
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+# --- Plots ---
+
+
+def figure_of(count: int) -> tuple[plt.Figure, list[Axes]]:
+    figure, axes = plt.subplots(
+        1, count, figsize=(3.8 * count, 3.6), squeeze=False, layout="constrained"
+    )
+    for ax in axes[0]:
+        ax.grid(alpha=0.3)
+        ax.tick_params(labelsize=8)
+    return figure, list(axes[0])
+
+
+def draw_overoptimisation(curves: list[Curve]) -> plt.Figure:
+    """Proxy and gold over sqrt(KL), a line a seed (Gao et al. 2022, figure 1)."""
+    figure, axes = figure_of(2)
+    for ax, measure, title in zip(axes, ("proxy", "gold"), (TITLES[PROXY], TITLES[GOLD_MEAN])):
+        for curve, colour in zip(curves, plt.get_cmap("tab10").colors):
+            for number, points in enumerate(curve.runs):
+                distances = [math.sqrt(max(0.0, point.kl)) for point in points]
+                values = [getattr(point, measure) for point in points]
+                label = None if number else curve.case.curve
+                ax.plot(distances, values, color=colour, label=label, lw=1.3, marker=".", ms=4)
+        ax.set_xlabel("sqrt(KL from the SFT model), nats a completion", fontsize=8)
+        ax.set_title(title, fontsize=9)
+    axes[0].legend(fontsize=8, frameon=False)
+    return figure
+
+
+def draw_pareto(curves: list[Curve]) -> plt.Figure:
+    """Win rate against KL: a path over steps, of the mean over seeds (Async RLHF, figures 3, 4)."""
+    panels = list(dict.fromkeys(curve.case.panel for curve in curves))
+    names = list(dict.fromkeys(curve.case.curve for curve in curves))
+    colours = dict(zip(names, plt.get_cmap("tab10").colors))
+    figure, axes = figure_of(len(panels))
+    for ax, panel in zip(axes, panels):
+        for curve in curves:
+            if curve.case.panel != panel:
+                continue
+            by_evaluation = list(zip(*curve.runs))
+            distances = [statistics.mean(p.kl for p in points) for points in by_evaluation]
+            rates = [statistics.mean(p.win_rate for p in points) for points in by_evaluation]
+            colour = colours[curve.case.curve]
+            ax.plot(distances, rates, color=colour, lw=1.3, marker=".", ms=4)
+            ax.plot(distances[-1:], rates[-1:], "o", color=colour, ms=6, label=curve.case.curve)
+        ax.set_xlabel("KL from the SFT model, nats a completion", fontsize=8)
+        ax.set_title(panel, fontsize=9)
+        ax.sharey(axes[0])
+    axes[0].set_ylabel(TITLES[WIN_RATE], fontsize=8)
+    axes[0].legend(fontsize=8, frameon=False)
+    return figure
+
+
+def plot(name: str, curves: list[Curve], folder: Path) -> None:
+    draw = draw_overoptimisation if name == "overoptimisation" else draw_pareto
+    figure = draw(curves)
+    figure.savefig(folder / f"rlhf_{name}.png", dpi=110)
+    plt.close(figure)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--pipeline", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--study", action="append", choices=STUDIES, help="default: all")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time; 0: make none")
+    parser.add_argument("--runs", type=Path, default=Path("runs/rlhf"))
+    parser.add_argument("--json", type=Path, default=RESULTS / "rlhf.json")
+    parser.add_argument("--plots", type=Path, default=RESULTS)
+    parser.add_argument("--text", type=Path, default=RESULTS / "rlhf.md")
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    for needed in ("sft", "reward_model", "teacher.jsonl", "teacher_held_out.jsonl"):
+        if not (args.pipeline / needed).exists():
+            parser.error(f"--pipeline {args.pipeline}: no {needed}; make it by recipes/rlhf.py")
+    args.seed = list(range(args.seeds))
+    return args
+
+
+def main() -> None:
+    args = parse()
+    found = json.loads(args.json.read_text()) if args.json.exists() else {"studies": {}}
+    found["machine"] = machine()
+    for name in args.study or STUDIES:
+        curves = study(name, args)
+        plot(name, curves, args.plots)
+        print(f"\n{name}\n{table(name, curves)}\n", flush=True)
+        found["studies"][name] = [
+            {
+                "panel": curve.case.panel,
+                "curve": curve.case.curve,
+                "overrides": curve.case.overrides,
+                "runs": [[asdict(point) for point in points] for points in curve.runs],
+            }
+            for curve in curves
+        ]
+        args.json.write_text(json.dumps(found, indent=1))
+        if args.text.exists():
+            refresh(args.text, name, table(name, curves))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Gold: what a gold scorer, and the model that the policy began as, say of evaluations.
+
+    references, once ---> scorer ---+
+    greedy answers -----> scorer ---+--> Judged --> eval/gold, eval/win_rate, eval/perplexity, ...
+                   -----> base -----+
+
+The reward that is trained on is a proxy, which a policy learns to please: a scorer that it never
+sees says what it is worth (Gao et al. 2022; Async RLHF, 3.1). Answers are scored in microbatches of
+tokens, one at a call, so that training's completions are not held up by more than one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executors.scoring import Item
+from executors.weighted import Part, WeightedParts
+from llamarl.errors import NotFinite, RewardError
+from llamarl.executor import ExecutorGroup
+from llamarl.learning.perplexity import AnswerBatch, Answered, answer_logprobs, pack_answers
+from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
+from llamarl.models.build import build_decoder, read_config
+from llamarl.models.hf import load_weights
+from llamarl.tasks.source import Outcome
+from llamarl.tasks.win_rate import Judged
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GoldSettings:
+    """What judges, and what answers are compared with.
+
+    scorer: a source of scores, or a model; None: nothing scores. base_path: a Hugging Face
+    directory of a language model with the policy's tokens; None: no perplexity. references: an
+    answer to each held-out prompt, in order; None: no win rate. microbatch_tokens: packed tokens a
+    forward of base.
+    """
+
+    scorer: Part | None
+    base_path: str | None
+    references: tuple[Item, ...] | None
+    dtype: str
+    microbatch_tokens: int
+
+
+@dataclass(eq=False, repr=False)
+class _Evaluation:
+    """A version's answers and what is known of them."""
+
+    version: int
+    answers: Sequence[Item]
+    keys: list[int]
+    batches: deque[AnswerBatch]  # that base has not read
+    logprobs_N: Tensor
+
+
+@dataclass(eq=False, repr=False)
+class Gold:
+    """Judges evaluations, in the order in which they came; on one rank alone."""
+
+    settings: GoldSettings
+    device: torch.device
+    on_result: Callable[[], None] = field(default=lambda: None)
+
+    def __post_init__(self):
+        self._keys = itertools.count()
+        self._outcomes: dict[int, Outcome] = {}
+        self._evaluations: deque[_Evaluation] = deque()
+        self._references: list[int] = []  # their keys, until they are scored
+        self._against_N: np.ndarray | None = None
+        self._scoring: WeightedParts | None = None
+        self._models: list[ShardedScorer] = []
+        self._base = None
+
+    def start(self) -> None:
+        """Load the models, start the source, and begin with the references. ValueError for what
+        cannot be used.
+        """
+        scorer = self.settings.scorer
+        if scorer is not None:
+            alone = ExecutorGroup("gold", (0,), 0, self.device)  # no rank takes part
+            if isinstance(scorer.what, ScorerSettings):
+                self._models = [ShardedScorer(scorer.what, alone)]
+            self._scoring = WeightedParts(
+                [scorer],
+                models=self._models,
+                run=lambda number, asked: self._models[number].scores(asked),
+                reproducible=True,
+                metrics=None,
+                on_result=self.on_result,
+            )
+            self._scoring.start()
+            self._references = self._submit(self.settings.references or ())
+        if self.settings.base_path is not None:
+            config = read_config(self.settings.base_path)
+            decoder = build_decoder(config, dtype=getattr(torch, self.settings.dtype))
+            decoder = load_weights(decoder, self.settings.base_path, device=self.device)
+            self._base = decoder.eval().requires_grad_(False)
+
+    @property
+    def pending(self) -> int:
+        """The number of evaluations that are begun."""
+        return len(self._evaluations)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a model has work, so that the next `poll` does some."""
+        has_batches = any(evaluation.batches for evaluation in self._evaluations)
+        return has_batches or (bool(self._models) and self._scoring.pending > 0)
+
+    @property
+    def name(self) -> str:
+        """What messages call the scorer."""
+        return self.settings.scorer.name
+
+    def tensors(self) -> list[Tensor]:
+        """The models' weights."""
+        decoders = [model.decoder for model in self._models]
+        if self._base is not None:
+            decoders.append(self._base)
+        found: list[Tensor] = []
+        for decoder in decoders:
+            found += decoder.parameters()
+        return found
+
+    def begin(self, version: int, answers: Sequence[Item]) -> None:
+        """Take an evaluation: one answer to each held-out prompt, in order."""
+        batches: list[AnswerBatch] = []
+        if self._base is not None:
+            asked = [Answered(item.prompt.prompt_ids, item.token_ids) for item in answers]
+            batches = pack_answers(asked, budget_tokens=self.settings.microbatch_tokens)
+        evaluation = _Evaluation(
+            version=version,
+            answers=answers,
+            keys=self._submit(answers) if self._scoring else [],
+            batches=deque(batches),
+            logprobs_N=torch.zeros(len(answers), dtype=torch.float64),
+        )
+        self._evaluations.append(evaluation)
+
+    def poll(self) -> list[tuple[int, Judged]]:
+        """Score a microbatch with each model, and return the versions that are judged with it.
+
+        RewardError if nothing of an evaluation could be scored; NotFinite for a log-probability
+        that is no number.
+        """
+        if self._scoring is not None:
+            self._outcomes.update(self._scoring.poll())
+        if self._references and self._outcomes.keys() >= set(self._references):
+            self._settle_references()
+        if not self._evaluations:
+            return []
+        oldest = self._evaluations[0]
+        if oldest.batches:
+            batch = oldest.batches.popleft()
+            logprobs = answer_logprobs(self._base, batch, self.device)
+            oldest.logprobs_N[batch.places] = logprobs
+        is_scored = not self._references and self._outcomes.keys() >= set(oldest.keys)
+        if oldest.batches or not is_scored:
+            return []
+        self._evaluations.popleft()
+        return [(oldest.version, self._judged(oldest))]
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until `poll` has something to do, at most timeout_s."""
+        if not self.is_computing:
+            self._scoring.wait(timeout_s)
+
+    def close(self) -> None:
+        """Drop what is pending and free the source."""
+        self._evaluations.clear()
+        if self._scoring is not None:
+            self._scoring.close()
+
+    def _submit(self, items: Sequence[Item]) -> list[int]:
+        keys = [next(self._keys) for _ in items]
+        for key, item in zip(keys, items):
+            self._scoring.submit(key, item)
+        if keys:
+            self._scoring.release(keys)
+        return keys
+
+    def _scores(self, keys: list[int], what: str) -> np.ndarray:
+        """[N] of these keys, NaN for those that have no score, of which a warning says why.
+        RewardError if none has one.
+        """
+        outcomes = [self._outcomes.pop(key) for key in keys]
+        unscored = Counter(one.reason or one.kind for one in outcomes if one.kind != "score")
+        if unscored:
+            count = unscored.total()
+            (reason, _), *_ = unscored.most_common(1)
+            said = f"gold {self.name}: {count} of {len(keys)} {what} have no score: {reason}"
+            if count == len(keys):
+                raise RewardError(f"{said}; correct what scores, or leave eval.gold out")
+            log.warning("%s; they are left out of eval/gold and eval/win_rate", said)
+        return np.array([outcome.value for outcome in outcomes], dtype=np.float64)
+
+    def _settle_references(self) -> None:
+        self._against_N = self._scores(self._references, "reference answers")
+        self._references = []
+
+    def _judged(self, evaluation: _Evaluation) -> Judged:
+        answers = evaluation.answers
+        gold_N = None
+        if self._scoring is not None:
+            what = f"answers of policy version {evaluation.version}"
+            gold_N = self._scores(evaluation.keys, what)
+        compared = {}
+        if self._against_N is not None:
+            references = self.settings.references
+            same = [one.text == other.text for one, other in zip(answers, references)]
+            compared = {
+                "against_N": self._against_N,
+                "against_tokens_N": _num_tokens(references),
+                "same_N": np.array(same),
+            }
+        logprobs_N = None
+        if self._base is not None:
+            logprobs_N = evaluation.logprobs_N.numpy()
+            self._check_finite(evaluation.version, logprobs_N)
+        return Judged(
+            num_tokens_N=_num_tokens(answers), gold_N=gold_N, logprobs_N=logprobs_N, **compared
+        )
+
+    def _check_finite(self, version: int, logprobs_N: np.ndarray) -> None:
+        wrong = np.flatnonzero(~np.isfinite(logprobs_N))
+        if wrong.size:
+            first = wrong[0]
+            raise NotFinite(
+                f"eval.base={self.settings.base_path}: the log-probability of the answer of policy "
+                f"version {version} to held-out prompt {first} is {logprobs_N[first]}; "
+                "model.dtype=float32, or another eval.base"
+            )
+
+
+def _num_tokens(items: Sequence[Item]) -> np.ndarray:
+    return np.array([item.token_ids.numel() for item in items])

@@ -1,0 +1,229 @@
+"""PairMaker: prompts become preference pairs, in one process.
+
+    prompts --engine--> completions --Scoring--> Outcomes --PairRule--> lines, Tally
+       |--reference--> candidates --|
+
+While a batch of prompts is scored the next one is sampled, so that a judge's time costs little.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from executors.assembly import ErrorRate
+from executors.reward import item_of
+from executors.scoring import Item
+from executors.weighted import WeightedParts
+from llamarl.inference import Engine, SamplingParams
+from llamarl.inference.offline import completions_of
+from llamarl.tasks.base import PromptMaker
+from llamarl.tasks.pairs import REFERENCE, Candidate, PairRule, Tally, label, row_of
+from llamarl.tasks.source import Outcome
+from llamarl.types import Completion, Prompt
+
+STREAM = 3  # of the engine's samples; training has 0, evaluations have 1 and 2
+WAIT_S = 1.0  # between two looks at what is scored; every source ends each wait of its own
+
+
+@dataclass(slots=True)
+class _Answered:
+    """A prompt, and what may stand in its pairs."""
+
+    prompt: Prompt
+    candidates: list[Candidate] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)  # what is scored, for each candidate
+    # Of what is scored together, the key of each item by its candidate's place.
+    batches: list[dict[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Prompts that are answered together, by number."""
+
+    answered: dict[int, _Answered]
+    tally: Tally
+
+
+class PairMaker:
+    """Samples completions of prompts, has them scored, and pairs them.
+
+    scoring: started, and nobody else's. sampling: its n is the number of completions. prompt_of,
+    reference_of: of a number, and of a prompt; None where there is no reference. tokenizer: of the
+    policy. RewardError when more than max_error_rate of what is scored are errors.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        scoring: WeightedParts,
+        sampling: SamplingParams,
+        chunk_tokens: int,
+        prompt_of: Callable[[int], Prompt],
+        reference_of: Callable[[Prompt], str | None],
+        tokenizer,
+        prompts: PromptMaker,
+        rule: PairRule,
+        max_error_rate: float,
+    ):
+        self._engine = engine
+        self._scoring = scoring
+        self._sampling = sampling
+        self._chunk_tokens = chunk_tokens
+        self._prompt_of = prompt_of
+        self._reference_of = reference_of
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._rule = rule
+        self._errors = ErrorRate(scoring.name, max_error_rate)
+        self._keys = itertools.count()
+        self._outcomes: dict[int, Outcome] = {}  # by key, until its batch is settled
+        self._counted: Counter[str] = Counter()  # of the source, in batches that are settled
+
+    def make(self, batches: Iterable[range]) -> Iterator[tuple[str, Tally]]:
+        """Of each batch of prompts, in order: its lines, and what became of it."""
+        scored: deque[_Batch] = deque()
+        for numbers in batches:
+            scored.append(self._answer(numbers))
+            if len(scored) > 1:
+                yield self._settle(scored.popleft())
+        while scored:
+            yield self._settle(scored.popleft())
+
+    def _answer(self, numbers: range) -> _Batch:
+        """Sample the completions of prompts, and hand each prompt's to what scores."""
+        batch = _Batch({}, Tally(prompts=len(numbers)))
+        for number in numbers:
+            prompt = self._prompt_of(number)
+            batch.answered[number] = _Answered(prompt)
+            self._engine.submit(number, prompt.prompt_ids, self._sampling, stream=STREAM)
+        samples: dict[int, list[Completion]] = {number: [] for number in numbers}
+        for finished in completions_of(self._engine, self._chunk_tokens):
+            for _, completion in finished:
+                number = completion.ticket
+                samples[number].append(completion)
+                if len(samples[number]) == self._sampling.n:
+                    own = sorted(samples.pop(number), key=lambda c: c.sample_index)
+                    self._submit(number, batch.answered[number], own, batch.tally)
+            self._collect()
+        return batch
+
+    def _submit(
+        self, number: int, answered: _Answered, samples: list[Completion], tally: Tally
+    ) -> None:
+        """A prompt's completions become candidates, which are scored."""
+        for completion in samples:
+            item = item_of(completion, answered.prompt, self._decode)
+            tally.completions += 1
+            tally.cut += not item.has_ended
+            self._add(answered, completion.sample_index, item, tally)
+        self._add_reference(answered, tally)
+        count = len(answered.candidates)
+        if count < 2:
+            return
+        for places in self._rule.batches(number, count):
+            keys = {place: next(self._keys) for place in places}
+            for place, key in keys.items():
+                self._scoring.submit(key, answered.items[place])
+            self._scoring.release(list(keys.values()))
+            answered.batches.append(keys)
+
+    def _add_reference(self, answered: _Answered, tally: Tally) -> None:
+        """The prompt's own answer is a candidate, unless it is longer than a sample may be."""
+        text = self._reference_of(answered.prompt)
+        if text is None:
+            return
+        ids = [*self._ids(text), self._tokenizer.eos_token_id]
+        if len(ids) > self._sampling.max_new_tokens:
+            tally.long_references += 1
+            return
+        item = Item(
+            prompt=answered.prompt,
+            token_ids=torch.tensor(ids, dtype=torch.int64),
+            text=text,
+            has_ended=True,
+            is_held_out=False,
+        )
+        tally.references += 1
+        self._add(answered, REFERENCE, item, tally)
+
+    def _add(self, answered: _Answered, origin: int | str, item: Item, tally: Tally) -> None:
+        """Make an item a candidate, unless it says nothing."""
+        if not item.text.strip():
+            tally.empty += 1
+            return
+        ids = self._ids(item.text)
+        answered.candidates.append(Candidate(origin, item.text, tuple(ids)))
+        answered.items.append(item)
+        length = answered.prompt.prompt_ids.numel() + len(ids) + 1
+        tally.longest = max(tally.longest, length)
+
+    def _settle(self, batch: _Batch) -> tuple[str, Tally]:
+        """The lines of a batch, once all of it is scored."""
+        wanted = set()
+        for answered in batch.answered.values():
+            for keys in answered.batches:
+                wanted.update(keys.values())
+        self._collect()
+        while not wanted <= self._outcomes.keys():
+            self._scoring.wait(WAIT_S)
+            self._collect()
+        lines = []
+        for number, answered in batch.answered.items():
+            for row in self._rows(number, answered, batch.tally):
+                lines.append(json.dumps(row) + "\n")
+        self._count_orders(batch.tally)
+        return "".join(lines), batch.tally
+
+    def _rows(self, number: int, answered: _Answered, tally: Tally) -> list[dict[str, object]]:
+        """The pairs of a prompt."""
+        rule = self._rule
+        rows = []
+        unscored = set()
+        for keys in answered.batches:
+            outcomes = {place: self._outcomes.pop(key) for place, key in keys.items()}
+            scores = {place: outcome.value for place, outcome in outcomes.items()}
+            unscored.update(place for place in outcomes if outcomes[place].kind != "score")
+            for one, other in rule.pairs_of(scores):
+                pair = label(
+                    answered.candidates[one],
+                    answered.candidates[other],
+                    (scores[one], scores[other]),
+                    is_flipped=rule.is_flipped(number, (one, other)),
+                )
+                tally.enter(pair)
+                if not isinstance(pair, str):
+                    turns = self._prompts.turns(answered.prompt.text)
+                    row = row_of(pair, turns, number=number, margin_coef=rule.margin_coef)
+                    rows.append(row)
+        tally.unscored += len(unscored)
+        return rows
+
+    def _collect(self) -> None:
+        """Take what is scored. RewardError when too much of it are errors."""
+        outcomes = self._scoring.poll()
+        for key, outcome in outcomes:
+            self._errors.add(outcome)
+            self._outcomes[key] = outcome
+        if outcomes:
+            self._errors.check()
+
+    def _count_orders(self, tally: Tally) -> None:
+        """What judges have compared since the last batch was settled."""
+        counts = self._scoring.counts
+        since = counts - self._counted
+        tally.compared = since["pairs"]
+        tally.order_ties = since["order_ties"]
+        self._counted = counts
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]

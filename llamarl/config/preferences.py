@@ -1,0 +1,121 @@
+"""The configuration of recipes/preferences.py. Imports no torch.
+
+Its keys are those of the main job wherever they mean the same; conf/preferences.yaml has their
+values, and what the others mean.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+from llamarl.config.command_line import JobKind, default_config, main
+from llamarl.config.conversion import Findings, Problem, known_keys, to_config, to_values
+from llamarl.config.files import PARTS
+from llamarl.config.ranges import Count, Natural, NonNegative, Positive, PositiveShare, Share, Text
+from llamarl.config.rules import check as check_run
+from llamarl.config.schema import (
+    AnyTaskSettings,
+    Config,
+    FunctionRewardSettings,
+    JudgeRewardSettings,
+    ModelRewardSettings,
+    PartsRewardSettings,
+    Seed,
+    _marked,
+    settings_dataclass,
+)
+from llamarl.words.choices import Pairing
+
+
+@settings_dataclass
+class PolicySettings:
+    """The model that answers."""
+
+    path: Text = _marked("data")
+    dtype: Literal["float32", "bfloat16"] = _marked("identity")
+
+
+@settings_dataclass
+class SamplerSettings:
+    max_slots: Count
+    chunk_tokens: Count
+    top_k: Natural
+    top_p: PositiveShare
+    min_new_tokens: Natural
+    cache_tokens: Count | None
+    prefill_chunk: Count
+
+
+@settings_dataclass
+class HoldOutSettings:
+    num_prompts: Natural
+
+
+@settings_dataclass
+class PreferencesConfig:
+    out: Text
+    resume: Literal["auto", "never"]
+    seed: Seed = _marked("identity")
+    split: Literal["train", "held_out", "all"] = _marked("identity")
+    num_prompts: Count | None = _marked("identity")
+    samples: Count = _marked("identity")
+    include_reference: bool = _marked("identity")
+    reference_key: Text = _marked("identity")
+    pairing: Pairing = _marked("identity")
+    label_noise: Share = _marked("identity")
+    margin_coef: NonNegative = _marked("identity")
+    groups_per_step: Count = _marked("identity")
+    max_new_tokens: Count = _marked("identity")
+    temperature: Positive = _marked("identity")
+    threads: Count | None
+    timeout_s: Positive
+    model: PolicySettings
+    task: AnyTaskSettings = _marked("data")
+    eval: HoldOutSettings = _marked("data")
+    generator: SamplerSettings = _marked("identity")
+    reward: FunctionRewardSettings | ModelRewardSettings | JudgeRewardSettings | PartsRewardSettings
+
+
+def as_run(config: PreferencesConfig) -> Config:
+    """The main job that samples and scores so: synchronous, in one process, without evaluations.
+    What it would learn is of no account.
+    """
+    values = to_values(default_config())
+    own = to_values(config)
+    for name in ("seed", "max_new_tokens", "temperature", "threads", "timeout_s"):
+        values[name] = own[name]
+    for section in ("task", "reward"):
+        values[section] = own[section]  # of its kind
+    for section in ("model", "eval", "generator"):
+        values[section] |= own[section]
+    values["max_lag"] = 0
+    values["eval"]["every"] = 0
+    values["group_size"] = max(2, min(config.samples, config.generator.max_slots))
+    return to_config(values)
+
+
+def check(
+    config: PreferencesConfig, world_size: int, local_world_size: int | None = None
+) -> list[Problem]:
+    """What cannot work together, or with this many ranks and these files."""
+    found = Findings(config)
+    if world_size > 1:
+        what = "pairs are made by one process: start it with python"
+        found.problems.append(Problem(f"{world_size} ranks", what))
+    if config.samples + config.include_reference < 2:
+        what = "has nothing to be compared with; samples=2 or more, or include_reference=true"
+        found.add(what, "samples", "include_reference")
+    split = ("reward.replicate", "reward.tensor_parallel")
+    if config.reward.kind in ("model", "parts"):
+        if config.reward.replicate * config.reward.tensor_parallel > 1:
+            found.add("what scores is in one process here: 1", *split)
+    keys = known_keys(PreferencesConfig).keys() - set(split)
+    for problem in check_run(as_run(config), 1):
+        if all(key in keys or key.startswith(f"{PARTS}.") for key in problem.keys):
+            found.problems.append(problem)
+    return found.problems
+
+
+PREFERENCES = JobKind("preferences", PreferencesConfig, check=check)
+preferences_main = functools.partial(main, kind=PREFERENCES)

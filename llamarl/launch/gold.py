@@ -1,0 +1,100 @@
+"""What judges held-out answers besides the reward, as the user gave it: looked at before any weight
+is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llamarl.launch.job import Job
+from llamarl.launch.scorers import check_scorer, other_tokens
+from llamarl.launch.sources import source_of
+from llamarl.models.config import read_config
+from llamarl.models.hf import weights_of
+from llamarl.types import Prompt
+
+
+def check_gold(job: Job) -> None:
+    """The scorer, the base model, and an answer to compare with in each held-out row. ValueError or
+    OSError naming what is wrong.
+    """
+    gold = job.config.gold
+    if gold is not None and gold.kind == "model":
+        check_scorer(job, gold, key="eval.gold", label_key="eval.gold_label")
+    if gold is not None:
+        reference_texts(job.eval_prompts, job.config.eval.reference_key)
+    if job.config.eval.base is not None:
+        _check_base(job, Path(job.config.eval.base))
+
+
+def check_gold_function(job: Job) -> None:
+    """That a function can be imported and called. ValueError."""
+    gold = job.config.gold
+    if gold is None or gold.kind != "function":
+        return
+    make = source_of(gold, job, section="reward", fn_key="eval.gold")
+    source = make(on_result=lambda: None)
+    try:
+        source.start()
+    finally:
+        source.close()
+
+
+def _check_base(job: Job, path: Path) -> None:
+    """A language model that reads the policy's tokens."""
+    c = job.config
+    config = read_config(path)
+    if config.labels:
+        raise ValueError(
+            f"eval.base={path}: {config.architecture} gives scores, no tokens; need the language "
+            "model that the policy began as"
+        )
+    policy = read_config(job.model_path)
+    if config.vocab_size < policy.vocab_size or other_tokens(job, path):
+        raise ValueError(
+            f"eval.base={path}: another vocabulary than the policy's, {job.model_path}; a "
+            "perplexity is one of the policy's tokens"
+        )
+    longest = c.task.max_prompt_tokens + c.max_new_tokens
+    context = config.max_position_embeddings
+    if longest > context:
+        raise ValueError(
+            f"eval.base={path}: its context is {context} tokens, but "
+            f"task.max_prompt_tokens + max_new_tokens = {longest}; lower one of them"
+        )
+    weights_of(path, config)
+
+
+def reference_texts(prompts: Sequence[Prompt], key: str | None) -> list[str] | None:
+    """The answers that held-out rows give under this key; None without one. ValueError for the
+    first row that gives none.
+    """
+    if key is None:
+        return None
+    texts = []
+    for number, prompt in enumerate(prompts):
+        text = prompt.meta.get(key)
+        if not isinstance(text, str) or not text:
+            keys = ", ".join(prompt.meta) or "none"
+            raise ValueError(
+                f"eval.reference_key={key}: held-out row {number} ({prompt.text[:40]!r}) has no "
+                f"text there to compare with (its keys: {keys}); another key, or "
+                "eval.reference_key=null"
+            )
+        texts.append(text)
+    return texts
+
+
+def reference_ids(job: Job, text: str) -> Tensor:
+    """The tokens [L] of an answer as the policy would have sampled it: tokenised apart from its
+    prompt, with the end token.
+    """
+    ids = job.tokenizer(text, add_special_tokens=False)["input_ids"]
+    end = job.tokenizer.eos_token_id
+    if end is not None:
+        ids = [*ids, end]
+    return torch.tensor(ids, dtype=torch.int64)

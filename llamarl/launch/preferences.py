@@ -1,0 +1,273 @@
+"""A job that makes preference pairs: one process, one file, which a killed job goes on with.
+
+with launch_preferences(config) as job:
+    job.run(make)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from llamarl.comm.groups import init_world, threads_per_rank
+from llamarl.config.conversion import to_values
+from llamarl.config.preferences import PreferencesConfig, as_run
+from llamarl.errors import MetricsError, RewardError, RunDirectoryError
+from llamarl.launch.identity import Identity, differences
+from llamarl.launch.inputs import bad_input, check_inputs
+from llamarl.launch.job import Job
+from llamarl.launch.run_directory import RunDirectory
+from llamarl.launch.sources import check_source
+from llamarl.launch.start import explained
+from llamarl.models.config import read_config
+from llamarl.native.drafts import Draft
+from llamarl.tasks.base import PromptMaker, sample_digest
+from llamarl.tasks.build import prompt_maker
+from llamarl.tasks.jsonl import SHOWN_PROBLEMS, check_keys
+from llamarl.tasks.pairs import Tally
+from llamarl.types import Prompt
+
+TOLD_EVERY_S = 5.0
+INTERRUPTED = 130  # the exit code after Ctrl-C
+DEFAULT_MAX_TOKENS = 1024  # of a reward model's pairs: task.max_tokens in conf/supervised.yaml
+_SAMPLED_BLOCKS, _BLOCK = 16, 1 << 16  # of a file of weights
+
+# Of each batch of prompts, by number: its lines, and what became of it.
+Make = Callable[[Iterable[range]], Iterator[tuple[str, Tally]]]
+
+
+class PreferencesJob:
+    """What pairs are made from, and the file that they go to.
+
+    run: the main job that samples and scores in the same way.
+    """
+
+    def __init__(self, config: PreferencesConfig, run: Job):
+        self.config = config
+        self.run_job = run
+        self.draft: Draft | None = None
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts are answered. ValueError if there are none, or no end of them."""
+        task = self.run_job.task
+        sizes = {
+            "train": task.num_train,
+            "held_out": task.num_eval,
+            "all": task.num_train + task.num_eval,
+        }
+        size = sizes[self.config.split]
+        asked = self.config.num_prompts
+        if asked is None and not task.train_digest and self.config.split != "held_out":
+            raise ValueError(
+                f"task={task.name} makes prompts without end; say how many: num_prompts=1000"
+            )
+        if not size:
+            raise ValueError(f"split={self.config.split}: the task has no such prompts")
+        return size if asked is None else min(asked, size)
+
+    def prompt(self, number: int) -> Prompt:
+        """Prompt `number` of the split; of split=all those that are held out come last."""
+        task = self.run_job.task
+        if self.config.split == "held_out":
+            return task.eval_prompt(number)
+        if number < task.num_train:
+            return task.train_prompt(number)
+        return task.eval_prompt(number - task.num_train)
+
+    def reference(self, prompt: Prompt) -> str | None:
+        """The row's own answer, where it is one of the candidates."""
+        if not self.config.include_reference:
+            return None
+        return str(prompt.meta[self.config.reference_key])
+
+    @property
+    def prompt_maker(self) -> PromptMaker:
+        """What made the prompts."""
+        task = self.config.task
+        return prompt_maker(
+            task.kind,
+            self.run_job.tokenizer,
+            chat=task.chat,
+            system_prompt=task.system_prompt,
+            max_prompt_tokens=task.max_prompt_tokens,
+        )
+
+    @property
+    def identity(self) -> Identity:
+        """What makes these pairs those pairs."""
+        sample = sample_digest(self.prompt, self.num_prompts)
+        task = self.run_job.task
+        return Identity(
+            config=to_values(self.config),
+            prompts={
+                "prompts": f"{self.num_prompts}, {task.train_digest}, {task.eval_digest}, {sample}",
+                "model": _model_digest(self.run_job.model_path),
+            },
+            reward=self.run_job.identity.reward,
+        )
+
+    def open(self) -> None:
+        """Open the file, or what there is of it. ValueError or OSError."""
+        identity = self.identity
+        about = dataclasses.asdict(identity)
+        anew = self.config.resume == "never"
+        self.draft = Draft(Path(self.config.out), about=about, anew=anew)
+        found = differences(Identity(**self.draft.about), identity, PreferencesConfig)
+        if found:
+            self.draft.close()
+            # What is said of a run's checkpoint, in this job's word.
+            what = [
+                difference.what.replace("in the checkpoint", "in the file") for difference in found
+            ]
+            lines = "\n".join(f"  {line}" for line in what)
+            raise RunDirectoryError(
+                f"{self.config.out}.part is of other pairs:\n{lines}\n"
+                "Give what it was begun with, choose another out, or begin anew with resume=never"
+            )
+
+    def run(self, make: Make) -> None:
+        """Make the pairs that the file lacks, and put it into its place. RewardError if there are
+        none at all.
+        """
+        tally = Tally(**self.draft.notes)
+        self._announce(tally.prompts)
+        size = self.config.groups_per_step
+        ends = [*range(tally.prompts, self.num_prompts, size), self.num_prompts]
+        batches = [range(begin, end) for begin, end in zip(ends, ends[1:])]
+        began = told = time.monotonic()
+        try:
+            for lines, made in make(batches):
+                now = time.monotonic()
+                made.seconds = now - began
+                began = now
+                tally.add(made)
+                self._write(lines, tally)
+                if now - told > TOLD_EVERY_S:
+                    told = now
+                    self._tell(tally)
+        except KeyboardInterrupt:
+            print(f"stopped  the same command goes on after {tally.prompts:,} prompts", flush=True)
+            raise SystemExit(INTERRUPTED) from None
+        if not tally.pairs:
+            table = "\n  ".join(tally.table())
+            raise RewardError(
+                f"no pair of {tally.prompts:,} prompts; more samples, a higher temperature, or "
+                f"what scores:\n  {table}"
+            )
+        self.draft.finish()
+        self._conclude(tally)
+
+    def _write(self, lines: str, tally: Tally) -> None:
+        try:
+            self.draft.add(lines, dataclasses.asdict(tally))
+        except OSError as error:
+            raise MetricsError(
+                f"{self.config.out}.part cannot be written ({error.strerror}); once it can be, the "
+                "same command goes on"
+            ) from error
+
+    def _announce(self, num_done: int) -> None:
+        c = self.config
+        reference = " and the reference" if c.include_reference else ""
+        print(f"pairs    {c.samples} completions{reference} of {self.num_prompts:,} prompts")
+        print(f"model    {self.run_job.model_path}, {c.task.kind} ({c.split})")
+        print(f"labels   reward={c.reward.kind}, pairing={c.pairing}")
+        if num_done:
+            print(f"resumed  {c.out}.part has {num_done:,} prompts")
+        print("", end="", flush=True)
+
+    def _tell(self, tally: Tally) -> None:
+        of = f"{tally.prompts:,} of {self.num_prompts:,} prompts"
+        print(f"{of}, {tally.pairs:,} pairs, {tally.seconds:.0f} s", flush=True)
+
+    def _conclude(self, tally: Tally) -> None:
+        """Print how it went, and what trains on the file."""
+        print()
+        for line in tally.table():
+            print(line)
+        c = self.config
+        print(f"{'written':<14}{c.out}")
+        more = ""
+        context = read_config(self.run_job.model_path).max_position_embeddings
+        if not tally.longest <= DEFAULT_MAX_TOKENS <= context:
+            more += f" task.max_tokens={tally.longest}"
+        if self.run_job.tokenizer.chat_template and not c.task.chat:
+            more += " task.chat=false"
+        data = f"model.path={c.model.path} task.path={c.out}"
+        print(f"{'next':<14}python recipes/reward_model.py {data} out=RM_DIR{more}", flush=True)
+
+
+@contextmanager
+def launch_preferences(config: PreferencesConfig) -> Iterator[PreferencesJob]:
+    """Look at all that the user gave, open the file and yield the job; say how it ended.
+
+    Bad input (data, model, file) is one clear message and exit code 2; a failure is exit code 1.
+    """
+    with explained() as ending:
+        threads = threads_per_rank(config.threads, synchronous=True)
+        world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=True)
+        torch.manual_seed(config.seed)
+        run = Job(as_run(config), world, RunDirectory(Path(config.out), None))
+        job = PreferencesJob(config, run)
+        check_inputs(run)
+        with bad_input():
+            _check_prompts(job)
+            for key, part in run.config.reward_parts.items():
+                if part.kind != "model":
+                    check_source(part, run, [], key=key)
+            job.open()
+        ending.callback(job.draft.close)
+        yield job
+
+
+def _check_prompts(job: PreferencesJob) -> None:
+    """That each prompt can be a row, and has its reference. ValueError names the first ones that
+    are not.
+    """
+    count = job.num_prompts
+    if not job.run_job.task.train_digest:
+        return  # prompts that are made on demand, each in its own time
+    problems = []
+    for number in range(count):
+        prompt = job.prompt(number)
+        try:
+            _check_prompt(prompt, job.config)
+        except ValueError as error:
+            problems.append(f"prompt {number}, {prompt.text[:40]!r}: {error}")
+    if problems:
+        shown = problems[:SHOWN_PROBLEMS]
+        if len(problems) > len(shown):
+            shown.append(f"and {len(problems) - len(shown)} more")
+        raise ValueError("\n  ".join([f"{len(problems)} prompts cannot be used:", *shown]))
+
+
+def _check_prompt(prompt: Prompt, config: PreferencesConfig) -> None:
+    if not prompt.text.strip():
+        raise ValueError("it is blank; leave the row out")
+    if not config.include_reference:
+        return
+    key = config.reference_key
+    check_keys(prompt.meta, key, None)
+    value = prompt.meta[key]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f'"{key}" is no text, or empty; set reference_key to the answer\'s key')
+
+
+def _model_digest(path: Path) -> str:
+    """A SHA-256 of a model, wherever it lies: of its config and of parts of its weights."""
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in sorted(path.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(str(size).encode())
+        with file.open("rb") as stream:
+            for block in range(_SAMPLED_BLOCKS):
+                stream.seek(size * block // _SAMPLED_BLOCKS)
+                digest.update(stream.read(_BLOCK))
+    return digest.hexdigest()

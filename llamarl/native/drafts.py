@@ -1,0 +1,109 @@
+"""A file that is made in pieces, each whole after a kill or a power cut, and that takes its place
+once all of them are there.
+
+    FILE.part       the pieces so far, and perhaps a part of one
+    FILE.progress   JSON: how many bytes of that are whole pieces, what its writer noted with the
+                    last of them, and what the file is to be
+    FILE            comes last
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from llamarl.errors import InUse, RunDirectoryError
+from llamarl.native.files import put_in_place, replace_text
+
+
+class Draft:
+    """What is written of a file so far; this process alone writes it, until `close` or its end.
+
+    file: its directory is made. about: JSON that says what the file is to be, kept beside it. anew:
+    drop what an earlier process wrote, and in the end the file that may be there.
+
+    InUse if another process writes it. RunDirectoryError if the file is there and not to be made
+    anew, or if what is there of it is damaged. OSError if it cannot be written.
+    """
+
+    def __init__(self, file: Path, *, about: dict[str, object], anew: bool):
+        self.file = file
+        self.about = about  # of the process that began it
+        self.notes: dict[str, object] = {}  # with the last whole piece; {} before the first
+        self._about = about
+        self._part = file.with_name(f"{file.name}.part")
+        self._progress = file.with_name(f"{file.name}.progress")
+        if file.exists() and not anew:
+            raise RunDirectoryError(
+                f"{file} is there already; choose another out, or make it anew with resume=never"
+            )
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._stream = self._part.open("a+b")
+        try:
+            self._lock()
+            self._go_on(anew)
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InUse(
+                f"{self._part} is being written by another process; wait for its end, or choose "
+                "another out"
+            ) from error
+
+    def _go_on(self, anew: bool) -> None:
+        """Keep the whole pieces that there are."""
+        size = 0
+        if self._progress.exists() and not anew:
+            size = self._read_progress()
+        if os.fstat(self._stream.fileno()).st_size < size:
+            raise RunDirectoryError(
+                f"{self._part} is shorter than {self._progress.name} says; begin anew with "
+                "resume=never"
+            )
+        self._stream.truncate(size)
+        if not size:
+            self.about = self._about
+            self._note()
+
+    def _read_progress(self) -> int:
+        """The bytes of the whole pieces."""
+        try:
+            said = json.loads(self._progress.read_text())
+            self.notes = dict(said["notes"])
+            self.about = dict(said["about"])
+            return int(said["bytes"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunDirectoryError(
+                f"{self._progress} is damaged ({error}); begin anew with resume=never"
+            ) from error
+
+    def add(self, piece: str, notes: dict[str, object]) -> None:
+        """Write a piece, which may be empty. Once this returns it is there for good, and `notes`
+        (JSON) with it.
+        """
+        self._stream.write(piece.encode())
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self.notes = notes
+        self._note()
+
+    def _note(self) -> None:
+        size = os.fstat(self._stream.fileno()).st_size
+        said = {"bytes": size, "notes": self.notes, "about": self.about}
+        replace_text(self._progress, json.dumps(said))
+
+    def finish(self) -> None:
+        """All pieces are there: put the file into its place."""
+        put_in_place(self._part, self.file)
+        self._progress.unlink()
+
+    def close(self) -> None:
+        """Let others write it."""
+        self._stream.close()

@@ -1,0 +1,201 @@
+"""How good answers are beside others to the same prompts, by the scores of a gold scorer.
+
+    wins_N = wins(gold_N, against_N, same_N)            1 better, 0.5 as good, 0 worse
+    share, low, high = win_rate(wins_N)                 over prompts, with its interval
+    length_controlled(wins_N, longer_N)                 as it were if all pairs were equally long
+
+Shapes: N prompts, each with one answer and one that it is compared with. NaN stands for what could
+not be scored, and is in no figure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+Z = 1.959963984540054  # of a two-sided interval of 95 %
+# Deviations of the normal priors of the regression, in logits. Where length separates wins from
+# losses the likelihood has no maximum; these give it one. That of the slope, on a scale where
+# lengths are about 1 apart, is Gelman et al.'s (2008); that of the intercept is as good as flat.
+SLOPE_DEVIATION = 2.5
+INTERCEPT_DEVIATION = 10.0
+NUM_RESAMPLES = 1000
+_ITERATIONS = 200
+_LARGEST_STEP = 1.0  # of Newton's, in logits: farther away the quadratic says little
+_SMALL_STEP = 1e-10
+
+
+@dataclass(frozen=True, slots=True)
+class WinRate:
+    """A share of wins and its interval of 95 %."""
+
+    share: float
+    low: float
+    high: float
+
+
+def wins(gold_N: np.ndarray, against_N: np.ndarray, same_N: np.ndarray) -> np.ndarray:
+    """[N]: 1 where gold is greater than what it is against, 0.5 where they are equal, or the same
+    text, of which the scores may differ by rounding; NaN where one of them has no score.
+    """
+    wins_N = (gold_N > against_N) + 0.5 * (gold_N == against_N)
+    wins_N[same_N] = 0.5
+    wins_N[np.isnan(gold_N) | np.isnan(against_N)] = np.nan
+    return wins_N
+
+
+def win_rate(wins_N: np.ndarray) -> WinRate | None:
+    """The mean, and Wilson's interval (1927, eq. 1); None if nothing was compared.
+
+    With p the mean over n prompts and z = 1.96:
+
+        (p + z^2/2n ± z sqrt(p (1 - p)/n + z^2/4n^2)) / (1 + z^2/n)
+
+    It holds what it promises with few prompts and near 0 and 1 too, where a bootstrap's has no
+    width (Brown, Cai and DasGupta 2001). A tie makes wins vary less than p (1 - p) says, so that
+    with ties it is rather too wide.
+    """
+    known = wins_N[~np.isnan(wins_N)]
+    n = known.size
+    if not n:
+        return None
+    p = float(known.mean())
+    centre = p + Z**2 / (2 * n)
+    half = Z * (p * (1 - p) / n + Z**2 / (4 * n**2)) ** 0.5
+    scale = 1 + Z**2 / n
+    low = max(0.0, (centre - half) / scale)
+    high = min(1.0, (centre + half) / scale)
+    return WinRate(share=p, low=low, high=high)
+
+
+def length_controlled(wins_N: np.ndarray, longer_N: np.ndarray) -> float | None:
+    """The win rate that a logistic regression foresees for pairs of equal length (AlpacaEval 2;
+    Dubois et al. 2024, section 3).
+
+        P(win) = sigmoid(intercept + slope tanh(longer / deviation of longer)),   sigmoid(intercept)
+
+    longer_N: by how many tokens each answer is longer than what it is compared with. AlpacaEval's
+    third term, the difficulty of each instruction, is known from many models' answers alone and is
+    left out. Both weights have a normal prior instead of a penalty by cross-validation. None where
+    nothing tells length from quality: no pair, or all answers longer, or all shorter.
+    """
+    known = ~np.isnan(wins_N)
+    length_N = scaled_lengths(longer_N[known])
+    if length_N is None:
+        return None
+    ((intercept, _),) = fit(wins_N[known][None], length_N[None])
+    return float(sigmoid(intercept))
+
+
+def length_controlled_interval(
+    wins_N: np.ndarray, longer_N: np.ndarray, *, seed: int
+) -> WinRate | None:
+    """The same with an interval of 95 %: percentiles over resampled prompts (Efron 1979), of which
+    the scale of lengths stays that of all.
+    """
+    share = length_controlled(wins_N, longer_N)
+    if share is None:
+        return None
+    known = ~np.isnan(wins_N)
+    wins_M = wins_N[known]
+    length_M = scaled_lengths(longer_N[known])
+    size = (NUM_RESAMPLES, wins_M.size)
+    drawn = np.random.default_rng(seed).integers(wins_M.size, size=size)
+    weights = fit(wins_M[drawn], length_M[drawn])
+    low, high = np.percentile(sigmoid(weights[:, 0]), [2.5, 97.5])
+    return WinRate(share=share, low=float(low), high=float(high))
+
+
+def scaled_lengths(longer_N: np.ndarray) -> np.ndarray | None:
+    """tanh(longer / its deviation) [N]; None where pairs of equal length would be outside of what
+    was seen.
+    """
+    if not longer_N.size or longer_N.min() > 0 or longer_N.max() < 0:
+        return None
+    deviation = longer_N.std()
+    if not deviation:
+        return None
+    return np.tanh(longer_N / deviation)
+
+
+def fit(wins_RN: np.ndarray, length_RN: np.ndarray) -> np.ndarray:
+    """[R, 2], intercept and slope of each of R regressions: the greatest of the likelihood times
+    the priors, by Newton's method.
+    """
+    precision = np.diag([INTERCEPT_DEVIATION**-2, SLOPE_DEVIATION**-2])
+    features_RN2 = np.stack([np.ones_like(length_RN), length_RN], axis=-1)
+    weights_R2 = np.zeros((len(wins_RN), 2))
+    for _ in range(_ITERATIONS):
+        foreseen_RN = sigmoid(np.einsum("rnk,rk->rn", features_RN2, weights_R2))
+        missed_RN = wins_RN - foreseen_RN
+        gradient_R2 = np.einsum("rnk,rn->rk", features_RN2, missed_RN) - weights_R2 @ precision
+        curved_RN2 = features_RN2 * (foreseen_RN * (1 - foreseen_RN))[..., None]
+        curvature_R22 = np.einsum("rnk,rnj->rkj", curved_RN2, features_RN2) + precision
+        step_R2 = np.linalg.solve(curvature_R22, gradient_R2[..., None])[..., 0]
+        length_R1 = np.linalg.norm(step_R2, axis=1, keepdims=True)
+        weights_R2 += step_R2 * np.minimum(1, _LARGEST_STEP / np.maximum(length_R1, _SMALL_STEP))
+        if length_R1.max() < _SMALL_STEP:
+            break
+    return weights_R2
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-x)), also far out."""
+    return 0.5 * (1 + np.tanh(x / 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a gold scorer, and the model that the policy began as, say of one answer to each of N
+    prompts. What was not asked for is None.
+    """
+
+    num_tokens_N: np.ndarray  # of the answers, with their end tokens
+    gold_N: np.ndarray | None = None  # NaN where there is no score
+    against_N: np.ndarray | None = None  # the scores of what they are compared with
+    against_tokens_N: np.ndarray | None = None
+    same_N: np.ndarray | None = None  # bool: the two texts are equal
+    logprobs_N: np.ndarray | None = None  # nats of each whole answer, under that model
+
+    @property
+    def wins_N(self) -> np.ndarray | None:
+        """What `wins` says."""
+        if self.against_N is None:
+            return None
+        return wins(self.gold_N, self.against_N, self.same_N)
+
+    @property
+    def longer_N(self) -> np.ndarray:
+        """By how many tokens each answer is longer than what it is compared with."""
+        return self.num_tokens_N - self.against_tokens_N
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log-probability of a token of the answers: Async RLHF's measure
+        of how far a policy is from the model that it began as (3.1).
+        """
+        return float(np.exp(-self.logprobs_N.sum() / self.num_tokens_N.sum()))
+
+    def metrics(self) -> dict[str, float | None]:
+        """The columns eval/...; None where nothing could be scored or compared."""
+        found: dict[str, float | None] = {}
+        if self.gold_N is not None:
+            found["eval/gold"] = _mean(self.gold_N)
+            found["eval/gold_masked"] = int(np.isnan(self.gold_N).sum())
+        if self.against_N is not None:
+            found["eval/gold_references"] = _mean(self.against_N)
+            rate = win_rate(self.wins_N)
+            found["eval/win_rate"] = rate and rate.share
+            found["eval/win_rate_low"] = rate and rate.low
+            found["eval/win_rate_high"] = rate and rate.high
+            controlled = length_controlled(self.wins_N, self.longer_N)
+            found["eval/win_rate_length_controlled"] = controlled
+        if self.logprobs_N is not None:
+            found["eval/perplexity"] = self.perplexity
+        return found
+
+
+def _mean(values_N: np.ndarray) -> float | None:
+    known = values_N[~np.isnan(values_N)]
+    return float(known.mean()) if known.size else None

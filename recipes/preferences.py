@@ -1,0 +1,30 @@
+"""Preference pairs of a model's own completions, for recipes/reward_model.py. One process.
+
+    python recipes/preferences.py model.path=SFT_DIR task.path=PROMPTS.jsonl samples=4 \
+        reward=model reward.path=GOLD_DIR out=PAIRS.jsonl
+    # A judge compares three completions and the row's own answer, each two in both orders.
+    python recipes/preferences.py model.path=SFT_DIR task.path=PROMPTS.jsonl samples=3 \
+        include_reference=true reward=judge reward.url=http://127.0.0.1:8000/v1 \
+        reward.model=NAME reward.ask=group out=PAIRS.jsonl
+
+The same command goes on where it was, if it was killed. docs/reward_models.md tells the rest,
+conf/preferences.yaml what can be set.
+"""
+
+from contextlib import closing
+
+from executors.build import build_pair_maker, build_scoring
+from llamarl.config.preferences import PreferencesConfig, preferences_main
+from llamarl.launch import launch_preferences
+
+
+@preferences_main
+def run(config: PreferencesConfig) -> None:
+    with launch_preferences(config) as job:
+        with closing(build_scoring(job.run_job.config, job.run_job)) as scoring:
+            scoring.start()
+            job.run(build_pair_maker(job, scoring).make)
+
+
+if __name__ == "__main__":
+    run()

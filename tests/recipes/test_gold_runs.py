@@ -1,0 +1,241 @@
+"""eval.gold and eval.base as a user starts them: what a scorer that is never trained on says of
+each evaluation, and how likely the model that the policy began as finds the answers.
+"""
+
+import json
+import math
+import os
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llamarl.models.config import tiny_directory
+from llamarl.observe.report import write_report
+from llamarl.tasks.win_rate import WinRate
+from recipes import evaluate
+from tests.launching import EVAL_PROMPTS, SMALL, Job, environment, untimed
+from tests.scorers import write_scorer
+from tests.tolerances import rounding
+
+SCORES = rounding(terms=24, depth=2 * 2, size=2.0)
+NATS = rounding(terms=128, depth=2 * 8, size=4.0)
+USER_MODULE = '''
+def close(prompt, completion, meta):
+    """The nearer to the answer the better; an abstention where there is no number."""
+    if not completion.isdigit():
+        return None
+    return -abs(int(completion) - int(meta["answer"]))
+'''
+GIVEN = (*SMALL, "max_lag=0", "max_steps=2")
+
+
+@pytest.fixture(scope="module")
+def gold(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gold")
+    model = write_scorer(path, seed=3)
+    return path, model
+
+
+@pytest.fixture(scope="module")
+def run(gold, tmp_path_factory):
+    """A synchronous one, of a reward by a function and a gold model."""
+    path, _ = gold
+    given = (f"eval.gold={path}", f"eval.base={tiny_directory()}")
+    run_dir = tmp_path_factory.mktemp("gold_run") / "run"
+    with Job(*GIVEN, *given, run_dir=run_dir) as job:
+        assert job.wait() == 0, job.output
+        yield job
+
+
+@pytest.fixture(scope="module")
+def answers(run, tmp_path_factory):
+    """The lines of recipes/evaluate.py for the run's last checkpoint, which is as it was told."""
+    out = tmp_path_factory.mktemp("answers") / "answers.jsonl"
+    assert evaluate.main([str(run.checkpoint), "--out", str(out), "threads=1"]) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def ids_of(tokenizer, completion):
+    """With the end token, and without what a text of its own begins with."""
+    return [*tokenizer.encode(completion, add_special_tokens=False), tokenizer.eos_token_id]
+
+
+@torch.no_grad()
+def score_of(model, tokenizer, prompt, completion):
+    ids = tokenizer.encode(prompt) + ids_of(tokenizer, completion)
+    hidden_TD = model.model(torch.tensor([ids])).last_hidden_state[0]
+    return float(model.score(hidden_TD[-1])[0])
+
+
+@pytest.mark.usefixtures("process_state")
+def test_a_run_reports_what_transformers_says_of_its_answers(run, gold, answers):
+    _, model = gold
+    tokenizer = AutoTokenizer.from_pretrained(tiny_directory())
+    last = run.rows[-1]
+    assert [row["step"] for row in run.rows if "eval/gold" in row] == [0, 2]
+    assert all(line["finish_reason"] == "stop" for line in answers)
+    scores = []
+    points = []
+    for line in answers:
+        true = str(eval(line["prompt"].rstrip("=")))
+        ours = score_of(model, tokenizer, line["prompt"], line["completion"])
+        theirs = score_of(model, tokenizer, line["prompt"], true)
+        scores.append(ours)
+        points.append(0.5 if line["completion"] == true else float(ours > theirs))
+    assert last["eval/gold"] == pytest.approx(sum(scores) / EVAL_PROMPTS, abs=SCORES)
+    assert last["eval/win_rate"] == pytest.approx(sum(points) / EVAL_PROMPTS, abs=1e-12)
+    assert last["eval/win_rate_low"] < last["eval/win_rate"] < last["eval/win_rate_high"]
+    assert last["eval/gold_masked"] == 0
+
+
+@pytest.mark.usefixtures("process_state")
+@torch.no_grad()
+def test_a_run_reports_the_perplexity_of_transformers(run, answers):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_directory())
+    base = AutoModelForCausalLM.from_pretrained(tiny_directory(), dtype=torch.float32)
+    total = count = 0
+    for line in answers:
+        prompt = tokenizer.encode(line["prompt"])
+        answer = ids_of(tokenizer, line["completion"])
+        logprobs = base(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+        for i, token in enumerate(answer):
+            total += float(logprobs[len(prompt) - 1 + i, token])
+        count += len(answer)
+    perplexity = math.exp(-total / count)
+    assert run.rows[-1]["eval/perplexity"] == pytest.approx(perplexity, rel=NATS)
+
+
+@pytest.mark.slow
+def test_synchronous_runs_are_alike_to_the_bit_with_gold_too(run, gold, tmp_path):
+    path, _ = gold
+    given = (f"eval.gold={path}", f"eval.base={tiny_directory()}")
+    with Job(*GIVEN, *given, run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+    assert untimed(job.rows) == untimed(run.rows)
+
+
+@pytest.mark.slow
+def test_gold_changes_nothing_that_is_learned(run, tmp_path):
+    with Job(*GIVEN, run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+    for plain, judged in zip(untimed(job.rows), untimed(run.rows), strict=True):
+        assert plain == {name: judged[name] for name in plain}
+
+
+@pytest.mark.slow
+def test_gold_may_be_a_function_and_beside_a_lagging_trainer(tmp_path):
+    (tmp_path / "user_gold.py").write_text(USER_MODULE)
+    env = {"PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], str(tmp_path)])}
+    given = (*SMALL, "eval.gold=user_gold:close", "max_lag=1")
+    with Job(*given, run_dir=tmp_path / "run", ranks=2, env=env) as job:
+        assert job.wait() == 0, job.output
+    judged = [row for row in job.rows if "eval/gold" in row]
+    assert [row["step"] for row in judged] == [0, 2, 4]
+    for row in judged:
+        # Only a right answer is as good as the reference, and none is better.
+        assert row["eval/gold_references"] == 0
+        num_scored = EVAL_PROMPTS - row["eval/gold_masked"]
+        wins = row["eval/win_rate"] * num_scored
+        assert wins == pytest.approx(row["eval/accuracy"] * EVAL_PROMPTS / 2, abs=1e-9)
+
+
+def test_the_report_has_its_curves(run):
+    page = write_report(run.run_dir).read_text()
+    for title in ("Gold score", "Win rate", "Perplexity under the base model"):
+        assert f"<img alt='{title}'" in page
+
+
+# --- recipes/evaluate.py ---
+
+GOLD_FN = "user_gold:close"
+
+
+@pytest.fixture
+def users_folder(tmp_path, monkeypatch):
+    """The current directory, with a gold function and files of answers."""
+    (tmp_path / "user_gold.py").write_text(USER_MODULE)
+    good = '{"prompt": "1+1=", "completion": "2"}\n'
+    (tmp_path / "short.jsonl").write_text(good)
+    (tmp_path / "bad.jsonl").write_text(good + '{"prompt": "1+1="}\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def judged(users_folder, capsys):
+    """What the recipe prints of the tiny model with some words, and the lines that it writes."""
+
+    def run(*words):
+        given = [str(tiny_directory()), "--num-prompts", "30", "--samples", "0", "threads=1"]
+        code = evaluate.main([*given, *map(str, words), "--out", "out.jsonl"])
+        said = capsys.readouterr()
+        assert code == 0, said.err
+        lines = [json.loads(line) for line in (users_folder / "out.jsonl").read_text().splitlines()]
+        return said.out, lines
+
+    return run
+
+
+@pytest.mark.usefixtures("process_state")
+def test_evaluate_says_what_the_run_said(run, capsys, tmp_path):
+    out = tmp_path / "answers.jsonl"
+    assert evaluate.main([str(run.checkpoint), "--out", str(out), "threads=1"]) == 0
+    said = capsys.readouterr().out
+    last = run.rows[-1]
+    rate = WinRate(last["eval/win_rate"], last["eval/win_rate_low"], last["eval/win_rate_high"])
+    assert f"win rate {evaluate.shown_rate(rate)} over references" in said
+    assert f"perplexity {last['eval/perplexity']:.4g} under {tiny_directory()}" in said
+    assert f"gold     {last['eval/gold']:.4g} by " in said
+
+
+@pytest.mark.usefixtures("process_state")
+def test_evaluate_beats_the_answers_of_rows_of_files_and_of_models(judged, tmp_path):
+    said, lines = judged("--gold", GOLD_FN)
+    right = [line["completion"] == line["against"] for line in lines]
+    assert 0 < sum(right) < len(right)
+    assert all((line["gold"] == 0) == is_right for line, is_right in zip(lines, right))
+    assert f"win rate {sum(right) / 2 / len(lines):.1%} [" in said
+    assert f"over references, {sum(right)} ties" in said
+    # Of other answers: those of a file, greedy ones alone, and those of another model.
+    file = tmp_path / "others.jsonl"
+    others = []
+    for line in lines:
+        others.append({"prompt": line["prompt"], "completion": "wrong", "sample": 1})
+        others.append({"prompt": line["prompt"], "completion": "1000", "sample": 0})
+    file.write_text("".join(json.dumps(other) + "\n" for other in others))
+    said, lines = judged("--gold", GOLD_FN, "--against", file)
+    assert {line["against"] for line in lines} == {"1000"}
+    assert "win rate 100.0% [88.6%, 100.0%]" in said  # 30 of 30: Wilson's 1 / (1 + z^2 / 30)
+    said, lines = judged("--gold", GOLD_FN, "--against", tiny_directory())
+    assert "win rate 50.0% [" in said and f"{len(lines)} ties" in said
+    assert "no pair's lengths tell it from quality" in said
+
+
+@pytest.mark.usefixtures("process_state")
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        (["--against", "x.jsonl"], "needs what judges; --gold"),
+        (["--gold", "nowhere"], "no such file: nowhere/config.json"),
+        (["--gold", str(tiny_directory())], "a language model, without a head that scores"),
+        (["--gold", GOLD_FN, "--against", "bad.jsonl"], "bad.jsonl:2: need"),
+        (["--gold", GOLD_FN, "--against", "short.jsonl"], "no greedy answer to held-out prompt 0"),
+        (["--gold", GOLD_FN, "--against", "nowhere"], "nowhere: neither a Hugging Face"),
+        (["--gold", GOLD_FN, "eval.reference_key=summary"], "held-out row 0 ("),
+        (["--gold", GOLD_FN + "s"], "did you mean close?"),
+        (["--gold", GOLD_FN, "eval.gold_label=good"], "only a scorer's directory has labels"),
+        (["--base", "nowhere"], "no such file: nowhere/config.json"),
+    ],
+)
+def test_what_cannot_judge_is_said(words, complaint, capsys, users_folder):
+    assert evaluate.main([str(tiny_directory()), "--num-prompts", "2", *words]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("process_state")
+def test_a_base_that_scores_is_none(gold, capsys, tmp_path, monkeypatch):
+    path, _ = gold
+    monkeypatch.chdir(tmp_path)
+    assert evaluate.main([str(tiny_directory()), "--base", str(path)]) == 2
+    assert "gives scores, no tokens" in capsys.readouterr().err

@@ -1,0 +1,346 @@
+"""recipes/preferences.py as a user starts it: the file of pairs, and who reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from llamarl.config.command_line import check_command_line, compose_config
+from llamarl.config.conversion import ConfigError
+from llamarl.config.preferences import PREFERENCES
+from llamarl.config.supervised import RowsSettings
+from llamarl.learning.preference_data import read_preference_data
+from llamarl.models.config import tiny_directory
+from llamarl.native.drafts import Draft
+from recipes import preferences
+from tests.judge_server import JudgeServer
+from tests.labels import closeness
+from tests.launching import ROOT, Job
+from tests.scorers import write_scorer
+from tests.tolerances import rounding
+
+RECIPE = ROOT / "recipes" / "preferences.py"
+SCORES = rounding(terms=24, depth=2 * 2, size=2.0)
+NUM_ROWS = 60
+NUM_PROMPTS = 54  # a tenth of the rows is held out
+MODEL = f"model.path={tiny_directory()}"
+SMALL = (
+    "model.dtype=float32",
+    "task.max_prompt_tokens=32",
+    "max_new_tokens=4",
+    "groups_per_step=8",
+    "samples=3",
+    "threads=1",
+)
+CLOSENESS = "reward.fn=tests.labels:closeness"
+BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> str:
+    """Sums as a file of JSON lines."""
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    draw = random.Random(0)
+    with file.open("w") as stream:
+        for _ in range(NUM_ROWS):
+            a, b = draw.randrange(10, 60), draw.randrange(10, 40)
+            row = {"prompt": f"{a}+{b}=", "answer": str(a + b), "human": f"{a + b}!"}
+            stream.write(json.dumps(row) + "\n")
+    return f"task.path={file}"
+
+
+@pytest.fixture
+def make(prompts, process_state, monkeypatch, tmp_path, capfd):
+    """make(*words, out="pairs.jsonl"): (exit code, what was said, the rows). In this process."""
+
+    def end(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+
+    def run(*words: str, out: str = "pairs.jsonl"):
+        data = () if "task=reasoning_gym" in words else (prompts,)
+        given = [MODEL, *SMALL, *data, f"out={tmp_path / out}", *words]
+        config = compose_config(
+            [*{word.partition("=")[0]: word for word in given}.values()], PREFERENCES
+        )
+        code = 0
+        capfd.readouterr()
+        try:
+            preferences.run.__wrapped__(config)
+        except SystemExit as ended:
+            code = ended.code
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        file = tmp_path / out
+        rows = []
+        if file.exists():
+            rows = [json.loads(line) for line in file.read_text().splitlines()]
+        said = capfd.readouterr()
+        return code, said.out + said.err, rows
+
+    return run
+
+
+def read(file: Path, model: Path | None = None):
+    """The pairs of a file, as recipes/reward_model.py reads them with its defaults."""
+    task = RowsSettings(
+        path=str(file),
+        eval_path=None,
+        num_eval=0,
+        max_tokens=1024,
+        drop_long=False,
+        chat=True,
+        system_prompt=None,
+    )
+    return read_preference_data(
+        task, AutoTokenizer.from_pretrained(model or tiny_directory())
+    ).train
+
+
+def test_a_functions_pairs(make, tmp_path):
+    code, said, rows = make(CLOSENESS, "include_reference=true")
+    assert code == 0, said
+    assert f"prompts       {NUM_PROMPTS}\n" in said
+    assert f"completions   {NUM_PROMPTS * 3}," in said
+    assert f"references    {NUM_PROMPTS}," in said
+    assert f"pairs         {len(rows)}," in said and len(rows) > 10
+    for row in rows:
+        answer = str(eval(row["prompt"].rstrip("=")))
+        for side in ("chosen", "rejected"):
+            assert row[f"{side}_score"] == closeness(row["prompt"], row[side], {"answer": answer})
+            assert row[f"{side}_sample"] != "reference" or row[side] == answer
+        assert row["chosen_score"] > row["rejected_score"] and row["margin"] == 0.0
+    references = [row["chosen_sample"] == "reference" for row in rows]
+    assert any(references) and not all(references)
+    assert [file.name for file in tmp_path.glob("pairs*")] == ["pairs.jsonl"]
+    pairs = read(tmp_path / "pairs.jsonl")
+    assert len(pairs) == len(rows) and "task.max_tokens=" in said  # the model's context is short
+
+
+def test_the_same_seed_gives_the_same_file(make, tmp_path):
+    noisy = ("label_noise=0.3", "pairing=random", CLOSENESS)
+    for out, seed in (("one", 1), ("same", 1), ("other", 2)):
+        code, said, _ = make(*noisy, f"seed={seed}", "samples=6", out=out)
+        assert code == 0, said
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "same").read_bytes()
+    assert (tmp_path / "one").read_bytes() != (tmp_path / "other").read_bytes()
+
+
+def test_what_was_stopped_goes_on_to_the_same_file(make, tmp_path, monkeypatch):
+    code, said, whole = make(CLOSENESS, out="whole")
+    assert code == 0, said
+    add = Draft.add
+    pieces = []
+
+    def stop(self, piece, notes):
+        pieces.append(piece)
+        if len(pieces) == 4:
+            self._stream.write(b'{"prompt": "half a ')
+            raise KeyboardInterrupt
+        add(self, piece, notes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Draft, "add", stop)
+        code, said, rows = make(CLOSENESS)
+    assert (code, rows) == (INTERRUPTED, []) and "the same command goes on after" in said
+    code, said, _ = make(CLOSENESS, "label_noise=0.5")
+    assert code == BAD_INPUT
+    assert "is of other pairs" in said and "label_noise: 0.0 in the file, 0.5 now" in said
+    code, said, rows = make(CLOSENESS)
+    assert code == 0 and "pairs.jsonl.part has 24 prompts" in said
+    assert (tmp_path / "pairs.jsonl").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert f"prompts       {NUM_PROMPTS}\n" in said and f"pairs         {len(whole)}," in said
+    code, said, _ = make(CLOSENESS)
+    assert code == BAD_INPUT and "pairs.jsonl is there already" in said
+
+
+@pytest.mark.slow
+def test_a_killed_one_goes_on_to_the_same_file(make, prompts, tmp_path):
+    code, said, _ = make(CLOSENESS, out="whole")
+    assert code == 0, said
+    words = (MODEL, *SMALL, prompts, CLOSENESS)
+
+    def job():
+        return Job(*words, run_dir=tmp_path / "pairs", recipe=RECIPE, directory_key="out")
+
+    def has_begun():
+        progress = tmp_path / "pairs.progress"
+        return progress.exists() and json.loads(progress.read_text())["bytes"] > 0
+
+    with job() as killed:
+        killed.until(has_begun, "pairs")
+        os.kill(killed.process.pid, signal.SIGKILL)
+        assert killed.wait() != 0
+    with job() as resumed:
+        assert resumed.wait() == 0, resumed.output
+    assert (tmp_path / "pairs").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_a_models_scores_are_its_own(make, tmp_path):
+    model = write_scorer(tmp_path / "gold")
+    gold = ("reward=model", f"reward.path={tmp_path / 'gold'}", "reward.dtype=float32")
+    code, said, rows = make(*gold, "pairing=best_worst", "margin_coef=0.5")
+    assert code == 0, said
+    assert 10 < len(rows) <= NUM_PROMPTS
+    by_prompt = {tuple(pair.prompt_ids.tolist()): pair for pair in read(tmp_path / "pairs.jsonl")}
+    tokenizer = AutoTokenizer.from_pretrained(tiny_directory())
+    for row in rows:
+        pair = by_prompt[tuple(tokenizer.encode(row["prompt"]))]
+        for side in ("chosen", "rejected"):
+            ids = torch.cat([pair.prompt_ids, getattr(pair, f"{side}_ids")])
+            with torch.no_grad():
+                hidden_TD = model.model(ids[None]).last_hidden_state[0]
+                score = float(model.score(hidden_TD[-1])[0])
+            if len(row[side]) < 3:  # else it may have been cut, and is scored without an end
+                assert row[f"{side}_score"] == pytest.approx(score, abs=SCORES)
+        difference = row["chosen_score"] - row["rejected_score"]
+        assert row["margin"] == pytest.approx(0.5 * difference) and difference > 0
+        assert pair.margin == row["margin"]
+
+
+def test_chat_prompts_are_the_tokens_that_were_answered(make, tmp_path):
+    """A reward model that reads the file with its defaults reads what the policy read."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_directory(), model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ {'system': '9', 'user': '8', 'assistant': '7'}[m['role']] }}"
+        "{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    tokenizer.save_pretrained(model)
+    words = (f"model.path={model}", "task.system_prompt=1+1", "generator.min_new_tokens=2")
+    code, said, rows = make(*words, "reward.fn=tests.labels:length")
+    assert code == 0, said
+    for row, pair in zip(rows, read(tmp_path / "pairs.jsonl", model), strict=True):
+        system, user = row["prompt"]
+        assert system == {"role": "system", "content": "1+1"}
+        assert tokenizer.decode(pair.prompt_ids) == f"91+18{user['content']}="
+        (reply,) = row["chosen"]
+        assert reply["role"] == "assistant"
+        assert tokenizer.decode(pair.chosen_ids[:-1]) == reply["content"]
+
+
+def larger(question):
+    """A judge of two who prefers the larger number."""
+    a, rest = question.split("</answer_a>")
+    first = a.rpartition("<answer_a>")[2].strip()
+    second = rest.partition("<answer_b>")[2].partition("</answer_b>")[0].strip()
+    return f"Verdict: {'A' if first > second else 'B'}"
+
+
+def judged_by(server):
+    return ("reward=judge", f"reward.url={server.url}", "reward.model=wise", "reward.ask=group")
+
+
+def test_a_judges_verdicts_are_the_labels(make):
+    with JudgeServer(larger) as server:
+        code, said, rows = make(*judged_by(server), "include_reference=true", "num_prompts=20")
+    assert code == 0, said
+    assert len(rows) > 10 and len(server.questions) >= 2 * len(rows)
+    for row in rows:
+        assert row["chosen"] > row["rejected"]
+        assert (row["chosen_score"], row["rejected_score"]) == (1.0, 0.0)
+    assert f"orders agree  100.0% of {len(server.questions) // 2:,} comparisons" in said
+
+
+def test_a_judge_who_prefers_a_place_labels_nothing(make):
+    with JudgeServer(lambda question: "Verdict: A") as server:
+        code, said, rows = make(*judged_by(server), "num_prompts=8")
+    assert (code, rows) == (FAILED, [])
+    assert "no pair of 8 prompts" in said and "orders agree  0.0% of" in said
+
+
+def test_held_out_prompts_are_pairs_of_their_own(make):
+    code, said, held = make(CLOSENESS, "split=held_out", out="held")
+    assert code == 0 and f"prompts       {NUM_ROWS - NUM_PROMPTS}\n" in said
+    code, said, both = make(CLOSENESS, "split=all", out="all")
+    assert code == 0 and f"prompts       {NUM_ROWS}\n" in said
+    train = [row["prompt"] for row in both if row["number"] < NUM_PROMPTS]
+    assert {row["prompt"] for row in held} <= {row["prompt"] for row in both} - set(train)
+
+
+def test_a_reference_may_be_another_key(make):
+    given = (
+        "include_reference=true",
+        "reference_key=human",
+        "reward.fn=tests.labels:length",
+    )
+    code, said, rows = make(*given, "num_prompts=10")
+    assert code == 0, said
+    assert any(row["chosen"].endswith("!") and row["chosen_sample"] == "reference" for row in rows)
+    code, said, _ = make("include_reference=true", "reference_key=humn", CLOSENESS, out="other")
+    assert code == BAD_INPUT
+    assert 'no key "humn"; did you mean "human"?' in said and "prompt 0, " in said
+
+
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        (["reward.fn=nowhere:score"], "nowhere"),
+        (["max_new_tokens=100000"], "the model's context is"),
+        (
+            ["task=reasoning_gym", "task.max_prompt_tokens=400"],
+            "makes prompts without end; say how many: num_prompts=",
+        ),
+    ],
+)
+def test_bad_input_is_told_before_a_file_is_there(make, tmp_path, words, complaint):
+    code, said, _ = make(*words)
+    assert code == BAD_INPUT and complaint in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_row_is_named(make, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": "2"}\n{"promt": "1+1=", "answer": "2"}\n')
+    code, said, _ = make(f"task.path={file}", CLOSENESS)
+    assert code == BAD_INPUT and f'{file}:2: no key "prompt"; did you mean "promt"?' in said
+    file.write_text('{"prompt": " ", "answer": "2"}\n')
+    code, said, _ = make(f"task.path={file}", CLOSENESS)
+    assert code == BAD_INPUT and "prompt 0, ' ': it is blank" in said
+
+
+def test_a_command_line_is_refused_at_once(prompts):
+    words = [MODEL, prompts, "out=x", "samples=1", "label_nois=0.2", "pairing=bestworst", "lr=1"]
+    with pytest.raises(ConfigError) as refused:
+        check_command_line(words, kind=PREFERENCES, world_size=2)
+    said = str(refused.value)
+    assert "label_nois" in said and "did you mean label_noise?" in said
+    assert "did you mean best_worst?" in said and "lr " in said
+    assert "2 ranks" in said
+    assert "samples=1 include_reference=false" in said
+    words = [MODEL, prompts, "out=x", "reward=model", f"reward.path={tiny_directory()}"]
+    with pytest.raises(ConfigError, match="in one process here"):
+        check_command_line([*words, "reward.replicate=2"], kind=PREFERENCES)
+
+
+@pytest.mark.slow
+def test_a_reward_model_learns_what_labelled_the_pairs(prompts, tmp_path):
+    """From the command to the model: it agrees with the program that labelled."""
+    gold = "reward.fn=tests.labels:closeness"
+    sampling = (
+        "task=addition",
+        "temperature=3.0",
+        "samples=4",
+        "num_prompts=1500",
+        "max_new_tokens=4",
+    )
+    words = (MODEL, "model.dtype=float32", *sampling, gold, "include_reference=true")
+    pairs = tmp_path / "pairs.jsonl"
+    with Job(*words, run_dir=pairs, recipe=RECIPE, directory_key="out") as made:
+        assert made.wait() == 0, made.output
+    learn = ("lr=3e-4", "epochs=2", "examples_per_step=32", "task.max_tokens=32", "eval.every=0")
+    trainer = ROOT / "recipes" / "reward_model.py"
+    given = (MODEL, "model.dtype=float32", *learn, f"task.path={pairs}")
+    with Job(*given, run_dir=tmp_path / "rm", recipe=trainer, directory_key="out") as job:
+        assert job.wait() == 0, job.output
+    assert job.rows[-1]["eval/accuracy"] >= 0.85
