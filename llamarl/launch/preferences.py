@@ -221,7 +221,7 @@ def launch_preferences(config: PreferencesConfig) -> Iterator[PreferencesJob]:
             _check_prompts(job)
             for key, part in run.config.reward_parts.items():
                 if part.kind != "model":
-                    check_source(part, run, [], key=key)
+                    check_source(part, run, [], section=key)
             job.open()
         ending.callback(job.draft.close)
         yield job
