@@ -58,6 +58,7 @@ from llamarl.config.command_line import (
     to_config,
 )
 from llamarl.config.conversion import flat, is_marked, load_config, to_values, value_differences
+from llamarl.config.supervised import is_of_a_supervised_job
 from llamarl.errors import CheckpointError
 from llamarl.inference import Engine
 from llamarl.inference.evaluation import eval_completion, submit
@@ -163,12 +164,13 @@ def config_of(model: Path, run: Path | None, overrides: list[str]) -> Config:
     if config.generator.kind != "native":
         what = "models are evaluated by the native engine; leave it out"
         raise ConfigError([Problem(f"generator.kind={config.generator.kind}", what)])
-    if run is None or not (run / "config.yaml").is_file():
+    file = None if run is None else run / "config.yaml"
+    if file is None or not file.is_file() or is_of_a_supervised_job(file):
         return config
     named = {word.partition("=")[0].lstrip("+") for word in given}
     values = to_values(config)
     named |= set(value_differences(to_values(compose_config([])), values))
-    old = to_values(load_config(run / "config.yaml"))
+    old = to_values(load_config(file))
     named_sections = {key.partition(".")[0] for key in named}
     for section in {"task", "reward"} - named_sections:
         values[section] = old.pop(section)  # of its kind, whatever ours is

@@ -15,15 +15,12 @@ from llamarl.config.files import PARTS
 from llamarl.config.ranges import Count, Natural, NonNegative, Positive, PositiveShare, Share, Text
 from llamarl.config.rules import check as check_run
 from llamarl.config.schema import (
-    AdditionSettings,
+    AnyTaskSettings,
     Config,
     FunctionRewardSettings,
-    GSM8KSettings,
     JudgeRewardSettings,
     ModelRewardSettings,
     PartsRewardSettings,
-    ReasoningGymSettings,
-    RowsSettings,
     Seed,
     _marked,
     settings_dataclass,
@@ -73,7 +70,7 @@ class PreferencesConfig:
     threads: Count | None
     timeout_s: Positive
     model: PolicySettings
-    task: AdditionSettings | RowsSettings | GSM8KSettings | ReasoningGymSettings = _marked("data")
+    task: AnyTaskSettings = _marked("data")
     eval: HoldOutSettings = _marked("data")
     generator: SamplerSettings = _marked("identity")
     reward: FunctionRewardSettings | ModelRewardSettings | JudgeRewardSettings | PartsRewardSettings

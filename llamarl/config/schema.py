@@ -96,6 +96,11 @@ class AdditionSettings(TaskSettings):
 
 
 @settings_dataclass
+class FactsSettings(TaskSettings):
+    kind: Literal["facts"]
+
+
+@settings_dataclass
 class QuestionsSettings(TaskSettings):
     kind: Literal["questions"]
     name: Literal["sum", "larger"]
@@ -126,6 +131,16 @@ class ReasoningGymSettings(TaskSettings):
     kind: Literal["reasoning_gym"]
     name: Text
     options: dict[str, object]  # the dataset's own parameters
+
+
+AnyTaskSettings = (
+    AdditionSettings
+    | FactsSettings
+    | QuestionsSettings
+    | RowsSettings
+    | GSM8KSettings
+    | ReasoningGymSettings
+)
 
 
 @settings_dataclass
@@ -471,9 +486,7 @@ class Config:
     weights: WeightsSettings
     metrics: MetricsSettings = _marked("outward")
     model: ModelSettings
-    task: (
-        AdditionSettings | QuestionsSettings | RowsSettings | GSM8KSettings | ReasoningGymSettings
-    ) = _marked("data", "answers")
+    task: AnyTaskSettings = _marked("data", "answers")
     generator: NativeGeneratorSettings | VLLMGeneratorSettings = _marked("answers")
     reward: (
         FunctionRewardSettings | ModelRewardSettings | JudgeRewardSettings | PartsRewardSettings

@@ -122,6 +122,14 @@ def check(
     return found.problems
 
 
+def is_of_a_supervised_job(file: Path) -> bool:
+    """Whether a run's config.yaml is that of a supervised job, which says nothing of how to sample:
+    it alone has the key `out`.
+    """
+    lines = file.read_text(errors="replace").splitlines()
+    return any(line.startswith("out:") for line in lines)
+
+
 REWARD_MODEL = JobKind("reward_model", RewardModelConfig, check=check)
 SFT = JobKind("sft", SFTConfig, check=check)
 reward_model_main = functools.partial(main, kind=REWARD_MODEL)

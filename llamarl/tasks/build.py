@@ -10,6 +10,8 @@
                    "answer"
     hf_dataset     path: a dataset directory;        eval_path, its test or valid-  exact_match
                    prompt_key, answer_key            ation split, or a part of path
+    facts          posts to summarise; needs no      500 posts, always the same     facts:gold
+                   files; seed
     reasoning_gym  name: such as chain_sum; seed     questions of a seed of their   reasoning_gym
                                                      own                            _score
 
@@ -25,13 +27,19 @@ from pathlib import Path
 
 from llamarl.tasks.addition import addition_examples
 from llamarl.tasks.base import Example, ListTask, PromptMaker, Task, Tokenizer
+from llamarl.tasks.facts import Post, facts_posts
 from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, gsm8k_row, read_jsonl, row_to_example
 from llamarl.tasks.questions import question_examples
 from llamarl.words.names import nearest
 
-KINDS = ("addition", "questions", "jsonl", "gsm8k", "hf_dataset", "reasoning_gym")
+KINDS = ("addition", "facts", "questions", "jsonl", "gsm8k", "hf_dataset", "reasoning_gym")
 EXACT_MATCH = "llamarl.tasks.rewards:exact_match"
 NUMERIC_MATCH = "llamarl.tasks.rewards:numeric_match"
+DEFAULT_REWARDS = {  # EXACT_MATCH for all others
+    "facts": "llamarl.tasks.facts:gold",
+    "gsm8k": NUMERIC_MATCH,
+    "questions": NUMERIC_MATCH,
+}
 
 
 def build_task(
@@ -86,6 +94,8 @@ def build_task(
 
     if kind == "addition":
         train, held_out = addition_examples()
+    elif kind == "facts":
+        train, held_out = facts_examples(seed)
     elif kind == "questions":
         train, held_out = question_examples(name, least, most), None
     else:
@@ -97,7 +107,7 @@ def build_task(
         kept, held = hold_out(len(train), num_eval)
         held_out = _select(train, held)
         train = _select(train, kept)
-    default_reward = NUMERIC_MATCH if kind in ("gsm8k", "questions") else EXACT_MATCH
+    default_reward = DEFAULT_REWARDS.get(kind, EXACT_MATCH)
     return ListTask(kind, train, held_out, maker, default_reward=default_reward)
 
 
@@ -126,6 +136,16 @@ def prompt_maker(
         max_prompt_tokens=max_prompt_tokens,
         instruction=GSM8K_INSTRUCTION if kind == "gsm8k" else "",
     )
+
+
+def facts_examples(seed: int) -> tuple[list[Example], list[Example]]:
+    """(training, held out) examples of the task facts: a post, with its gold summary as answer."""
+    train, held_out = facts_posts(seed)
+    return _post_examples(train), _post_examples(held_out)
+
+
+def _post_examples(posts: Sequence[Post]) -> list[Example]:
+    return [Example(post.text, {"answer": post.summary}) for post in posts]
 
 
 def _select(examples: Sequence[Example], places: Sequence[int]) -> Sequence[Example]:

@@ -246,6 +246,13 @@ def test_a_directory_of_transformers_is_taken_as_it_is(recipe):
     assert recipe.find_model(tiny_directory()) == (tiny_directory(), None)
 
 
+def test_the_directory_of_a_supervised_job_is_evaluated_by_the_command_line_alone(recipe, tmp_path):
+    (tmp_path / "config.yaml").write_text("out: sft\nresume: auto\nexamples_per_step: 4\n")
+    config = recipe.config_of(tiny_directory(), tmp_path, ["max_new_tokens=7"])
+    assert config == recipe.config_of(tiny_directory(), None, ["max_new_tokens=7"])
+    assert config.max_new_tokens == 7
+
+
 def test_what_is_neither_a_model_nor_a_checkpoint_is_refused(recipe, tmp_path):
     with pytest.raises(
         FileNotFoundError,

@@ -10,7 +10,7 @@ import torch
 from llamarl.tasks.base import Example, PromptMaker
 from llamarl.tasks.build import build_task
 
-MAX_PROMPT_TOKENS = 200
+MAX_PROMPT_TOKENS = 300
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
 GSM8K_ROWS = [{"question": f"{n} + 1?", "answer": f"so\n#### {n + 1}"} for n in range(40)]
 
@@ -81,6 +81,7 @@ def make(kind, folder):
 
 KINDS = (
     "addition",
+    "facts",
     "questions",
     "jsonl",
     "gsm8k",
@@ -148,4 +149,4 @@ def test_its_own_reward_takes_the_answer_for_right_and_another_text_for_wrong(ma
     reward = getattr(importlib.import_module(module), function)
     for prompt in some_prompts(made.task):
         assert reward(prompt.text, str(prompt.meta["answer"]), prompt.meta) == 1.0
-        assert reward(prompt.text, "no such answer", prompt.meta) == 0.0
+        assert reward(prompt.text, "no such answer", prompt.meta) <= 0.0

@@ -1,0 +1,325 @@
+"""The whole of RLHF, from nothing to a curve of gold, on two CPU cores: a synthetic TL;DR whose
+gold is a program (llamarl/tasks/facts.py), and a policy that sees only a reward model.
+
+    python recipes/rlhf.py out=DIR
+    # Another seed, and a word for the command of one stage.
+    python recipes/rlhf.py out=DIR seed=1 rl.max_steps=120 data.--rows=8000
+
+    data          posts, and a sloppy teacher's summaries       DIR/start, DIR/teacher.jsonl
+    sft           learns them                                   DIR/sft
+    pairs         best and worst samples; 20 % labelled wrongly DIR/pairs.jsonl
+    clean_pairs   of held-out posts, none wrong                 DIR/clean_pairs.jsonl
+    reward_model  learns the pairs, is held to the clean ones   DIR/reward_model
+    rl            against it, asynchronously; gold looks on     DIR/rl
+    judge_sft     gold of greedy and sampled answers before     DIR/judged_sft.jsonl
+    judge_rl      and after                                     DIR/judged_rl.jsonl
+    report        a table, and plots                            DIR/rlhf.png, DIR/rlhf.json
+
+Each stage is a command, which is printed and can be typed without this recipe. DIR/stages has what
+each took; a stage that is there is skipped, and the one that was cut off goes on where it was.
+Exit status: 0, 2 for words that cannot be used, or that of the stage that failed. docs/rlhf.md
+walks through a run.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from llamarl.native.files import replace_text
+from llamarl.words.names import did_you_mean
+
+RECIPES = Path(__file__).resolve().parent
+RANKS = 2
+GOLD = "llamarl.tasks.facts:gold"
+# Of the task, for the tokenizer that recipes/facts_data.py writes: a post has at most 75 tokens, a
+# gold summary 21 with its end.
+TASK = ("task=facts", "task.max_prompt_tokens=80", "max_new_tokens=32", "temperature=0.7")
+USAGE = "python recipes/rlhf.py out=DIR [seed=N] [STAGE.WORD ...]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One command."""
+
+    name: str
+    recipe: str  # a file of recipes/
+    words: tuple[str, ...]
+    ranks: int | None = None  # of torchrun; None: one plain process
+
+    def typed(self) -> list[str]:
+        """The command as a user types it."""
+        launcher = ["python"]
+        if self.ranks:
+            launcher = ["torchrun", "--standalone", f"--nproc-per-node={self.ranks}"]
+        return [*launcher, f"recipes/{self.recipe}", *self.words]
+
+    def started(self) -> list[str]:
+        """The same command, by this interpreter and from any directory."""
+        launcher = [sys.executable]
+        if self.ranks:
+            module = ["-m", "torch.distributed.run", "--standalone"]
+            launcher += [*module, f"--nproc-per-node={self.ranks}"]
+        return [*launcher, str(RECIPES / self.recipe), *self.words]
+
+    def given(self, words: list[str]) -> Stage:
+        """This stage with more words, each in the place of one with the same key."""
+        own = {key_of(word): word for word in (*self.words, *words)}
+        return Stage(
+            name=self.name, recipe=self.recipe, words=tuple(own.values()), ranks=self.ranks
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """What a stage that is done was and took."""
+
+    command: str
+    seconds: float
+    cpu_seconds: float  # of all its processes
+
+
+def key_of(word: str) -> str:
+    return word.partition("=")[0]
+
+
+def stages(out: Path, seed: int) -> list[Stage]:
+    """The pipeline."""
+    sft = f"{out}/sft"
+    scorer = f"{out}/reward_model"
+    seeded = f"seed={seed}"
+    sampled = ("model.dtype=float32", *TASK, seeded)
+    supervised = (
+        "task.max_tokens=112",
+        "model.dtype=float32",
+        "trainer.schedule=cosine",
+        "trainer.warmup_fraction=0.05",
+        "trainer.beta2=0.99",
+        seeded,
+        "resume=auto",
+    )
+    return [
+        Stage(
+            name="data",
+            recipe="facts_data.py",
+            words=(str(out), f"--seed={seed}", "--rows=20000"),
+        ),
+        Stage(
+            name="sft",
+            recipe="sft.py",
+            ranks=RANKS,
+            words=(
+                f"model.path={out}/start",
+                f"task.path={out}/teacher.jsonl",
+                f"task.eval_path={out}/teacher_held_out.jsonl",
+                f"out={sft}",
+                "examples_per_step=32",
+                "lr=2e-3",
+                "epochs=2",
+                "eval.every=200",
+                *supervised,
+            ),
+        ),
+        Stage(
+            name="pairs",
+            recipe="preferences.py",
+            words=(
+                f"model.path={sft}",
+                *sampled,
+                "num_prompts=6000",
+                "samples=4",
+                "pairing=best_worst",
+                "label_noise=0.2",
+                f"out={out}/pairs.jsonl",
+            ),
+        ),
+        Stage(
+            name="clean_pairs",
+            recipe="preferences.py",
+            words=(
+                f"model.path={sft}",
+                *sampled,
+                "split=held_out",
+                "samples=4",
+                "pairing=best_worst",
+                f"out={out}/clean_pairs.jsonl",
+            ),
+        ),
+        Stage(
+            name="reward_model",
+            recipe="reward_model.py",
+            ranks=RANKS,
+            words=(
+                f"model.path={sft}",
+                f"task.path={out}/pairs.jsonl",
+                f"task.eval_path={out}/clean_pairs.jsonl",
+                f"out={scorer}",
+                "examples_per_step=32",
+                "lr=1e-3",
+                "eval.every=25",
+                "loss.center_coef=0.01",
+                *supervised,
+            ),
+        ),
+        Stage(
+            name="rl",
+            recipe="llama_async.py",
+            ranks=RANKS,
+            words=(
+                f"model.path={sft}",
+                *sampled,
+                "reward=model",
+                f"reward.path={scorer}",
+                "reference=frozen",
+                "loss=rloo",
+                "max_lag=1",
+                "groups_per_step=32",
+                "group_size=4",
+                "lr=1e-4",
+                "trainer.reward_kl_coef=0.05",
+                "max_steps=60",
+                f"eval.gold={GOLD}",
+                "eval.num_prompts=200",
+                "eval.every=5",
+                f"run_dir={out}/rl",
+                "resume=auto",
+            ),
+        ),
+        _judge("sft", sft, out),
+        _judge("rl", f"{out}/rl/checkpoints/latest", out),
+        Stage(name="report", recipe="rlhf_report.py", words=(str(out),)),
+    ]
+
+
+def _judge(name: str, model: str, out: Path) -> Stage:
+    """The stage in which gold scores what a model answers: its own reward is what the task has."""
+    return Stage(
+        name=f"judge_{name}",
+        recipe="evaluate.py",
+        words=(
+            model,
+            *TASK,
+            "reward=function",
+            "model.dtype=float32",
+            "eval.num_prompts=500",
+            "--samples=1",
+            f"--out={out}/judged_{name}.jsonl",
+        ),
+    )
+
+
+def read_words(words: list[str]) -> tuple[Path, list[Stage]]:
+    """The directory, and the pipeline with what the words add to it. ValueError."""
+    own = {}
+    added: dict[str, list[str]] = {}
+    for word in words:
+        key, has_value, value = word.partition("=")
+        name, is_of_a_stage, rest = word.partition(".")
+        if key in ("out", "seed") and has_value:
+            own[key] = value
+        elif is_of_a_stage and rest:
+            added.setdefault(name, []).append(rest)
+        else:
+            raise ValueError(f"{word}: not known here; {USAGE}")
+    if not own.get("out"):
+        raise ValueError(f"say where to write: {USAGE}")
+    seed = own.get("seed", "0")
+    if not seed.isdecimal():
+        raise ValueError(f"seed={seed}: need a whole number of at least 0")
+    out = Path(own["out"])
+    pipeline = stages(out, int(seed))
+    names = [stage.name for stage in pipeline]
+    for name in added:
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise ValueError(f"{name}: no such stage{hint}; there are {', '.join(names)}")
+    return out, [stage.given(added.get(stage.name, [])) for stage in pipeline]
+
+
+def taken(out: Path, stage: Stage) -> Took | None:
+    """What a stage took that is done; None: it is not. ValueError if it was another command."""
+    file = record_of(out, stage)
+    if not file.is_file():
+        return None
+    took = Took(**json.loads(file.read_text()))
+    if took.command != shlex.join(stage.typed()):
+        raise ValueError(
+            f"stage {stage.name} was done by another command:\n  {took.command}\nchoose another "
+            f"out=DIR; or remove {file} and what it wrote, and those of the stages behind it"
+        )
+    return took
+
+
+def record_of(out: Path, stage: Stage) -> Path:
+    return out / "stages" / f"{stage.name}.json"
+
+
+def run(out: Path, stage: Stage) -> int:
+    """Run a stage and record what it took. Returns its exit status."""
+    start_s = time.monotonic()
+    cpu_before_s = children_cpu_s()
+    status = wait_for(subprocess.Popen(stage.started()))
+    if status == 0:
+        took = Took(
+            command=shlex.join(stage.typed()),
+            seconds=round(time.monotonic() - start_s, 1),
+            cpu_seconds=round(children_cpu_s() - cpu_before_s, 1),
+        )
+        replace_text(record_of(out, stage), json.dumps(asdict(took), indent=2) + "\n")
+        print(f"done     {stage.name} in {took.seconds:.0f} s, {took.cpu_seconds:.0f} s of CPU")
+    return status
+
+
+def children_cpu_s() -> float:
+    """CPU time of all processes that have ended under this one."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def wait_for(stage: subprocess.Popen) -> int:
+    """The exit status of a stage, which ends its own waits. Ctrl-C reaches it by itself, and
+    SIGTERM is passed on, so that it can save what it has.
+    """
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: stage.terminate()),
+    }
+    try:
+        return stage.wait()
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        out, pipeline = read_words(sys.argv[1:] if argv is None else argv)
+        done = {stage.name: taken(out, stage) for stage in pipeline}
+        (out / "stages").mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        print(f"rlhf: {error}", file=sys.stderr)
+        return 2
+    for number, stage in enumerate(pipeline, start=1):
+        print(
+            f"\n[{number}/{len(pipeline)}] {stage.name}\n  {shlex.join(stage.typed())}", flush=True
+        )
+        if done[stage.name]:
+            print("done before")
+            continue
+        status = run(out, stage)
+        if status:
+            again = "the same command goes on from here"
+            print(f"rlhf: stage {stage.name} ended with {status}; {again}", file=sys.stderr)
+            return status if status > 0 else 128 - status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
