@@ -20,6 +20,8 @@ import pytest
 
 from llamarl.config.command_line import Config, ConfigError, check_command_line, to_config
 from llamarl.config.conversion import known_keys, schemas_of, sections_of_kinds
+from llamarl.config.preferences import PREFERENCES
+from llamarl.config.supervised import REWARD_MODEL, SFT
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("llamarl", "executors", "recipes")
@@ -313,6 +315,7 @@ def test_an_option_of_a_section_of_kinds_is_called_as_its_kind(group, option):
 
 README = text_of(ROOT / "README.md")
 EXPERIMENTS = text_of(ROOT / "docs" / "experiments.md")
+REWARD_MODELS = text_of(ROOT / "docs" / "reward_models.md")
 # What users and contributors are told to type, and where they are told to look.
 GUIDES = "\n".join(
     text_of(ROOT / name)
@@ -331,7 +334,17 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 OVERRIDE = re.compile(r"^\+?[a-z_]+(?:\.[a-z_]+)*=[^=]*$")
 # What a placeholder stands for in a check.
-USERS = {"DIR": str(TINY), "RM_DIR": str(TINY), "FILE": "train.jsonl"}
+# What documents call the user's own models, and their rows.
+MODELS = ("DIR", "SFT_DIR", "RM_DIR", "GOLD_DIR", "GOLD_SFT_DIR", "GOLD_BASE_DIR", "PYTHIA_DIR")
+ROWS = ("FILE", "ROWS.jsonl", "PAIRS.jsonl", "PROMPTS.jsonl", "norobots.jsonl", "pairs.jsonl")
+MADE_ROWS = ("train", "valid", "pairs_train", "pairs_valid", "gold_pairs")
+USERS = dict.fromkeys(MODELS, str(TINY)) | dict.fromkeys(ROWS, "train.jsonl")
+USERS |= {f"data/{name}.jsonl": "train.jsonl" for name in MADE_ROWS}
+OTHER_JOBS = {
+    "recipes/sft.py": SFT,
+    "recipes/reward_model.py": REWARD_MODEL,
+    "recipes/preferences.py": PREFERENCES,
+}
 
 
 def blocks(language: str, text: str = GUIDES) -> list[str]:
@@ -377,6 +390,19 @@ def hydra_commands(text: str = GUIDES) -> list[tuple[int, list[str]]]:
     return found
 
 
+def other_job_commands(text: str) -> list[tuple[str, int, list[str]]]:
+    """(recipe, ranks, overrides) of the runs of other recipes under Hydra, in shell blocks."""
+    found = []
+    shell = "".join(f"```bash\n{body}```\n" for body in blocks("bash", text))
+    for words in commands(shell):
+        for recipe in OTHER_JOBS.keys() & set(words):
+            overrides = words[words.index(recipe) + 1 :]
+            ranks = [int(word.partition("=")[2]) for word in words if word.startswith("--nproc")]
+            if overrides and all(OVERRIDE.match(word) for word in overrides):
+                found.append((recipe, *(ranks or [1]), overrides))
+    return found
+
+
 @pytest.fixture
 def users_folder(tmp_path, monkeypatch):
     """The current directory of somebody who follows README: their data, and my_module.py as README
@@ -394,12 +420,18 @@ def users_folder(tmp_path, monkeypatch):
     sys.modules.pop("my_module", None)
 
 
-def validate(ranks: int, overrides: list[str]) -> None:
-    """ConfigError if a run with these would be refused."""
+def of_the_user(overrides: list[str]) -> list[str]:
+    """Overrides with the user's own files."""
     given = []
     for word in overrides:
         key, _, value = word.partition("=")
         given += [f"{key}={USERS.get(value, value)}"] if value else []
+    return given
+
+
+def validate(ranks: int, overrides: list[str]) -> None:
+    """ConfigError if a run with these would be refused."""
+    given = of_the_user(overrides)
     resumes = "resume=auto" in given and not any(word.startswith("run_dir=") for word in given)
     multirun = "--multirun" in overrides
     check_command_line(given + ["run_dir=runs/mine"] * resumes, world_size=ranks, multirun=multirun)
@@ -431,6 +463,14 @@ def test_readme_commands_are_accepted(users_folder, monkeypatch):
 @pytest.mark.parametrize("ranks, overrides", hydra_commands(EXPERIMENTS))
 def test_commands_of_docs_experiments_are_accepted(users_folder, ranks, overrides):
     validate(ranks, overrides)
+
+
+def test_commands_of_other_jobs_are_accepted(users_folder):
+    found = other_job_commands(EXPERIMENTS) + other_job_commands(REWARD_MODELS)
+    assert {recipe for recipe, _, _ in found} == OTHER_JOBS.keys() and len(found) > 8
+    for recipe, ranks, overrides in found:
+        given = of_the_user(overrides)
+        check_command_line(given, world_size=ranks, kind=OTHER_JOBS[recipe])
 
 
 def test_docs_experiments_sweeps_and_lists_every_experiment():
@@ -492,12 +532,15 @@ def test_readme_scripts_take_the_options_that_it_gives_them():
         "recipes/fetch_smollm2.py",
         "recipes/evaluate.py",
         "recipes/compare.py",
+        "recipes/tldr.py",
     }
     plain = [words for words in commands() + commands(EXPERIMENTS) if scripts & set(words)]
     assert {word for words in plain for word in words} >= scripts
     for words in plain:
-        source = (ROOT / next(word for word in words if word.startswith("recipes/"))).read_text()
-        assert not [word for word in words if word.startswith("--") and f'"{word}"' not in source]
+        recipe = next(word for word in words if word.startswith("recipes/"))
+        source = (ROOT / recipe).read_text()
+        options = [word for word in words[words.index(recipe) :] if word.startswith("--")]
+        assert not [option for option in options if f'"{option}"' not in source]
     modules = {
         words[words.index("-m") + 1]
         for words in commands()

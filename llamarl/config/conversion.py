@@ -377,7 +377,9 @@ def _resolved(written: dict, problems: list[Problem]) -> dict:
 
 def echoing(written: Mapping[str, object], keys: Iterable[str]) -> set[str]:
     """The keys whose values are written as those of these keys, and so are wrong with them."""
-    references = ["${" + key + "}" for key in keys]
+    references = []
+    for key in keys:
+        references += ["${" + key + "}", "${oc.select:" + key + ","]
     echoes = set()
     for key, value in flat(written).items():
         if any(reference in str(value) for reference in references):
