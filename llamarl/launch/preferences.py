@@ -29,7 +29,7 @@ from llamarl.models.config import read_config
 from llamarl.native.drafts import Draft
 from llamarl.tasks.base import Example, PromptMaker, sample_digest
 from llamarl.tasks.build import prompt_maker, row_reader
-from llamarl.tasks.jsonl import SHOWN_PROBLEMS, check_keys, read_jsonl
+from llamarl.tasks.jsonl import check_keys, read_jsonl, refuse
 from llamarl.tasks.pairs import Tally
 from llamarl.types import Prompt
 
@@ -243,11 +243,7 @@ def _check_prompts(job: PreferencesJob) -> None:
             _check_prompt(prompt, job.config)
         except ValueError as error:
             problems.append(f"prompt {number}, {prompt.text[:40]!r}: {error}")
-    if problems:
-        shown = problems[:SHOWN_PROBLEMS]
-        if len(problems) > len(shown):
-            shown.append(f"and {len(problems) - len(shown)} more")
-        raise ValueError("\n  ".join([f"{len(problems)} prompts cannot be used:", *shown]))
+    refuse("prompts cannot be used", problems)
 
 
 def _check_lines(config: PreferencesConfig) -> None:

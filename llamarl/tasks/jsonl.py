@@ -5,7 +5,7 @@ files are of this kind.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -49,14 +49,20 @@ def read_jsonl(path: str | Path, make: Callable[[dict], Made]) -> list[Made]:
                 problems.append(f"{path}:{number}: {what}")
             except ValueError as error:  # UnicodeDecodeError is one
                 problems.append(f"{path}:{number}: {error}")
-    if problems:
-        shown = problems[:SHOWN_PROBLEMS]
-        if len(problems) > len(shown):
-            shown.append(f"and {len(problems) - len(shown)} more")
-        raise ValueError("\n  ".join([f"{len(problems)} bad lines:", *shown]))
+    refuse("bad lines", problems)
     if not made:
         raise ValueError(f"{path}: empty; need at least one JSON object a line")
     return made
+
+
+def refuse(what: str, problems: Sequence[str]) -> None:
+    """ValueError that counts the problems and shows the first SHOWN_PROBLEMS, if there are any."""
+    if not problems:
+        return
+    shown = list(problems[:SHOWN_PROBLEMS])
+    if len(problems) > len(shown):
+        shown.append(f"and {len(problems) - len(shown)} more")
+    raise ValueError("\n  ".join([f"{len(problems)} {what}:", *shown]))
 
 
 def row_to_example(row: dict, prompt_key: str, answer_key: str | None) -> Example:
