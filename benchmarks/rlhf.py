@@ -13,7 +13,7 @@ sync              max_lag 1 against 0 on two ranks at equal steps, with seconds 
 
 All runs of a study train on as many completions, and begin with PIPELINE's SFT model against its
 reward model. The win rate is that of gold over the sloppy teacher's summaries of 500 held-out
-posts, greedy; KL is the reference's k3 estimate, nats a completion, at temperature 1. Runs of the
+posts, greedy; KL is the reference's k3 estimate, nats a completion, at temperature 0.7. Runs of the
 first two studies are one process of one thread each. --runs keeps finished ones. --text: a Markdown
 file whose tables are written anew, each between its markers `<!-- table STUDY -->` and
 `<!-- end -->`.
@@ -102,8 +102,9 @@ def common(pipeline: Path) -> tuple[str, ...]:
         f"task.eval_path={pipeline}/teacher_held_out.jsonl",
         "task.answer_key=completion",
         "task.chat=false",
-        "task.max_prompt_tokens=64",
+        "task.max_prompt_tokens=80",
         "max_new_tokens=32",
+        "temperature=0.7",
     )
     judged = (f"eval.gold={GOLD}", "eval.reference_key=completion", "eval.num_prompts=500")
     models = (
