@@ -217,6 +217,11 @@ def test_replicas_and_tensor_parallel_trainers_train_as_one_rank_does(
             assert row[name] == pytest.approx(expected[name], abs=SHARDED, rel=SHARDED)
 
 
+def known(name, rows):
+    """The values of a column that has some."""
+    return [row[name] for row in rows if row.get(name) is not None]
+
+
 @pytest.mark.slow
 def test_scales_of_rows_that_trainer_ranks_share_are_those_of_whole_rows(tmp_path):
     """With int8, a scale of a part of a row would sample other tokens."""
@@ -231,8 +236,14 @@ def test_scales_of_rows_that_trainer_ranks_share_are_those_of_whole_rows(tmp_pat
     for row, expected in zip(rows, want, strict=True):
         for name in ("reward/mean", "tokens/trained", "tokens/generated"):
             assert row[name] == expected[name]
-        for name in ("loss/value", "grad_norm", "weights/quantization_kl"):
+        for name in ("loss/value", "grad_norm"):
             assert row[name] == pytest.approx(expected[name], abs=SHARDED, rel=SHARDED)
+    # Of each version, in the row that it comes in time for, which is a mean where two do.
+    divergence = known("weights/quantization_kl", rows)
+    expected = known("weights/quantization_kl", want)
+    assert divergence
+    for value in divergence:
+        assert min(expected) - SHARDED <= value <= max(expected) + SHARDED
     assert rows[-1]["weights/quantization_kl"] > 0
 
 
