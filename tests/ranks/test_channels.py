@@ -60,6 +60,7 @@ def test_a_dead_peer_is_named_to_all_others():
 
 class Endpoint:
     tensor_parallel = 1
+    first_takes = False
 
     def __init__(self, name):
         self.name = name
