@@ -8,7 +8,7 @@
 sum         What is 7+12? Answer with the number only. Numbers of 1 to 20
 two_digits  the same with numbers of 10 to 99
 larger      Which number is larger, 7 or 12? Numbers of 10 to 99
-chain_sum   reasoning-gym's, two terms of one digit
+chain_sum   reasoning-gym's, two terms of one or two digits
 
 async is max_lag=1 on two processes of one thread, sync max_lag=0 on the same two, with everything
 else equal. A finished run in --runs is not made again. Seconds are those of the run's own clock
@@ -40,7 +40,7 @@ TASKS = {
         "task=reasoning_gym",
         "task.name=chain_sum",
         "task.options.max_terms=2",
-        "task.options.max_digits=1",
+        "task.options.max_digits=2",
         "reward.fn=llamarl.tasks.rewards:numeric_match",
         "max_new_tokens=24",
     ],

@@ -2,20 +2,25 @@
 model, in the eyes of gold, and at which distance from the SFT model.
 
     python recipes/rlhf.py out=PIPELINE
-    python benchmarks/rlhf.py --pipeline PIPELINE [--study STUDY ...] [--seeds 3] [--jobs 2]
-                              [--runs DIR] [--json FILE] [--plots DIR] [--text FILE] [overrides ...]
+    python benchmarks/rlhf.py --pipeline PIPELINE [--study STUDY] [--study ...] [--seeds 3]
+                              [--jobs 2] [--runs DIR] [--json FILE] [--plots DIR] [--text FILE]
+                              [overrides ...]
 
 overoptimisation  RLOO with the KL to the SFT model held, a little, and not at all: proxy and gold
                   over sqrt(KL) (Gao et al. 2022)
 minibatches       N = 1, 4, 16 minibatches a step, off-policy by construction, of PPO, RLOO,
-                  Proximal RLOO, Online DPO and Best-of-2: win rate against KL (Async RLHF, 3.2)
+                  Proximal RLOO, Online DPO and Best-of-2: win rate against KL (Async RLHF, 3.2,
+                  3.3)
+idle              Online DPO with max_lag 1 and what an idle trainer can do, T = 1, 2, 3 passes over
+                  a batch, or an idle generator, K = 2, 4 samples a prompt of which the best and the
+                  worst are trained on (4.1, 4.2)
 sync              max_lag 1 against 0 on two ranks at equal steps, with seconds (3.5)
 
-All runs of a study train on as many completions, and begin with PIPELINE's SFT model against its
-reward model. The win rate is that of gold over the sloppy teacher's summaries of 500 held-out
+All runs begin with PIPELINE's SFT model against its reward model, and those of a study train on as
+many completions. The win rate is that of gold over the sloppy teacher's summaries of 500 held-out
 posts, greedy; KL is the reference's k3 estimate, nats a completion, at temperature 0.7. Runs of the
-first two studies are one process of one thread each. --runs keeps finished ones. --text: a Markdown
-file whose tables are written anew, each between its markers `<!-- table STUDY -->` and
+first three studies are one process of one thread each. --runs keeps finished ones. --text: a
+Markdown file whose tables are written anew, each between its markers `<!-- table STUDY -->` and
 `<!-- end -->`.
 """
 
@@ -47,10 +52,12 @@ COMPLETIONS = 128  # a minibatch
 UPDATES = 64
 LOSSES = ("ppo", "rloo", "proximal_rloo", "online_dpo", "best_of_n")
 MINIBATCHES = (1, 4, 16)
+PASSES = (1, 2, 3)  # T
+SAMPLES = (2, 4)  # K
 KL_COEFS = ("0", "0.02", "0.1")
 RATES = {"ppo": "1e-4", "best_of_n": "5e-5"}
 RATE = "1e-4"
-STUDIES = ("overoptimisation", "minibatches", "sync")
+STUDIES = ("overoptimisation", "minibatches", "idle", "sync")
 TITLES = {
     PROXY: "reward model's score",
     GOLD_MEAN: "gold",
@@ -146,8 +153,8 @@ def settings(loss: str, *, minibatches: int = 1, max_lag: int = 0) -> tuple[str,
 
 
 def overoptimisation_cases() -> list[Case]:
-    """RLOO, four times as long and at twice the rate: far enough to leave what was learned from."""
-    far = (f"max_steps={4 * UPDATES}", "eval.every=16", "lr=2e-4")
+    """RLOO, twice as long and at twice the rate: far enough to leave what was learned from."""
+    far = (f"max_steps={2 * UPDATES}", "eval.every=8", "lr=2e-4")
     return [
         Case("", f"kl_coef {coef}", (*settings("rloo"), *far, f"loss.kl_coef={coef}"))
         for coef in KL_COEFS
@@ -156,10 +163,25 @@ def overoptimisation_cases() -> list[Case]:
 
 def minibatch_cases() -> list[Case]:
     return [
-        Case(f"N = {count}", loss, settings(loss, minibatches=count))
+        Case(
+            f"N = {count}",
+            loss,
+            (*settings(loss, minibatches=count), f"eval.every={max(1, 16 // count)}"),
+        )
         for count in MINIBATCHES
         for loss in LOSSES
     ]
+
+
+def idle_cases() -> list[Case]:
+    of_trainer = {f"T = {passes}": f"trainer.updates_per_batch={passes}" for passes in PASSES}
+    of_generator = {f"K = {samples}": f"group_size={samples}" for samples in SAMPLES}
+    cases = []
+    for panel, curves in {"passes": of_trainer, "samples": of_generator}.items():
+        for curve, word in curves.items():
+            overrides = (*settings("online_dpo", max_lag=1), "eval.every=16", word)
+            cases.append(Case(panel, curve, overrides))
+    return cases
 
 
 def sync_cases() -> list[Case]:
@@ -233,8 +255,12 @@ def words_of(case: Case, seed: int, args: argparse.Namespace) -> tuple[str, ...]
 def study(name: str, args: argparse.Namespace) -> list[Curve]:
     if name == "sync":
         return made_on_two_ranks(sync_cases(), args)
-    cases = overoptimisation_cases() if name == "overoptimisation" else minibatch_cases()
-    return made_apart(cases, args)
+    cases_of = {
+        "overoptimisation": overoptimisation_cases,
+        "minibatches": minibatch_cases,
+        "idle": idle_cases,
+    }
+    return made_apart(cases_of[name](), args)
 
 
 # --- Tables ---
@@ -315,8 +341,8 @@ def draw_pareto(curves: list[Curve]) -> plt.Figure:
         ax.set_xlabel("KL from the SFT model, nats a completion", fontsize=8)
         ax.set_title(panel, fontsize=9)
         ax.sharey(axes[0])
+        ax.legend(fontsize=8, frameon=False)
     axes[0].set_ylabel(TITLES[WIN_RATE], fontsize=8)
-    axes[0].legend(fontsize=8, frameon=False)
     return figure
 
 

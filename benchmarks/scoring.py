@@ -2,7 +2,7 @@
 machine.
 
     python benchmarks/scoring.py --model DIR [--prompts 16] [--group 8] [--dtype float32]
-    [--threads N] [--json FILE]
+    [--threads N] [--steps N] [--json FILE]
 
 What is scored is a batch of RL: groups of completions of one prompt, with prompts and completions
 of log-normal lengths (--prompt-tokens and --completion-tokens are the medians, twice of which is
@@ -12,6 +12,9 @@ transformers gets the same sequences in batches of --batch, right-padded, in the
 came, and also sorted by length, which is the best that padding can do; the fastest of the batch
 sizes counts. Each figure is the median of --repeats runs, taken in turn, so that a busy minute of
 the machine falls on all. The scores are compared.
+
+With --steps the main job is run too, synchronous on two ranks of one thread, with DIR as its policy
+and a scorer of the same size as its reward: how much of a step the scorer takes.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 
 # isort: split
 import torch
-from running import machine
+from running import machine, run_job
 from torch import Tensor
 
 from llamarl.executor import ExecutorGroup
@@ -153,6 +156,32 @@ def measured(args: argparse.Namespace, path: Path) -> dict[str, object]:
     }
 
 
+def share_of_steps(args: argparse.Namespace, scorer: Path, run_dir: Path) -> dict[str, float]:
+    """Medians of a step's seconds, and of those in which the scorer worked, after the first."""
+    overrides = [
+        "model=hf",
+        f"model.path={args.model.absolute()}",
+        "reward=model",
+        f"reward.path={scorer.absolute()}",
+        f"reward.dtype={args.dtype}",
+        f"model.dtype={args.dtype}",
+        f"trainer.compute_dtype={args.dtype}",
+        "task=questions",
+        f"groups_per_step={args.prompts}",
+        f"group_size={args.group}",
+        f"max_new_tokens={args.completion_tokens}",
+        f"max_steps={args.steps + 1}",
+        "max_lag=0",
+        "eval.every=0",
+        "checkpoint.every=0",
+        "threads=1",
+    ]
+    rows = [row for row in run_job(run_dir, overrides) if row["step"] > 1]
+    step_s = statistics.median(row["time/step_s"] for row in rows)
+    scorer_s = statistics.median(row["reward/model/seconds"] for row in rows)
+    return {"step_s": step_s, "scorer_s": scorer_s, "share": scorer_s / step_s}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -169,13 +198,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=0, help="of the main job; 0: without it")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     use_float32_products(reproducible=True)
     with tempfile.TemporaryDirectory() as folder:
-        found = measured(args, scorer_of(args.model, Path(folder) / "scorer"))
+        scorer = scorer_of(args.model, Path(folder) / "scorer")
+        found = measured(args, scorer)
+        if args.steps:
+            found["job"] = share_of_steps(args, scorer, Path(folder) / "run")
     print(
         f"{found['sequences']} sequences of {found['tokens']:,} tokens, packed "
         f"{found['tokens_packed']:,}; {args.dtype}, {torch.get_num_threads()} thread(s)"
@@ -186,6 +219,12 @@ def main() -> None:
         f"ratio {found['ratio']:.2f}; {found['ratio_by_length']:.2f} to the best of all; "
         f"scores {found['scores_apart']:.1e} apart"
     )
+    if "job" in found:
+        job = found["job"]
+        print(
+            f"a step of the main job {job['step_s']:.2f} s, of which the scorer "
+            f"{job['scorer_s']:.2f} s, {job['share']:.1%}"
+        )
     if args.json:
         settings = {name: str(value) for name, value in vars(args).items() if name != "json"}
         args.json.write_text(
