@@ -9,8 +9,8 @@ model, in the eyes of gold, and at which distance from the SFT model.
 overoptimisation  RLOO with the KL to the SFT model held, a little, and not at all: proxy and gold
                   over sqrt(KL) (Gao et al. 2022)
 minibatches       N = 1, 4, 16 minibatches a step, off-policy by construction, of PPO, RLOO,
-                  Proximal RLOO, Online DPO and Best-of-2: win rate against KL (Async RLHF, 3.2,
-                  3.3)
+                  Proximal RLOO, Online DPO and Best-of-2: win rate against perplexity (Async RLHF,
+                  3.2, 3.3)
 idle              Online DPO with max_lag 1 and what an idle trainer can do, T = 1, 2, 3 passes over
                   a batch, or an idle generator, K = 2, 4 samples a prompt of which the best and the
                   worst are trained on (4.1, 4.2)
@@ -18,9 +18,11 @@ sync              max_lag 1 against 0 on two ranks at equal steps, with seconds 
 
 All runs begin with PIPELINE's SFT model against its reward model, and those of a study train on as
 many completions. The win rate is that of gold over the sloppy teacher's summaries of 500 held-out
-posts, greedy; KL is the reference's k3 estimate, nats a completion, at temperature 0.7. Runs of the
-first three studies are one process of one thread each. --runs keeps finished ones. --text: a
-Markdown file whose tables are written anew, each between its markers `<!-- table STUDY -->` and
+posts, greedy; perplexity that of the same answers under the SFT model, Async RLHF's measure of KL.
+KL itself is the reference's k3 estimate over what the evaluated version samples at temperature 0.7
+for the step after, nats a completion: none after the last step. Runs of the first three studies are
+one process of one thread each. --runs keeps finished ones; --jobs 0 makes none. --text: a Markdown
+file whose tables are written anew, each between its markers `<!-- table STUDY -->` and
 `<!-- end -->`.
 """
 
@@ -47,7 +49,8 @@ RESULTS = Path(__file__).parent / "results"
 GOLD = "llamarl.tasks.facts:gold"
 PROXY, GOLD_MEAN, WIN_RATE = "eval/reward", "eval/gold", "eval/win_rate"
 KL, LENGTH, STEP, SECONDS = "kl/ref", "completion/length_mean", "step", "time/wall_s"
-KEPT = (PROXY, GOLD_MEAN, WIN_RATE, KL, LENGTH, STEP, SECONDS, "lag/mean", "eval/perplexity")
+PERPLEXITY = "eval/perplexity"
+KEPT = (PROXY, GOLD_MEAN, WIN_RATE, KL, LENGTH, STEP, SECONDS, "lag/mean", PERPLEXITY)
 COMPLETIONS = 128  # a minibatch
 UPDATES = 64
 LOSSES = ("ppo", "rloo", "proximal_rloo", "online_dpo", "best_of_n")
@@ -67,7 +70,9 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One setting. panel: the plot, or the table's column, that it is in; curve: its name there."""
+    """One setting. panel: the plot, or the table's column, that it is in, "" if there is one alone,
+    whose axis is KL; curve: its name there.
+    """
 
     panel: str
     curve: str
@@ -76,22 +81,28 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """An evaluation. kl: nats a completion."""
+    """An evaluation. kl: nats a completion; None after the last step. perplexity: None where there
+    is no base.
+    """
 
     step: int
     seconds: float
     proxy: float
     gold: float
     win_rate: float
-    kl: float
+    kl: float | None
+    perplexity: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The evaluations of a case, run by run, in the order of the seeds."""
+    """The evaluations of a case, run by run, in the order of the seeds. num_failed: runs that an
+    error ended.
+    """
 
     case: Case
     runs: tuple[tuple[Point, ...], ...]
+    num_failed: int = 0
 
     def last(self, name: str) -> list[float]:
         """A measure after the last step, of each run."""
@@ -196,14 +207,16 @@ def sync_cases() -> list[Case]:
 
 
 def points_of(rows: list[dict]) -> tuple[Point, ...]:
-    """The evaluations of a run that have gold's say. The KL is that of the step's own completions;
-    before the first step it is 0.
+    """The evaluations of a run that have gold's say. A step's KL is of completions that the version
+    before it sampled, at max_lag 0.
     """
     points = []
-    for row in rows:
+    for row, after in zip(rows, [*rows[1:], {}]):
         if row.get(GOLD_MEAN) is None:
             continue
-        per_token = row.get(KL) or 0.0
+        kl = None
+        if after.get(KL) is not None:
+            kl = after[KL] * after[LENGTH]
         points.append(
             Point(
                 step=row[STEP],
@@ -211,7 +224,8 @@ def points_of(rows: list[dict]) -> tuple[Point, ...]:
                 proxy=row[PROXY],
                 gold=row[GOLD_MEAN],
                 win_rate=row[WIN_RATE],
-                kl=per_token * (row.get(LENGTH) or 0.0),
+                kl=kl,
+                perplexity=row.get(PERPLEXITY),
             )
         )
     return tuple(points)
@@ -225,8 +239,10 @@ def made_apart(cases: list[Case], args: argparse.Namespace) -> list[Curve]:
         forked.make(args.runs, list(wanted.values()), jobs=args.jobs)
     curves = []
     for case in cases:
-        runs = [forked.load_run(args.runs, wanted[case, seed]) for seed in args.seed]
-        curves.append(Curve(case, tuple(points_of(run.rows) for run in runs if run is not None)))
+        kept = [forked.load_run(args.runs, wanted[case, seed]) for seed in args.seed]
+        runs = [run for run in kept if run is not None]
+        num_failed = sum(run.failed is not None for run in runs)
+        curves.append(Curve(case, tuple(points_of(run.rows) for run in runs), num_failed))
     return [curve for curve in curves if curve.runs]
 
 
@@ -236,20 +252,24 @@ def made_on_two_ranks(cases: list[Case], args: argparse.Namespace) -> list[Curve
     for seed in args.seed:
         for case in cases:
             words = words_of(case, seed, args)
-            folder = args.runs / forked.store(args.runs, words).stem
+            folder = args.runs.absolute() / forked.store(args.runs, words).stem
             rows_file = folder.with_suffix(".rows")
+            if not rows_file.exists() and not args.jobs:
+                continue
             if not rows_file.exists():
                 rows = run_job(folder, list(words))
                 rows_file.write_text(json.dumps(rows))
                 print(f"{rows[-1][SECONDS]:5.0f} s  {case.panel}, {case.curve}, seed {seed}")
             found[case].append(points_of(json.loads(rows_file.read_text())))
-    return [Curve(case, tuple(runs)) for case, runs in found.items()]
+    return [Curve(case, tuple(runs)) for case, runs in found.items() if runs]
 
 
 def words_of(case: Case, seed: int, args: argparse.Namespace) -> tuple[str, ...]:
     pipeline = args.pipeline.absolute()
     critic = own_critic(pipeline) if "loss=ppo" in case.overrides else ()
-    return (*common(pipeline), *critic, *case.overrides, f"seed={seed}", *args.overrides)
+    base = (f"eval.base={pipeline}/sft",) if case.panel else ()
+    given = (*common(pipeline), *base, *critic, *case.overrides)
+    return (*given, f"seed={seed}", *args.overrides)
 
 
 def study(name: str, args: argparse.Namespace) -> list[Curve]:
@@ -273,24 +293,30 @@ def spread(values: Iterable[float], form: str = ".2f") -> str:
 
 
 def table(name: str, curves: list[Curve]) -> str:
-    """A study's Markdown table, a row a curve."""
-    head = ["", "", "win rate, %", "gold", "highest gold", "proxy", "KL, nats", "seconds"]
-    rows = [head, ["---"] * len(head)]
+    """A study's Markdown table, a row a curve; all but the highest gold after the last step."""
+    rows = []
     for curve in curves:
+        what = f"{curve.case.panel}, {curve.case.curve}" if curve.case.panel else curve.case.curve
+        if curve.num_failed:
+            what += f" ({curve.num_failed} of {len(curve.runs)} ended early)"
         highest = [max(point.gold for point in points) for points in curve.runs]
-        rows.append(
-            [
-                curve.case.panel,
-                curve.case.curve,
-                spread([100 * rate for rate in curve.last("win_rate")], ".1f"),
-                spread(curve.last("gold"), ".3f"),
-                spread(highest, ".3f"),
-                spread(curve.last("proxy")),
-                spread(curve.last("kl"), ".1f"),
-                spread(curve.last("seconds"), ".0f"),
-            ]
-        )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        row = {
+            "": what,
+            "win rate, %": spread([100 * rate for rate in curve.last("win_rate")], ".1f"),
+            "gold": spread(curve.last("gold"), ".3f"),
+            "highest gold": spread(highest, ".3f"),
+            "proxy": spread(curve.last("proxy")),
+        }
+        if name == "overoptimisation":
+            farthest = [max(point.kl or 0.0 for point in points) for points in curve.runs]
+            row["largest KL, nats"] = spread(farthest, ".1f")
+        else:
+            row["perplexity"] = spread(curve.last("perplexity"))
+        if name == "sync":
+            row["seconds"] = spread(curve.last("seconds"), ".0f")
+        rows.append(row)
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 # --- Plots ---
@@ -312,8 +338,9 @@ def draw_overoptimisation(curves: list[Curve]) -> plt.Figure:
     for ax, measure, title in zip(axes, ("proxy", "gold"), (TITLES[PROXY], TITLES[GOLD_MEAN])):
         for curve, colour in zip(curves, plt.get_cmap("tab10").colors):
             for number, points in enumerate(curve.runs):
-                distances = [math.sqrt(max(0.0, point.kl)) for point in points]
-                values = [getattr(point, measure) for point in points]
+                known = [point for point in points if point.kl is not None]
+                distances = [math.sqrt(max(0.0, point.kl)) for point in known]
+                values = [getattr(point, measure) for point in known]
                 label = None if number else curve.case.curve
                 ax.plot(distances, values, color=colour, label=label, lw=1.3, marker=".", ms=4)
         ax.set_xlabel("sqrt(KL from the SFT model), nats a completion", fontsize=8)
@@ -323,7 +350,9 @@ def draw_overoptimisation(curves: list[Curve]) -> plt.Figure:
 
 
 def draw_pareto(curves: list[Curve]) -> plt.Figure:
-    """Win rate against KL: a path over steps, of the mean over seeds (Async RLHF, figures 3, 4)."""
+    """Win rate against perplexity: a path over steps, of the mean over seeds (Async RLHF, figures
+    3, 4).
+    """
     panels = list(dict.fromkeys(curve.case.panel for curve in curves))
     names = list(dict.fromkeys(curve.case.curve for curve in curves))
     colours = dict(zip(names, plt.get_cmap("tab10").colors))
@@ -333,12 +362,12 @@ def draw_pareto(curves: list[Curve]) -> plt.Figure:
             if curve.case.panel != panel:
                 continue
             by_evaluation = list(zip(*curve.runs))
-            distances = [statistics.mean(p.kl for p in points) for points in by_evaluation]
+            distances = [statistics.mean(p.perplexity for p in points) for points in by_evaluation]
             rates = [statistics.mean(p.win_rate for p in points) for points in by_evaluation]
             colour = colours[curve.case.curve]
             ax.plot(distances, rates, color=colour, lw=1.3, marker=".", ms=4)
             ax.plot(distances[-1:], rates[-1:], "o", color=colour, ms=6, label=curve.case.curve)
-        ax.set_xlabel("KL from the SFT model, nats a completion", fontsize=8)
+        ax.set_xlabel("perplexity under the SFT model", fontsize=8)
         ax.set_title(panel, fontsize=9)
         ax.sharey(axes[0])
         ax.legend(fontsize=8, frameon=False)
@@ -377,20 +406,21 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     found = json.loads(args.json.read_text()) if args.json.exists() else {"studies": {}}
-    found["machine"] = machine()
     for name in args.study or STUDIES:
         curves = study(name, args)
         plot(name, curves, args.plots)
         print(f"\n{name}\n{table(name, curves)}\n", flush=True)
-        found["studies"][name] = [
-            {
+        entries = []
+        for curve in curves:
+            entry = {
                 "panel": curve.case.panel,
                 "curve": curve.case.curve,
                 "overrides": curve.case.overrides,
+                "ended_early": curve.num_failed,
                 "runs": [[asdict(point) for point in points] for points in curve.runs],
             }
-            for curve in curves
-        ]
+            entries.append(entry)
+        found["studies"][name] = {"machine": machine(), "curves": entries}
         args.json.write_text(json.dumps(found, indent=1))
         if args.text.exists():
             refresh(args.text, name, table(name, curves))

@@ -14,6 +14,10 @@ _THINGS = (
     *("a lost key", "the old bridge", "a small bakery", "the noisy neighbours", "a school play"),
     *("a long queue", "a garden in spring", "a cold soup", "a slow computer", "a friendly dog"),
     *("a power cut", "the last exam", "a beach holiday", "a cracked phone", "a good book"),
+    *("a flat tyre", "the first snow", "a crowded train", "a birthday cake", "a hospital stay"),
+    *("a new neighbour", "a stolen bicycle", "a museum visit", "the dentist", "a summer storm"),
+    *("a warm blanket", "a wrong order", "a village fair", "the tax office", "a kind teacher"),
+    *("an empty fridge", "a mountain walk", "a spilt coffee", "a family dinner", "a lost match"),
 )
 _ASKED = (
     "In one sentence, what do people say about {}?",

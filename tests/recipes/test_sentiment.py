@@ -50,11 +50,15 @@ def test_a_policy_pleases_a_model_of_a_lexicon_and_the_lexicon(tmp_path, asked):
         directory_key="out",
     )
     finished(sampled)
+    rows = pairs.read_text().splitlines(keepends=True)
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(rows[:NUM_HELD_OUT]))
+    pairs.write_text("".join(rows[NUM_HELD_OUT:]))
 
     scorer = tmp_path / "scorer"
     learned = Job(
-        *(f"model.path={SMOLLM2}", f"task.path={pairs}", f"task.num_eval={NUM_HELD_OUT}"),
-        *("lr=1e-4", "epochs=2", "examples_per_step=16", "eval.every=10"),
+        *(f"model.path={SMOLLM2}", f"task.path={pairs}", f"task.eval_path={held_out}"),
+        *("lr=5e-5", "epochs=2", "examples_per_step=16", "eval.every=10"),
         recipe=ROOT / "recipes" / "reward_model.py",
         run_dir=scorer,
         directory_key="out",
@@ -64,8 +68,9 @@ def test_a_policy_pleases_a_model_of_a_lexicon_and_the_lexicon(tmp_path, asked):
 
     trained = Job(
         *("model=hf", *policy, "task=jsonl", *of_prompts),
-        *("reward=model", f"reward.path={scorer}", f"eval.gold={GOLD}"),
-        *("groups_per_step=8", "group_size=8", "lr=1e-5", "max_steps=10", "max_lag=0"),
+        *("reward=model", f"reward.path={scorer}"),
+        *(f"eval.gold={GOLD}", "eval.reference_key=null"),
+        *("groups_per_step=8", "group_size=8", "lr=3e-5", "max_steps=10", "max_lag=0"),
         *("eval.num_prompts=40", "eval.every=10", "model.dtype=bfloat16"),
         *("trainer.compute_dtype=bfloat16", "threads=1"),
         run_dir=tmp_path / "run",
