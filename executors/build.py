@@ -265,6 +265,7 @@ def build_references(config: Config, job: Job) -> list[FrozenReference]:
         temperature=config.temperature,
         microbatch_tokens=config.trainer.microbatch_tokens,
         replicate=reference.replicate,
+        tensor_parallel=reference.tensor_parallel,
         reproducible=config.max_lag == 0,
     )
     if reference.kind == "frozen":

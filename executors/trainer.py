@@ -218,12 +218,7 @@ class FSDPTrainer(Executor):
         return reference
 
     def _peers(self) -> TensorParallel | None:
-        g = self.group
-        if g.tensor_parallel == 1:
-            return None
-        return TensorParallel(
-            g.tensor_index, g.tensor_parallel, g.tensor_group, split_vocabulary=False
-        )
+        return TensorParallel.of(self.group, split_vocabulary=False)
 
     def step(self) -> bool:
         arrived = self._receive()

@@ -279,6 +279,7 @@ class ReferenceSettings:
 class FrozenReferenceSettings:
     kind: Literal["frozen"]
     replicate: Count
+    tensor_parallel: Count
 
     reset_every: ClassVar[None] = None
     placed: ClassVar[bool] = True
@@ -289,6 +290,7 @@ class ResettingReferenceSettings:
     kind: Literal["reset"]
     reset_every: Count
     replicate: Count
+    tensor_parallel: Count
 
     placed: ClassVar[bool] = True
 

@@ -1,5 +1,5 @@
 """A language model that says how likely given tokens are, over the ranks of an executor: sharded,
-or a copy on each.
+split, or a copy on each.
 
 first rank: asked --to_words--> broadcast --> logprobs --+
 the others:                     broadcast --from_words--> logprobs
@@ -21,6 +21,7 @@ from llamarl.learning.scoring import Asked
 from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
 from llamarl.models.fsdp import reshard
+from llamarl.models.tp import TensorParallel
 from llamarl.models.training import frozen_decoder
 from llamarl.types import Group, PackedBatch
 
@@ -45,7 +46,13 @@ class ShardedReference:
         self._microbatch_tokens = microbatch_tokens
         self._group = group
         mesh = group.data_mesh() if group.size > 1 else None
-        self.decoder = frozen_decoder(path, mesh=mesh, device=group.device, dtype=dtype)
+        self.decoder = frozen_decoder(
+            path,
+            mesh=mesh,
+            device=group.device,
+            dtype=dtype,
+            tensor_parallel=TensorParallel.of(group, split_vocabulary=False),
+        )
 
     @torch.no_grad()
     def logprobs(self, asked: Sequence[Asked], *, together: bool) -> list[Tensor]:
@@ -68,6 +75,8 @@ class ShardedReference:
             self._forward(filler())
         reshard(self.decoder)
         if self._group.size > 1:
+            if self._group.tensor_index:
+                logprobs_C.zero_()  # the first of those that share a copy speaks for them
             dist.all_reduce(logprobs_C, group=self._group.process_group)
         return list(logprobs_C.split(sizes))
 

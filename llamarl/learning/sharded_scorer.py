@@ -46,17 +46,12 @@ class ShardedScorer:
     def __init__(self, settings: ScorerSettings, group: ExecutorGroup):
         self.settings = settings
         self._group = group
-        tensor_parallel = None
-        if group.tensor_group is not None:
-            tensor_parallel = TensorParallel(
-                group.tensor_index, group.tensor_parallel, group.tensor_group
-            )
         self.decoder = load_scorer(
             settings.path,
             device=group.device,
             dtype=getattr(torch, settings.dtype),
             mesh=group.data_mesh() if group.size > 1 else None,
-            tensor_parallel=tensor_parallel,
+            tensor_parallel=TensorParallel.of(group),
         )
 
     @property
