@@ -31,6 +31,7 @@ from llamarl.learning.optim import build_optimizer, settle_moments
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings, OwnCritic, SharedCritic
 from llamarl.models.build import Decoder
+from llamarl.models.frozen import frozen_decoder
 from llamarl.models.fsdp import (
     held_box,
     is_split,
@@ -51,7 +52,7 @@ from llamarl.models.sharded_state import (
 )
 from llamarl.models.sharding import num_parameters, parameter_shapes
 from llamarl.models.tp import TensorParallel
-from llamarl.models.training import frozen_decoder, training_decoder
+from llamarl.models.training import training_decoder
 
 SHORT_S = 0.02  # a wait for data up to this is none
 EMA = "_ema"  # behind the name of an exported directory: the averaged weights

@@ -20,8 +20,8 @@ from llamarl.learning.packing import filler, pack, to_device
 from llamarl.learning.scoring import Asked
 from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
+from llamarl.models.frozen import frozen_decoder
 from llamarl.models.fsdp import reshard
-from llamarl.models.training import frozen_decoder
 from llamarl.types import Group, PackedBatch
 
 
