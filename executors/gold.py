@@ -22,12 +22,10 @@ import torch
 from torch import Tensor
 
 from executors.scoring import Item
-from executors.weighted import Part, WeightedParts
+from executors.weighted import Part, WeightedParts, parts_alone
 from llamarl.errors import NotFinite, RewardError
-from llamarl.executor import ExecutorGroup
 from llamarl.learning.packing import collate
 from llamarl.learning.sft import NextToken, Pair, completion_logprobs, pack_pairs, pair_of
-from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
 from llamarl.models.frozen import frozen_decoder
 from llamarl.tasks.source import Outcome
 from llamarl.tasks.win_rate import Judged
@@ -79,7 +77,6 @@ class Gold:
         self._references: list[int] = []  # their keys, until they are scored
         self._against_N: np.ndarray | None = None
         self._scoring: WeightedParts | None = None
-        self._models: list[ShardedScorer] = []
         self._base = None
 
     def start(self) -> None:
@@ -88,17 +85,7 @@ class Gold:
         """
         scorer = self.settings.scorer
         if scorer is not None:
-            alone = ExecutorGroup("gold", (0,), 0, self.device)  # no rank takes part
-            if isinstance(scorer.what, ScorerSettings):
-                self._models = [ShardedScorer(scorer.what, alone)]
-            self._scoring = WeightedParts(
-                [scorer],
-                models=self._models,
-                run=lambda number, asked: self._models[number].scores(asked),
-                reproducible=True,
-                metrics=None,
-                on_result=self.on_result,
-            )
+            self._scoring = parts_alone([scorer], self.device, on_result=self.on_result)
             self._scoring.start()
             self._references = self._submit(self.settings.references or ())
         if self.settings.base_path is not None:
@@ -116,7 +103,7 @@ class Gold:
     def is_computing(self) -> bool:
         """Whether a model has work, so that the next `poll` does some."""
         is_reading = any(evaluation.unread for evaluation in self._evaluations)
-        return is_reading or (bool(self._models) and self._scoring.pending > 0)
+        return is_reading or (self._scoring is not None and self._scoring.is_computing)
 
     @property
     def name(self) -> str:
@@ -125,7 +112,9 @@ class Gold:
 
     def tensors(self) -> list[Tensor]:
         """The models' weights."""
-        decoders = [model.decoder for model in self._models]
+        decoders = []
+        if self._scoring is not None:
+            decoders += [model.decoder for model in self._scoring.models]
         if self._base is not None:
             decoders.append(self._base)
         found: list[Tensor] = []

@@ -156,7 +156,7 @@ def test_a_log_probability_that_is_no_number_ends_the_run(monkeypatch):
 def test_a_scorer_of_weights_that_are_no_numbers_gives_no_score(tmp_path):
     write_scorer(tmp_path)
     gold = make(None, what=ScorerSettings(path=str(tmp_path), dtype="float32"))
-    gold._models[0].decoder.score.weight.data[:] = math.nan
+    gold._scoring.models[0].decoder.score.weight.data[:] = math.nan
     gold.begin(0, [item("a")])
     with pytest.raises(RewardError, match="the score is nan"):
         judged(gold)
