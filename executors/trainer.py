@@ -129,6 +129,11 @@ class FSDPTrainer(Executor):
 
     def setup(self) -> None:
         """Load the decoder, and make what trains it. Collective over the trainer's ranks."""
+        if self.cpu_offload and self.group.device.type == "cpu":
+            log.warning(
+                "trainer.cpu_offload: this trainer computes on a CPU, so its weights are in host "
+                "memory anyway"
+            )
         self.decoder = self._load_decoder(self.model_path, lora=self.lora)
         named = named_parameters_hf(self.decoder)
         # What is trained and saved, adapters and no frozen weights; and what the policy is to
@@ -188,16 +193,10 @@ class FSDPTrainer(Executor):
     def _load_decoder(
         self, path: str, *, lora: Lora | None = None, score_seed: int | None = None
     ) -> Decoder:
-        g = self.group
-        if self.cpu_offload and g.device.type == "cpu":
-            log.warning(
-                "trainer.cpu_offload: this trainer computes on a CPU, so its weights are in host "
-                "memory anyway"
-            )
         return training_decoder(
             path,
-            mesh=g.data_mesh(),
-            device=g.device,
+            mesh=self.group.data_mesh(),
+            device=self.group.device,
             compute_dtype=getattr(torch, self.compute_dtype),
             activation_checkpointing=self.activation_checkpointing,
             tensor_parallel=self._peers(),
