@@ -464,13 +464,9 @@ class FSDPTrainer(Executor):
             self._write(average, None if out is None else out + EMA)
 
     def _write(self, weights: Iterable[tuple[str, torch.Tensor]], out: str | None) -> None:
-        whole = whole_parameters(self.decoder, weights)
-        try:
+        with whole_parameters(self.decoder, weights) as whole:
             if out is not None and self.group.index == 0:
                 export(whole, self.model_path, out, dtype=getattr(torch, self.model_dtype))
-        finally:
-            for _ in whole:  # the other ranks take part in making each
-                pass
 
     def _lora_state(self) -> dict | None:
         """As it comes back from JSON."""
