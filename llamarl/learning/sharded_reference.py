@@ -22,6 +22,7 @@ from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
 from llamarl.models.frozen import frozen_decoder
 from llamarl.models.fsdp import reshard
+from llamarl.models.protocol import LanguageModel
 from llamarl.types import Group, PackedBatch
 
 
@@ -55,7 +56,7 @@ class ShardedReference:
         together: a microbatch may hold completions of several prompts. Else the values of one do
         not depend on what is asked beside it.
         """
-        groups = [_group_of(one) for one in asked]
+        groups = [group_of(one) for one in asked]
         sizes = [group.token_ids.numel() for group in groups]
         microbatches = self._packed(groups, together)
         data_size = self._group.data_size
@@ -88,12 +89,21 @@ class ShardedReference:
         return found
 
     def _forward(self, microbatch: PackedBatch) -> Tensor:
-        """The logprobs [R] of a microbatch's labels, on the CPU."""
-        batch = to_device(microbatch, self._group.device)
-        attention = PackedAttention(batch.cu_seqlens, batch.parents)
-        head = make_head(batch.labels, batch.rows, temperature=self._temperature)
-        logprobs, _ = self.decoder(batch.input_ids, batch.positions, attention, head)
-        return logprobs.float().cpu()
+        return label_logprobs(
+            self.decoder, microbatch, self._group.device, temperature=self._temperature
+        )
+
+
+@torch.no_grad()
+def label_logprobs(
+    decoder: LanguageModel, microbatch: PackedBatch, device: torch.device, *, temperature: float
+) -> Tensor:
+    """The logprobs [R] of a microbatch's labels, float32, nats, on the CPU."""
+    batch = to_device(microbatch, device)
+    attention = PackedAttention(batch.cu_seqlens, batch.parents)
+    head = make_head(batch.labels, batch.rows, temperature=temperature)
+    logprobs, _ = decoder(batch.input_ids, batch.positions, attention, head)
+    return logprobs.float().cpu()
 
 
 def asked_of(group: Group) -> Asked:
@@ -101,7 +111,7 @@ def asked_of(group: Group) -> Asked:
     return Asked(group.prompt_ids, group.token_ids.split(group.lengths.tolist()))
 
 
-def _group_of(asked: Asked) -> Group:
+def group_of(asked: Asked) -> Group:
     """As if every completion were trained on, so that packing leaves none out."""
     lengths = [completion.numel() for completion in asked.completions]
     zeros = torch.zeros(sum(lengths))
