@@ -268,7 +268,8 @@ class ResettingReference(FrozenReference):
         self._newest = step
         until = time.monotonic() + self.timeout_s
         while self._may_swap():
-            if self._follow() if self.follows else self._swap_next():
+            has_worked = self._follow() if self.follows else self._swap_next()
+            if has_worked:
                 continue
             self.control.check()
             self.control.wait(0.005)

@@ -235,12 +235,13 @@ class ModelQueue:
         for items in by_prompt.values():
             tokens = {}
             for key, item in items.items():
-                tokens[key] = self._tokens_of(item)
-                size = tokens[key].numel()
-                if not 0 < size <= context:
-                    del tokens[key]
-                    what = f"{size} tokens, and the scorer reads 1 to {context}"
-                    errors.append((key, Outcome.error(what)))
+                ids = self._tokens_of(item)
+                size = ids.numel()
+                if 0 < size <= context:
+                    tokens[key] = ids
+                    continue
+                what = f"{size} tokens, and the scorer reads 1 to {context}"
+                errors.append((key, Outcome.error(what)))
             if tokens:
                 asked = asked_of(list(tokens.values()))
                 self._waiting.append((self._num_batches, list(tokens), asked))

@@ -187,7 +187,8 @@ class PolicyUpdate:
             split_over += critic.tensor_groups
         self._copied: list[torch.nn.Parameter] = []  # those that tensor-parallel ranks all hold
         if tp is not None:
-            self._copied = [p for p, peers in zip(parameters, split_over) if peers is None]
+            with_peers = zip(parameters, split_over, strict=True)
+            self._copied = [p for p, peers in with_peers if peers is None]
         self._models = [decoder]
         if critic is not None and critic.trunk is not None:
             self._models.append(critic.trunk)
