@@ -85,7 +85,9 @@ def answered(prompt_ids: Tensor, text: str, tokenizer) -> Pair:
 
 
 def pair_of(prompt_ids: Tensor, completion_ids: Tensor) -> Pair:
-    """A prompt [P] and its completion [L], both int64."""
+    """A prompt [P] and its completion [L], both int64. ValueError if one of them has no token."""
+    if not prompt_ids.numel() or not completion_ids.numel():
+        raise ValueError("a prompt or an answer without tokens has no log-probability")
     token_ids = torch.cat([prompt_ids, completion_ids])
     return Pair(token_ids, torch.arange(token_ids.numel()) >= prompt_ids.numel())
 

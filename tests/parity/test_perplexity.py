@@ -54,3 +54,9 @@ def test_log_probabilities_of_answers_are_those_of_transformers(decoder, answere
         tolerance = token_ids.numel() * of_logprobs(decoder.config, size=LOGITS)
         expected = transformers_logprob(model, prompt_ids, token_ids)
         assert value == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.mark.parametrize("prompt, answer", [([], [1]), ([1], [])])
+def test_nothing_to_be_likely_is_refused(prompt, answer):
+    with pytest.raises(ValueError, match="without tokens"):
+        pair_of(torch.tensor(prompt, dtype=torch.int64), torch.tensor(answer, dtype=torch.int64))
