@@ -25,13 +25,9 @@ from torch import Tensor
 from executors.reward import Reward
 from executors.weighted import Part, WeightedParts, models_of
 from llamarl.comm.lockstep import Lockstep
+from llamarl.learning.asking import broadcast, from_words, to_words
 from llamarl.learning.scoring import Asked
-from llamarl.learning.sharded_scorer import (
-    ScorerSettings,
-    broadcast,
-    from_words,
-    to_words,
-)
+from llamarl.learning.sharded_scorer import ScorerSettings
 from llamarl.models.fsdp import local
 
 

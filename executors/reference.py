@@ -25,8 +25,8 @@ from llamarl.comm.lockstep import Lockstep
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET
 from llamarl.errors import NotFinite, TimedOut
 from llamarl.executor import Executor
+from llamarl.learning.asking import broadcast, from_words, to_words
 from llamarl.learning.sharded_reference import ShardedReference, asked_of
-from llamarl.learning.sharded_scorer import broadcast, from_words, to_words
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.sharded_state import Shard, box_from

@@ -1,13 +1,9 @@
 """A language model that says how likely given tokens are, over the ranks of an executor: sharded,
 or a copy on each.
-
-first rank: asked --to_words--> broadcast --> logprobs --+
-the others:                     broadcast --from_words--> logprobs
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llamarl.executor import ExecutorGroup
+from llamarl.learning.asking import own_share
 from llamarl.learning.logprobs import make_head
 from llamarl.learning.packing import filler, pack, to_device
 from llamarl.learning.scoring import Asked
@@ -59,14 +56,12 @@ class ShardedReference:
         groups = [group_of(one) for one in asked]
         sizes = [group.token_ids.numel() for group in groups]
         microbatches = self._packed(groups, together)
-        data_size = self._group.data_size
-        own = microbatches[self._group.data_index :: data_size]
-        num_fillers = math.ceil(len(microbatches) / data_size) - len(own)
+        nothing = (filler(), torch.zeros(0, dtype=torch.int64))
         logprobs_C = torch.zeros(sum(sizes))
-        for microbatch, places in own:
-            logprobs_C[places] = self._forward(microbatch)
-        for _ in range(num_fillers):
-            self._forward(filler())
+        for microbatch, places in own_share(microbatches, nothing, self._group):
+            logprobs_C[places] = label_logprobs(
+                self.decoder, microbatch, self._group.device, temperature=self._temperature
+            )
         reshard(self.decoder)
         if self._group.size > 1:
             dist.all_reduce(logprobs_C, group=self._group.process_group)
@@ -87,11 +82,6 @@ class ShardedReference:
                 found.append((microbatch, microbatch.places + first))
             first += sum(group.token_ids.numel() for group in batch)
         return found
-
-    def _forward(self, microbatch: PackedBatch) -> Tensor:
-        return label_logprobs(
-            self.decoder, microbatch, self._group.device, temperature=self._temperature
-        )
 
 
 @torch.no_grad()
