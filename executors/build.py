@@ -14,11 +14,10 @@ from executors.reference import FrozenReference, ResettingReference
 from executors.reward import Reward, RuleReward
 from executors.scoring import Item
 from executors.trainer import AdamSettings, FSDPTrainer
-from executors.weighted import Part, WeightedParts
+from executors.weighted import Part, WeightedParts, parts_alone
 from llamarl.config.command_line import Config
 from llamarl.config.schema import AnySourceSettings
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
-from llamarl.executor import ExecutorGroup
 from llamarl.inference import Engine, SamplingParams
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import BuildEngine
@@ -34,7 +33,7 @@ from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.replay import Draw, ReplayBuffer
 from llamarl.learning.schedules import beta_at
 from llamarl.learning.shaping import Shaping
-from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
+from llamarl.learning.sharded_scorer import ScorerSettings
 from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings
 from llamarl.models.config import read_config
@@ -171,18 +170,8 @@ def references_of(
 
 
 def build_scoring(config: Config, job: Job) -> WeightedParts:
-    """The same in this process alone, for a script that is no job."""
-    parts = reward_parts(config, job)
-    alone = ExecutorGroup("reward", (job.world.rank,), job.world.rank, job.world.device)
-    models = [ShardedScorer(p.what, alone) for p in parts if isinstance(p.what, ScorerSettings)]
-    return WeightedParts(
-        parts,
-        models=models,
-        run=lambda number, asked: models[number].scores(asked),
-        reproducible=True,
-        metrics=None,
-        on_result=lambda: None,
-    )
+    """What scores, in this process alone: for a script that is no job."""
+    return parts_alone(reward_parts(config, job), job.world.device)
 
 
 def engine_alone(config: Config, job: Job) -> Engine:

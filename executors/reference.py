@@ -26,8 +26,8 @@ from llamarl.comm.lockstep import Lockstep
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET
 from llamarl.errors import NotFinite, TimedOut
 from llamarl.executor import Executor
+from llamarl.learning.asking import broadcast, from_words, to_words
 from llamarl.learning.sharded_reference import ShardedReference, asked_of
-from llamarl.learning.sharded_scorer import broadcast, from_words, to_words
 from llamarl.models.fsdp import held_box, is_split, local
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.sharded_state import Shard, box_from
@@ -271,7 +271,8 @@ class ResettingReference(FrozenReference):
         self._newest = step
         until = time.monotonic() + self.timeout_s
         while self._may_swap():
-            if self._follow() if self.follows else self._swap_next():
+            has_worked = self._follow() if self.follows else self._swap_next()
+            if has_worked:
                 continue
             self.control.check()
             self.control.wait(0.005)

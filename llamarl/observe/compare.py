@@ -116,7 +116,7 @@ def load_runs(directories: Sequence[str | Path]) -> list[Run]:
 def root_kl(run: Run) -> Columns:
     """The column ROOT_KL: the square root of the KL of whole completions to the model that training
     began with, in square roots of nats, which is Gao et al.'s measure of how far a policy is (2022,
-    section 3). None where no such model was asked.
+    section 3). No column where no such model was asked.
 
     kl/ref is a mean over tokens; times the mean length it is the KL of a completion. A step's
     completions are of the policy before it. The policy of step 0 is that model.

@@ -46,10 +46,17 @@ def lanes_by_definition(data: bytes) -> int:
     return h
 
 
+def sees_swap(method, i, j):
+    """Whether a digest must change with the exchange of two unequal bytes. Lanes do not see that of
+    a byte in the upper half of a word with its like in the lower half of the word a stripe on.
+    """
+    return method == "xxh3" or (method == "lanes" and abs(i - j) != 256 - 4)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5 * 4096), st.data())
-def test_a_digest_sees_any_changed_byte_and_any_swap(method, size, data):
+def test_a_digest_sees_any_changed_byte_and_swaps(method, size, data):
     flat = noise(size)
     before = digest(flat, method)
     assert -(2**63) <= before < 2**63
@@ -57,7 +64,7 @@ def test_a_digest_sees_any_changed_byte_and_any_swap(method, size, data):
     flat[i] ^= data.draw(st.integers(1, 255))
     assert digest(flat, method) != before != digest(noise(size)[:-1], method)
     flat = noise(size)
-    if flat[i] != flat[j] and method != "device":
+    if flat[i] != flat[j] and sees_swap(method, i, j):
         flat[i], flat[j] = flat[j].item(), flat[i].item()
         assert digest(flat, method) != before
 

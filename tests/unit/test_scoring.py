@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.executor import ExecutorGroup
+from llamarl.learning.asking import from_words, to_words
 from llamarl.learning.scoring import Asked, filler, pack_scored
-from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer, from_words, to_words
+from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
 from tests.scorers import asked_for, transformers_scores, write_scorer
 from tests.tolerances import rounding
 
