@@ -63,7 +63,8 @@ Say in a sentence or two which answer is better and why; neither its place nor i
 better. Then end with a line "Verdict: A", "Verdict: B" or "Verdict: tie".
 """
 _PLACES = re.compile(r"\{(prompt|completion|answer|a|b|lowest|highest)\}")
-_NUMBER = r"([-+]?\d+(?:\.\d+)?)(?!\w|\s*[-\u2013]\s*\d)"
+# A whole one: of "7.5-8", which is a range, there is none, not even 7.
+_NUMBER = r"([-+]?\d+(?:\.\d+)?)(?!\w|\.\d|\s*[-\u2013]\s*\d)"
 # "Score: 7", "**Score:** 7/10"; or nothing but the number.
 _SCORE = re.compile(rf"\bscore[\s*_]*[:=][\s*_\[(]*{_NUMBER}", re.IGNORECASE)
 _BARE_SCORE = re.compile(rf"[\s*]*{_NUMBER}(?:\s*/\s*\d+)?[\s*.]*")
