@@ -330,7 +330,10 @@ def test_a_judge_that_refuses_is_told_at_the_start():
         ("https://host/v1?key=secret", "a query"),
         ("file:///etc/passwd", "needs the form"),
         ("host:8000/v1", "needs the form"),
-        ("http://host:port/v1", "is no url"),
+        ("http://host:secret/v1", "is no url; it needs the form"),
+        ("http://me:secret@ho\N{ACCOUNT OF}st/v1", "is no url; it needs the form"),
+        ("http://host /v1", "holds a space"),
+        ("http://host/v1\n", "holds a space or a sign that cannot be printed"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_refused_and_not_repeated(url, problem):
