@@ -235,7 +235,7 @@ def _check_prompts(job: PreferencesJob) -> None:
         _check_lines(job.config)
         return
     if not job.run_job.task.train_digest:
-        return  # made on demand, each in its own time
+        count = 1  # the others are made on demand, each in its own time and with the same keys
     problems = []
     for number in range(count):
         prompt = job.prompt(number)

@@ -313,6 +313,15 @@ def test_pairs_are_labelled_anew(make, tmp_path):
             ["task=reasoning_gym", "task.max_prompt_tokens=400"],
             "makes prompts without end; say how many: num_prompts=",
         ),
+        (
+            [
+                "task=reasoning_gym",
+                "task.max_prompt_tokens=400",
+                "num_prompts=3",
+                "references=[human]",
+            ],
+            'no key "human"',
+        ),
     ],
 )
 def test_bad_input_is_told_before_a_file_is_there(make, tmp_path, words, complaint):
