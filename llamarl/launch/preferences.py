@@ -29,7 +29,7 @@ from llamarl.models.config import read_config
 from llamarl.native.drafts import Draft
 from llamarl.tasks.base import Example, PromptMaker, sample_digest
 from llamarl.tasks.build import prompt_maker, row_reader
-from llamarl.tasks.jsonl import check_keys, read_jsonl, refuse
+from llamarl.tasks.jsonl import check_keys, check_text, read_jsonl, refuse
 from llamarl.tasks.pairs import Tally
 from llamarl.types import Prompt
 
@@ -275,6 +275,7 @@ def _check_prompt(prompt: Prompt | Example, config: PreferencesConfig) -> None:
         value = prompt.meta[key]
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f'"{key}" is no text, or empty; references=[KEY] names answers')
+        check_text(key, value)
 
 
 def _model_digest(path: Path) -> str:

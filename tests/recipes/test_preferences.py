@@ -338,6 +338,9 @@ def test_a_bad_row_is_named(make, tmp_path):
     file.write_text('{"prompt": " ", "answer": "2"}\n')
     code, said, _ = make(f"task.path={file}", CLOSENESS)
     assert code == BAD_INPUT and f"{file}:1: the prompt is blank" in said
+    file.write_text('{"prompt": "1+1=", "answer": "2", "human": "\\ud83d"}\n')
+    code, said, _ = make(f"task.path={file}", CLOSENESS, "references=[human]")
+    assert code == BAD_INPUT and f'{file}:1: "human" holds \\ud83d at character 1' in said
 
 
 def test_a_full_disk_is_named_and_costs_nothing(make, monkeypatch):
