@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llamarl.launch.job import Job
+from llamarl.launch.job import Job, read_model
 from llamarl.launch.scorers import check_scorer, other_tokens
 from llamarl.launch.sources import source_of
 from llamarl.models.config import read_config
@@ -47,7 +47,7 @@ def check_gold_function(job: Job) -> None:
 def _check_base(job: Job, path: Path) -> None:
     """A language model that reads the policy's tokens."""
     c = job.config
-    config = read_config(path)
+    config = read_model(path)
     if config.labels:
         raise ValueError(
             f"eval.base={path}: {config.architecture} gives scores, no tokens; need the language "

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from llamarl.errors import BadInput
 from llamarl.launch.gold import check_gold
-from llamarl.launch.job import Job
+from llamarl.launch.job import Job, read_model
 from llamarl.launch.scorers import check_scorers, other_tokens
-from llamarl.models.attention import rotary_of
 from llamarl.models.build import build_decoder
-from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.config import ModelConfig
 from llamarl.models.hf import weights_of
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.scorer import SCORE
@@ -36,7 +35,7 @@ def check_inputs(job: Job) -> None:
     """Model directory, tokenizer and data, on every rank, before any weight is read. BadInput."""
     c = job.config
     with bad_input():
-        model = read_config(job.model_path)
+        model = read_model(job.model_path)
         _check_model(job, model)
         _check_tokens(job, model.vocab_size)
         _check_task(job)
@@ -60,7 +59,6 @@ def _check_model(job: Job, model: ModelConfig) -> None:
             f"{job.model_path / 'config.json'}: {model.architecture} gives scores, no tokens; "
             "model.path is the policy, a language model"
         )
-    _check_rotary(job.model_path / "config.json", model)
     g = job.config.generator
     if g.kind == "vllm" and model.traits.names:
         raise ValueError(
@@ -77,19 +75,12 @@ def _check_model(job: Job, model: ModelConfig) -> None:
             raise ValueError(f"generator.quantize_exclude={g.quantize_exclude}: {error}") from error
 
 
-def _check_rotary(file: Path, model: ModelConfig) -> None:
-    try:
-        rotary_of(model)
-    except (ValueError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"{file}: {error}") from error
-
-
 def _check_critic(job: Job, policy: ModelConfig) -> None:
     """A value model reads the policy's tokens and says one number of each."""
     c = job.config
     path = Path(c.trainer.critic.path)
     file = path / "config.json"
-    model = read_config(path)
+    model = read_model(path)
     if len(model.labels) > 1:
         labels = ", ".join(model.labels)
         raise ValueError(
@@ -107,7 +98,6 @@ def _check_critic(job: Job, policy: ModelConfig) -> None:
             f"{file}: the value model's context is {model.max_position_embeddings}, but "
             f"task.max_prompt_tokens + max_new_tokens = {longest}; lower one of them"
         )
-    _check_rotary(file, model)
     if model.labels:
         weights_of(path, model)
     else:

@@ -6,9 +6,9 @@ import logging
 from pathlib import Path
 
 from llamarl.config.schema import ModelSourceSettings
-from llamarl.launch.job import Job
-from llamarl.models.config import ModelConfig, read_config
-from llamarl.models.hf import load_tokenizer, weights_of
+from llamarl.launch.job import Job, read_model, read_tokenizer
+from llamarl.models.config import ModelConfig
+from llamarl.models.hf import weights_of
 from llamarl.models.scorer import label_of
 from llamarl.tasks.transcript import Transcript, same_tokens
 
@@ -31,7 +31,7 @@ def check_scorers(job: Job) -> None:
 
 def check_scorer(job: Job, scorer: ModelSourceSettings, *, key: str, label_key: str) -> ModelConfig:
     """Directory, label, weights and tokenizer of a model that scores. ValueError or OSError."""
-    config = read_config(scorer.path)
+    config = read_model(scorer.path)
     if not config.labels:
         raise ValueError(
             f"{key}={scorer.path}: {config.architecture} is a language model, without a "
@@ -73,7 +73,7 @@ def transcript_of(job: Job, scorer: ModelSourceSettings) -> Transcript | None:
     """How a model reads what was sampled in other tokens than its own; None where they are the
     same.
     """
-    theirs = load_tokenizer(scorer.path)
+    theirs = read_tokenizer(Path(scorer.path))
     if same_tokens(job.tokenizer, theirs):
         return None
     task = job.config.task
@@ -86,6 +86,6 @@ def other_tokens(job: Job, path: Path) -> bool:
     """
     if not (path / "tokenizer_config.json").is_file():
         return False
-    theirs = load_tokenizer(path).get_vocab()
+    theirs = read_tokenizer(path).get_vocab()
     ours = job.tokenizer.get_vocab()
     return any(theirs.get(token) != index for token, index in ours.items())
