@@ -70,7 +70,6 @@ def _memory_rules(c: Config, num_hosts: int) -> list[Rule]:
     g = c.generator
     t, transport = c.trainer, c.weights.transport
     has_8bit_moments = t.optimizer == "adamw8bit"
-    longest = c.task.max_prompt_tokens + c.max_new_tokens
     resumes = g.resume_partials is True
     return [
         (
@@ -85,9 +84,9 @@ def _memory_rules(c: Config, num_hosts: int) -> list[Rule]:
         ),
         (
             "generator.cache_tokens",
-            g.cache_tokens is not None and g.cache_tokens < longest,
+            g.cache_tokens is not None and g.cache_tokens < c.longest,
             "does not hold one sequence of task.max_prompt_tokens + max_new_tokens; "
-            f"need at least {longest}, or null",
+            f"need at least {c.longest}, or null",
         ),
         (
             "generator.recompute_kv",

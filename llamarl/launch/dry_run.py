@@ -64,8 +64,7 @@ def dry_run(job: Job) -> None:
         trainer_bytes += num_parameters(critic) * _HELD_BYTES / (shards * trainer_tp)
     if c.reference.kind == "sharded":
         trainer_bytes += num_parameters(model) * dtype.itemsize / (shards * trainer_tp)
-    longest = c.task.max_prompt_tokens + c.max_new_tokens
-    cache_tokens = generator.cache_tokens or generator.max_slots * longest
+    cache_tokens = generator.cache_tokens or generator.max_slots * c.longest
     token_elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
     num_elements = num_parameters(model)
     held_elements = 2 * num_elements + cache_tokens * token_elements

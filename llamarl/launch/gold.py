@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llamarl.launch.job import Job, read_model
-from llamarl.launch.scorers import check_scorer, other_tokens
+from llamarl.launch.scorers import check_context, check_scorer, other_tokens
 from llamarl.launch.sources import source_of
 from llamarl.models.config import read_config
 from llamarl.models.hf import weights_of
@@ -46,7 +46,6 @@ def check_gold_function(job: Job) -> None:
 
 def _check_base(job: Job, path: Path) -> None:
     """A language model that reads the policy's tokens."""
-    c = job.config
     config = read_model(path)
     if config.labels:
         raise ValueError(
@@ -59,13 +58,7 @@ def _check_base(job: Job, path: Path) -> None:
             f"eval.base={path}: another vocabulary than the policy's, {job.model_path}; a "
             "perplexity is one of the policy's tokens"
         )
-    longest = c.task.max_prompt_tokens + c.max_new_tokens
-    context = config.max_position_embeddings
-    if longest > context:
-        raise ValueError(
-            f"eval.base={path}: its context is {context} tokens, but "
-            f"task.max_prompt_tokens + max_new_tokens = {longest}; lower one of them"
-        )
+    check_context(job, config, f"eval.base={path}")
     weights_of(path, config)
 
 

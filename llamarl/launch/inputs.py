@@ -43,12 +43,11 @@ def check_inputs(job: Job) -> None:
         check_gold(job)
         if c.trainer.critic.path:
             _check_critic(job, model)
-        longest = c.task.max_prompt_tokens + c.max_new_tokens
         context = model.max_position_embeddings
-        if longest > context:
+        if c.longest > context:
             raise ValueError(
-                f"task.max_prompt_tokens + max_new_tokens = {longest}, but the model's context is "
-                f"{context}; lower one of them"
+                f"task.max_prompt_tokens + max_new_tokens = {c.longest}, but the model's context "
+                f"is {context}; lower one of them"
             )
 
 
@@ -92,11 +91,10 @@ def _check_critic(job: Job, policy: ModelConfig) -> None:
             f"{path}: another vocabulary than the policy's, {job.model_path}; a value model "
             "(trainer.critic.path) reads the policy's tokens"
         )
-    longest = c.task.max_prompt_tokens + c.max_new_tokens
-    if longest > model.max_position_embeddings:
+    if c.longest > model.max_position_embeddings:
         raise ValueError(
             f"{file}: the value model's context is {model.max_position_embeddings}, but "
-            f"task.max_prompt_tokens + max_new_tokens = {longest}; lower one of them"
+            f"task.max_prompt_tokens + max_new_tokens = {c.longest}; lower one of them"
         )
     if model.labels:
         weights_of(path, model)

@@ -59,12 +59,16 @@ def _check_length(job: Job, key: str, scorer: ModelSourceSettings, config: Model
                 how,
             )
         return
-    task = job.config.task
-    longest = task.max_prompt_tokens + job.config.max_new_tokens
+    check_context(job, config, f"{key}={scorer.path}")
+
+
+def check_context(job: Job, config: ModelConfig, given: str) -> None:
+    """ValueError if a model, which is given so, does not read the policy's longest sequence."""
+    longest = job.config.longest
     context = config.max_position_embeddings
     if longest > context:
         raise ValueError(
-            f"{key}={scorer.path}: its context is {context} tokens, but "
+            f"{given}: its context is {context} tokens, but "
             f"task.max_prompt_tokens + max_new_tokens = {longest}; lower one of them"
         )
 
