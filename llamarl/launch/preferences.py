@@ -117,14 +117,18 @@ class PreferencesJob:
         about = dataclasses.asdict(identity)
         anew = self.config.resume == "never"
         self.draft = Draft(Path(self.config.out), about=about, anew=anew)
-        found = differences(Identity(**self.draft.about), identity, PreferencesConfig)
+        try:
+            begun = Identity(**self.draft.about)
+        except TypeError as error:
+            self.draft.close()
+            raise RunDirectoryError(
+                f"{self.config.out}.part is another version's of llamarl; go on with that one, or "
+                "begin anew with resume=never"
+            ) from error
+        found = differences(begun, identity, PreferencesConfig, place="the file")
         if found:
             self.draft.close()
-            # What is said of a run's checkpoint, in this job's word.
-            what = [
-                difference.what.replace("in the checkpoint", "in the file") for difference in found
-            ]
-            lines = "\n".join(f"  {line}" for line in what)
+            lines = "\n".join(f"  {difference.what}" for difference in found)
             raise RunDirectoryError(
                 f"{self.config.out}.part is of other pairs:\n{lines}\n"
                 "Give what it was begun with, choose another out, or begin anew with resume=never"

@@ -167,6 +167,14 @@ def test_what_was_stopped_goes_on_to_the_same_file(make, tmp_path, monkeypatch):
     assert code == BAD_INPUT and "pairs.jsonl is there already" in said
 
 
+def test_what_another_version_began_is_not_gone_on_with(make, tmp_path):
+    (tmp_path / "pairs.jsonl.part").write_text("{}\n")
+    said_of_it = {"bytes": 3, "notes": {}, "about": {"what_made_it": {}}}
+    (tmp_path / "pairs.jsonl.progress").write_text(json.dumps(said_of_it))
+    code, said, _ = make(CLOSENESS)
+    assert code == BAD_INPUT and "pairs.jsonl.part is another version's of llamarl" in said
+
+
 @pytest.mark.slow
 def test_a_killed_one_goes_on_to_the_same_file(make, prompts, tmp_path):
     code, said, _ = make(CLOSENESS, out="whole")
