@@ -26,8 +26,10 @@ _GIB = 1 << 30
 def dry_run(job: Job) -> None:
     """Print config, rank map, memory and bytes a sync, and score three samples.
 
-    Rank 0 prints; errors are the run's own.
+    On rank 0 alone, as a run checks its reward; errors are the run's own.
     """
+    if job.world.rank > 0:
+        return
     c = job.config
     samples = [job.task.train_prompt(i) for i in range(min(3, job.task.num_train))]
     answers = [(p.text, str(p.meta.get("answer", "")), p.meta) for p in samples]
@@ -36,8 +38,6 @@ def dry_run(job: Job) -> None:
         if part.kind != "model":
             scored[key] = check_source(part, job, answers, section=key)
     check_gold_function(job)
-    if job.world.rank > 0:
-        return
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(c))))
     print(f"ranks    {job.hosts}")
     print(f"float32  {job.world.products}")
