@@ -117,11 +117,11 @@ class Job:
                 "training prompts": self.prompts.fingerprint,
                 "held-out prompts": f"{asked}, rows {self.task.eval_digest}, sample {sample}",
             },
-            reward=self._reward,
+            reward=self.reward,
         )
 
     @property
-    def _reward(self) -> str:
+    def reward(self) -> str:
         """What gives other rewards by another name."""
         named = []
         for part in self.config.reward_parts.values():

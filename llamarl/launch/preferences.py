@@ -108,7 +108,7 @@ class PreferencesJob:
                 "prompts": f"{self.num_prompts}, {task.train_digest}, {task.eval_digest}, {sample}",
                 "model": _model_digest(self.run_job.model_path),
             },
-            reward=self.run_job.identity.reward,
+            reward=self.run_job.reward,
         )
 
     def open(self) -> None:
