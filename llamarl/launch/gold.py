@@ -15,6 +15,7 @@ from llamarl.launch.scorers import check_context, check_scorer, other_tokens
 from llamarl.launch.sources import source_of
 from llamarl.models.config import read_config
 from llamarl.models.hf import weights_of
+from llamarl.tasks.source import try_source
 from llamarl.types import Prompt
 
 
@@ -37,11 +38,7 @@ def check_gold_function(job: Job) -> None:
     if gold is None or gold.kind != "function":
         return
     make = source_of(gold, job, section="reward", fn_key="eval.gold")
-    source = make(on_result=lambda: None)
-    try:
-        source.start()
-    finally:
-        source.close()
+    try_source(make(on_result=lambda: None), [], given=f"eval.gold={gold.fn}")
 
 
 def _check_base(job: Job, path: Path) -> None:

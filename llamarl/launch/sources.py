@@ -9,7 +9,7 @@ from pathlib import Path
 from llamarl.config.schema import FunctionSourceSettings, JudgeSourceSettings
 from llamarl.launch.job import Job
 from llamarl.tasks.pool import RewardPool, Sample, check_reward
-from llamarl.tasks.source import MakeSource, Outcome, score_all
+from llamarl.tasks.source import MakeSource, Outcome, try_source
 
 TextSourceSettings = FunctionSourceSettings | JudgeSourceSettings  # of what reads texts
 
@@ -70,15 +70,7 @@ def check_source(
         fn = settings.fn or job.task.default_reward
         return check_reward(fn, samples, section=section, **limits, **job.conversation)
     judge = source_of(settings, job, section=section)(on_result=lambda: None)
-    try:
-        judge.start()
-        outcomes = score_all(judge, samples)
-    finally:
-        judge.close()
-    if outcomes and all(outcome.kind == "error" for outcome in outcomes):
-        what = f"failed on all {len(outcomes)} samples: {outcomes[0].reason}"
-        raise ValueError(f"{section}.url={settings.url}: {what}")
-    return outcomes
+    return try_source(judge, samples, given=f"{section}.url={settings.url}")
 
 
 def read_template(file: str | None) -> str | None:

@@ -45,7 +45,7 @@ from pathlib import Path
 from llamarl.errors import RewardError
 from llamarl.tasks import worker as worker_script
 from llamarl.tasks.forms import Form
-from llamarl.tasks.source import Outcome, Outcomes, score_all
+from llamarl.tasks.source import Outcome, Outcomes, score_all, try_source
 
 BATCH = 64  # calls in flight a worker
 START_S = 120.0  # for a worker to import the user's module
@@ -510,11 +510,5 @@ def check_reward(
     ValueError names what is wrong: no module, no function (and the nearest name), parameters that
     do not fit, or an error on every sample.
     """
-    with RewardPool(fn, section=section, **limits) as pool:
-        pool.start()
-        checked = pool.score(samples)
-    if checked and all(outcome.kind == "error" for outcome in checked):
-        raise ValueError(
-            f"{section}.fn={fn}: failed on all {len(checked)} samples: {checked[0].reason}"
-        )
-    return checked
+    pool = RewardPool(fn, section=section, **limits)
+    return try_source(pool, samples, given=f"{section}.fn={fn}")
