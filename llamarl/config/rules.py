@@ -238,12 +238,11 @@ def _gold_rules(c: Config) -> list[Rule]:
     is_evaluated = c.eval.every > 0 and c.eval.num_prompts > 0
     is_model = c.gold is not None and c.gold.kind == "model"
     rules = []
-    for key in ("eval.gold", "eval.base"):
-        is_given = getattr(c.eval, key.removeprefix("eval.")) is not None
+    for key, given in {"eval.gold": c.eval.gold, "eval.base": c.eval.base}.items():
         rules.append(
             (
                 f"{key} eval.every eval.num_prompts",
-                is_given and not is_evaluated,
+                given is not None and not is_evaluated,
                 f"nothing is evaluated; eval.every=10 eval.num_prompts=500, or {key}=null",
             )
         )
