@@ -13,7 +13,7 @@ from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.plan import make_plan
 from llamarl.launch.gold import check_gold_function
 from llamarl.launch.job import Job
-from llamarl.launch.sources import check_source
+from llamarl.launch.sources import check_sources
 from llamarl.models.config import read_config
 from llamarl.models.sharding import num_parameters
 from llamarl.tasks.source import Outcome
@@ -33,10 +33,7 @@ def dry_run(job: Job) -> None:
     c = job.config
     samples = [job.task.train_prompt(i) for i in range(min(3, job.task.num_train))]
     answers = [(p.text, str(p.meta.get("answer", "")), p.meta) for p in samples]
-    scored = {}
-    for key, part in c.reward_parts.items():
-        if part.kind != "model":
-            scored[key] = check_source(part, job, answers, section=key)
+    scored = check_sources(job, answers)
     check_gold_function(job)
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(c))))
     print(f"ranks    {job.hosts}")

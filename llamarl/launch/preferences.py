@@ -23,7 +23,7 @@ from llamarl.launch.identity import Identity, differences
 from llamarl.launch.inputs import bad_input, check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.launch.sources import check_source
+from llamarl.launch.sources import check_sources
 from llamarl.launch.start import explained
 from llamarl.models.config import read_config
 from llamarl.native.drafts import Draft
@@ -221,9 +221,7 @@ def launch_preferences(config: PreferencesConfig) -> Iterator[PreferencesJob]:
         check_inputs(run)
         with bad_input():
             _check_prompts(job)
-            for key, part in run.config.reward_parts.items():
-                if part.kind != "model":
-                    check_source(part, run, [], section=key)
+            check_sources(run, [])
             job.open()
         ending.callback(job.draft.close)
         yield job

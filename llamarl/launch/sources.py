@@ -57,12 +57,21 @@ def source_of(
     )
 
 
-def check_source(
+def check_sources(job: Job, samples: Sequence[Sample]) -> dict[str, list[Outcome]]:
+    """The outcomes of samples, in order, by the key of each function or judge of the reward.
+    ValueError if one of them cannot be used, or fails on all samples. A task's own function is not
+    tried without samples.
+    """
+    scored = {}
+    for key, part in job.config.reward_parts.items():
+        if part.kind != "model":
+            scored[key] = _check_source(part, job, samples, section=key)
+    return scored
+
+
+def _check_source(
     settings: TextSourceSettings, job: Job, samples: Sequence[Sample], *, section: str
 ) -> list[Outcome]:
-    """The outcomes of samples, in order. ValueError if the source cannot be used, or fails on all
-    of them. section: as source_of's. A task's own function is not tried without samples.
-    """
     if settings.kind == "function":
         if not (settings.fn or samples):
             return []
