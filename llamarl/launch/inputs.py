@@ -10,7 +10,7 @@ from pathlib import Path
 from llamarl.errors import BadInput
 from llamarl.launch.gold import check_gold
 from llamarl.launch.job import Job, read_model
-from llamarl.launch.scorers import check_scorers, other_tokens
+from llamarl.launch.scorers import chat_template_of, check_scorers, other_tokens
 from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig
 from llamarl.models.hf import weights_of
@@ -130,15 +130,5 @@ def check_vocabulary(tokenizer, vocab_size: int, path: Path) -> None:
 
 def _check_task(job: Job) -> None:
     """The data, and the chat template on a prompt of it."""
-    from jinja2 import TemplateError
-
-    try:
+    with chat_template_of(job.model_path, job):
         job.task.train_prompt(0)
-    except TemplateError as error:
-        own = job.model_path / "chat_template.jinja"
-        file = own if own.is_file() else job.model_path / "tokenizer_config.json"
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        remedy = "unset task.system_prompt" if job.config.task.system_prompt else "correct it"
-        raise ValueError(
-            f"{file}: its chat template failed ({what}); {remedy}, or set task.chat=false"
-        ) from error

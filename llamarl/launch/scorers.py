@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from llamarl.config.schema import ModelSourceSettings
@@ -47,7 +49,9 @@ def check_scorer(job: Job, scorer: ModelSourceSettings, *, key: str, label_key: 
 
 
 def _check_length(job: Job, key: str, scorer: ModelSourceSettings, config: ModelConfig) -> None:
-    """That it reads the policy's longest sequence, or what other tokens it has."""
+    """That it reads the policy's longest sequence; of other tokens, that its chat template takes
+    it.
+    """
     transcript = transcript_of(job, scorer)
     if transcript is not None:
         if job.world.rank == 0:
@@ -58,8 +62,27 @@ def _check_length(job: Job, key: str, scorer: ModelSourceSettings, config: Model
                 scorer.path,
                 how,
             )
+        with chat_template_of(Path(scorer.path), job):
+            transcript.ids(job.task.train_prompt(0).text, "", has_ended=True)
         return
     check_context(job, config, f"{key}={scorer.path}")
+
+
+@contextmanager
+def chat_template_of(path: Path, job: Job) -> Iterator[None]:
+    """Have what a directory's chat template raises inside be a ValueError that names its file."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except TemplateError as error:
+        own = path / "chat_template.jinja"
+        file = own if own.is_file() else path / "tokenizer_config.json"
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        remedy = "unset task.system_prompt" if job.config.task.system_prompt else "correct it"
+        raise ValueError(
+            f"{file}: its chat template failed ({what}); {remedy}, or set task.chat=false"
+        ) from error
 
 
 def check_context(job: Job, config: ModelConfig, given: str) -> None:

@@ -102,6 +102,11 @@ def test_another_vocabulary_is_noticed(tmp_path, caplog):
     file.write_text(json.dumps(raw))
     check_inputs(job(MODEL, f"reward.path={tmp_path}/rm"))
     assert "has another vocabulary than the policy: it reads completions anew" in caplog.text
+    template = tmp_path / "rm" / "chat_template.jinja"
+    template.write_text("{{ raise_exception('no users here') }}")
+    said = refusal(MODEL, f"reward.path={tmp_path}/rm", "task.chat=true")
+    assert said.startswith(f"{template}: its chat template failed") and "no users here" in said
+    check_inputs(job(MODEL, f"reward.path={tmp_path}/rm", "task.chat=false"))
 
 
 def test_parts_take_what_they_do_not_set_from_the_files_of_their_kinds(tmp_path):
