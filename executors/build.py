@@ -67,7 +67,7 @@ def engine_builder(config: Config, job: Job) -> BuildEngine:
         model_path=str(job.model_path),
         model_dtype=config.model.dtype,
         max_slots=g.max_slots,
-        max_len=config.task.max_prompt_tokens + config.max_new_tokens,
+        max_len=config.longest,
     )
     if g.kind == "vllm":
         return partial(build_vllm, **sizes, gpu_memory_utilization=g.gpu_memory_utilization)
@@ -182,7 +182,7 @@ def engine_alone(config: Config, job: Job) -> Engine:
         dtype=config.model.dtype,
         device=job.world.device,
         max_slots=g.max_slots,
-        max_len=config.task.max_prompt_tokens + config.max_new_tokens,
+        max_len=config.longest,
         cache_tokens=g.cache_tokens,
         prefill_chunk=g.prefill_chunk,
     )

@@ -507,6 +507,11 @@ class Config:
         return self.group_size
 
     @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its completion at most."""
+        return self.task.max_prompt_tokens + self.max_new_tokens
+
+    @property
     def reward_parts(self) -> dict[str, AnySourceSettings]:
         """What scores, by key: "reward", or "reward.parts.NAME" of each part."""
         if self.reward.kind != "parts":

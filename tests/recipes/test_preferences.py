@@ -167,6 +167,14 @@ def test_what_was_stopped_goes_on_to_the_same_file(make, tmp_path, monkeypatch):
     assert code == BAD_INPUT and "pairs.jsonl is there already" in said
 
 
+def test_what_another_version_began_is_not_gone_on_with(make, tmp_path):
+    (tmp_path / "pairs.jsonl.part").write_text("{}\n")
+    said_of_it = {"bytes": 3, "notes": {}, "about": {"what_made_it": {}}}
+    (tmp_path / "pairs.jsonl.progress").write_text(json.dumps(said_of_it))
+    code, said, _ = make(CLOSENESS)
+    assert code == BAD_INPUT and "pairs.jsonl.part is another version's of llamarl" in said
+
+
 @pytest.mark.slow
 def test_a_killed_one_goes_on_to_the_same_file(make, prompts, tmp_path):
     code, said, _ = make(CLOSENESS, out="whole")
@@ -313,6 +321,15 @@ def test_pairs_are_labelled_anew(make, tmp_path):
             ["task=reasoning_gym", "task.max_prompt_tokens=400"],
             "makes prompts without end; say how many: num_prompts=",
         ),
+        (
+            [
+                "task=reasoning_gym",
+                "task.max_prompt_tokens=400",
+                "num_prompts=3",
+                "references=[human]",
+            ],
+            'no key "human"',
+        ),
     ],
 )
 def test_bad_input_is_told_before_a_file_is_there(make, tmp_path, words, complaint):
@@ -329,6 +346,9 @@ def test_a_bad_row_is_named(make, tmp_path):
     file.write_text('{"prompt": " ", "answer": "2"}\n')
     code, said, _ = make(f"task.path={file}", CLOSENESS)
     assert code == BAD_INPUT and f"{file}:1: the prompt is blank" in said
+    file.write_text('{"prompt": "1+1=", "answer": "2", "human": "\\ud83d"}\n')
+    code, said, _ = make(f"task.path={file}", CLOSENESS, "references=[human]")
+    assert code == BAD_INPUT and f'{file}:1: "human" holds \\ud83d at character 1' in said
 
 
 def test_a_full_disk_is_named_and_costs_nothing(make, monkeypatch):

@@ -176,6 +176,8 @@ def test_a_reward_model_and_a_language_model_can_start_a_value_model(model):
     "changes, said",
     [
         ({"id2label": {"0": "bad", "1": "good"}}, "a head of 2 labels (bad, good)"),
+        ({"id2label": {"1": "good"}}, "config.json: id2label={'1': 'good'}: need an object with"),
+        ({"id2label": ["good"]}, "config.json: id2label=['good']: need an object with"),
         ({"vocab_size": 40}, "another vocabulary than the policy's"),
         ({"max_position_embeddings": 8}, "the value model's context is 8, but"),
         ({"intermediate_size": 100}, "weights do not fit config.json"),

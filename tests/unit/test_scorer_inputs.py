@@ -75,6 +75,24 @@ def test_a_scorer_needs_its_tokenizer(tmp_path):
     assert "no tokenizer_config.json" in refusal(MODEL, f"reward.path={tmp_path}/rm")
 
 
+def test_a_broken_tokenizer_of_a_scorers_is_named(tmp_path):
+    write_scorer(tmp_path / "rm")
+    file = tmp_path / "rm" / "tokenizer.json"
+    for text, what in (("[]", "need a JSON object"), ("{}", "no tokenizer can be made of it")):
+        file.write_text(text)
+        said = refusal(MODEL, f"reward.path={tmp_path}/rm")
+        assert said.startswith(f"{file}: ") and what in said
+
+
+def test_rotary_positions_that_nothing_computes_are_named_by_the_scorers_file(tmp_path):
+    write_scorer(tmp_path / "rm")
+    file = tmp_path / "rm" / "config.json"
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_parameters": longrope}))
+    for given in ((MODEL, f"reward.path={tmp_path}/rm"), (f"eval.gold={tmp_path}/rm",)):
+        assert refusal(*given).startswith(f"{file}: rope_scaling type 'longrope' is not supported")
+
+
 def test_another_vocabulary_is_noticed(tmp_path, caplog):
     write_scorer(tmp_path / "rm")
     file = tmp_path / "rm" / "tokenizer.json"
@@ -84,6 +102,11 @@ def test_another_vocabulary_is_noticed(tmp_path, caplog):
     file.write_text(json.dumps(raw))
     check_inputs(job(MODEL, f"reward.path={tmp_path}/rm"))
     assert "has another vocabulary than the policy: it reads completions anew" in caplog.text
+    template = tmp_path / "rm" / "chat_template.jinja"
+    template.write_text("{{ raise_exception('no users here') }}")
+    said = refusal(MODEL, f"reward.path={tmp_path}/rm", "task.chat=true")
+    assert said.startswith(f"{template}: its chat template failed") and "no users here" in said
+    check_inputs(job(MODEL, f"reward.path={tmp_path}/rm", "task.chat=false"))
 
 
 def test_parts_take_what_they_do_not_set_from_the_files_of_their_kinds(tmp_path):

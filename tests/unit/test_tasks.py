@@ -152,6 +152,10 @@ def test_every_bad_line_is_named_with_file_and_line(tmp_path):
             {"prompt": "ab\ud800", "answer": "4"},
             r'"prompt" holds \ud800 at character 3, half of a surrogate pair; remove it',
         ),
+        (
+            {"prompt": "2+2=", "answer": "\ud83d"},
+            r'"answer" holds \ud83d at character 1, half of a surrogate pair; remove it',
+        ),
     ],
 )
 def test_a_null_and_half_a_character_are_refused_by_line(tmp_path, row, what):
