@@ -1,5 +1,6 @@
 """recipes/evaluate.py: the accuracy that a run reported, of the weights that it saved."""
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from llamarl.config.conversion import load_config
+from llamarl.config.command_line import compose_config
+from llamarl.config.conversion import load_config, save_config
 from llamarl.errors import CheckpointError
 from llamarl.models.config import tiny_directory
 from llamarl.tasks.evaluation import pass_at_k
@@ -210,6 +212,14 @@ def test_the_runs_values_hold_but_for_what_the_command_line_names(recipe, synchr
         EVAL_PROMPTS,
     )
     assert config.max_new_tokens == 256  # as the task has it
+
+
+def test_a_key_that_kinds_of_reward_share_leaves_the_kind_of_the_run(recipe, tmp_path):
+    judge = ["reward=judge", "reward.url=http://127.0.0.1:8000/v1", "reward.model=NAME"]
+    own = compose_config([*judge, "reward.max_retries=2"])
+    save_config(own, tmp_path / "config.yaml")
+    config = recipe.config_of(tiny_directory(), tmp_path, ["reward.timeout_s=9"])
+    assert config.reward == dataclasses.replace(own.reward, timeout_s=9)
 
 
 @pytest.mark.parametrize(
