@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> None:
             measured[label] = runs
         else:
             what = f"{label}: no {KL}, so not in the pareto plot"
-            print(f"compare: {what}; record it with reference=frozen", file=sys.stderr)
+            print(f"compare: {what}{REMEDIES[KL]}", file=sys.stderr)
     if measured:
         figures["pareto.png"] = draw_pareto(measured, x, y)
     judged = with_columns(variants, PERPLEXITY, WIN_RATE)
