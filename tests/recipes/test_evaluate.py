@@ -214,12 +214,26 @@ def test_the_runs_values_hold_but_for_what_the_command_line_names(recipe, synchr
     assert config.max_new_tokens == 256  # as the task has it
 
 
-def test_a_key_that_kinds_of_reward_share_leaves_the_kind_of_the_run(recipe, tmp_path):
-    judge = ["reward=judge", "reward.url=http://127.0.0.1:8000/v1", "reward.model=NAME"]
-    own = compose_config([*judge, "reward.max_retries=2"])
+JUDGE = ("reward=judge", "reward.url=http://127.0.0.1:8000/v1", "reward.model=NAME")
+PARTS = ("reward=parts", "reward.parts.a.kind=function", "reward.parts.a.fn=m:f")
+
+
+@pytest.mark.parametrize(
+    "of_the_run, section, name, value",
+    [
+        (JUDGE, "reward", "timeout_s", 9.0),
+        (PARTS, "reward", "max_error_rate", 0.9),
+        (("task=reasoning_gym", "task.options.max_digits=1"), "task", "max_prompt_tokens", 9),
+    ],
+)
+def test_a_key_that_several_kinds_have_leaves_the_kind_of_the_run(
+    recipe, tmp_path, of_the_run, section, name, value
+):
+    own = compose_config(list(of_the_run))
     save_config(own, tmp_path / "config.yaml")
-    config = recipe.config_of(tiny_directory(), tmp_path, ["reward.timeout_s=9"])
-    assert config.reward == dataclasses.replace(own.reward, timeout_s=9)
+    config = recipe.config_of(tiny_directory(), tmp_path, [f"{section}.{name}={value}"])
+    changed = dataclasses.replace(getattr(own, section), **{name: value})
+    assert getattr(config, section) == changed
 
 
 @pytest.mark.parametrize(
