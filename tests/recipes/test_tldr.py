@@ -142,6 +142,7 @@ def test_a_prompt_fits_and_no_longer_one_of_its_kind_would(lines, limit):
         ([{**POST, "summary": " "}], [], 'valid.jsonl:1: "summary" must be text'),
         ([{**POST, "post": None}], [], 'valid.jsonl:1: "post" must be text'),
         ([], [comparison(2)], 'batch3.json:1: "choice" must be 0 or 1, this is 2'),
+        ([], [comparison(1.0)], 'batch3.json:1: "choice" must be 0 or 1, this is 1.0'),
         ([], [comparison(texts=(" A box.",))], 'batch3.json:1: "summaries" must be a list of two'),
         ([], [comparison(texts=(" A box.", ""))], "summary 1: "),
         ([], [{**comparison(), "info": 1}], 'batch3.json:1: "info" must be an object'),
@@ -162,6 +163,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         tldr.main(flags)
     assert "nothing to read" in capsys.readouterr().err
+
+
+def test_a_file_that_is_read_is_not_written(tmp_path, capsys):
+    posts = write(tmp_path / "train.jsonl", [POST])
+    flags = ["--tokenizer", str(TINY_DIR), "--max-prompt-tokens", "1000"]
+    assert tldr.main([*flags, "--posts", str(posts), "--out", str(tmp_path)]) == 2
+    assert "train.jsonl there is one that is read" in capsys.readouterr().err
+    assert read(posts) == [POST]
 
 
 def test_sft_and_reward_model_read_what_is_written(made):
