@@ -7,8 +7,7 @@ import torch
 
 from llamarl.comm.groups import World, executor_group
 from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
-from tests.scorers import asked_for, transformers_scores, write_scorer
-from tests.tolerances import rounding
+from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 
 WORLD = 4
 TOPOLOGIES = {  # replicate, tensor_parallel; the rest are shards
@@ -18,7 +17,6 @@ TOPOLOGIES = {  # replicate, tensor_parallel; the rest are shards
     "fsdp2_tp2": (1, 2),
     "tp4": (1, 4),
 }
-SCORES = rounding(terms=24, depth=2 * 2, size=2.0)
 DEADLINE_S = 200
 
 

@@ -18,7 +18,6 @@ from transformers import AutoTokenizer
 from llamarl.config.command_line import check_command_line, compose_config
 from llamarl.config.conversion import ConfigError
 from llamarl.config.preferences import PREFERENCES
-from llamarl.config.supervised import RowsSettings
 from llamarl.learning.preference_data import read_preference_data
 from llamarl.models.config import tiny_directory
 from llamarl.native.drafts import Draft
@@ -26,12 +25,11 @@ from recipes import preferences
 from tests.judge_server import JudgeServer
 from tests.labels import closeness
 from tests.launching import ROOT, Job
-from tests.scorers import write_scorer
+from tests.scorers import SCORES, score_of, write_scorer
+from tests.supervised import task_of
 from tests.test_house import blocks
-from tests.tolerances import rounding
 
 RECIPE = ROOT / "recipes" / "preferences.py"
-SCORES = rounding(terms=24, depth=2 * 2, size=2.0)
 NUM_ROWS = 60
 NUM_PROMPTS = 54  # a tenth of the rows is held out
 MODEL = f"model.path={tiny_directory()}"
@@ -96,18 +94,8 @@ def make(prompts, process_state, monkeypatch, tmp_path, capfd):
 
 def read(file: Path, model: Path | None = None):
     """The pairs of a file, as recipes/reward_model.py reads them with its defaults."""
-    task = RowsSettings(
-        path=str(file),
-        eval_path=None,
-        num_eval=0,
-        max_tokens=1024,
-        drop_long=False,
-        chat=True,
-        system_prompt=None,
-    )
-    return read_preference_data(
-        task, AutoTokenizer.from_pretrained(model or tiny_directory())
-    ).train
+    tokenizer = AutoTokenizer.from_pretrained(model or tiny_directory())
+    return read_preference_data(task_of(file, max_tokens=1024), tokenizer).train
 
 
 def test_a_functions_pairs(make, tmp_path):
@@ -201,9 +189,7 @@ def test_a_models_scores_are_its_own(make, tmp_path):
         pair = by_prompt[tuple(tokenizer.encode(row["prompt"]))]
         for side in ("chosen", "rejected"):
             ids = torch.cat([pair.prompt_ids, getattr(pair, f"{side}_ids")])
-            with torch.no_grad():
-                hidden_TD = model.model(ids[None]).last_hidden_state[0]
-                score = float(model.score(hidden_TD[-1])[0])
+            score = float(score_of(model, ids))
             if len(row[side]) < 3:  # else it may have been cut, and is scored without an end
                 assert row[f"{side}_score"] == pytest.approx(score, abs=SCORES)
         difference = row["chosen_score"] - row["rejected_score"]

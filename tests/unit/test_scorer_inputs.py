@@ -1,6 +1,5 @@
 """Models that score and cannot be used: told before anything starts, by key."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.config import tiny_directory
 from llamarl.models.scorer import fingerprint
+from tests.random_models import swap_tokens
 from tests.scorers import write_scorer
 
 MODEL = "reward=model"
@@ -77,11 +77,7 @@ def test_a_scorer_needs_its_tokenizer(tmp_path):
 
 def test_another_vocabulary_is_noticed(tmp_path, caplog):
     write_scorer(tmp_path / "rm")
-    file = tmp_path / "rm" / "tokenizer.json"
-    raw = json.loads(file.read_text())
-    vocabulary = raw["model"]["vocab"]
-    vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
-    file.write_text(json.dumps(raw))
+    swap_tokens(tmp_path / "rm")
     check_inputs(job(MODEL, f"reward.path={tmp_path}/rm"))
     assert "has another vocabulary than the policy: it reads completions anew" in caplog.text
 
