@@ -333,11 +333,11 @@ GUIDES = "\n".join(
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 OVERRIDE = re.compile(r"^\+?[a-z_]+(?:\.[a-z_]+)*=[^=]*$")
-# What a placeholder stands for in a check.
 # What documents call the user's own models, and their rows.
 MODELS = ("DIR", "SFT_DIR", "RM_DIR", "GOLD_DIR", "GOLD_SFT_DIR", "GOLD_BASE_DIR", "PYTHIA_DIR")
 ROWS = ("FILE", "ROWS.jsonl", "PAIRS.jsonl", "PROMPTS.jsonl", "norobots.jsonl", "pairs.jsonl")
 MADE_ROWS = ("train", "valid", "pairs_train", "pairs_valid", "gold_pairs")
+# What each stands for in a check.
 USERS = dict.fromkeys(MODELS, str(TINY)) | dict.fromkeys(ROWS, "train.jsonl")
 USERS |= {f"data/{name}.jsonl": "train.jsonl" for name in MADE_ROWS}
 OTHER_JOBS = {

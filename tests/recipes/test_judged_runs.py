@@ -2,21 +2,11 @@
 
 import pytest
 
-from tests.judge_server import HANG_UP, NO_REPLY, JudgeServer, Reply
+from tests.judge_server import HANG_UP, NO_REPLY, JudgeServer, Reply, longer
 from tests.launching import Job
 
 BAD_INPUT = 2  # the exit code
 KEY = "sk-a-secret-that-must-not-be-seen"
-
-
-def longer(question):
-    """A judge of pairs who prefers the longer answer."""
-    a, rest = question.split("</answer_a>")
-    first = a.rpartition("<answer_a>")[2]
-    second = rest.partition("<answer_b>")[2].partition("</answer_b>")[0]
-    if len(first) == len(second):
-        return "Verdict: tie"
-    return f"Verdict: {'A' if len(first) > len(second) else 'B'}"
 
 
 def run_judged_by(server, folder, *overrides):

@@ -22,7 +22,7 @@ from llamarl.learning.preference_data import read_preference_data
 from llamarl.models.config import tiny_directory
 from llamarl.native.drafts import Draft
 from recipes import preferences
-from tests.judge_server import JudgeServer
+from tests.judge_server import JudgeServer, between
 from tests.labels import closeness
 from tests.launching import ROOT, Job
 from tests.scorers import SCORES, score_of, write_scorer
@@ -221,10 +221,8 @@ def test_chat_prompts_are_the_tokens_that_were_answered(make, tmp_path):
 
 def larger(question):
     """A judge of two who prefers the larger number."""
-    a, rest = question.split("</answer_a>")
-    first = a.rpartition("<answer_a>")[2].strip()
-    second = rest.partition("<answer_b>")[2].partition("</answer_b>")[0].strip()
-    return f"Verdict: {'A' if first > second else 'B'}"
+    a, b = (between(question, f"answer_{place}") for place in "ab")
+    return f"Verdict: {'A' if a > b else 'B'}"
 
 
 def judged_by(server):
