@@ -59,13 +59,8 @@ def prompts(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def make(prompts, process_state, monkeypatch, tmp_path, capfd):
+def make(prompts, run_here, tmp_path):
     """make(*words, out="pairs.jsonl"): (exit code, what was said, the rows). In this process."""
-
-    def end(code):
-        raise SystemExit(code)
-
-    monkeypatch.setattr(os, "_exit", end)
 
     def run(*words: str, out: str = "pairs.jsonl"):
         has_another_task = any(word.startswith("task=") for word in words)
@@ -74,19 +69,11 @@ def make(prompts, process_state, monkeypatch, tmp_path, capfd):
         config = compose_config(
             [*{word.partition("=")[0]: word for word in given}.values()], PREFERENCES
         )
-        code = 0
-        capfd.readouterr()
-        try:
-            preferences.run.__wrapped__(config)
-        except SystemExit as ended:
-            code = ended.code
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        code, said = run_here(lambda: preferences.run.__wrapped__(config))
         file = tmp_path / out
         rows = []
         if file.exists():
             rows = [json.loads(line) for line in file.read_text().splitlines()]
-        said = capfd.readouterr()
         return code, said.out + said.err, rows
 
     return run
