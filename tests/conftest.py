@@ -11,13 +11,14 @@ from pathlib import Path
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 import pytest  # noqa: E402
-from hypothesis import settings  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests.launching import SMALL, Job  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 
 # A busy machine makes an example slow, and no claim wrong.
-settings.register_profile("any machine", deadline=None)
+slow = [HealthCheck.too_slow]
+settings.register_profile("any machine", deadline=None, suppress_health_check=slow)
 settings.load_profile("any machine")
 
 MAX_WORKERS = 4  # each has a pool of ranks, some hundred MiB apiece
