@@ -9,6 +9,7 @@ from llamarl.comm.groups import World, executor_group
 from llamarl.executor import ExecutorGroup
 from llamarl.learning.sharded_reference import ShardedReference
 from llamarl.models.config import tiny_directory
+from llamarl.models.fsdp import local
 from tests.scorers import asked_for
 
 WORLD = 4
@@ -47,10 +48,7 @@ def shares(rank: int) -> dict[str, list]:
     for name, group in groups.items():
         reference = reference_on(group)
         said = said_by(reference)
-        held = 0
-        for parameter in reference.decoder.parameters():
-            part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            held += part.numel()
+        held = sum(local(parameter).numel() for parameter in reference.decoder.parameters())
         found[name] = [said, held]
     return found
 

@@ -329,7 +329,7 @@ def assert_delivers(plan, fuse=False, limit=1 << 20) -> None:
     assert carried == plan.num_bytes
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(topologies())
 def test_every_byte_arrives_once_where_the_full_tensor_says(topology):
     config, parameters, source, destination, feed, fuse, limit = topology
@@ -390,7 +390,7 @@ def test_every_generator_has_one_feed_and_each_forwards_at_most_once(topology):
         assert plan.roots == 1
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(topologies())
 def test_the_copies_of_a_receiver_are_those_of_the_index_arithmetic(topology):
     """Target writes strided boxes, or lets a bucket be received in its place; the bytes must be
@@ -420,7 +420,7 @@ def test_the_copies_of_a_receiver_are_those_of_the_index_arithmetic(topology):
         assert torch.equal(got, want)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(topologies())
 def test_a_fused_tensor_is_its_members_end_to_end(topology):
     config, parameters, _, destination, *_ = topology
