@@ -7,6 +7,8 @@ import math
 import os
 import re
 import shutil
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
 import torch
@@ -51,11 +53,19 @@ def run(gold, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def answers(run, tmp_path_factory):
-    """The lines of recipes/evaluate.py for the run's last checkpoint, which is as it was told."""
+def evaluated(run, tmp_path_factory):
+    """What recipes/evaluate.py says of the run's last checkpoint, which is as it was told; and the
+    lines that it writes.
+    """
     out = tmp_path_factory.mktemp("answers") / "answers.jsonl"
-    assert evaluate.main([str(run.checkpoint), "--out", str(out), "threads=1"]) == 0
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    with redirect_stdout(StringIO()) as said:
+        assert evaluate.main([str(run.checkpoint), "--out", str(out), "threads=1"]) == 0
+    return said.getvalue(), [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.fixture
+def answers(evaluated):
+    return evaluated[1]
 
 
 def ids_of(tokenizer, completion):
@@ -178,10 +188,8 @@ def judged(users_folder, capsys):
 
 
 @pytest.mark.usefixtures("process_state")
-def test_evaluate_says_what_the_run_said(run, capsys, tmp_path):
-    out = tmp_path / "answers.jsonl"
-    assert evaluate.main([str(run.checkpoint), "--out", str(out), "threads=1"]) == 0
-    said = capsys.readouterr().out
+def test_evaluate_says_what_the_run_said(run, evaluated):
+    said, _ = evaluated
     last = run.rows[-1]
     rate = WinRate(last["eval/win_rate"], last["eval/win_rate_low"], last["eval/win_rate_high"])
     assert f"win rate {evaluate.shown_rate(rate)} over references" in said

@@ -131,6 +131,7 @@ def test_it_takes_no_ranks_and_needs_adapters():
         check_command_line(["reference=adapters_off"], world_size=1)
 
 
+@pytest.mark.slow
 def test_a_run_with_it(tmp_path):
     overrides = (
         *SMALL,
