@@ -324,7 +324,7 @@ def blocks(language: str, text: str = GUIDES) -> list[str]:
 
 
 def commands(text: str = GUIDES) -> list[list[str]]:
-    """Command lines of a document's shell blocks and of its code spans, as words."""
+    """Command lines of a document's shell blocks and of its code spans, as words; each once."""
     lines = [
         line
         for body in blocks("bash", text)
@@ -334,7 +334,7 @@ def commands(text: str = GUIDES) -> list[list[str]]:
     lines += [span for span in SPAN.findall(BLOCK.sub("", text)) if " " in span]
     return [
         words
-        for line in lines
+        for line in dict.fromkeys(lines)
         for part in line.split("&&")
         if (words := shlex.split(part, comments=True))
     ]
@@ -345,7 +345,8 @@ def hydra_commands(text: str = GUIDES) -> list[tuple[int, list[str]]]:
     alone.
     """
     found = []
-    for words in commands(text) + [[span] for span in SPAN.findall(BLOCK.sub("", text))]:
+    spans = dict.fromkeys(SPAN.findall(BLOCK.sub("", text)))
+    for words in commands(text) + [[span] for span in spans]:
         recipe = [
             i
             for i, word in enumerate(words)
