@@ -17,11 +17,9 @@ from llamarl.learning.sharded_scorer import ScorerSettings
 from llamarl.models.config import tiny_directory
 from llamarl.tasks.source import Outcome
 from llamarl.types import Prompt
-from tests.scorers import write_scorer
-from tests.tolerances import rounding
+from tests.scorers import SCORES, write_scorer
 
 CPU = torch.device("cpu")
-SCORES = rounding(terms=24, depth=2 * 2, size=2.0)
 
 
 def item(text, *, prompt=0, tokens=(3, 4)):

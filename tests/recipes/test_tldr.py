@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -14,6 +13,7 @@ from llamarl.learning.sft_data import read_pairs
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from recipes import tldr
+from tests.supervised import task_of
 
 TINY_DIR = tiny_directory()
 POST = {
@@ -179,14 +179,6 @@ def test_sft_and_reward_model_read_what_is_written(made):
     (pair,) = read_pairs(out / "valid.jsonl", tokenizer=tokenizer, max_tokens=1000, chat=False)
     learned = tokenizer.decode(pair.token_ids[pair.learned])
     assert learned.endswith("y cat wants my keyboard, not a box.<eos>") and "TITLE" not in learned
-    rows = SimpleNamespace(
-        path=out / "pairs_train.jsonl",
-        eval_path=None,
-        num_eval=1,
-        max_tokens=1000,
-        drop_long=False,
-        chat=False,
-        system_prompt=None,
-    )
-    data = read_preference_data(rows, tokenizer)
+    task = task_of(out / "pairs_train.jsonl", num_eval=1, max_tokens=1000, chat=False)
+    data = read_preference_data(task, tokenizer)
     assert len(data.train) == len(data.held_out) == 1

@@ -54,7 +54,7 @@ def sees_swap(method, i, j):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 5 * 4096), st.data())
 def test_a_digest_sees_any_changed_byte_and_swaps(method, size, data):
     flat = noise(size)
@@ -76,7 +76,7 @@ def test_folding_sees_the_order():
 
 
 @needs_kernel
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(min_size=1, max_size=3000), st.integers(0, 70))
 def test_the_lanes_digest_is_its_definition(data, offset):
     flat = torch.frombuffer(bytearray(bytes(offset) + data), dtype=torch.uint8)[offset:]
@@ -98,7 +98,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(
         [("whole", "whole"), ("columns", "whole"), ("whole", "columns"), ("flat", "flat")]
@@ -132,7 +132,7 @@ def test_a_copy_is_torchs_copy_with_the_digest_of_what_is_there(
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(
         [
@@ -171,7 +171,7 @@ def test_columns_of_the_same_rows_are_copied_as_each_alone_would_be(method, dtyp
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

@@ -14,7 +14,7 @@ from llamarl.tasks.endpoint import EndpointSettings, Failed, seconds_of
 from llamarl.tasks.judge import Judge, choice_in, number_in
 from llamarl.tasks.source import Outcome
 from llamarl.words.urls import url_problem
-from tests.judge_server import HANG_UP, NO_REPLY, JudgeServer, Reply
+from tests.judge_server import HANG_UP, NO_REPLY, JudgeServer, Reply, between, longer
 
 PATIENCE_S = 60.0
 KEY = "sk-a-secret-that-must-not-be-seen"
@@ -62,17 +62,6 @@ def outcomes_of(reply, items, **options):
 def one_outcome(reply, **options):
     (outcome,) = outcomes_of(reply, [("p", "c", {})], **options)
     return outcome
-
-
-def between(question, tag):
-    return re.search(f"<{tag}>\n(.*)\n</{tag}>", question, re.DOTALL)[1]
-
-
-def longer(question):
-    """A fair judge of pairs: the longer answer is better."""
-    a, b = (len(between(question, f"answer_{place}")) for place in "ab")
-    verdict = "tie" if a == b else "A" if a > b else "B"
-    return f"They differ.\nVerdict: {verdict}"
 
 
 # --- What it is asked, and what that becomes ---

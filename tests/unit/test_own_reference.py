@@ -139,6 +139,7 @@ def test_a_reference_is_split_evenly():
             check_command_line([*placed, f"reference.tensor_parallel={size}"], world_size=6)
 
 
+@pytest.mark.slow
 def test_a_run_with_it(tmp_path):
     overrides = (
         *SMALL,
