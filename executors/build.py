@@ -14,11 +14,10 @@ from executors.reference import FrozenReference, ResettingReference
 from executors.reward import Reward, RuleReward
 from executors.scoring import Item
 from executors.trainer import AdamSettings, FSDPTrainer
-from executors.weighted import Part, WeightedParts
+from executors.weighted import Part, WeightedParts, parts_alone
 from llamarl.config.command_line import Config
 from llamarl.config.schema import AnySourceSettings
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
-from llamarl.executor import ExecutorGroup
 from llamarl.inference import Engine, SamplingParams
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import BuildEngine
@@ -34,7 +33,7 @@ from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.replay import Draw, ReplayBuffer
 from llamarl.learning.schedules import beta_at
 from llamarl.learning.shaping import Shaping
-from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
+from llamarl.learning.sharded_scorer import ScorerSettings
 from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings
 from llamarl.models.config import read_config
@@ -68,7 +67,7 @@ def engine_builder(config: Config, job: Job) -> BuildEngine:
         model_path=str(job.model_path),
         model_dtype=config.model.dtype,
         max_slots=g.max_slots,
-        max_len=config.task.max_prompt_tokens + config.max_new_tokens,
+        max_len=config.longest,
     )
     if g.kind == "vllm":
         return partial(build_vllm, **sizes, gpu_memory_utilization=g.gpu_memory_utilization)
@@ -171,18 +170,8 @@ def references_of(
 
 
 def build_scoring(config: Config, job: Job) -> WeightedParts:
-    """The same in this process alone, for a script that is no job."""
-    parts = reward_parts(config, job)
-    alone = ExecutorGroup("reward", (job.world.rank,), job.world.rank, job.world.device)
-    models = [ShardedScorer(p.what, alone) for p in parts if isinstance(p.what, ScorerSettings)]
-    return WeightedParts(
-        parts,
-        models=models,
-        run=lambda number, asked: models[number].scores(asked),
-        reproducible=True,
-        metrics=None,
-        on_result=lambda: None,
-    )
+    """What scores, in this process alone: for a script that is no job."""
+    return parts_alone(reward_parts(config, job), job.world.device)
 
 
 def engine_alone(config: Config, job: Job) -> Engine:
@@ -193,7 +182,7 @@ def engine_alone(config: Config, job: Job) -> Engine:
         dtype=config.model.dtype,
         device=job.world.device,
         max_slots=g.max_slots,
-        max_len=config.task.max_prompt_tokens + config.max_new_tokens,
+        max_len=config.longest,
         cache_tokens=g.cache_tokens,
         prefill_chunk=g.prefill_chunk,
     )
@@ -265,6 +254,7 @@ def build_references(config: Config, job: Job) -> list[FrozenReference]:
         temperature=config.temperature,
         microbatch_tokens=config.trainer.microbatch_tokens,
         replicate=reference.replicate,
+        tensor_parallel=reference.tensor_parallel,
         reproducible=config.max_lag == 0,
     )
     if reference.kind == "frozen":

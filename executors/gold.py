@@ -22,13 +22,11 @@ import torch
 from torch import Tensor
 
 from executors.scoring import Item
-from executors.weighted import Part, WeightedParts
+from executors.weighted import Part, WeightedParts, parts_alone
 from llamarl.errors import NotFinite, RewardError
-from llamarl.executor import ExecutorGroup
-from llamarl.learning.perplexity import AnswerBatch, Answered, answer_logprobs, pack_answers
-from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
-from llamarl.models.build import build_decoder, read_config
-from llamarl.models.hf import load_weights
+from llamarl.learning.packing import collate
+from llamarl.learning.sft import NextToken, Pair, completion_logprobs, pack_pairs, pair_of
+from llamarl.models.frozen import frozen_decoder
 from llamarl.tasks.source import Outcome
 from llamarl.tasks.win_rate import Judged
 
@@ -59,7 +57,8 @@ class _Evaluation:
     version: int
     answers: Sequence[Item]
     keys: list[int]
-    batches: deque[AnswerBatch]  # that base has not read
+    pairs: list[Pair]  # the answers as base reads them
+    unread: deque[list[int]]  # by microbatch, the numbers of those that it has not read
     logprobs_N: Tensor
 
 
@@ -78,7 +77,6 @@ class Gold:
         self._references: list[int] = []  # their keys, until they are scored
         self._against_N: np.ndarray | None = None
         self._scoring: WeightedParts | None = None
-        self._models: list[ShardedScorer] = []
         self._base = None
 
     def start(self) -> None:
@@ -87,24 +85,14 @@ class Gold:
         """
         scorer = self.settings.scorer
         if scorer is not None:
-            alone = ExecutorGroup("gold", (0,), 0, self.device)  # no rank takes part
-            if isinstance(scorer.what, ScorerSettings):
-                self._models = [ShardedScorer(scorer.what, alone)]
-            self._scoring = WeightedParts(
-                [scorer],
-                models=self._models,
-                run=lambda number, asked: self._models[number].scores(asked),
-                reproducible=True,
-                metrics=None,
-                on_result=self.on_result,
-            )
+            self._scoring = parts_alone([scorer], self.device, on_result=self.on_result)
             self._scoring.start()
             self._references = self._submit(self.settings.references or ())
         if self.settings.base_path is not None:
-            config = read_config(self.settings.base_path)
-            decoder = build_decoder(config, dtype=getattr(torch, self.settings.dtype))
-            decoder = load_weights(decoder, self.settings.base_path, device=self.device)
-            self._base = decoder.eval().requires_grad_(False)
+            dtype = getattr(torch, self.settings.dtype)
+            self._base = frozen_decoder(
+                self.settings.base_path, mesh=None, device=self.device, dtype=dtype
+            )
 
     @property
     def pending(self) -> int:
@@ -114,8 +102,8 @@ class Gold:
     @property
     def is_computing(self) -> bool:
         """Whether a model has work, so that the next `poll` does some."""
-        has_batches = any(evaluation.batches for evaluation in self._evaluations)
-        return has_batches or (bool(self._models) and self._scoring.pending > 0)
+        is_reading = any(evaluation.unread for evaluation in self._evaluations)
+        return is_reading or (self._scoring is not None and self._scoring.is_computing)
 
     @property
     def name(self) -> str:
@@ -124,7 +112,9 @@ class Gold:
 
     def tensors(self) -> list[Tensor]:
         """The models' weights."""
-        decoders = [model.decoder for model in self._models]
+        decoders = []
+        if self._scoring is not None:
+            decoders += [model.decoder for model in self._scoring.models]
         if self._base is not None:
             decoders.append(self._base)
         found: list[Tensor] = []
@@ -134,15 +124,16 @@ class Gold:
 
     def begin(self, version: int, answers: Sequence[Item]) -> None:
         """Take an evaluation: one answer to each held-out prompt, in order."""
-        batches: list[AnswerBatch] = []
+        pairs: list[Pair] = []
         if self._base is not None:
-            asked = [Answered(item.prompt.prompt_ids, item.token_ids) for item in answers]
-            batches = pack_answers(asked, budget_tokens=self.settings.microbatch_tokens)
+            pairs = [pair_of(item.prompt.prompt_ids, item.token_ids) for item in answers]
+        sizes = list(map(NextToken().num_tokens, pairs))
         evaluation = _Evaluation(
             version=version,
             answers=answers,
             keys=self._submit(answers) if self._scoring else [],
-            batches=deque(batches),
+            pairs=pairs,
+            unread=deque(collate(sizes, self.settings.microbatch_tokens)),
             logprobs_N=torch.zeros(len(answers), dtype=torch.float64),
         )
         self._evaluations.append(evaluation)
@@ -160,12 +151,12 @@ class Gold:
         if not self._evaluations:
             return []
         oldest = self._evaluations[0]
-        if oldest.batches:
-            batch = oldest.batches.popleft()
-            logprobs = answer_logprobs(self._base, batch, self.device)
-            oldest.logprobs_N[batch.places] = logprobs
+        if oldest.unread:
+            numbers = oldest.unread.popleft()
+            batch = pack_pairs([oldest.pairs[number] for number in numbers], self.device)
+            oldest.logprobs_N[numbers] = completion_logprobs(self._base, batch)
         is_scored = not self._references and self._outcomes.keys() >= set(oldest.keys)
-        if oldest.batches or not is_scored:
+        if oldest.unread or not is_scored:
             return []
         self._evaluations.popleft()
         return [(oldest.version, self._judged(oldest))]

@@ -23,16 +23,11 @@ import torch
 from torch import Tensor
 
 from executors.reward import Reward
-from executors.weighted import Part, WeightedParts
+from executors.weighted import Part, WeightedParts, models_of
 from llamarl.comm.lockstep import Lockstep
+from llamarl.learning.asking import broadcast, from_words, to_words
 from llamarl.learning.scoring import Asked
-from llamarl.learning.sharded_scorer import (
-    ScorerSettings,
-    ShardedScorer,
-    broadcast,
-    from_words,
-    to_words,
-)
+from llamarl.learning.sharded_scorer import ScorerSettings
 from llamarl.models.fsdp import local
 
 
@@ -67,10 +62,7 @@ class ModelReward(Reward):
     def setup(self) -> None:
         """Load the models, each rank its own part, and start the sources."""
         self._lockstep = Lockstep(self.group, self.control, as_one=self.first_takes)
-        self._models = []
-        for part in self.parts:
-            if isinstance(part.what, ScorerSettings):
-                self._models.append(ShardedScorer(part.what, self.group))
+        self._models = models_of(self.parts, self.group)
         if not self.follows:
             super().setup()
 

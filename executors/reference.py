@@ -1,8 +1,9 @@
 """FrozenReference: adds the logprobs of the model that training started from. ResettingReference:
 of the policy as it was every so many steps.
 
-The ranks of a reference hold its model together, sharded (FSDP2), or several copies of it, and act
-as one. The first takes all groups and says what all score next; the others do their share of it.
+The ranks of a reference hold its model together, sharded (FSDP2) or split (tensor parallelism), or
+several copies of it, and act as one. The first takes all groups and says what all score next; the
+others do their share of it.
 
     loop step    consumes              waits for              unblocked by
     first rank   a staged version      word from the trainer  the same
@@ -25,9 +26,9 @@ from llamarl.comm.lockstep import Lockstep
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET
 from llamarl.errors import NotFinite, TimedOut
 from llamarl.executor import Executor
+from llamarl.learning.asking import broadcast, from_words, to_words
 from llamarl.learning.sharded_reference import ShardedReference, asked_of
-from llamarl.learning.sharded_scorer import broadcast, from_words, to_words
-from llamarl.models.fsdp import held_box, local
+from llamarl.models.fsdp import held_box, is_split, local
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.sharded_state import Shard, box_from
 from llamarl.models.sharding import overlap
@@ -40,13 +41,14 @@ class FrozenReference(Executor):
     trained at.
 
     model_path: a Hugging Face directory. model_dtype: a name in torch, such as "bfloat16".
-    replicate: copies of the model, each sharded over an equal share of the ranks. groups_per_batch:
-    the most groups that one step scores, per rank. reproducible: what a group gets never depends on
-    what came when.
+    replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel:
+    ranks, one after another, that share each layer. groups_per_batch: the most groups that one step
+    scores, per data-parallel rank. reproducible: what a group gets never depends on what came when.
     """
 
     name = "reference"
     version = 0  # policy version of the weights
+    split_vocabulary = False  # a token's logprob needs the whole head
     first_takes = True
 
     model_path: str
@@ -54,6 +56,7 @@ class FrozenReference(Executor):
     temperature: float
     microbatch_tokens: int
     replicate: int = 1
+    tensor_parallel: int = 1
     groups_per_batch: int = 8
     reproducible: bool = False
 
@@ -99,7 +102,7 @@ class FrozenReference(Executor):
 
     def _next_groups(self) -> list[Group]:
         """The groups that have come and may be scored now."""
-        return self._source.take(self.groups_per_batch * self.group.size)
+        return self._source.take(self.groups_per_batch * self.group.data_size)
 
     def score(self, groups: list[Group]) -> list[torch.Tensor]:
         """With all ranks: the logprobs [T] of each group's tokens, in their order: float32, nats.
@@ -268,7 +271,8 @@ class ResettingReference(FrozenReference):
         self._newest = step
         until = time.monotonic() + self.timeout_s
         while self._may_swap():
-            if self._follow() if self.follows else self._swap_next():
+            has_worked = self._follow() if self.follows else self._swap_next()
+            if has_worked:
                 continue
             self.control.check()
             self.control.wait(0.005)
@@ -280,12 +284,16 @@ class ResettingReference(FrozenReference):
 
     def state_dict(self) -> dict:
         """The version and, of the first copy and once it is not the one that training started from,
-        this rank's shard of the weights.
+        this rank's shard of the weights. What tensor-parallel ranks all hold is stored by the first
+        of them alone.
         """
         state: dict = {"version": self.version, "boxes": {}}
         if not self.version or self.group.replica > 0:
             return state
+        is_first_peer = self.group.tensor_index == 0
         for shard in self._shards:
+            if not is_first_peer and not is_split(self.decoder, shard.name):
+                continue
             state["boxes"][shard.name] = [shard.box.offsets, shard.box.lengths]
             state[f"model/{shard.name}"] = local(shard.parameter).contiguous()
         return state

@@ -213,14 +213,10 @@ class SupervisedTrainer(Executor):
         if self.group.replica > 0:
             return
         config = self.decoder.config
-        whole = whole_parameters(self.decoder, self._parameters)
-        try:
-            if out is not None:
+        with whole_parameters(self.decoder, self._parameters) as whole:
+            if out is not None and self.group.index == 0:
                 fields = scorer_fields(config, self.model_path) if config.labels else None
                 dtype = getattr(torch, self.model_dtype)
                 export(whole, self.model_path, out, dtype=dtype, fields=fields)
                 if config.labels:
                     settle_pad_token(out)
-        finally:
-            for _ in whole:  # the other ranks take part in making each
-                pass

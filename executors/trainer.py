@@ -31,6 +31,7 @@ from llamarl.learning.optim import build_optimizer, settle_moments
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings, OwnCritic, SharedCritic
 from llamarl.models.build import Decoder
+from llamarl.models.frozen import frozen_decoder
 from llamarl.models.fsdp import (
     held_box,
     is_split,
@@ -51,7 +52,7 @@ from llamarl.models.sharded_state import (
 )
 from llamarl.models.sharding import num_parameters, parameter_shapes
 from llamarl.models.tp import TensorParallel
-from llamarl.models.training import frozen_decoder, training_decoder
+from llamarl.models.training import training_decoder
 
 SHORT_S = 0.02  # a wait for data up to this is none
 EMA = "_ema"  # behind the name of an exported directory: the averaged weights
@@ -128,6 +129,11 @@ class FSDPTrainer(Executor):
 
     def setup(self) -> None:
         """Load the decoder, and make what trains it. Collective over the trainer's ranks."""
+        if self.cpu_offload and self.group.device.type == "cpu":
+            log.warning(
+                "trainer.cpu_offload: this trainer computes on a CPU, so its weights are in host "
+                "memory anyway"
+            )
         self.decoder = self._load_decoder(self.model_path, lora=self.lora)
         named = named_parameters_hf(self.decoder)
         # What is trained and saved, adapters and no frozen weights; and what the policy is to
@@ -187,16 +193,10 @@ class FSDPTrainer(Executor):
     def _load_decoder(
         self, path: str, *, lora: Lora | None = None, score_seed: int | None = None
     ) -> Decoder:
-        g = self.group
-        if self.cpu_offload and g.device.type == "cpu":
-            log.warning(
-                "trainer.cpu_offload: this trainer computes on a CPU, so its weights are in host "
-                "memory anyway"
-            )
         return training_decoder(
             path,
-            mesh=g.data_mesh(),
-            device=g.device,
+            mesh=self.group.data_mesh(),
+            device=self.group.device,
             compute_dtype=getattr(torch, self.compute_dtype),
             activation_checkpointing=self.activation_checkpointing,
             tensor_parallel=self._peers(),
@@ -218,12 +218,7 @@ class FSDPTrainer(Executor):
         return reference
 
     def _peers(self) -> TensorParallel | None:
-        g = self.group
-        if g.tensor_parallel == 1:
-            return None
-        return TensorParallel(
-            g.tensor_index, g.tensor_parallel, g.tensor_group, split_vocabulary=False
-        )
+        return TensorParallel.of(self.group, split_vocabulary=False)
 
     def step(self) -> bool:
         arrived = self._receive()
@@ -464,13 +459,9 @@ class FSDPTrainer(Executor):
             self._write(average, None if out is None else out + EMA)
 
     def _write(self, weights: Iterable[tuple[str, torch.Tensor]], out: str | None) -> None:
-        whole = whole_parameters(self.decoder, weights)
-        try:
+        with whole_parameters(self.decoder, weights) as whole:
             if out is not None and self.group.index == 0:
                 export(whole, self.model_path, out, dtype=getattr(torch, self.model_dtype))
-        finally:
-            for _ in whole:  # the other ranks take part in making each
-                pass
 
     def _lora_state(self) -> dict | None:
         """As it comes back from JSON."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from executors.scoring import Item
-from llamarl.executor import Meter
+from llamarl.executor import ExecutorGroup, Meter
 from llamarl.learning.scoring import Asked
 from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
 from llamarl.tasks.source import MakeSource, Outcome, Outcomes, RewardSource
@@ -56,6 +56,7 @@ class WeightedParts:
         on_result: Callable[[], None],
     ):
         self.name = " + ".join(part.name for part in parts)
+        self.models = models
         self._parts = parts
         self._run = run
         self._metrics = metrics
@@ -77,6 +78,11 @@ class WeightedParts:
         of_sources = [source.pending for source in self._sources.values()]
         of_models = [queue.pending for queue in self._queues.values()]
         return max(of_sources + of_models)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a model has work, so that the next `poll` does some."""
+        return any(queue.pending for queue in self._queues.values())
 
     @property
     def counts(self) -> Counter[str]:
@@ -132,7 +138,7 @@ class WeightedParts:
 
     def wait(self, timeout_s: float) -> bool:
         """Block until a source may have scored, where no model has work."""
-        if any(queue.pending for queue in self._queues.values()):
+        if self.is_computing:
             return True
         waiting = [source for source in self._sources.values() if source.pending]
         return bool(waiting) and waiting[0].wait(timeout_s)
@@ -176,6 +182,35 @@ class WeightedParts:
         return f"{part.name}: {outcome.reason}"
 
 
+def models_of(parts: Sequence[Part], group: ExecutorGroup) -> list[ShardedScorer]:
+    """Load those of the parts that are models, each rank its own share."""
+    models = []
+    for part in parts:
+        if isinstance(part.what, ScorerSettings):
+            models.append(ShardedScorer(part.what, group))
+    return models
+
+
+def parts_alone(
+    parts: Sequence[Part],
+    device: torch.device,
+    *,
+    on_result: Callable[[], None] = lambda: None,
+) -> WeightedParts:
+    """Parts whose models this rank has to itself; without metrics. What is computed together never
+    depends on what came when.
+    """
+    models = models_of(parts, ExecutorGroup("alone", (0,), 0, device))  # no rank takes part
+    return WeightedParts(
+        parts,
+        models=models,
+        run=lambda number, asked: models[number].scores(asked),
+        reproducible=True,
+        metrics=None,
+        on_result=on_result,
+    )
+
+
 class ModelQueue:
     """Batches that wait for a model, and how many of them it scores at a time."""
 
@@ -200,12 +235,13 @@ class ModelQueue:
         for items in by_prompt.values():
             tokens = {}
             for key, item in items.items():
-                tokens[key] = self._tokens_of(item)
-                size = tokens[key].numel()
-                if not 0 < size <= context:
-                    del tokens[key]
-                    what = f"{size} tokens, and the scorer reads 1 to {context}"
-                    errors.append((key, Outcome.error(what)))
+                ids = self._tokens_of(item)
+                size = ids.numel()
+                if 0 < size <= context:
+                    tokens[key] = ids
+                    continue
+                what = f"{size} tokens, and the scorer reads 1 to {context}"
+                errors.append((key, Outcome.error(what)))
             if tokens:
                 asked = asked_of(list(tokens.values()))
                 self._waiting.append((self._num_batches, list(tokens), asked))

@@ -203,6 +203,8 @@ class Executor:
 
     name: str = "executor"
     tensor_parallel: int = 1  # ranks, one after another, that share one copy of its model
+    # Whether these share embedding and head too, not each hold them whole.
+    split_vocabulary: bool = True
     # Copies of the model that its ranks hold together, each sharded over the others.
     replicate: int = 1
     # Of its ranks the first alone reads its channels, and has the others take part.

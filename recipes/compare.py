@@ -69,6 +69,7 @@ TITLES = {
     WIN_RATE: "win rate by gold over references",
     PERPLEXITY: "perplexity of the answers under the base model",
 }
+JUDGED = (GOLD, WIN_RATE, PERPLEXITY)  # columns of the table, for runs that have any of them
 LEGEND_WIDTH = 110  # characters that fit one row of a legend
 LAST_STEP = "Large dots: the last step"
 SMALL_GREY = {"fontsize": "small", "color": "#777777", "loc": "left"}
@@ -119,7 +120,7 @@ def run(args: argparse.Namespace) -> None:
             measured[label] = runs
         else:
             what = f"{label}: no {KL}, so not in the pareto plot"
-            print(f"compare: {what}; record it with reference=frozen", file=sys.stderr)
+            print(f"compare: {what}{REMEDIES[KL]}", file=sys.stderr)
     if measured:
         figures["pareto.png"] = draw_pareto(measured, x, y)
     judged = with_columns(variants, PERPLEXITY, WIN_RATE)
@@ -161,9 +162,10 @@ class Figures(NamedTuple):
     seconds: float  # to the target
     steps: float  # to the target
     kl: float  # the last
-    gold: float  # the last
-    win_rate: float  # the last
-    perplexity: float  # the last
+    # The last of JUDGED, in their order.
+    gold: float
+    win_rate: float
+    perplexity: float
 
 
 def reachable(runs: Sequence[Run], y: str) -> float:
@@ -201,7 +203,7 @@ def table(variants: Variants, y: str, target: float) -> list[str]:
     to_target = f"s to {target:.4g}"
     head = ["", "runs", f"{y} at the end", "best", to_target, "steps", f"{KL} at the end"]
     all_runs = list(itertools.chain.from_iterable(variants.values()))
-    judged = [c for c in (GOLD, WIN_RATE, PERPLEXITY) if any(c in run.columns for run in all_runs)]
+    judged = [c for c in JUDGED if any(c in run.columns for run in all_runs)]
     head += [f"{column} at the end" for column in judged]
     rows = [head]
     for label, runs in variants.items():
@@ -219,7 +221,7 @@ def table(variants: Variants, y: str, target: float) -> list[str]:
             _spread(steps, 0),
             _spread(kl, 4),
         ]
-        for column, values in zip((GOLD, WIN_RATE, PERPLEXITY), last):
+        for column, values in zip(JUDGED, last):
             if column in judged:
                 cells.append(_spread(values, 3))
         rows.append(cells)

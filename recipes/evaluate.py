@@ -14,8 +14,7 @@ training; and by a scorer that it was not trained against, how often it wins. On
 Keys of the main job's config (key=value) say which task, reward and sampling; beside a run's
 config.yaml they change what they name. Each completion becomes a line of --out. The weights are
 taken as they were saved: not quantised, not split. Gold judges greedy answers (docs/rewards.md).
-Exit status: 0, or 2 for a directory, a key,
-data or an --out that cannot be used.
+Exit status: 0, or 2 for a directory, a key, data or an --out that cannot be used.
 """
 
 from __future__ import annotations
@@ -171,9 +170,12 @@ def config_of(model: Path, run: Path | None, overrides: list[str]) -> Config:
     values = to_values(config)
     named |= set(value_differences(to_values(compose_config([])), values))
     old = to_values(load_config(file))
-    named_sections = {key.partition(".")[0] for key in named}
-    for section in {"task", "reward"} - named_sections:
-        values[section] = old.pop(section)  # of its kind, whatever ours is
+    for section in {"task", "reward"} - named:
+        ours = values[section]
+        # Of the run's kind, whatever ours is: the keys of another kind say nothing of it.
+        values[section] = old.pop(section)
+        changed = [name for name in ours if f"{section}.{name}" in named]
+        values[section] |= {name: ours[name] for name in changed}
     for key, was in flat(old).items():
         section, _, name = key.rpartition(".")
         names = {section, key}

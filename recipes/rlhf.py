@@ -16,9 +16,9 @@ gold is a program (llamarl/tasks/facts.py), and a policy that sees only a reward
     report        a table, and plots                            DIR/rlhf.png, DIR/rlhf.json
 
 Each stage is a command, which is printed and can be typed without this recipe. DIR/stages has what
-each took; a stage that is there is skipped, and the one that was cut off goes on where it was.
-Exit status: 0, 2 for words that cannot be used, or that of the stage that failed. docs/rlhf.md
-walks through a run.
+each took, in the launch that ended it; a stage that is there is skipped, and the one that was cut
+off goes on where it was. Exit status: 0, 2 for words that cannot be used, or that of the stage that
+failed. docs/rlhf.md walks through a run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from llamarl.native.files import replace_text
@@ -72,14 +72,12 @@ class Stage:
     def given(self, words: list[str]) -> Stage:
         """This stage with more words, each in the place of one with the same key."""
         own = {key_of(word): word for word in (*self.words, *words)}
-        return Stage(
-            name=self.name, recipe=self.recipe, words=tuple(own.values()), ranks=self.ranks
-        )
+        return replace(self, words=tuple(own.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """What a stage that is done was and took."""
+    """What a stage that is done was, and what the launch that ended it took."""
 
     command: str
     seconds: float

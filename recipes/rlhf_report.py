@@ -20,15 +20,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from llamarl.observe.compare import GOLD, LENGTH, completion_kl
 from llamarl.observe.report import COLOURS, LOOK, Columns, read_columns
-from llamarl.observe.rows import FILE_NAME
+from llamarl.observe.rows import EVALUATED, FILE_NAME
 from llamarl.tasks.facts import worth
 
-AGREEMENT_WANTED = 0.85  # of the reward model with gold, on held-out pairs
-PROXY = "eval/reward"
-GOLD = "eval/gold"
-KL = "kl/ref"
-LENGTH = "completion/length_mean"
+AGREEMENT = "eval/accuracy"  # of the reward model with gold, on held-out pairs
+AGREEMENT_WANTED = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class Findings:
 
     qualities: dict[str, Quality]  # by whose answers
     agreement: float  # share of clean held-out pairs that the reward model ranks as gold
-    kl: float  # nats a completion, of the policy at the end from the SFT model
+    kl: float  # nats a completion to the SFT model, as the last step's completions have it
     proxy: tuple[float, float]  # the reward model's mean score of held-out answers: before, after
     seconds: dict[str, tuple[float, float]]  # of each stage: by the clock, and of CPU
 
@@ -64,20 +62,20 @@ def quality_of(summaries: list[tuple[str, str]]) -> Quality:
     return Quality(*(round(float(mean), 4) for mean in means))
 
 
-def read_findings(out: Path) -> Findings:
-    """What there is in a directory. OSError or ValueError for what is missing."""
+def read_findings(out: Path, scorer: Columns, policy: Columns) -> Findings:
+    """What there is in a directory, beside the rows of its reward model's run and of its policy's.
+    OSError or ValueError for what is missing, KeyError for a column.
+    """
     qualities = {"teacher": quality_of(_texts(out / "teacher.jsonl", lambda row: True))}
     for label, name in (("SFT", "sft"), ("RL", "rl")):
         file = out / f"judged_{name}.jsonl"
         qualities[f"{label}, greedy"] = quality_of(_texts(file, lambda row: not row["sample"]))
         qualities[f"{label}, sampled"] = quality_of(_texts(file, lambda row: row["sample"]))
-    scorer = read_columns(out / "reward_model" / FILE_NAME)
-    policy = read_columns(out / "rl" / FILE_NAME)
-    proxy = _known(policy[PROXY])
+    proxy = _known(policy[EVALUATED])
     return Findings(
         qualities=qualities,
-        agreement=float(_known(scorer["eval/accuracy"])[-1]),
-        kl=float(_known(kl_of_completions(policy))[-1]),
+        agreement=float(_known(scorer[AGREEMENT])[-1]),
+        kl=float(_known(completion_kl(policy))[-1]),
         proxy=(float(proxy[0]), float(proxy[-1])),
         seconds=_seconds(out),
     )
@@ -101,15 +99,6 @@ def _seconds(out: Path) -> dict[str, tuple[float, float]]:
     files = sorted((out / "stages").glob("*.json"), key=lambda file: file.stat().st_mtime)
     took = {file.stem: json.loads(file.read_text()) for file in files}
     return {name: (stage["seconds"], stage["cpu_seconds"]) for name, stage in took.items()}
-
-
-def kl_of_completions(columns: Columns) -> np.ndarray:
-    """[rows] KL of the policy to the SFT model in nats a completion: a token's times the tokens.
-    Before the first step it is 0.
-    """
-    kl = columns[KL] * columns[LENGTH]
-    kl[columns["step"] == 0] = 0
-    return kl
 
 
 def table(findings: Findings) -> list[str]:
@@ -136,24 +125,24 @@ def table(findings: Findings) -> list[str]:
 
 
 @matplotlib.rc_context(LOOK)
-def draw(scorer: Columns, policy: Columns, findings: Findings) -> Figure:
+def draw(scorer: Columns, policy: Columns) -> Figure:
     """Three plots: proxy and gold over the root of KL, the reward model's agreement, lengths."""
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     over_kl, agreement, lengths = figure.subplots(1, 3)
     _draw_over_kl(over_kl, policy)
     _draw_agreement(agreement, scorer)
-    _draw_lengths(lengths, policy, findings)
+    _draw_lengths(lengths, policy)
     return figure
 
 
 def _draw_over_kl(axes: Axes, policy: Columns) -> None:
-    axes.set(xlabel="√KL to the SFT model, nats a completion", title="Held-out greedy answers")
+    axes.set(xlabel="√KL to the SFT model, √nats a completion", title="Held-out greedy answers")
     axes.set_ylabel("gold", color=COLOURS[0])
     right = axes.twinx()
     right.grid(visible=False)
     right.set_ylabel("proxy: the reward model's score", color=COLOURS[1])
-    root = np.sqrt(np.maximum(kl_of_completions(policy), 0))
-    for place, column, colour in ((axes, GOLD, COLOURS[0]), (right, PROXY, COLOURS[1])):
+    root = np.sqrt(np.maximum(completion_kl(policy), 0))
+    for place, column, colour in ((axes, GOLD, COLOURS[0]), (right, EVALUATED, COLOURS[1])):
         known = ~np.isnan(policy[column]) & ~np.isnan(root)
         place.plot(root[known], policy[column][known], color=colour, marker="o")
 
@@ -161,8 +150,8 @@ def _draw_over_kl(axes: Axes, policy: Columns) -> None:
 def _draw_agreement(axes: Axes, scorer: Columns) -> None:
     axes.set(xlabel="step of the reward model", title="Pairs ranked right")
     series = (
-        ("preference/accuracy", "of a step, 20 % labelled wrongly", COLOURS[4]),
-        ("eval/accuracy", "held out, clean", COLOURS[0]),
+        ("preference/accuracy", "of a step, as they are labelled", COLOURS[4]),
+        (AGREEMENT, "held out, clean", COLOURS[0]),
     )
     for column, label, colour in series:
         known = ~np.isnan(scorer[column])
@@ -171,22 +160,21 @@ def _draw_agreement(axes: Axes, scorer: Columns) -> None:
     axes.legend()
 
 
-def _draw_lengths(axes: Axes, policy: Columns, findings: Findings) -> None:
+def _draw_lengths(axes: Axes, policy: Columns) -> None:
     axes.set(xlabel="step of RL", ylabel="tokens", title="Length of sampled answers")
     known = ~np.isnan(policy[LENGTH])
     axes.plot(policy["step"][known], policy[LENGTH][known], color=COLOURS[2])
-    greedy = findings.qualities["RL, greedy"]
-    axes.set_ylim(0, 1.1 * max(greedy.words, np.nanmax(policy[LENGTH])))
+    axes.set_ylim(0, 1.1 * np.nanmax(policy[LENGTH]))
 
 
 def run(out: Path) -> None:
-    """Print the table, write it, and draw. OSError or ValueError for what is missing."""
-    findings = read_findings(out)
-    print("\n".join(table(findings)))
-    (out / "rlhf.json").write_text(json.dumps(asdict(findings), indent=2) + "\n")
+    """Print the table, write it, and draw. OSError, ValueError or KeyError for what is missing."""
     scorer = read_columns(out / "reward_model" / FILE_NAME)
     policy = read_columns(out / "rl" / FILE_NAME)
-    draw(scorer, policy, findings).savefig(out / "rlhf.png", dpi=150)
+    findings = read_findings(out, scorer, policy)
+    print("\n".join(table(findings)))
+    (out / "rlhf.json").write_text(json.dumps(asdict(findings), indent=2) + "\n")
+    draw(scorer, policy).savefig(out / "rlhf.png", dpi=150)
     print(f"\nwritten  {out / 'rlhf.png'}, {out / 'rlhf.json'}")
 
 

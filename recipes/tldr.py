@@ -130,7 +130,7 @@ def pair_row(row: dict, fits: Callable[[str], bool]) -> Row:
         return Row("", {}, ARTICLE)
     if not isinstance(summaries, list) or len(summaries) != 2:
         raise ValueError('"summaries" must be a list of two objects with a "text"')
-    if choice not in (0, 1):
+    if type(choice) is not int or choice not in (0, 1):
         raise ValueError(f'"choice" must be 0 or 1, this is {json.dumps(choice)[:60]}')
     texts = []
     for i, summary in enumerate(summaries):
@@ -183,6 +183,10 @@ def run(args: argparse.Namespace) -> None:
             lines.setdefault(row.file, []).append(json.dumps(row.values, ensure_ascii=False))
     if not lines:
         raise ValueError(f"no row is left; left out: {dict(left_out)}")
+    read = {file.resolve() for file in (*args.posts, *args.comparisons)}
+    for file in sorted(lines):
+        if (args.out / file).resolve() in read:
+            raise ValueError(f"--out {args.out}: {file} there is one that is read; choose another")
     args.out.mkdir(parents=True, exist_ok=True)
     for file, texts in sorted(lines.items()):
         replace_text(args.out / file, "\n".join(texts) + "\n")

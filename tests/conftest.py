@@ -11,13 +11,14 @@ from pathlib import Path
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 import pytest  # noqa: E402
-from hypothesis import settings  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests.launching import SMALL, Job  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 
 # A busy machine makes an example slow, and no claim wrong.
-settings.register_profile("any machine", deadline=None)
+slow = [HealthCheck.too_slow]
+settings.register_profile("any machine", deadline=None, suppress_health_check=slow)
 settings.load_profile("any machine")
 
 MAX_WORKERS = 4  # each has a pool of ranks, some hundred MiB apiece
@@ -70,29 +71,46 @@ def float32_products(process_state):
 
 
 @pytest.fixture
-def launch_here(process_state, monkeypatch, capfd):
-    """launch_here(*overrides): (exit code, what was said) of a job that ends before its first step.
+def run_here(process_state, monkeypatch, capfd):
+    """run_here(program): (exit code, what was said) of a program that may end its process.
 
-    In this process, for to start another takes longer than all that such a job does.
+    In this one, for to start another takes longer than all that such a program does.
     """
     import torch.distributed as dist
-
-    from llamarl.config.command_line import compose_config
-    from llamarl.launch import launch
 
     def end(code: int) -> None:
         raise SystemExit(code)
 
     monkeypatch.setattr(os, "_exit", end)
 
-    def run(*overrides: str) -> tuple[int, object]:
+    def run(program) -> tuple[int, object]:
         capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            with launch(compose_config(["threads=1", *overrides])):
-                raise AssertionError("the job began")
+        code = 0
+        try:
+            program()
+        except SystemExit as ended:
+            code = ended.code
         if dist.is_initialized():
             dist.destroy_process_group()
-        return ended.value.code, capfd.readouterr()
+        return code, capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def launch_here(run_here):
+    """launch_here(*overrides): (exit code, what was said) of a job that ends before its first
+    step.
+    """
+    from llamarl.config.command_line import compose_config
+    from llamarl.launch import launch
+
+    def run(*overrides: str) -> tuple[int, object]:
+        def begin() -> None:
+            with launch(compose_config(["threads=1", *overrides])):
+                raise AssertionError("the job began")
+
+        return run_here(begin)
 
     return run
 

@@ -10,6 +10,7 @@ the connection open and say nothing; or HANG_UP, to close it.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 NO_REPLY = object()
 HANG_UP = object()
 PROBE = "Reply with the word yes."
+
+
+def between(question: str, tag: str) -> str:
+    """What a question has between <tag> and </tag>."""
+    return re.search(f"<{tag}>\n(.*)\n</{tag}>", question, re.DOTALL)[1]
+
+
+def longer(question: str) -> str:
+    """A fair judge of pairs: the longer answer is better."""
+    a, b = (len(between(question, f"answer_{place}")) for place in "ab")
+    verdict = "tie" if a == b else "A" if a > b else "B"
+    return f"They differ.\nVerdict: {verdict}"
 
 
 @dataclass(frozen=True)

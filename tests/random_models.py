@@ -1,7 +1,10 @@
-"""Small models of transformers' whose every weight shows in what they compute."""
+"""Small models of transformers' whose every weight shows in what they compute, and directories of
+models as others have them.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -19,11 +22,20 @@ SIZES = {
 }
 
 
-def save_drawn(model: PreTrainedModel, path: Path) -> PreTrainedModel:
+def save_drawn(model: PreTrainedModel, path: Path, *, seed: int = 0) -> PreTrainedModel:
     """Draw the model's weights, large enough that each of them shows, and save it."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = noise * 0.2 + (parameter.dim() == 1)
     model.save_pretrained(path)
     return model.eval()
+
+
+def swap_tokens(directory: Path) -> None:
+    """Give 7 and 8 of a copy of the tiny model's tokenizer each other's ids."""
+    file = directory / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
+    file.write_text(json.dumps(tokenizer))

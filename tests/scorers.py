@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from llamarl.learning.scoring import Asked
 from llamarl.models.config import tiny_directory
+from tests.random_models import save_drawn
+from tests.tolerances import rounding
 
+SCORES = rounding(terms=24, depth=2 * 2, size=2.0)  # width and layers, and how scores deviate
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 def write_scorer(path: Path, *, labels: tuple[str, ...] = ("reward",), seed: int = 0, **sizes):
-    """A random Llama that scores, with the tiny model's tokens; returns transformers' model of it.
-
-    Its weights are so large that each of them shows in a score.
-    """
+    """A random Llama that scores, with the tiny model's tokens; returns transformers' own."""
     tiny = json.loads((tiny_directory() / "config.json").read_text())
     given = {
         "vocab_size": tiny["vocab_size"],
@@ -33,14 +35,18 @@ def write_scorer(path: Path, *, labels: tuple[str, ...] = ("reward",), seed: int
         "id2label": dict(enumerate(labels)),
     }
     model = AutoModelForSequenceClassification.from_config(LlamaConfig(**(given | sizes)))
-    draw = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=draw)
-        parameter.data = noise * 0.2 + (parameter.dim() == 1)
-    model.save_pretrained(path)
+    save_drawn(model, path, seed=seed)
     for name in TOKENIZER:
         shutil.copyfile(tiny_directory() / name, path / name)
-    return model.eval()
+    return model
+
+
+def spoil_head(path: Path) -> None:
+    """Make one weight of a scorer's head no number."""
+    file = path / "model.safetensors"
+    held = load_file(file)
+    held["score.weight"][0, 3] = math.nan
+    save_file(held, file, metadata={"format": "pt"})
 
 
 def asked_for(num_prompts: int, group_size: int, *, seed: int = 0, vocab: int = 20) -> list[Asked]:
@@ -58,12 +64,17 @@ def asked_for(num_prompts: int, group_size: int, *, seed: int = 0, vocab: int = 
 
 
 @torch.no_grad()
+def score_of(model, ids_T: torch.Tensor, label: int = 0) -> torch.Tensor:
+    """Of one sequence alone, without padding, at its last token whatever that is."""
+    hidden_TD = model.model(ids_T[None]).last_hidden_state[0]
+    return model.score(hidden_TD[-1])[label]
+
+
 def transformers_scores(model, asked: list[Asked], label: int = 0) -> torch.Tensor:
-    """[N]: each sequence alone, without padding, at its last token whatever that is."""
+    """[N]: each sequence alone."""
     scores = []
     for one in asked:
         for completion in one.completions:
             ids = torch.cat([one.prompt_ids, completion])
-            hidden_TD = model.model(ids[None]).last_hidden_state[0]
-            scores.append(model.score(hidden_TD[-1])[label])
+            scores.append(score_of(model, ids, label))
     return torch.stack(scores)

@@ -18,8 +18,8 @@ from typing import get_type_hints
 
 import pytest
 
-from llamarl.config.command_line import Config, ConfigError, check_command_line, to_config
-from llamarl.config.conversion import known_keys, schemas_of, sections_of_kinds
+from llamarl.config.command_line import Config, ConfigError, check_command_line
+from llamarl.config.conversion import known_keys, schemas_of
 from llamarl.config.preferences import PREFERENCES
 from llamarl.config.supervised import REWARD_MODEL, SFT
 
@@ -274,41 +274,13 @@ def test_no_path_of_a_machine():
 # --- Config groups ---
 
 
-def compose(overrides: list[str]):
-    from hydra import compose, initialize_config_dir
-
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("config", overrides)
-
-
-def group_options() -> list[tuple[str, str]]:
-    """Of sections; experiments set values of many (tests/recipes/test_experiments.py)."""
-    files = [file for file in (ROOT / "conf").glob("*/*.yaml") if file.parent.name != "experiment"]
-    return sorted((file.parent.name, file.stem) for file in files)
-
-
 def test_every_group_is_a_section_of_the_schema():
+    """But for experiments, which set values of many (tests/recipes/test_experiments.py)."""
     sections = {name for name, hint in get_type_hints(Config).items() if schemas_of(hint)}
-    groups = {group for group, _ in group_options()}
+    groups = {file.parent.name for file in (ROOT / "conf").glob("*/*.yaml")} - {"experiment"}
     assert groups and groups <= sections
     executors = {file.stem for file in python_files("executors")}
     assert {"generator", "reward", "reference", "trainer"} <= groups & executors
-
-
-@pytest.mark.parametrize("group, option", group_options())
-def test_every_option_of_a_group_fits_its_schema(group, option):
-    try:
-        to_config(compose([f"{group}={option}"]))
-    except ConfigError as error:  # what only the user can give
-        to_config(
-            compose([f"{group}={option}", *(f"{problem.where}=1" for problem in error.problems)])
-        )
-
-
-@pytest.mark.parametrize("group, option", group_options())
-def test_an_option_of_a_section_of_kinds_is_called_as_its_kind(group, option):
-    if group in sections_of_kinds():
-        assert compose([f"{group}={option}"])[group].kind == option
 
 
 # --- The README and the documents ---
@@ -333,11 +305,11 @@ GUIDES = "\n".join(
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 OVERRIDE = re.compile(r"^\+?[a-z_]+(?:\.[a-z_]+)*=[^=]*$")
-# What a placeholder stands for in a check.
 # What documents call the user's own models, and their rows.
 MODELS = ("DIR", "SFT_DIR", "RM_DIR", "GOLD_DIR", "GOLD_SFT_DIR", "GOLD_BASE_DIR", "PYTHIA_DIR")
 ROWS = ("FILE", "ROWS.jsonl", "PAIRS.jsonl", "PROMPTS.jsonl", "norobots.jsonl", "pairs.jsonl")
 MADE_ROWS = ("train", "valid", "pairs_train", "pairs_valid", "gold_pairs")
+# What each stands for in a check.
 USERS = dict.fromkeys(MODELS, str(TINY)) | dict.fromkeys(ROWS, "train.jsonl")
 USERS |= {f"data/{name}.jsonl": "train.jsonl" for name in MADE_ROWS}
 OTHER_JOBS = {
@@ -352,7 +324,7 @@ def blocks(language: str, text: str = GUIDES) -> list[str]:
 
 
 def commands(text: str = GUIDES) -> list[list[str]]:
-    """Command lines of a document's shell blocks and of its code spans, as words."""
+    """Command lines of a document's shell blocks and of its code spans, as words; each once."""
     lines = [
         line
         for body in blocks("bash", text)
@@ -362,7 +334,7 @@ def commands(text: str = GUIDES) -> list[list[str]]:
     lines += [span for span in SPAN.findall(BLOCK.sub("", text)) if " " in span]
     return [
         words
-        for line in lines
+        for line in dict.fromkeys(lines)
         for part in line.split("&&")
         if (words := shlex.split(part, comments=True))
     ]
@@ -373,7 +345,8 @@ def hydra_commands(text: str = GUIDES) -> list[tuple[int, list[str]]]:
     alone.
     """
     found = []
-    for words in commands(text) + [[span] for span in SPAN.findall(BLOCK.sub("", text))]:
+    spans = dict.fromkeys(SPAN.findall(BLOCK.sub("", text)))
+    for words in commands(text) + [[span] for span in spans]:
         recipe = [
             i
             for i, word in enumerate(words)

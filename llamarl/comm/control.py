@@ -147,7 +147,7 @@ class Control:
     def wake(self) -> None:
         """Something came for this rank: end a running `wait`."""
         if self._news:
-            return  # no `wait` has begun since the last one was told; after it all is looked at
+            return  # the next `wait` ends at once already, and after it all is looked at
         with self._changed:
             self._news = True
             self._changed.notify_all()

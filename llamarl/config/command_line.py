@@ -89,6 +89,27 @@ def check_command_line(
     """The overrides as Hydra wants them (a needless `+` dropped). ConfigError with all that is
     wrong with them. config_name: a file of the user's own in place of the kind's.
     """
+    ranks = (world_size, local_world_size)
+    return _read(overrides, kind, config_name, config_dir, multirun, ranks)[0]
+
+
+def compose_config(overrides: list[str], kind: JobKind[Schema] = RL) -> Schema:
+    """The checked config of a command line for one process, for a script that is no Hydra job: of
+    the kind's schema. ConfigError as above.
+    """
+    _, (config,) = _read(overrides, kind)
+    return config
+
+
+def _read(
+    overrides: list[str],
+    kind: JobKind[Schema],
+    config_name: str | None = None,
+    config_dir: str | None = None,
+    multirun: bool = False,
+    ranks: tuple[int, int | None] = (1, None),
+) -> tuple[list[str], list[Schema]]:
+    """The overrides as Hydra wants them, and the config of each point of a sweep."""
     from hydra import initialize_config_dir
 
     dirs = [CONF_DIR]
@@ -111,25 +132,16 @@ def check_command_line(
         else:
             accepted.append(override.text)
             choices.append([(override.key, point) for point in override.points])
-    ranks = (world_size, local_world_size)
+    configs = []
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         for combination in itertools.product(*choices):
             chosen = dict(combination)
-            problems += _problems_of(kind, config_name or kind.file, search, chosen, ranks)
+            config, found = _compose(kind, config_name or kind.file, search, chosen, ranks)
+            configs.append(config)
+            problems += found
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return accepted
-
-
-def compose_config(overrides: list[str], kind: JobKind[Schema] = RL) -> Schema:
-    """The checked config of a command line for one process, for a script that is no Hydra job: of
-    the kind's schema. ConfigError as above.
-    """
-    from hydra import compose, initialize_config_dir
-
-    accepted = check_command_line(overrides, kind=kind)
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        return to_config(compose(kind.file, accepted), kind.schema)
+    return accepted, configs
 
 
 def default_config(kind: JobKind = RL) -> Config:
@@ -210,15 +222,15 @@ def _read_override(
     return _Override(key, prefix + text, [prefix + point for point in points])
 
 
-def _problems_of(
+def _compose(
     kind: JobKind,
     config_name: str,
     search: list[str],
     chosen: dict[str, str],
     ranks: tuple[int, int | None],
-) -> list[Problem]:
-    """Everything wrong with the config that `chosen` (key -> override) makes; needs Hydra to be
-    initialised. ranks: of all hosts, and of one.
+) -> tuple[Schema | None, list[Problem]]:
+    """The config that `chosen` (key -> override) makes, if it can be made, and everything that is
+    wrong with it; needs Hydra to be initialised. ranks: of all hosts, and of one.
     """
     from hydra import compose
     from hydra.errors import HydraException
@@ -247,12 +259,13 @@ def _problems_of(
                 except refusals as alone:
                     found.append(Problem(text, " ".join(str(alone).split()), (key,)))
             if not found:
-                return [*problems, Problem(config_name, " ".join(str(error).split()))]
+                return None, [*problems, Problem(config_name, " ".join(str(error).split()))]
         else:
             wrong |= echoing(OmegaConf.to_container(composed), required)
-            return problems + [p for p in kind.check(config, *ranks) if wrong.isdisjoint(p.keys)]
+            found = kind.check(config, *ranks)
+            return config, problems + [p for p in found if wrong.isdisjoint(p.keys)]
         problems += [problem for problem in found if wrong.isdisjoint(problem.keys)]
-    return problems
+    return None, problems
 
 
 def main(recipe: Callable[[Schema], None], kind: JobKind[Schema] = RL) -> Callable[[], None]:

@@ -94,13 +94,21 @@ def find_placement(c: Config, world_size: int, found: Findings) -> None:
     placed = placement_of(c, world_size)
     model = _model_at(c.model.path or TINY_MODEL)
     _find_trainer(c, len(placed["trainer"]), model, found)
-    _find_shared_models(c, placed, found)
+    _find_shared_models(c, placed, model, found)
     if c.generator.tensor_parallel > 1:
         _find_replicas(c, placed, world_size, found)
-        if model is not None and model.num_attention_heads < c.generator.tensor_parallel:
-            heads = model.num_attention_heads
-            what = f"the model has {heads} query heads, fewer than ranks to split them over"
-            found.add(f"{what}; at most {heads}", "generator.tensor_parallel")
+        _find_heads("generator", c.generator.tensor_parallel, "model", model, found)
+
+
+def _find_heads(
+    section: str, size: int, noun: str, model: ModelConfig | None, found: Findings
+) -> None:
+    """More ranks than query heads to split over them."""
+    if model is None or model.num_attention_heads >= size:
+        return
+    heads = model.num_attention_heads
+    what = f"the {noun} has {heads} query heads, fewer than ranks to split them over"
+    found.add(f"{what}; at most {heads}", f"{section}.tensor_parallel")
 
 
 def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: Findings) -> None:
@@ -127,24 +135,26 @@ def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: F
             what = f"{ranks} cannot cut their groups into {n} minibatches each"
             remedy = f"need a multiple of {unit} groups"
             found.add(f"{what}; {remedy}", "groups_per_step", "trainer.minibatches_per_step")
-    if t == 1:
-        return
     critic = c.trainer.critic.path and _model_at(c.trainer.critic.path)
-    for noun, split in {"model": model, "value model": critic}.items():
-        uneven = _uneven_parts(split, t) if split else []
-        if uneven:
-            what = f"the trainer splits the {noun} evenly, but it has {' and '.join(uneven)}"
-            found.add(what, "trainer.tensor_parallel")
+    _find_uneven("trainer", t, "model", model, found)
+    _find_uneven("trainer", t, "value model", critic or None, found)
 
 
-def _uneven_parts(model: ModelConfig, ranks: int) -> list[str]:
-    """What tensor-parallel ranks cannot share evenly."""
+def _find_uneven(
+    section: str, size: int, noun: str, model: ModelConfig | None, found: Findings
+) -> None:
+    """Parts of a model that tensor-parallel ranks cannot share evenly."""
+    if model is None:
+        return
     parts = {
         "query heads": model.num_attention_heads,
         "key/value heads": model.num_key_value_heads,
         "hidden units (intermediate_size)": model.intermediate_size,
     }
-    return [f"{count} {what}" for what, count in parts.items() if count % ranks]
+    uneven = [f"{count} {what}" for what, count in parts.items() if count % size]
+    if uneven:
+        what = f"the {section} splits the {noun} evenly, but it has {' and '.join(uneven)}"
+        found.add(what, f"{section}.tensor_parallel")
 
 
 def _model_at(path: str | Path) -> ModelConfig | None:
@@ -154,7 +164,9 @@ def _model_at(path: str | Path) -> ModelConfig | None:
         return None  # told elsewhere
 
 
-def _find_shared_models(c: Config, placed: dict[str, Ranks], found: Findings) -> None:
+def _find_shared_models(
+    c: Config, placed: dict[str, Ranks], model: ModelConfig | None, found: Findings
+) -> None:
     """Ranks that do not make whole copies of what they share, the models that score or the
     reference, or would wait for themselves: all of an executor act as one, led by the first.
     """
@@ -163,11 +175,15 @@ def _find_shared_models(c: Config, placed: dict[str, Ranks], found: Findings) ->
         sizes["reward.tensor_parallel"] = c.reward.tensor_parallel
         _find_copies("reward", placed, sizes, found)
         _find_waits("reward", "scorer", c, placed, found)
+        for scorer in c.scorers.values():
+            _find_heads("reward", c.reward.tensor_parallel, "scorer", _model_at(scorer.path), found)
     if not c.reference.placed:
         return
     sizes = {"reference.replicate": c.reference.replicate}
+    sizes["reference.tensor_parallel"] = c.reference.tensor_parallel
     _find_copies("reference", placed, sizes, found)
     _find_waits("reference", "reference", c, placed, found)
+    _find_uneven("reference", c.reference.tensor_parallel, "model", model, found)
     both = sorted(set(placed["reward"]) & set(placed["reference"]))
     leader = placed["reward"][0]
     if c.scorers and len(both) > 1 and leader != placed["reference"][0]:

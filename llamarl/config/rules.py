@@ -70,7 +70,6 @@ def _memory_rules(c: Config, num_hosts: int) -> list[Rule]:
     g = c.generator
     t, transport = c.trainer, c.weights.transport
     has_8bit_moments = t.optimizer == "adamw8bit"
-    longest = c.task.max_prompt_tokens + c.max_new_tokens
     resumes = g.resume_partials is True
     return [
         (
@@ -85,9 +84,9 @@ def _memory_rules(c: Config, num_hosts: int) -> list[Rule]:
         ),
         (
             "generator.cache_tokens",
-            g.cache_tokens is not None and g.cache_tokens < longest,
+            g.cache_tokens is not None and g.cache_tokens < c.longest,
             "does not hold one sequence of task.max_prompt_tokens + max_new_tokens; "
-            f"need at least {longest}, or null",
+            f"need at least {c.longest}, or null",
         ),
         (
             "generator.recompute_kv",
@@ -239,12 +238,11 @@ def _gold_rules(c: Config) -> list[Rule]:
     is_evaluated = c.eval.every > 0 and c.eval.num_prompts > 0
     is_model = c.gold is not None and c.gold.kind == "model"
     rules = []
-    for key in ("eval.gold", "eval.base"):
-        is_given = getattr(c.eval, key.removeprefix("eval.")) is not None
+    for key, given in {"eval.gold": c.eval.gold, "eval.base": c.eval.base}.items():
         rules.append(
             (
                 f"{key} eval.every eval.num_prompts",
-                is_given and not is_evaluated,
+                given is not None and not is_evaluated,
                 f"nothing is evaluated; eval.every=10 eval.num_prompts=500, or {key}=null",
             )
         )

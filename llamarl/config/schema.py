@@ -279,6 +279,7 @@ class ReferenceSettings:
 class FrozenReferenceSettings:
     kind: Literal["frozen"]
     replicate: Count
+    tensor_parallel: Count
 
     reset_every: ClassVar[None] = None
     placed: ClassVar[bool] = True
@@ -289,6 +290,7 @@ class ResettingReferenceSettings:
     kind: Literal["reset"]
     reset_every: Count
     replicate: Count
+    tensor_parallel: Count
 
     placed: ClassVar[bool] = True
 
@@ -503,6 +505,11 @@ class Config:
         if self.buffer.kind == "replay" and self.buffer.completions_per_prompt is not None:
             return self.buffer.completions_per_prompt
         return self.group_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its completion at most."""
+        return self.task.max_prompt_tokens + self.max_new_tokens
 
     @property
     def reward_parts(self) -> dict[str, AnySourceSettings]:

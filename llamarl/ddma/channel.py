@@ -55,7 +55,12 @@ class Weights(Channel):
             sources=sources,
             destinations=destinations,
             source=Source(len(sources) // (replicate * source_tp), replicate, source_tp),
-            destination=Destination(tp, copies, fsdp=len(destinations) // (tp * copies)),
+            destination=Destination(
+                tp=tp,
+                replicas=copies,
+                fsdp=len(destinations) // (tp * copies),
+                split_vocabulary=self.destination.split_vocabulary,
+            ),
             on_host=context.on_host,
             dtype=getattr(torch, self.dtype),
             quantize=self.quantize,

@@ -83,8 +83,8 @@ class Copier:
     def copy_columns(self, targets: list[Tensor], sources: list[Tensor]) -> list[int | Tensor]:
         """`copy` of several sources, and the digest of each.
 
-        Columns of the same rows are read row by row: half a row at a time is read at half the
-        speed.
+        Columns of the same rows are copied row by row, so that what lies side by side is read in
+        one run.
         """
         each_alone = self.method != "lanes" or len(sources) == 1
         if each_alone or not _can_pack_columns(targets, sources):

@@ -102,12 +102,13 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class Destination:
     """How those hold it that compute with it: generators in tensor-parallel parts, a reference in
-    FSDP2's shards.
+    FSDP2's shards of such parts. split_vocabulary: tensor-parallel ranks share embedding and head.
     """
 
     tp: int = 1
     replicas: int = 1
     fsdp: int = 1
+    split_vocabulary: bool = True
 
     @property
     def parts(self) -> int:
@@ -121,7 +122,10 @@ class Destination:
     def box(self, config: ModelConfig, p: Parameter, part: int) -> Box:
         """What rank `part` of a replica holds of a parameter."""
         shard, t = divmod(part, self.tp)
-        whole = tensor_parallel_box(config, p.name.removesuffix(SCALE), p.shape, t, self.tp)
+        name = p.name.removesuffix(SCALE)
+        whole = tensor_parallel_box(
+            config, name, p.shape, t, self.tp, split_vocabulary=self.split_vocabulary
+        )
         return _shard_of(whole, shard, self.fsdp)
 
 

@@ -125,6 +125,9 @@ def send_version(
     while_staging: receivers that read this memory begin before all is staged, as its counter goes
     up. Else they begin when all is whole. Bytes that are sent go bucket by bucket either way.
     Returns bucket number -> digest. WeightsError after MAX_RETRIES damaged deliveries.
+
+    A receiver may first have to swap in the version before, and that waits for an evaluation: so a
+    verdict has no deadline here. Who publishes has one, for the slot that the version stays in.
     """
     digests: dict[int, int] = {}
     wanted: _Wanted = []

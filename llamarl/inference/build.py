@@ -34,15 +34,10 @@ def build_native(
     in, or "none". quantize_exclude: parts of names of modules that keep model_dtype. options: the
     engine's others.
     """
-    tensor_parallel = None
-    if group.tensor_parallel > 1:
-        tensor_parallel = TensorParallel(
-            group.tensor_index, group.tensor_parallel, group.tensor_group
-        )
     decoder = build_decoder(
         read_config(model_path),
         dtype=getattr(torch, model_dtype),
-        tensor_parallel=tensor_parallel,
+        tensor_parallel=TensorParallel.of(group),
     )
     if quantize != "none":
         quantize_decoder(decoder, quantize, quantize_exclude)

@@ -13,7 +13,7 @@ from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.plan import make_plan
 from llamarl.launch.gold import check_gold_function
 from llamarl.launch.job import Job
-from llamarl.launch.sources import check_source
+from llamarl.launch.sources import check_sources
 from llamarl.models.config import read_config
 from llamarl.models.sharding import num_parameters
 from llamarl.tasks.source import Outcome
@@ -26,18 +26,15 @@ _GIB = 1 << 30
 def dry_run(job: Job) -> None:
     """Print config, rank map, memory and bytes a sync, and score three samples.
 
-    Rank 0 prints; errors are the run's own.
+    On rank 0 alone, as a run checks its reward; errors are the run's own.
     """
+    if job.world.rank > 0:
+        return
     c = job.config
     samples = [job.task.train_prompt(i) for i in range(min(3, job.task.num_train))]
     answers = [(p.text, str(p.meta.get("answer", "")), p.meta) for p in samples]
-    scored = {}
-    for key, part in c.reward_parts.items():
-        if part.kind != "model":
-            scored[key] = check_source(part, job, answers, section=key)
+    scored = check_sources(job, answers)
     check_gold_function(job)
-    if job.world.rank > 0:
-        return
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(c))))
     print(f"ranks    {job.hosts}")
     print(f"float32  {job.world.products}")
@@ -64,8 +61,7 @@ def dry_run(job: Job) -> None:
         trainer_bytes += num_parameters(critic) * _HELD_BYTES / (shards * trainer_tp)
     if c.reference.kind == "sharded":
         trainer_bytes += num_parameters(model) * dtype.itemsize / (shards * trainer_tp)
-    longest = c.task.max_prompt_tokens + c.max_new_tokens
-    cache_tokens = generator.cache_tokens or generator.max_slots * longest
+    cache_tokens = generator.cache_tokens or generator.max_slots * c.longest
     token_elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
     num_elements = num_parameters(model)
     held_elements = 2 * num_elements + cache_tokens * token_elements

@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llamarl.launch.job import Job
-from llamarl.launch.scorers import check_scorer, other_tokens
+from llamarl.launch.job import Job, read_model
+from llamarl.launch.scorers import check_context, check_scorer, other_tokens
 from llamarl.launch.sources import source_of
 from llamarl.models.config import read_config
 from llamarl.models.hf import weights_of
+from llamarl.tasks.source import try_source
 from llamarl.types import Prompt
 
 
@@ -37,17 +38,12 @@ def check_gold_function(job: Job) -> None:
     if gold is None or gold.kind != "function":
         return
     make = source_of(gold, job, section="reward", fn_key="eval.gold")
-    source = make(on_result=lambda: None)
-    try:
-        source.start()
-    finally:
-        source.close()
+    try_source(make(on_result=lambda: None), [], given=f"eval.gold={gold.fn}")
 
 
 def _check_base(job: Job, path: Path) -> None:
     """A language model that reads the policy's tokens."""
-    c = job.config
-    config = read_config(path)
+    config = read_model(path)
     if config.labels:
         raise ValueError(
             f"eval.base={path}: {config.architecture} gives scores, no tokens; need the language "
@@ -59,13 +55,7 @@ def _check_base(job: Job, path: Path) -> None:
             f"eval.base={path}: another vocabulary than the policy's, {job.model_path}; a "
             "perplexity is one of the policy's tokens"
         )
-    longest = c.task.max_prompt_tokens + c.max_new_tokens
-    context = config.max_position_embeddings
-    if longest > context:
-        raise ValueError(
-            f"eval.base={path}: its context is {context} tokens, but "
-            f"task.max_prompt_tokens + max_new_tokens = {longest}; lower one of them"
-        )
+    check_context(job, config, f"eval.base={path}")
     weights_of(path, config)
 
 

@@ -36,11 +36,15 @@ class Difference:
     permit: str | None  # the word of resume_with_other that lets it pass; None: nothing does
 
 
-def differences(old: Identity, new: Identity, schema: type = Config) -> list[Difference]:
-    """All that makes `new` another run than `old`. schema: of both configs."""
+def differences(
+    old: Identity, new: Identity, schema: type = Config, *, place: str = "the checkpoint"
+) -> list[Difference]:
+    """All that makes `new` another run than `old`. schema: of both configs. place: where `old` was
+    read, in words.
+    """
     changed = {}
     for key, (was, now) in value_differences(old.config, new.config).items():
-        changed[key] = f"{key}: {show(was)} in the checkpoint, {show(now)} now"
+        changed[key] = f"{key}: {show(was)} in {place}, {show(now)} now"
     found = []
     reasons = []
     for key, difference in changed.items():
@@ -53,6 +57,6 @@ def differences(old: Identity, new: Identity, schema: type = Config) -> list[Dif
         what = f"other {' and '.join(others)}: {'; '.join(reasons) or THE_DATA}"
         found.append(Difference(what, permit="data"))
     if old.reward != new.reward:
-        what = f"another reward: {old.reward} in the checkpoint, {new.reward} now"
+        what = f"another reward: {old.reward} in {place}, {new.reward} now"
         found.append(Difference(what, permit="reward"))
     return found

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from llamarl.errors import BadInput
 from llamarl.launch.gold import check_gold
-from llamarl.launch.job import Job
-from llamarl.launch.scorers import check_scorers, other_tokens
-from llamarl.models.attention import rotary_of
+from llamarl.launch.job import Job, read_model
+from llamarl.launch.scorers import chat_template_of, check_scorers, other_tokens
 from llamarl.models.build import build_decoder
-from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.config import ModelConfig
 from llamarl.models.hf import weights_of
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.scorer import SCORE
@@ -36,7 +35,7 @@ def check_inputs(job: Job) -> None:
     """Model directory, tokenizer and data, on every rank, before any weight is read. BadInput."""
     c = job.config
     with bad_input():
-        model = read_config(job.model_path)
+        model = read_model(job.model_path)
         _check_model(job, model)
         _check_tokens(job, model.vocab_size)
         _check_task(job)
@@ -44,12 +43,11 @@ def check_inputs(job: Job) -> None:
         check_gold(job)
         if c.trainer.critic.path:
             _check_critic(job, model)
-        longest = c.task.max_prompt_tokens + c.max_new_tokens
         context = model.max_position_embeddings
-        if longest > context:
+        if c.longest > context:
             raise ValueError(
-                f"task.max_prompt_tokens + max_new_tokens = {longest}, but the model's context is "
-                f"{context}; lower one of them"
+                f"task.max_prompt_tokens + max_new_tokens = {c.longest}, but the model's context "
+                f"is {context}; lower one of them"
             )
 
 
@@ -60,7 +58,6 @@ def _check_model(job: Job, model: ModelConfig) -> None:
             f"{job.model_path / 'config.json'}: {model.architecture} gives scores, no tokens; "
             "model.path is the policy, a language model"
         )
-    _check_rotary(job.model_path / "config.json", model)
     g = job.config.generator
     if g.kind == "vllm" and model.traits.names:
         raise ValueError(
@@ -77,19 +74,12 @@ def _check_model(job: Job, model: ModelConfig) -> None:
             raise ValueError(f"generator.quantize_exclude={g.quantize_exclude}: {error}") from error
 
 
-def _check_rotary(file: Path, model: ModelConfig) -> None:
-    try:
-        rotary_of(model)
-    except (ValueError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"{file}: {error}") from error
-
-
 def _check_critic(job: Job, policy: ModelConfig) -> None:
     """A value model reads the policy's tokens and says one number of each."""
     c = job.config
     path = Path(c.trainer.critic.path)
     file = path / "config.json"
-    model = read_config(path)
+    model = read_model(path)
     if len(model.labels) > 1:
         labels = ", ".join(model.labels)
         raise ValueError(
@@ -101,13 +91,11 @@ def _check_critic(job: Job, policy: ModelConfig) -> None:
             f"{path}: another vocabulary than the policy's, {job.model_path}; a value model "
             "(trainer.critic.path) reads the policy's tokens"
         )
-    longest = c.task.max_prompt_tokens + c.max_new_tokens
-    if longest > model.max_position_embeddings:
+    if c.longest > model.max_position_embeddings:
         raise ValueError(
             f"{file}: the value model's context is {model.max_position_embeddings}, but "
-            f"task.max_prompt_tokens + max_new_tokens = {longest}; lower one of them"
+            f"task.max_prompt_tokens + max_new_tokens = {c.longest}; lower one of them"
         )
-    _check_rotary(file, model)
     if model.labels:
         weights_of(path, model)
     else:
@@ -142,15 +130,5 @@ def check_vocabulary(tokenizer, vocab_size: int, path: Path) -> None:
 
 def _check_task(job: Job) -> None:
     """The data, and the chat template on a prompt of it."""
-    from jinja2 import TemplateError
-
-    try:
+    with chat_template_of(job.model_path, job):
         job.task.train_prompt(0)
-    except TemplateError as error:
-        own = job.model_path / "chat_template.jinja"
-        file = own if own.is_file() else job.model_path / "tokenizer_config.json"
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        remedy = "unset task.system_prompt" if job.config.task.system_prompt else "correct it"
-        raise ValueError(
-            f"{file}: its chat template failed ({what}); {remedy}, or set task.chat=false"
-        ) from error

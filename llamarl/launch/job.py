@@ -21,7 +21,8 @@ from llamarl.executor import Executor
 from llamarl.launch.identity import Identity
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning.replay import lag_bound
-from llamarl.models.config import read_json
+from llamarl.models.attention import rotary_of
+from llamarl.models.config import ModelConfig, read_config, read_json
 from llamarl.models.hf import load_tokenizer
 from llamarl.models.scorer import fingerprint
 from llamarl.observe import RowWriter, build_sinks
@@ -51,6 +52,18 @@ def read_tokenizer(path: Path):
         raise ValueError(
             f"{file}: no tokenizer can be made of it ({what}); fetch it again"
         ) from error
+
+
+def read_model(path: str | Path) -> ModelConfig:
+    """What a model directory's config.json says of a decoder that will be computed. ValueError or
+    FileNotFoundError naming the file.
+    """
+    model = read_config(path)
+    try:
+        rotary_of(model)
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"{Path(path) / 'config.json'}: {error}") from error
+    return model
 
 
 class Job:
@@ -104,11 +117,11 @@ class Job:
                 "training prompts": self.prompts.fingerprint,
                 "held-out prompts": f"{asked}, rows {self.task.eval_digest}, sample {sample}",
             },
-            reward=self._reward,
+            reward=self.reward,
         )
 
     @property
-    def _reward(self) -> str:
+    def reward(self) -> str:
         """What gives other rewards by another name."""
         named = []
         for part in self.config.reward_parts.values():

@@ -23,13 +23,13 @@ from llamarl.launch.identity import Identity, differences
 from llamarl.launch.inputs import bad_input, check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.launch.sources import check_source
+from llamarl.launch.sources import check_sources
 from llamarl.launch.start import explained
 from llamarl.models.config import read_config
 from llamarl.native.drafts import Draft
 from llamarl.tasks.base import Example, PromptMaker, sample_digest
 from llamarl.tasks.build import prompt_maker, row_reader
-from llamarl.tasks.jsonl import check_keys, read_jsonl, refuse
+from llamarl.tasks.jsonl import check_keys, check_text, read_jsonl, refuse
 from llamarl.tasks.pairs import Tally
 from llamarl.types import Prompt
 
@@ -108,7 +108,7 @@ class PreferencesJob:
                 "prompts": f"{self.num_prompts}, {task.train_digest}, {task.eval_digest}, {sample}",
                 "model": _model_digest(self.run_job.model_path),
             },
-            reward=self.run_job.identity.reward,
+            reward=self.run_job.reward,
         )
 
     def open(self) -> None:
@@ -117,14 +117,18 @@ class PreferencesJob:
         about = dataclasses.asdict(identity)
         anew = self.config.resume == "never"
         self.draft = Draft(Path(self.config.out), about=about, anew=anew)
-        found = differences(Identity(**self.draft.about), identity, PreferencesConfig)
+        try:
+            begun = Identity(**self.draft.about)
+        except TypeError as error:
+            self.draft.close()
+            raise RunDirectoryError(
+                f"{self.config.out}.part is another version's of llamarl; go on with that one, or "
+                "begin anew with resume=never"
+            ) from error
+        found = differences(begun, identity, PreferencesConfig, place="the file")
         if found:
             self.draft.close()
-            # What is said of a run's checkpoint, in this job's word.
-            what = [
-                difference.what.replace("in the checkpoint", "in the file") for difference in found
-            ]
-            lines = "\n".join(f"  {line}" for line in what)
+            lines = "\n".join(f"  {difference.what}" for difference in found)
             raise RunDirectoryError(
                 f"{self.config.out}.part is of other pairs:\n{lines}\n"
                 "Give what it was begun with, choose another out, or begin anew with resume=never"
@@ -217,9 +221,7 @@ def launch_preferences(config: PreferencesConfig) -> Iterator[PreferencesJob]:
         check_inputs(run)
         with bad_input():
             _check_prompts(job)
-            for key, part in run.config.reward_parts.items():
-                if part.kind != "model":
-                    check_source(part, run, [], section=key)
+            check_sources(run, [])
             job.open()
         ending.callback(job.draft.close)
         yield job
@@ -235,7 +237,7 @@ def _check_prompts(job: PreferencesJob) -> None:
         _check_lines(job.config)
         return
     if not job.run_job.task.train_digest:
-        return  # made on demand, each in its own time
+        count = 1  # the others are made on demand, each in its own time and with the same keys
     problems = []
     for number in range(count):
         prompt = job.prompt(number)
@@ -275,6 +277,7 @@ def _check_prompt(prompt: Prompt | Example, config: PreferencesConfig) -> None:
         value = prompt.meta[key]
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f'"{key}" is no text, or empty; references=[KEY] names answers')
+        check_text(key, value)
 
 
 def _model_digest(path: Path) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from llamarl.config.schema import ModelSourceSettings
-from llamarl.launch.job import Job
-from llamarl.models.config import ModelConfig, read_config
-from llamarl.models.hf import load_tokenizer, weights_of
+from llamarl.launch.job import Job, read_model, read_tokenizer
+from llamarl.models.config import ModelConfig
+from llamarl.models.hf import weights_of
 from llamarl.models.scorer import label_of
 from llamarl.tasks.transcript import Transcript, same_tokens
 
@@ -31,7 +33,7 @@ def check_scorers(job: Job) -> None:
 
 def check_scorer(job: Job, scorer: ModelSourceSettings, *, key: str, label_key: str) -> ModelConfig:
     """Directory, label, weights and tokenizer of a model that scores. ValueError or OSError."""
-    config = read_config(scorer.path)
+    config = read_model(scorer.path)
     if not config.labels:
         raise ValueError(
             f"{key}={scorer.path}: {config.architecture} is a language model, without a "
@@ -47,7 +49,9 @@ def check_scorer(job: Job, scorer: ModelSourceSettings, *, key: str, label_key: 
 
 
 def _check_length(job: Job, key: str, scorer: ModelSourceSettings, config: ModelConfig) -> None:
-    """That it reads the policy's longest sequence, or what other tokens it has."""
+    """That it reads the policy's longest sequence; of other tokens, that its chat template takes
+    it.
+    """
     transcript = transcript_of(job, scorer)
     if transcript is not None:
         if job.world.rank == 0:
@@ -58,13 +62,36 @@ def _check_length(job: Job, key: str, scorer: ModelSourceSettings, config: Model
                 scorer.path,
                 how,
             )
+        with chat_template_of(Path(scorer.path), job):
+            transcript.ids(job.task.train_prompt(0).text, "", has_ended=True)
         return
-    task = job.config.task
-    longest = task.max_prompt_tokens + job.config.max_new_tokens
+    check_context(job, config, f"{key}={scorer.path}")
+
+
+@contextmanager
+def chat_template_of(path: Path, job: Job) -> Iterator[None]:
+    """Have what a directory's chat template raises inside be a ValueError that names its file."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except TemplateError as error:
+        own = path / "chat_template.jinja"
+        file = own if own.is_file() else path / "tokenizer_config.json"
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        remedy = "unset task.system_prompt" if job.config.task.system_prompt else "correct it"
+        raise ValueError(
+            f"{file}: its chat template failed ({what}); {remedy}, or set task.chat=false"
+        ) from error
+
+
+def check_context(job: Job, config: ModelConfig, given: str) -> None:
+    """ValueError if a model, which is given so, does not read the policy's longest sequence."""
+    longest = job.config.longest
     context = config.max_position_embeddings
     if longest > context:
         raise ValueError(
-            f"{key}={scorer.path}: its context is {context} tokens, but "
+            f"{given}: its context is {context} tokens, but "
             f"task.max_prompt_tokens + max_new_tokens = {longest}; lower one of them"
         )
 
@@ -73,7 +100,7 @@ def transcript_of(job: Job, scorer: ModelSourceSettings) -> Transcript | None:
     """How a model reads what was sampled in other tokens than its own; None where they are the
     same.
     """
-    theirs = load_tokenizer(scorer.path)
+    theirs = read_tokenizer(Path(scorer.path))
     if same_tokens(job.tokenizer, theirs):
         return None
     task = job.config.task
@@ -86,6 +113,6 @@ def other_tokens(job: Job, path: Path) -> bool:
     """
     if not (path / "tokenizer_config.json").is_file():
         return False
-    theirs = load_tokenizer(path).get_vocab()
+    theirs = read_tokenizer(path).get_vocab()
     ours = job.tokenizer.get_vocab()
     return any(theirs.get(token) != index for token, index in ours.items())

@@ -9,7 +9,7 @@ from pathlib import Path
 from llamarl.config.schema import FunctionSourceSettings, JudgeSourceSettings
 from llamarl.launch.job import Job
 from llamarl.tasks.pool import RewardPool, Sample, check_reward
-from llamarl.tasks.source import MakeSource, Outcome, score_all
+from llamarl.tasks.source import MakeSource, Outcome, try_source
 
 TextSourceSettings = FunctionSourceSettings | JudgeSourceSettings  # of what reads texts
 
@@ -57,12 +57,21 @@ def source_of(
     )
 
 
-def check_source(
+def check_sources(job: Job, samples: Sequence[Sample]) -> dict[str, list[Outcome]]:
+    """The outcomes of samples, in order, by the key of each function or judge of the reward.
+    ValueError if one of them cannot be used, or fails on all samples. A task's own function is not
+    tried without samples.
+    """
+    scored = {}
+    for key, part in job.config.reward_parts.items():
+        if part.kind != "model":
+            scored[key] = _check_source(part, job, samples, section=key)
+    return scored
+
+
+def _check_source(
     settings: TextSourceSettings, job: Job, samples: Sequence[Sample], *, section: str
 ) -> list[Outcome]:
-    """The outcomes of samples, in order. ValueError if the source cannot be used, or fails on all
-    of them. section: as source_of's. A task's own function is not tried without samples.
-    """
     if settings.kind == "function":
         if not (settings.fn or samples):
             return []
@@ -70,15 +79,7 @@ def check_source(
         fn = settings.fn or job.task.default_reward
         return check_reward(fn, samples, section=section, **limits, **job.conversation)
     judge = source_of(settings, job, section=section)(on_result=lambda: None)
-    try:
-        judge.start()
-        outcomes = score_all(judge, samples)
-    finally:
-        judge.close()
-    if outcomes and all(outcome.kind == "error" for outcome in outcomes):
-        what = f"failed on all {len(outcomes)} samples: {outcomes[0].reason}"
-        raise ValueError(f"{section}.url={settings.url}: {what}")
-    return outcomes
+    return try_source(judge, samples, given=f"{section}.url={settings.url}")
 
 
 def read_template(file: str | None) -> str | None:

@@ -37,7 +37,7 @@ from llamarl.launch.gold import check_gold_function
 from llamarl.launch.inputs import bad_input, check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory, open_run
-from llamarl.launch.sources import check_source
+from llamarl.launch.sources import check_sources
 
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
@@ -76,9 +76,7 @@ def launch(config: Config) -> Iterator[Job]:
                 dry_run(job)
                 raise SystemExit(0)
             if world.rank == 0:  # which makes the directory
-                for key, part in config.reward_parts.items():
-                    if part.kind != "model":
-                        check_source(part, job, [], section=key)
+                check_sources(job, [])
                 check_gold_function(job)
             _ = job.identity  # read here: what is wrong with the data is bad input
         job.directory = open_run(config, world, job.identity, job.prompts)

@@ -30,11 +30,11 @@ from llamarl.errors import RunDirectoryError
 from llamarl.executor import Executor
 from llamarl.launch.identity import Identity
 from llamarl.launch.inputs import bad_input, check_vocabulary
-from llamarl.launch.job import read_tokenizer
+from llamarl.launch.job import read_model, read_tokenizer
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.start import explained
 from llamarl.learning.supervised import ExampleOrder
-from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.config import ModelConfig
 from llamarl.models.hf import weights_of
 from llamarl.models.scorer import SCORE
 from llamarl.observe import RowWriter, build_sinks
@@ -229,7 +229,7 @@ def _check_head(config: SupervisedConfig, model: ModelConfig) -> None:
 def _checked_tokenizer(config: SupervisedConfig):
     """The model directory's, whose weights and ids fit. ValueError or FileNotFoundError."""
     path = Path(config.model.path)
-    model = read_config(path)
+    model = read_model(path)
     _check_head(config, model)
     trained = model.as_scorer() if config.scores else model
     may_lack = () if model.labels else (SCORE,)

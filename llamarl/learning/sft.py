@@ -81,7 +81,14 @@ def answered(prompt_ids: Tensor, text: str, tokenizer) -> Pair:
     """
     check_end_token(tokenizer)
     completion = tokenizer(text, add_special_tokens=False)["input_ids"]
-    token_ids = torch.cat([prompt_ids, torch.tensor([*completion, tokenizer.eos_token_id])])
+    return pair_of(prompt_ids, torch.tensor([*completion, tokenizer.eos_token_id]))
+
+
+def pair_of(prompt_ids: Tensor, completion_ids: Tensor) -> Pair:
+    """A prompt [P] and its completion [L], both int64. ValueError if one of them has no token."""
+    if not prompt_ids.numel() or not completion_ids.numel():
+        raise ValueError("a prompt or an answer without tokens has no log-probability")
+    token_ids = torch.cat([prompt_ids, completion_ids])
     return Pair(token_ids, torch.arange(token_ids.numel()) >= prompt_ids.numel())
 
 
@@ -172,6 +179,18 @@ def greedy_matches(decoder: Decoder, batch: PairBatch) -> Tensor:
     best = decoder(batch.input_ids, batch.positions, PackedAttention(batch.cu_seqlens), head)
     wrong = (best != batch.labels[batch.rows]).long()
     return sum_by(wrong, batch.pairs, batch.cu_seqlens.numel() - 1) == 0
+
+
+@torch.no_grad()
+def completion_logprobs(decoder: Decoder, batch: PairBatch) -> Tensor:
+    """[N] float64, nats, on the CPU: the log-probability of each pair's whole completion given its
+    prompt, at temperature 1.
+    """
+    head = make_head(batch.labels[batch.rows], batch.rows)
+    attention = PackedAttention(batch.cu_seqlens)
+    logprobs_R, _ = decoder(batch.input_ids, batch.positions, attention, head)
+    num_pairs = batch.cu_seqlens.numel() - 1
+    return sum_by(logprobs_R.double().cpu(), batch.pairs.cpu(), num_pairs)
 
 
 def total(number: float) -> float:

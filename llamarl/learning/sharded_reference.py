@@ -1,27 +1,25 @@
 """A language model that says how likely given tokens are, over the ranks of an executor: sharded,
-or a copy on each.
-
-first rank: asked --to_words--> broadcast --> logprobs --+
-the others:                     broadcast --from_words--> logprobs
+split, or a copy on each.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from llamarl.executor import ExecutorGroup
+from llamarl.learning.asking import join_shares, own_share
 from llamarl.learning.logprobs import make_head
 from llamarl.learning.packing import filler, pack, to_device
 from llamarl.learning.scoring import Asked
 from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
+from llamarl.models.frozen import frozen_decoder
 from llamarl.models.fsdp import reshard
-from llamarl.models.training import frozen_decoder
+from llamarl.models.protocol import LanguageModel
+from llamarl.models.tp import TensorParallel
 from llamarl.types import Group, PackedBatch
 
 
@@ -45,7 +43,13 @@ class ShardedReference:
         self._microbatch_tokens = microbatch_tokens
         self._group = group
         mesh = group.data_mesh() if group.size > 1 else None
-        self.decoder = frozen_decoder(path, mesh=mesh, device=group.device, dtype=dtype)
+        self.decoder = frozen_decoder(
+            path,
+            mesh=mesh,
+            device=group.device,
+            dtype=dtype,
+            tensor_parallel=TensorParallel.of(group, split_vocabulary=False),
+        )
 
     @torch.no_grad()
     def logprobs(self, asked: Sequence[Asked], *, together: bool) -> list[Tensor]:
@@ -55,20 +59,17 @@ class ShardedReference:
         together: a microbatch may hold completions of several prompts. Else the values of one do
         not depend on what is asked beside it.
         """
-        groups = [_group_of(one) for one in asked]
+        groups = [group_of(one) for one in asked]
         sizes = [group.token_ids.numel() for group in groups]
         microbatches = self._packed(groups, together)
-        data_size = self._group.data_size
-        own = microbatches[self._group.data_index :: data_size]
-        num_fillers = math.ceil(len(microbatches) / data_size) - len(own)
+        nothing = (filler(), torch.zeros(0, dtype=torch.int64))
         logprobs_C = torch.zeros(sum(sizes))
-        for microbatch, places in own:
-            logprobs_C[places] = self._forward(microbatch)
-        for _ in range(num_fillers):
-            self._forward(filler())
+        for microbatch, places in own_share(microbatches, nothing, self._group):
+            logprobs_C[places] = label_logprobs(
+                self.decoder, microbatch, self._group.device, temperature=self._temperature
+            )
         reshard(self.decoder)
-        if self._group.size > 1:
-            dist.all_reduce(logprobs_C, group=self._group.process_group)
+        join_shares(logprobs_C, self._group)
         return list(logprobs_C.split(sizes))
 
     def _packed(self, groups: list[Group], together: bool) -> list[tuple[PackedBatch, Tensor]]:
@@ -87,13 +88,17 @@ class ShardedReference:
             first += sum(group.token_ids.numel() for group in batch)
         return found
 
-    def _forward(self, microbatch: PackedBatch) -> Tensor:
-        """The logprobs [R] of a microbatch's labels, on the CPU."""
-        batch = to_device(microbatch, self._group.device)
-        attention = PackedAttention(batch.cu_seqlens, batch.parents)
-        head = make_head(batch.labels, batch.rows, temperature=self._temperature)
-        logprobs, _ = self.decoder(batch.input_ids, batch.positions, attention, head)
-        return logprobs.float().cpu()
+
+@torch.no_grad()
+def label_logprobs(
+    decoder: LanguageModel, microbatch: PackedBatch, device: torch.device, *, temperature: float
+) -> Tensor:
+    """The logprobs [R] of a microbatch's labels, float32, nats, on the CPU."""
+    batch = to_device(microbatch, device)
+    attention = PackedAttention(batch.cu_seqlens, batch.parents)
+    head = make_head(batch.labels, batch.rows, temperature=temperature)
+    logprobs, _ = decoder(batch.input_ids, batch.positions, attention, head)
+    return logprobs.float().cpu()
 
 
 def asked_of(group: Group) -> Asked:
@@ -101,7 +106,7 @@ def asked_of(group: Group) -> Asked:
     return Asked(group.prompt_ids, group.token_ids.split(group.lengths.tolist()))
 
 
-def _group_of(asked: Asked) -> Group:
+def group_of(asked: Asked) -> Group:
     """As if every completion were trained on, so that packing leaves none out."""
     lengths = [completion.numel() for completion in asked.completions]
     zeros = torch.zeros(sum(lengths))

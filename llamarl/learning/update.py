@@ -34,6 +34,7 @@ from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr, share_gradient
 from llamarl.learning.packing import Packing, pack, to_device
 from llamarl.learning.reduction import Ranks
 from llamarl.learning.shaping import Shaping
+from llamarl.learning.sharded_reference import asked_of, group_of, label_logprobs
 from llamarl.learning.step_metrics import (
     Metric,
     Metrics,
@@ -186,7 +187,8 @@ class PolicyUpdate:
             split_over += critic.tensor_groups
         self._copied: list[torch.nn.Parameter] = []  # those that tensor-parallel ranks all hold
         if tp is not None:
-            self._copied = [p for p, peers in zip(parameters, split_over) if peers is None]
+            with_peers = zip(parameters, split_over, strict=True)
+            self._copied = [p for p, peers in with_peers if peers is None]
         self._models = [decoder]
         if critic is not None and critic.trunk is not None:
             self._models.append(critic.trunk)
@@ -273,21 +275,18 @@ class PolicyUpdate:
         """Collective: the groups with ref_logprobs, of every completion, by the weights that
         training started from. NotFinite.
         """
-        # Packed as if every completion were trained on, as an executor would: none is left out.
-        alike = []
-        for g in groups:
-            size = g.lengths.numel()
-            alike.append(replace(g, rewards=torch.ones(size), finish_reasons=("stop",) * size))
+        alike = [group_of(asked_of(g)) for g in groups]
         everything = [Targets.of(g, g.rewards) for g in alike]
         logprobs_C = torch.zeros(sum(g.token_ids.numel() for g in groups))
         with adapters_off(self.reference):
             for microbatch in self._minibatch(alike, everything).microbatches:
                 self._agree_to_go_on(stop)
-                batch = to_device(microbatch, self._device)
-                attention = PackedAttention(batch.cu_seqlens, batch.parents)
-                head = make_head(batch.labels, batch.rows, temperature=self.settings.temperature)
-                logprobs, _ = self.reference(batch.input_ids, batch.positions, attention, head)
-                logprobs_C[microbatch.places] = logprobs.float().cpu()
+                logprobs_C[microbatch.places] = label_logprobs(
+                    self.reference,
+                    microbatch,
+                    self._device,
+                    temperature=self.settings.temperature,
+                )
         if self.reference is not self.decoder:
             reshard(self.reference)
         total = self.ranks.sum(logprobs=float(logprobs_C.sum()))["logprobs"]

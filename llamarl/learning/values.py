@@ -185,7 +185,7 @@ class SharedCritic(Critic):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the head's weight and bias."""
-        return {name: tuple(p.shape) for name, p in zip(("weight", "bias"), self.parameters)}
+        return {shard.name: tuple(shard.parameter.shape) for shard in self.shards}
 
 
 class OwnCritic(Critic):

@@ -118,6 +118,8 @@ def read_config(path: str | Path) -> ModelConfig:
         raise ValueError(f"{file}: {problem}")
     family = FAMILIES[family_of(architecture)]
     problem = _unsupported(raw, architecture, family) or _malformed(raw, family)
+    if architecture.endswith(SCORER):
+        problem = problem or _misnamed(raw)
     if problem:
         raise ValueError(f"{file}: {problem}")
     try:
@@ -162,7 +164,7 @@ def _to_config(raw: dict, architecture: str, family: Family) -> ModelConfig:
     labels = ()
     if architecture.endswith(SCORER):
         named = raw.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # transformers' default
-        labels = tuple(named[str(i)] for i in range(len(named)))
+        labels = tuple(str(named[str(i)]) for i in range(len(named)))
     is_parallel = family.parallel_residual and raw.get("use_parallel_residual", True)
     return ModelConfig(
         architecture=architecture,
@@ -236,3 +238,11 @@ def _malformed(raw: dict, family: Family) -> str | None:
     if not (isinstance(fraction, int | float) and 0 <= fraction <= 1):
         return f"rotary_pct={fraction!r}: need a share of a head's features, from 0 to 1"
     return None
+
+
+def _misnamed(raw: dict) -> str | None:
+    """That a scorer's labels are not names by their numbers; None: they are, or it names none."""
+    named = raw.get("id2label") or {}
+    if isinstance(named, dict) and named.keys() == {str(i) for i in range(len(named))}:
+        return None
+    return f"id2label={named!r}: need an object with a name under each of 0, 1, ...; fetch it again"

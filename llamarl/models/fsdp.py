@@ -7,6 +7,7 @@ A rank's box of a parameter is its rows (FSDP2) of its tensor-parallel part
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -139,12 +140,27 @@ def local(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@contextmanager
 def whole_parameters(
     decoder: LanguageModel, parameters: Iterable[tuple[str, nn.Parameter]]
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """Collective over a replica's ranks: each parameter, one at a time; whole on tensor-parallel
     rank 0, elsewhere the rank's part.
+
+    Those that were not taken inside are made at its end, also after an error: the other ranks take
+    part in making each.
     """
+    whole = _made_whole(decoder, parameters)
+    try:
+        yield whole
+    finally:
+        for _ in whole:
+            pass
+
+
+def _made_whole(
+    decoder: LanguageModel, parameters: Iterable[tuple[str, nn.Parameter]]
+) -> Iterator[tuple[str, Tensor]]:
     for name, p in parameters:
         part = p.detach()
         if isinstance(part, DTensor):

@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from llamarl.models.build import Decoder, build_decoder
+from llamarl.models.build import Decoder
 from llamarl.models.config import ModelConfig, read_config
-from llamarl.models.fsdp import held_box, local, wrap
-from llamarl.models.hf import SafetensorsDir, load_tokenizer, load_weights
+from llamarl.models.frozen import frozen_decoder
+from llamarl.models.fsdp import held_box, local
+from llamarl.models.hf import SafetensorsDir, load_tokenizer
 from llamarl.models.protocol import Head
 from llamarl.models.sharding import Box
 from llamarl.models.tp import TensorParallel
@@ -67,22 +68,17 @@ def load_scorer(
     mesh: DeviceMesh | None = None,
     tensor_parallel: TensorParallel | None = None,
 ) -> Decoder:
-    """A scorer for inference, its weights frozen.
-
-    path: a ...ForSequenceClassification directory. mesh: [shard], or [replicate, shard]: the ranks
-    that hold the same tensor-parallel part, over which FSDP2 shards it; each reads its own rows
-    alone. Collective over both from the first use on. ValueError naming the directory if it holds a
-    language model, or weights that do not fit.
+    """`frozen_decoder` of a ...ForSequenceClassification directory. ValueError naming the directory
+    if it holds a language model, or weights that do not fit.
     """
     config = read_config(path)
     if not config.labels:
         raise ValueError(
             f"{path}: {config.architecture} has no score head; recipes/reward_model.py trains one"
         )
-    decoder = build_decoder(config, dtype=dtype, tensor_parallel=tensor_parallel)
-    if mesh is not None and mesh.shape[-1] > 1:
-        wrap(decoder, mesh, dtype, cpu_offload=False, pin_memory=False)
-    return load_weights(decoder, path, device=device).eval().requires_grad_(False)
+    return frozen_decoder(
+        path, mesh=mesh, device=device, dtype=dtype, tensor_parallel=tensor_parallel
+    )
 
 
 def settle_pad_token(path: str | Path) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llamarl.executor import ExecutorGroup
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import heads_of, span
 
@@ -36,6 +37,18 @@ class TensorParallel:
     size: int
     group: dist.ProcessGroup
     split_vocabulary: bool = True
+
+    @classmethod
+    def of(cls, group: ExecutorGroup, *, split_vocabulary: bool = True) -> TensorParallel | None:
+        """This process's place in an executor's group; None if its ranks share no layers."""
+        if group.tensor_parallel == 1:
+            return None
+        return cls(
+            group.tensor_index,
+            group.tensor_parallel,
+            group.tensor_group,
+            split_vocabulary=split_vocabulary,
+        )
 
 
 class _Summed(torch.autograd.Function):

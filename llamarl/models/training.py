@@ -16,27 +16,6 @@ from llamarl.models.scorer import SCORE, draw_score_head
 from llamarl.models.tp import TensorParallel
 
 
-def frozen_decoder(
-    path: str | Path,
-    *,
-    mesh: DeviceMesh | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    tensor_parallel: TensorParallel | None = None,
-    cpu_offload: bool = False,
-) -> Decoder:
-    """A decoder that is asked and never trained, held in dtype and sharded as `training_decoder`
-    shards: arguments and errors are its own. A rank that holds it whole needs no FSDP.
-    """
-    decoder = build_decoder(read_config(path), dtype=dtype, tensor_parallel=tensor_parallel)
-    decoder.requires_grad_(False)
-    if cpu_offload or (mesh is not None and mesh.shape[-1] > 1):
-        pin_memory = device.type == "cuda"
-        wrap(decoder, mesh, dtype, cpu_offload=cpu_offload, pin_memory=pin_memory)
-    holder = torch.device("cpu") if cpu_offload else device
-    return load_weights(decoder, path, device=holder).eval()
-
-
 def training_decoder(
     path: str | Path,
     *,

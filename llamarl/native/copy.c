@@ -3,7 +3,8 @@
    The digest of n bytes: 32 lanes of 64 bits take the bytes in stripes of 256, the last one filled up with zeros,
        lane' = low32(lane) * P + high32(lane) + word,
    and are folded with n at the end. For a given lane the step is a bijection of the word, so any one damaged word shows, and
-   stripes in another order do too. It guards against accidents, not against forgery. */
+   stripes in another order do too. Two damages hide each other where one adds to the upper half of a word what the other takes
+   from the lower half of the word a stripe on. It guards against accidents, not against forgery. */
 
 #include <stddef.h>
 #include <stdint.h>

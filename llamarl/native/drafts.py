@@ -68,7 +68,8 @@ class Draft:
                 "resume=never"
             )
         self._stream.truncate(size)
-        if not size:
+        has_pieces = size > 0 or bool(self.notes)  # all may be empty
+        if not has_pieces:
             self.about = self._about
             self._note()
 

@@ -113,21 +113,26 @@ def load_runs(directories: Sequence[str | Path]) -> list[Run]:
     return list(runs.values())
 
 
+def completion_kl(columns: Columns) -> np.ndarray:
+    """[rows] KL of whole completions to a reference that does not move, in nats.
+
+    kl/ref is a mean over tokens; times the mean length it is the KL of a completion. A step's
+    completions are of the policy before it. The policy of step 0 is the reference.
+    """
+    kl = columns[KL] * columns[LENGTH]
+    kl[columns["step"] == 0] = 0
+    return kl
+
+
 def root_kl(run: Run) -> Columns:
     """The column ROOT_KL: the square root of the KL of whole completions to the model that training
     began with, in square roots of nats, which is Gao et al.'s measure of how far a policy is (2022,
-    section 3). None where no such model was asked.
-
-    kl/ref is a mean over tokens; times the mean length it is the KL of a completion. A step's
-    completions are of the policy before it. The policy of step 0 is that model.
+    section 3). No column where no such model was asked.
     """
     has_all = {KL, LENGTH} <= run.columns.keys()
     if not has_all or run.config.reference.kind == "reset":
         return {}
-    whole = run.columns[KL] * run.columns[LENGTH]
-    found = np.sqrt(np.maximum(whole, 0))
-    found[run.columns["step"] == 0] = 0
-    return {ROOT_KL: found}
+    return {ROOT_KL: np.sqrt(np.maximum(completion_kl(run.columns), 0))}
 
 
 def variants_of(runs: Sequence[Run]) -> tuple[Variants, list[str]]:

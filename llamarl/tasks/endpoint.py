@@ -197,7 +197,8 @@ class Endpoint:
         """Seconds until the next try: what the server asks for at least, else exponentially more
         each time, with jitter.
         """
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**num_retries)
+        # Bounded, for who retries all night: 2**1024 is no float.
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(num_retries, 100))
         jittered_s = pause_s * (1 - JITTER * self._random.random())
         return jittered_s if retry_after_s is None else retry_after_s + jittered_s * JITTER
 
@@ -206,7 +207,8 @@ class Endpoint:
             choice = json.loads(content)["choices"][0]
             text = choice["message"]["content"]
             is_cut = choice.get("finish_reason") == "length"
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        # Lists within lists within lists are a RecursionError.
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             shown = self._shown(content.decode(errors="replace"))
             raise Failed("nonsense", f"no chat completion: {shown}") from error
         if is_cut and text is None:  # all of it went into thoughts
@@ -250,7 +252,7 @@ def seconds_of(retry_after: str | None) -> float | None:
         return float(retry_after)
     try:
         then = email.utils.parsedate_to_datetime(retry_after)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return max(0.0, then.timestamp() - time.time())
 

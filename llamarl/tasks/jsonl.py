@@ -72,28 +72,34 @@ def row_to_example(row: dict, prompt_key: str, answer_key: str | None) -> Exampl
         row_to_example({"q": "1+1=", "a": "2"}, "q", "a")
         Example(text="1+1=", meta={"a": "2", "answer": "2"})
 
-    ValueError for a key that is absent or null, and for a prompt that is no text or cannot be
-    encoded.
+    ValueError for a key that is absent or null, for a prompt that is no text, and for a prompt or
+    an answer that cannot be encoded.
     """
     check_keys(row, prompt_key, answer_key)
     prompt = row[prompt_key]
     if not isinstance(prompt, str) or not prompt:
         shown = json.dumps(prompt, default=str)[:60]
         raise ValueError(f'"{prompt_key}" must be text that is not empty, this is {shown}')
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        half = prompt[error.start].encode("unicode_escape").decode()
-        place = f"at character {error.start + 1}"
-        raise ValueError(
-            f'"{prompt_key}" holds {half} {place}, half of a surrogate pair; remove it'
-        ) from error
+    check_text(prompt_key, prompt)
     meta = {key: value for key, value in row.items() if key != prompt_key}
     if answer_key:
         if row[answer_key] is None:
             raise ValueError(f'"{answer_key}" is null; give the answer, or leave the row out')
+        check_text(answer_key, str(row[answer_key]))
         meta["answer"] = row[answer_key]
     return Example(prompt, meta)
+
+
+def check_text(key: str, text: str) -> None:
+    """ValueError if what is under a key is no text that a tokenizer or a server takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start].encode("unicode_escape").decode()
+        place = f"at character {error.start + 1}"
+        raise ValueError(
+            f'"{key}" holds {half} {place}, half of a surrogate pair; remove it'
+        ) from error
 
 
 def check_keys(keys: Collection[str], prompt_key: str, answer_key: str | None) -> None:

@@ -63,7 +63,8 @@ Say in a sentence or two which answer is better and why; neither its place nor i
 better. Then end with a line "Verdict: A", "Verdict: B" or "Verdict: tie".
 """
 _PLACES = re.compile(r"\{(prompt|completion|answer|a|b|lowest|highest)\}")
-_NUMBER = r"([-+]?\d+(?:\.\d+)?)(?!\w|\s*[-\u2013]\s*\d)"
+# A whole one: of "7.5-8", which is a range, there is none, not even 7.
+_NUMBER = r"([-+]?\d+(?:\.\d+)?)(?!\w|\.\d|\s*[-\u2013]\s*\d)"
 # "Score: 7", "**Score:** 7/10"; or nothing but the number.
 _SCORE = re.compile(rf"\bscore[\s*_]*[:=][\s*_\[(]*{_NUMBER}", re.IGNORECASE)
 _BARE_SCORE = re.compile(rf"[\s*]*{_NUMBER}(?:\s*/\s*\d+)?[\s*.]*")
@@ -273,17 +274,21 @@ class Judge:
 
     async def _judge_one(self, key: int, item: _Item) -> None:
         try:
-            if self._ask == "score":
-                value = await self._score(item)
-            else:
-                value = await self._against_reference(item)
-            outcome = Outcome("score", value, "")
+            outcome = await self._outcome_of(item)
         except Failed as failure:
             outcome = self._error_of(failure)
-        except LookupError:
-            remedy = f"set task.answer_key, or {self._settings.section}.ask=score"
-            outcome = Outcome.error(f"the prompt's meta has no 'answer'; {remedy}")
         self._tell(key, outcome)
+
+    async def _outcome_of(self, item: _Item) -> Outcome:
+        """Of its number, or of its comparison with the prompt's own answer, which it may lack."""
+        if self._ask == "score":
+            return Outcome("score", await self._score(item), "")
+        answer = item.meta.get("answer")
+        if answer is None:
+            remedy = f"set task.answer_key, or {self._settings.section}.ask=score"
+            return Outcome.error(f"the prompt's meta has no 'answer'; {remedy}")
+        points = await self._points(item.prompt, item.completion, str(answer), item.meta)
+        return Outcome("score", points, "")
 
     async def _judge_group(self, items: dict[int, _Item]) -> None:
         """Tell, of each item, the mean of its points over all others."""
@@ -324,13 +329,6 @@ class Judge:
             what = f"the score {number:g} is not within {self._lowest:g} to {self._highest:g}"
             raise Failed("nonsense", what)
         return (number - self._lowest) / (self._highest - self._lowest)
-
-    async def _against_reference(self, item: _Item) -> float:
-        """The points against the prompt's own answer. LookupError if it has none."""
-        answer = item.meta.get("answer")
-        if answer is None:
-            raise LookupError("answer")
-        return await self._points(item.prompt, item.completion, str(answer), item.meta)
 
     async def _points(self, prompt: str, one: str, other: str, meta: dict[str, object]) -> float:
         """1 if one is preferred in both orders, 0 if the other is, else 0.5."""

@@ -45,7 +45,7 @@ from pathlib import Path
 from llamarl.errors import RewardError
 from llamarl.tasks import worker as worker_script
 from llamarl.tasks.forms import Form
-from llamarl.tasks.source import Outcome, Outcomes, score_all
+from llamarl.tasks.source import Outcome, Outcomes, score_all, try_source
 
 BATCH = 64  # calls in flight a worker
 START_S = 120.0  # for a worker to import the user's module
@@ -270,7 +270,8 @@ class RewardPool:
     prompts were turns of a chat template, after system_prompt if there is one; a function of TRL's
     form then gets messages. on_result: called in a thread of the pool's when there is something to
     poll, so that a waiting loop need not ask. section: of the configuration, which messages name
-    keys of. fn_key: the key that names the function, where it is not section.fn.
+    keys of. fn_key: the key that names the function, where it is not section.fn; no key then names
+    the limits.
 
     The function sees this process's sys.path and its current directory. Workers end with the thread
     that made the pool: make it in a thread that lives as long.
@@ -290,8 +291,8 @@ class RewardPool:
         fn_key: str = "",
     ):
         self.name = fn
-        self._section = section
         self._fn_key = fn_key or f"{section}.fn"
+        self._prefix = "" if fn_key else f"{section}."  # of the limits' names
         self._timeout_s = timeout_s
         here = os.getcwd()
         path = [here, *(folder or here for folder in sys.path), _OUR_ROOT]
@@ -474,7 +475,7 @@ class RewardPool:
                 raise RewardError(
                     f"{self._fn_key}={self.name}: {what} before it scored anything, "
                     f"{MAX_FAILED_STARTS} times in a row; "
-                    f"call it by hand, or raise {self._section}.memory_mb if it imports much"
+                    f"call it by hand, or raise {self._prefix}memory_mb if it imports much"
                 )
         elif worker.in_flight and worker.in_flight[0] is suspect:
             worker.in_flight.popleft()
@@ -486,7 +487,7 @@ class RewardPool:
         return self._new_worker()
 
     def _late(self, call: _Call) -> str:
-        limit = f"took longer than {self._section}.timeout_s={self._timeout_s:g}"
+        limit = f"took longer than {self._prefix}timeout_s={self._timeout_s:g}"
         count = len(call.keys)
         return limit if count == 1 else f"{limit} for each of the {count} completions of a call"
 
@@ -510,11 +511,5 @@ def check_reward(
     ValueError names what is wrong: no module, no function (and the nearest name), parameters that
     do not fit, or an error on every sample.
     """
-    with RewardPool(fn, section=section, **limits) as pool:
-        pool.start()
-        checked = pool.score(samples)
-    if checked and all(outcome.kind == "error" for outcome in checked):
-        raise ValueError(
-            f"{section}.fn={fn}: failed on all {len(checked)} samples: {checked[0].reason}"
-        )
-    return checked
+    pool = RewardPool(fn, section=section, **limits)
+    return try_source(pool, samples, given=f"{section}.fn={fn}")

@@ -107,6 +107,23 @@ def score_all(
     return [outcomes[key] for key in range(len(samples))]
 
 
+def try_source(
+    source: RewardSource, samples: Sequence[tuple[str, str, dict[str, object]]], *, given: str
+) -> list[Outcome]:
+    """The outcomes of samples by a source that is made for them alone: it is started and closed.
+    ValueError if it cannot be used, or fails on all of them. given: the key and value that name it.
+    """
+    try:
+        source.start()
+        outcomes = score_all(source, samples)
+    finally:
+        source.close()
+    if outcomes and all(outcome.kind == "error" for outcome in outcomes):
+        what = f"failed on all {len(outcomes)} samples: {outcomes[0].reason}"
+        raise ValueError(f"{given}: {what}")
+    return outcomes
+
+
 class MakeSource(Protocol):
     """How the reward executor comes to its source: `partial(RewardPool, "my_module:my_reward")`."""
 

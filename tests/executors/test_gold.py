@@ -17,11 +17,9 @@ from llamarl.learning.sharded_scorer import ScorerSettings
 from llamarl.models.config import tiny_directory
 from llamarl.tasks.source import Outcome
 from llamarl.types import Prompt
-from tests.scorers import write_scorer
-from tests.tolerances import rounding
+from tests.scorers import SCORES, write_scorer
 
 CPU = torch.device("cpu")
-SCORES = rounding(terms=24, depth=2 * 2, size=2.0)
 
 
 def item(text, *, prompt=0, tokens=(3, 4)):
@@ -147,7 +145,7 @@ def test_a_gold_that_abstains_from_all_says_nothing(caplog):
 def test_a_log_probability_that_is_no_number_ends_the_run(monkeypatch):
     gold = make(None, what=None, base=str(tiny_directory()))
     nan = torch.full((2,), math.nan, dtype=torch.float64)
-    monkeypatch.setattr(gold_module, "answer_logprobs", lambda *_: nan)
+    monkeypatch.setattr(gold_module, "completion_logprobs", lambda *_: nan)
     gold.begin(7, [item("a"), item("b", tokens=(5, 6))])
     with pytest.raises(NotFinite, match="policy version 7 to held-out prompt 0 is nan"):
         judged(gold)
@@ -156,7 +154,7 @@ def test_a_log_probability_that_is_no_number_ends_the_run(monkeypatch):
 def test_a_scorer_of_weights_that_are_no_numbers_gives_no_score(tmp_path):
     write_scorer(tmp_path)
     gold = make(None, what=ScorerSettings(path=str(tmp_path), dtype="float32"))
-    gold._models[0].decoder.score.weight.data[:] = math.nan
+    gold._scoring.models[0].decoder.score.weight.data[:] = math.nan
     gold.begin(0, [item("a")])
     with pytest.raises(RewardError, match="the score is nan"):
         judged(gold)
@@ -167,13 +165,13 @@ def test_models_work_a_microbatch_at_a_call(tmp_path, monkeypatch):
     settings = ScorerSettings(path=str(tmp_path), dtype="float32", microbatch_tokens=8)
     gold = make(None, what=settings, base=str(tiny_directory()))
     sizes = []
-    real = gold_module.answer_logprobs
+    real = gold_module.completion_logprobs
 
-    def counted(decoder, batch, device):
+    def counted(decoder, batch):
         sizes.append(batch.input_ids.numel())
-        return real(decoder, batch, device)
+        return real(decoder, batch)
 
-    monkeypatch.setattr(gold_module, "answer_logprobs", counted)
+    monkeypatch.setattr(gold_module, "completion_logprobs", counted)
     answers = [item(str(j), prompt=j, tokens=(3, 4, 5)) for j in range(6)]
     gold.begin(0, answers)  # of 4 fed tokens each, two a microbatch
     for expected in (1, 2, 3):

@@ -67,17 +67,16 @@ class FakeControl:
         self.rank, self.peers, self.failure = rank, {}, None
 
     def take(self, topic):
-        out, self.mail[topic] = (
-            [m if isinstance(m, tuple) else (0, m) for m in self.mail[topic]],
-            [],
-        )
-        return out
+        return self.mail.pop(topic, [])
 
     def has(self, topic):
         return bool(self.mail[topic])
 
     def post(self, rank, topic, payload):
-        self.peers[rank].mail[topic].append((self.rank, payload))
+        self.peers[rank].deliver(topic, payload, sender=self.rank)
+
+    def deliver(self, topic, payload, *, sender=0):
+        self.mail[topic].append((sender, payload))
 
     def check(self):
         pass
@@ -135,7 +134,7 @@ def sent(ours):
 def reset(ours, version, *, told=True):
     ours.weights.coming.append(version)
     if told:
-        ours.control.mail[RESET].append({"version": version})
+        ours.control.deliver(RESET, {"version": version})
 
 
 def test_a_group_waits_for_the_reference_of_its_newest_token(executor):
@@ -182,8 +181,8 @@ def test_scores_are_those_of_the_version_that_was_taken_in(executor):
 def test_no_version_is_taken_in_that_the_trainer_has_not_told_of_or_ahead_of_a_snapshot(executor):
     reset(executor, 10, told=False)
     assert not executor.step() and executor.version == 0
-    executor.control.mail["save"].append({"step": 9})
-    executor.control.mail[RESET].append({"version": 10})
+    executor.control.deliver("save", {"step": 9})
+    executor.control.deliver(RESET, {"version": 10})
     assert not executor.step() and executor.version == 0
     executor.control.take("save")
     executor.before_checkpoint(9)
@@ -192,7 +191,7 @@ def test_no_version_is_taken_in_that_the_trainer_has_not_told_of_or_ahead_of_a_s
 
 
 def test_a_snapshot_waits_for_what_was_sent_before_it(executor):
-    executor.control.mail[RESET].append({"version": 10})
+    executor.control.deliver(RESET, {"version": 10})
     executor.control.waited = lambda: (
         executor.weights.coming.append(10)
         if executor.version == 0 and not executor.weights.coming
@@ -204,7 +203,7 @@ def test_a_snapshot_waits_for_what_was_sent_before_it(executor):
 
 def test_a_snapshot_does_not_wait_for_ever():
     ours = make(timeout_s=0.05)
-    ours.control.mail[RESET].append({"version": 10})
+    ours.control.deliver(RESET, {"version": 10})
     with pytest.raises(TimedOut, match="for version 10 from the trainer"):
         ours.before_checkpoint(10)
 
@@ -249,11 +248,11 @@ def test_the_other_ranks_checkpoint_is_of_its_step_though_the_first_is_past_it(p
     first, other = pair
     reset(first, 10)
     reset(other, 10, told=False)
-    other.control.mail["save"].append({"step": 9})
+    other.control.deliver("save", {"step": 9})
     other.step()
     assert first.step() and first.version == 10
     assert not other.step() and other.version == 0, "nor has it heard of version 10"
-    other.control.mail[RESET].append({"version": 10})
+    other.control.deliver(RESET, {"version": 10})
     assert not other.step() and other.version == 0, "it has not saved step 9"
     other.control.take("save")
     other.before_checkpoint(9)

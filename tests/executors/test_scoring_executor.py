@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from executors.model_reward import ModelReward
 from executors.weighted import Part, asked_of
@@ -16,11 +15,9 @@ from llamarl.tasks.source import Outcome
 from llamarl.tasks.transcript import Transcript, same_tokens
 from llamarl.types import Completion, EvalCompletion, Prompt
 from tests.executors.test_reward import FakeControl, FakeMetrics, FakeReceiver, FakeSender
-from tests.scorers import asked_for, transformers_scores, write_scorer
-from tests.tolerances import rounding
+from tests.scorers import SCORES, asked_for, spoil_head, transformers_scores, write_scorer
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
-SCORES = rounding(terms=24, depth=2 * 2, size=2.0)
 SIZE = 3
 ASKED = asked_for(4, SIZE)  # of ticket i, and of held-out prompt i
 
@@ -187,9 +184,7 @@ def test_an_aborted_completion_is_masked_and_holds_up_nobody(build, scorer):
 
 
 def test_a_score_that_is_not_finite_is_an_error(build, scorer, tmp_path):
-    held = load_file(tmp_path / "model.safetensors")
-    held["score.weight"][0, 3] = float("nan")
-    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    spoil_head(tmp_path)
     executor = build()
     group = feed(executor, *all_of(0))[0]
     assert group.outcomes == ("error",) * SIZE and group.rewards.isnan().all()

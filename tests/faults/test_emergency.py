@@ -42,6 +42,7 @@ def check_whole(job, at_least):
     return step
 
 
+@pytest.mark.slow
 def test_a_killed_generator_costs_no_step_that_was_trained(tmp_path):
     with Job(
         *SMALL, *RARE, "max_lag=2", "max_steps=100000", run_dir=tmp_path / "run", ranks=2

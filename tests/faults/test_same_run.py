@@ -69,12 +69,11 @@ def test_completions_under_way_are_not_gone_on_with_under_other_prompts(tmp_path
     assert after["frontier"] - len(open_) == trained, "tickets that were trained on, each once"
 
 
-def test_another_number_of_held_out_prompts_is_refused_by_its_key(synchronous_run):
-    with Job(
-        *SMALL, "max_lag=0", "resume=auto", "eval.num_prompts=5", run_dir=synchronous_run.run_dir
-    ) as job:
-        assert job.wait() == BAD_INPUT
-        assert "other held-out prompts: eval.num_prompts: 20 in the checkpoint, 5 now" in job.output
+def test_another_number_of_held_out_prompts_is_refused_by_its_key(synchronous_run, launch_here):
+    given = (*SMALL, "max_lag=0", "resume=auto", "eval.num_prompts=5")
+    code, said = launch_here(*given, f"run_dir={synchronous_run.run_dir}")
+    assert code == BAD_INPUT
+    assert "other held-out prompts: eval.num_prompts: 20 in the checkpoint, 5 now" in said.err
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ HEARTBEAT_S = 4
 EXIT_FAILED = 1
 
 
+@pytest.mark.slow
 def test_sigterm_ends_all_processes_with_a_valid_checkpoint(tmp_path):
     with Job(*SMALL, *LONG, run_dir=tmp_path / "run", ranks=2) as job:
         job.until(lambda: len(job.rows) >= 2, "two steps")
@@ -25,7 +26,6 @@ def test_sigterm_ends_all_processes_with_a_valid_checkpoint(tmp_path):
         assert verify(job.checkpoint) == []
 
 
-@pytest.mark.slow
 def test_ctrl_c_in_one_process_ends_it_with_a_valid_checkpoint(tmp_path):
     with Job(*SMALL, *LONG, run_dir=tmp_path / "run") as job:
         job.until(lambda: len(job.rows) >= 2, "two steps")

@@ -136,8 +136,10 @@ def completions_of(decoder, mode: str) -> dict[str, torch.Tensor]:
         name: torch.cat([getattr(c, name) for c in found])
         for name in ("token_ids", "generator_logprobs")
     }
-    margins = torch.cat([margins_of(logits_after(decoder, c)) for c in found])
-    return parts | {"lengths": lengths, "probe": probe, "margins": margins}
+    if decoder.tensor_parallel is None:
+        # Of one rank alone: what others sample is compared with it.
+        parts["margins"] = torch.cat([margins_of(logits_after(decoder, c)) for c in found])
+    return parts | {"lengths": lengths, "probe": probe}
 
 
 def logits_after(decoder, completion) -> torch.Tensor:
@@ -313,7 +315,8 @@ def test_logits_are_those_of_one_rank_and_the_same_bits_on_all(several, one, clo
 def completions_in(computed, mode: str) -> list[dict[str, torch.Tensor]]:
     """What was computed of each completion."""
     lengths = computed[f"{mode}/lengths"].tolist()
-    names = ("token_ids", "generator_logprobs", "margins")
+    names = ["token_ids", "generator_logprobs"]
+    names += ["margins"] if f"{mode}/margins" in computed else []
     parts = zip(*(computed[f"{mode}/{name}"].split(lengths) for name in names), strict=True)
     return [dict(zip(names, part, strict=True)) for part in parts]
 

@@ -1,5 +1,5 @@
-"""A reference over ranks of its own holds its share of the model, and says to the bit what a whole
-one says.
+"""A reference over ranks of its own holds its share of the model, and says what a whole one says,
+to the bit where no layer is split.
 """
 
 import pytest
@@ -8,13 +8,15 @@ import torch
 from llamarl.comm.groups import World, executor_group
 from llamarl.executor import ExecutorGroup
 from llamarl.learning.sharded_reference import ShardedReference
-from llamarl.models.config import tiny_directory
+from llamarl.models.config import read_config, tiny_directory
+from llamarl.models.fsdp import local
+from tests.ranks.test_topologies import TOPOLOGIES, WORLD
 from tests.scorers import asked_for
+from tests.tolerances import of_logprobs
 
-WORLD = 4
-REPLICATE = {"fsdp4": 1, "hsdp2x2": 2, "copies4": 4}
 DEADLINE_S = 200
 CPU = torch.device("cpu")
+LOGIT = 8.0  # at most so large, at this temperature
 
 
 def reference_on(group: ExecutorGroup) -> ShardedReference:
@@ -41,16 +43,15 @@ def shares(rank: int) -> dict[str, list]:
     world = World(rank, WORLD, CPU)
     everyone = tuple(range(WORLD))
     groups = {"whole": ExecutorGroup("reference", (rank,), rank, CPU)}
-    for name, replicate in REPLICATE.items():
-        groups[name] = executor_group("reference", everyone, world, DEADLINE_S, replicate=replicate)
+    for name, (replicate, tp) in TOPOLOGIES.items():
+        groups[name] = executor_group(
+            "reference", everyone, world, DEADLINE_S, replicate=replicate, tensor_parallel=tp
+        )
     found = {}
     for name, group in groups.items():
         reference = reference_on(group)
         said = said_by(reference)
-        held = 0
-        for parameter in reference.decoder.parameters():
-            part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            held += part.numel()
+        held = sum(local(parameter).numel() for parameter in reference.decoder.parameters())
         found[name] = [said, held]
     return found
 
@@ -59,9 +60,19 @@ def shares(rank: int) -> dict[str, list]:
 @pytest.mark.machine
 def test_shards_say_what_the_whole_says(pool):
     answers = pool.call(__file__, "shares", ranks=WORLD, timeout_s=DEADLINE_S)
+    config = read_config(tiny_directory())
+    tolerance = of_logprobs(config, size=LOGIT)
+    vocabulary = 2 * config.vocab_size * config.hidden_size  # elements of embedding and head
     for answer in answers:
         wanted, size = answer["whole"]
-        for name, replicate in REPLICATE.items():
+        for name, (replicate, tp) in TOPOLOGIES.items():
             said, held = answer[name]
-            assert said == wanted, name
-            assert held <= 1.05 * size * replicate / WORLD, name
+            assert said == answers[0][name][0], name
+            share = size * replicate / WORLD
+            if tp == 1:
+                assert said == wanted, name
+            else:  # each of them holds these whole, and four both key/value heads
+                share += vocabulary * replicate / WORLD
+                for one, other in zip(said, wanted, strict=True):
+                    assert one == pytest.approx(other, rel=0, abs=tolerance), name
+            assert held <= 1.2 * share, name

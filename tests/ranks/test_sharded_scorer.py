@@ -7,18 +7,10 @@ import torch
 
 from llamarl.comm.groups import World, executor_group
 from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
-from tests.scorers import asked_for, transformers_scores, write_scorer
-from tests.tolerances import rounding
+from llamarl.models.fsdp import local
+from tests.ranks.test_topologies import TOPOLOGIES, WORLD
+from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 
-WORLD = 4
-TOPOLOGIES = {  # replicate, tensor_parallel; the rest are shards
-    "fsdp4": (1, 1),
-    "hsdp2x2": (2, 1),
-    "copies4": (4, 1),
-    "fsdp2_tp2": (1, 2),
-    "tp4": (1, 4),
-}
-SCORES = rounding(terms=24, depth=2 * 2, size=2.0)
 DEADLINE_S = 200
 
 
@@ -34,10 +26,7 @@ def scored(rank: int, path: str) -> dict[str, list]:
         )
         scorer = ShardedScorer(settings, group)
         scores = [scorer.scores(asked_for(*size)).tolist() for size in ((5, 4), (1, 1))]
-        held = 0
-        for parameter in scorer.decoder.parameters():
-            part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            held += part.numel()
+        held = sum(local(parameter).numel() for parameter in scorer.decoder.parameters())
         found[name] = [scores, held]
     return found
 

@@ -1,5 +1,6 @@
 """recipes/evaluate.py: the accuracy that a run reported, of the weights that it saved."""
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from llamarl.config.conversion import load_config
+from llamarl.config.command_line import compose_config
+from llamarl.config.conversion import load_config, save_config
 from llamarl.errors import CheckpointError
 from llamarl.models.config import tiny_directory
 from llamarl.tasks.evaluation import pass_at_k
@@ -210,6 +212,28 @@ def test_the_runs_values_hold_but_for_what_the_command_line_names(recipe, synchr
         EVAL_PROMPTS,
     )
     assert config.max_new_tokens == 256  # as the task has it
+
+
+JUDGE = ("reward=judge", "reward.url=http://127.0.0.1:8000/v1", "reward.model=NAME")
+PARTS = ("reward=parts", "reward.parts.a.kind=function", "reward.parts.a.fn=m:f")
+
+
+@pytest.mark.parametrize(
+    "of_the_run, section, name, value",
+    [
+        (JUDGE, "reward", "timeout_s", 9.0),
+        (PARTS, "reward", "max_error_rate", 0.9),
+        (("task=reasoning_gym", "task.options.max_digits=1"), "task", "max_prompt_tokens", 9),
+    ],
+)
+def test_a_key_that_several_kinds_have_leaves_the_kind_of_the_run(
+    recipe, tmp_path, of_the_run, section, name, value
+):
+    own = compose_config(list(of_the_run))
+    save_config(own, tmp_path / "config.yaml")
+    config = recipe.config_of(tiny_directory(), tmp_path, [f"{section}.{name}={value}"])
+    changed = dataclasses.replace(getattr(own, section), **{name: value})
+    assert getattr(config, section) == changed
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 and data.
 """
 
+import functools
 import json
 
 import pytest
@@ -34,17 +35,34 @@ def reward_of(name, directory):
     return [f"reward.path={directory}"] if name in MODEL_REWARDS else []
 
 
-@pytest.fixture
-def given(tmp_path):
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("given")
+
+
+@pytest.fixture(scope="module")
+def given(directory):
     """A model whose context is long enough, and data."""
     model = json.loads(
         (CONF_DIR.parent / "llamarl" / "models" / "tiny" / "config.json").read_text()
     )
-    (tmp_path / "config.json").write_text(json.dumps({**model, "max_position_embeddings": 4096}))
-    (tmp_path / "train.jsonl").write_text(
+    (directory / "config.json").write_text(json.dumps({**model, "max_position_embeddings": 4096}))
+    (directory / "train.jsonl").write_text(
         '{"prompt": "1+1=", "question": "1+1=", "answer": "#### 2"}\n' * 20
     )
-    return [f"model.path={tmp_path}", f"task.path={tmp_path / 'train.jsonl'}"]
+    return [f"model.path={directory}", f"task.path={directory / 'train.jsonl'}"]
+
+
+@pytest.fixture(scope="module")
+def settings(given, directory):
+    """settings(name, *overrides): the config of an experiment, composed once."""
+
+    @functools.cache
+    def settings_of(name, *overrides):
+        given_too = reward_of(name, directory)
+        return compose_config([f"+experiment={name}", *given, *given_too, *overrides])
+
+    return settings_of
 
 
 def loss_of(name):
@@ -56,31 +74,23 @@ def loss_of(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_it_is_accepted_on_ranks_and_fits_its_model(name, ranks, given, tmp_path):
-    overrides = [f"+experiment={name}", *given, *reward_of(name, tmp_path)]
-    check_command_line(overrides, world_size=ranks)
-    config = compose_config(overrides)
+def test_it_is_accepted_on_ranks_and_fits_its_model(name, settings, given, directory):
+    config = settings(name)
+    overrides = [f"+experiment={name}", *given, *reward_of(name, directory)]
+    check_command_line(overrides, world_size=4)
     longest = config.task.max_prompt_tokens + config.max_new_tokens
     assert longest <= read_config(config.model.path).max_position_embeddings
     assert config.loss.fn == SECTIONS[loss_of(name)]["fn"]
 
 
-def test_the_papers_rewards_are_models(given, tmp_path):
+def test_the_papers_rewards_are_models(settings):
     assert len(MODEL_REWARDS) == 6
     for name in NAMES:
-        given_too = reward_of(name, tmp_path)
-        config = compose_config([f"+experiment={name}", *given, *given_too])
-        assert (config.reward.kind == "model") == (name in MODEL_REWARDS)
+        assert (settings(name).reward.kind == "model") == (name in MODEL_REWARDS)
 
 
-def test_what_the_papers_tables_say(given, tmp_path):
-    made = {}
-    for number in (2, 3, 4):
-        name = f"tba_table{number}"
-        given_too = reward_of(name, tmp_path)
-        made[number] = compose_config([f"+experiment={name}", *given, *given_too])
-    two, three, four = made.values()
+def test_what_the_papers_tables_say(settings):
+    two, three, four = (settings(f"tba_table{number}") for number in (2, 3, 4))
     batches = [c.groups_per_step * c.trained_per_prompt for c in (two, three, four)]
     assert batches == [140, 160, 512] and [c.max_steps for c in (two, three, four)] == [
         1000,

@@ -7,6 +7,8 @@ import math
 import os
 import re
 import shutil
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
 import torch
@@ -17,10 +19,10 @@ from llamarl.observe.report import write_report
 from llamarl.tasks.win_rate import WinRate
 from recipes import evaluate
 from tests.launching import EVAL_PROMPTS, SMALL, Job, environment, untimed
-from tests.scorers import write_scorer
+from tests.random_models import swap_tokens
+from tests.scorers import SCORES, score_of, write_scorer
 from tests.tolerances import rounding
 
-SCORES = rounding(terms=24, depth=2 * 2, size=2.0)
 NATS = rounding(terms=128, depth=2 * 8, size=4.0)
 USER_MODULE = '''
 def close(prompt, completion, meta):
@@ -51,11 +53,19 @@ def run(gold, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def answers(run, tmp_path_factory):
-    """The lines of recipes/evaluate.py for the run's last checkpoint, which is as it was told."""
+def evaluated(run, tmp_path_factory):
+    """What recipes/evaluate.py says of the run's last checkpoint, which is as it was told; and the
+    lines that it writes.
+    """
     out = tmp_path_factory.mktemp("answers") / "answers.jsonl"
-    assert evaluate.main([str(run.checkpoint), "--out", str(out), "threads=1"]) == 0
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    with redirect_stdout(StringIO()) as said:
+        assert evaluate.main([str(run.checkpoint), "--out", str(out), "threads=1"]) == 0
+    return said.getvalue(), [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.fixture
+def answers(evaluated):
+    return evaluated[1]
 
 
 def ids_of(tokenizer, completion):
@@ -63,11 +73,9 @@ def ids_of(tokenizer, completion):
     return [*tokenizer.encode(completion, add_special_tokens=False), tokenizer.eos_token_id]
 
 
-@torch.no_grad()
-def score_of(model, tokenizer, prompt, completion):
+def score_of_answer(model, tokenizer, prompt, completion):
     ids = tokenizer.encode(prompt) + ids_of(tokenizer, completion)
-    hidden_TD = model.model(torch.tensor([ids])).last_hidden_state[0]
-    return float(model.score(hidden_TD[-1])[0])
+    return float(score_of(model, torch.tensor(ids)))
 
 
 @pytest.mark.usefixtures("process_state")
@@ -81,8 +89,8 @@ def test_a_run_reports_what_transformers_says_of_its_answers(run, gold, answers)
     points = []
     for line in answers:
         true = str(eval(line["prompt"].rstrip("=")))
-        ours = score_of(model, tokenizer, line["prompt"], line["completion"])
-        theirs = score_of(model, tokenizer, line["prompt"], true)
+        ours = score_of_answer(model, tokenizer, line["prompt"], line["completion"])
+        theirs = score_of_answer(model, tokenizer, line["prompt"], true)
         scores.append(ours)
         points.append(0.5 if line["completion"] == true else float(ours > theirs))
     assert last["eval/gold"] == pytest.approx(sum(scores) / EVAL_PROMPTS, abs=SCORES)
@@ -180,10 +188,8 @@ def judged(users_folder, capsys):
 
 
 @pytest.mark.usefixtures("process_state")
-def test_evaluate_says_what_the_run_said(run, capsys, tmp_path):
-    out = tmp_path / "answers.jsonl"
-    assert evaluate.main([str(run.checkpoint), "--out", str(out), "threads=1"]) == 0
-    said = capsys.readouterr().out
+def test_evaluate_says_what_the_run_said(run, evaluated):
+    said, _ = evaluated
     last = run.rows[-1]
     rate = WinRate(last["eval/win_rate"], last["eval/win_rate_low"], last["eval/win_rate_high"])
     assert f"win rate {evaluate.shown_rate(rate)} over references" in said
@@ -218,10 +224,7 @@ def test_evaluate_beats_the_answers_of_rows_of_files_and_of_models(judged, tmp_p
 @pytest.mark.usefixtures("process_state")
 def test_a_model_of_other_tokens_may_be_beaten_too(judged, tmp_path):
     other = shutil.copytree(tiny_directory(), tmp_path / "other")
-    raw = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = raw["model"]["vocab"]
-    vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
-    (other / "tokenizer.json").write_text(json.dumps(raw))
+    swap_tokens(other)
     said, lines = judged("--gold", GOLD_FN, "--against", other, "--base", tiny_directory())
     assert f"over {other}" in said and "perplexity" in said
     texts = [(line["completion"], line["against"]) for line in lines]

@@ -2,30 +2,22 @@
 
 import pytest
 
-from tests.judge_server import HANG_UP, NO_REPLY, JudgeServer, Reply
+from tests.judge_server import HANG_UP, NO_REPLY, JudgeServer, Reply, longer
 from tests.launching import Job
 
 BAD_INPUT = 2  # the exit code
 KEY = "sk-a-secret-that-must-not-be-seen"
 
 
-def longer(question):
-    """A judge of pairs who prefers the longer answer."""
-    a, rest = question.split("</answer_a>")
-    first = a.rpartition("<answer_a>")[2]
-    second = rest.partition("<answer_b>")[2].partition("</answer_b>")[0]
-    if len(first) == len(second):
-        return "Verdict: tie"
-    return f"Verdict: {'A' if len(first) > len(second) else 'B'}"
+def judged_by(server):
+    address = (f"reward.url={server.url}", "reward.api_key_env=JUDGE_KEY")
+    return ("reward=judge", *address, "reward.model=wise")
 
 
 def run_judged_by(server, folder, *overrides):
     """The job, which has ended, and its exit code."""
     job = Job(
-        "reward=judge",
-        f"reward.url={server.url}",
-        "reward.model=wise",
-        "reward.api_key_env=JUDGE_KEY",
+        *judged_by(server),
         "eval.every=0",
         "groups_per_step=8",
         "group_size=4",
@@ -78,23 +70,23 @@ def test_a_judge_who_is_slow_or_goes_down_ends_the_run(tmp_path, reply, said):
     assert "Traceback" not in job.output
 
 
-@pytest.mark.slow
-def test_a_judge_among_other_parts_is_named_by_its_own_keys(tmp_path):
+def test_a_judge_among_other_parts_is_named_by_its_own_keys(launch_here, tmp_path):
     reply = Reply(status=401, body=b"who?")
     with JudgeServer(lambda question: "", probe_reply=reply) as server:
         taste = {"kind": "judge", "url": server.url, "model": "wise"}
         parts = [f"reward.parts.taste.{name}={value}" for name, value in taste.items()]
         rules = "reward.parts.rules.kind=function"
-        with Job("reward=parts", rules, *parts, run_dir=tmp_path / "run") as job:
-            assert job.wait() == BAD_INPUT
-    assert f"reward.parts.taste.url={server.url}: judge refused: HTTP 401" in job.output
-    assert "reward.parts.taste.api_key_env names the variable" in job.output
+        code, said = launch_here("reward=parts", rules, *parts, f"run_dir={tmp_path}/run")
+    assert code == BAD_INPUT
+    assert f"reward.parts.taste.url={server.url}: judge refused: HTTP 401" in said.err
+    assert "reward.parts.taste.api_key_env names the variable" in said.err
 
 
-def test_a_judge_who_refuses_is_bad_input(tmp_path):
+def test_a_judge_who_refuses_is_bad_input(launch_here, monkeypatch, tmp_path):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
     reply = Reply(status=401, body=f"unknown key {KEY}".encode())
     with JudgeServer(lambda question: "", probe_reply=reply) as server:
-        job, code = run_judged_by(server, tmp_path)
-    assert code == BAD_INPUT and not job.run_dir.exists()
-    assert f"reward.url={server.url}: judge refused: HTTP 401" in job.output
-    assert KEY not in job.output
+        code, said = launch_here(*judged_by(server), f"run_dir={tmp_path}/run")
+    assert code == BAD_INPUT and not (tmp_path / "run").exists()
+    assert f"reward.url={server.url}: judge refused: HTTP 401" in said.err
+    assert KEY not in said.out + said.err

@@ -2,20 +2,17 @@
 on with, and judged afterwards.
 """
 
-import json
 import os
 import signal
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from recipes import evaluate
 from tests.launching import SMALL, Job, untimed
-from tests.scorers import write_scorer
-from tests.tolerances import rounding
+from tests.random_models import swap_tokens
+from tests.scorers import SCORES, spoil_head, write_scorer
 
 EXIT_FAILED = 1
-SCORES = rounding(terms=24, depth=2 * 2, size=2.0)
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +43,10 @@ def test_a_policy_is_trained_against_a_model_on_two_ranks(run):
     assert told
 
 
+@pytest.mark.usefixtures("process_state")
 def test_evaluate_says_what_the_run_said(run, capsys, tmp_path):
     out = tmp_path / "answers.jsonl"
-    assert evaluate.main([str(run.checkpoint), "--out", str(out)]) == 0
+    assert evaluate.main([str(run.checkpoint), "--out", str(out), "threads=1"]) == 0
     assert f"reward {run.rows[-1]['eval/reward']:.4g} of 20" in capsys.readouterr().out
 
 
@@ -77,9 +75,7 @@ def test_synchronous_runs_are_alike_to_the_bit(run, scorer, tmp_path):
 @pytest.mark.slow
 def test_scores_that_are_not_finite_end_the_run(tmp_path):
     write_scorer(tmp_path)
-    held = load_file(tmp_path / "model.safetensors")
-    held["score.weight"][0, 3] = float("nan")
-    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    spoil_head(tmp_path)
     given = ("reward=model", f"reward.path={tmp_path}", "max_steps=50")
     with Job(*SMALL, *given, run_dir=tmp_path / "run") as job:
         assert job.wait() == EXIT_FAILED, job.output
@@ -90,11 +86,7 @@ def test_scores_that_are_not_finite_end_the_run(tmp_path):
 @pytest.mark.slow
 def test_a_scorer_of_another_vocabulary_reads_the_text(tmp_path):
     write_scorer(tmp_path)
-    file = tmp_path / "tokenizer.json"
-    raw = json.loads(file.read_text())
-    vocabulary = raw["model"]["vocab"]
-    vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
-    file.write_text(json.dumps(raw))
+    swap_tokens(tmp_path)
     given = ("reward=model", f"reward.path={tmp_path}", "max_steps=1")
     with Job(*SMALL, *given, run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output

@@ -50,6 +50,7 @@ def test_ppo_runs_and_its_head_is_in_checkpoints_alone(tmp_path, ranks):
     assert not [name for name in exported if "value" in name]
 
 
+@pytest.mark.slow
 def test_a_value_model_of_its_own_is_in_checkpoints_and_not_in_what_is_exported(tmp_path):
     overrides = (*SMALL, *PPO, "trainer.critic.trunk=own", "max_steps=1")
     with Job(*overrides, run_dir=tmp_path / "run") as job:

@@ -18,20 +18,18 @@ from transformers import AutoTokenizer
 from llamarl.config.command_line import check_command_line, compose_config
 from llamarl.config.conversion import ConfigError
 from llamarl.config.preferences import PREFERENCES
-from llamarl.config.supervised import RowsSettings
 from llamarl.learning.preference_data import read_preference_data
 from llamarl.models.config import tiny_directory
 from llamarl.native.drafts import Draft
 from recipes import preferences
-from tests.judge_server import JudgeServer
+from tests.judge_server import JudgeServer, between
 from tests.labels import closeness
 from tests.launching import ROOT, Job
-from tests.scorers import write_scorer
+from tests.scorers import SCORES, score_of, write_scorer
+from tests.supervised import task_of
 from tests.test_house import blocks
-from tests.tolerances import rounding
 
 RECIPE = ROOT / "recipes" / "preferences.py"
-SCORES = rounding(terms=24, depth=2 * 2, size=2.0)
 NUM_ROWS = 60
 NUM_PROMPTS = 54  # a tenth of the rows is held out
 MODEL = f"model.path={tiny_directory()}"
@@ -61,13 +59,8 @@ def prompts(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def make(prompts, process_state, monkeypatch, tmp_path, capfd):
+def make(prompts, run_here, tmp_path):
     """make(*words, out="pairs.jsonl"): (exit code, what was said, the rows). In this process."""
-
-    def end(code):
-        raise SystemExit(code)
-
-    monkeypatch.setattr(os, "_exit", end)
 
     def run(*words: str, out: str = "pairs.jsonl"):
         has_another_task = any(word.startswith("task=") for word in words)
@@ -76,19 +69,11 @@ def make(prompts, process_state, monkeypatch, tmp_path, capfd):
         config = compose_config(
             [*{word.partition("=")[0]: word for word in given}.values()], PREFERENCES
         )
-        code = 0
-        capfd.readouterr()
-        try:
-            preferences.run.__wrapped__(config)
-        except SystemExit as ended:
-            code = ended.code
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        code, said = run_here(lambda: preferences.run.__wrapped__(config))
         file = tmp_path / out
         rows = []
         if file.exists():
             rows = [json.loads(line) for line in file.read_text().splitlines()]
-        said = capfd.readouterr()
         return code, said.out + said.err, rows
 
     return run
@@ -96,18 +81,8 @@ def make(prompts, process_state, monkeypatch, tmp_path, capfd):
 
 def read(file: Path, model: Path | None = None):
     """The pairs of a file, as recipes/reward_model.py reads them with its defaults."""
-    task = RowsSettings(
-        path=str(file),
-        eval_path=None,
-        num_eval=0,
-        max_tokens=1024,
-        drop_long=False,
-        chat=True,
-        system_prompt=None,
-    )
-    return read_preference_data(
-        task, AutoTokenizer.from_pretrained(model or tiny_directory())
-    ).train
+    tokenizer = AutoTokenizer.from_pretrained(model or tiny_directory())
+    return read_preference_data(task_of(file, max_tokens=1024), tokenizer).train
 
 
 def test_a_functions_pairs(make, tmp_path):
@@ -167,6 +142,14 @@ def test_what_was_stopped_goes_on_to_the_same_file(make, tmp_path, monkeypatch):
     assert code == BAD_INPUT and "pairs.jsonl is there already" in said
 
 
+def test_what_another_version_began_is_not_gone_on_with(make, tmp_path):
+    (tmp_path / "pairs.jsonl.part").write_text("{}\n")
+    said_of_it = {"bytes": 3, "notes": {}, "about": {"what_made_it": {}}}
+    (tmp_path / "pairs.jsonl.progress").write_text(json.dumps(said_of_it))
+    code, said, _ = make(CLOSENESS)
+    assert code == BAD_INPUT and "pairs.jsonl.part is another version's of llamarl" in said
+
+
 @pytest.mark.slow
 def test_a_killed_one_goes_on_to_the_same_file(make, prompts, tmp_path):
     code, said, _ = make(CLOSENESS, out="whole")
@@ -201,9 +184,7 @@ def test_a_models_scores_are_its_own(make, tmp_path):
         pair = by_prompt[tuple(tokenizer.encode(row["prompt"]))]
         for side in ("chosen", "rejected"):
             ids = torch.cat([pair.prompt_ids, getattr(pair, f"{side}_ids")])
-            with torch.no_grad():
-                hidden_TD = model.model(ids[None]).last_hidden_state[0]
-                score = float(model.score(hidden_TD[-1])[0])
+            score = float(score_of(model, ids))
             if len(row[side]) < 3:  # else it may have been cut, and is scored without an end
                 assert row[f"{side}_score"] == pytest.approx(score, abs=SCORES)
         difference = row["chosen_score"] - row["rejected_score"]
@@ -235,10 +216,8 @@ def test_chat_prompts_are_the_tokens_that_were_answered(make, tmp_path):
 
 def larger(question):
     """A judge of two who prefers the larger number."""
-    a, rest = question.split("</answer_a>")
-    first = a.rpartition("<answer_a>")[2].strip()
-    second = rest.partition("<answer_b>")[2].partition("</answer_b>")[0].strip()
-    return f"Verdict: {'A' if first > second else 'B'}"
+    a, b = (between(question, f"answer_{place}") for place in "ab")
+    return f"Verdict: {'A' if a > b else 'B'}"
 
 
 def judged_by(server):
@@ -313,6 +292,15 @@ def test_pairs_are_labelled_anew(make, tmp_path):
             ["task=reasoning_gym", "task.max_prompt_tokens=400"],
             "makes prompts without end; say how many: num_prompts=",
         ),
+        (
+            [
+                "task=reasoning_gym",
+                "task.max_prompt_tokens=400",
+                "num_prompts=3",
+                "references=[human]",
+            ],
+            'no key "human"',
+        ),
     ],
 )
 def test_bad_input_is_told_before_a_file_is_there(make, tmp_path, words, complaint):
@@ -329,6 +317,9 @@ def test_a_bad_row_is_named(make, tmp_path):
     file.write_text('{"prompt": " ", "answer": "2"}\n')
     code, said, _ = make(f"task.path={file}", CLOSENESS)
     assert code == BAD_INPUT and f"{file}:1: the prompt is blank" in said
+    file.write_text('{"prompt": "1+1=", "answer": "2", "human": "\\ud83d"}\n')
+    code, said, _ = make(f"task.path={file}", CLOSENESS, "references=[human]")
+    assert code == BAD_INPUT and f'{file}:1: "human" holds \\ud83d at character 1' in said
 
 
 def test_a_full_disk_is_named_and_costs_nothing(make, monkeypatch):

@@ -5,24 +5,17 @@ fixed, and reduced runs.
 import pytest
 from omegaconf import OmegaConf
 
-from llamarl.config.command_line import CONF_DIR, ConfigError, compose_config
+from llamarl.config.command_line import CONF_DIR, ConfigError
 from tests.launching import Job
 from tests.recipes.test_experiments import NAMES as ALL
-from tests.recipes.test_experiments import OWN_CRITICS, given, reward_of  # noqa: F401
+from tests.recipes.test_experiments import OWN_CRITICS, directory, given, reward_of, settings
 from tests.scorers import write_scorer
+
+__all__ = ["directory", "given", "settings"]  # fixtures
 
 # TBA's have runs of their own in test_replay_runs.py.
 NAMES = [name for name in ALL if not name.startswith("tba_")]
 TABLE_4 = ("async_rlhf_table4", "async_rlhf_table4_rloo", "async_rlhf_table4_online_dpo")
-
-
-@pytest.fixture
-def settings(given, tmp_path):  # noqa: F811
-    def settings_of(name, *overrides):
-        given_too = reward_of(name, tmp_path)
-        return compose_config([f"+experiment={name}", *given, *given_too, *overrides])
-
-    return settings_of
 
 
 def completions(config):
@@ -112,11 +105,9 @@ def test_every_file_with_a_value_head_says_its_rate(name, settings):
 
 
 @pytest.mark.parametrize("name", OWN_CRITICS)
-def test_ppo_of_async_rlhf_has_a_value_model_that_starts_as_the_reward_model(
-    name, settings, tmp_path
-):
+def test_ppo_of_async_rlhf_has_a_value_model_that_starts_as_the_reward_model(name, settings):
     c = settings(name)
-    assert (c.trainer.critic.trunk, c.trainer.critic.path) == ("own", str(tmp_path))
+    assert (c.trainer.critic.trunk, c.trainer.critic.path) == ("own", c.reward.path)
     assert c.critic_lr == c.lr  # one rate for both
 
 

@@ -95,7 +95,8 @@ def test_a_resumed_run_draws_and_trains_as_one_that_was_not_stopped(synchronous_
     assert untimed(job.rows) == untimed(synchronous_replay.rows)
 
 
-@pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [None, 2])
 def test_without_a_bound_every_group_is_handed_over_once_and_beta_falls(tmp_path, ranks):
     with Job(
         *SMALL,

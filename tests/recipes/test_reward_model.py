@@ -26,6 +26,7 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.scorer import load_scorer, scores_at
 from llamarl.observe.report import write_report
+from recipes import reward_model
 from tests.launching import ROOT, Job, untimed
 from tests.tolerances import rounding
 
@@ -202,38 +203,47 @@ def test_the_report_has_its_curves(two_ranks, tmp_path):
     assert "Lag" not in page
 
 
-def test_bad_rows_are_named_before_anything_is_written(tmp_path):
+@pytest.fixture
+def refusal(run_here):
+    """refusal(*words, out=DIR): what is said of a job that ends at once. In this process."""
+
+    def run(*words: str, out: Path) -> str:
+        config = compose_config([TINY_PATH, *SMALL, *words, f"out={out}"], REWARD_MODEL)
+        code, said = run_here(lambda: reward_model.run.__wrapped__(config))
+        assert code == BAD_INPUT
+        return said.out + said.err
+
+    return run
+
+
+def test_bad_rows_are_named_before_anything_is_written(refusal, tmp_path):
     file = tmp_path / "pairs.jsonl"
     file.write_text(
         '{"prompt": "1+1=", "chosen": "2"}\n{"prompt": "1", "chosen": "2", "rejected": "2"}'
     )
-    with job_of(*SMALL, f"task.path={file}", out=tmp_path / "out") as job:
-        assert job.wait() == BAD_INPUT
-    assert f'{file}:1: no key "rejected"' in job.output
-    assert f"{file}:2: both answers are equal" in job.output
-    assert "Traceback" not in job.output and not (tmp_path / "out").exists()
+    said = refusal(f"task.path={file}", out=tmp_path / "out")
+    assert f'{file}:1: no key "rejected"' in said
+    assert f"{file}:2: both answers are equal" in said
+    assert "Traceback" not in said and not (tmp_path / "out").exists()
 
 
-def test_a_used_directory_is_refused_by_the_name_of_its_key_and_its_own(pairs, tmp_path):
+def test_a_used_directory_is_refused_by_the_name_of_its_key_and_its_own(refusal, pairs, tmp_path):
     out = tmp_path / "run_dir"  # as the main job calls what is `out` here
     out.mkdir()
     (out / "config.yaml").touch()
-    with job_of(*SMALL, pairs, out=out) as job:
-        assert job.wait() == BAD_INPUT
-    assert f"{out} holds a run already" in job.output
-    assert "choose another out" in job.output
+    said = refusal(pairs, out=out)
+    assert f"{out} holds a run already" in said
+    assert "choose another out" in said
 
 
-@pytest.mark.slow
-def test_a_head_of_two_labels_is_refused(two_ranks, pairs, tmp_path):
+def test_a_head_of_two_labels_is_refused(refusal, two_ranks, pairs, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(two_ranks.run_dir, model)
     raw = json.loads((model / "config.json").read_text())
     raw["id2label"] = {"0": "bad", "1": "good"}
     (model / "config.json").write_text(json.dumps(raw))
-    with job_of(*SMALL, f"model.path={model}", pairs, out=tmp_path / "out") as job:
-        assert job.wait() == BAD_INPUT
-    assert "gives 2 scores (bad, good)" in job.output
+    said = refusal(f"model.path={model}", pairs, out=tmp_path / "out")
+    assert "gives 2 scores (bad, good)" in said
 
 
 def test_what_is_wrong_with_a_command_line_is_told_at_once(pairs, tmp_path):

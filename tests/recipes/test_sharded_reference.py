@@ -1,8 +1,10 @@
 """A reference over ranks of its own, as a user places it: whole or sharded the run is the same to
-the bit, whatever version the reference is of; resumed, and killed.
+the bit, and split the same but for rounding, whatever version the reference is of; resumed, and
+killed.
 """
 
 import os
+import shutil
 import signal
 
 import pytest
@@ -15,6 +17,7 @@ PLACED = ("placement.trainer=[0,1]", "placement.generator=[0]", "placement.rewar
 WHOLE = "placement.reference=[2]"
 SHARDED = "placement.reference=[2,3]"
 COPIES = (SHARDED, "reference.replicate=2")
+SPLIT = (SHARDED, "reference.tensor_parallel=2")
 RESET = ("reference=reset", "reference.reset_every=1")
 END = 4
 
@@ -34,6 +37,26 @@ def test_a_sharded_reference_trains_what_a_whole_one_does(tmp_path, kind):
     assert whole[-1]["kl/ref"] > 0
     for name, placed in {"sharded": (SHARDED,), "copies": COPIES}.items():
         assert run_to(END, *kind, *placed, run_dir=tmp_path / name) == whole
+
+
+@pytest.mark.slow
+def test_a_split_reference_takes_versions_and_is_resumed(tmp_path):
+    """Reset after step 2 and resumed after step 3, split and whole: what it says of the policy that
+    it is a copy of is nothing, of one that went on the same as a whole one says.
+    """
+    kind = ("reference=reset", "reference.reset_every=2")
+    whole = run_to(END, *kind, WHOLE, run_dir=tmp_path / "whole")
+    run_dir = tmp_path / "split"
+    kept = "checkpoint.every=3"
+    first = run_to(3, *kind, *SPLIT, kept, run_dir=run_dir)
+    shutil.copytree(run_dir, tmp_path / "moved")
+    again = run_to(END, *kind, *SPLIT, kept, "resume=auto", run_dir=run_dir)
+    assert [row["kl/ref"] for row in again[:3]] == [row["kl/ref"] for row in first]
+    moved = run_to(END, *kind, WHOLE, kept, "resume=auto", run_dir=tmp_path / "moved")
+    wanted = [row["kl/ref"] for row in whole]
+    assert max(wanted[0], wanted[2]) < 1e-9 < 1e-3 < min(wanted[1], wanted[3])
+    for rows in (again, moved):
+        assert [row["kl/ref"] for row in rows] == pytest.approx(wanted, rel=1e-3, abs=1e-9)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -14,6 +13,7 @@ from llamarl.learning.sft_data import read_pairs
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from recipes import tldr
+from tests.supervised import task_of
 
 TINY_DIR = tiny_directory()
 POST = {
@@ -142,6 +142,7 @@ def test_a_prompt_fits_and_no_longer_one_of_its_kind_would(lines, limit):
         ([{**POST, "summary": " "}], [], 'valid.jsonl:1: "summary" must be text'),
         ([{**POST, "post": None}], [], 'valid.jsonl:1: "post" must be text'),
         ([], [comparison(2)], 'batch3.json:1: "choice" must be 0 or 1, this is 2'),
+        ([], [comparison(1.0)], 'batch3.json:1: "choice" must be 0 or 1, this is 1.0'),
         ([], [comparison(texts=(" A box.",))], 'batch3.json:1: "summaries" must be a list of two'),
         ([], [comparison(texts=(" A box.", ""))], "summary 1: "),
         ([], [{**comparison(), "info": 1}], 'batch3.json:1: "info" must be an object'),
@@ -164,20 +165,20 @@ def test_a_file_that_is_not_there_is_named(tmp_path, capsys):
     assert "nothing to read" in capsys.readouterr().err
 
 
+def test_a_file_that_is_read_is_not_written(tmp_path, capsys):
+    posts = write(tmp_path / "train.jsonl", [POST])
+    flags = ["--tokenizer", str(TINY_DIR), "--max-prompt-tokens", "1000"]
+    assert tldr.main([*flags, "--posts", str(posts), "--out", str(tmp_path)]) == 2
+    assert "train.jsonl there is one that is read" in capsys.readouterr().err
+    assert read(posts) == [POST]
+
+
 def test_sft_and_reward_model_read_what_is_written(made):
     _, out = made([POST], [comparison(), comparison(0)])
     tokenizer = load_tokenizer(TINY_DIR)
     (pair,) = read_pairs(out / "valid.jsonl", tokenizer=tokenizer, max_tokens=1000, chat=False)
     learned = tokenizer.decode(pair.token_ids[pair.learned])
     assert learned.endswith("y cat wants my keyboard, not a box.<eos>") and "TITLE" not in learned
-    rows = SimpleNamespace(
-        path=out / "pairs_train.jsonl",
-        eval_path=None,
-        num_eval=1,
-        max_tokens=1000,
-        drop_long=False,
-        chat=False,
-        system_prompt=None,
-    )
-    data = read_preference_data(rows, tokenizer)
+    task = task_of(out / "pairs_train.jsonl", num_eval=1, max_tokens=1000, chat=False)
+    data = read_preference_data(task, tokenizer)
     assert len(data.train) == len(data.held_out) == 1

@@ -67,7 +67,8 @@ def run_slow(folder, *overrides, ranks=None) -> tuple[list[dict], str]:
     return [row for row in rows if row["step"]], done.stderr
 
 
-@pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [None, 2])
 def test_at_its_deadline_a_straggler_ends_and_the_rest_of_its_step_is_trained_on(tmp_path, ranks):
     rows, _ = run_slow(tmp_path, "on_deadline=truncate", ranks=ranks)
     (cut,) = [row for row in rows if row["completion/deadline_truncated_fraction"]]

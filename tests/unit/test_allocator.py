@@ -8,6 +8,7 @@ import mmap
 import resource
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,7 @@ def measured(most_addresses: int | None) -> dict[str, object]:
     return found
 
 
+@cache
 def measured_apart(most_addresses: int | None) -> dict[str, object]:
     code = (
         "import json, logging, sys; from tests.unit.test_allocator import measured; "

@@ -21,6 +21,7 @@ from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights
+from tests.random_models import swap_tokens
 
 BAD_INPUT = 2
 FIRST = "model.layers.0.mlp.up_proj.weight"
@@ -176,6 +177,8 @@ def test_a_reward_model_and_a_language_model_can_start_a_value_model(model):
     "changes, said",
     [
         ({"id2label": {"0": "bad", "1": "good"}}, "a head of 2 labels (bad, good)"),
+        ({"id2label": {"1": "good"}}, "config.json: id2label={'1': 'good'}: need an object with"),
+        ({"id2label": ["good"]}, "config.json: id2label=['good']: need an object with"),
         ({"vocab_size": 40}, "another vocabulary than the policy's"),
         ({"max_position_embeddings": 8}, "the value model's context is 8, but"),
         ({"intermediate_size": 100}, "weights do not fit config.json"),
@@ -189,12 +192,7 @@ def test_a_value_model_that_does_not_fit_is_refused(model, changes, said):
 
 def test_a_value_model_of_other_tokens_is_refused(model):
     path = value_model(model)
-    file = path / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    first, second = list(vocabulary)[-2:]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    file.write_text(json.dumps(tokenizer))
+    swap_tokens(path)
     assert "another vocabulary than the policy's" in refusal(model, *own_critic(path))
 
 

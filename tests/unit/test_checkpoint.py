@@ -330,9 +330,7 @@ def test_every_damage_to_every_file_is_found_named_and_passed_over(tmp_path, cap
         assert str(path) in caplog.text and name.as_posix() in caplog.text
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_changed_byte_of_a_checkpoint_goes_unseen(tmp_path_factory, data):
     run_dir = tmp_path_factory.mktemp("run")

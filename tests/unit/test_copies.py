@@ -46,10 +46,17 @@ def lanes_by_definition(data: bytes) -> int:
     return h
 
 
+def sees_swap(method, i, j):
+    """Whether a digest must change with the exchange of two unequal bytes. Lanes do not see that of
+    a byte in the upper half of a word with its like in the lower half of the word a stripe on.
+    """
+    return method == "xxh3" or (method == "lanes" and abs(i - j) != 256 - 4)
+
+
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 5 * 4096), st.data())
-def test_a_digest_sees_any_changed_byte_and_any_swap(method, size, data):
+def test_a_digest_sees_any_changed_byte_and_swaps(method, size, data):
     flat = noise(size)
     before = digest(flat, method)
     assert -(2**63) <= before < 2**63
@@ -57,7 +64,7 @@ def test_a_digest_sees_any_changed_byte_and_any_swap(method, size, data):
     flat[i] ^= data.draw(st.integers(1, 255))
     assert digest(flat, method) != before != digest(noise(size)[:-1], method)
     flat = noise(size)
-    if flat[i] != flat[j] and method != "device":
+    if flat[i] != flat[j] and sees_swap(method, i, j):
         flat[i], flat[j] = flat[j].item(), flat[i].item()
         assert digest(flat, method) != before
 
@@ -69,7 +76,7 @@ def test_folding_sees_the_order():
 
 
 @needs_kernel
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(min_size=1, max_size=3000), st.integers(0, 70))
 def test_the_lanes_digest_is_its_definition(data, offset):
     flat = torch.frombuffer(bytearray(bytes(offset) + data), dtype=torch.uint8)[offset:]
@@ -91,7 +98,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(
         [("whole", "whole"), ("columns", "whole"), ("whole", "columns"), ("flat", "flat")]
@@ -125,7 +132,7 @@ def test_a_copy_is_torchs_copy_with_the_digest_of_what_is_there(
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(
         [
@@ -164,7 +171,7 @@ def test_columns_of_the_same_rows_are_copied_as_each_alone_would_be(method, dtyp
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

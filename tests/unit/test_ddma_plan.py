@@ -329,14 +329,14 @@ def assert_delivers(plan, fuse=False, limit=1 << 20) -> None:
     assert carried == plan.num_bytes
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40)
 @given(topologies())
 def test_every_byte_arrives_once_where_the_full_tensor_says(topology):
     config, parameters, source, destination, feed, fuse, limit = topology
     assert_delivers(make_plan(config, parameters, source, destination, feed=feed), fuse, limit)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     per_kv=st.integers(1, 3),
     kv=st.integers(1, 6),
@@ -369,7 +369,7 @@ def assert_within(box: Box, outer: Box) -> None:
         assert o <= a and a + n <= o + m and n > 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(topologies())
 def test_every_generator_has_one_feed_and_each_forwards_at_most_once(topology):
     config, parameters, source, destination, feed, *_ = topology
@@ -390,7 +390,7 @@ def test_every_generator_has_one_feed_and_each_forwards_at_most_once(topology):
         assert plan.roots == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(topologies())
 def test_the_copies_of_a_receiver_are_those_of_the_index_arithmetic(topology):
     """Target writes strided boxes, or lets a bucket be received in its place; the bytes must be
@@ -420,7 +420,7 @@ def test_the_copies_of_a_receiver_are_those_of_the_index_arithmetic(topology):
         assert torch.equal(got, want)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 @given(topologies())
 def test_a_fused_tensor_is_its_members_end_to_end(topology):
     config, parameters, _, destination, *_ = topology
@@ -489,7 +489,7 @@ def test_quantised_weights_travel_as_a_byte_and_a_scale_a_row():
 # --- sharing the work ---
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     fsdp=st.sampled_from([1, 2, 4]),
     replicate=st.sampled_from([1, 2, 4]),

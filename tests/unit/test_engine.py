@@ -714,7 +714,7 @@ def test_weights_that_do_not_fit_are_refused_whole(tmp_path):
     )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(0, 16), st.integers(1, 5), st.sampled_from([3, 512]))
 def test_a_completion_interrupted_anywhere_goes_on_in_another_engine(steps, slots, prefill_chunk):
     params = SamplingParams(14, n=2, stop_token_ids=(2, 3), temperature=0.8, min_new_tokens=2)

@@ -74,21 +74,18 @@ def test_a_full_disk_is_the_error_where_there_is_no_earlier_one(tmp_path):
 def test_a_rank_that_cannot_write_still_takes_part_in_making_every_tensor(monkeypatch, out):
     made = []
 
-    def whole(decoder, weights):
-        for weight in weights:
-            made.append(weight)
-            yield weight
+    def weight(name):
+        return name, SimpleNamespace(detach=lambda: made.append(name))
 
     def export(weights, *args, **kwargs):
         next(iter(weights))
         full()
 
-    monkeypatch.setattr(trainer_module, "whole_parameters", whole)
     monkeypatch.setattr(trainer_module, "export", export)
-    policy = SimpleNamespace(with_values=lambda value: ["a", "b", "c"])
+    policy = SimpleNamespace(with_values=lambda value: map(weight, "abc"))
     trainer = SimpleNamespace(
         group=SimpleNamespace(replica=0, index=0),
-        decoder=None,
+        decoder=SimpleNamespace(tensor_parallel=None),
         model_path="",
         model_dtype="float32",
         _policy=policy,

@@ -1,12 +1,12 @@
 """Gold scorers and base models that cannot be used: told before anything starts, by key."""
 
-import json
 import shutil
 
 import pytest
 
 from llamarl.launch.inputs import check_inputs
 from llamarl.models.config import tiny_directory
+from tests.random_models import swap_tokens
 from tests.scorers import write_scorer
 from tests.unit.test_scorer_inputs import complaint, job, refusal
 
@@ -33,10 +33,7 @@ def test_a_scorer_with_a_short_context_is_refused(tmp_path):
 
 def test_a_base_of_other_tokens_has_no_perplexity_of_the_policys(tmp_path):
     base = shutil.copytree(tiny_directory(), tmp_path / "base")
-    raw = json.loads((base / "tokenizer.json").read_text())
-    vocabulary = raw["model"]["vocab"]
-    vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
-    (base / "tokenizer.json").write_text(json.dumps(raw))
+    swap_tokens(base)
     assert f"eval.base={base}: another vocabulary than the policy's" in refusal(f"eval.base={base}")
 
 

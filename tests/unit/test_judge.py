@@ -14,7 +14,7 @@ from llamarl.tasks.endpoint import EndpointSettings, Failed, seconds_of
 from llamarl.tasks.judge import Judge, choice_in, number_in
 from llamarl.tasks.source import Outcome
 from llamarl.words.urls import url_problem
-from tests.judge_server import HANG_UP, NO_REPLY, JudgeServer, Reply
+from tests.judge_server import HANG_UP, NO_REPLY, JudgeServer, Reply, between, longer
 
 PATIENCE_S = 60.0
 KEY = "sk-a-secret-that-must-not-be-seen"
@@ -62,17 +62,6 @@ def outcomes_of(reply, items, **options):
 def one_outcome(reply, **options):
     (outcome,) = outcomes_of(reply, [("p", "c", {})], **options)
     return outcome
-
-
-def between(question, tag):
-    return re.search(f"<{tag}>\n(.*)\n</{tag}>", question, re.DOTALL)[1]
-
-
-def longer(question):
-    """A fair judge of pairs: the longer answer is better."""
-    a, b = (len(between(question, f"answer_{place}")) for place in "ab")
-    verdict = "tie" if a == b else "A" if a > b else "B"
-    return f"They differ.\nVerdict: {verdict}"
 
 
 # --- What it is asked, and what that becomes ---
@@ -155,6 +144,9 @@ def test_a_completion_is_compared_with_the_prompts_own_answer():
         ("I would say 7 of 10", None),
         ("Score (1-10): 7", None),
         ("Score: 7-8", None),
+        ("Score: 7.5-8", None),
+        ("Score: 7.25 - 9.5", None),
+        ("Score: 7.", 7),
         ("Score: N", None),
         ("", None),
     ],
@@ -192,6 +184,7 @@ def test_only_what_is_said_to_be_the_verdict_is_one(reply, choice):
         ("Score: 11", "judge nonsense: the score 11 is not within 1 to 10"),
         (Reply(body=b"<html>"), "judge nonsense: no chat completion: <html>"),
         (Reply(body=b"[]"), "judge nonsense: no chat completion: []"),
+        (Reply(body=b"[" * 100_000), "judge nonsense: no chat completion: [[["),
         (Reply(text=None), "judge nonsense: its content is no text, but NoneType"),
         (Reply(text="Score: 1", finish_reason="length"), "raise reward.max_tokens"),
         (Reply(body=b"x" * (1 << 21)), "the reply is longer than 1048576 bytes"),
@@ -245,7 +238,7 @@ def test_a_server_that_asks_to_wait_is_given_its_time():
 def test_pauses_grow_and_are_not_equal(monkeypatch):
     monkeypatch.setattr(endpoint_module, "FIRST_PAUSE_S", 1.0)
     endpoint = endpoint_module.Endpoint(EndpointSettings(url="http://127.0.0.1:1/v1", model="wise"))
-    for num_retries, longest_s in ((0, 1.0), (3, 8.0), (20, 30.0)):
+    for num_retries, longest_s in ((0, 1.0), (3, 8.0), (20, 30.0), (2000, 30.0)):
         pauses = {endpoint._pause_s(num_retries, None) for _ in range(100)}
         assert len(pauses) > 1
         assert longest_s / 2 <= min(pauses) and max(pauses) <= longest_s
@@ -255,6 +248,7 @@ def test_pauses_grow_and_are_not_equal(monkeypatch):
 def test_seconds_of_a_retry_after():
     assert seconds_of(None) is None and seconds_of("soon") is None
     assert seconds_of("12") == 12.0
+    assert seconds_of("Mon, 01 Jan 2024 00:00:00 +99999999999999999999") is None
     assert seconds_of(email.utils.formatdate(time.time() - 100)) == 0.0
     assert seconds_of(email.utils.formatdate(time.time() + 1e6)) > 1e5
 
@@ -327,7 +321,10 @@ def test_a_judge_that_refuses_is_told_at_the_start():
         ("https://host/v1?key=secret", "a query"),
         ("file:///etc/passwd", "needs the form"),
         ("host:8000/v1", "needs the form"),
-        ("http://host:port/v1", "is no url"),
+        ("http://host:secret/v1", "is no url; it needs the form"),
+        ("http://me:secret@ho\N{ACCOUNT OF}st/v1", "is no url; it needs the form"),
+        ("http://host /v1", "holds a space"),
+        ("http://host/v1\n", "holds a space or a sign that cannot be printed"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_refused_and_not_repeated(url, problem):

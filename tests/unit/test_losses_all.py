@@ -90,7 +90,7 @@ def test_masked_labels_add_nothing_and_get_zero_gradient_whatever_they_hold(fn, 
 
 
 @every_loss
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(places=st.lists(st.integers(0, 2), min_size=9, max_size=9), seed=st.integers(0, 5))
 def test_microbatches_add_up_to_the_batch(fn, places, seed):
     whole = problem(seed=seed)

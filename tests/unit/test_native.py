@@ -141,6 +141,7 @@ def test_an_index_that_is_not_there_is_an_error_before_any_memory_is_read(way, m
     assert {name: found for name, found in outcomes().items() if found == "nothing"} == {}
 
 
+@pytest.mark.slow
 def test_it_is_one_under_python_dash_O_too():
     code = "from tests.unit.test_native import outcomes; import json; print(json.dumps(outcomes()))"
     command = [sys.executable, "-O", "-c", code]

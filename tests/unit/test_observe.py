@@ -197,7 +197,7 @@ def test_columns_come_in_reading_order(tmp_path):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_arrival_order_of_evaluations_gives_every_row_once_in_order(tmp_path_factory, data):
     last, every = 12, 3
     evals = data.draw(st.permutations(range(0, last + 1, every)))

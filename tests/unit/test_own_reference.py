@@ -131,6 +131,15 @@ def test_it_takes_no_ranks_and_needs_adapters():
         check_command_line(["reference=adapters_off"], world_size=1)
 
 
+def test_a_reference_is_split_evenly():
+    placed = ["reference=frozen", "placement.reference=[2,3,4,5]"]
+    check_command_line([*placed, "reference.tensor_parallel=2"], world_size=6)
+    for size, said in {4: "splits the model evenly", 3: "a multiple of 3 ranks"}.items():
+        with pytest.raises(ConfigError, match=said):
+            check_command_line([*placed, f"reference.tensor_parallel={size}"], world_size=6)
+
+
+@pytest.mark.slow
 def test_a_run_with_it(tmp_path):
     overrides = (
         *SMALL,

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.learning import packing
@@ -209,7 +209,6 @@ def random_groups(draw):
     return groups
 
 
-@settings(deadline=None)
 @given(groups=random_groups(), budget=st.integers(1, 30), drop=st.booleans(), whole=st.booleans())
 def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(
     groups, budget, drop, whole

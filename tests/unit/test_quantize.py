@@ -145,7 +145,7 @@ def test_rounding_costs_no_more_than_the_format_says(dtype):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     exponent=st.sampled_from([-45, -39, -3, 0, 30]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_shards_of_rows_are_quantised_as_the_whole_is(
     rows, columns, cuts, block, seed, kind, dtype, exponent
 ):
@@ -499,7 +499,7 @@ def test_kl_from_top_by_hand():
     sharpness=st.sampled_from([0.1, 1.0, 5.0]),
     data=st.data(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_kl_from_top_is_the_kl_of_all_ids_and_never_more(seed, vocabulary, sharpness, data):
     known = data.draw(st.integers(1, vocabulary))
     generator = torch.Generator().manual_seed(seed)

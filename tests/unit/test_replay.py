@@ -93,7 +93,7 @@ class Naive:
         }
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     sync_period=st.integers(1, 3),
     max_size=st.integers(4, 24),

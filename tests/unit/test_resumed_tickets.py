@@ -108,7 +108,7 @@ MOVES = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150)
 @given(
     max_lag=st.integers(0, 3),
     overcommit=st.sampled_from([0, 2, 4, 8, "auto"]),

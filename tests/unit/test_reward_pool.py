@@ -204,6 +204,8 @@ def test_a_hang_is_killed_and_costs_one_item():
     outcomes = run(["value 1", "hang", "value 2", "hang", "value 3"], timeout_s=0.5)
     assert [o.kind for o in outcomes] == ["score", "error", "score", "error", "score"]
     assert "took longer than reward.timeout_s=0.5" in outcomes[1].reason
+    (outcome,) = run(["hang"], timeout_s=0.5, fn_key="eval.gold")  # whose limits are nobody's keys
+    assert outcome.reason == "took longer than timeout_s=0.5"
 
 
 def test_a_kill_takes_the_children_of_the_function_with_it(user_directory):

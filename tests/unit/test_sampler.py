@@ -118,7 +118,7 @@ def test_rounding_of_block_sums_never_carries_a_sample_past_the_last_possible_to
     assert tokens.max() < 1000
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(0, 2**31),
     st.sampled_from([3, 52, LARGE, WHOLE]),

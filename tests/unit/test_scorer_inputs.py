@@ -15,9 +15,11 @@ from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.config import tiny_directory
 from llamarl.models.scorer import fingerprint
+from tests.random_models import swap_tokens
 from tests.scorers import write_scorer
 
 MODEL = "reward=model"
+FROZEN = "reference=frozen"
 
 
 def job(*overrides: str) -> Job:
@@ -75,15 +77,34 @@ def test_a_scorer_needs_its_tokenizer(tmp_path):
     assert "no tokenizer_config.json" in refusal(MODEL, f"reward.path={tmp_path}/rm")
 
 
-def test_another_vocabulary_is_noticed(tmp_path, caplog):
+def test_a_broken_tokenizer_of_a_scorers_is_named(tmp_path):
     write_scorer(tmp_path / "rm")
     file = tmp_path / "rm" / "tokenizer.json"
-    raw = json.loads(file.read_text())
-    vocabulary = raw["model"]["vocab"]
-    vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
-    file.write_text(json.dumps(raw))
+    for text, what in (("[]", "need a JSON object"), ("{}", "no tokenizer can be made of it")):
+        file.write_text(text)
+        said = refusal(MODEL, f"reward.path={tmp_path}/rm")
+        assert said.startswith(f"{file}: ") and what in said
+
+
+def test_rotary_positions_that_nothing_computes_are_named_by_the_scorers_file(tmp_path):
+    write_scorer(tmp_path / "rm")
+    file = tmp_path / "rm" / "config.json"
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_parameters": longrope}))
+    for given in ((MODEL, f"reward.path={tmp_path}/rm"), (f"eval.gold={tmp_path}/rm",)):
+        assert refusal(*given).startswith(f"{file}: rope_scaling type 'longrope' is not supported")
+
+
+def test_another_vocabulary_is_noticed(tmp_path, caplog):
+    write_scorer(tmp_path / "rm")
+    swap_tokens(tmp_path / "rm")
     check_inputs(job(MODEL, f"reward.path={tmp_path}/rm"))
     assert "has another vocabulary than the policy: it reads completions anew" in caplog.text
+    template = tmp_path / "rm" / "chat_template.jinja"
+    template.write_text("{{ raise_exception('no users here') }}")
+    said = refusal(MODEL, f"reward.path={tmp_path}/rm", "task.chat=true")
+    assert said.startswith(f"{template}: its chat template failed") and "no users here" in said
+    check_inputs(job(MODEL, f"reward.path={tmp_path}/rm", "task.chat=false"))
 
 
 def test_parts_take_what_they_do_not_set_from_the_files_of_their_kinds(tmp_path):
@@ -123,35 +144,29 @@ def test_parts_that_cannot_be(parts, said):
     assert said in complaint("reward=parts", f"reward.parts={parts}")
 
 
-def test_ranks_that_cannot_share_a_scorer(tmp_path):
+@pytest.mark.parametrize("section, name", [("reward", "scorer"), ("reference", "reference")])
+def test_ranks_that_cannot_share_a_model(tmp_path, section, name):
     write_scorer(tmp_path / "rm")
-    given = [MODEL, f"reward.path={tmp_path}/rm", "placement.trainer=[0,1]"]
-    said = complaint(*given, "placement.reward=[0,1]", ranks=3)
-    assert "would share the scorer and the trainer" in said
-    check_command_line([*given, "placement.reward=[0,1]", "max_lag=0"], world_size=3)
-    said = complaint(*given, "placement.reward=[2,3,4]", "reward.replicate=2", ranks=5)
+    kinds = {"reward": [MODEL, f"reward.path={tmp_path}/rm"], "reference": [FROZEN]}
+    given = [*kinds[section], "placement.trainer=[0,1]"]
+    placed = f"placement.{section}"
+    said = complaint(*given, f"{placed}=[0,1]", ranks=3)
+    assert f"would share the {name} and the trainer" in said
+    check_command_line([*given, f"{placed}=[0,1]", "max_lag=0"], world_size=3)
+    said = complaint(*given, f"{placed}=[2,3,4]", f"{section}.replicate=2", ranks=5)
     assert "a multiple of 2 ranks" in said
     split = ["placement.generator=[2,3]", "generator.tensor_parallel=2"]
-    check_command_line([*given, *split, "placement.reward=[2,3]"], world_size=4)
-    said = complaint(*given, *split, "placement.reward=[3,2]", ranks=4)
+    check_command_line([*given, *split, f"{placed}=[2,3]"], world_size=4)
+    said = complaint(*given, *split, f"{placed}=[3,2]", ranks=4)
     assert "begin both with rank 2" in said
 
 
-def test_ranks_that_cannot_share_a_reference(tmp_path):
-    given = ["reference=frozen", "placement.trainer=[0,1]"]
-    said = complaint(*given, "placement.reference=[0,1]", ranks=3)
-    assert "would share the reference and the trainer" in said
-    check_command_line([*given, "placement.reference=[0,1]", "max_lag=0"], world_size=3)
-    said = complaint(*given, "placement.reference=[2,3,4]", "reference.replicate=2", ranks=5)
-    assert "a multiple of 2 ranks" in said
-    split = ["placement.generator=[2,3]", "generator.tensor_parallel=2"]
-    check_command_line([*given, *split, "placement.reference=[2,3]"], world_size=4)
-    said = complaint(*given, *split, "placement.reference=[3,2]", ranks=4)
-    assert "begin both with rank 2" in said
+def test_ranks_that_cannot_share_a_scorer_and_a_reference(tmp_path):
     write_scorer(tmp_path / "rm")
-    scorer = [MODEL, f"reward.path={tmp_path}/rm", "placement.reward=[2,3]"]
-    check_command_line([*given, *scorer, "placement.reference=[2,3]"], world_size=5)
-    said = complaint(*given, *scorer, "placement.reference=[3,2]", ranks=5)
+    given = [FROZEN, MODEL, f"reward.path={tmp_path}/rm"]
+    given += ["placement.trainer=[0,1]", "placement.reward=[2,3]"]
+    check_command_line([*given, "placement.reference=[2,3]"], world_size=5)
+    said = complaint(*given, "placement.reference=[3,2]", ranks=5)
     assert "would share the scorer and the reference" in said
 
 

@@ -2,18 +2,17 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.executor import ExecutorGroup
+from llamarl.learning.asking import from_words, to_words
 from llamarl.learning.scoring import Asked, filler, pack_scored
-from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer, from_words, to_words
-from tests.scorers import asked_for, transformers_scores, write_scorer
-from tests.tolerances import rounding
+from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
+from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 
 pytestmark = pytest.mark.machine
 ALONE = ExecutorGroup("reward", (0,), 0, torch.device("cpu"))
-SCORES = rounding(terms=24, depth=2 * 2, size=2.0)  # width and layers, and how scores deviate
 
 
 @st.composite
@@ -40,7 +39,6 @@ def sequence_at(batch, row: int) -> list[int]:
     return batch.input_ids[start:end].tolist() + own
 
 
-@settings(deadline=None)
 @given(st.lists(asked(), min_size=1, max_size=6), st.integers(1, 40))
 def test_each_sequence_is_packed_once_whole_and_with_its_last_token(everything, budget):
     batches = pack_scored(everything, budget_tokens=budget)
@@ -59,7 +57,6 @@ def test_each_sequence_is_packed_once_whole_and_with_its_last_token(everything, 
     assert [found[place] for place in range(len(wanted))] == wanted
 
 
-@settings(deadline=None)
 @given(st.lists(asked(), max_size=6))
 def test_what_is_asked_travels_as_numbers(everything):
     arrived = from_words(to_words(everything))
@@ -98,4 +95,3 @@ def test_scores_are_those_of_transformers_whatever_is_packed_together(tmp_path, 
         wanted = transformers_scores(theirs, questions, label)
         assert wanted.std() > 0.1
         torch.testing.assert_close(ours, wanted, rtol=0, atol=SCORES)
-        assert (ours - wanted).abs().max() < 1e-5

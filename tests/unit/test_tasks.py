@@ -9,7 +9,7 @@ from datetime import date, datetime
 from decimal import Decimal
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llamarl.tasks import procedural
@@ -152,6 +152,10 @@ def test_every_bad_line_is_named_with_file_and_line(tmp_path):
             {"prompt": "ab\ud800", "answer": "4"},
             r'"prompt" holds \ud800 at character 3, half of a surrogate pair; remove it',
         ),
+        (
+            {"prompt": "2+2=", "answer": "\ud83d"},
+            r'"answer" holds \ud83d at character 1, half of a surrogate pair; remove it',
+        ),
     ],
 )
 def test_a_null_and_half_a_character_are_refused_by_line(tmp_path, row, what):
@@ -264,7 +268,6 @@ def test_prompts_are_tokenised_once_and_only_when_asked_for(tmp_path):
 
 @given(st.text(max_size=30), st.integers(1, 40))
 @example("\ufdfa", 15)  # 3 bytes that normalization makes 33
-@settings(deadline=None)
 def test_the_shortcut_by_size_never_lets_a_long_prompt_through(text, limit):
     class Worst(CharTokenizer):
         """A byte a token, after the normalization that lengthens text most."""

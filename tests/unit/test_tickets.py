@@ -50,7 +50,7 @@ def test_in_time_is_the_inequality(deadlines, step, B):
     assert in_time(deadlines, step, B) == holds(deadlines, step, B)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     B=st.integers(1, 4),
     max_lag=st.integers(0, 5),
@@ -128,7 +128,7 @@ def naive_overdue(dp_ranks: list[NaiveRankTickets]) -> list[int]:
     return sorted(t for mine in due for t in mine)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     kind=st.sampled_from(sorted(GOVERNORS)),
     truncate=st.booleans(),
@@ -283,7 +283,7 @@ def test_untaken_groups_are_taken_again():
     assert ledger.take(0) == [0, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     steps=st.integers(0, 4),
     dp_ranks=st.sampled_from([1, 2, 4]),
@@ -314,7 +314,7 @@ def test_a_resumed_ledger_consumes_every_ticket_once_on_any_number_of_lanes(
     assert set(range(max(consumed, default=-1) - 12)) <= set(consumed)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     steps=st.integers(0, 4),
     dp_ranks=st.sampled_from([1, 2, 4]),

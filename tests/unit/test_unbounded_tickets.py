@@ -61,7 +61,7 @@ def test_a_step_that_is_given_up_gives_everything_back():
         ours.finish([1])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     dp_ranks=st.integers(1, 3),
     fill=st.integers(0, 9),

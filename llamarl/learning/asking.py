@@ -1,0 +1,80 @@
+"""How the ranks of an executor, which act as one, share what is asked of a model.
+
+first rank: asked --to_words--> broadcast ---------------> its share --+
+the others:                     broadcast --from_words--> their shares
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llamarl.executor import ExecutorGroup
+from llamarl.learning.scoring import Asked
+
+Microbatch = TypeVar("Microbatch")
+
+
+def to_words(asked: Sequence[Asked]) -> Tensor:
+    """What is asked as whole numbers [n] int64, for other ranks: for each prompt its length, how
+    many completions it has and their lengths, then the tokens of all.
+    """
+    sizes = []
+    tokens = []
+    for one in asked:
+        lengths = [completion.numel() for completion in one.completions]
+        sizes += [one.prompt_ids.numel(), len(lengths), *lengths]
+        tokens += [one.prompt_ids, *one.completions]
+    head = torch.tensor([len(asked), *sizes], dtype=torch.int64)
+    return torch.cat([head, *tokens])
+
+
+def from_words(words: Tensor) -> list[Asked]:
+    """The inverse of to_words."""
+    number, *rest = words.tolist()
+    place = 0
+    lengths = []  # of each prompt: its own, then those of its completions
+    for _ in range(number):
+        end = place + 2 + rest[place + 1]
+        lengths.append([rest[place], *rest[place + 2 : end]])
+        place = end
+    tokens = words[1 + place :]
+    asked = []
+    for own in lengths:
+        prompt_ids, *completions = tokens[: sum(own)].split(own)
+        asked.append(Asked(prompt_ids, tuple(completions)))
+        tokens = tokens[sum(own) :]
+    return asked
+
+
+def broadcast(words: Tensor, group: ExecutorGroup) -> None:
+    """Collective over the executor's ranks: the first one's words, in host memory, to all."""
+    if group.size > 1:
+        dist.broadcast(words, group.ranks[0], group=group.process_group)
+
+
+def own_share(
+    microbatches: list[Microbatch], filler: Microbatch, group: ExecutorGroup
+) -> list[Microbatch]:
+    """This rank's of all microbatches; as many on every rank, with fillers at the end, for all must
+    run the same number where the model is sharded.
+    """
+    own = microbatches[group.data_index :: group.data_size]
+    most = math.ceil(len(microbatches) / group.data_size)
+    return own + [filler] * (most - len(own))
+
+
+def join_shares(values_N: Tensor, group: ExecutorGroup) -> None:
+    """Collective over the executor's ranks: values on the CPU, of which each rank has those of its
+    share and zeros elsewhere, become all of them on every rank.
+    """
+    if group.size == 1:
+        return
+    if group.tensor_index:
+        values_N.zero_()  # the first of those that share a copy speaks for them
+    dist.all_reduce(values_N, group=group.process_group)

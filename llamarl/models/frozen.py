@@ -1,0 +1,39 @@
+"""A decoder that is asked and never trained: whole on each rank, or in FSDP2's shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from llamarl.models.build import Decoder, build_decoder, read_config
+from llamarl.models.fsdp import wrap
+from llamarl.models.hf import load_weights
+from llamarl.models.tp import TensorParallel
+
+
+def frozen_decoder(
+    path: str | Path,
+    *,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    tensor_parallel: TensorParallel | None = None,
+    cpu_offload: bool = False,
+) -> Decoder:
+    """The decoder of a Hugging Face directory, held in dtype, its weights frozen.
+
+    mesh: [shard], or [replicate, shard]: the ranks that hold the same tensor-parallel part, over
+    which FSDP2 shards it; each reads its own rows alone. Collective over both from the first use
+    on. A rank that holds it whole needs no mesh. cpu_offload: weights are in host memory, a layer's
+    on the device while it computes. FileNotFoundError or ValueError naming the file when the
+    directory is not whole.
+    """
+    decoder = build_decoder(read_config(path), dtype=dtype, tensor_parallel=tensor_parallel)
+    decoder.requires_grad_(False)
+    if cpu_offload or (mesh is not None and mesh.shape[-1] > 1):
+        pin_memory = device.type == "cuda"
+        wrap(decoder, mesh, dtype, cpu_offload=cpu_offload, pin_memory=pin_memory)
+    holder = torch.device("cpu") if cpu_offload else device
+    return load_weights(decoder, path, device=holder).eval()
