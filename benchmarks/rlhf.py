@@ -57,7 +57,7 @@ LOSSES = ("ppo", "rloo", "proximal_rloo", "online_dpo", "best_of_n")
 MINIBATCHES = (1, 4, 16)
 PASSES = (1, 2, 3)  # T
 SAMPLES = (2, 4)  # K
-KL_COEFS = ("0", "0.02", "0.1")
+KL_COEFS = ("0", "0.02", "0.1", "0.5")
 RATES = {"ppo": "1e-4", "best_of_n": "5e-5"}
 RATE = "1e-4"
 STUDIES = ("overoptimisation", "minibatches", "idle", "sync")
@@ -242,7 +242,8 @@ def made_apart(cases: list[Case], args: argparse.Namespace) -> list[Curve]:
         kept = [forked.load_run(args.runs, wanted[case, seed]) for seed in args.seed]
         runs = [run for run in kept if run is not None]
         num_failed = sum(run.failed is not None for run in runs)
-        curves.append(Curve(case, tuple(points_of(run.rows) for run in runs), num_failed))
+        with_points = [points for points in (points_of(run.rows) for run in runs) if points]
+        curves.append(Curve(case, tuple(with_points), num_failed))
     return [curve for curve in curves if curve.runs]
 
 
@@ -361,7 +362,9 @@ def draw_pareto(curves: list[Curve]) -> plt.Figure:
         for curve in curves:
             if curve.case.panel != panel:
                 continue
-            by_evaluation = list(zip(*curve.runs))
+            longest = max(len(points) for points in curve.runs)
+            whole = [points for points in curve.runs if len(points) == longest]
+            by_evaluation = list(zip(*whole, strict=True))
             distances = [statistics.mean(p.perplexity for p in points) for points in by_evaluation]
             rates = [statistics.mean(p.win_rate for p in points) for points in by_evaluation]
             colour = colours[curve.case.curve]
@@ -408,6 +411,9 @@ def main() -> None:
     found = json.loads(args.json.read_text()) if args.json.exists() else {"studies": {}}
     for name in args.study or STUDIES:
         curves = study(name, args)
+        if not curves:
+            print(f"{name}: no finished run in {args.runs}")
+            continue
         plot(name, curves, args.plots)
         print(f"\n{name}\n{table(name, curves)}\n", flush=True)
         entries = []
@@ -420,7 +426,10 @@ def main() -> None:
                 "runs": [[asdict(point) for point in points] for points in curve.runs],
             }
             entries.append(entry)
-        found["studies"][name] = {"machine": machine(), "curves": entries}
+        measured_on = machine()
+        if not args.jobs and name in found["studies"]:
+            measured_on = found["studies"][name]["machine"]
+        found["studies"][name] = {"machine": measured_on, "curves": entries}
         args.json.write_text(json.dumps(found, indent=1))
         if args.text.exists():
             refresh(args.text, name, table(name, curves))
