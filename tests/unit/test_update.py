@@ -256,17 +256,30 @@ def test_logprobs_that_are_no_number_are_seen_even_if_the_loss_does_not_look_at_
 
 @pytest.mark.parametrize("offset", [0.02, -0.02])
 def test_fresh_tokens_with_other_logprobs_are_a_parity_error_and_change_nothing(offset):
-    update = update_of(decoder_of(uniform=True), bad_loss(), parity_tolerance=0.01)
+    update = update_of(decoder_of(uniform=True), bad_loss(), parity_tolerance=0.007)
     before = state_of(update)
-    with pytest.raises(ParityError, match=f"step {VERSION}: .*0.02, more than 0.01"):
+    said = r"by 0.007559 \(root mean square; at most 0.02\), more than 0.007"  # 0.02 / sqrt(7)
+    with pytest.raises(ParityError, match=f"step {VERSION}: .*{said}"):
         update.run(own_logprobs(offset), VERSION, go_on)
     assert state_of(update) == before
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_more_tokens_of_the_same_kind_are_no_parity_error(size):
+    """A token in seven is off by as much, in one group or in eight: the same root mean square."""
+    groups = [own_logprobs(0.02)[0] for _ in range(size)]
+    metrics = update_of(decoder_of(uniform=True), parity_tolerance=0.0076).run(
+        groups, VERSION, go_on
+    )
+    assert metrics.metrics["parity/logprob_diff_rms"] == pytest.approx(
+        0.02 / math.sqrt(7), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize(
     "offset, versions, tolerance, want",
     [
-        (0.02, VERSION, 0.03, 0.02),  # within
+        (0.02, VERSION, 0.0076, 0.02),  # within
         (0.0, VERSION, 0.01, 0.0),
         (5.0, VERSION - 1, 0.01, None),  # no fresh token
         (5.0, VERSION, None, 5.0),  # not compared, and still reported
@@ -364,7 +377,9 @@ def test_metrics_by_hand(microbatch_tokens):
         "completion/length_mean": 11 / 5,
         "completion/truncated_fraction": 1 / 5,
         "completion/deadline_truncated_fraction": 0.0,
-        "parity/logprob_diff_max": math.log(6.0),  # the second completion of group 0 is fresh
+        # The second completion of group 0 is fresh.
+        "parity/logprob_diff_max": math.log(6.0),
+        "parity/logprob_diff_rms": math.log(6.0) / math.sqrt(3),
     }
     # Prompts of 2 and 1: 2 + 1 + 2 and 1 + 0 + 3 tokens, 9 of 20. A budget of 3 has 2 + 1 and 1 +
     # 0; 2 + 2 and 1 + 3 pass it.
