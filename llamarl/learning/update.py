@@ -531,27 +531,25 @@ class PolicyUpdate:
 
     def _checked_parity(self, tally: _Tally, update_id: _UpdateId) -> Metrics:
         """Collective: how far trainer and generator logprobs are apart on fresh tokens, nothing
-        without one. ParityError if their root mean square is too much: rounding leaves it the same
-        however many tokens there are, and their maximum grows with them.
+        without one. ParityError if one token's are too far apart.
         """
-        largest = max([float(own.largest) for own in tally.parity], default=-1.0)
+        largest = torch.tensor([-1.0, *(float(own.largest) for own in tally.parity)])
         squares = sum(float(own.squares) for own in tally.parity)
         tokens = sum(int(own.tokens) for own in tally.parity)
-        worst = self.ranks.max(largest=largest)["largest"]
+        worst = self.ranks.max(largest=float(largest.max()))["largest"]  # NaN, if one is
         total = self.ranks.sum(squares=squares, tokens=tokens)
         if not total["tokens"]:
             return {}
-        typical = math.sqrt(total["squares"] / total["tokens"])
         allowed = self.settings.parity_tolerance
-        if allowed is not None and not typical <= allowed:  # NaN too
+        if allowed is not None and not worst <= allowed:
             self._zero_grad()
             raise ParityError(
                 f"trainer, {update_id}: on tokens sampled from version {update_id.version} alone, "
-                f"trainer and generator logprobs differ by {typical:.4g} (root mean square; at "
-                f"most {worst:.4g}), more than {allowed:g}. The generator's weights or its "
-                "sampling (temperature, top-k, top-p) are not the trainer's; raise "
-                "trainer.parity_tolerance only if the dtype explains it"
+                f"trainer and generator logprobs differ by {worst:.4g}, more than {allowed:g}. The "
+                "generator's weights or its sampling (temperature, top-k, top-p) are not the "
+                "trainer's; raise trainer.parity_tolerance only if the dtype explains it"
             )
+        typical = math.sqrt(total["squares"] / total["tokens"])
         return {
             "parity/logprob_diff_max": Metric(worst, Reduction.MAX),
             "parity/logprob_diff_rms": Metric(typical, Reduction.MAX),

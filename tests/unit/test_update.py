@@ -256,30 +256,25 @@ def test_logprobs_that_are_no_number_are_seen_even_if_the_loss_does_not_look_at_
 
 @pytest.mark.parametrize("offset", [0.02, -0.02])
 def test_fresh_tokens_with_other_logprobs_are_a_parity_error_and_change_nothing(offset):
-    update = update_of(decoder_of(uniform=True), bad_loss(), parity_tolerance=0.007)
+    update = update_of(decoder_of(uniform=True), bad_loss(), parity_tolerance=0.01)
     before = state_of(update)
-    said = r"by 0.007559 \(root mean square; at most 0.02\), more than 0.007"  # 0.02 / sqrt(7)
-    with pytest.raises(ParityError, match=f"step {VERSION}: .*{said}"):
+    with pytest.raises(ParityError, match=f"step {VERSION}: .*0.02, more than 0.01"):
         update.run(own_logprobs(offset), VERSION, go_on)
     assert state_of(update) == before
 
 
 @pytest.mark.parametrize("size", [1, 8])
-def test_more_tokens_of_the_same_kind_are_no_parity_error(size):
-    """A token in seven is off by as much, in one group or in eight: the same root mean square."""
+def test_the_root_mean_square_of_differences_does_not_grow_with_their_number(size):
+    """A token in seven is off by as much, in one group or in eight."""
     groups = [own_logprobs(0.02)[0] for _ in range(size)]
-    metrics = update_of(decoder_of(uniform=True), parity_tolerance=0.0076).run(
-        groups, VERSION, go_on
-    )
-    assert metrics.metrics["parity/logprob_diff_rms"] == pytest.approx(
-        0.02 / math.sqrt(7), abs=1e-5
-    )
+    metrics = update_of(decoder_of(uniform=True)).run(groups, VERSION, go_on).metrics
+    assert metrics["parity/logprob_diff_rms"] == pytest.approx(0.02 / math.sqrt(7), abs=1e-5)
 
 
 @pytest.mark.parametrize(
     "offset, versions, tolerance, want",
     [
-        (0.02, VERSION, 0.0076, 0.02),  # within
+        (0.02, VERSION, 0.03, 0.02),  # within
         (0.0, VERSION, 0.01, 0.0),
         (5.0, VERSION - 1, 0.01, None),  # no fresh token
         (5.0, VERSION, None, 5.0),  # not compared, and still reported
