@@ -309,7 +309,7 @@ class ResettingReference(FrozenReference):
         for part in parts:
             if "boxes" not in part:
                 raise ValueError(
-                    "the checkpoint's reference was kept by an another version of llamarl, which "
+                    "the checkpoint's reference was kept by another version of llamarl, which "
                     "did not say what part of the model it is; go on with that version, or start a "
                     "new run from the checkpoint's hf/"
                 )
