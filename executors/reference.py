@@ -30,8 +30,8 @@ from llamarl.learning.asking import broadcast, from_words, to_words
 from llamarl.learning.sharded_reference import ShardedReference, asked_of
 from llamarl.models.fsdp import held_box, is_split, local
 from llamarl.models.hf import named_parameters_hf
-from llamarl.models.sharded_state import Shard, box_from
-from llamarl.models.sharding import overlap
+from llamarl.models.sharded_state import Shard, box_from, check_complete, check_fits
+from llamarl.models.sharding import overlap, parameter_shapes
 from llamarl.types import Group
 
 
@@ -300,9 +300,20 @@ class ResettingReference(FrozenReference):
 
     @torch.no_grad()
     def load_state_dict(self, parts: Iterable[dict]) -> None:
-        """From all ranks' parts, whatever their number was: each rank takes its own rows."""
+        """From all ranks' parts, whatever their number was: each rank takes its own rows.
+
+        ValueError if it is of a model of other shapes, or of a llamarl that kept it otherwise.
+        """
         missing = {shard.name: shard.box.numel for shard in self._shards}  # elements
+        shapes = parameter_shapes(self.decoder.config)
         for part in parts:
+            if "boxes" not in part:
+                raise ValueError(
+                    "the checkpoint's reference was kept by another version of llamarl, which "
+                    "did not say what part of the model it is; go on with that version, or start a "
+                    "new run from the checkpoint's hf/"
+                )
+            check_fits(part["boxes"], shapes)
             self.version = int(part["version"])
             for shard in self._shards:
                 if shard.name not in part["boxes"]:
@@ -310,9 +321,5 @@ class ResettingReference(FrozenReference):
                 theirs = box_from(part["boxes"][shard.name])
                 shard.copy_overlap(shard.parameter, part, f"model/{shard.name}", theirs)
                 missing[shard.name] -= overlap(shard.box, theirs).numel
-        absent = [name for name, elements in missing.items() if elements]
-        if self.version and absent:
-            raise ValueError(
-                f"the checkpoint's reference, of version {self.version}, lacks "
-                f"{', '.join(absent[:5])}, or parts of it: it is of another model"
-            )
+        if self.version:
+            check_complete(missing)

@@ -92,6 +92,7 @@ class FSDPTrainer(Executor):
 
     name = "trainer"
     leads = True
+    split_vocabulary = False  # the loss needs the whole head
 
     model_path: str
     model_dtype: str
@@ -218,7 +219,7 @@ class FSDPTrainer(Executor):
         return reference
 
     def _peers(self) -> TensorParallel | None:
-        return TensorParallel.of(self.group, split_vocabulary=False)
+        return TensorParallel.of(self.group, split_vocabulary=self.split_vocabulary)
 
     def step(self) -> bool:
         arrived = self._receive()

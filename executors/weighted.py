@@ -89,7 +89,8 @@ class WeightedParts:
         """What judges among the sources have counted: "pairs" compared, "order_ties", ..."""
         counts: Counter[str] = Counter()
         for source in self._sources.values():
-            counts.update(getattr(source, "counts", {}))
+            # A copy, made at one go: a judge's thread may be counting something new.
+            counts.update(dict(getattr(source, "counts", {})))
         return counts
 
     def start(self) -> None:

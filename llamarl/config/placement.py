@@ -176,7 +176,9 @@ def _find_shared_models(
         _find_copies("reward", placed, sizes, found)
         _find_waits("reward", "scorer", c, placed, found)
         for scorer in c.scorers.values():
-            _find_heads("reward", c.reward.tensor_parallel, "scorer", _model_at(scorer.path), found)
+            model_of = _model_at(scorer.path)
+            noun = f"scorer {scorer.path}"
+            _find_heads("reward", c.reward.tensor_parallel, noun, model_of, found)
     if not c.reference.placed:
         return
     sizes = {"reference.replicate": c.reference.replicate}

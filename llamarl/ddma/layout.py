@@ -5,8 +5,8 @@ metadata is gathered.
                HSDP replicas of FSDP2 shards of tensor-parallel parts
     generator  rank = replica * tp + t
                replicas of tensor-parallel parts
-    reference  rank = replica * fsdp + shard
-               replicas of FSDP2 shards
+    reference  rank = (replica * fsdp + shard) * tp + t
+               replicas of FSDP2 shards of tensor-parallel parts
 
 Parameters go by their Hugging Face names. What travels has the generator's dtype; a quantised
 weight travels as one byte an element and a float32 scale a row, which is a parameter of its own.

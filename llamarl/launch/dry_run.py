@@ -75,9 +75,12 @@ def dry_run(job: Job) -> None:
         f"{generator_bytes / _GIB:.2f} GiB a generator rank"
     )
     if c.reference.placed:
-        shards = len(job.placement["reference"]) // c.reference.replicate
+        reference_tp = c.reference.tensor_parallel
+        shards = len(job.placement["reference"]) // (c.reference.replicate * reference_tp)
+        holder = Destination(reference_tp, fsdp=shards, split_vocabulary=False)
+        num_held = sum(holder.box(model, parameter, 0).numel for parameter in parameters)
         copies = 1 if c.reference.kind == "frozen" else 2  # with what the next version comes into
-        reference_bytes = num_elements * dtype.itemsize * copies / shards
+        reference_bytes = num_held * dtype.itemsize * copies
         memory += f"; {reference_bytes / _GIB:.2f} GiB a reference rank"
     print(memory)
     print(

@@ -18,17 +18,11 @@ log = logging.getLogger("llamarl")
 
 
 def check_scorers(job: Job) -> None:
-    """Directory, labels, weights, split and tokenizer of every model that scores. ValueError or
+    """Directory, labels, weights and tokenizer of every model that scores. ValueError or
     OSError naming what is wrong.
     """
     for key, scorer in job.config.scorers.items():
-        config = check_scorer(job, scorer, key=f"{key}.path", label_key=f"{key}.label")
-        heads = config.num_attention_heads
-        if job.config.reward.tensor_parallel > heads:
-            raise ValueError(
-                f"reward.tensor_parallel={job.config.reward.tensor_parallel}: {scorer.path} has "
-                f"{heads} query heads, fewer than ranks to split them over; at most {heads}"
-            )
+        check_scorer(job, scorer, key=f"{key}.path", label_key=f"{key}.label")
 
 
 def check_scorer(job: Job, scorer: ModelSourceSettings, *, key: str, label_key: str) -> ModelConfig:

@@ -200,6 +200,7 @@ def updates_row(updates: list[Update]) -> Row:
         "entropy": 0.0,
         "kl/ref": None,  # no reference
         "parity/logprob_diff_max": None,  # no fresh token
+        "parity/logprob_diff_rms": None,
         "ratio/mean": 1.0,
         "ratio/max": 1.0,
         "ratio/capped_fraction": 0.0,

@@ -130,6 +130,15 @@ class _UpdateId:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """How far logprobs are apart, in nats."""
+
+    largest: Tensor  # -1 without tokens
+    squares: Tensor  # sum over tokens
+    tokens: Tensor
+
+
 @dataclass(slots=True)
 class _Tally:
     """What the microbatches of an update have added up to on this rank."""
@@ -137,8 +146,8 @@ class _Tally:
     loss: Tensor | float = 0.0
     # A loss may mask what is not finite, or not look at it; it is a broken batch all the same.
     log_ratio: Tensor | float = 0.0
-    # Of each microbatch the most that a fresh token's logprobs differ, nats; -1: none is fresh.
-    differences: list[Tensor] = field(default_factory=list)
+    # Of the logprobs of fresh tokens, trainer against generator, by microbatch.
+    parity: list[_Difference] = field(default_factory=list)
     labels: int = 0
     tokens: int = 0
     places: int = 0
@@ -395,7 +404,12 @@ class PolicyUpdate:
         differences = logprobs.detach() - batch.generator_logprobs
         if update_id.is_first and batch.labels.numel():
             is_fresh = self._is_fresh(batch, update_id.version)
-            tally.differences.append(differences.abs().masked_fill(~is_fresh, -1.0).max())
+            difference = _Difference(
+                largest=differences.abs().masked_fill(~is_fresh, -1.0).max(),
+                squares=differences.masked_fill(~is_fresh, 0.0).square().sum(),
+                tokens=is_fresh.sum(),
+            )
+            tally.parity.append(difference)
         # FSDP averages gradients over data-parallel ranks; the denominator is global already.
         (loss * self.ranks.data_size).backward()
         tally.loss = tally.loss + loss.detach()
@@ -516,13 +530,18 @@ class PolicyUpdate:
         )
 
     def _checked_parity(self, tally: _Tally, update_id: _UpdateId) -> Metrics:
-        """Collective: the most that trainer and generator logprobs differ on fresh tokens, nothing
-        without one. ParityError if that is too much.
+        """Collective: how far trainer and generator logprobs are apart on fresh tokens, nothing
+        without one. ParityError if one token's are too far apart.
         """
-        own = float(torch.stack(tally.differences).amax()) if tally.differences else -1.0
-        worst = self.ranks.max(difference=own)["difference"]
+        largest = torch.tensor([-1.0, *(float(own.largest) for own in tally.parity)])
+        squares = sum(float(own.squares) for own in tally.parity)
+        tokens = sum(int(own.tokens) for own in tally.parity)
+        worst = self.ranks.max(largest=float(largest.max()))["largest"]  # NaN, if one is
+        total = self.ranks.sum(squares=squares, tokens=tokens)
+        if not total["tokens"]:
+            return {}
         allowed = self.settings.parity_tolerance
-        if allowed is not None and not worst <= allowed:  # NaN too
+        if allowed is not None and not worst <= allowed:
             self._zero_grad()
             raise ParityError(
                 f"trainer, {update_id}: on tokens sampled from version {update_id.version} alone, "
@@ -530,4 +549,8 @@ class PolicyUpdate:
                 "generator's weights or its sampling (temperature, top-k, top-p) are not the "
                 "trainer's; raise trainer.parity_tolerance only if the dtype explains it"
             )
-        return {"parity/logprob_diff_max": Metric(worst, Reduction.MAX)} if worst >= 0 else {}
+        typical = math.sqrt(total["squares"] / total["tokens"])
+        return {
+            "parity/logprob_diff_max": Metric(worst, Reduction.MAX),
+            "parity/logprob_diff_rms": Metric(typical, Reduction.MAX),
+        }

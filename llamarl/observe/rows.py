@@ -42,7 +42,7 @@ COLUMNS = """
     tokens/trained tokens/generated tokens/deadline_truncated
     completion/length_mean completion/truncated_fraction completion/deadline_truncated_fraction
     tickets/overcommit packing/padding_fraction packing/unused_budget_fraction
-    parity/logprob_diff_max parity/canary_diff_max
+    parity/logprob_diff_max parity/logprob_diff_rms parity/canary_diff_max
     time/wall_s time/evaluated_s time/step_s time/wait_for_data_s
     generator/tokens_per_s generator/idle_fraction trainer/idle_fraction
     weights/publish_stall_s weights/swap_stall_s weights/bytes

@@ -472,10 +472,12 @@ class RewardPool:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
                 what = what or f"importing it took longer than {START_S:.0f} s"
+                remedy = "call it by hand"
+                if self._prefix:  # else its memory is no setting
+                    remedy += f", or raise {self._prefix}memory_mb if it imports much"
                 raise RewardError(
                     f"{self._fn_key}={self.name}: {what} before it scored anything, "
-                    f"{MAX_FAILED_STARTS} times in a row; "
-                    f"call it by hand, or raise {self._prefix}memory_mb if it imports much"
+                    f"{MAX_FAILED_STARTS} times in a row; {remedy}"
                 )
         elif worker.in_flight and worker.in_flight[0] is suspect:
             worker.in_flight.popleft()

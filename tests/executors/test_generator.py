@@ -613,9 +613,8 @@ def replica(monkeypatch):
     """Makes a leader on rank 4 and a peer on rank 5, the second replica of ranks 2 to 5, and steps
     them in turn.
     """
-    monkeypatch.setattr(
-        "llamarl.inference.build.TensorParallel", lambda *_: None
-    )  # no collectives: each computes all
+    # No collectives: each computes all.
+    monkeypatch.setattr("llamarl.models.tp.TensorParallel.of", lambda *_, **__: None)
 
     def make(**options):
         boxes, ranks = {}, (2, 3, 4, 5)

@@ -224,6 +224,23 @@ def test_a_resumed_reference_has_the_weights_of_its_version(executor):
     assert ResettingReference.has_state() and not FrozenReference.has_state()
 
 
+@pytest.mark.parametrize(
+    "spoil, said",
+    [
+        (lambda state: state.pop("boxes"), "another version of llamarl"),
+        (lambda state: state["boxes"].popitem(), "the checkpoint lacks "),
+        (lambda state: state["boxes"].update(other=[[0], [1]]), "other does not fit"),
+    ],
+)
+def test_a_state_that_is_not_this_references_is_refused(executor, spoil, said):
+    reset(executor, 10)
+    executor.step()
+    state = executor.state_dict()
+    spoil(state)
+    with pytest.raises(ValueError, match=said):
+        make().load_state_dict(iter([state]))
+
+
 @pytest.fixture
 def pair():
     """Two ranks of a reference, (the first, the other), that each hold the model whole."""

@@ -231,6 +231,7 @@ def topologies(draw):
         draw(st.integers(1, min(4, per_kv * kv))),
         draw(st.integers(1, 4)),
         fsdp=draw(st.sampled_from([1, 1, 2, 3])),
+        split_vocabulary=draw(st.booleans()),
     )
     parameters = parameters_to_send(config, dtype, quantized, keep)
     # A rank that holds nothing is refused where it binds.
@@ -276,7 +277,9 @@ def part_of(config, p: Parameter, destination: Destination, part: int) -> Box:
     """What a rank must hold: of its tensor-parallel part what torch says that FSDP2 gives it."""
     shard, t = divmod(part, destination.tp)
     name = p.name.removesuffix(SCALE)
-    whole = tensor_parallel_box(config, name, p.shape, t, destination.tp)
+    whole = tensor_parallel_box(
+        config, name, p.shape, t, destination.tp, split_vocabulary=destination.split_vocabulary
+    )
     lengths, offsets = torch_box(whole.lengths, (destination.fsdp,), [shard], [Shard(0)])
     return whole.cut(0, offsets[0], lengths[0])
 

@@ -161,6 +161,13 @@ def test_ranks_that_cannot_share_a_model(tmp_path, section, name):
     assert "begin both with rank 2" in said
 
 
+def test_a_scorer_has_a_query_head_for_each_of_its_ranks(tmp_path):
+    write_scorer(tmp_path / "rm")  # of 4
+    given = [MODEL, f"reward.path={tmp_path}/rm", "reward.tensor_parallel=5"]
+    said = complaint(*given, "placement.reward=[2,3,4,5,6]", ranks=7)
+    assert f"the scorer {tmp_path}/rm has 4 query heads" in said and "at most 4" in said
+
+
 def test_ranks_that_cannot_share_a_scorer_and_a_reference(tmp_path):
     write_scorer(tmp_path / "rm")
     given = [FROZEN, MODEL, f"reward.path={tmp_path}/rm"]

@@ -109,4 +109,5 @@ def test_what_no_microbatch_told_of_stands_at_what_means_nothing_happened():
         "ratio/capped_fraction": 0.0,
         "packing/padding_fraction": 0.0,
         "parity/logprob_diff_max": None,
+        "parity/logprob_diff_rms": None,
     }

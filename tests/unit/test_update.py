@@ -263,6 +263,14 @@ def test_fresh_tokens_with_other_logprobs_are_a_parity_error_and_change_nothing(
     assert state_of(update) == before
 
 
+@pytest.mark.parametrize("size", [1, 8])
+def test_the_root_mean_square_of_differences_does_not_grow_with_their_number(size):
+    """A token in seven is off by as much, in one group or in eight."""
+    groups = [own_logprobs(0.02)[0] for _ in range(size)]
+    metrics = update_of(decoder_of(uniform=True)).run(groups, VERSION, go_on).metrics
+    assert metrics["parity/logprob_diff_rms"] == pytest.approx(0.02 / math.sqrt(7), abs=1e-5)
+
+
 @pytest.mark.parametrize(
     "offset, versions, tolerance, want",
     [
@@ -364,7 +372,9 @@ def test_metrics_by_hand(microbatch_tokens):
         "completion/length_mean": 11 / 5,
         "completion/truncated_fraction": 1 / 5,
         "completion/deadline_truncated_fraction": 0.0,
-        "parity/logprob_diff_max": math.log(6.0),  # the second completion of group 0 is fresh
+        # The second completion of group 0 is fresh.
+        "parity/logprob_diff_max": math.log(6.0),
+        "parity/logprob_diff_rms": math.log(6.0) / math.sqrt(3),
     }
     # Prompts of 2 and 1: 2 + 1 + 2 and 1 + 0 + 3 tokens, 9 of 20. A budget of 3 has 2 + 1 and 1 +
     # 0; 2 + 2 and 1 + 3 pass it.
