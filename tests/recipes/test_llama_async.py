@@ -241,10 +241,9 @@ def test_scales_of_rows_that_trainer_ranks_share_are_those_of_whole_rows(tmp_pat
     # Of each version, in the row that it comes in time for, which is a mean where two do.
     divergence = known("weights/quantization_kl", rows)
     expected = known("weights/quantization_kl", want)
-    assert divergence
+    assert max(divergence) > 0
     for value in divergence:
         assert min(expected) - SHARDED <= value <= max(expected) + SHARDED
-    assert rows[-1]["weights/quantization_kl"] > 0
 
 
 @pytest.mark.slow
