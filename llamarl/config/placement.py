@@ -176,9 +176,9 @@ def _find_shared_models(
         _find_copies("reward", placed, sizes, found)
         _find_waits("reward", "scorer", c, placed, found)
         for scorer in c.scorers.values():
-            model_of = _model_at(scorer.path)
             noun = f"scorer {scorer.path}"
-            _find_heads("reward", c.reward.tensor_parallel, noun, model_of, found)
+            size = c.reward.tensor_parallel
+            _find_heads("reward", size, noun, _model_at(scorer.path), found)
     if not c.reference.placed:
         return
     sizes = {"reference.replicate": c.reference.replicate}

@@ -69,13 +69,15 @@ def gae(
     ends = lengths.cumsum(0).repeat_interleave(lengths, output_size=size)
     left = ends - 1 - torch.arange(size, device=v.device)
     v_next = _from_later(v, 1, left)
-    advantages = rewards.detach().double() + gamma * v_next - v
+    deltas = rewards.detach().double() + gamma * v_next - v
     longest = int(lengths.max()) if lengths.numel() else 0
     # After a pass with a step, each place holds its sum over the next 2 * step deltas.
+    advantages = deltas
     step = 1
     while step < longest:
         later = _from_later(advantages, step, left)
-        advantages = advantages + (gamma * lam) ** step * later
+        decay = (gamma * lam) ** step
+        advantages = advantages + decay * later
         step *= 2
     returns = advantages + v
     dtype = wide_dtype(values)

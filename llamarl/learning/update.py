@@ -130,15 +130,6 @@ class _UpdateId:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Difference:
-    """How far logprobs are apart, in nats."""
-
-    largest: Tensor  # -1 without tokens
-    squares: Tensor  # sum over tokens
-    tokens: Tensor
-
-
 @dataclass(slots=True)
 class _Tally:
     """What the microbatches of an update have added up to on this rank."""
@@ -146,8 +137,11 @@ class _Tally:
     loss: Tensor | float = 0.0
     # A loss may mask what is not finite, or not look at it; it is a broken batch all the same.
     log_ratio: Tensor | float = 0.0
-    # Of the logprobs of fresh tokens, trainer against generator, by microbatch.
-    parity: list[_Difference] = field(default_factory=list)
+    # Of fresh tokens: how far trainer and generator logprobs are apart at most (-1 without one),
+    # the sum of these differences squared, and how many tokens there are.
+    farthest: Tensor | float = -1.0
+    squares: Tensor | float = 0.0
+    fresh: Tensor | int = 0
     labels: int = 0
     tokens: int = 0
     places: int = 0
@@ -404,12 +398,11 @@ class PolicyUpdate:
         differences = logprobs.detach() - batch.generator_logprobs
         if update_id.is_first and batch.labels.numel():
             is_fresh = self._is_fresh(batch, update_id.version)
-            difference = _Difference(
-                largest=differences.abs().masked_fill(~is_fresh, -1.0).max(),
-                squares=differences.masked_fill(~is_fresh, 0.0).square().sum(),
-                tokens=is_fresh.sum(),
-            )
-            tally.parity.append(difference)
+            distances = differences.abs().masked_fill(~is_fresh, -1.0)
+            tally.farthest = distances.max().clamp(min=tally.farthest)  # keeps NaN
+            fresh_alone = differences.masked_fill(~is_fresh, 0.0)
+            tally.squares = tally.squares + fresh_alone.square().sum()
+            tally.fresh = tally.fresh + is_fresh.sum()
         # FSDP averages gradients over data-parallel ranks; the denominator is global already.
         (loss * self.ranks.data_size).backward()
         tally.loss = tally.loss + loss.detach()
@@ -533,15 +526,12 @@ class PolicyUpdate:
         """Collective: how far trainer and generator logprobs are apart on fresh tokens, nothing
         without one. ParityError if one token's are too far apart.
         """
-        largest = torch.tensor([-1.0, *(float(own.largest) for own in tally.parity)])
-        squares = sum(float(own.squares) for own in tally.parity)
-        tokens = sum(int(own.tokens) for own in tally.parity)
-        worst = self.ranks.max(largest=float(largest.max()))["largest"]  # NaN, if one is
-        total = self.ranks.sum(squares=squares, tokens=tokens)
-        if not total["tokens"]:
+        worst = self.ranks.max(farthest=float(tally.farthest))["farthest"]
+        total = self.ranks.sum(squares=float(tally.squares), fresh=int(tally.fresh))
+        if not total["fresh"]:
             return {}
         allowed = self.settings.parity_tolerance
-        if allowed is not None and not worst <= allowed:
+        if allowed is not None and not worst <= allowed:  # NaN too
             self._zero_grad()
             raise ParityError(
                 f"trainer, {update_id}: on tokens sampled from version {update_id.version} alone, "
@@ -549,7 +539,7 @@ class PolicyUpdate:
                 "generator's weights or its sampling (temperature, top-k, top-p) are not the "
                 "trainer's; raise trainer.parity_tolerance only if the dtype explains it"
             )
-        typical = math.sqrt(total["squares"] / total["tokens"])
+        typical = math.sqrt(total["squares"] / total["fresh"])
         return {
             "parity/logprob_diff_max": Metric(worst, Reduction.MAX),
             "parity/logprob_diff_rms": Metric(typical, Reduction.MAX),
