@@ -44,6 +44,8 @@ from llamarl.types import Ticket
 
 log = logging.getLogger(__name__)
 
+_SHOWN = 8  # stragglers in a line of the log
+
 
 class TicketService:
     """A rank's access to the ledger.
@@ -274,13 +276,15 @@ class TicketService:
         with self._lock:
             found = self._times.new_stragglers(time.monotonic())
         for rank, late in found.items():
-            named = ", ".join(f"{ticket} ({seconds:.1f} s)" for ticket, seconds in late)
+            shown = [f"{ticket} ({seconds:.1f} s)" for ticket, seconds in late[:_SHOWN]]
+            if len(late) > _SHOWN:
+                shown.append(f"and {len(late) - _SHOWN} more")
             log.warning(
                 "stragglers of generator rank %d: tickets %s have taken more than %g x the median "
                 "of %.2f s; on_deadline=truncate and generator.max_seconds bound what they may "
                 "hold up",
                 rank,
-                named,
+                ", ".join(shown),
                 self._times.factor,
                 self._times.median_s,
             )

@@ -294,6 +294,7 @@ def test_stragglers_are_named_in_the_log_once_with_generator_and_seconds(
 ):
     now = [0.0]
     monkeypatch.setattr("llamarl.tickets.service.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("llamarl.tickets.service._SHOWN", 5)
     desk = alone(groups_per_step=8, overcommit=8, desk={"straggler_factor": 4.0})
     desk.ask(0, 16, version=0)
     now[0] = 2.0
@@ -305,10 +306,10 @@ def test_stragglers_are_named_in_the_log_once_with_generator_and_seconds(
         assert desk.take(1) is None
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    late = ", ".join(f"{ticket} (8.5 s)" for ticket in [4, *range(9, 16)])
+    late = ", ".join(f"{ticket} (8.5 s)" for ticket in [4, *range(9, 13)])
     want = (
-        f"stragglers of generator rank 0: tickets {late} have taken more than 4 x the median of "
-        "2.00 s; "
+        f"stragglers of generator rank 0: tickets {late}, and 3 more have taken more than 4 x the "
+        "median of 2.00 s; "
     )
     assert record.getMessage().startswith(want)
 
