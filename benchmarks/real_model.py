@@ -2,7 +2,8 @@
 
     python recipes/fetch_smollm2.py MODEL_DIR
     python benchmarks/real_model.py --model MODEL_DIR [--tasks sum larger ...] [--seeds 2]
-        [--modes async sync] [--runs DIR] [--json FILE] [--page FILE] [overrides ...]
+        [--modes async sync] [--sync-jobs 1] [--runs DIR] [--json FILE] [--page FILE]
+        [overrides ...]
     python benchmarks/real_model.py --page FILE        the page and plots anew, without runs
 
 sum         What is 7+12? Answer with the number only. Numbers of 1 to 20
@@ -11,10 +12,11 @@ larger      Which number is larger, 7 or 12? Numbers of 10 to 99
 chain_sum   reasoning-gym's, two terms of one or two digits
 
 async is max_lag=1 on two processes of one thread, sync max_lag=0 on the same two, with everything
-else equal. A finished run in --runs is not made again. Seconds are those of the run's own clock
-(time/wall_s), evaluations included. Held-out accuracy is the greedy answer's. Kept beside the
-curves: the held-out answers before the first step and after the last, of the first seed. Overrides
-go to every run.
+else equal. Of sync runs, which keep one of two cores busy at a time, the seeds of a task may run
+side by side (--sync-jobs 2). A finished run in --runs is not made again. Seconds are those of the
+run's own clock (time/wall_s), evaluations included. Held-out accuracy is the greedy answer's. Kept
+beside the curves: the held-out answers before the first step and after the last, of the first seed.
+Overrides go to every run.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ import argparse
 import json
 import statistics
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -50,7 +54,7 @@ COMMON = [
     "lr=1e-5",
     "group_size=8",
     "groups_per_step=8",
-    "max_steps=200",
+    "max_steps=100",
     "eval.every=10",
     "eval.num_prompts=100",
     "model.dtype=bfloat16",
@@ -72,6 +76,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--sync-jobs", type=int, default=1, help="sync runs at a time")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="of a run")
     parser.add_argument("--runs", type=Path, default=Path("runs/real_model"))
     parser.add_argument("--json", type=Path, default=RESULTS / "real_model.json")
@@ -127,6 +132,15 @@ def made_run(args: argparse.Namespace, task: str, mode: str, seed: int) -> dict:
         run["before"] = answers_of(args.model, settings, run_dir / "before.jsonl")
         run["after"] = answers_of(latest, [], run_dir / "after.jsonl")
     return run
+
+
+def keep(found: dict, made: list[dict]) -> None:
+    """Enter runs into what was found, in the place of older ones of the same setting."""
+    by_setting = {(run["task"], run["mode"], run["seed"]): run for run in found["runs"]}
+    for run in made:
+        by_setting[run["task"], run["mode"], run["seed"]] = run
+        print(f"{run['task']} {run['mode']} {run['seed']}: {run['curve'][0]} -> {run['curve'][-1]}")
+    found["runs"] = [by_setting[setting] for setting in sorted(by_setting)]
 
 
 def span(values: list[float], form: str) -> str:
@@ -207,7 +221,8 @@ def write_page(found: dict, page: Path) -> None:
         "# A real model learns",
         "`python benchmarks/real_model.py --model MODEL_DIR` made this page: the model is "
         f"SmolLM2-135M-Instruct, on {where['cores']} cores of an {where['cpu']}, torch "
-        f"{where['torch']}. Mean over the seeds, and the range.",
+        f"{where['torch']}. Mean over the seeds, and the range; {found['sync_jobs']} sync run(s) "
+        "at a time.",
         summary(found["runs"]),
         f"![held-out accuracy over minutes]({picture.name})",
     ]
@@ -223,15 +238,14 @@ def main() -> None:
     if args.json.exists():
         found = json.loads(args.json.read_text())
     if args.model:
+        found["sync_jobs"] = args.sync_jobs
         for task in args.tasks:
-            for seed in range(args.seeds):
-                for mode in args.modes:
-                    run = made_run(args, task, mode, seed)
-                    key = (task, mode, seed)
-                    others = [r for r in found["runs"] if (r["task"], r["mode"], r["seed"]) != key]
-                    found["runs"] = [*others, run]
-                    args.json.write_text(json.dumps(found, indent=1))
-                    print(f"{task} {mode} {seed}: {run['curve'][0]} -> {run['curve'][-1]}")
+            for mode in args.modes:
+                jobs = args.sync_jobs if mode == "sync" else 1
+                with ThreadPoolExecutor(jobs) as pool:
+                    made = list(pool.map(partial(made_run, args, task, mode), range(args.seeds)))
+                keep(found, made)
+                args.json.write_text(json.dumps(found, indent=1))
     write_page(found, args.page)
     print(summary(found["runs"]))
 
