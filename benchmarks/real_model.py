@@ -176,6 +176,20 @@ def summary(runs: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def shares_of_seconds(runs: list[dict]) -> list[str]:
+    """Of each task that has both modes: async's mean seconds over sync's, in words."""
+    shares = []
+    for task in TASKS:
+        means = {}
+        for mode in MODES:
+            of_mode = [run["curve"] for run in runs if (run["task"], run["mode"]) == (task, mode)]
+            if of_mode:
+                means[mode] = statistics.mean(curve[-1]["seconds"] for curve in of_mode)
+        if len(means) == len(MODES):
+            shares.append(f"{means['async'] / means['sync']:.0%} ({task})")
+    return shares
+
+
 def answers_table(run: dict) -> str:
     """A Markdown table of the first held-out prompts' answers, before and after."""
     lines = ["| prompt | before | after |", "|---|---|---|"]
@@ -203,10 +217,10 @@ def draw(runs: list[dict], file: Path) -> None:
             ax.plot(minutes, accuracies, color=colours[run["mode"]], label=label, lw=1.5)
         ax.set_title(task, fontsize=10)
         ax.set_xlabel("minutes")
-        ax.set_ylim(0, 1)
+        ax.set_ylim(0, 1.02)
         ax.grid(alpha=0.3)
     axes[0][0].set_ylabel("held-out accuracy, greedy")
-    axes[0][0].legend(frameon=False)
+    axes[0][-1].legend(frameon=False)
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     plt.close(figure)
@@ -222,8 +236,11 @@ def write_page(found: dict, page: Path) -> None:
         "`python benchmarks/real_model.py --model MODEL_DIR` made this page: the model is "
         f"SmolLM2-135M-Instruct, on {where['cores']} cores of an {where['cpu']}, torch "
         f"{where['torch']}. Mean over the seeds, and the range; {found['sync_jobs']} sync run(s) "
-        "at a time.",
+        "at a time. Accuracy is that of greedy answers to 100 held-out questions, 40 of sum: chance "
+        "moves a share of 80 % by 4 to 6.",
         summary(found["runs"]),
+        "Of the seconds that sync takes for as many steps, async takes "
+        f"{', '.join(shares_of_seconds(found['runs']))}.",
         f"![held-out accuracy over minutes]({picture.name})",
     ]
     for run in found["runs"]:
