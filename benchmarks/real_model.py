@@ -25,6 +25,7 @@ import argparse
 import json
 import statistics
 import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,8 @@ MODES = {"async": "max_lag=1", "sync": "max_lag=0"}
 ACCURACY = "eval/accuracy"
 SECONDS = "time/wall_s"
 SHOWN_ANSWERS = 8
+PAGE_COLUMNS = 120
+CELL = 40  # characters of a table of answers
 
 
 def parse() -> argparse.Namespace:
@@ -195,9 +198,14 @@ def answers_table(run: dict) -> str:
     lines = ["| prompt | before | after |", "|---|---|---|"]
     for before, after in zip(run["before"], run["after"]):
         cells = [before["prompt"], before["answer"], after["answer"]]
-        shown = [" ".join(cell.split()).replace("|", "\\|")[:90] for cell in cells]
-        lines.append(f"| {' | '.join(shown)} |")
+        lines.append(f"| {' | '.join(shown(cell) for cell in cells)} |")
     return "\n".join(lines)
+
+
+def shown(text: str) -> str:
+    """A text in a cell: one line, of a long one its end, where the numbers are."""
+    line = " ".join(text.split()).replace("|", "\\|")
+    return line if len(line) <= CELL else "…" + line[1 - CELL :]
 
 
 def draw(runs: list[dict], file: Path) -> None:
@@ -231,13 +239,16 @@ def write_page(found: dict, page: Path) -> None:
     picture = page.with_suffix(".png")
     draw(found["runs"], picture)
     where = found["machine"]
-    parts = [
-        "# A real model learns",
+    about = (
         "`python benchmarks/real_model.py --model MODEL_DIR` made this page: the model is "
         f"SmolLM2-135M-Instruct, on {where['cores']} cores of an {where['cpu']}, torch "
         f"{where['torch']}. Mean over the seeds, and the range; {found['sync_jobs']} sync run(s) "
-        "at a time. Accuracy is that of greedy answers to 100 held-out questions, 40 of sum: chance "
-        "moves a share of 80 % by 4 to 6.",
+        "at a time. Accuracy is that of greedy answers to 100 held-out questions, 40 of sum: "
+        "chance moves a share of 80 % by 4 to 6."
+    )
+    parts = [
+        "# A real model learns",
+        textwrap.fill(about, width=PAGE_COLUMNS, break_on_hyphens=False),
         summary(found["runs"]),
         "Of the seconds that sync takes for as many steps, async takes "
         f"{', '.join(shares_of_seconds(found['runs']))}.",
