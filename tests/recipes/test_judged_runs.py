@@ -43,6 +43,7 @@ def test_a_run_learns_from_a_judge_and_writes_no_key(tmp_path):
     assert KEY not in job.output
 
 
+@pytest.mark.slow
 def test_a_judge_who_answers_nonsense_ends_the_run(tmp_path):
     with JudgeServer(lambda question: "lovely") as server:
         job, code = run_judged_by(server, tmp_path, "max_steps=50")

@@ -96,6 +96,7 @@ def two_ranks(pairs, tmp_path_factory) -> Job:
 
 
 @pytest.mark.machine
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(two_ranks, pairs, tmp_path):
     with job_of(*SMALL, pairs, out=tmp_path / "out") as alone:
         assert alone.wait() == 0, alone.output
