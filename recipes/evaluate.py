@@ -57,7 +57,14 @@ from llamarl.config.command_line import (
     compose_config,
     to_config,
 )
-from llamarl.config.conversion import flat, is_marked, load_config, to_values, value_differences
+from llamarl.config.conversion import (
+    escaped,
+    flat,
+    is_marked,
+    load_config,
+    to_values,
+    value_differences,
+)
 from llamarl.config.supervised import is_of_a_supervised_job
 from llamarl.errors import CheckpointError
 from llamarl.inference import Engine
@@ -195,7 +202,7 @@ def compose_over(sections: dict[str, dict], overrides: list[str]) -> Config:
         for section, values in sections.items():
             file = Path(folder) / section / f"{OF_THE_RUN}.yaml"
             file.parent.mkdir()
-            OmegaConf.save(OmegaConf.create(values), file)
+            OmegaConf.save(OmegaConf.create(escaped(values)), file)
             choices.append(f"{section}={OF_THE_RUN}")
         return compose_config([*choices, *overrides], config_dir=folder)
 

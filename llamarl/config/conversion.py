@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import operator
+import re
 import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -34,6 +35,7 @@ RENAMED = {
     "loss.normalise": "loss.normalize",
     "reference.enabled": "reference.kind",
 }
+_REFERENCE = re.compile(r"(\\*)\$\{")  # and the backslashes before it, which then are signs too
 
 
 Schema = TypeVar("Schema")  # the dataclass of a kind of job's whole configuration
@@ -397,7 +399,19 @@ def to_values(config: object) -> dict[str, object]:
 
 def save_config(config: object, path: str | Path) -> None:
     """Write config.yaml, whole at any moment: resolved, and read back by `load_config`."""
-    replace_text(path, OmegaConf.to_yaml(OmegaConf.create(to_values(config))))
+    values = escaped(to_values(config))
+    replace_text(path, OmegaConf.to_yaml(OmegaConf.create(values)))
+
+
+def escaped(value: object) -> object:
+    """Resolved values as OmegaConf reads them: a "${" that a text holds refers to nothing."""
+    if isinstance(value, str):
+        return _REFERENCE.sub(r"\1\1\${", value)
+    if isinstance(value, dict):
+        return {key: escaped(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [escaped(inner) for inner in value]
+    return value
 
 
 def load_config(path: str | Path) -> Config:

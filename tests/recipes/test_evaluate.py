@@ -225,6 +225,7 @@ PARTS = ("reward=parts", "reward.parts.a.kind=function", "reward.parts.a.fn=m:f"
         (JUDGE, "reward", "url", "http://127.0.0.1:8001/v1"),
         (PARTS, "reward", "max_error_rate", 0.9),
         (("task=reasoning_gym", "task.options.max_digits=1"), "task", "max_prompt_tokens", 9),
+        ((r"task.system_prompt='pay \${5}'",), "task", "max_prompt_tokens", 9),
     ],
 )
 def test_a_key_of_a_section_leaves_the_kind_of_the_run(

@@ -801,6 +801,15 @@ def test_a_saved_config_is_the_config_that_is_loaded(tmp_path):
     assert OmegaConf.load(tmp_path / "config.yaml").trainer.compute_dtype == "float32"  # resolved
 
 
+@pytest.mark.parametrize("text", ["pay ${5}", "${seed}", r"\${seed}", "${", "${{x}}", "a\\"])
+def test_a_text_of_a_saved_config_is_read_back_as_it_was(text, tmp_path):
+    config = config_of()
+    task = dataclasses.replace(config.task, system_prompt=text)
+    config = dataclasses.replace(config, task=task)
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
 def test_differences_name_exactly_the_keys_that_changed():
     old = to_values(config_of("++loss.tau=1"))
     new = to_values(config_of("lr=1e-3", "eval.every=7"))
