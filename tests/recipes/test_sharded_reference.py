@@ -20,6 +20,8 @@ COPIES = (SHARDED, "reference.replicate=2")
 SPLIT = (SHARDED, "reference.tensor_parallel=2")
 RESET = ("reference=reset", "reference.reset_every=1")
 END = 4
+ROUNDING = 1e-9  # nats: the KL of a policy to itself is at most so much
+LEAST_KL = 1e-3  # after a step at this learning rate
 
 
 def run_to(end, *overrides, run_dir):
@@ -31,10 +33,12 @@ def run_to(end, *overrides, run_dir):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [("reference=frozen",), RESET])
-def test_a_sharded_reference_trains_what_a_whole_one_does(tmp_path, kind):
+@pytest.mark.parametrize("kind, differs", [(("reference=frozen",), True), (RESET, False)])
+def test_a_sharded_reference_trains_what_a_whole_one_does(tmp_path, kind, differs):
+    """One that is reset at every step is the policy, and differs from it by rounding, if at all."""
     whole = run_to(END, *kind, WHOLE, run_dir=tmp_path / "whole")
-    assert whole[-1]["kl/ref"] > 0
+    kl = whole[-1]["kl/ref"]
+    assert kl > LEAST_KL if differs else kl < ROUNDING
     for name, placed in {"sharded": (SHARDED,), "copies": COPIES}.items():
         assert run_to(END, *kind, *placed, run_dir=tmp_path / name) == whole
 
@@ -54,9 +58,9 @@ def test_a_split_reference_takes_versions_and_is_resumed(tmp_path):
     assert [row["kl/ref"] for row in again[:3]] == [row["kl/ref"] for row in first]
     moved = run_to(END, *kind, WHOLE, kept, "resume=auto", run_dir=tmp_path / "moved")
     wanted = [row["kl/ref"] for row in whole]
-    assert max(wanted[0], wanted[2]) < 1e-9 < 1e-3 < min(wanted[1], wanted[3])
+    assert max(wanted[0], wanted[2]) < ROUNDING < LEAST_KL < min(wanted[1], wanted[3])
     for rows in (again, moved):
-        assert [row["kl/ref"] for row in rows] == pytest.approx(wanted, rel=1e-3, abs=1e-9)
+        assert [row["kl/ref"] for row in rows] == pytest.approx(wanted, rel=1e-3, abs=ROUNDING)
 
 
 @pytest.mark.slow
