@@ -16,9 +16,9 @@ from executors.scoring import Item
 from executors.trainer import AdamSettings, FSDPTrainer
 from executors.weighted import Part, WeightedParts, parts_alone
 from llamarl.config.command_line import Config
-from llamarl.config.schema import AnySourceSettings
+from llamarl.config.schema import START, AnySourceSettings
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
-from llamarl.inference import Engine, SamplingParams
+from llamarl.inference import Engine, SamplingParams, TemperatureRange
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import BuildEngine
 from llamarl.launch.gold import reference_ids, reference_texts
@@ -27,6 +27,7 @@ from llamarl.launch.preferences import PreferencesJob
 from llamarl.launch.scorers import transcript_of
 from llamarl.launch.sources import source_of
 from llamarl.learning.buffer import GroupBuffer
+from llamarl.learning.embedding import EmbedderSettings
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.regularisers import regularised
@@ -46,7 +47,7 @@ from llamarl.types import Prompt
 
 
 def sampling_of(config: Config, job: Job) -> SamplingParams:
-    """How a group is sampled."""
+    """How a group is sampled, but for generator.temperature."""
     g = config.generator
     return SamplingParams(
         max_new_tokens=config.max_new_tokens,
@@ -58,6 +59,14 @@ def sampling_of(config: Config, job: Job) -> SamplingParams:
         n=config.group_size,
         seed=config.seed,
     )
+
+
+def temperatures_of(config: Config) -> TemperatureRange | None:
+    """Of tickets, where generator.temperature is set."""
+    drawn = config.generator.temperature
+    if drawn is None:
+        return None
+    return TemperatureRange(low=drawn[0], high=drawn[1], seed=config.seed)
 
 
 def engine_builder(config: Config, job: Job) -> BuildEngine:
@@ -91,6 +100,7 @@ def build_generator(config: Config, job: Job) -> Generator:
         eval_prompts=job.eval_prompts,
         eval_samples=config.eval.num_samples,
         sampling=sampling_of(config, job),
+        temperatures=temperatures_of(config),
         chunk_tokens=g.chunk_tokens,
         max_seconds=g.max_seconds,
         in_flight_updates=config.updates_in_flight,
@@ -113,6 +123,7 @@ def build_reward(config: Config, job: Job) -> Reward:
         num_eval_samples=config.eval.num_samples,
         max_error_rate=r.max_error_rate,
         gold=build_gold(config, job),
+        embedder=embedder_settings(config, job, config.eval.embedder),
     )
     if r.kind in ("function", "judge"):
         return RuleReward(**given, make_source=source_of(r, job, section="reward"))
@@ -133,6 +144,19 @@ def build_gold(config: Config, job: Job) -> GoldSettings | None:
     if config.gold is not None:
         texts = reference_texts(job.eval_prompts, config.eval.reference_key)
     return gold_settings(config, job, references_of(job, job.eval_prompts, texts))
+
+
+def embedder_settings(config: Config, job: Job, given: str | None) -> EmbedderSettings | None:
+    """What an embedder, given as START or a directory, is; None if none is."""
+    if given is None:
+        return None
+    is_policy = given == START
+    return EmbedderSettings(
+        path=str(job.model_path) if is_policy else given,
+        is_policy=is_policy,
+        dtype=config.model.dtype,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+    )
 
 
 def gold_settings(config: Config, job: Job, references: list[Item] | None) -> GoldSettings:
@@ -338,7 +362,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
     # Where the generator samples from another distribution on purpose, fresh tokens' logprobs are
     # not the trainer's.
     filters = g.top_k > 0 or g.top_p < 1 or g.min_new_tokens > 0
-    differs = filters or g.quantize != "none"
+    differs = filters or g.quantize != "none" or not config.samples_as_trained
     # Exact where the loss is the policy gradient alone: such completions add nothing to it.
     by_token = t.advantages == "gae"
     skips = t.skip_zero_advantage and not by_token and not has_mark(loss_fn, "uses_all_completions")

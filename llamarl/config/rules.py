@@ -15,7 +15,13 @@ from llamarl.config.conversion import Findings, Problem, convert, did_you_mean, 
 from llamarl.config.files import CONF_DIR
 from llamarl.config.loss_options import LOSS_OPTIONS, declarations, declares
 from llamarl.config.placement import find_placement
-from llamarl.config.schema import Config, JudgeSourceSettings, LossSettings, RowsSettings
+from llamarl.config.schema import (
+    START,
+    Config,
+    JudgeSourceSettings,
+    LossSettings,
+    RowsSettings,
+)
 from llamarl.words.urls import url_problem
 
 Rule = tuple[str, bool, str]  # the keys, whether they are wrong, the remedy
@@ -28,6 +34,7 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
         *_memory_rules(config, num_hosts),
         *_ahead_rules(config),
         *_learning_rules(config),
+        *_temperature_rules(config),
         *_reference_rules(config),
         *_replay_rules(config),
     ]
@@ -51,6 +58,8 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
         elif part.kind == "judge":
             files[f"{key}.template"] = part.template
     files["eval.base"] = config.eval.base and f"{config.eval.base}/config.json"
+    for key, embedder in config.embedders.items():
+        files[key] = None if embedder == START else f"{embedder}/config.json"
     if config.gold is not None and config.gold.kind == "model":
         files["eval.gold"] = f"{config.gold.path}/config.json"
     for key, file in files.items():
@@ -229,6 +238,12 @@ def _ahead_rules(c: Config) -> list[Rule]:
             "eval.num_prompts=500, or eval.target=null",
         ),
         *_gold_rules(c),
+        (
+            "eval.embedder eval.num_samples",
+            c.eval.embedder is not None and c.eval.num_samples < 2,
+            "diversity is of several answers to a prompt; eval.num_samples=2 or more, "
+            "or eval.embedder=null",
+        ),
         *_reward_rules(c),
     ]
 
@@ -238,7 +253,8 @@ def _gold_rules(c: Config) -> list[Rule]:
     is_evaluated = c.eval.every > 0 and c.eval.num_prompts > 0
     is_model = c.gold is not None and c.gold.kind == "model"
     rules = []
-    for key, given in {"eval.gold": c.eval.gold, "eval.base": c.eval.base}.items():
+    for key in ("eval.gold", "eval.base", "eval.embedder"):
+        given = getattr(c.eval, key.removeprefix("eval."))
         rules.append(
             (
                 f"{key} eval.every eval.num_prompts",
@@ -402,6 +418,28 @@ def _learning_rules(c: Config) -> list[Rule]:
             "beta_schedule.kind loss.fn",
             c.beta_schedule.kind != "constant" and not has_beta,
             "needs a loss with an option beta, and its first value: loss.beta=0.01",
+        ),
+    ]
+
+
+def _temperature_rules(c: Config) -> list[Rule]:
+    """Of completions that are sampled at other temperatures than they are trained on at. An
+    importance weight pi/mu is right for them too: mu is what they were sampled from.
+    """
+    key = "generator.temperature"
+    others = not c.samples_as_trained
+    return [
+        (
+            f"{key} loss.fn",
+            others and declares(c.loss.fn, "holds_to_generator"),
+            "holds the policy near what sampled, which is hotter or colder than the policy; "
+            f"loss=tb, tba or aipo, or {key}=null",
+        ),
+        (
+            f"{key} trainer.reward_kl_coef",
+            others and c.trainer.reward_kl_coef > 0,
+            "takes the KL of what sampled for that of the policy; "
+            f"loss.kl_coef in its place, or {key}=null",
         ),
     ]
 

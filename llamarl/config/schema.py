@@ -29,6 +29,7 @@ from llamarl.config.ranges import (
     Natural,
     NonNegative,
     Positive,
+    PositiveInterval,
     PositiveShare,
     Range,
     Share,
@@ -50,6 +51,7 @@ HEAD_LR = 1e-3  # of a value head, where trainer.value_lr is null
 # Of a gold scorer that is a function: an answer, and the address space of its one worker.
 GOLD_TIMEOUT_S = 30.0
 GOLD_MEMORY_MB = 4096
+START = "start"  # as an embedder: the model that training starts from
 Seed = Annotated[int, Range(0, 2**63 - 1)]  # what torch and the counters of sampling hold
 
 
@@ -150,6 +152,8 @@ class GeneratorSettings:
     kind: str
     max_slots: Count
     chunk_tokens: Count
+    # None: Config.temperature.
+    temperature: PositiveInterval | None = _marked("identity")
     top_k: Natural
     top_p: PositiveShare
     min_new_tokens: Natural
@@ -430,6 +434,7 @@ class EvalSettings:
     gold_label: str | None
     reference_key: str | None
     base: str | None
+    embedder: Text | None
 
 
 @settings_dataclass
@@ -548,6 +553,11 @@ class Config:
         )
 
     @property
+    def embedders(self) -> dict[str, str]:
+        """What embeds texts, START or a directory, by key."""
+        return {} if self.eval.embedder is None else {"eval.embedder": self.eval.embedder}
+
+    @property
     def critic_lr(self) -> float:
         """The learning rate of the critic's own parameters: where none is set, that of the policy
         for a whole model, and much more for a head that starts at 0.
@@ -556,6 +566,12 @@ class Config:
         if t.value_lr is not None:
             return t.value_lr
         return self.lr if t.critic.trunk == "own" else HEAD_LR
+
+    @property
+    def samples_as_trained(self) -> bool:
+        """Whether every completion is sampled at the temperature at which it is trained on."""
+        drawn = self.generator.temperature
+        return drawn is None or drawn == [self.temperature] * 2
 
     @property
     def updates_in_flight(self) -> bool:

@@ -154,6 +154,13 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
         ("reward.num_workers=0", "need a whole number of at least 1"),
         ("reward.timeout_s=0", "need a number above 0"),
         ("model.dtype=float16", "need float32 or bfloat16; did you mean bfloat16?"),
+        *(
+            (
+                f"generator.temperature={value}",
+                "need two numbers above 0: a lowest and a highest, such as [0.7,2.0] or null",
+            )
+            for value in ("[2.0,0.7]", "[0.7]", "[0,1]", "0.7")
+        ),
         ("dry_run=1", "need true or false"),
         ("placement.trainer=[a]", "need a list of ranks such as [0,1] or null"),
         ("placement.trainer=0", "need a list of ranks such as [0,1] or null"),
@@ -909,6 +916,33 @@ def test_what_replay_reset_and_schedules_cannot_go_with_is_told_with_the_remedy(
 ):
     found = complaints(*overrides)
     assert where in found and remedy in found[where]
+
+
+HOT = "generator.temperature=[0.7,2.0]"
+
+
+@pytest.mark.parametrize(
+    "overrides, where",
+    [
+        (["loss=ppo"], "loss.fn=clipped"),
+        (["loss=proximal_rloo"], "loss.fn=proximal_rloo"),
+        (["loss=kimi_k2"], "loss.fn=kimi_k2"),
+        (["reference=frozen", "trainer.reward_kl_coef=0.1"], "trainer.reward_kl_coef=0.1"),
+    ],
+)
+def test_temperatures_of_their_own_are_refused_where_the_policy_is_held_to_what_sampled(
+    overrides, where
+):
+    found = complaints(*overrides, HOT)
+    assert f"{HOT} {where}" in found
+    assert "generator.temperature=null" in found[f"{HOT} {where}"]
+    same = "generator.temperature=[1,1]"
+    assert complaints(*overrides, same) == {}
+
+
+@pytest.mark.parametrize("loss", ["tb", "tba", "aipo", "reinforce", "rloo", "online_dpo", "copg"])
+def test_other_losses_take_completions_of_any_temperature(loss):
+    assert complaints(f"loss={loss}", HOT) == {}
 
 
 def test_a_cut_needs_its_step_and_what_fits_is_accepted():

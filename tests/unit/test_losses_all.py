@@ -42,6 +42,7 @@ def test_what_a_config_reads_of_a_loss_is_what_the_loss_declares():
         "uses_all_completions",
         "needs_reference",
         "token_advantages",
+        "holds_to_generator",
     }
     for name, fn in LOSSES.items():
         assert list(declarations()[name].options) == options_of(fn)
