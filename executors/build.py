@@ -32,7 +32,7 @@ from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.replay import Draw, ReplayBuffer
-from llamarl.learning.schedules import beta_at
+from llamarl.learning.schedules import value_at
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.sharded_scorer import ScorerSettings
 from llamarl.learning.update import UpdateSettings
@@ -313,9 +313,22 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
         max_size=b.max_size // dp_ranks,
         seed=config.seed,
         rank=dp_rank,
+        num_ranks=dp_ranks,
+        grow_until=b.grow_until,
         max_lag=config.max_lag,
         most_lag=job.replay_lag,
     )
+
+
+def options_at(step: int, *, config: Config) -> dict[str, float]:
+    """The options of the loss that follow a schedule, at a step."""
+    options = {}
+    for option, section in config.scheduled_options.items():
+        schedule = dataclasses.asdict(getattr(config, section))
+        if schedule["kind"] != "constant":
+            first = float(config.loss.options[option])
+            options[option] = value_at(step, first, **schedule)
+    return options
 
 
 def build_trainer(config: Config, job: Job) -> FSDPTrainer:
@@ -331,14 +344,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         kl_estimator=c.kl_estimator,
         entropy_coef=c.entropy_coef,
     )
-    beta_schedule = dataclasses.asdict(config.beta_schedule)
-
-    def step_options(step: int) -> dict[str, float]:
-        """The options of the loss that follow a schedule."""
-        if config.beta_schedule.kind == "constant":
-            return {}
-        return {"beta": beta_at(step, float(c.options["beta"]), **beta_schedule)}
-
+    step_options = partial(options_at, config=config)
     critic = None
     if t.advantages == "gae":
         critic = CriticSettings(

@@ -346,7 +346,6 @@ def _learning_rules(c: Config) -> list[Rule]:
     """Of advantages, of completions or of tokens; of the critic; of adapters; of schedules."""
     t, fn = c.trainer, c.loss.fn
     adapts, decays = t.lora.rank > 0, t.decay_steps is not None
-    has_beta = isinstance(c.loss.options.get("beta"), int | float)
     by_token = t.advantages == "gae"
     published = _published_losses().items()
     by_token_too = [name for name, sets in published if declares(sets["fn"], "token_advantages")]
@@ -414,12 +413,26 @@ def _learning_rules(c: Config) -> list[Rule]:
             decays and t.decay_steps + t.warmup_steps > c.max_steps > 0,
             "warm-up and decay are longer than the run",
         ),
-        (
-            "beta_schedule.kind loss.fn",
-            c.beta_schedule.kind != "constant" and not has_beta,
-            "needs a loss with an option beta, and its first value: loss.beta=0.01",
-        ),
+        *_schedule_rules(c),
     ]
+
+
+def _schedule_rules(c: Config) -> list[Rule]:
+    """Of options of the loss that follow a schedule."""
+    examples = {"beta": "0.01", "log_reward_temperature": "2", "reference_temperature": "1"}
+    rules = []
+    for option, section in c.scheduled_options.items():
+        has_option = isinstance(c.loss.options.get(option), int | float)
+        follows = getattr(c, section).kind != "constant"
+        what = f"needs a loss with an option {option}, and its first value: "
+        rules.append(
+            (
+                f"{section}.kind loss.fn",
+                follows and not has_option,
+                f"{what}loss.{option}={examples[option]}",
+            )
+        )
+    return rules
 
 
 def _temperature_rules(c: Config) -> list[Rule]:

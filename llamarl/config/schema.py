@@ -313,6 +313,7 @@ class ReplayBufferSettings:
     temperature: Positive
     completions_per_prompt: Count | None
     max_size: Count
+    grow_until: Count | None
     initial_completions: Natural | None
 
 
@@ -334,6 +335,21 @@ class CutBetaSettings:
     final: NonNegative
     end_step: Count
     cut_step: Natural
+
+
+@settings_dataclass
+class ConstantTemperatureSettings:
+    kind: Literal["constant"]
+
+
+@settings_dataclass
+class LinearTemperatureSettings:
+    kind: Literal["linear"]
+    final: Positive
+    end_step: Count
+
+
+AnyTemperatureSettings = ConstantTemperatureSettings | LinearTemperatureSettings
 
 
 @settings_dataclass
@@ -488,6 +504,8 @@ class Config:
     offload: bool
     governor: GovernorSettings
     beta_schedule: ConstantBetaSettings | LinearBetaSettings | CutBetaSettings
+    log_reward_schedule: AnyTemperatureSettings
+    reference_schedule: AnyTemperatureSettings
     eval: EvalSettings = _marked("answers")
     checkpoint: CheckpointSettings = _marked("outward")
     weights: WeightsSettings
@@ -551,6 +569,15 @@ class Config:
             scale=1.0,
             shift=0.0,
         )
+
+    @property
+    def scheduled_options(self) -> dict[str, str]:
+        """Options of a loss that may change from step to step -> the section of their schedule."""
+        return {
+            "beta": "beta_schedule",
+            "log_reward_temperature": "log_reward_schedule",
+            "reference_temperature": "reference_schedule",
+        }
 
     @property
     def embedders(self) -> dict[str, str]:

@@ -99,7 +99,9 @@ def lag_bound(
 @dataclass(kw_only=True, eq=False, repr=False)
 class ReplayBuffer(GroupBuffer):
     """sync_period k: what was handed over joins at steps 0, k, 2k, ... max_size: completions that
-    this rank holds.
+    this rank holds. grow_until: the step from which on it holds no more than it held at that step
+    (TBA, B.3), or at the first one after it that held enough to draw from. None: it grows to
+    max_size.
 
     max_lag: of what is handed over, as a GroupBuffer's. most_lag: what lag_bound says of the rest;
     a group that is older leaves, which none is before a resume on another number of ranks. None: no
@@ -112,30 +114,35 @@ class ReplayBuffer(GroupBuffer):
     max_size: int
     seed: int
     rank: int = 0
+    num_ranks: int = 1
     most_lag: int | None = None
+    grow_until: int | None = None
 
     def __post_init__(self):
         super().__post_init__()
         self._held: list[_Held] = []  # handed over, oldest first; the last ones may be hidden yet
         self._passed: set[bytes] = set()  # prompts drawn since their turn came
+        self._room = self.max_size  # completions
+        self._grows = self.grow_until is not None  # until its room is what it holds
 
     def take(self, tickets: list[int], step: int) -> list[Group]:
         came = super().take(tickets, step)
         # For `untake`: what was held and had passed before.
-        self._before = (came, self._held, self._passed)
+        self._before = (came, self._held, self._passed, self._room, self._grows)
         held = self._held + [self._hold(group, step) for group in came]
         joined = [h for h in held if h.joined <= step]
         hidden = held[len(joined) :]
         sizes = torch.tensor([h.group.lengths.numel() for h in joined])
         newer = sizes.flip(0).cumsum(0)  # completions of a group and of all newer ones
-        kept = self._not_too_old(joined[int((newer > self.max_size).sum()) :], step)
+        kept = self._not_too_old(joined[int((newer > self._room).sum()) :], step)
+        self._stop_growing(kept, step)
         self._held = kept + hidden
         # What the step just taken has to tell, in numbers.
         self._told = {"hidden": sum(h.group.lengths.numel() for h in hidden)}
         return self._sample(kept, step)
 
     def untake(self, groups: list[Group]) -> None:
-        came, self._held, self._passed = self._before
+        came, self._held, self._passed, self._room, self._grows = self._before
         self.put(came)
 
     def _hold(self, group: Group, step: int) -> _Held:
@@ -158,6 +165,15 @@ class ReplayBuffer(GroupBuffer):
             )
             rows.append(row)
         return _Held(group, step, joined, rows)
+
+    def _stop_growing(self, held: list[_Held], step: int) -> None:
+        """From the step on at which growth ends there is room for what is held then, and no more."""
+        if not self._grows or step < self.grow_until:
+            return
+        size = sum(h.group.lengths.numel() for h in held)
+        if size >= self.draw.prompts * self.draw.completions:
+            self._room = size
+            self._grows = False
 
     def _not_too_old(self, held: list[_Held], step: int) -> list[_Held]:
         if self.most_lag is None:
@@ -240,20 +256,30 @@ class ReplayBuffer(GroupBuffer):
 
     def state_dict(self) -> dict:
         """Also `held`: [ticket, taken] of what was handed over; `passed`: the newest ticket of each
-        prompt that was drawn since its turn came.
+        prompt that was drawn since its turn came; `room`: once it grows no more.
         """
         held = [[h.group.ticket, h.taken] for h in self._held]
         newest = {_prompt_of(h.group): h.group.ticket for h in self._held}
         passed = sorted(newest[prompt] for prompt in self._passed)
-        return {**super().state_dict(), "held": held, "passed": passed}
+        state = {**super().state_dict(), "held": held, "passed": passed}
+        if self.grow_until is not None and not self._grows:
+            state["room"] = self._room
+        return state
 
     def load(
         self, parts: Iterable[Mapping], finished: set[int], is_mine: Callable[[int], bool]
     ) -> None:
-        """With another number of ranks each takes what is of its own tickets now."""
+        """With another number of ranks each takes what is of its own tickets now, and an equal share
+        of the room.
+        """
         parts = list(parts)
         super().load(parts, finished, is_mine)
         passed: set[int] = set()
+        rooms = [part["room"] for part in parts if "room" in part]
+        if rooms and self.grow_until is not None:
+            least = self.draw.prompts * self.draw.completions
+            self._room = max(least, sum(rooms) // self.num_ranks)
+            self._grows = False
         for part in parts:
             passed |= set(part.get("passed", []))
             taken = {entry[0]: entry[1] for entry in part.get("held", []) if is_mine(entry[0])}

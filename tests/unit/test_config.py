@@ -32,6 +32,7 @@ from llamarl.config.loss_options import LOSS_OPTIONS, declares
 from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.config.schema import PlacementSettings
 
+LINE = ("final", "end_step")  # of a schedule
 RECIPE = """
 from llamarl.config.command_line import main
 from llamarl.models.config import tiny_directory
@@ -97,7 +98,7 @@ def test_every_choice_of_every_group_fits_the_schema_and_has_the_name_of_its_kin
     )  # it need not be installed
     (tmp_path / "config.json").touch()
     data = [f"task.path={tmp_path}"]
-    line = ["loss=tb", "beta_schedule.final=0.1", "beta_schedule.end_step=9"]
+    line = ["loss=tb", f"{group}.final=0.1", f"{group}.end_step=9"]
     judge = ["reward.url=http://127.0.0.1:8000/v1", "reward.model=m"]
     needed = {"jsonl": data, "gsm8k": data, "hf_dataset": data, "judge": judge}
     needed |= {"linear": line, "cut": [*line, "beta_schedule.cut_step=3"]}
@@ -362,7 +363,7 @@ def test_a_null_takes_back_what_an_experiment_sets_for_another_kind(tmp_path):
 def test_a_kind_without_its_keys_is_refused_with_the_choice_that_has_them():
     assert complaints("buffer.kind=replay", "buffer.max_size=9") == {
         "buffer.kind=replay": "needs sync_period, most_on_policy, priority, temperature, "
-        "completions_per_prompt, initial_completions too; choose it with its keys: buffer=replay"
+        "completions_per_prompt, grow_until, initial_completions too; choose it with its keys: buffer=replay"
     }
 
 
@@ -899,6 +900,16 @@ def test_multirun_runs_every_point(recipe):
             ["beta_schedule.kind=linear", "beta_schedule.final=0.1", "beta_schedule.end_step=5"],
             "beta_schedule.kind=linear loss.fn=policy_gradient",
             "loss.beta",
+        ),
+        (
+            ["log_reward_schedule=linear", *(f"log_reward_schedule.{k}=5" for k in LINE)],
+            "log_reward_schedule.kind=linear loss.fn=policy_gradient",
+            "loss.log_reward_temperature",
+        ),
+        (
+            ["loss=tba", "reference_schedule=linear", *(f"reference_schedule.{k}=5" for k in LINE)],
+            "reference_schedule.kind=linear loss.fn=tba",
+            "loss.reference_temperature",
         ),
         (["beta_schedule.final=0.1"], "beta_schedule.final", "linear or cut"),
         (["beta_schedule.kind=linear"], "beta_schedule.kind=linear", "needs final, end_step too"),

@@ -50,8 +50,20 @@ def draw(prompts=2, completions=2, most_on_policy=0.5, priority="softmax", tempe
     return Draw(prompts, completions, most_on_policy, priority, temperature)
 
 
-def buffer_of(*, sync_period=1, max_size=1000, seed=0, rank=0, max_lag=None, most_lag=None, **how):
-    bounds = {"max_lag": max_lag, "most_lag": most_lag}
+def buffer_of(
+    *,
+    sync_period=1,
+    max_size=1000,
+    seed=0,
+    rank=0,
+    num_ranks=1,
+    max_lag=None,
+    most_lag=None,
+    grow_until=None,
+    **how,
+):
+    bounds = {"max_lag": max_lag, "most_lag": most_lag, "grow_until": grow_until}
+    bounds["num_ranks"] = num_ranks
     return ReplayBuffer(
         draw=draw(**how), sync_period=sync_period, max_size=max_size, seed=seed, rank=rank, **bounds
     )
@@ -567,3 +579,50 @@ def test_what_is_stored_is_encoded_in_pieces_that_hold_up_nobody_for_long():
     pieces = [value for name, value in state.items() if name.startswith("buffer/")]
     assert len(pieces) == len(ours.stored()) > 2
     assert [g.ticket for g in decoded(state)] == [g.ticket for g in ours.stored()]
+
+
+# --- growth that ends ---
+
+
+def grown(buffer, steps, first=0, per_step=3):
+    """The tickets held after each step, each of which brings so many groups of two."""
+    held = []
+    for step in range(first, steps):
+        groups = [group(per_step * step + i, version=step) for i in range(per_step)]
+        buffer.put(groups)
+        drawn = buffer.take([g.ticket for g in groups], step)
+        buffer.untake(drawn)  # whatever is given up is done again alike
+        buffer.take([g.ticket for g in groups], step)
+        held.append([h.group.ticket for h in buffer._held])
+    return held
+
+
+def test_from_a_step_on_it_holds_no_more_than_it_held_then_and_the_oldest_leave():
+    held = grown(buffer_of(grow_until=4), 8)
+    assert [len(tickets) for tickets in held] == [3, 6, 9, 12, 15, 15, 15, 15]
+    assert held[-1] == list(range(9, 24))
+    assert [len(tickets) for tickets in grown(buffer_of(), 6)] == [3, 6, 9, 12, 15, 18]
+
+
+def test_growth_goes_on_until_there_is_enough_to_draw_from():
+    buffer = buffer_of(grow_until=1, completions=4, prompts=2)  # 8, of groups of two
+    assert [len(tickets) for tickets in grown(buffer, 6, per_step=1)] == [1, 2, 3, 4, 4, 4]
+
+
+def test_the_end_of_growth_outlives_a_checkpoint_on_any_number_of_ranks():
+    parts = []
+    for rank in (0, 1):
+        buffer = buffer_of(grow_until=2, rank=rank, num_ranks=2)
+        grown(buffer, 4)
+        parts.append(buffer.state_dict())
+    assert [part["room"] for part in parts] == [18, 18]
+    for num_ranks, room in ((1, 36), (2, 18), (4, 9)):
+        again = buffer_of(grow_until=2, num_ranks=num_ranks)
+        again.load(parts[:1], set(), lambda ticket: True)
+        assert again._room == room // 2 and not again._grows
+        again = buffer_of(grow_until=2, num_ranks=num_ranks)
+        again.load([*parts, {"buffered": []}], set(), lambda ticket: False)
+        assert again._room == room
+    later = buffer_of(grow_until=6)
+    grown(later, 4)
+    assert "room" not in later.state_dict(), "it still grows"
