@@ -167,7 +167,7 @@ class ReplayBuffer(GroupBuffer):
         return _Held(group, step, joined, rows)
 
     def _stop_growing(self, held: list[_Held], step: int) -> None:
-        """From the step on at which growth ends there is room for what is held then, and no more."""
+        """Where growth ends there is room for what is held then, and no more."""
         if not self._grows or step < self.grow_until:
             return
         size = sum(h.group.lengths.numel() for h in held)
@@ -269,8 +269,8 @@ class ReplayBuffer(GroupBuffer):
     def load(
         self, parts: Iterable[Mapping], finished: set[int], is_mine: Callable[[int], bool]
     ) -> None:
-        """With another number of ranks each takes what is of its own tickets now, and an equal share
-        of the room.
+        """With another number of ranks each takes what is of its own tickets now, and its share of
+        the room.
         """
         parts = list(parts)
         super().load(parts, finished, is_mine)

@@ -197,6 +197,32 @@ REPLAYED = (
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["tba_red_team_gpt2", "tba_red_team_llama"])
+def test_a_published_attack_runs_at_a_smaller_size(name, tmp_path):
+    """Without a victim: its temperatures, its target, and a buffer that grows no more."""
+    attack = (
+        "buffer.completions_per_prompt=4",
+        "buffer.initial_completions=40",
+        "buffer.grow_until=1",
+        "overcommit=4",
+        "reward=function",
+        "task.eval_path=null",
+        "eval.embedder=null",
+        "log_reward_schedule.end_step=2",
+        "trainer.parity_tolerance=1e-6",  # fresh tokens are not compared
+    )
+    with Job(f"+experiment={name}", *REDUCED, *attack, run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+    rows = job.rows[-3:]
+    assert [row["loss/log_reward_temperature"] for row in rows] == [2.0, 1.5, 1.0]
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert (
+        held_in(rows[1]) == held_in(rows[2])
+        and max(row["parity/logprob_diff_max"] or 0 for row in rows) > 0.01
+    ), "sampled at another temperature than it is scored at"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, overrides, betas",
     [

@@ -37,8 +37,8 @@ def tb(
     policy: neither the generator's logprobs nor `advantages` are used. beta: 0.012 falling to 0.004
     in table 2, 1 to 0.05 in table 3. ValueError without ref_logprobs, or for beta <= 0.
 
-    The target, log R(y) = log ref(y) + r/beta, is that of Lee et al. 2024 (TBA, B.3), with which TBA
-    attacks:
+    The target, log R(y) = log ref(y) + r/beta, is that of Lee et al. 2024, with which TBA attacks
+    (B.3):
 
         log R(y) = ( log ref(y) / gamma + r/beta ) / T
 
