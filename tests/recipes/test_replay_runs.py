@@ -204,6 +204,7 @@ def test_a_published_attack_runs_at_a_smaller_size(name, tmp_path):
         "buffer.completions_per_prompt=4",
         "buffer.initial_completions=40",
         "buffer.grow_until=1",
+        "buffer.sync_period=1",
         "overcommit=4",
         "reward=function",
         "task.eval_path=null",
@@ -218,7 +219,7 @@ def test_a_published_attack_runs_at_a_smaller_size(name, tmp_path):
     assert all(row["grad_norm"] > 0 for row in rows)
     assert (
         held_in(rows[1]) == held_in(rows[2])
-        and max(row["parity/logprob_diff_max"] or 0 for row in rows) > 0.01
+        and max(row.get("parity/logprob_diff_max") or 0 for row in rows) > 0.01
     ), "sampled at another temperature than it is scored at"
 
 
