@@ -9,6 +9,7 @@ from functools import partial
 from executors.generator import Generator
 from executors.gold import GoldSettings
 from executors.model_reward import ModelReward
+from executors.novelty import NoveltySettings
 from executors.pairing import PairMaker
 from executors.reference import FrozenReference, ResettingReference
 from executors.reward import Reward, RuleReward
@@ -253,7 +254,14 @@ def reward_parts(config: Config, job: Job) -> list[Part]:
 
 def _what_scores(
     settings: AnySourceSettings, job: Job, *, section: str, fn_key: str = ""
-) -> MakeSource | ScorerSettings:
+) -> MakeSource | ScorerSettings | NoveltySettings:
+    if settings.kind == "novelty":
+        return NoveltySettings(
+            embedder=embedder_settings(job.config, job, settings.embedder),
+            history=settings.history,
+            nearest=settings.nearest,
+            groups_per_step=job.config.groups_per_step,
+        )
     if settings.kind != "model":
         return source_of(settings, job, section=section, fn_key=fn_key)
     return ScorerSettings(

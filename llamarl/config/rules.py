@@ -285,6 +285,9 @@ def _reward_rules(c: Config) -> list[Rule]:
             )
         elif part.kind == "judge":
             rules += _judge_rules(c, key, part, has_no_answer=has_no_answer)
+        elif part.kind == "novelty":
+            what = "embeds whenever a group is whole, whoever has the device; offload=false"
+            rules.append((f"{key}.kind offload", c.offload, what))
         elif part.scale == 0:
             rules.append((f"{key}.scale", True, "makes every score the same; any other number"))
     rules.append(

@@ -256,8 +256,31 @@ class JudgeRewardSettings(JudgeSourceSettings):
     max_error_rate: Share
 
 
-AnySourceSettings = FunctionSourceSettings | ModelSourceSettings | JudgeSourceSettings
-AnyPartSettings = FunctionPartSettings | ModelPartSettings | JudgePartSettings
+@settings_dataclass
+class NoveltySourceSettings:
+    kind: Literal["novelty"]
+    embedder: Text
+    history: Count
+    nearest: Count | None
+
+
+@settings_dataclass
+class NoveltyPartSettings(NoveltySourceSettings):
+    weight: float
+
+
+@settings_dataclass
+class NoveltyRewardSettings(NoveltySourceSettings):
+    max_error_rate: Share
+
+    replicate: ClassVar[int] = 1  # it is one history's, on one rank
+    tensor_parallel: ClassVar[int] = 1
+
+
+AnySourceSettings = (
+    FunctionSourceSettings | ModelSourceSettings | JudgeSourceSettings | NoveltySourceSettings
+)
+AnyPartSettings = FunctionPartSettings | ModelPartSettings | JudgePartSettings | NoveltyPartSettings
 
 
 @settings_dataclass
@@ -514,7 +537,11 @@ class Config:
     task: AnyTaskSettings = _marked("data", "answers")
     generator: NativeGeneratorSettings | VLLMGeneratorSettings = _marked("answers")
     reward: (
-        FunctionRewardSettings | ModelRewardSettings | JudgeRewardSettings | PartsRewardSettings
+        FunctionRewardSettings
+        | ModelRewardSettings
+        | JudgeRewardSettings
+        | NoveltyRewardSettings
+        | PartsRewardSettings
     ) = _marked("answers")
     reference: ReferenceSettings | FrozenReferenceSettings | ResettingReferenceSettings
     buffer: FifoBufferSettings | ReplayBufferSettings = _marked("answers")
@@ -582,7 +609,11 @@ class Config:
     @property
     def embedders(self) -> dict[str, str]:
         """What embeds texts, START or a directory, by key."""
-        return {} if self.eval.embedder is None else {"eval.embedder": self.eval.embedder}
+        found = {} if self.eval.embedder is None else {"eval.embedder": self.eval.embedder}
+        for key, part in self.reward_parts.items():
+            if part.kind == "novelty":
+                found[f"{key}.embedder"] = part.embedder
+        return found
 
     @property
     def critic_lr(self) -> float:

@@ -140,6 +140,9 @@ class Job:
         if part.kind == "model":
             label = part.label or ""
             return f"(model {fingerprint(part.path)} {label} - {part.shift:g}) * {part.scale:g}"
+        if part.kind == "novelty":
+            to = "all" if part.nearest is None else f"{part.nearest} nearest"
+            return f"novelty to {to} of {part.history} by {part.embedder}"
         template = "none"
         if part.template is not None:
             template = hashlib.sha256(Path(part.template).read_bytes()).hexdigest()[:16]
