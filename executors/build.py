@@ -32,7 +32,7 @@ from llamarl.learning.embedding import EmbedderSettings
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.regularisers import regularised
-from llamarl.learning.replay import Draw, ReplayBuffer
+from llamarl.learning.replay import Draw, ReplayBuffer, SharedReplayBuffer
 from llamarl.learning.schedules import value_at
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.sharded_scorer import ScorerSettings
@@ -299,7 +299,7 @@ def build_references(config: Config, job: Job) -> list[FrozenReference]:
 
 
 def build_buffer(config: Config, job: Job) -> GroupBuffer:
-    """This trainer rank's; a replay buffer has its share of the prompts and of the room."""
+    """This trainer rank's; a replay buffer has its share of the prompts and of the room, or all."""
     b = config.buffer
     if b.kind == "fifo":
         return GroupBuffer(config.max_lag)
@@ -308,17 +308,20 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
     ranks = job.placement["trainer"]
     trains_here = job.world.rank in ranks
     dp_rank = ranks.index(job.world.rank) // peers if trains_here else 0
+    is_shared = b.draw == "shared"
+    shares = 1 if is_shared else dp_ranks
     draw = Draw(
-        prompts=config.groups_per_step // dp_ranks,
+        prompts=config.groups_per_step // shares,
         completions=config.trained_per_prompt,
         most_on_policy=b.most_on_policy,
         priority=b.priority,
         temperature=b.temperature,
     )
-    return ReplayBuffer(
+    make = SharedReplayBuffer if is_shared else ReplayBuffer
+    return make(
         draw=draw,
         sync_period=b.sync_period,
-        max_size=b.max_size // dp_ranks,
+        max_size=b.max_size // shares,
         seed=config.seed,
         rank=dp_rank,
         num_ranks=dp_ranks,

@@ -330,6 +330,7 @@ class FifoBufferSettings:
 @settings_dataclass
 class ReplayBufferSettings:
     kind: Literal["replay"] = _marked("identity")
+    draw: Literal["local", "shared"] = _marked("identity")
     sync_period: Count
     most_on_policy: Share
     priority: Priority

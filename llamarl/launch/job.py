@@ -243,12 +243,13 @@ class Job:
         c = self.config
         if c.max_lag is None:
             return None
+        shares = 1 if c.buffer.draw == "shared" else self.num_dp_ranks
         return lag_bound(
             max_lag=c.max_lag,
-            completions_per_step=c.groups_per_step // self.num_dp_ranks * c.group_size,
+            completions_per_step=c.groups_per_step // shares * c.group_size,
             group_size=c.group_size,
             sync_period=c.buffer.sync_period,
-            max_size=c.buffer.max_size // self.num_dp_ranks,
+            max_size=c.buffer.max_size // shares,
         )
 
     def writer(self) -> RowWriter:

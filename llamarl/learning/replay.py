@@ -42,6 +42,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from llamarl.comm import wire
+from llamarl.comm.channel import dp_rank_of
 from llamarl.learning.buffer import GroupBuffer, decoded
 from llamarl.learning.reduction import Ranks
 from llamarl.types import Group
@@ -129,7 +131,7 @@ class ReplayBuffer(GroupBuffer):
         came = super().take(tickets, step)
         # For `untake`: what was held and had passed before.
         self._before = (came, self._held, self._passed, self._room, self._grows)
-        held = self._held + [self._hold(group, step) for group in came]
+        held = self._held + [self._hold(group, step) for group in self._shared(came)]
         joined = [h for h in held if h.joined <= step]
         hidden = held[len(joined) :]
         sizes = torch.tensor([h.group.lengths.numel() for h in joined])
@@ -139,11 +141,43 @@ class ReplayBuffer(GroupBuffer):
         self._held = kept + hidden
         # What the step just taken has to tell, in numbers.
         self._told = {"hidden": sum(h.group.lengths.numel() for h in hidden)}
-        return self._sample(kept, step)
+        return self._trained_here(self._sample(kept, step))
 
     def untake(self, groups: list[Group]) -> None:
         came, self._held, self._passed, self._room, self._grows = self._before
         self.put(came)
+
+    # --- What differs where ranks draw from one buffer ---
+
+    @property
+    def _stream(self) -> int:
+        """Which rank's random numbers it draws by."""
+        return self.rank
+
+    def _shared(self, groups: list[Group]) -> list[Group]:
+        """The groups that join, given those that were handed over here."""
+        return groups
+
+    def _trained_here(self, drawn: list[Group]) -> list[Group]:
+        """Of what was drawn, what this rank trains on."""
+        return drawn
+
+    def _holds(self, ticket: int, is_mine: bool) -> bool:
+        """Whether it holds a ticket's group, which is or is not of this rank's own tickets."""
+        return is_mine
+
+    def _stores(self, ticket: int) -> bool:
+        """Whether this rank's part of a checkpoint has the ticket's group."""
+        return True
+
+    def _share_of(self, rooms: list[int]) -> int:
+        """Its room, given those that all ranks stored."""
+        least = self.draw.prompts * self.draw.completions
+        return max(least, sum(rooms) // self.num_ranks)
+
+    def _counts(self) -> bool:
+        """Whether what it tells is to be added to what other ranks tell."""
+        return True
 
     def _hold(self, group: Group, step: int) -> _Held:
         """A group that was handed over at a step, which the next sync step makes visible."""
@@ -215,7 +249,7 @@ class ReplayBuffer(GroupBuffer):
             is_newest,
             passed,
             self.draw,
-            rng_of(self.seed, step, self.rank),
+            rng_of(self.seed, step, self._stream),
         )
         self._passed = set(compress(numbers, passed.tolist()))
         ages = [step - row.oldest for row in rows]
@@ -237,7 +271,8 @@ class ReplayBuffer(GroupBuffer):
         drawn; of the completions drawn, how many are of the newest join (fraction), and how many
         repeat another, token for token (count).
         """
-        sums = ranks.sum(**self._told)
+        told = self._told if self._counts() else dict.fromkeys(self._told, 0)
+        sums = ranks.sum(**told)
         return {
             "buffer/size": sums["size"],
             "buffer/prompts": sums["prompts"],
@@ -252,13 +287,16 @@ class ReplayBuffer(GroupBuffer):
     # --- Checkpoints ---
 
     def stored(self) -> list[Group]:
-        return super().stored() + [h.group for h in self._held]
+        return super().stored() + [h.group for h in self._stored()]
+
+    def _stored(self) -> list[_Held]:
+        return [h for h in self._held if self._stores(h.group.ticket)]
 
     def state_dict(self) -> dict:
         """Also `held`: [ticket, taken] of what was handed over; `passed`: the newest ticket of each
         prompt that was drawn since its turn came; `room`: once it grows no more.
         """
-        held = [[h.group.ticket, h.taken] for h in self._held]
+        held = [[h.group.ticket, h.taken] for h in self._stored()]
         newest = {_prompt_of(h.group): h.group.ticket for h in self._held}
         passed = sorted(newest[prompt] for prompt in self._passed)
         state = {**super().state_dict(), "held": held, "passed": passed}
@@ -277,17 +315,58 @@ class ReplayBuffer(GroupBuffer):
         passed: set[int] = set()
         rooms = [part["room"] for part in parts if "room" in part]
         if rooms and self.grow_until is not None:
-            least = self.draw.prompts * self.draw.completions
-            self._room = max(least, sum(rooms) // self.num_ranks)
+            self._room = self._share_of(rooms)
             self._grows = False
         for part in parts:
             passed |= set(part.get("passed", []))
-            taken = {entry[0]: entry[1] for entry in part.get("held", []) if is_mine(entry[0])}
+            taken = {}
+            for ticket, step in part.get("held", []):
+                if self._holds(ticket, is_mine(ticket)):
+                    taken[ticket] = step
             groups = decoded(part) if taken else []
             self._held += [self._hold(g, taken[g.ticket]) for g in groups if g.ticket in taken]
         self._held.sort(key=lambda h: (h.taken, h.group.ticket))
         groups = [h.group for h in self._held]
         self._passed = {_prompt_of(g) for g in groups if g.ticket in passed}
+
+
+class SharedReplayBuffer(ReplayBuffer):
+    """A buffer that every trainer rank holds whole: what is handed over to any of them joins on all.
+    All draw the same B prompts of the step, of which each rank trains on its share, each prompt's K
+    completions on one rank.
+
+    So a prompt's completions meet wherever they were sent, and what is drawn is what one rank with
+    the same groups draws. draw, max_size: of all ranks together. `take` is collective.
+    """
+
+    def attach(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    @property
+    def _stream(self) -> int:
+        return 0
+
+    def _shared(self, groups: list[Group]) -> list[Group]:
+        message = wire.encode(groups) if groups else b""
+        come: list[Group] = []
+        for theirs in self._ranks.gather(bytes(message)):
+            come += wire.decode(theirs) if theirs else []
+        return sorted(come, key=lambda group: group.ticket)
+
+    def _trained_here(self, drawn: list[Group]) -> list[Group]:
+        return drawn[self.rank :: self.num_ranks]
+
+    def _holds(self, ticket: int, is_mine: bool) -> bool:
+        return True
+
+    def _stores(self, ticket: int) -> bool:
+        return dp_rank_of(ticket, self.num_ranks) == self.rank
+
+    def _share_of(self, rooms: list[int]) -> int:
+        return rooms[0]
+
+    def _counts(self) -> bool:
+        return self.rank == 0
 
 
 def _prompt_of(group: Group) -> bytes:

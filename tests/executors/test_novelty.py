@@ -1,5 +1,5 @@
-"""Novelty against its formula by the letter, in whatever order completions come, alone and as a part
-of a reward.
+"""Novelty against its formula by the letter, in whatever order completions come, alone and as a
+part of a reward.
 """
 
 import random
