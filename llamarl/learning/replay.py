@@ -331,7 +331,7 @@ class ReplayBuffer(GroupBuffer):
 
 
 class SharedReplayBuffer(ReplayBuffer):
-    """A buffer that every trainer rank holds whole: what is handed over to any of them joins on all.
+    """A buffer that every trainer rank holds whole: what is handed over to any joins on all.
     All draw the same B prompts of the step, of which each rank trains on its share, each prompt's K
     completions on one rank.
 

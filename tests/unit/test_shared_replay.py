@@ -143,7 +143,7 @@ def test_a_checkpoint_has_each_group_once_and_goes_on_with_any_number_of_ranks(b
 
 @pytest.mark.slow
 def test_two_trainer_ranks_of_a_run_draw_what_one_draws(tmp_path):
-    """The same completions as in a run of one trainer rank, until roundings of the weights differ."""
+    """The same completions as in a run of one trainer rank, until the weights round otherwise."""
     drawn = ("buffer=replay", "buffer.draw=shared", "max_lag=0", "max_steps=2", "eval.every=0")
     rows = []
     for name, ranks, placed in (
