@@ -326,6 +326,7 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
         rank=dp_rank,
         num_ranks=dp_ranks,
         grow_until=b.grow_until,
+        good_reward=b.good_reward,
         max_lag=config.max_lag,
         most_lag=job.replay_lag,
     )

@@ -338,6 +338,7 @@ class ReplayBufferSettings:
     completions_per_prompt: Count | None
     max_size: Count
     grow_until: Count | None
+    good_reward: float | None
     initial_completions: Natural | None
 
 

@@ -103,7 +103,7 @@ class ReplayBuffer(GroupBuffer):
     """sync_period k: what was handed over joins at steps 0, k, 2k, ... max_size: completions that
     this rank holds. grow_until: the step from which on it holds no more than it held at that step
     (TBA, B.3), or at the first one after it that held enough to draw from. None: it grows to
-    max_size.
+    max_size. good_reward: completions of at least so much are counted, each once; None: none are.
 
     max_lag: of what is handed over, as a GroupBuffer's. most_lag: what lag_bound says of the rest;
     a group that is older leaves, which none is before a resume on another number of ranks. None: no
@@ -119,11 +119,14 @@ class ReplayBuffer(GroupBuffer):
     num_ranks: int = 1
     most_lag: int | None = None
     grow_until: int | None = None
+    good_reward: float | None = None
 
     def __post_init__(self):
         super().__post_init__()
         self._held: list[_Held] = []  # handed over, oldest first; the last ones may be hidden yet
         self._passed: set[bytes] = set()  # prompts drawn since their turn came
+        self._good: set[int] = set()  # digests of this rank's share of the good ones, ever
+        self._found: list[int] = []  # those of newer ones, whoever's share they are
         self._room = self.max_size  # completions
         self._grows = self.grow_until is not None  # until its room is what it holds
 
@@ -198,6 +201,8 @@ class ReplayBuffer(GroupBuffer):
                 completion=group.token_ids[span].numpy().tobytes(),
             )
             rows.append(row)
+            if self.good_reward is not None and row.reward >= self.good_reward:
+                self._found.append(_digest_of(row))
         return _Held(group, step, joined, rows)
 
     def _stop_growing(self, held: list[_Held], step: int) -> None:
@@ -269,8 +274,12 @@ class ReplayBuffer(GroupBuffer):
         """buffer/*: completions that may be drawn, and their prompts; copies of them that are held
         too; those that wait for a sync step; ages in steps, of the oldest token of what may be
         drawn; of the completions drawn, how many are of the newest join (fraction), and how many
-        repeat another, token for token (count).
+        repeat another, token for token (count). With good_reward also how many different
+        completions of at least that reward were ever handed over.
         """
+        found = {}
+        if self.good_reward is not None:
+            found["buffer/distinct_good"] = self._num_good(ranks)
         told = self._told if self._counts() else dict.fromkeys(self._told, 0)
         sums = ranks.sum(**told)
         return {
@@ -282,7 +291,23 @@ class ReplayBuffer(GroupBuffer):
             "buffer/age_max": ranks.max(age=self._told["age_max"])["age"],
             "buffer/on_policy_fraction": sums["on_policy"] / max(1.0, sums["drawn"]),
             "buffer/duplicates": sums["duplicates"],
+            **found,
         }
+
+    def _num_good(self, ranks: Ranks) -> float:
+        """How many different completions of good reward have come to any rank, ever. Each is kept
+        by the rank that its digest names.
+        """
+        mine = torch.tensor(self._found, dtype=torch.int64).numpy().tobytes()
+        for message in ranks.gather(mine):
+            if message:
+                self._keep_good(torch.frombuffer(bytearray(message), dtype=torch.int64))
+        self._found = []
+        return ranks.sum(good=len(self._good))["good"]
+
+    def _keep_good(self, digests: Tensor) -> None:
+        is_mine = digests % self.num_ranks == self.rank
+        self._good.update(digests[is_mine].tolist())
 
     # --- Checkpoints ---
 
@@ -302,6 +327,8 @@ class ReplayBuffer(GroupBuffer):
         state = {**super().state_dict(), "held": held, "passed": passed}
         if self.grow_until is not None and not self._grows:
             state["room"] = self._room
+        if self.good_reward is not None:
+            state["good"] = torch.tensor(sorted(self._good), dtype=torch.int64)
         return state
 
     def load(
@@ -313,6 +340,10 @@ class ReplayBuffer(GroupBuffer):
         parts = list(parts)
         super().load(parts, finished, is_mine)
         passed: set[int] = set()
+        for part in parts:
+            if "good" in part:
+                self._keep_good(part["good"])
+        self._found = []
         rooms = [part["room"] for part in parts if "room" in part]
         if rooms and self.grow_until is not None:
             self._room = self._share_of(rooms)
@@ -328,6 +359,12 @@ class ReplayBuffer(GroupBuffer):
         self._held.sort(key=lambda h: (h.taken, h.group.ticket))
         groups = [h.group for h in self._held]
         self._passed = {_prompt_of(g) for g in groups if g.ticket in passed}
+
+
+def _digest_of(row: _Row) -> int:
+    """A number from 0 to 2**63 - 1, the same for equal completions of equal prompts."""
+    digest = hashlib.blake2b(row.prompt + b"|" + row.completion, digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class SharedReplayBuffer(ReplayBuffer):

@@ -363,7 +363,7 @@ def test_a_null_takes_back_what_an_experiment_sets_for_another_kind(tmp_path):
 def test_a_kind_without_its_keys_is_refused_with_the_choice_that_has_them():
     assert complaints("buffer.kind=replay", "buffer.max_size=9") == {
         "buffer.kind=replay": "needs draw, sync_period, most_on_policy, priority, temperature, "
-        "completions_per_prompt, grow_until, initial_completions too; "
+        "completions_per_prompt, grow_until, good_reward, initial_completions too; "
         "choose it with its keys: buffer=replay"
     }
 

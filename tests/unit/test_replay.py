@@ -60,10 +60,11 @@ def buffer_of(
     max_lag=None,
     most_lag=None,
     grow_until=None,
+    good_reward=None,
     **how,
 ):
     bounds = {"max_lag": max_lag, "most_lag": most_lag, "grow_until": grow_until}
-    bounds["num_ranks"] = num_ranks
+    bounds |= {"num_ranks": num_ranks, "good_reward": good_reward}
     return ReplayBuffer(
         draw=draw(**how), sync_period=sync_period, max_size=max_size, seed=seed, rank=rank, **bounds
     )
@@ -626,3 +627,54 @@ def test_the_end_of_growth_outlives_a_checkpoint_on_any_number_of_ranks():
     later = buffer_of(grow_until=6)
     grown(later, 4)
     assert "room" not in later.state_dict(), "it still grows"
+
+
+# --- what was found ---
+
+
+class Both:
+    """Ranks whose gathering hands on what both buffers have found, before either takes it in."""
+
+    def __init__(self, buffers):
+        found = [torch.tensor(b._found, dtype=torch.int64).numpy().tobytes() for b in buffers]
+        self.gather = lambda message: found
+        self.sum = lambda good: {"good": good}
+
+
+def test_good_completions_are_counted_once_however_often_they_come_and_leave():
+    buffer = buffer_of(good_reward=1.0, max_size=4)
+    same = dataclasses.replace(group(0, prompt=1, rewards=(1.0, 2.0, 0.5)), ticket=9)
+    come = [[group(0, prompt=1, rewards=(1.0, 2.0, 0.5))], [same], [group(2, prompt=1)]]
+    counts = []
+    for step, groups in enumerate(come):
+        buffer.put(groups)
+        drawn = buffer.take([g.ticket for g in groups], step)
+        buffer.untake(drawn)
+        buffer.take([g.ticket for g in groups], step)
+        counts.append(buffer.metrics(ALONE)["buffer/distinct_good"])
+    assert counts == [2, 2, 3]
+    again = buffer_of(good_reward=1.0)
+    again.load([buffer.state_dict()], set(), lambda ticket: True)
+    again.take([], 3)
+    assert again.metrics(ALONE)["buffer/distinct_good"] == 3
+    assert "buffer/distinct_good" not in made_metrics(buffer_of())
+
+
+def made_metrics(buffer):
+    buffer.take([], 0)
+    return buffer.metrics(ALONE)
+
+
+def test_what_two_ranks_both_find_counts_once_and_outlives_their_number():
+    ranks = [buffer_of(good_reward=1.0, rank=rank, num_ranks=2) for rank in (0, 1)]
+    for rank, buffer in enumerate(ranks):
+        both = dataclasses.replace(group(0, prompt=7, rewards=(1.0, 1.0, 1.0)), ticket=10 + rank)
+        own = group(20 + rank, prompt=7, rewards=(1.0, 0.0))
+        buffer.put([both, own])
+        buffer.take([both.ticket, own.ticket], 0)
+    both = Both(ranks)
+    assert sum(buffer._num_good(both) for buffer in ranks) == 3 + 2
+    three = [buffer_of(good_reward=1.0, rank=rank, num_ranks=3) for rank in range(3)]
+    for buffer in three:
+        buffer.load([b.state_dict() for b in ranks], set(), lambda ticket: False)
+    assert sum(len(buffer._good) for buffer in three) == 5
