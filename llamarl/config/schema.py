@@ -14,15 +14,16 @@ a field of that kind alone:
 What a kind does not let anyone choose, and its readers ask of every kind, is a constant of the
 class.
 
-A field that decides more than its own value says so by a Mark.
+A field that decides more than its own value says so by a Mark (llamarl/config/marks.py). The
+sections of the buffer and of schedules are in llamarl/config/search.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, dataclass_transform
+from typing import Annotated, ClassVar, Literal
 
 from llamarl.config.loss_options import LOSS_OPTIONS
+from llamarl.config.marks import _marked, settings_dataclass
 from llamarl.config.ranges import (
     Beta,
     Count,
@@ -35,12 +36,19 @@ from llamarl.config.ranges import (
     Share,
     Text,
 )
+from llamarl.config.search import (
+    AnyTemperatureSettings,
+    ConstantBetaSettings,
+    CutBetaSettings,
+    FifoBufferSettings,
+    LinearBetaSettings,
+    ReplayBufferSettings,
+)
 from llamarl.words.choices import (
     Advantages,
     Estimator,
     Governor,
     JudgeAsk,
-    Priority,
     Quantized,
     Schedule,
     Transport,
@@ -53,26 +61,6 @@ GOLD_TIMEOUT_S = 30.0
 GOLD_MEMORY_MB = 4096
 START = "start"  # as an embedder: the model that training starts from
 Seed = Annotated[int, Range(0, 2**63 - 1)]  # what torch and the counters of sampling hold
-
-
-# What a key, or every key of a section, decides beyond its own value.
-Mark = Literal[
-    "identity",  # with another value it is another run, which no checkpoint is gone on with
-    "data",  # which prompts there are
-    "answers",  # how held-out prompts are answered and scored: recipes/evaluate.py keeps it
-    "outward",  # nothing that is learned: runs that differ in it alone are compared as one
-]
-
-
-def _marked(*marks: Mark):
-    """A field with these marks."""
-    return field(metadata={"marks": frozenset(marks)})
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(_marked,))
-def settings_dataclass(section: type) -> type:
-    """A section of the configuration, or one kind of it: a record that stays as it was read."""
-    return dataclass(frozen=True, slots=True)(section)
 
 
 @settings_dataclass
@@ -320,61 +308,6 @@ class ResettingReferenceSettings:
     tensor_parallel: Count
 
     placed: ClassVar[bool] = True
-
-
-@settings_dataclass
-class FifoBufferSettings:
-    kind: Literal["fifo"] = _marked("identity")
-
-
-@settings_dataclass
-class ReplayBufferSettings:
-    kind: Literal["replay"] = _marked("identity")
-    draw: Literal["local", "shared"] = _marked("identity")
-    sync_period: Count
-    most_on_policy: Share
-    priority: Priority
-    temperature: Positive
-    completions_per_prompt: Count | None
-    max_size: Count
-    grow_until: Count | None
-    good_reward: float | None
-    initial_completions: Natural | None
-
-
-@settings_dataclass
-class ConstantBetaSettings:
-    kind: Literal["constant"]
-
-
-@settings_dataclass
-class LinearBetaSettings:
-    kind: Literal["linear"]
-    final: NonNegative
-    end_step: Count
-
-
-@settings_dataclass
-class CutBetaSettings:
-    kind: Literal["cut"]
-    final: NonNegative
-    end_step: Count
-    cut_step: Natural
-
-
-@settings_dataclass
-class ConstantTemperatureSettings:
-    kind: Literal["constant"]
-
-
-@settings_dataclass
-class LinearTemperatureSettings:
-    kind: Literal["linear"]
-    final: Positive
-    end_step: Count
-
-
-AnyTemperatureSettings = ConstantTemperatureSettings | LinearTemperatureSettings
 
 
 @settings_dataclass
