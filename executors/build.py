@@ -9,6 +9,7 @@ from functools import partial
 from executors.generator import Generator
 from executors.gold import GoldSettings
 from executors.model_reward import ModelReward
+from executors.novelty import NoveltySettings
 from executors.pairing import PairMaker
 from executors.reference import FrozenReference, ResettingReference
 from executors.reward import Reward, RuleReward
@@ -16,9 +17,9 @@ from executors.scoring import Item
 from executors.trainer import AdamSettings, FSDPTrainer
 from executors.weighted import Part, WeightedParts, parts_alone
 from llamarl.config.command_line import Config
-from llamarl.config.schema import AnySourceSettings
+from llamarl.config.schema import START, AnySourceSettings
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
-from llamarl.inference import Engine, SamplingParams
+from llamarl.inference import Engine, SamplingParams, TemperatureRange
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import BuildEngine
 from llamarl.launch.gold import reference_ids, reference_texts
@@ -27,11 +28,12 @@ from llamarl.launch.preferences import PreferencesJob
 from llamarl.launch.scorers import transcript_of
 from llamarl.launch.sources import source_of
 from llamarl.learning.buffer import GroupBuffer
+from llamarl.learning.embedding import EmbedderSettings
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.regularisers import regularised
-from llamarl.learning.replay import Draw, ReplayBuffer
-from llamarl.learning.schedules import beta_at
+from llamarl.learning.replay import Draw, ReplayBuffer, SharedReplayBuffer
+from llamarl.learning.schedules import value_at
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.sharded_scorer import ScorerSettings
 from llamarl.learning.update import UpdateSettings
@@ -46,7 +48,7 @@ from llamarl.types import Prompt
 
 
 def sampling_of(config: Config, job: Job) -> SamplingParams:
-    """How a group is sampled."""
+    """How a group is sampled, but for generator.temperature."""
     g = config.generator
     return SamplingParams(
         max_new_tokens=config.max_new_tokens,
@@ -58,6 +60,14 @@ def sampling_of(config: Config, job: Job) -> SamplingParams:
         n=config.group_size,
         seed=config.seed,
     )
+
+
+def temperatures_of(config: Config) -> TemperatureRange | None:
+    """Of tickets, where generator.temperature is set."""
+    drawn = config.generator.temperature
+    if drawn is None:
+        return None
+    return TemperatureRange(low=drawn[0], high=drawn[1], seed=config.seed)
 
 
 def engine_builder(config: Config, job: Job) -> BuildEngine:
@@ -91,6 +101,7 @@ def build_generator(config: Config, job: Job) -> Generator:
         eval_prompts=job.eval_prompts,
         eval_samples=config.eval.num_samples,
         sampling=sampling_of(config, job),
+        temperatures=temperatures_of(config),
         chunk_tokens=g.chunk_tokens,
         max_seconds=g.max_seconds,
         in_flight_updates=config.updates_in_flight,
@@ -113,6 +124,7 @@ def build_reward(config: Config, job: Job) -> Reward:
         num_eval_samples=config.eval.num_samples,
         max_error_rate=r.max_error_rate,
         gold=build_gold(config, job),
+        embedder=embedder_settings(config, job, config.eval.embedder),
     )
     if r.kind in ("function", "judge"):
         return RuleReward(**given, make_source=source_of(r, job, section="reward"))
@@ -133,6 +145,19 @@ def build_gold(config: Config, job: Job) -> GoldSettings | None:
     if config.gold is not None:
         texts = reference_texts(job.eval_prompts, config.eval.reference_key)
     return gold_settings(config, job, references_of(job, job.eval_prompts, texts))
+
+
+def embedder_settings(config: Config, job: Job, given: str | None) -> EmbedderSettings | None:
+    """What an embedder, given as START or a directory, is; None if none is."""
+    if given is None:
+        return None
+    is_policy = given == START
+    return EmbedderSettings(
+        path=str(job.model_path) if is_policy else given,
+        is_policy=is_policy,
+        dtype=config.model.dtype,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+    )
 
 
 def gold_settings(config: Config, job: Job, references: list[Item] | None) -> GoldSettings:
@@ -229,7 +254,14 @@ def reward_parts(config: Config, job: Job) -> list[Part]:
 
 def _what_scores(
     settings: AnySourceSettings, job: Job, *, section: str, fn_key: str = ""
-) -> MakeSource | ScorerSettings:
+) -> MakeSource | ScorerSettings | NoveltySettings:
+    if settings.kind == "novelty":
+        return NoveltySettings(
+            embedder=embedder_settings(job.config, job, settings.embedder),
+            history=settings.history,
+            nearest=settings.nearest,
+            groups_per_step=job.config.groups_per_step,
+        )
     if settings.kind != "model":
         return source_of(settings, job, section=section, fn_key=fn_key)
     return ScorerSettings(
@@ -267,7 +299,7 @@ def build_references(config: Config, job: Job) -> list[FrozenReference]:
 
 
 def build_buffer(config: Config, job: Job) -> GroupBuffer:
-    """This trainer rank's; a replay buffer has its share of the prompts and of the room."""
+    """This trainer rank's; a replay buffer has its share of the prompts and of the room, or all."""
     b = config.buffer
     if b.kind == "fifo":
         return GroupBuffer(config.max_lag)
@@ -276,22 +308,39 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
     ranks = job.placement["trainer"]
     trains_here = job.world.rank in ranks
     dp_rank = ranks.index(job.world.rank) // peers if trains_here else 0
+    is_shared = b.draw == "shared"
+    shares = 1 if is_shared else dp_ranks
     draw = Draw(
-        prompts=config.groups_per_step // dp_ranks,
+        prompts=config.groups_per_step // shares,
         completions=config.trained_per_prompt,
         most_on_policy=b.most_on_policy,
         priority=b.priority,
         temperature=b.temperature,
     )
-    return ReplayBuffer(
+    make = SharedReplayBuffer if is_shared else ReplayBuffer
+    return make(
         draw=draw,
         sync_period=b.sync_period,
-        max_size=b.max_size // dp_ranks,
+        max_size=b.max_size // shares,
         seed=config.seed,
         rank=dp_rank,
+        num_ranks=dp_ranks,
+        grow_until=b.grow_until,
+        good_reward=b.good_reward,
         max_lag=config.max_lag,
         most_lag=job.replay_lag,
     )
+
+
+def options_at(step: int, *, config: Config) -> dict[str, float]:
+    """The options of the loss that follow a schedule, at a step."""
+    options = {}
+    for option, section in config.scheduled_options.items():
+        schedule = dataclasses.asdict(getattr(config, section))
+        if schedule["kind"] != "constant":
+            first = float(config.loss.options[option])
+            options[option] = value_at(step, first, **schedule)
+    return options
 
 
 def build_trainer(config: Config, job: Job) -> FSDPTrainer:
@@ -307,14 +356,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         kl_estimator=c.kl_estimator,
         entropy_coef=c.entropy_coef,
     )
-    beta_schedule = dataclasses.asdict(config.beta_schedule)
-
-    def step_options(step: int) -> dict[str, float]:
-        """The options of the loss that follow a schedule."""
-        if config.beta_schedule.kind == "constant":
-            return {}
-        return {"beta": beta_at(step, float(c.options["beta"]), **beta_schedule)}
-
+    step_options = partial(options_at, config=config)
     critic = None
     if t.advantages == "gae":
         critic = CriticSettings(
@@ -338,7 +380,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
     # Where the generator samples from another distribution on purpose, fresh tokens' logprobs are
     # not the trainer's.
     filters = g.top_k > 0 or g.top_p < 1 or g.min_new_tokens > 0
-    differs = filters or g.quantize != "none"
+    differs = filters or g.quantize != "none" or not config.samples_as_trained
     # Exact where the loss is the policy gradient alone: such completions add nothing to it.
     by_token = t.advantages == "gae"
     skips = t.skip_zero_advantage and not by_token and not has_mark(loss_fn, "uses_all_completions")

@@ -20,6 +20,7 @@ this; the others do what it tells them, in its order, and send nothing (llamarl.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Iterable
@@ -30,7 +31,7 @@ import torch
 
 from llamarl.comm.lockstep import Lockstep
 from llamarl.executor import Executor
-from llamarl.inference import SamplingParams, evaluation
+from llamarl.inference import SamplingParams, TemperatureRange, evaluation
 from llamarl.inference.partials import pack, unpack
 from llamarl.inference.protocol import BuildEngine, GenerationEngine, ResumableEngine
 from llamarl.inference.requests import Partial
@@ -51,6 +52,8 @@ class Generator(Executor):
     build_engine: builds the replica's engine, whichever it is, at set-up.
     prompts: prompts[ticket] is the ticket's prompt.
     eval_prompts: the held-out ones, each answered greedily and eval_samples times by `sampling`.
+    temperatures: of tickets, in the place of sampling's, which is what the trainer scores at. None:
+    sampling's.
     chunk_tokens: tokens a row between two looks at weights, tickets and stop requests.
     in_flight_updates: take new weights in while completions run; else when none does.
     recompute_kv: at new weights, compute anew what is cached of running completions.
@@ -76,6 +79,7 @@ class Generator(Executor):
     tensor_parallel: int = 1
     max_quantization_kl: float | None = None
     max_seconds: float | None = None
+    temperatures: TemperatureRange | None = None
 
     def __post_init__(self):
         self.version = -1
@@ -224,7 +228,7 @@ class Generator(Executor):
         """Start tickets, end others where they are, and sample a chunk."""
         for ticket in tickets:
             prompt_ids = self.prompts[ticket].prompt_ids
-            self.engine.submit(ticket, prompt_ids, self.sampling, stream=TRAIN)
+            self.engine.submit(ticket, prompt_ids, self._sampling_of(ticket), stream=TRAIN)
         self.claim_device()
         for ticket in ended:
             self.engine.abort(ticket, stream=TRAIN)
@@ -245,6 +249,12 @@ class Generator(Executor):
                 answer = evaluation.eval_completion(stream, completion)
                 self.outputs["evaluations"].put(answer)
         return sampled > 0 or bool(finished)
+
+    def _sampling_of(self, ticket: int) -> SamplingParams:
+        """How a ticket's completions are sampled, on every rank and after a resume alike."""
+        if self.temperatures is None:
+            return self.sampling
+        return dataclasses.replace(self.sampling, temperature=self.temperatures.of(ticket))
 
     def _expired(self) -> list[int]:
         """Tickets that have been at it for longer than max_seconds."""
@@ -278,7 +288,7 @@ class Generator(Executor):
             self._begun |= dict.fromkeys(share, time.monotonic())
         num_tokens = 0
         for part in parts:
-            for sample in unpack(part, self.tickets.resumed_step, TRAIN, self.sampling):
+            for sample in unpack(part, self.tickets.resumed_step, TRAIN, self._sampling_of):
                 if sample.ticket not in share:
                     continue
                 # Those of other prompts were left out when the checkpoint was opened.

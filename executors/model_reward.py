@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from executors.novelty import NoveltySettings
 from executors.reward import Reward
 from executors.weighted import Part, WeightedParts, models_of
 from llamarl.comm.lockstep import Lockstep
@@ -47,8 +48,8 @@ class ModelReward(Reward):
 
     @property
     def first_takes(self) -> bool:
-        """With a model all ranks act as one."""
-        return any(isinstance(part.what, ScorerSettings) for part in self.parts)
+        """With a model all ranks act as one; and novelty is one history's."""
+        return any(isinstance(part.what, ScorerSettings | NoveltySettings) for part in self.parts)
 
     @property
     def follows(self) -> bool:
@@ -74,6 +75,7 @@ class ModelReward(Reward):
             reproducible=self.reproducible,
             run=self._run,
             metrics=self.metrics,
+            device=self.group.device,
             on_result=self.control.wake,
         )
 

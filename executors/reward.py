@@ -4,6 +4,7 @@ RewardSource, such as a plain function in worker processes.
     completions --decode--> Scoring --Outcome--> GroupAssembler --a group is whole--> "scored"
     evaluations --decode--> Scoring --Outcome--> GroupAssembler --a version has all--> eval/...
                                                      --greedy answers--> Gold, if any --> eval/...
+                                                     --sampled--> Diversity, if any --> eval/...
 
 It keeps no state: a score is a function of its completion, and what was not trained on comes again
 on resume.
@@ -12,15 +13,18 @@ on resume.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from executors.assembly import Answer, GroupAssembler
+from executors.diversity import Diversity
 from executors.gold import Gold, GoldSettings
 from executors.scoring import Item, Scoring, SourceScoring
 from llamarl.executor import Executor
+from llamarl.learning.embedding import EmbedderSettings
 from llamarl.tasks.source import MakeSource, Outcome
 from llamarl.tickets.prompts import PromptStream
 from llamarl.types import EvalCompletion, Prompt
@@ -37,7 +41,7 @@ class Reward(Executor):
               "evaluations": EvalCompletions, of which one policy version sampled each
     produces  "scored": a Group as soon as its group_size completions are scored
               metrics eval/... of a version as soon as all completions of its held-out prompts are
-              with gold, of its first rank: what it says of them too
+              with gold or an embedder, of its first rank: what they say of them too
     waits for what scores; the generator, while a group or an evaluation is begun and not whole;
               room in "scored"
 
@@ -56,6 +60,7 @@ class Reward(Executor):
     num_eval_samples: int = 0
     max_error_rate: float = 0.5
     gold: GoldSettings | None = None
+    embedder: EmbedderSettings | None = None
 
     def __post_init__(self):
         # What is being scored or waits for its batch, by key.
@@ -63,10 +68,13 @@ class Reward(Executor):
         self._keys = itertools.count()
         self._groups = Batches(self.group_size)  # by ticket
         self._evaluations = Batches(self.num_eval_prompts * (1 + self.num_eval_samples))
-        # With gold: by version its greedy answers by prompt, and its metrics until gold has spoken.
-        self._greedy: dict[int, dict[int, Item]] = {}
+        # With gold or diversity: by version its answers by place, its metrics until both have
+        # spoken, and how many of them have not.
+        self._answers: dict[int, dict[tuple[int, bool, int], Item]] = {}
         self._reported: dict[int, dict[str, float]] = {}
+        self._unsaid: Counter[int] = Counter()
         self._gold: Gold | None = None
+        self._diversity: Diversity | None = None
 
     def make_scoring(self) -> Scoring:
         """What scores, not started yet."""
@@ -88,6 +96,9 @@ class Reward(Executor):
         if self.gold is not None and self.group.index == 0:  # which gets all evaluations
             self._gold = Gold(self.gold, self.group.device, on_result=self.control.wake)
             self._gold.start()
+        if self.embedder is not None and self.group.index == 0:
+            self._diversity = Diversity(self.embedder, self.group.device)
+            self._diversity.start()
 
     def step(self) -> bool:
         """Hand on what came, and send on what is scored. True if there was any."""
@@ -124,31 +135,54 @@ class Reward(Executor):
         """Close what scores, if there is anything."""
         if hasattr(self, "_scoring"):
             self._scoring.close()
-        if self._gold is not None:
-            self._gold.close()
+        for judge in self._judges():
+            judge.close()
 
     def offloadable(self) -> Iterable[torch.Tensor]:
         """The tensors that may leave the device while others use it."""
-        return [] if self._gold is None else self._gold.tensors()
+        return itertools.chain.from_iterable(judge.tensors() for judge in self._judges())
+
+    def _judges(self) -> list[Gold | Diversity]:
+        """What says more of an evaluation than its scores."""
+        return [judge for judge in (self._gold, self._diversity) if judge is not None]
 
     def _report(self) -> bool:
-        """Report the evaluations that are whole, with what gold says of them; let it do a piece of
-        its work. True if it has some.
+        """Report the evaluations that are whole, with what judges say of them; let these do a piece
+        of their work. True if they have some.
         """
         for version, values in self._assembler.evaluated():
-            if self._gold is None:
+            if not self._judges():
                 self.metrics.report(version, values)
                 continue
-            answers = self._greedy.pop(version)
             self._reported[version] = values
-            self._gold.begin(version, [answers[j] for j in sorted(answers)])
+            self._unsaid[version] = len(self._judges())
+            self._begin(version)
         if not self._reported:
             return False
         self.claim_device()
-        judged = self._gold.poll()
-        for version, said in judged:
-            self.metrics.report(version, self._reported.pop(version) | said.metrics())
-        return bool(judged) or self._gold.is_computing
+        said = []
+        if self._gold is not None:
+            said += [(version, judged.metrics()) for version, judged in self._gold.poll()]
+        if self._diversity is not None:
+            said += self._diversity.poll()
+        for version, more in said:
+            self._reported[version] |= more
+            self._unsaid[version] -= 1
+            if not self._unsaid[version]:
+                self.metrics.report(version, self._reported.pop(version))
+        return bool(said) or any(judge.is_computing for judge in self._judges())
+
+    def _begin(self, version: int) -> None:
+        """Have an evaluation judged."""
+        answers = sorted(self._answers.pop(version).items(), key=lambda entry: entry[0])
+        if self._gold is not None:
+            self._gold.begin(version, [item for (_, greedy, _), item in answers if greedy])
+        if self._diversity is not None:
+            sampled: dict[int, list[str]] = {}
+            for (prompt_index, greedy, _), item in answers:
+                if not greedy:
+                    sampled.setdefault(prompt_index, []).append(item.text)
+            self._diversity.begin(version, list(sampled.values()))
 
     def _take(self) -> bool:
         """Hand on what came, evaluations first: a row of metrics waits for them. True if there was
@@ -172,11 +206,13 @@ class Reward(Executor):
         return bool(evaluations or completions)
 
     def _keep(self, version: int, answer: EvalCompletion) -> None:
-        """Keep what gold is to judge."""
-        if self._gold is not None and answer.greedy:
+        """Keep what is to be judged."""
+        judge = self._gold if answer.greedy else self._diversity
+        if judge is not None:
             prompt = self.eval_prompts(answer.prompt_index)
             item = item_of(answer, prompt, self.decode)
-            self._greedy.setdefault(version, {})[answer.prompt_index] = item
+            place = (answer.prompt_index, answer.greedy, answer.sample_index)
+            self._answers.setdefault(version, {})[place] = item
 
     def _room(self) -> int:
         """How many completions may still be handed on."""

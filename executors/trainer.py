@@ -167,6 +167,7 @@ class FSDPTrainer(Executor):
             reference=self._reference,
             step_options=self.step_options,
         )
+        self.buffer.attach(self._update.ranks)
         self.weights = self.outputs["policy"]
         self.reference_weights = self.outputs.get(REFERENCE_WEIGHTS)
         for weights in self.outputs.values():

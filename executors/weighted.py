@@ -18,19 +18,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executors.scoring import Item
+from executors.novelty import Novelty, NoveltySettings
+from executors.scoring import Item, Scoring, SourceScoring
 from llamarl.executor import ExecutorGroup, Meter
 from llamarl.learning.scoring import Asked
 from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
-from llamarl.tasks.source import MakeSource, Outcome, Outcomes, RewardSource
+from llamarl.tasks.source import MakeSource, Outcome, Outcomes
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a reward: a source of scores, or a model."""
+    """A part of a reward: a source of scores, a model, or novelty."""
 
     name: str
-    what: MakeSource | ScorerSettings
+    what: MakeSource | ScorerSettings | NoveltySettings
     weight: float = 1.0
 
 
@@ -42,7 +43,7 @@ class WeightedParts:
 
     models: those of the parts that are models, in order, and run: has one of them score, on all its
     ranks. reproducible: batches are not computed together. metrics: gets of each part
-    reward/NAME/mean, and of a model what it took; None: nobody asks.
+    reward/NAME/mean, and of a model what it took; None: nobody asks. device: where novelty embeds.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class WeightedParts:
         run: Run,
         reproducible: bool,
         metrics: Meter | None,
+        device: torch.device,
         on_result: Callable[[], None],
     ):
         self.name = " + ".join(part.name for part in parts)
@@ -60,14 +62,16 @@ class WeightedParts:
         self._parts = parts
         self._run = run
         self._metrics = metrics
-        self._sources: dict[str, RewardSource] = {}
+        self._sources: dict[str, Scoring] = {}
         self._queues: dict[str, ModelQueue] = {}
         for part in parts:
             if isinstance(part.what, ScorerSettings):
                 model = models[len(self._queues)]
                 self._queues[part.name] = ModelQueue(model, reproducible=reproducible)
+            elif isinstance(part.what, NoveltySettings):
+                self._sources[part.name] = Novelty(part.name, part.what, device, metrics)
             else:
-                self._sources[part.name] = part.what(on_result=on_result)
+                self._sources[part.name] = SourceScoring(part.what(on_result=on_result))
         self._items: dict[int, Item] = {}
         self._said: dict[int, dict[str, Outcome]] = {}  # of each item, by part
         self._done: Outcomes = []
@@ -82,7 +86,8 @@ class WeightedParts:
     @property
     def is_computing(self) -> bool:
         """Whether a model has work, so that the next `poll` does some."""
-        return any(queue.pending for queue in self._queues.values())
+        novelties = [one for one in self._sources.values() if isinstance(one, Novelty)]
+        return any(worker.pending for worker in [*self._queues.values(), *novelties])
 
     @property
     def counts(self) -> Counter[str]:
@@ -90,7 +95,8 @@ class WeightedParts:
         counts: Counter[str] = Counter()
         for source in self._sources.values():
             # A copy, made at one go: a judge's thread may be counting something new.
-            counts.update(dict(getattr(source, "counts", {})))
+            if isinstance(source, SourceScoring):
+                counts.update(dict(getattr(source.source, "counts", {})))
         return counts
 
     def start(self) -> None:
@@ -103,7 +109,7 @@ class WeightedParts:
         self._items[key] = item
         self._said[key] = {}
         for source in self._sources.values():
-            source.submit(key, item.prompt.text, item.text, item.prompt.meta)
+            source.submit(key, item)
 
     def release(self, keys: Sequence[int]) -> None:
         """Put a batch into the models' queues, and tell the sources."""
@@ -208,6 +214,7 @@ def parts_alone(
         run=lambda number, asked: models[number].scores(asked),
         reproducible=True,
         metrics=None,
+        device=device,
         on_result=on_result,
     )
 

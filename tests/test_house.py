@@ -287,6 +287,7 @@ def test_every_group_is_a_section_of_the_schema():
 
 README = text_of(ROOT / "README.md")
 EXPERIMENTS = text_of(ROOT / "docs" / "experiments.md")
+SEARCH = text_of(ROOT / "docs" / "search.md")
 REWARD_MODELS = text_of(ROOT / "docs" / "reward_models.md")
 # What users and contributors are told to type, and where they are told to look.
 GUIDES = "\n".join(
@@ -444,6 +445,14 @@ def test_commands_of_other_jobs_are_accepted(users_folder):
     for recipe, ranks, overrides in found:
         given = of_the_user(overrides)
         check_command_line(given, world_size=ranks, kind=OTHER_JOBS[recipe])
+
+
+def test_commands_of_docs_search_are_accepted(users_folder):
+    shell = "".join(f"```bash\n{body}```\n" for body in blocks("bash", SEARCH))
+    found = hydra_commands(shell)
+    assert len(found) == 2
+    for ranks, overrides in found:
+        validate(ranks, overrides)
 
 
 def test_docs_experiments_sweeps_and_lists_every_experiment():

@@ -23,7 +23,9 @@ from yaml import YAMLError
 
 from llamarl.config.files import with_whole_parts
 from llamarl.config.loss_options import LOSS_OPTIONS
-from llamarl.config.schema import Config, LossSettings, Mark
+from llamarl.config.marks import Mark
+from llamarl.config.ranges import Positive
+from llamarl.config.schema import Config, LossSettings
 from llamarl.native.files import replace_text
 from llamarl.words.names import nearest
 
@@ -167,6 +169,7 @@ _WORDS = {
     type(None): "null",
     list[int]: "a list of ranks such as [0,1]",
     list[str]: "a list of texts such as [a,b]",
+    list[Positive]: "two numbers above 0:",
 }
 
 

@@ -25,6 +25,8 @@ LOSS_OPTIONS: dict[str, object] = {
     "clip_low": Share,
     "clip_high": NonNegative,
     "beta": Positive,
+    "log_reward_temperature": Positive,
+    "reference_temperature": Positive,
     "tau": NonNegative,
     "length_normalize": bool,
 }

@@ -109,6 +109,10 @@ def check(
     if config.reward.kind in ("model", "parts"):
         if config.reward.replicate * config.reward.tensor_parallel > 1:
             found.add("what scores is in one process here: 1", *split)
+    for name, part in getattr(config.reward, "parts", {}).items():
+        if part.kind == "novelty":
+            what = "is of a run's own history, and pairs have none; leave the part out"
+            found.add(what, f"{PARTS}.{name}.kind")
     keys = known_keys(PreferencesConfig).keys() - set(split)
     for problem in check_run(as_run(config), 1):
         if all(key in keys or key.startswith(f"{PARTS}.") for key in problem.keys):

@@ -38,11 +38,23 @@ class NonEmpty:
         return "that is not empty"
 
 
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Two numbers, of which the second is not below the first."""
+
+    def __contains__(self, values: list[float]) -> bool:
+        return len(values) == 2 and values[0] <= values[1]
+
+    def __str__(self) -> str:
+        return "a lowest and a highest, such as [0.7,2.0]"
+
+
 Text = Annotated[str, NonEmpty()]
 Count = Annotated[int, Range(1)]
 Natural = Annotated[int, Range(0)]
 Positive = Annotated[float, Range(0, open=True)]
 NonNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
+PositiveInterval = Annotated[list[Positive], Between()]
 PositiveShare = Annotated[float, Range(0, 1, open=True)]
 Beta = Annotated[float, Range(0, 0.999999)]

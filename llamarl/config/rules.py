@@ -15,10 +15,15 @@ from llamarl.config.conversion import Findings, Problem, convert, did_you_mean, 
 from llamarl.config.files import CONF_DIR
 from llamarl.config.loss_options import LOSS_OPTIONS, declarations, declares
 from llamarl.config.placement import find_placement
-from llamarl.config.schema import Config, JudgeSourceSettings, LossSettings, RowsSettings
+from llamarl.config.schema import (
+    START,
+    Config,
+    JudgeSourceSettings,
+    LossSettings,
+    RowsSettings,
+)
+from llamarl.config.search_rules import Rule, replay_rules, schedule_rules, temperature_rules
 from llamarl.words.urls import url_problem
-
-Rule = tuple[str, bool, str]  # the keys, whether they are wrong, the remedy
 
 
 def check(config: Config, world_size: int, local_world_size: int | None = None) -> list[Problem]:
@@ -28,8 +33,9 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
         *_memory_rules(config, num_hosts),
         *_ahead_rules(config),
         *_learning_rules(config),
+        *temperature_rules(config),
         *_reference_rules(config),
-        *_replay_rules(config),
+        *replay_rules(config),
     ]
     found = Findings(config)
     find_placement(config, world_size, found)
@@ -51,6 +57,8 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
         elif part.kind == "judge":
             files[f"{key}.template"] = part.template
     files["eval.base"] = config.eval.base and f"{config.eval.base}/config.json"
+    for key, embedder in config.embedders.items():
+        files[key] = None if embedder == START else f"{embedder}/config.json"
     if config.gold is not None and config.gold.kind == "model":
         files["eval.gold"] = f"{config.gold.path}/config.json"
     for key, file in files.items():
@@ -229,6 +237,12 @@ def _ahead_rules(c: Config) -> list[Rule]:
             "eval.num_prompts=500, or eval.target=null",
         ),
         *_gold_rules(c),
+        (
+            "eval.embedder eval.num_samples",
+            c.eval.embedder is not None and c.eval.num_samples < 2,
+            "diversity is of several answers to a prompt; eval.num_samples=2 or more, "
+            "or eval.embedder=null",
+        ),
         *_reward_rules(c),
     ]
 
@@ -238,7 +252,8 @@ def _gold_rules(c: Config) -> list[Rule]:
     is_evaluated = c.eval.every > 0 and c.eval.num_prompts > 0
     is_model = c.gold is not None and c.gold.kind == "model"
     rules = []
-    for key, given in {"eval.gold": c.eval.gold, "eval.base": c.eval.base}.items():
+    for key in ("eval.gold", "eval.base", "eval.embedder"):
+        given = getattr(c.eval, key.removeprefix("eval."))
         rules.append(
             (
                 f"{key} eval.every eval.num_prompts",
@@ -269,6 +284,9 @@ def _reward_rules(c: Config) -> list[Rule]:
             )
         elif part.kind == "judge":
             rules += _judge_rules(c, key, part, has_no_answer=has_no_answer)
+        elif part.kind == "novelty":
+            what = "embeds whenever a group is whole, whoever has the device; offload=false"
+            rules.append((f"{key}.kind offload", c.offload, what))
         elif part.scale == 0:
             rules.append((f"{key}.scale", True, "makes every score the same; any other number"))
     rules.append(
@@ -330,7 +348,6 @@ def _learning_rules(c: Config) -> list[Rule]:
     """Of advantages, of completions or of tokens; of the critic; of adapters; of schedules."""
     t, fn = c.trainer, c.loss.fn
     adapts, decays = t.lora.rank > 0, t.decay_steps is not None
-    has_beta = isinstance(c.loss.options.get("beta"), int | float)
     by_token = t.advantages == "gae"
     published = _published_losses().items()
     by_token_too = [name for name, sets in published if declares(sets["fn"], "token_advantages")]
@@ -398,11 +415,7 @@ def _learning_rules(c: Config) -> list[Rule]:
             decays and t.decay_steps + t.warmup_steps > c.max_steps > 0,
             "warm-up and decay are longer than the run",
         ),
-        (
-            "beta_schedule.kind loss.fn",
-            c.beta_schedule.kind != "constant" and not has_beta,
-            "needs a loss with an option beta, and its first value: loss.beta=0.01",
-        ),
+        *schedule_rules(c),
     ]
 
 
@@ -443,46 +456,6 @@ def _reference_rules(c: Config) -> list[Rule]:
             resets and c.offload,
             "the policy's weights travel to the reference while others have the device; "
             "offload=false, or reference=frozen",
-        ),
-    ]
-
-
-def _replay_rules(c: Config) -> list[Rule]:
-    """Of a replay buffer's size and of what is drawn from it."""
-    b = c.buffer
-    if b.kind != "replay":
-        return []
-    trained = c.groups_per_step * c.trained_per_prompt
-    batch = c.groups_per_step * c.group_size
-    initial = b.initial_completions or 0
-    by_token = c.trainer.advantages == "gae"
-    return [
-        (
-            "buffer.max_size groups_per_step",
-            b.max_size < trained,
-            f"does not hold the {trained} completions of a step; raise it",
-        ),
-        (
-            "buffer.completions_per_prompt group_size",
-            c.trained_per_prompt > c.group_size,
-            "a prompt has fewer completions than are trained on at once: TBA's S >= K; "
-            "raise group_size",
-        ),
-        (
-            "buffer.completions_per_prompt trainer.advantages",
-            b.completions_per_prompt == 1 and c.group_size > 1 and not by_token,
-            "one completion of a prompt has no baseline: its advantage is always 0; "
-            "need at least 2, or trainer.advantages=gae",
-        ),
-        (
-            "buffer.initial_completions max_lag",
-            c.max_lag is not None and initial > batch,
-            "with a bounded lag a step begins with one batch; max_lag=null, or a smaller fill",
-        ),
-        (
-            "buffer.initial_completions buffer.max_size",
-            initial > b.max_size,
-            "the buffer does not hold its initial fill",
         ),
     ]
 

@@ -14,32 +14,41 @@ a field of that kind alone:
 What a kind does not let anyone choose, and its readers ask of every kind, is a constant of the
 class.
 
-A field that decides more than its own value says so by a Mark.
+A field that decides more than its own value says so by a Mark (llamarl/config/marks.py). The
+sections of the buffer and of schedules are in llamarl/config/search.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, dataclass_transform
+from typing import Annotated, ClassVar, Literal
 
 from llamarl.config.loss_options import LOSS_OPTIONS
+from llamarl.config.marks import _marked, settings_dataclass
 from llamarl.config.ranges import (
     Beta,
     Count,
     Natural,
     NonNegative,
     Positive,
+    PositiveInterval,
     PositiveShare,
     Range,
     Share,
     Text,
+)
+from llamarl.config.search import (
+    AnyTemperatureSettings,
+    ConstantBetaSettings,
+    CutBetaSettings,
+    FifoBufferSettings,
+    LinearBetaSettings,
+    ReplayBufferSettings,
 )
 from llamarl.words.choices import (
     Advantages,
     Estimator,
     Governor,
     JudgeAsk,
-    Priority,
     Quantized,
     Schedule,
     Transport,
@@ -50,27 +59,8 @@ HEAD_LR = 1e-3  # of a value head, where trainer.value_lr is null
 # Of a gold scorer that is a function: an answer, and the address space of its one worker.
 GOLD_TIMEOUT_S = 30.0
 GOLD_MEMORY_MB = 4096
+START = "start"  # as an embedder: the model that training starts from
 Seed = Annotated[int, Range(0, 2**63 - 1)]  # what torch and the counters of sampling hold
-
-
-# What a key, or every key of a section, decides beyond its own value.
-Mark = Literal[
-    "identity",  # with another value it is another run, which no checkpoint is gone on with
-    "data",  # which prompts there are
-    "answers",  # how held-out prompts are answered and scored: recipes/evaluate.py keeps it
-    "outward",  # nothing that is learned: runs that differ in it alone are compared as one
-]
-
-
-def _marked(*marks: Mark):
-    """A field with these marks."""
-    return field(metadata={"marks": frozenset(marks)})
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(_marked,))
-def settings_dataclass(section: type) -> type:
-    """A section of the configuration, or one kind of it: a record that stays as it was read."""
-    return dataclass(frozen=True, slots=True)(section)
 
 
 @settings_dataclass
@@ -150,6 +140,8 @@ class GeneratorSettings:
     kind: str
     max_slots: Count
     chunk_tokens: Count
+    # None: Config.temperature.
+    temperature: PositiveInterval | None = _marked("identity")
     top_k: Natural
     top_p: PositiveShare
     min_new_tokens: Natural
@@ -252,8 +244,31 @@ class JudgeRewardSettings(JudgeSourceSettings):
     max_error_rate: Share
 
 
-AnySourceSettings = FunctionSourceSettings | ModelSourceSettings | JudgeSourceSettings
-AnyPartSettings = FunctionPartSettings | ModelPartSettings | JudgePartSettings
+@settings_dataclass
+class NoveltySourceSettings:
+    kind: Literal["novelty"]
+    embedder: Text
+    history: Count
+    nearest: Count | None
+
+
+@settings_dataclass
+class NoveltyPartSettings(NoveltySourceSettings):
+    weight: float
+
+
+@settings_dataclass
+class NoveltyRewardSettings(NoveltySourceSettings):
+    max_error_rate: Share
+
+    replicate: ClassVar[int] = 1  # it is one history's, on one rank
+    tensor_parallel: ClassVar[int] = 1
+
+
+AnySourceSettings = (
+    FunctionSourceSettings | ModelSourceSettings | JudgeSourceSettings | NoveltySourceSettings
+)
+AnyPartSettings = FunctionPartSettings | ModelPartSettings | JudgePartSettings | NoveltyPartSettings
 
 
 @settings_dataclass
@@ -293,43 +308,6 @@ class ResettingReferenceSettings:
     tensor_parallel: Count
 
     placed: ClassVar[bool] = True
-
-
-@settings_dataclass
-class FifoBufferSettings:
-    kind: Literal["fifo"] = _marked("identity")
-
-
-@settings_dataclass
-class ReplayBufferSettings:
-    kind: Literal["replay"] = _marked("identity")
-    sync_period: Count
-    most_on_policy: Share
-    priority: Priority
-    temperature: Positive
-    completions_per_prompt: Count | None
-    max_size: Count
-    initial_completions: Natural | None
-
-
-@settings_dataclass
-class ConstantBetaSettings:
-    kind: Literal["constant"]
-
-
-@settings_dataclass
-class LinearBetaSettings:
-    kind: Literal["linear"]
-    final: NonNegative
-    end_step: Count
-
-
-@settings_dataclass
-class CutBetaSettings:
-    kind: Literal["cut"]
-    final: NonNegative
-    end_step: Count
-    cut_step: Natural
 
 
 @settings_dataclass
@@ -430,6 +408,7 @@ class EvalSettings:
     gold_label: str | None
     reference_key: str | None
     base: str | None
+    embedder: Text | None
 
 
 @settings_dataclass
@@ -483,6 +462,8 @@ class Config:
     offload: bool
     governor: GovernorSettings
     beta_schedule: ConstantBetaSettings | LinearBetaSettings | CutBetaSettings
+    log_reward_schedule: AnyTemperatureSettings
+    reference_schedule: AnyTemperatureSettings
     eval: EvalSettings = _marked("answers")
     checkpoint: CheckpointSettings = _marked("outward")
     weights: WeightsSettings
@@ -491,7 +472,11 @@ class Config:
     task: AnyTaskSettings = _marked("data", "answers")
     generator: NativeGeneratorSettings | VLLMGeneratorSettings = _marked("answers")
     reward: (
-        FunctionRewardSettings | ModelRewardSettings | JudgeRewardSettings | PartsRewardSettings
+        FunctionRewardSettings
+        | ModelRewardSettings
+        | JudgeRewardSettings
+        | NoveltyRewardSettings
+        | PartsRewardSettings
     ) = _marked("answers")
     reference: ReferenceSettings | FrozenReferenceSettings | ResettingReferenceSettings
     buffer: FifoBufferSettings | ReplayBufferSettings = _marked("answers")
@@ -548,6 +533,24 @@ class Config:
         )
 
     @property
+    def scheduled_options(self) -> dict[str, str]:
+        """Options of a loss that may change from step to step -> the section of their schedule."""
+        return {
+            "beta": "beta_schedule",
+            "log_reward_temperature": "log_reward_schedule",
+            "reference_temperature": "reference_schedule",
+        }
+
+    @property
+    def embedders(self) -> dict[str, str]:
+        """What embeds texts, START or a directory, by key."""
+        found = {} if self.eval.embedder is None else {"eval.embedder": self.eval.embedder}
+        for key, part in self.reward_parts.items():
+            if part.kind == "novelty":
+                found[f"{key}.embedder"] = part.embedder
+        return found
+
+    @property
     def critic_lr(self) -> float:
         """The learning rate of the critic's own parameters: where none is set, that of the policy
         for a whole model, and much more for a head that starts at 0.
@@ -556,6 +559,12 @@ class Config:
         if t.value_lr is not None:
             return t.value_lr
         return self.lr if t.critic.trunk == "own" else HEAD_LR
+
+    @property
+    def samples_as_trained(self) -> bool:
+        """Whether every completion is sampled at the temperature at which it is trained on."""
+        drawn = self.generator.temperature
+        return drawn is None or drawn == [self.temperature] * 2
 
     @property
     def updates_in_flight(self) -> bool:

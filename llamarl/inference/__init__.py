@@ -1,6 +1,6 @@
 """Inference: continuous batching over the same decoder that is trained."""
 
 from llamarl.inference.engine import Engine
-from llamarl.inference.sampler import SamplingParams
+from llamarl.inference.sampler import SamplingParams, TemperatureRange
 
-__all__ = ["Engine", "SamplingParams"]
+__all__ = ["Engine", "SamplingParams", "TemperatureRange"]

@@ -8,7 +8,7 @@ A Partial goes to an engine's submit_partial, a Completion to the reward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,10 +51,10 @@ def pack(samples: Sequence[Partial | Completion]) -> dict[str, Tensor | list]:
 
 
 def unpack(
-    state: Mapping, newest: int, stream: int, params: SamplingParams
+    state: Mapping, newest: int, stream: int, params_of: Callable[[int], SamplingParams]
 ) -> Iterator[Partial | Completion]:
     """What was packed, without tokens of policy versions after `newest`: the run that goes on will
-    make those anew. stream, params: how partial ones go on.
+    make those anew. stream, params_of(ticket): how partial ones go on.
     """
     if not state["in_work"]:
         return
@@ -68,7 +68,7 @@ def unpack(
         for name in Recorded._fields:
             had[name] = had[name][: is_kept.sum()]
         if reason is None or not is_kept.all():
-            yield Partial(stream=stream, params=params, **had)
+            yield Partial(stream=stream, params=params_of(tickets[i]), **had)
         else:
             yield Completion(finish_reason=reason, **had)
 

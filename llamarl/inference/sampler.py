@@ -25,6 +25,8 @@ _MIX1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX2 = 0x94D049BB133111EB - 2**64
 # Of the C function: logits, uniforms, greedy, tokens, logprobs; rows, vocabulary, threads.
 _ARGUMENTS = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3
+# The stream of keys of temperatures; the engine's own streams count up from 0.
+_TEMPERATURES = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,24 @@ def sample_keys(places_N4: Tensor) -> Tensor:
     keys = _splitmix64(keys ^ streams, 0)
     keys = _splitmix64(keys ^ tickets, 0)
     return _splitmix64(keys, indices)
+
+
+@dataclass(frozen=True, slots=True)
+class TemperatureRange:
+    """Temperatures of tickets: uniform from low to high, a function of (seed, ticket) alone.
+
+    Source: temperature sampling of Lee et al. 2024, TBA's (arXiv 2503.18929, B.3).
+    """
+
+    low: float
+    high: float
+    seed: int
+
+    def of(self, ticket: int) -> float:
+        """The temperature of all completions of a ticket."""
+        key_1 = sample_keys(torch.tensor([[self.seed, _TEMPERATURES, ticket, 0]]))
+        share = float(uniforms(key_1, torch.zeros_like(key_1)))
+        return self.low + share * (self.high - self.low)
 
 
 def uniforms(keys_N: Tensor, counters_N: Tensor) -> Tensor:

@@ -91,6 +91,8 @@ def dry_run(job: Job) -> None:
         if part.kind == "model":
             size = num_parameters(read_config(part.path))
             print(f"reward   {part.path}, a model of {size:,} parameters in {part.dtype}")
+        elif part.kind == "novelty":
+            print(f"reward   {job.name_of(part)}")
         else:
             _print_samples(job.name_of(part), samples, scored[key])
     if c.gold is not None and c.gold.kind == "function":

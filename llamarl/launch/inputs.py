@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llamarl.errors import BadInput
+from llamarl.launch.embedders import check_embedders
 from llamarl.launch.gold import check_gold
 from llamarl.launch.job import Job, read_model
 from llamarl.launch.scorers import chat_template_of, check_scorers, other_tokens
@@ -41,6 +42,7 @@ def check_inputs(job: Job) -> None:
         _check_task(job)
         check_scorers(job)
         check_gold(job)
+        check_embedders(job)
         if c.trainer.critic.path:
             _check_critic(job, model)
         context = model.max_position_embeddings

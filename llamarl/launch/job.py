@@ -140,6 +140,9 @@ class Job:
         if part.kind == "model":
             label = part.label or ""
             return f"(model {fingerprint(part.path)} {label} - {part.shift:g}) * {part.scale:g}"
+        if part.kind == "novelty":
+            to = "all" if part.nearest is None else f"{part.nearest} nearest"
+            return f"novelty to {to} of {part.history} by {part.embedder}"
         template = "none"
         if part.template is not None:
             template = hashlib.sha256(Path(part.template).read_bytes()).hexdigest()[:16]
@@ -240,12 +243,13 @@ class Job:
         c = self.config
         if c.max_lag is None:
             return None
+        shares = 1 if c.buffer.draw == "shared" else self.num_dp_ranks
         return lag_bound(
             max_lag=c.max_lag,
-            completions_per_step=c.groups_per_step // self.num_dp_ranks * c.group_size,
+            completions_per_step=c.groups_per_step // shares * c.group_size,
             group_size=c.group_size,
             sync_period=c.buffer.sync_period,
-            max_size=c.buffer.max_size // self.num_dp_ranks,
+            max_size=c.buffer.max_size // shares,
         )
 
     def writer(self) -> RowWriter:

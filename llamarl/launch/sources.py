@@ -64,7 +64,7 @@ def check_sources(job: Job, samples: Sequence[Sample]) -> dict[str, list[Outcome
     """
     scored = {}
     for key, part in job.config.reward_parts.items():
-        if part.kind != "model":
+        if part.kind not in ("model", "novelty"):
             scored[key] = _check_source(part, job, samples, section=key)
     return scored
 

@@ -36,6 +36,9 @@ class GroupBuffer:
     def __post_init__(self):
         self._groups: dict[int, Group] = {}  # come, and not handed over
 
+    def attach(self, ranks: Ranks) -> None:
+        """Tell it which ranks train together, before the first `take`."""
+
     def __len__(self) -> int:
         return len(self._groups)
 

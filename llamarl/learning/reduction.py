@@ -60,6 +60,26 @@ class Ranks:
         known = bytes(torch.cat(parts).tolist()).decode().split(",")
         return sorted(set(known) - {""})
 
+    def gather(self, message: bytes) -> list[bytes]:
+        """What each rank gives, in their order; of ranks that share a decoder the first one's."""
+        if self.size == 1:
+            return [message]
+        own = message if self._is_counted else b""
+        size_1 = torch.tensor([len(own)], device=self._device)
+        sizes = [torch.empty_like(size_1) for _ in range(self.size)]
+        dist.all_gather(sizes, size_1, group=self._group)
+        longest = max(int(size) for size in sizes)
+        if not longest:
+            return [b""] * self.size
+        padded = bytearray(own.ljust(longest, b"\0"))
+        mine = torch.frombuffer(padded, dtype=torch.uint8).to(self._device)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine, group=self._group)
+        messages = []
+        for part, size in zip(parts, sizes):
+            messages.append(part[: int(size)].cpu().numpy().tobytes())
+        return messages
+
     def _reduced(self, values: Mapping[str, Number], operation: dist.ReduceOp) -> dict[str, float]:
         numbers = [float(value) for value in values.values()]
         if self.size > 1 and numbers:

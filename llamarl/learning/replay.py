@@ -42,6 +42,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from llamarl.comm import wire
+from llamarl.comm.channel import dp_rank_of
 from llamarl.learning.buffer import GroupBuffer, decoded
 from llamarl.learning.reduction import Ranks
 from llamarl.types import Group
@@ -99,7 +101,9 @@ def lag_bound(
 @dataclass(kw_only=True, eq=False, repr=False)
 class ReplayBuffer(GroupBuffer):
     """sync_period k: what was handed over joins at steps 0, k, 2k, ... max_size: completions that
-    this rank holds.
+    this rank holds. grow_until: the step from which on it holds no more than it held at that step
+    (TBA, B.3), or at the first one after it that held enough to draw from. None: it grows to
+    max_size. good_reward: completions of at least so much are counted, each once; None: none are.
 
     max_lag: of what is handed over, as a GroupBuffer's. most_lag: what lag_bound says of the rest;
     a group that is older leaves, which none is before a resume on another number of ranks. None: no
@@ -112,31 +116,71 @@ class ReplayBuffer(GroupBuffer):
     max_size: int
     seed: int
     rank: int = 0
+    num_ranks: int = 1
     most_lag: int | None = None
+    grow_until: int | None = None
+    good_reward: float | None = None
 
     def __post_init__(self):
         super().__post_init__()
         self._held: list[_Held] = []  # handed over, oldest first; the last ones may be hidden yet
         self._passed: set[bytes] = set()  # prompts drawn since their turn came
+        self._good: set[int] = set()  # digests of this rank's share of the good ones, ever
+        self._found: list[int] = []  # those of newer ones, whoever's share they are
+        self._room = self.max_size  # completions
+        self._grows = self.grow_until is not None  # until its room is what it holds
 
     def take(self, tickets: list[int], step: int) -> list[Group]:
         came = super().take(tickets, step)
         # For `untake`: what was held and had passed before.
-        self._before = (came, self._held, self._passed)
-        held = self._held + [self._hold(group, step) for group in came]
+        self._before = (came, self._held, self._passed, self._room, self._grows)
+        held = self._held + [self._hold(group, step) for group in self._shared(came)]
         joined = [h for h in held if h.joined <= step]
         hidden = held[len(joined) :]
         sizes = torch.tensor([h.group.lengths.numel() for h in joined])
         newer = sizes.flip(0).cumsum(0)  # completions of a group and of all newer ones
-        kept = self._not_too_old(joined[int((newer > self.max_size).sum()) :], step)
+        kept = self._not_too_old(joined[int((newer > self._room).sum()) :], step)
+        self._stop_growing(kept, step)
         self._held = kept + hidden
         # What the step just taken has to tell, in numbers.
         self._told = {"hidden": sum(h.group.lengths.numel() for h in hidden)}
-        return self._sample(kept, step)
+        return self._trained_here(self._sample(kept, step))
 
     def untake(self, groups: list[Group]) -> None:
-        came, self._held, self._passed = self._before
+        came, self._held, self._passed, self._room, self._grows = self._before
         self.put(came)
+
+    # --- What differs where ranks draw from one buffer ---
+
+    @property
+    def _stream(self) -> int:
+        """Which rank's random numbers it draws by."""
+        return self.rank
+
+    def _shared(self, groups: list[Group]) -> list[Group]:
+        """The groups that join, given those that were handed over here."""
+        return groups
+
+    def _trained_here(self, drawn: list[Group]) -> list[Group]:
+        """Of what was drawn, what this rank trains on."""
+        return drawn
+
+    def _holds(self, ticket: int, is_mine: bool) -> bool:
+        """Whether it holds a ticket's group, which is or is not of this rank's own tickets."""
+        return is_mine
+
+    def _stores(self, ticket: int) -> bool:
+        """Whether this rank's part of a checkpoint has the ticket's group."""
+        return True
+
+    def _share_of(self, rooms: list[int]) -> int:
+        """Its room, given those that all ranks stored."""
+        least = self.draw.prompts * self.draw.completions
+        return max(least, sum(rooms) // self.num_ranks)
+
+    def _counts(self) -> bool:
+        """Whether what it tells is to be added to what other ranks tell."""
+        return True
 
     def _hold(self, group: Group, step: int) -> _Held:
         """A group that was handed over at a step, which the next sync step makes visible."""
@@ -157,7 +201,18 @@ class ReplayBuffer(GroupBuffer):
                 completion=group.token_ids[span].numpy().tobytes(),
             )
             rows.append(row)
+            if self.good_reward is not None and row.reward >= self.good_reward:
+                self._found.append(_digest_of(row))
         return _Held(group, step, joined, rows)
+
+    def _stop_growing(self, held: list[_Held], step: int) -> None:
+        """Where growth ends there is room for what is held then, and no more."""
+        if not self._grows or step < self.grow_until:
+            return
+        size = sum(h.group.lengths.numel() for h in held)
+        if size >= self.draw.prompts * self.draw.completions:
+            self._room = size
+            self._grows = False
 
     def _not_too_old(self, held: list[_Held], step: int) -> list[_Held]:
         if self.most_lag is None:
@@ -199,7 +254,7 @@ class ReplayBuffer(GroupBuffer):
             is_newest,
             passed,
             self.draw,
-            rng_of(self.seed, step, self.rank),
+            rng_of(self.seed, step, self._stream),
         )
         self._passed = set(compress(numbers, passed.tolist()))
         ages = [step - row.oldest for row in rows]
@@ -219,9 +274,14 @@ class ReplayBuffer(GroupBuffer):
         """buffer/*: completions that may be drawn, and their prompts; copies of them that are held
         too; those that wait for a sync step; ages in steps, of the oldest token of what may be
         drawn; of the completions drawn, how many are of the newest join (fraction), and how many
-        repeat another, token for token (count).
+        repeat another, token for token (count). With good_reward also how many different
+        completions of at least that reward were ever handed over.
         """
-        sums = ranks.sum(**self._told)
+        found = {}
+        if self.good_reward is not None:
+            found["buffer/distinct_good"] = self._num_good(ranks)
+        told = self._told if self._counts() else dict.fromkeys(self._told, 0)
+        sums = ranks.sum(**told)
         return {
             "buffer/size": sums["size"],
             "buffer/prompts": sums["prompts"],
@@ -231,37 +291,119 @@ class ReplayBuffer(GroupBuffer):
             "buffer/age_max": ranks.max(age=self._told["age_max"])["age"],
             "buffer/on_policy_fraction": sums["on_policy"] / max(1.0, sums["drawn"]),
             "buffer/duplicates": sums["duplicates"],
+            **found,
         }
+
+    def _num_good(self, ranks: Ranks) -> float:
+        """How many different completions of good reward have come to any rank, ever. Each is kept
+        by the rank that its digest names.
+        """
+        mine = torch.tensor(self._found, dtype=torch.int64).numpy().tobytes()
+        for message in ranks.gather(mine):
+            if message:
+                self._keep_good(torch.frombuffer(bytearray(message), dtype=torch.int64))
+        self._found = []
+        return ranks.sum(good=len(self._good))["good"]
+
+    def _keep_good(self, digests: Tensor) -> None:
+        is_mine = digests % self.num_ranks == self.rank
+        self._good.update(digests[is_mine].tolist())
 
     # --- Checkpoints ---
 
     def stored(self) -> list[Group]:
-        return super().stored() + [h.group for h in self._held]
+        return super().stored() + [h.group for h in self._stored()]
+
+    def _stored(self) -> list[_Held]:
+        return [h for h in self._held if self._stores(h.group.ticket)]
 
     def state_dict(self) -> dict:
         """Also `held`: [ticket, taken] of what was handed over; `passed`: the newest ticket of each
-        prompt that was drawn since its turn came.
+        prompt that was drawn since its turn came; `room`: once it grows no more.
         """
-        held = [[h.group.ticket, h.taken] for h in self._held]
+        held = [[h.group.ticket, h.taken] for h in self._stored()]
         newest = {_prompt_of(h.group): h.group.ticket for h in self._held}
         passed = sorted(newest[prompt] for prompt in self._passed)
-        return {**super().state_dict(), "held": held, "passed": passed}
+        state = {**super().state_dict(), "held": held, "passed": passed}
+        if self.grow_until is not None and not self._grows:
+            state["room"] = self._room
+        if self.good_reward is not None:
+            state["good"] = torch.tensor(sorted(self._good), dtype=torch.int64)
+        return state
 
     def load(
         self, parts: Iterable[Mapping], finished: set[int], is_mine: Callable[[int], bool]
     ) -> None:
-        """With another number of ranks each takes what is of its own tickets now."""
+        """With another number of ranks each takes what is of its own tickets now, and its share of
+        the room.
+        """
         parts = list(parts)
         super().load(parts, finished, is_mine)
         passed: set[int] = set()
         for part in parts:
+            if "good" in part:
+                self._keep_good(part["good"])
+        self._found = []
+        rooms = [part["room"] for part in parts if "room" in part]
+        if rooms and self.grow_until is not None:
+            self._room = self._share_of(rooms)
+            self._grows = False
+        for part in parts:
             passed |= set(part.get("passed", []))
-            taken = {entry[0]: entry[1] for entry in part.get("held", []) if is_mine(entry[0])}
+            taken = {}
+            for ticket, step in part.get("held", []):
+                if self._holds(ticket, is_mine(ticket)):
+                    taken[ticket] = step
             groups = decoded(part) if taken else []
             self._held += [self._hold(g, taken[g.ticket]) for g in groups if g.ticket in taken]
         self._held.sort(key=lambda h: (h.taken, h.group.ticket))
         groups = [h.group for h in self._held]
         self._passed = {_prompt_of(g) for g in groups if g.ticket in passed}
+
+
+def _digest_of(row: _Row) -> int:
+    """A number from 0 to 2**63 - 1, the same for equal completions of equal prompts."""
+    digest = hashlib.blake2b(row.prompt + b"|" + row.completion, digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class SharedReplayBuffer(ReplayBuffer):
+    """A buffer that every trainer rank holds whole: what is handed over to any joins on all.
+    All draw the same B prompts of the step, of which each rank trains on its share, each prompt's K
+    completions on one rank.
+
+    So a prompt's completions meet wherever they were sent, and what is drawn is what one rank with
+    the same groups draws. draw, max_size: of all ranks together. `take` is collective.
+    """
+
+    def attach(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    @property
+    def _stream(self) -> int:
+        return 0
+
+    def _shared(self, groups: list[Group]) -> list[Group]:
+        message = wire.encode(groups) if groups else b""
+        come: list[Group] = []
+        for theirs in self._ranks.gather(bytes(message)):
+            come += wire.decode(theirs) if theirs else []
+        return sorted(come, key=lambda group: group.ticket)
+
+    def _trained_here(self, drawn: list[Group]) -> list[Group]:
+        return drawn[self.rank :: self.num_ranks]
+
+    def _holds(self, ticket: int, is_mine: bool) -> bool:
+        return True
+
+    def _stores(self, ticket: int) -> bool:
+        return dp_rank_of(ticket, self.num_ranks) == self.rank
+
+    def _share_of(self, rooms: list[int]) -> int:
+        return rooms[0]
+
+    def _counts(self) -> bool:
+        return self.rank == 0
 
 
 def _prompt_of(group: Group) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def beta_at(
+def value_at(
     step: int,
     first: float,
     *,
@@ -12,9 +12,10 @@ def beta_at(
     end_step: int,
     cut_step: int | None = None,
 ) -> float:
-    """The coefficient beta of step `step`, from 0, in all of its updates.
+    """What an option is at step `step`, from 0, in all of its updates, if it began as `first`.
 
-    Source: TBA, arXiv 2503.18929, tables 2 and 3.
+    Source: beta of TBA, arXiv 2503.18929, tables 2 and 3; the temperatures of the log reward and of
+    the language model, B.3.
 
     linear     first + (final - first) * step / end_step, then final from end_step on
     cut        the same line, but final from cut_step on: table 3 has end_step at half of the steps

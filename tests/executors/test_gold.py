@@ -190,7 +190,7 @@ def test_models_work_a_microbatch_at_a_call(tmp_path, monkeypatch):
 
 def test_closing_frees_the_source():
     gold = make(None)
-    source = gold._scoring._sources["lengths"]
+    source = gold._scoring._sources["lengths"].source
     gold.begin(0, [item("a")])
     gold.close()
     assert source.closed and gold.pending == 0

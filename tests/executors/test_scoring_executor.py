@@ -66,6 +66,9 @@ class Lengths:
         known, self._known = self._known, []
         return known
 
+    def wait(self, timeout_s):
+        return bool(self._known)
+
     def close(self):
         self._known = []
 
@@ -228,7 +231,7 @@ def test_sources_without_a_model_are_weighed_too_and_hear_of_whole_groups(build)
     lengths = torch.tensor([float(len(c)) for c in ASKED[3].completions])
     torch.testing.assert_close(group.rewards, 2.5 * lengths, rtol=0, atol=0)
     for source in executor._scoring._sources.values():
-        assert [batch for batch in source.batches if batch] == [[0, 1, 2]]
+        assert [batch for batch in source.source.batches if batch] == [[0, 1, 2]]
 
 
 def test_what_one_part_cannot_score_has_no_reward(build, scorer, tmp_path):

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from executors.build import options_at
 from llamarl.config.command_line import (
     CONF_DIR,
     ConfigError,
@@ -26,7 +27,7 @@ NAMES = sorted(
 # Those whose value model starts as the reward model.
 OWN_CRITICS = ("async_rlhf_table4", "async_rlhf_table7_ppo")
 # Those that a reward model scores, in the paper.
-TABLES = ("async_rlhf_table4", "async_rlhf_table7", "tba_table3")
+TABLES = ("async_rlhf_table4", "async_rlhf_table7", "tba_table3", "tba_red_team")
 MODEL_REWARDS = tuple(name for name in NAMES if name.startswith(TABLES))
 
 
@@ -84,7 +85,7 @@ def test_it_is_accepted_on_ranks_and_fits_its_model(name, settings, given, direc
 
 
 def test_the_papers_rewards_are_models(settings):
-    assert len(MODEL_REWARDS) == 6
+    assert len(MODEL_REWARDS) == 8
     for name in NAMES:
         assert (settings(name).reward.kind == "model") == (name in MODEL_REWARDS)
 
@@ -107,6 +108,29 @@ def test_what_the_papers_tables_say(settings):
         50,
         "fifo",
     )
+
+
+def test_what_the_red_teaming_appendix_says(settings):
+    gpt2, llama = settings("tba_red_team_gpt2"), settings("tba_red_team_llama")
+    for c in (gpt2, llama):
+        assert (c.max_steps, c.groups_per_step * c.trained_per_prompt) == (5000, 128)
+        assert (c.loss.fn, c.loss.options["beta"], c.reference.kind) == ("tb", 0.05, "frozen")
+        assert (c.buffer.sync_period, c.max_lag, c.eval.num_samples) == (10, None, 1024)
+        assert (c.eval.num_prompts, c.eval.embedder) == (1, "start")
+    assert (gpt2.buffer.most_on_policy, gpt2.buffer.max_size) == (0.5, 100_000)
+    assert (gpt2.buffer.grow_until, llama.buffer.grow_until) == (4000, None)
+    assert (llama.buffer.most_on_policy, llama.buffer.max_size) == (0.6, 130_000)
+    assert (gpt2.generator.temperature, llama.generator.temperature) == ([0.5, 2.0], [0.7, 2.0])
+    assert options_at(0, config=llama) == {
+        "log_reward_temperature": 2.0,
+        "reference_temperature": 1.0,
+    }
+    assert options_at(1000, config=llama) == {
+        "log_reward_temperature": 1.0,
+        "reference_temperature": pytest.approx(1.1),
+    }
+    assert options_at(2000, config=llama)["reference_temperature"] == 1.2
+    assert options_at(250, config=gpt2) == {"log_reward_temperature": 1.5}
 
 
 def test_a_reward_model_that_is_not_given_is_told_once(given):

@@ -96,7 +96,7 @@ def test_a_resumed_run_draws_and_trains_as_one_that_was_not_stopped(synchronous_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [None, 2])
+@pytest.mark.parametrize("ranks", [None, 2, 3])
 def test_without_a_bound_every_group_is_handed_over_once_and_beta_falls(tmp_path, ranks):
     with Job(
         *SMALL,
@@ -194,6 +194,33 @@ REPLAYED = (
     "overcommit=4",
     "beta_schedule.end_step=2",
 )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tba_red_team_gpt2", "tba_red_team_llama"])
+def test_a_published_attack_runs_at_a_smaller_size(name, tmp_path):
+    """Without a victim: its temperatures, its target, and a buffer that grows no more."""
+    attack = (
+        "buffer.completions_per_prompt=4",
+        "buffer.initial_completions=40",
+        "buffer.grow_until=1",
+        "buffer.sync_period=1",
+        "overcommit=4",
+        "reward=function",
+        "task.eval_path=null",
+        "eval.embedder=null",
+        "log_reward_schedule.end_step=2",
+        "trainer.parity_tolerance=1e-6",  # fresh tokens are not compared
+    )
+    with Job(f"+experiment={name}", *REDUCED, *attack, run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+    rows = job.rows[-3:]
+    assert [row["loss/log_reward_temperature"] for row in rows] == [2.0, 1.5, 1.0]
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert (
+        held_in(rows[1]) == held_in(rows[2])
+        and max(row.get("parity/logprob_diff_max") or 0 for row in rows) > 0.01
+    ), "sampled at another temperature than it is scored at"
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from llamarl.config.loss_options import LOSS_OPTIONS, declares
 from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.config.schema import PlacementSettings
 
+LINE = ("final", "end_step")  # of a schedule
 RECIPE = """
 from llamarl.config.command_line import main
 from llamarl.models.config import tiny_directory
@@ -97,7 +98,7 @@ def test_every_choice_of_every_group_fits_the_schema_and_has_the_name_of_its_kin
     )  # it need not be installed
     (tmp_path / "config.json").touch()
     data = [f"task.path={tmp_path}"]
-    line = ["loss=tb", "beta_schedule.final=0.1", "beta_schedule.end_step=9"]
+    line = ["loss=tb", f"{group}.final=0.1", f"{group}.end_step=9"]
     judge = ["reward.url=http://127.0.0.1:8000/v1", "reward.model=m"]
     needed = {"jsonl": data, "gsm8k": data, "hf_dataset": data, "judge": judge}
     needed |= {"linear": line, "cut": [*line, "beta_schedule.cut_step=3"]}
@@ -154,6 +155,13 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
         ("reward.num_workers=0", "need a whole number of at least 1"),
         ("reward.timeout_s=0", "need a number above 0"),
         ("model.dtype=float16", "need float32 or bfloat16; did you mean bfloat16?"),
+        *(
+            (
+                f"generator.temperature={value}",
+                "need two numbers above 0: a lowest and a highest, such as [0.7,2.0] or null",
+            )
+            for value in ("[2.0,0.7]", "[0.7]", "[0,1]", "0.7")
+        ),
         ("dry_run=1", "need true or false"),
         ("placement.trainer=[a]", "need a list of ranks such as [0,1] or null"),
         ("placement.trainer=0", "need a list of ranks such as [0,1] or null"),
@@ -354,8 +362,9 @@ def test_a_null_takes_back_what_an_experiment_sets_for_another_kind(tmp_path):
 
 def test_a_kind_without_its_keys_is_refused_with_the_choice_that_has_them():
     assert complaints("buffer.kind=replay", "buffer.max_size=9") == {
-        "buffer.kind=replay": "needs sync_period, most_on_policy, priority, temperature, "
-        "completions_per_prompt, initial_completions too; choose it with its keys: buffer=replay"
+        "buffer.kind=replay": "needs draw, sync_period, most_on_policy, priority, temperature, "
+        "completions_per_prompt, grow_until, good_reward, initial_completions too; "
+        "choose it with its keys: buffer=replay"
     }
 
 
@@ -902,6 +911,16 @@ def test_multirun_runs_every_point(recipe):
             "beta_schedule.kind=linear loss.fn=policy_gradient",
             "loss.beta",
         ),
+        (
+            ["log_reward_schedule=linear", *(f"log_reward_schedule.{k}=5" for k in LINE)],
+            "log_reward_schedule.kind=linear loss.fn=policy_gradient",
+            "loss.log_reward_temperature",
+        ),
+        (
+            ["loss=tba", "reference_schedule=linear", *(f"reference_schedule.{k}=5" for k in LINE)],
+            "reference_schedule.kind=linear loss.fn=tba",
+            "loss.reference_temperature",
+        ),
         (["beta_schedule.final=0.1"], "beta_schedule.final", "linear or cut"),
         (["beta_schedule.kind=linear"], "beta_schedule.kind=linear", "needs final, end_step too"),
         (["beta_schedule=linear"], "beta_schedule.final", "required: set beta_schedule.final"),
@@ -918,6 +937,33 @@ def test_what_replay_reset_and_schedules_cannot_go_with_is_told_with_the_remedy(
 ):
     found = complaints(*overrides)
     assert where in found and remedy in found[where]
+
+
+HOT = "generator.temperature=[0.7,2.0]"
+
+
+@pytest.mark.parametrize(
+    "overrides, where",
+    [
+        (["loss=ppo"], "loss.fn=clipped"),
+        (["loss=proximal_rloo"], "loss.fn=proximal_rloo"),
+        (["loss=kimi_k2"], "loss.fn=kimi_k2"),
+        (["reference=frozen", "trainer.reward_kl_coef=0.1"], "trainer.reward_kl_coef=0.1"),
+    ],
+)
+def test_temperatures_of_their_own_are_refused_where_the_policy_is_held_to_what_sampled(
+    overrides, where
+):
+    found = complaints(*overrides, HOT)
+    assert f"{HOT} {where}" in found
+    assert "generator.temperature=null" in found[f"{HOT} {where}"]
+    same = "generator.temperature=[1,1]"
+    assert complaints(*overrides, same) == {}
+
+
+@pytest.mark.parametrize("loss", ["tb", "tba", "aipo", "reinforce", "rloo", "online_dpo", "copg"])
+def test_other_losses_take_completions_of_any_temperature(loss):
+    assert complaints(f"loss={loss}", HOT) == {}
 
 
 def test_a_cut_needs_its_step_and_what_fits_is_accepted():

@@ -13,7 +13,7 @@ def marked(mark):
 def test_the_keys_of_a_runs_identity():
     assert marked("identity") == {
         *("seed", "groups_per_step", "group_size", "max_new_tokens", "temperature", "max_lag"),
-        *("buffer.kind", "model.path"),
+        *("buffer.kind", "model.path", "generator.temperature", "buffer.draw"),
     }
 
 

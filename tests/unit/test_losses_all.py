@@ -42,6 +42,7 @@ def test_what_a_config_reads_of_a_loss_is_what_the_loss_declares():
         "uses_all_completions",
         "needs_reference",
         "token_advantages",
+        "holds_to_generator",
     }
     for name, fn in LOSSES.items():
         assert list(declarations()[name].options) == options_of(fn)
@@ -232,6 +233,8 @@ def test_impossible_knobs_are_refused(fn, options, message):
         ("dr_grpo", {"max_tokens": 0}, "need at least 1"),
         ("dr_grpo", {"max_tokens": 5, "normalize": "groups"}, "takes the place of normalize"),
         ("tb", {"beta": 0.0}, "more than 0"),
+        ("tb", {"log_reward_temperature": 0.0}, "log_reward_temperature=0.0: need more than 0"),
+        ("tb", {"reference_temperature": -1.0}, "reference_temperature=-1.0: need more than 0"),
         ("online_dpo", {"beta": -1.0}, "more than 0"),
         ("tba", {"beta": -1.0}, "at least 0"),
         ("kimi_k2", {"tau": -1.0}, "at least 0"),

@@ -224,6 +224,28 @@ def test_tba_without_beta_is_dr_grpo():
 
 
 @pytest.mark.parametrize("seed", range(3))
+def test_gradient_and_value_of_tb_with_temperatures_are_those_of_its_target(seed):
+    """log R = (log ref / gamma + r / beta) / T (Lee et al. 2024), by the letter."""
+    p, beta, gamma, t = problem(seed=seed), 0.25, 1.2, 2.0
+    rewards, n = p.completions.rewards.tolist(), p.completions.num_completions
+    c, squares = {}, 0.0
+    for members in p.members():
+        distance = {}  # log pi - log R of each
+        for j in members:
+            log_pi = sum(float(p.pi[label]) for label in p.labels(j))
+            log_ref = sum(float(p.ref[label]) for label in p.labels(j))
+            distance[j] = log_pi - (log_ref / gamma + rewards[j] / beta) / t
+        mean = sum(distance.values()) / max(1, len(members))
+        squares += sum((distance[j] - mean) ** 2 for j in members)
+        c |= {int(i): -beta * (distance[j] - mean) / n for j in members for i in p.labels(j)}
+    options = {"beta": beta, "log_reward_temperature": t, "reference_temperature": gamma}
+    assert_gradient(p, "tb", c, **options)
+    loss, metrics = p.call(PUBLISHED["tb"], **options)
+    assert loss.item() == pytest.approx(beta / 2 * squares / n, rel=1e-12)
+    assert metrics["tb/square/completions"].item() == pytest.approx(squares, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_gradient_and_value_of_tb_are_tba_eq_7_and_5(seed):
     p, beta = problem(seed=seed), 0.25
     log_ratios, rewards, n = (

@@ -21,7 +21,7 @@ def of(cls, ticket, index, tokens, versions, last):
 
 
 def taken_out(state, newest):
-    return list(unpack(state, newest, stream=0, params=SamplingParams(9)))
+    return list(unpack(state, newest, stream=0, params_of=lambda ticket: SamplingParams(9)))
 
 
 def reason_of(sample):

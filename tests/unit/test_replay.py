@@ -50,8 +50,21 @@ def draw(prompts=2, completions=2, most_on_policy=0.5, priority="softmax", tempe
     return Draw(prompts, completions, most_on_policy, priority, temperature)
 
 
-def buffer_of(*, sync_period=1, max_size=1000, seed=0, rank=0, max_lag=None, most_lag=None, **how):
-    bounds = {"max_lag": max_lag, "most_lag": most_lag}
+def buffer_of(
+    *,
+    sync_period=1,
+    max_size=1000,
+    seed=0,
+    rank=0,
+    num_ranks=1,
+    max_lag=None,
+    most_lag=None,
+    grow_until=None,
+    good_reward=None,
+    **how,
+):
+    bounds = {"max_lag": max_lag, "most_lag": most_lag, "grow_until": grow_until}
+    bounds |= {"num_ranks": num_ranks, "good_reward": good_reward}
     return ReplayBuffer(
         draw=draw(**how), sync_period=sync_period, max_size=max_size, seed=seed, rank=rank, **bounds
     )
@@ -567,3 +580,101 @@ def test_what_is_stored_is_encoded_in_pieces_that_hold_up_nobody_for_long():
     pieces = [value for name, value in state.items() if name.startswith("buffer/")]
     assert len(pieces) == len(ours.stored()) > 2
     assert [g.ticket for g in decoded(state)] == [g.ticket for g in ours.stored()]
+
+
+# --- growth that ends ---
+
+
+def grown(buffer, steps, first=0, per_step=3):
+    """The tickets held after each step, each of which brings so many groups of two."""
+    held = []
+    for step in range(first, steps):
+        groups = [group(per_step * step + i, version=step) for i in range(per_step)]
+        buffer.put(groups)
+        drawn = buffer.take([g.ticket for g in groups], step)
+        buffer.untake(drawn)  # whatever is given up is done again alike
+        buffer.take([g.ticket for g in groups], step)
+        held.append([h.group.ticket for h in buffer._held])
+    return held
+
+
+def test_from_a_step_on_it_holds_no_more_than_it_held_then_and_the_oldest_leave():
+    held = grown(buffer_of(grow_until=4), 8)
+    assert [len(tickets) for tickets in held] == [3, 6, 9, 12, 15, 15, 15, 15]
+    assert held[-1] == list(range(9, 24))
+    assert [len(tickets) for tickets in grown(buffer_of(), 6)] == [3, 6, 9, 12, 15, 18]
+
+
+def test_growth_goes_on_until_there_is_enough_to_draw_from():
+    buffer = buffer_of(grow_until=1, completions=4, prompts=2)  # 8, of groups of two
+    assert [len(tickets) for tickets in grown(buffer, 6, per_step=1)] == [1, 2, 3, 4, 4, 4]
+
+
+def test_the_end_of_growth_outlives_a_checkpoint_on_any_number_of_ranks():
+    parts = []
+    for rank in (0, 1):
+        buffer = buffer_of(grow_until=2, rank=rank, num_ranks=2)
+        grown(buffer, 4)
+        parts.append(buffer.state_dict())
+    assert [part["room"] for part in parts] == [18, 18]
+    for num_ranks, room in ((1, 36), (2, 18), (4, 9)):
+        again = buffer_of(grow_until=2, num_ranks=num_ranks)
+        again.load(parts[:1], set(), lambda ticket: True)
+        assert again._room == room // 2 and not again._grows
+        again = buffer_of(grow_until=2, num_ranks=num_ranks)
+        again.load([*parts, {"buffered": []}], set(), lambda ticket: False)
+        assert again._room == room
+    later = buffer_of(grow_until=6)
+    grown(later, 4)
+    assert "room" not in later.state_dict(), "it still grows"
+
+
+# --- what was found ---
+
+
+class Both:
+    """Ranks whose gathering hands on what both buffers have found, before either takes it in."""
+
+    def __init__(self, buffers):
+        found = [torch.tensor(b._found, dtype=torch.int64).numpy().tobytes() for b in buffers]
+        self.gather = lambda message: found
+        self.sum = lambda good: {"good": good}
+
+
+def test_good_completions_are_counted_once_however_often_they_come_and_leave():
+    buffer = buffer_of(good_reward=1.0, max_size=4)
+    same = dataclasses.replace(group(0, prompt=1, rewards=(1.0, 2.0, 0.5)), ticket=9)
+    come = [[group(0, prompt=1, rewards=(1.0, 2.0, 0.5))], [same], [group(2, prompt=1)]]
+    counts = []
+    for step, groups in enumerate(come):
+        buffer.put(groups)
+        drawn = buffer.take([g.ticket for g in groups], step)
+        buffer.untake(drawn)
+        buffer.take([g.ticket for g in groups], step)
+        counts.append(buffer.metrics(ALONE)["buffer/distinct_good"])
+    assert counts == [2, 2, 3]
+    again = buffer_of(good_reward=1.0)
+    again.load([buffer.state_dict()], set(), lambda ticket: True)
+    again.take([], 3)
+    assert again.metrics(ALONE)["buffer/distinct_good"] == 3
+    assert "buffer/distinct_good" not in made_metrics(buffer_of())
+
+
+def made_metrics(buffer):
+    buffer.take([], 0)
+    return buffer.metrics(ALONE)
+
+
+def test_what_two_ranks_both_find_counts_once_and_outlives_their_number():
+    ranks = [buffer_of(good_reward=1.0, rank=rank, num_ranks=2) for rank in (0, 1)]
+    for rank, buffer in enumerate(ranks):
+        both = dataclasses.replace(group(0, prompt=7, rewards=(1.0, 1.0, 1.0)), ticket=10 + rank)
+        own = group(20 + rank, prompt=7, rewards=(1.0, 0.0))
+        buffer.put([both, own])
+        buffer.take([both.ticket, own.ticket], 0)
+    both = Both(ranks)
+    assert sum(buffer._num_good(both) for buffer in ranks) == 3 + 2
+    three = [buffer_of(good_reward=1.0, rank=rank, num_ranks=3) for rank in range(3)]
+    for buffer in three:
+        buffer.load([b.state_dict() for b in ranks], set(), lambda ticket: False)
+    assert sum(len(buffer._good) for buffer in three) == 5

@@ -9,6 +9,7 @@ import torch
 
 from llamarl.learning.losses.common import (
     LossAndMetrics,
+    holds_to_generator,
     log_ratio,
     masked,
     normalized,
@@ -27,6 +28,7 @@ from llamarl.learning.losses.ratios import (
 
 
 @token_advantages
+@holds_to_generator
 def clipped(
     inputs: LossInputs,
     *,

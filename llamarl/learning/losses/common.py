@@ -69,6 +69,14 @@ def needs_reference(fn: Marked) -> Marked:
     return fn
 
 
+def holds_to_generator(fn: Marked) -> Marked:
+    """The loss takes generator_logprobs for an earlier version of the policy itself, near which it
+    holds the policy: a generator that samples at temperatures of its own is refused.
+    """
+    fn.holds_to_generator = True
+    return fn
+
+
 def token_advantages(fn: Marked) -> Marked:
     """The loss uses an advantage of each token's own, as trainer.advantages=gae makes them."""
     fn.token_advantages = True

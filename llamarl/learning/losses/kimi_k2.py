@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llamarl.learning.losses.common import LossAndMetrics, log_ratio, uses_all_completions
+from llamarl.learning.losses.common import (
+    LossAndMetrics,
+    holds_to_generator,
+    log_ratio,
+    uses_all_completions,
+)
 from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.ratios import Bound
 
 
 @uses_all_completions
+@holds_to_generator
 def kimi_k2(
     inputs: LossInputs,
     *,

@@ -1,0 +1,205 @@
+"""Embeddings of texts, and how far apart they are on average.
+
+    embedder = load_embedder(settings, device)
+    vectors_NE = embedder.embed(["a text", "another"])
+    mean_pairwise_distance(vectors_NE)
+
+An embedder is an encoder of the user's own, or the language model that training starts from, whose
+hidden states are averaged over a text's tokens. A text is read by itself, without the prompt that
+it answers, so that texts of different prompts can be compared.
+
+Shapes: N texts, E of an embedding, T packed tokens, L places of the longest text, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llamarl.learning.packing import collate
+from llamarl.models.attention import PackedAttention
+from llamarl.models.frozen import frozen_decoder
+from llamarl.models.hf import load_tokenizer
+
+_UNBOUNDED = 1_000_000  # a tokenizer that knows no longest text says more than this
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedderSettings:
+    """Which model embeds.
+
+    path: its Hugging Face directory. is_policy: it is a language model of ours, which is read by
+    our own decoder; else transformers' AutoModel reads it. dtype: a name in torch.
+    microbatch_tokens: tokens a forward.
+    """
+
+    path: str
+    is_policy: bool
+    dtype: str
+    microbatch_tokens: int
+
+
+class Embedder(Protocol):
+    """Texts to vectors; whole on one rank."""
+
+    def embed(self, texts: Sequence[str]) -> Tensor:
+        """[N, E] float32, on the CPU, in order; each a function of its text and of which others are
+        asked of with it only through rounding.
+        """
+
+    def tensors(self) -> list[Tensor]:
+        """The model's weights."""
+
+
+def load_embedder(settings: EmbedderSettings, device: torch.device) -> Embedder:
+    """ValueError or OSError naming the directory if it cannot be read."""
+    if settings.is_policy:
+        return PolicyEmbedder(settings, device)
+    return EncoderEmbedder(settings, device)
+
+
+def mean_pairwise_distance(vectors_NE: Tensor) -> float:
+    """The mean over all pairs of 1 - cos; NaN for fewer than two vectors.
+
+        1 - (|sum_i u_i|^2 - sum_i |u_i|^2) / (N (N - 1)),  u_i = v_i / |v_i|
+
+    which is the mean over i != j of 1 - u_i . u_j. A vector of zeros has the cosine 0 to all.
+    Source: TBA, arXiv 2503.18929, 5.2: "the average pairwise cosine distance".
+    """
+    count = len(vectors_NE)
+    if count < 2:
+        return float("nan")
+    units_NE = unit(vectors_NE)
+    squares = float(units_NE.square().sum())
+    of_pairs = float(units_NE.sum(0).square().sum()) - squares
+    return 1.0 - of_pairs / (count * (count - 1))
+
+
+def unit(vectors_NE: Tensor) -> Tensor:
+    """[N, E] float64 of length 1; zeros stay zeros."""
+    return F.normalize(vectors_NE.double(), dim=1)
+
+
+class PolicyEmbedder:
+    """The mean over a text's tokens of a language model's last hidden states, behind its last norm.
+
+    A text without tokens is read as the end token.
+    """
+
+    def __init__(self, settings: EmbedderSettings, device: torch.device):
+        self._device = device
+        self._budget = settings.microbatch_tokens
+        self._tokenizer = load_tokenizer(settings.path)
+        self._decoder = frozen_decoder(
+            settings.path, mesh=None, device=device, dtype=getattr(torch, settings.dtype)
+        )
+
+    def embed(self, texts: Sequence[str]) -> Tensor:
+        ids = [self._ids_of(text) for text in texts]
+        vectors_ND = torch.zeros(len(texts), self._decoder.config.hidden_size)
+        for places in collate([len(own) for own in ids], self._budget):
+            vectors_ND[places] = self._means([ids[place] for place in places])
+        return vectors_ND
+
+    def tensors(self) -> list[Tensor]:
+        return list(self._decoder.parameters())
+
+    def _ids_of(self, text: str) -> list[int]:
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        context = self._decoder.config.max_position_embeddings
+        return ids[:context] or [self._tokenizer.eos_token_id or 0]
+
+    @torch.no_grad()
+    def _means(self, ids: list[list[int]]) -> Tensor:
+        sizes = [len(own) for own in ids]
+        tokens_T = torch.cat([torch.tensor(own) for own in ids])
+        positions_T = torch.cat([torch.arange(size) for size in sizes])
+        cu_seqlens = F.pad(torch.tensor(sizes).cumsum(0), (1, 0))
+
+        def head(hidden_TD: Tensor, _: Tensor) -> Tensor:
+            parts = hidden_TD.float().split(sizes)
+            return torch.stack([part.mean(0) for part in parts])
+
+        means_ND = self._decoder(
+            tokens_T.to(self._device),
+            positions_T.to(self._device),
+            PackedAttention(cu_seqlens.to(self._device)),
+            head,
+        )
+        return means_ND.cpu()
+
+
+class EncoderEmbedder:
+    """The mean over a text's tokens of the last hidden states of transformers' AutoModel: what
+    sentence encoders such as all-MiniLM-L6-v2 are trained to be read by.
+
+    A longer text than the model reads is cut at its end. Weights are read from safetensors alone.
+    """
+
+    def __init__(self, settings: EmbedderSettings, device: torch.device):
+        from transformers import AutoModel
+
+        self._device = device
+        self._budget = settings.microbatch_tokens
+        self._tokenizer = load_tokenizer(settings.path)
+        model = AutoModel.from_pretrained(
+            settings.path,
+            local_files_only=True,
+            use_safetensors=True,
+            dtype=getattr(torch, settings.dtype),
+        )
+        self._model = model.to(device).eval().requires_grad_(False)
+        self._longest = self._tokenizer.model_max_length
+        if self._longest > _UNBOUNDED:
+            self._longest = getattr(model.config, "max_position_embeddings", 512)
+
+    def embed(self, texts: Sequence[str]) -> Tensor:
+        ids = []
+        for text in texts:
+            own = self._tokenizer(text, truncation=True, max_length=self._longest)["input_ids"]
+            ids.append(own or [self._tokenizer.pad_token_id or 0])
+        vectors_NE = torch.zeros(len(texts), self._model.config.hidden_size)
+        for places in collate([len(own) for own in ids], self._budget):
+            vectors_NE[places] = self._means([ids[place] for place in places])
+        return vectors_NE
+
+    def tensors(self) -> list[Tensor]:
+        return list(self._model.parameters())
+
+    @torch.no_grad()
+    def _means(self, ids: list[list[int]]) -> Tensor:
+        longest = max(map(len, ids))
+        pad = self._tokenizer.pad_token_id or 0
+        tokens_NL = torch.tensor([own + [pad] * (longest - len(own)) for own in ids])
+        mask_NL = torch.tensor([[1] * len(own) + [0] * (longest - len(own)) for own in ids])
+        found = self._model(
+            input_ids=tokens_NL.to(self._device), attention_mask=mask_NL.to(self._device)
+        )
+        hidden_NLE = found.last_hidden_state.float().cpu()
+        weights_NL1 = mask_NL[:, :, None].float()
+        return (hidden_NLE * weights_NL1).sum(1) / weights_NL1.sum(1)
+
+
+def check_encoder(path: str) -> None:
+    """That transformers knows an encoder's directory, and that its weights are safetensors.
+    ValueError or OSError naming it.
+    """
+    from transformers import AutoConfig
+
+    directory = Path(path)
+    names = ("model.safetensors", "model.safetensors.index.json")
+    if not any((directory / name).is_file() for name in names):
+        raise ValueError(
+            f"{path}: no model.safetensors; an embedder's weights are read from that alone"
+        )
+    try:
+        AutoConfig.from_pretrained(path, local_files_only=True)
+    except (ValueError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path}: transformers cannot read its config.json: {reason}") from error

@@ -1,0 +1,69 @@
+"""Diversity of evaluations: each prompt's answers by themselves, versions in their order."""
+
+import pytest
+import torch
+
+from executors import diversity as diversity_module
+from executors.diversity import TEXTS_A_CALL, Diversity
+from tests.launching import SMALL, Job
+
+DIRECTIONS = {"east": [1.0, 0.0], "north": [0.0, 1.0], "west": [-1.0, 0.0]}
+
+
+class ByWord:
+    """Embeds the words of DIRECTIONS, and remembers how many at a time."""
+
+    def __init__(self):
+        self.calls = []
+
+    def embed(self, texts):
+        self.calls.append(len(texts))
+        return torch.tensor([DIRECTIONS[text] for text in texts])
+
+    def tensors(self):
+        return []
+
+
+@pytest.fixture
+def embedder(monkeypatch):
+    made = ByWord()
+    monkeypatch.setattr(diversity_module, "load_embedder", lambda settings, device: made)
+    return made
+
+
+def started():
+    diversity = Diversity(settings=None, device=torch.device("cpu"))
+    diversity.start()
+    return diversity
+
+
+def test_it_is_the_mean_over_prompts_of_the_distance_among_a_prompts_answers(embedder):
+    diversity = started()
+    assert diversity.poll() == [] and not diversity.is_computing
+    diversity.begin(4, [["east", "east"], ["east", "west"], ["north", "east"]])
+    assert diversity.is_computing
+    ((version, metrics),) = diversity.poll()
+    assert version == 4 and metrics == {"eval/diversity": pytest.approx((0 + 2 + 1) / 3)}
+    assert not diversity.is_computing
+
+
+def test_it_works_in_pieces_and_ends_versions_in_order(embedder):
+    diversity = started()
+    diversity.begin(1, [["east", "north"] * TEXTS_A_CALL])
+    diversity.begin(2, [["west", "west"]])
+    assert diversity.poll() == []
+    assert [version for version, _ in diversity.poll()] == [1]
+    assert [version for version, _ in diversity.poll()] == [2]
+    assert embedder.calls == [TEXTS_A_CALL, TEXTS_A_CALL, 2]
+
+
+@pytest.mark.slow
+def test_a_run_reports_it_beside_what_gold_says(tmp_path):
+    judged = ("eval.gold=tests.launching:unhurried", "eval.reference_key=null")
+    sampled = ("eval.embedder=start", "eval.num_samples=3", "max_steps=2")
+    with Job(*SMALL, *judged, *sampled, run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+        rows = job.rows
+    assert [row["step"] for row in rows if row.get("eval/diversity") is not None] == [0, 2]
+    for row in (rows[0], rows[2]):
+        assert 0 < row["eval/diversity"] < 2 and row["eval/gold"] is not None

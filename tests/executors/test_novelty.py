@@ -1,0 +1,158 @@
+"""Novelty against its formula by the letter, in whatever order completions come, alone and as a
+part of a reward.
+"""
+
+import random
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from executors import novelty as novelty_module
+from executors.novelty import Novelty, NoveltySettings
+from executors.scoring import Item, score_all
+from executors.weighted import Part, parts_alone
+from llamarl.learning.embedding import EmbedderSettings
+from llamarl.models.config import tiny_directory
+from llamarl.types import Prompt
+from tests.launching import SMALL, Job, untimed
+
+CPU = torch.device("cpu")
+GROUPS = 3  # a step
+PROMPT = Prompt(torch.tensor([1, 2]), "p", {})
+
+
+def vector_of(text):
+    """Any vector, a function of the text."""
+    return np.random.default_rng(sum(map(ord, text)) * 31 + len(text)).normal(size=3)
+
+
+class ByText:
+    def embed(self, texts):
+        return torch.tensor(np.stack([vector_of(text) for text in texts]), dtype=torch.float32)
+
+
+def item(text, is_held_out=False):
+    return Item(PROMPT, torch.tensor([3]), text, True, is_held_out)
+
+
+def made(history=100, nearest=None, metrics=None):
+    how = NoveltySettings(None, history, nearest, groups_per_step=GROUPS)
+    novelty = Novelty("new", how, CPU, metrics)
+    with patch.object(novelty_module, "load_embedder", lambda settings, device: ByText()):
+        novelty.start()
+    return novelty
+
+
+def score(novelty, groups, held_out=False):
+    """The scores of groups of texts, by group, which come in this order."""
+    scored = []
+    for texts in groups:
+        outcomes = score_all(novelty, [item(text, held_out) for text in texts])
+        scored.append([outcome.value for outcome in outcomes])
+    return scored
+
+
+def cosine(one, other):
+    one, other = vector_of(one), vector_of(other)
+    return float(one @ other / np.linalg.norm(one) / np.linalg.norm(other))
+
+
+def expected(text, past, nearest):
+    if not past:
+        return 1.0
+    cosines = sorted((cosine(text, other) for other in past), reverse=True)
+    kept = cosines[:nearest]
+    return 1 - sum(kept) / len(kept)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    history=st.integers(1, 30),
+    nearest=st.sampled_from([None, 1, 4]),
+    seed=st.integers(0, 999),
+)
+def test_scores_are_those_of_the_formula_whatever_order_a_steps_groups_come_in(
+    history, nearest, seed
+):
+    order = random.Random(seed)
+    novelty, past = made(history, nearest), []
+    for step in range(3):
+        groups = [[f"{step} {g} {i}" for i in range(2)] for g in range(GROUPS)]
+        order.shuffle(groups)
+        scored = score(novelty, groups)
+        for texts, values in zip(groups, scored):
+            wanted = [expected(text, past, nearest) for text in texts]
+            assert values == pytest.approx(wanted, abs=1e-5)
+        past = (past + sorted(text for texts in groups for text in texts))[-history:]
+
+
+def test_held_out_completions_are_scored_and_not_remembered():
+    novelty = made()
+    for _ in range(3):
+        assert score(novelty, [["a", "b"]] * GROUPS, held_out=True)[0] == [1.0, 1.0]
+    score(novelty, [["a", "b"], ["c", "d"], ["e", "f"]])
+    once = score(novelty, [["a"]], held_out=True)
+    assert once[0][0] == pytest.approx(expected("a", list("abcdef"), None), abs=1e-5)
+    assert score(novelty, [["a"]], held_out=True) == once
+
+
+def test_a_repeated_completion_is_not_new_and_a_groups_own_distance_is_told():
+    told = {}
+
+    class Meter:
+        def add_mean(self, name, value):
+            told.setdefault(name, []).append(value)
+
+    novelty = made(nearest=1, metrics=Meter())
+    score(novelty, [["a", "b"], ["c", "d"], ["e", "e"]])
+    assert score(novelty, [["b", "new"]])[0][0] == pytest.approx(0.0, abs=1e-6)
+    distances = told["diversity/cosine_distance"]
+    assert distances[0] == pytest.approx(1 - cosine("a", "b"), abs=1e-5)
+    assert distances[2] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_nothing_is_scored_before_its_batch_is_whole_and_an_empty_batch_is_none():
+    novelty = made()
+    novelty.submit(0, item("a"))
+    novelty.release([])
+    assert novelty.poll() == [] and novelty.pending == 0 and not novelty.wait(0.0)
+    novelty.submit(1, item("b"))
+    novelty.release([0, 1])
+    assert novelty.pending == 2 and novelty.wait(0.0)
+    assert [key for key, _ in novelty.poll()] == [0, 1]
+
+
+def test_as_a_part_it_weighs_with_the_start_model():
+    """The only group of a step of its own: a second one repeats it."""
+    embedder = EmbedderSettings(str(tiny_directory()), True, "float32", 1000)
+    how = NoveltySettings(embedder, history=10, nearest=1, groups_per_step=1)
+    scoring = parts_alone([Part("new", how, weight=0.5)], CPU)
+    scoring.start()
+    items = [item("12+34=46"), item("7")]
+    assert [outcome.value for outcome in score_all(scoring, items)] == [0.5, 0.5]
+    again = [outcome.value for outcome in score_all(scoring, items)]
+    assert again == pytest.approx([0.0, 0.0], abs=1e-6)
+    scoring.close()
+
+
+@pytest.mark.slow
+def test_a_synchronous_run_with_novelty_is_the_same_every_time(tmp_path):
+    parts = (
+        "reward=parts",
+        "reward.parts={sum: {kind: function}, new: {kind: novelty, nearest: 2, weight: 0.5}}",
+        "max_lag=0",
+        "max_steps=3",
+        "eval.every=0",
+    )
+    runs = []
+    for name, ranks in {"one": None, "two": 2}.items():
+        with Job(*SMALL, *parts, run_dir=tmp_path / name, ranks=ranks) as job:
+            assert job.wait() == 0, job.output
+        runs.append(untimed(job.rows))
+    assert runs[0] == runs[1]
+    novelty = [row["reward/new/mean"] for row in runs[0][-3:]]
+    assert novelty[0] == 1.0 and 0 < novelty[2] < 1

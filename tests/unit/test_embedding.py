@@ -1,0 +1,103 @@
+"""Embeddings of texts against transformers, and their distances against the formula's own words."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
+
+from llamarl.learning.embedding import (
+    EmbedderSettings,
+    check_encoder,
+    load_embedder,
+    mean_pairwise_distance,
+)
+from llamarl.models.config import tiny_directory
+
+CPU = torch.device("cpu")
+TEXTS = ["12+34=46", "7", "", "1+1=2 1+1=2 1+1=2", "99+1=100"]
+
+
+def pairs_one_by_one(vectors):
+    """The mean over pairs of 1 - cos, by the letter."""
+    distances = []
+    for one, other in itertools.combinations(vectors, 2):
+        lengths = np.linalg.norm(one) * np.linalg.norm(other)
+        cosine = float(one @ other) / lengths if lengths else 0.0
+        distances.append(1 - cosine)
+    return sum(distances) / len(distances)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 9), st.integers(1, 5), st.integers(0, 2**31))
+def test_the_distance_is_the_mean_over_pairs(count, width, seed):
+    vectors = np.random.default_rng(seed).normal(size=(count, width))
+    vectors[0] *= seed % 2  # now and then one of zeros
+    got = mean_pairwise_distance(torch.tensor(vectors))
+    assert got == pytest.approx(pairs_one_by_one(vectors), abs=1e-9)
+
+
+def test_distances_by_hand():
+    east, north = [1.0, 0.0], [0.0, 3.0]
+    assert mean_pairwise_distance(torch.tensor([east, east])) == pytest.approx(0.0)
+    assert mean_pairwise_distance(torch.tensor([east, north])) == pytest.approx(1.0)
+    assert mean_pairwise_distance(torch.tensor([east, [-2.0, 0.0]])) == pytest.approx(2.0)
+    # Two pairs at 1, one at 0.
+    assert mean_pairwise_distance(torch.tensor([east, east, north])) == pytest.approx(2 / 3)
+    assert math.isnan(mean_pairwise_distance(torch.tensor([east])))
+
+
+def of_transformers(directory, texts, **how):
+    """The mean of the last hidden states of each text alone, without padding."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModel.from_pretrained(directory, dtype=torch.float32).eval()
+    means = []
+    for text in texts:
+        ids = tokenizer(text, **how)["input_ids"] or [how.get("otherwise", tokenizer.eos_token_id)]
+        with torch.no_grad():
+            means.append(model(torch.tensor([ids])).last_hidden_state[0].mean(0))
+    return torch.stack(means)
+
+
+@pytest.mark.parametrize("budget", [8, 1000])
+def test_the_policy_embeds_as_transformers_means_its_hidden_states(budget):
+    made = EmbedderSettings(str(tiny_directory()), True, "float32", budget)
+    vectors = load_embedder(made, CPU).embed(TEXTS)
+    expected = of_transformers(tiny_directory(), TEXTS, add_special_tokens=False)
+    assert torch.allclose(vectors, expected, atol=1e-5)
+    assert not torch.allclose(vectors[0], vectors[4], atol=1e-2)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """A small BERT with random weights, and a tokenizer."""
+    directory = tmp_path_factory.mktemp("encoder")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_directory())
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=len(tokenizer), intermediate_size=32, **sizes)
+    BertModel(config).save_pretrained(directory)
+    return directory
+
+
+def test_an_encoder_embeds_without_what_texts_are_padded_with(encoder):
+    made = EmbedderSettings(str(encoder), False, "float32", 1000)
+    texts = [text for text in TEXTS if text]
+    vectors = load_embedder(made, CPU).embed(texts)
+    expected = of_transformers(encoder, texts)
+    assert torch.allclose(vectors, expected, atol=1e-5)
+
+
+def test_an_encoder_is_refused_without_safetensors_or_a_known_config(encoder, tmp_path):
+    check_encoder(str(encoder))
+    with pytest.raises(ValueError, match=r"no model\.safetensors"):
+        check_encoder(str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
+    with pytest.raises(ValueError, match="transformers cannot read its config.json"):
+        check_encoder(str(tmp_path))

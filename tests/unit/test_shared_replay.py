@@ -1,0 +1,158 @@
+"""A replay buffer that all trainer ranks draw from: two ranks, in two threads, against one that
+gets everything.
+"""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from llamarl.comm.channel import dp_rank_of
+from llamarl.learning.reduction import Ranks
+from llamarl.learning.replay import ReplayBuffer, SharedReplayBuffer
+from tests.launching import SMALL, Job
+from tests.unit.test_replay import ALONE, draw, group, names_of
+
+SECONDS = 30
+
+
+class Together:
+    """Ranks in threads of one process, which meet at each gathering."""
+
+    def __init__(self, size):
+        self.size = size
+        self.given = [b""] * size
+        self.barrier = threading.Barrier(size, timeout=SECONDS)
+
+    def of(self, rank):
+        ranks = Ranks(None, torch.device("cpu"), None)
+
+        def gather(message):
+            self.given[rank] = message
+            self.barrier.wait()
+            messages = list(self.given)
+            self.barrier.wait()
+            return messages
+
+        ranks.gather = gather
+        return ranks
+
+
+def shared(ranks, **options):
+    """The buffers of so many ranks."""
+    together = Together(ranks)
+    made = []
+    for rank in range(ranks):
+        buffer = SharedReplayBuffer(
+            draw=draw(prompts=4, completions=3),
+            sync_period=2,
+            max_size=20,
+            seed=5,
+            rank=rank,
+            num_ranks=ranks,
+            **options,
+        )
+        buffer.attach(together.of(rank))
+        made.append(buffer)
+    return made
+
+
+def alone(**options):
+    made = ReplayBuffer(
+        draw=draw(prompts=4, completions=3), sync_period=2, max_size=20, seed=5, **options
+    )
+    made.attach(ALONE)
+    return made
+
+
+def come_at(step):
+    """Four groups of two, of three prompts: those of a prompt go to both ranks."""
+    groups = []
+    for ticket in range(4 * step, 4 * step + 4):
+        rewards = (float(ticket % 5), float(ticket % 3))
+        groups.append(group(ticket, prompt=ticket % 3, rewards=rewards, version=step))
+    return groups
+
+
+def take(buffers, step):
+    """What each rank trains on, each having been handed the groups of its own tickets."""
+    ranks = len(buffers)
+
+    def on(rank):
+        own = [g for g in come_at(step) if ranks == 1 or dp_rank_of(g.ticket, ranks) == rank]
+        buffers[rank].put(own)
+        return buffers[rank].take([g.ticket for g in own], step)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(on, range(ranks)))
+
+
+def in_draw_order(parts):
+    """Names of what all ranks train on, in the order of the draws."""
+    count = sum(map(len, parts))
+    return [names_of(parts[i % len(parts)][i // len(parts)]) for i in range(count)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_together_draw_what_one_rank_draws(ranks):
+    one, many = alone(grow_until=3), shared(ranks, grow_until=3)
+    for step in range(6):
+        (expected,) = take([one], step)
+        parts = take(many, step)
+        assert [len(part) for part in parts] == [4 // ranks] * ranks
+        assert in_draw_order(parts) == [names_of(g) for g in expected]
+    told = one.metrics(ALONE)
+    sums = [buffer._told if buffer._counts() else {} for buffer in many]
+    assert sum(part.get("size", 0) for part in sums) == told["buffer/size"]
+    prompts = {int(g.prompt_ids[1]) for part in parts for g in part}
+    assert len(prompts) == 3, "a prompt's completions have met on all ranks"
+
+
+def test_a_step_that_is_given_up_is_drawn_again():
+    many = shared(2)
+    take(many, 0)
+    first = take(many, 1)
+    for buffer, groups in zip(many, first):
+        buffer.untake(groups)
+        assert buffer.tickets() == [g.ticket for g in come_at(1) if buffer._stores(g.ticket)]
+
+    def again(rank):
+        return many[rank].take(many[rank].tickets(), 1)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert in_draw_order(list(pool.map(again, range(2)))) == in_draw_order(first)
+
+
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (2, 4)])
+def test_a_checkpoint_has_each_group_once_and_goes_on_with_any_number_of_ranks(before, after):
+    one, many = alone(grow_until=1), shared(before, grow_until=1)
+    for step in range(4):
+        take([one], step)
+        take(many, step)
+    parts = [buffer.state_dict() for buffer in many]
+    tickets = [ticket for part in parts for ticket, _ in part["held"]]
+    assert len(tickets) == len(set(tickets)) > 0
+    resumed = shared(after, grow_until=1)
+    for rank, buffer in enumerate(resumed):
+        buffer.load(parts, set(), lambda t, rank=rank: dp_rank_of(t, after) == rank)
+    for step in (4, 5):
+        (expected,) = take([one], step)
+        assert in_draw_order(take(resumed, step)) == [names_of(g) for g in expected]
+
+
+@pytest.mark.slow
+def test_two_trainer_ranks_of_a_run_draw_what_one_draws(tmp_path):
+    """The same completions as in a run of one trainer rank, until the weights round otherwise."""
+    drawn = ("buffer=replay", "buffer.draw=shared", "max_lag=0", "max_steps=2", "eval.every=0")
+    rows = []
+    for name, ranks, placed in (
+        ("one", 2, ("placement.trainer=[0]",)),
+        ("two", 3, ("placement.trainer=[0,1]", "placement.generator=[2]", "placement.reward=[2]")),
+    ):
+        with Job(*SMALL, *drawn, *placed, run_dir=tmp_path / name, ranks=ranks) as job:
+            assert job.wait() == 0, job.output
+        rows.append(job.rows[-2])
+    for column in ("buffer/size", "buffer/prompts", "reward/mean", "tokens/trained"):
+        assert rows[0][column] == pytest.approx(rows[1][column], rel=1e-6)
+    assert rows[0]["grad_norm"] == pytest.approx(rows[1]["grad_norm"], rel=1e-3)
