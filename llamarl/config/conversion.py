@@ -22,7 +22,8 @@ from yaml import YAMLError
 
 from llamarl.config.files import with_whole_parts
 from llamarl.config.loss_options import LOSS_OPTIONS
-from llamarl.config.schema import Config, LossSettings, Mark
+from llamarl.config.marks import Mark
+from llamarl.config.schema import Config, LossSettings
 from llamarl.native.files import replace_text
 from llamarl.words.names import nearest
 

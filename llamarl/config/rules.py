@@ -16,13 +16,22 @@ from llamarl.config.files import CONF_DIR
 from llamarl.config.loss_options import LOSS_OPTIONS, declarations, declares
 from llamarl.config.placement import find_placement
 from llamarl.config.schema import Config, JudgeSourceSettings, LossSettings, RowsSettings
+from llamarl.config.victim import victim_rules
 from llamarl.words.urls import url_problem
 
 Rule = tuple[str, bool, str]  # the keys, whether they are wrong, the remedy
 
 
-def check(config: Config, world_size: int, local_world_size: int | None = None) -> list[Problem]:
-    """What cannot work together, or with this many ranks and these files."""
+def check(
+    config: Config,
+    world_size: int,
+    local_world_size: int | None = None,
+    *,
+    attacks: bool = False,
+) -> list[Problem]:
+    """What cannot work together, or with this many ranks and these files. attacks: the recipe puts
+    completions to a victim.
+    """
     num_hosts = -(-world_size // (local_world_size or world_size))
     rules = [
         *_memory_rules(config, num_hosts),
@@ -30,6 +39,7 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
         *_learning_rules(config),
         *_reference_rules(config),
         *_replay_rules(config),
+        *victim_rules(config.victim, attacks=attacks, compared=_comparing_judges(config)),
     ]
     found = Findings(config)
     find_placement(config, world_size, found)
@@ -43,6 +53,8 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
             found.add(what, "generator.kind")
     files = {f"task.{name}": getattr(config.task, name, None) for name in ("path", "eval_path")}
     files["model.path"] = config.model.path and f"{config.model.path}/config.json"
+    victim = config.victim.path if config.victim.placed else None
+    files["victim.path"] = victim and f"{victim}/config.json"
     critic = config.trainer.critic.path
     files["trainer.critic.path"] = critic and f"{critic}/config.json"
     for key, part in config.reward_parts.items():
@@ -279,6 +291,12 @@ def _reward_rules(c: Config) -> list[Rule]:
         )
     )
     return rules
+
+
+def _comparing_judges(c: Config) -> list[str]:
+    """The keys of the judges that compare the completions of a prompt."""
+    parts = c.reward_parts.items()
+    return [key for key, part in parts if part.kind == "judge" and part.ask == "group"]
 
 
 def _judge_rules(

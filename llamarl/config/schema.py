@@ -14,15 +14,15 @@ a field of that kind alone:
 What a kind does not let anyone choose, and its readers ask of every kind, is a constant of the
 class.
 
-A field that decides more than its own value says so by a Mark.
+A field that decides more than its own value says so by a Mark (llamarl/config/marks.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, dataclass_transform
+from typing import Annotated, ClassVar, Literal
 
 from llamarl.config.loss_options import LOSS_OPTIONS
+from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import (
     Beta,
     Count,
@@ -34,6 +34,7 @@ from llamarl.config.ranges import (
     Share,
     Text,
 )
+from llamarl.config.victim import AnyVictimSettings
 from llamarl.words.choices import (
     Advantages,
     Estimator,
@@ -53,31 +54,11 @@ GOLD_MEMORY_MB = 4096
 Seed = Annotated[int, Range(0, 2**63 - 1)]  # what torch and the counters of sampling hold
 
 
-# What a key, or every key of a section, decides beyond its own value.
-Mark = Literal[
-    "identity",  # with another value it is another run, which no checkpoint is gone on with
-    "data",  # which prompts there are
-    "answers",  # how held-out prompts are answered and scored: recipes/evaluate.py keeps it
-    "outward",  # nothing that is learned: runs that differ in it alone are compared as one
-]
-
-
-def _marked(*marks: Mark):
-    """A field with these marks."""
-    return field(metadata={"marks": frozenset(marks)})
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(_marked,))
-def settings_dataclass(section: type) -> type:
-    """A section of the configuration, or one kind of it: a record that stays as it was read."""
-    return dataclass(frozen=True, slots=True)(section)
-
-
 @settings_dataclass
 class ModelSettings:
     # None: the tiny model that comes with the package.
-    path: str | None = _marked("identity", "data")
-    dtype: Literal["float32", "bfloat16"] = _marked("answers")
+    path: str | None = marked("identity", "data")
+    dtype: Literal["float32", "bfloat16"] = marked("answers")
 
 
 @settings_dataclass
@@ -109,6 +90,13 @@ class QuestionsSettings(TaskSettings):
 
 
 @settings_dataclass
+class OnePromptSettings(TaskSettings):
+    kind: Literal["one_prompt"]
+    text: str
+    words: list[str]
+
+
+@settings_dataclass
 class RowsSettings(TaskSettings):
     """Rows of prompts and answers under keys that the user names."""
 
@@ -137,6 +125,7 @@ AnyTaskSettings = (
     AdditionSettings
     | FactsSettings
     | QuestionsSettings
+    | OnePromptSettings
     | RowsSettings
     | GSM8KSettings
     | ReasoningGymSettings
@@ -297,12 +286,12 @@ class ResettingReferenceSettings:
 
 @settings_dataclass
 class FifoBufferSettings:
-    kind: Literal["fifo"] = _marked("identity")
+    kind: Literal["fifo"] = marked("identity")
 
 
 @settings_dataclass
 class ReplayBufferSettings:
-    kind: Literal["replay"] = _marked("identity")
+    kind: Literal["replay"] = marked("identity")
     sync_period: Count
     most_on_policy: Share
     priority: Priority
@@ -423,9 +412,9 @@ class GovernorSettings:
 @settings_dataclass
 class EvalSettings:
     every: Natural
-    num_prompts: Natural = _marked("data")
+    num_prompts: Natural = marked("data")
     num_samples: Natural
-    target: float | None = _marked("outward")
+    target: float | None = marked("outward")
     gold: str | None
     gold_label: str | None
     reference_key: str | None
@@ -444,6 +433,7 @@ class PlacementSettings:
     generator: list[int] | None
     reward: list[int] | None
     reference: list[int] | None
+    victim: list[int] | None
     colocate: list[str] | None
 
 
@@ -462,39 +452,40 @@ class MetricsSettings:
 @settings_dataclass
 class Config:
     max_steps: Natural
-    run_dir: str | None = _marked("outward")
-    resume: str = _marked("outward")
-    resume_with_other: list[Literal["data", "reward"]] = _marked("outward")
-    seed: Seed = _marked("identity", "data", "answers", "outward")
-    dry_run: bool = _marked("outward")
-    max_lag: Natural | None = _marked("identity", "answers")
+    run_dir: str | None = marked("outward")
+    resume: str = marked("outward")
+    resume_with_other: list[Literal["data", "reward"]] = marked("outward")
+    seed: Seed = marked("identity", "data", "answers", "outward")
+    dry_run: bool = marked("outward")
+    max_lag: Natural | None = marked("identity", "answers")
     overcommit: Natural | Governor
     on_deadline: Literal["wait", "truncate"]
-    straggler_factor: Annotated[float, Range(1)] = _marked("outward")
-    groups_per_step: Count = _marked("identity")
-    group_size: Count = _marked("identity", "answers")
-    max_new_tokens: Count = _marked("identity", "answers")
-    temperature: Positive = _marked("identity", "answers")
+    straggler_factor: Annotated[float, Range(1)] = marked("outward")
+    groups_per_step: Count = marked("identity")
+    group_size: Count = marked("identity", "answers")
+    max_new_tokens: Count = marked("identity", "answers")
+    temperature: Positive = marked("identity", "answers")
     lr: Positive
-    threads: Count | None = _marked("answers", "outward")
-    timeout_s: Positive = _marked("outward")
-    heartbeat_timeout_s: Positive = _marked("outward")
+    threads: Count | None = marked("answers", "outward")
+    timeout_s: Positive = marked("outward")
+    heartbeat_timeout_s: Positive = marked("outward")
     stop_s: Positive
     offload: bool
     governor: GovernorSettings
     beta_schedule: ConstantBetaSettings | LinearBetaSettings | CutBetaSettings
-    eval: EvalSettings = _marked("answers")
-    checkpoint: CheckpointSettings = _marked("outward")
+    eval: EvalSettings = marked("answers")
+    checkpoint: CheckpointSettings = marked("outward")
     weights: WeightsSettings
-    metrics: MetricsSettings = _marked("outward")
+    metrics: MetricsSettings = marked("outward")
     model: ModelSettings
-    task: AnyTaskSettings = _marked("data", "answers")
-    generator: NativeGeneratorSettings | VLLMGeneratorSettings = _marked("answers")
+    task: AnyTaskSettings = marked("data", "answers")
+    generator: NativeGeneratorSettings | VLLMGeneratorSettings = marked("answers")
     reward: (
         FunctionRewardSettings | ModelRewardSettings | JudgeRewardSettings | PartsRewardSettings
-    ) = _marked("answers")
+    ) = marked("answers")
+    victim: AnyVictimSettings = marked("answers")
     reference: ReferenceSettings | FrozenReferenceSettings | ResettingReferenceSettings
-    buffer: FifoBufferSettings | ReplayBufferSettings = _marked("answers")
+    buffer: FifoBufferSettings | ReplayBufferSettings = marked("answers")
     trainer: TrainerSettings
     loss: LossSettings
     placement: PlacementSettings

@@ -1,0 +1,27 @@
+"""What makes a section of the schema: frozen records, whose fields may decide more than their own
+value and say so by a Mark.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, dataclass_transform
+
+# What a key, or every key of a section, decides beyond its own value.
+Mark = Literal[
+    "identity",  # with another value it is another run, which no checkpoint is gone on with
+    "data",  # which prompts there are
+    "answers",  # how held-out prompts are answered and scored: recipes/evaluate.py keeps it
+    "outward",  # nothing that is learned: runs that differ in it alone are compared as one
+]
+
+
+def marked(*marks: Mark):
+    """A field with these marks."""
+    return field(metadata={"marks": frozenset(marks)})
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(marked,))
+def settings_dataclass(section: type) -> type:
+    """A section of the configuration, or one kind of it: a record that stays as it was read."""
+    return dataclass(frozen=True, slots=True)(section)
