@@ -120,7 +120,7 @@ def build_reward(config: Config, job: Job) -> Reward:
         gold=build_gold(config, job),
         answers=_answers_of(config, job),
     )
-    if r.kind in ("function", "judge"):
+    if r.kind in ("function", "judge", "encoder"):
         return RuleReward(**given, make_source=source_of(r, job, section="reward"))
     return ModelReward(
         **given,

@@ -146,7 +146,7 @@ class Victim(Executor):
             return not self._asked
         # The same held-out prompt's attack of an earlier version has its place still.
         is_taken = any(place_of(attack) in self._asked for attack in batch)
-        return self.engine.num_waiting == 0 and not is_taken
+        return self.engine.num_waiting < self.engine.free_slots and not is_taken
 
     def _ask(self, attack: Answer) -> None:
         """Have the engine answer an attack, or say what comes of it without."""

@@ -18,6 +18,7 @@ from llamarl.config.rules import check as check_run
 from llamarl.config.schema import (
     AnyTaskSettings,
     Config,
+    EncoderRewardSettings,
     FunctionRewardSettings,
     JudgeRewardSettings,
     ModelRewardSettings,
@@ -72,7 +73,13 @@ class PreferencesConfig:
     task: AnyTaskSettings = marked("data")
     eval: HoldOutSettings = marked("data")
     generator: SamplerSettings = marked("identity")
-    reward: FunctionRewardSettings | ModelRewardSettings | JudgeRewardSettings | PartsRewardSettings
+    reward: (
+        FunctionRewardSettings
+        | ModelRewardSettings
+        | JudgeRewardSettings
+        | EncoderRewardSettings
+        | PartsRewardSettings
+    )
 
 
 def as_run(config: PreferencesConfig) -> Config:

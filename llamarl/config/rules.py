@@ -58,7 +58,7 @@ def check(
     critic = config.trainer.critic.path
     files["trainer.critic.path"] = critic and f"{critic}/config.json"
     for key, part in config.reward_parts.items():
-        if part.kind == "model":
+        if part.kind in ("model", "encoder"):
             files[f"{key}.path"] = f"{part.path}/config.json"
         elif part.kind == "judge":
             files[f"{key}.template"] = part.template
@@ -281,7 +281,7 @@ def _reward_rules(c: Config) -> list[Rule]:
             )
         elif part.kind == "judge":
             rules += _judge_rules(c, key, part, has_no_answer=has_no_answer)
-        elif part.scale == 0:
+        elif part.kind == "model" and part.scale == 0:
             rules.append((f"{key}.scale", True, "makes every score the same; any other number"))
     rules.append(
         (

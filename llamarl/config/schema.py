@@ -37,6 +37,8 @@ from llamarl.config.ranges import (
 from llamarl.config.victim import AnyVictimSettings
 from llamarl.words.choices import (
     Advantages,
+    ClassifierOutput,
+    ClassifierReads,
     Estimator,
     Governor,
     JudgeAsk,
@@ -241,8 +243,32 @@ class JudgeRewardSettings(JudgeSourceSettings):
     max_error_rate: Share
 
 
-AnySourceSettings = FunctionSourceSettings | ModelSourceSettings | JudgeSourceSettings
-AnyPartSettings = FunctionPartSettings | ModelPartSettings | JudgePartSettings
+@settings_dataclass
+class EncoderSourceSettings:
+    kind: Literal["encoder"]
+    path: Text
+    label: str | None
+    output: ClassifierOutput
+    reads: ClassifierReads
+    dtype: Literal["float32", "bfloat16"]
+    max_tokens: Count
+    batch_size: Count
+
+
+@settings_dataclass
+class EncoderPartSettings(EncoderSourceSettings):
+    weight: float
+
+
+@settings_dataclass
+class EncoderRewardSettings(EncoderSourceSettings):
+    max_error_rate: Share
+
+
+AnySourceSettings = (
+    FunctionSourceSettings | ModelSourceSettings | JudgeSourceSettings | EncoderSourceSettings
+)
+AnyPartSettings = FunctionPartSettings | ModelPartSettings | JudgePartSettings | EncoderPartSettings
 
 
 @settings_dataclass
@@ -481,7 +507,11 @@ class Config:
     task: AnyTaskSettings = marked("data", "answers")
     generator: NativeGeneratorSettings | VLLMGeneratorSettings = marked("answers")
     reward: (
-        FunctionRewardSettings | ModelRewardSettings | JudgeRewardSettings | PartsRewardSettings
+        FunctionRewardSettings
+        | ModelRewardSettings
+        | JudgeRewardSettings
+        | EncoderRewardSettings
+        | PartsRewardSettings
     ) = marked("answers")
     victim: AnyVictimSettings = marked("answers")
     reference: ReferenceSettings | FrozenReferenceSettings | ResettingReferenceSettings

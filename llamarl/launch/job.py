@@ -190,6 +190,9 @@ class Job:
         if part.kind == "model":
             label = part.label or ""
             return f"(model {fingerprint(part.path)} {label} - {part.shift:g}) * {part.scale:g}"
+        if part.kind == "encoder":
+            read = f"{part.output} of {part.label or 'its label'}, reads {part.reads}"
+            return f"encoder {weights_fingerprint(part.path)}, {read}"
         template = "none"
         if part.template is not None:
             template = hashlib.sha256(Path(part.template).read_bytes()).hexdigest()[:16]

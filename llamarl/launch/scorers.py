@@ -12,6 +12,7 @@ from llamarl.launch.job import Job, Scored, read_model, read_tokenizer
 from llamarl.models.config import ModelConfig
 from llamarl.models.hf import weights_of
 from llamarl.models.scorer import label_of
+from llamarl.tasks.classifier import check_encoder
 from llamarl.tasks.transcript import Transcript, same_tokens
 
 log = logging.getLogger("llamarl")
@@ -23,6 +24,20 @@ def check_scorers(job: Job) -> None:
     """
     for key, scorer in job.config.scorers.items():
         check_scorer(job, scorer, job.scored, key=f"{key}.path", label_key=f"{key}.label")
+    for key, part in job.config.reward_parts.items():
+        if part.kind == "encoder":
+            with naming(key, part.path, part.label):
+                check_encoder(part.path, part.label, part.max_tokens)
+
+
+@contextmanager
+def naming(key: str, path: str, label: str | None) -> Iterator[None]:
+    """Have a ValueError inside say which keys gave the encoder."""
+    try:
+        yield
+    except ValueError as error:
+        given = f"{key}.path={path} {key}.label={label or 'null'}"
+        raise ValueError(f"{given}: {error}") from error
 
 
 def check_scorer(

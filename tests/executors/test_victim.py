@@ -200,6 +200,13 @@ def test_an_evaluation_that_was_given_up_is_passed_on(build):
     assert found[place_of(given_up)].outcome == "abstain"
 
 
+def test_as_many_attacks_are_begun_as_fill_the_slots(build):
+    victim = build(reproducible=False, max_slots=4 * ANSWERS)
+    give(victim, *SUMS)
+    victim.step()
+    assert len(victim.outputs["answered"].records) + len(victim._asked) == 4
+
+
 def test_two_evaluations_may_be_under_way_at_once(build):
     victim = build(reproducible=False, max_slots=3)
     both = [eval_attack(i, "12+3", version=v) for v in (4, 6) for i in range(EVAL_ATTACKS)]
