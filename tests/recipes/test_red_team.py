@@ -21,6 +21,7 @@ BAD_INPUT, EXIT_FAILED = 2, 1
 FEW = (
     "groups_per_step=4",
     "group_size=4",
+    "task.max_prompt_tokens=8",
     "eval.num_samples=8",
     "eval.every=2",
     "max_steps=4",

@@ -19,6 +19,20 @@ def test_the_recipe_has_a_victim_out_of_the_box_and_the_main_job_none():
     assert config.victim.placed and config.victim.longest == 16 + 6
     assert (config.buffer.kind, config.loss.fn, config.reference.kind) == ("replay", "tb", "frozen")
     assert not compose_config([], RL).victim.placed
+    assert config.task.words == ["5"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ("buffer=fifo", "loss=reinforce", "reference=none"),
+        ("loss=ppo", "trainer.advantages=gae", "buffer=fifo"),
+        ("task=addition",),
+        ("reference=reset", "buffer=fifo"),
+    ],
+)
+def test_its_other_values_do_not_stand_in_the_way_of_another_choice(other):
+    assert not complaints(*other)
 
 
 @pytest.mark.parametrize(
